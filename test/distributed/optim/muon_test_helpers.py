@@ -1,0 +1,325 @@
+"""What the multi-process tests of torch.optim.Muon share.
+
+Every comparison here is made with one process, bit for bit: the twin of a distributed parameter is a
+plain one with the same values and the same gradients, under a Muon without a distributed_config.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import traceback
+from datetime import timedelta
+from typing import Any, NamedTuple, TYPE_CHECKING
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import (
+    distribute_tensor,
+    DTensor,
+    Replicate,
+    Shard,
+)
+from torch.optim import _muon, Muon
+from torch.optim.muon import create_dtensor_config
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+
+# For meshes of up to four: even, uneven, empty local shards, tall, wide, a row, a column, one element.
+SHAPES = [(8, 8), (7, 5), (16, 4), (4, 16), (3, 9), (1, 8), (33, 16), (5, 1), (1, 1)]
+
+S0, S1, R = Shard(0), Shard(1), Replicate()
+
+
+class GlooOnCPU:
+    """To be put before MultiProcContinuousTest."""
+
+    timeout = timedelta(seconds=60)
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return "gloo"
+
+    @classmethod
+    def device_type(cls) -> str:
+        return "cpu"
+
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str | None) -> None:
+        # Equal bits need equal sums, and so as many threads here as in the single process.
+        torch.set_num_threads(1)
+        super()._init_pg(rank, world_size, rdvz_file)
+
+
+class Spec(NamedTuple):
+    """A matrix and how it is placed; a plain tensor, whole on every rank, without a mesh."""
+
+    shape: tuple[int, int]
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...] | None
+    dtype: torch.dtype = torch.float32
+
+
+def full(seed: int, shape: Sequence[int], dtype: torch.dtype = torch.float32):
+    """The same full-rank matrix on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def place(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """``tensor``, which every rank has whole, placed as ``spec`` says, without communication."""
+    if spec.mesh is None:
+        return tensor.clone()
+    return distribute_tensor(
+        tensor.clone(), spec.mesh, spec.placements, src_data_rank=None
+    )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held(spec: Spec) -> set[int]:
+    """The elements of a matrix, counted row by row, that this rank's piece of it holds."""
+    rows, columns = spec.shape
+    numbers = torch.arange(rows * columns).reshape(rows, columns)
+    return set(local(place(numbers, spec)).flatten().tolist())
+
+
+class Collective(NamedTuple):
+    """One call that moves data; sizes in elements, for an all-to-all by peer."""
+
+    name: str
+    ranks: tuple[int, ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    itemsize: int
+
+
+class Collectives(TorchDispatchMode):
+    """Records every collective that this rank starts, whoever starts it and however."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Collective] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.calls.append(self._call(func.__name__.split(".")[0], args))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _call(name: str, args: tuple) -> Collective:
+        if name != "alltoall_base_":
+            return Collective(name, (), (), (), 0)
+        output, input, group, received, sent = args[:5]
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+        return Collective(
+            name, tuple(ranks), tuple(sent), tuple(received), input.element_size()
+        )
+
+    def names(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(call.name, call.ranks) for call in self.calls]
+
+
+class NewtonSchulzCalls:
+    """Counts the matrices that this rank orthogonalizes, however many at a time."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self._original = _muon._zeropower_via_newtonschulz
+        self._patch = mock.patch.object(
+            _muon, "_zeropower_via_newtonschulz", side_effect=self._call
+        )
+
+    def _call(self, grad: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        batch = grad.shape[:-2].numel()
+        self.shapes.extend([tuple(grad.shape[-2:])] * batch)
+        return self._original(grad, *args, **kwargs)
+
+    def __enter__(self):
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """``value`` of every rank."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def all_placements(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
+    return list(itertools.product((S0, S1, R), repeat=mesh.ndim))
+
+
+def specs(
+    mesh: DeviceMesh,
+    placements: Sequence[tuple[Placement, ...]],
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    dtype: torch.dtype = torch.float32,
+) -> list[Spec]:
+    return [Spec(s, mesh, p, dtype) for p in placements for s in shapes]
+
+
+# Meshes are made once: equal ones with groups of their own get mixed up in DTensor's caches, and
+# differently so on ranks that went through different errors.
+
+
+@functools.cache
+def mesh_of(size: int) -> DeviceMesh:
+    """This rank's one-dimensional mesh of ``size`` ranks, of which the world has several."""
+    count = dist.get_world_size() // size
+    return init_device_mesh("cpu", (count, size), mesh_dim_names=("copy", "rank"))[
+        "rank"
+    ]
+
+
+@functools.cache
+def grid_of(*shape: int) -> DeviceMesh:
+    """The mesh of all ranks, with dimensions "a", "b" and so on."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=tuple("abcd"[: len(shape)]))
+
+
+class Twins:
+    """Distributed parameters with their optimizer, and what they have to be equal to.
+
+    Args:
+        specs: one for each matrix.
+        config: of the distributed optimizer; that of the factory where None is given.
+        groups: lists of indices with the options of that group; one group of all where None is given.
+        options: of both optimizers.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        config: Any = None,
+        groups: Sequence[tuple[Sequence[int], dict[str, Any]]] | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        self.specs = list(specs)
+        self.seed = seed
+        whole = [full(seed + i, s.shape, s.dtype) for i, s in enumerate(self.specs)]
+        self.singles = [torch.nn.Parameter(w.clone()) for w in whole]
+        self.params = [
+            torch.nn.Parameter(place(w, s))
+            for w, s in zip(whole, self.specs, strict=True)
+        ]
+        groups = groups or [(range(len(self.specs)), {})]
+        # Indices count in the order of the groups.
+        self.order = [i for indices, _ in groups for i in indices]
+
+        def grouped(params):
+            return [
+                {
+                    "params": [params[i] for i in indices],
+                    **{
+                        key: value.clone() if torch.is_tensor(value) else value
+                        for key, value in given.items()
+                    },
+                }
+                for indices, given in groups
+            ]
+
+        self.config = create_dtensor_config() if config is None else config
+        self.single = Muon(grouped(self.singles), **options)
+        self.optimizer = Muon(
+            grouped(self.params), distributed_config=self.config, **options
+        )
+        self.steps = 0
+
+    def set_gradients(self, missing: Sequence[int] = ()) -> None:
+        """New, equal gradients for both, but none for the indices ``missing``."""
+        self.steps += 1
+        for i, spec in enumerate(self.specs):
+            if i in missing:
+                self.singles[i].grad = self.params[i].grad = None
+                continue
+            gradient = full(self.seed + 1000 * self.steps + i, spec.shape, spec.dtype)
+            self.singles[i].grad = gradient
+            self.params[i].grad = place(gradient, spec)
+
+    def step(
+        self, missing: Sequence[int] = (), closure: Callable | None = None
+    ) -> None:
+        self.set_gradients(missing)
+        self.single.step()
+        self.optimizer.step(closure)
+
+    def problems(self) -> list[str]:
+        """What this rank finds different from the single process."""
+        found = []
+        for i, (param, single, spec) in enumerate(
+            zip(self.params, self.singles, self.specs, strict=True)
+        ):
+            name = f"{i}: {spec.shape} {spec.placements} {spec.dtype}"
+            if not torch.equal(local(param), local(place(single.detach(), spec))):
+                found.append(f"parameter {name}")
+            mine = self.optimizer.state.get(param, {}).get("momentum_buffer")
+            its = self.single.state.get(single, {}).get("momentum_buffer")
+            if (mine is None) != (its is None):
+                found.append(f"momentum {name}: here {mine}, there {its}")
+            elif mine is not None:
+                if type(mine) is not type(param.data) or mine.dtype != param.dtype:
+                    found.append(f"momentum {name}: {type(mine)}, {mine.dtype}")
+                elif isinstance(mine, DTensor) and (
+                    mine.placements != param.placements
+                    or mine.device_mesh != param.device_mesh
+                    or mine.shape != param.shape
+                ):
+                    found.append(f"momentum {name}: {mine.placements} {mine.shape}")
+                elif not torch.equal(local(mine), local(place(its, spec))):
+                    found.append(f"momentum {name}")
+        return found
+
+
+class ParityAssertions:
+    """To be put before a TestCase whose methods run on every rank."""
+
+    def assertEverywhere(self, problems: list[str], message: str = "") -> None:
+        """Fails on every rank if one rank has a problem, so that none waits for the others."""
+        found = {rank: some for rank, some in enumerate(everyone(problems)) if some}
+        self.assertFalse(found, f"{message}: {found}")
+
+    @contextlib.contextmanager
+    def everywhere(self, message: str = ""):
+        """For assertions about what one rank has: those of the other ranks fail with it."""
+        problems = []
+        try:
+            yield
+        except Exception:
+            problems.append(traceback.format_exc())
+        self.assertEverywhere(problems, message)
+
+    def assertParity(self, twins: Twins, message: str = "") -> None:
+        self.assertGreater(twins.steps, 0)
+        self.assertEverywhere(twins.problems(), message)
+
+    def assertTrainsAlike(
+        self, twins: Twins, steps: int = 3, message: str = "", missing=lambda step: ()
+    ) -> None:
+        before = [p.detach().clone() for p in twins.singles]
+        for step in range(steps):
+            twins.step(missing(step))
+            self.assertParity(twins, f"{message} step {step}")
+        if not any(missing(step) for step in range(steps)):
+            # Nothing is shown by two optimizers that both do nothing.
+            for old, new in zip(before, twins.singles, strict=True):
+                # A single low-precision element may come back to where it was.
+                if old.numel() > 1:
+                    self.assertFalse(torch.equal(old, new.detach()), message)

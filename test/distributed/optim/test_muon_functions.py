@@ -1,0 +1,476 @@
+# Owner(s): ["oncall: distributed"]
+"""The three functions of a DistributedConfig: the factory's, wrapped, replaced and written from scratch."""
+
+import logging
+import os
+import re
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim import Muon
+from torch.optim.muon import create_dtensor_config, DistributedConfig
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    requires_gloo,
+)
+from torch.testing._internal.common_utils import run_tests
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_test_helpers import (
+    all_placements,
+    Collectives,
+    everyone,
+    full,
+    GlooOnCPU,
+    grid_of,
+    local,
+    mesh_of,
+    NewtonSchulzCalls,
+    ParityAssertions,
+    place,
+    R,
+    S0,
+    S1,
+    specs,
+    Twins,
+)
+
+
+if not dist.is_available():
+    print("torch.distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+class Recorder:
+    """Wraps the two functions of ``config`` that move data, and notes their calls."""
+
+    def __init__(self, config, gather=True, redistribute=True):
+        self.config = config
+        self.calls = []
+        self.given = {}
+        self._gather, self._redistribute = config.gather_fn, config.redistribute_fn
+        if gather:
+            config.gather_fn = self.gather
+        if redistribute:
+            config.redistribute_fn = self.redistribute
+
+    def note(self, kind, tensor, rank, state):
+        index = state["current_param_idx"]
+        self.calls.append((kind, index, rank, state["current_owner"]))
+        self.given[kind, index] = None if tensor is None else tensor.clone()
+
+    def gather(self, tensor, rank, state):
+        self.note("gather", tensor, rank, state)
+        return self._gather(tensor, rank, state)
+
+    def redistribute(self, tensor, rank, state):
+        self.note("redistribute", tensor, rank, state)
+        return self._redistribute(tensor, rank, state)
+
+
+class RowShards:
+    """A framework of its own: plain tensors, each rank with as many rows, collectives by hand."""
+
+    def __init__(self, whole_on_every_rank):
+        self.whole_on_every_rank = whole_on_every_rank
+
+    def config(self, **flags):
+        return DistributedConfig(
+            self.assign, self.gather, self.redistribute, {}, **flags
+        )
+
+    def assign(self, params, state):
+        world = dist.get_world_size()
+        return {r: list(range(r, len(params), world)) for r in range(world)}
+
+    def gather(self, piece, rank, state):
+        pieces = [torch.empty_like(piece) for _ in range(dist.get_world_size())]
+        if self.whole_on_every_rank:
+            dist.all_gather(pieces, piece)
+            return torch.cat(pieces)
+        mine = rank == dist.get_rank()
+        dist.gather(piece, pieces if mine else None, dst=rank)
+        return torch.cat(pieces) if mine else None
+
+    def redistribute(self, update, rank, state):
+        if self.whole_on_every_rank:
+            dist.broadcast(update, src=rank)
+            return update.chunk(dist.get_world_size())[dist.get_rank()]
+        shape = state["local_shapes"][state["current_param_idx"]]
+        piece = torch.empty(shape, dtype=torch.bfloat16)
+        pieces = None
+        if rank == dist.get_rank():
+            pieces = [p.contiguous() for p in update.chunk(dist.get_world_size())]
+        dist.scatter(piece, pieces, src=rank)
+        return piece
+
+
+@requires_gloo()
+class TestMuonFunctions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    world_size = 4
+
+    def meshes(self):
+        return [mesh_of(4), grid_of(2, 2), mesh_of(2), mesh_of(1)]
+
+    def placed(self, shapes=((8, 8), (7, 5), (3, 9), (1, 8))):
+        return [
+            spec
+            for mesh in self.meshes()
+            for spec in specs(mesh, all_placements(mesh), shapes)
+        ]
+
+    # Outside of step()
+
+    def check_round_trip(self, config, tensors, placed):
+        for i, (tensor, spec) in enumerate(zip(tensors, placed)):
+            config.state["current_param_idx"] = i
+            for rank in (0, self.rank, 3):
+                whole = config.gather_fn(tensor, rank, config.state)
+                self.assertNotIsInstance(whole, DTensor)
+                self.assertEqual(tuple(whole.shape), spec.shape)
+                again = place(whole, spec)
+                self.assertTrue(torch.equal(local(again), local(tensor)), f"{spec}")
+                piece = config.redistribute_fn(whole, rank, config.state)
+                self.assertIsInstance(piece, DTensor)
+                self.assertEqual(piece.placements, tensor.placements)
+                self.assertEqual(piece.device_mesh, tensor.device_mesh)
+                self.assertEqual(piece.shape, tensor.shape)
+                self.assertTrue(torch.equal(local(piece), local(tensor)), f"{spec}")
+
+    def test_gather_then_redistribute_is_the_identity(self):
+        placed = self.placed()
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            tensors = [
+                place(full(i, spec.shape, dtype), spec) for i, spec in enumerate(placed)
+            ]
+            config = create_dtensor_config()
+            config.assign_fn(tensors, config.state)
+            self.check_round_trip(config, tensors, placed)
+
+    def test_gather_then_redistribute_between_steps(self):
+        placed = self.placed(((8, 8), (7, 5)))
+        twins = Twins(placed)
+        for _ in range(2):
+            twins.step()
+            self.check_round_trip(
+                twins.config, [p.detach() for p in twins.params], placed
+            )
+            self.assertParity(twins)
+
+    def test_redistribute_outside_of_step_does_not_communicate(self):
+        placed = self.placed()
+        tensors = [place(full(0, spec.shape), spec) for spec in placed]
+        config = create_dtensor_config()
+        with Collectives() as seen:
+            config.assign_fn(tensors, config.state)
+            for i, spec in enumerate(placed):
+                config.state["current_param_idx"] = i
+                # Only its own piece of what it is given, whatever the others have.
+                given = full(100 * self.rank + i, spec.shape)
+                piece = config.redistribute_fn(given, 0, config.state)
+                self.assertTrue(torch.equal(local(piece), local(place(given, spec))))
+        self.assertEqual(seen.calls, [])
+
+    def test_assign_fn_called_directly(self):
+        mesh = mesh_of(4)
+        grid = grid_of(2, 2)
+        placed = specs(mesh, [(S0,), (R,)]) + specs(grid, [(R, S1)])
+        params = [place(full(0, spec.shape), spec) for spec in placed]
+        params.append(torch.randn(3, 4))
+        config = create_dtensor_config()
+        assignments = config.assign_fn(params, config.state)
+        owned = sorted(i for own in assignments.values() for i in own)
+        self.assertEqual(owned, list(range(len(params))))
+        self.assertIn(len(placed), assignments[self.rank])
+        metadata = config.state["param_metadata"]
+        self.assertEqual(sorted(metadata), list(range(len(placed))))
+        for i, spec in enumerate(placed):
+            self.assertEqual(metadata[i]["device_mesh"], spec.mesh)
+            self.assertEqual(metadata[i]["placements"], spec.placements)
+        # Of the DTensors all ranks think alike, and the optimizer does as the function says.
+        known = {
+            r: [i for i in own if i < len(placed)] for r, own in assignments.items()
+        }
+        self.assertEqual(everyone(known), [known] * 4)
+        twins = Twins(placed)
+        self.assertEqual(twins.optimizer.assignments, known)
+
+    # Replaced and wrapped
+
+    def test_wrappers_that_delegate_give_the_bits_of_the_engine(self):
+        placed = self.placed(((8, 8), (7, 5), (3, 9)))
+        for gather, redistribute in [(True, False), (False, True), (True, True)]:
+            for prefetch, nesterov in [(0, True), (1, False), (2, True)]:
+                config = create_dtensor_config(prefetch_count=prefetch)
+                recorder = Recorder(config, gather, redistribute)
+                twins = Twins(placed, config, nesterov=nesterov)
+                with NewtonSchulzCalls() as calls:
+                    self.assertTrainsAlike(twins, 2)
+                kinds = gather + redistribute
+                self.assertEqual(len(recorder.calls), 2 * len(placed) * kinds)
+                owned = twins.optimizer.assignments.get(self.rank, [])
+                # The single process is here as well.
+                self.assertEqual(len(calls.shapes), 2 * (len(owned) + len(placed)))
+
+    def test_wrappers_in_other_dtypes(self):
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            placed = [
+                spec
+                for mesh in self.meshes()[:2]
+                for spec in specs(
+                    mesh, all_placements(mesh), [(8, 8), (7, 5), (9, 20)], dtype
+                )
+            ]
+            for gather, redistribute in [(True, False), (False, True), (True, True)]:
+                config = create_dtensor_config()
+                Recorder(config, gather, redistribute)
+                self.assertTrainsAlike(
+                    Twins(placed, config, lr=0.02), 2, f"{dtype} {gather=}"
+                )
+
+    def test_wrappers_without_gradients(self):
+        placed = specs(mesh_of(4), [(S0,), (S1,), (R,)], [(8, 8), (3, 9)])
+        config = create_dtensor_config()
+        recorder = Recorder(config)
+        twins = Twins(placed, config)
+        absent = [range(6), (1, 4), (), (0, 5)]
+        self.assertTrainsAlike(twins, 4, missing=absent.__getitem__)
+        self.assertEqual(len(recorder.calls), 4 * 2 * 6)
+
+    def test_assign_fn_replaced_runs_on_the_engine(self):
+        placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5), (3, 9)])
+        config = create_dtensor_config()
+        config.assign_fn = lambda params, state: {1: list(range(len(params)))}
+        twins = Twins(placed, config)
+        twins.set_gradients()
+        with NewtonSchulzCalls() as calls, Collectives() as seen:
+            twins.optimizer.step()
+        twins.single.step()
+        self.assertParity(twins)
+        self.assertEqual(everyone(len(calls.shapes)), [0, 6, 0, 0])
+        self.assertEqual(twins.optimizer.assignments, {1: list(range(6))})
+        # Packed by rounds, and to and from rank 1 only.
+        self.assertLessEqual(len(seen.calls), 8)
+        for call in seen.calls:
+            for peer, elements in enumerate(call.sent):
+                if 1 not in (peer, self.rank):
+                    self.assertEqual(elements, 0)
+
+    def test_assign_fn_that_calls_the_factory_s(self):
+        placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5), (3, 9)])
+        config = create_dtensor_config()
+        built = config.assign_fn
+
+        def reverse(params, state):
+            self.assertEqual((state["rank"], state["world_size"]), (self.rank, 4))
+            return {3 - rank: own for rank, own in built(params, state).items()}
+
+        config.assign_fn = reverse
+        twins = Twins(placed, config)
+        self.assertTrainsAlike(twins)
+        usual = Twins(placed).optimizer.assignments
+        self.assertEqual(
+            twins.optimizer.assignments, {3 - r: own for r, own in usual.items()}
+        )
+
+    # Written from scratch
+
+    def sharded_by_rows(self, framework, **flags):
+        shapes = [(8, 6), (4, 12), (16, 16), (4, 4), (12, 3), (8, 8)]
+        singles = [torch.nn.Parameter(full(i, s)) for i, s in enumerate(shapes)]
+        params = [
+            torch.nn.Parameter(p.detach().chunk(4)[self.rank].clone()) for p in singles
+        ]
+        config = framework.config(**flags)
+        config.state["local_shapes"] = [p.shape for p in params]
+        config.state["global_shapes"] = dict(enumerate(shapes))
+        single = Muon(singles, lr=0.02)
+        return config, params, singles, single
+
+    def test_config_written_from_scratch(self):
+        for whole_on_every_rank in (True, False):
+            for prefetch in (0, 1, 7):
+                framework = RowShards(whole_on_every_rank)
+                config, params, singles, single = self.sharded_by_rows(
+                    framework, prefetch_count=prefetch
+                )
+                optimizer = Muon(params, lr=0.02, distributed_config=config)
+                for step in range(3):
+                    for i, (param, whole) in enumerate(zip(params, singles)):
+                        whole.grad = full(100 * step + i, whole.shape)
+                        param.grad = whole.grad.chunk(4)[self.rank].clone()
+                    with NewtonSchulzCalls() as calls, Collectives() as seen:
+                        optimizer.step()
+                    single.step()
+                    self.assertEqual(
+                        sorted(map(sum, zip(*everyone([len(calls.shapes)])))), [6]
+                    )
+                    # None of ours.
+                    names = {call.name for call in seen.calls}
+                    theirs = (
+                        {"allgather_", "broadcast_"}
+                        if whole_on_every_rank
+                        else {"gather_", "scatter_"}
+                    )
+                    self.assertEqual(names, theirs)
+                    self.assertEqual(len(seen.calls), 2 * len(params))
+                    problems = []
+                    for param, whole in zip(params, singles):
+                        for mine, its in [
+                            (param, whole),
+                            (
+                                optimizer.state[param]["momentum_buffer"],
+                                single.state[whole]["momentum_buffer"],
+                            ),
+                        ]:
+                            expected = its.detach().chunk(4)[self.rank]
+                            if not torch.equal(mine.detach(), expected):
+                                problems.append(f"{whole.shape}")
+                    self.assertEverywhere(problems, f"step {step}")
+
+    def expected_calls(self, owners, prefetch):
+        n = len(owners)
+        calls = [("gather", i) for i in range(min(prefetch + 1, n))]
+        for i in range(n):
+            calls.append(("redistribute", i))
+            if i + prefetch + 1 < n:
+                calls.append(("gather", i + prefetch + 1))
+        return [(kind, i, owners[i], owners[i]) for kind, i in calls]
+
+    def test_order_of_calls(self):
+        for prefetch in (0, 1, 2, 9):
+            for parallel in (True, False):
+                config, params, *_ = self.sharded_by_rows(
+                    RowShards(True),
+                    prefetch_count=prefetch,
+                    async_gpu_parallelism=parallel,
+                )
+                recorder = Recorder(config)
+                optimizer = Muon(params, distributed_config=config)
+                for i, param in enumerate(params):
+                    # Not even where a rank lacks a gradient does the order change.
+                    param.grad = None if i % 4 == self.rank else torch.ones_like(param)
+                optimizer.step()
+                owners = [i % 4 for i in range(len(params))]
+                self.assertEqual(recorder.calls, self.expected_calls(owners, prefetch))
+                self.assertNotIn("current_owner", config.state)
+
+    def test_order_of_calls_of_wrapped_functions(self):
+        placed = specs(mesh_of(4), [(S0,), (S1,), (R,)], [(8, 8), (24, 24)])
+        for prefetch in (0, 1, 2):
+            config = create_dtensor_config(prefetch_count=prefetch)
+            recorder = Recorder(config)
+            twins = Twins(placed, config)
+            twins.step()
+            owner_of = {
+                i: r for r, own in twins.optimizer.assignments.items() for i in own
+            }
+            owners = [owner_of[i] for i in range(len(placed))]
+            self.assertEqual(recorder.calls, self.expected_calls(owners, prefetch))
+
+    def test_what_the_functions_are_given(self):
+        config, params, singles, single = self.sharded_by_rows(RowShards(True))
+        config.prefetch_count = 0
+        recorder = Recorder(config)
+        optimizer = Muon(params, distributed_config=config, nesterov=True)
+        for i, (param, whole) in enumerate(zip(params, singles)):
+            whole.grad = full(i, whole.shape)
+            if i != 2:
+                param.grad = whole.grad.chunk(4)[self.rank].clone()
+        optimizer.step()
+        for i, (param, whole) in enumerate(zip(params, singles)):
+            piece = recorder.given["gather", i]
+            update = recorder.given["redistribute", i]
+            if i == 2:
+                self.assertEqual(piece.count_nonzero(), 0)
+                self.assertNotIn("momentum_buffer", optimizer.state.get(param, {}))
+                continue
+            buffer = optimizer.state[param]["momentum_buffer"]
+            self.assertTrue(torch.equal(piece, torch.lerp(param.grad, buffer, 0.95)))
+            self.assertEqual(update.shape, whole.shape)
+            if i % 4 == self.rank:
+                values = torch.linalg.svdvals(update.float())
+                self.assertGreater(values.min().item(), 0.2)
+                self.assertLess(values.max().item(), 1.3)
+            else:
+                self.assertEqual(update.count_nonzero(), 0)
+
+    def test_writing_to_a_piece_does_not_reach_the_momentum(self):
+        class Vandal(RowShards):
+            def gather(self, piece, rank, state):
+                whole = super().gather(piece, rank, state)
+                piece.fill_(float("nan"))
+                return whole
+
+        for nesterov in (True, False):
+            config, params, singles, _ = self.sharded_by_rows(Vandal(True))
+            optimizer = Muon(params, distributed_config=config, nesterov=nesterov)
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            for param in params:
+                buffer = optimizer.state[param]["momentum_buffer"]
+                self.assertTrue(torch.equal(buffer, torch.full_like(buffer, 1 - 0.95)))
+                self.assertFalse(param.isnan().any())
+
+    # Debugging
+
+    def test_debug_mode_goes_owner_by_owner_and_says_so(self):
+        mesh = mesh_of(4)
+        placed = specs(mesh, [(S0,), (S1,)], [(8, 8), (7, 5), (16, 24)])
+        twins = Twins(placed, create_dtensor_config(False, 0), nesterov=False)
+        for step in range(2):
+            twins.set_gradients()
+            with self.assertLogs("torch.optim.muon", logging.DEBUG) as logs:
+                with Collectives() as seen:
+                    twins.optimizer.step()
+            twins.single.step()
+            self.assertParity(twins, f"step {step}")
+            with self.everywhere(f"step {step}"):
+                # With nothing fetched ahead, a gather and its scatter take turns.
+                owners = []
+                for call in seen.calls[::2]:
+                    peers = [peer for peer, n in enumerate(call.sent) if n]
+                    self.assertLessEqual(len(peers), 1)
+                    owners += peers or [self.rank]
+                self.assertEqual(owners, sorted(owners))
+                self.assertEqual(set(owners), {0, 1, 2, 3})
+
+                owner_of = {
+                    i: r for r, own in twins.optimizer.assignments.items() for i in own
+                }
+                found = []
+                for line in logs.output:
+                    match = re.search(
+                        r"rank (\d+): (\w+) parameter (\d+) .*owner (\d+)", line
+                    )
+                    self.assertIsNotNone(match, line)
+                    rank, index, owner = (int(match[i]) for i in (1, 3, 4))
+                    self.assertEqual(rank, self.rank)
+                    self.assertEqual(owner, owner_of[index])
+                    found.append((match[2], index))
+                self.assertEqual(len(found), len(set(found)))
+                orthogonalized = [i for phase, i in found if phase == "orthogonalize"]
+                self.assertEqual(
+                    sorted(orthogonalized), twins.optimizer.assignments[self.rank]
+                )
+                applied = [i for phase, i in found if phase == "apply"]
+                self.assertEqual(sorted(applied), list(range(len(placed))))
+                # Owners in rank order: what one of them has is done before the next one's begins.
+                turns = [owner_of[i] for phase, i in found if phase == "apply"]
+                self.assertEqual(turns, sorted(turns))
+
+    def test_debug_mode_is_quiet_unless_asked(self):
+        twins = Twins(
+            specs(mesh_of(4), [(S0,)], [(8, 8)]), create_dtensor_config(False, 0)
+        )
+        with self.assertNoLogs("torch.optim.muon", logging.INFO):
+            twins.step()
+        self.assertParity(twins)
+
+
+if __name__ == "__main__":
+    run_tests()

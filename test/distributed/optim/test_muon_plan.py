@@ -1,0 +1,482 @@
+# Owner(s): ["oncall: distributed"]
+"""The plan of the distributed Muon as the pure function that it is: all ranks played in one process."""
+
+import itertools
+import random
+from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
+
+import torch
+from torch.optim._muon_engine.layout import check_cover, Key, Layout, Rect
+from torch.optim._muon_engine.owners import assign_owners, check_assignments
+from torch.optim._muon_engine.plan import make_plan
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+def runs(indices):
+    """Maximal runs of consecutive integers, as (first, length)."""
+    found = []
+    for i in indices:
+        if found and found[-1][0] + found[-1][1] == i:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((i, 1))
+    return found
+
+
+def grid_layout(key, shape, mesh_shape, group, cuts):
+    """Pieces by rows and columns; ``cuts`` has (tensor dimension or None, stride factor) a mesh dimension."""
+    pieces = []
+    for coordinate in itertools.product(*(range(size) for size in mesh_shape)):
+        held = [list(range(shape[0])), list(range(shape[1]))]
+        for i, size, (dim, factor) in zip(coordinate, mesh_shape, cuts):
+            if dim is None:
+                continue
+            # As a strided shard: the i-th part of each of ``factor`` stretches.
+            kept = []
+            for stretch in torch.tensor(held[dim]).chunk(factor):
+                parts = stretch.chunk(size)
+                kept += parts[i].tolist() if i < len(parts) else []
+            held[dim] = kept
+        rows, columns = held
+        rects, local_row = [], 0
+        for row, height in runs(rows):
+            local_column = 0
+            for column, width in runs(columns):
+                offset = local_row * len(columns) + local_column
+                rects.append(Rect(row, column, height, width, offset, len(columns)))
+                local_column += width
+            local_row += height
+        pieces.append(tuple(rects))
+    return Layout(key, shape, torch.float32, tuple(group), tuple(pieces), "a grid")
+
+
+def flat_layout(key, shape, ranks, bounds):
+    """Pieces that are intervals of the elements in row-major order, cut anywhere."""
+    columns = shape[1]
+    pieces = []
+    for start, end in itertools.pairwise(bounds):
+        rects, at = [], start
+        while at < end:
+            row, column = divmod(at, columns)
+            if column or end - at < columns:
+                width = min(columns - column, end - at)
+                rects.append(Rect(row, column, 1, width, at - start, columns))
+                at += width
+            else:
+                height = (end - at) // columns
+                rects.append(Rect(row, 0, height, columns, at - start, columns))
+                at += height * columns
+        pieces.append(tuple(rects))
+    return Layout(key, shape, torch.float32, tuple(ranks), tuple(pieces), "a flat one")
+
+
+def random_layout(rng, index, world):
+    shape = (rng.randint(1, 13), rng.randint(1, 13))
+    size = rng.choice([s for s in (1, 2, 4, 8) if s <= world])
+    # As along any dimension of a mesh: neighbours, or ranks with others between them.
+    stride = rng.choice([s for s in (1, 2, 4) if s * size <= world])
+    block, offset = rng.randrange(world // (stride * size)), rng.randrange(stride)
+    ranks = [block * stride * size + offset + i * stride for i in range(size)]
+    if rng.random() < 0.3:
+        numel = shape[0] * shape[1]
+        inner = sorted(rng.randint(0, numel) for _ in range(size - 1))
+        return flat_layout(Key(index), shape, ranks, [0, *inner, numel])
+    mesh_shape = rng.choice(
+        [
+            m
+            for m in [(1,), (2,), (4,), (8,), (2, 2), (2, 4), (2, 2, 2)]
+            if size_of(m) == size
+        ]
+    )
+    cuts = [(rng.choice((0, 1, None)), rng.choice((1, 1, 2, 3))) for _ in mesh_shape]
+    return grid_layout(Key(index), shape, mesh_shape, ranks, cuts)
+
+
+def size_of(mesh_shape):
+    return torch.Size(mesh_shape).numel()
+
+
+class World:
+    """The local storage of all ranks, and the exchanges between them."""
+
+    def __init__(self, layouts):
+        self.layouts = layouts
+        self.whole = [
+            # Elements of all matrices are distinct, and exact in float32.
+            torch.arange(1, layout.numel + 1).reshape(layout.shape).float()
+            + 1000.0 * number
+            for number, layout in enumerate(layouts)
+        ]
+        self.local = {}
+        for number, layout in enumerate(layouts):
+            for rank in layout.ranks:
+                size = sum(rect.numel for rect in layout.held_by(rank))
+                storage = torch.full((size,), -1.0)
+                for rect in layout.held_by(rank):
+                    rect.of_local(storage).copy_(rect.of_matrix(self.whole[number]))
+                self.local[rank, number] = storage
+
+    def all_to_all(self, group, sides, buffers):
+        """``sides``: rank -> (what it sends, what it receives); returns the received buffers."""
+        received = {rank: [] for rank in group}
+        for sender in group:
+            pieces = buffers[sender].split(list(sides[sender][0].splits))
+            for receiver, piece in zip(group, pieces):
+                received[receiver].append(piece)
+        for receiver in group:
+            found = [len(piece) for piece in received[receiver]]
+            # Both ends have to think alike of every segment.
+            if found != list(sides[receiver][1].splits):
+                raise AssertionError(
+                    f"rank {receiver} expects {sides[receiver][1].splits}, gets {found}"
+                )
+        return {rank: torch.cat(pieces) for rank, pieces in received.items()}
+
+    @staticmethod
+    def view(buffer, chunk):
+        rect = chunk.rect
+        flat = buffer[chunk.offset : chunk.offset + rect.numel]
+        return flat.view(rect.height, rect.width)
+
+
+class TestMuonPlan(TestCase):
+    def play(self, world, plan):
+        """Runs every round; checks that each matrix and each update arrives, each element once."""
+        updates = {key: torch.zeros_like(v) for key, v in world.local.items()}
+        arrivals = {key: torch.zeros_like(v) for key, v in world.local.items()}
+        owned_once = []
+        for round_ in plan.rounds:
+            group = round_.group
+            programs = {rank: plan.program(round_, rank, group) for rank in group}
+
+            sent = {}
+            for rank, program in programs.items():
+                side = program.gather_send
+                sent[rank] = torch.full((side.numel,), float("nan"))
+                for chunk in side.chunks:
+                    self.assertTrue(plan.is_source(chunk.matrix, rank))
+                    world.view(sent[rank], chunk).copy_(
+                        chunk.rect.of_local(world.local[rank, chunk.matrix])
+                    )
+                for flag in side.flags:
+                    sent[rank][flag.offset] = -rank - 1
+                self.assertFalse(sent[rank].isnan().any())
+            received = world.all_to_all(
+                group,
+                {r: (p.gather_send, p.gather_recv) for r, p in programs.items()},
+                sent,
+            )
+
+            for rank, program in programs.items():
+                side = program.gather_recv
+                for matrix in program.owned:
+                    owned_once.append(matrix)
+                    layout = plan.layouts[matrix]
+                    out = torch.zeros(layout.shape)
+                    writes = torch.zeros(layout.shape)
+                    if plan.is_source(matrix, rank):
+                        for rect in layout.held_by(rank):
+                            rect.of_matrix(out).copy_(
+                                rect.of_local(world.local[rank, matrix])
+                            )
+                            rect.of_matrix(writes).add_(1)
+                    for chunk in side.chunks:
+                        if chunk.matrix == matrix:
+                            view = world.view(received[rank], chunk)
+                            chunk.rect.of_matrix(out).copy_(view)
+                            chunk.rect.of_matrix(writes).add_(1)
+                    self.assertEqual(out, world.whole[matrix])
+                    self.assertEqual(writes, torch.ones(layout.shape))
+                    flags = [f for f in side.flags if f.matrix == matrix]
+                    self.assertEqual(
+                        sorted(f.rank for f in flags),
+                        sorted(set(layout.ranks) - {rank}),
+                    )
+                    for flag in flags:
+                        value = received[rank][flag.offset].item()
+                        self.assertEqual(value, -flag.rank - 1)
+
+            for rank, program in programs.items():
+                side = program.scatter_send
+                sent[rank] = torch.full((side.numel,), float("nan"))
+                for chunk in side.chunks:
+                    view = chunk.rect.of_matrix(-world.whole[chunk.matrix])
+                    world.view(sent[rank], chunk).copy_(view)
+                for flag in side.flags:
+                    sent[rank][flag.offset] = flag.matrix
+                self.assertFalse(sent[rank].isnan().any())
+            received = world.all_to_all(
+                group,
+                {r: (p.scatter_send, p.scatter_recv) for r, p in programs.items()},
+                sent,
+            )
+
+            for rank, program in programs.items():
+                side = program.scatter_recv
+                for chunk in side.chunks:
+                    target = updates[rank, chunk.matrix]
+                    chunk.rect.of_local(target).copy_(world.view(received[rank], chunk))
+                    chunk.rect.of_local(arrivals[rank, chunk.matrix]).add_(1)
+                for flag in side.flags:
+                    value = received[rank][flag.offset].item()
+                    self.assertEqual(value, flag.matrix)
+                for matrix in program.owned:
+                    for rect in plan.layouts[matrix].held_by(rank):
+                        rect.of_local(updates[rank, matrix]).copy_(
+                            rect.of_matrix(-world.whole[matrix])
+                        )
+                        rect.of_local(arrivals[rank, matrix]).add_(1)
+        self.assertEqual(sorted(owned_once), list(range(len(plan.layouts))))
+        for key, storage in world.local.items():
+            self.assertEqual(updates[key], -storage)
+            self.assertEqual(arrivals[key], torch.ones_like(storage))
+
+    def random_layouts(self, rng):
+        world = rng.choice((1, 2, 4, 8))
+        count = rng.randint(1, 20)
+        return world, [random_layout(rng, i, world) for i in range(count)]
+
+    def test_every_piece_arrives_and_no_element_twice(self):
+        for seed in range(150):
+            rng = random.Random(seed)
+            _, layouts = self.random_layouts(rng)
+            for layout in layouts:
+                check_cover(layout)
+            plan = make_plan(
+                layouts,
+                assign_owners(layouts),
+                torch.bfloat16,
+                one_owner_at_a_time=rng.random() < 0.3,
+                max_rounds=rng.choice((1, 2, 4)),
+                round_bytes=rng.choice((16, 300, 2**20)),
+            )
+            self.play(World(layouts), plan)
+
+    def test_any_holder_may_own(self):
+        for seed in range(50):
+            rng = random.Random(seed)
+            _, layouts = self.random_layouts(rng)
+            owners = [rng.choice(layout.ranks) for layout in layouts]
+            self.play(World(layouts), make_plan(layouts, owners, torch.bfloat16))
+
+    def test_replicas_send_once_and_the_owner_s_own_first(self):
+        # Two replicas, (0, 1) and (2, 3), of two halves.
+        layout = grid_layout(Key(0), (8, 4), (2, 2), range(4), [(None, 1), (0, 1)])
+        for owner in range(4):
+            plan = make_plan([layout], [owner], torch.bfloat16)
+            sources = [rank for rank in range(4) if plan.is_source(0, rank)]
+            self.assertEqual(sources, [0, 1] if owner < 2 else [2, 3])
+
+    def test_what_travels_is_the_least_possible(self):
+        for seed in range(60):
+            rng = random.Random(seed)
+            _, layouts = self.random_layouts(rng)
+            owners = assign_owners(layouts)
+            plan = make_plan(layouts, owners, torch.bfloat16)
+            found = needed = 0
+            for round_ in plan.rounds:
+                for rank in round_.group:
+                    program = plan.program(round_, rank, round_.group)
+                    found += program.gather_send.numel + program.scatter_send.numel
+            for layout, owner in zip(layouts, owners):
+                held = {
+                    rank: sum(rect.numel for rect in layout.held_by(rank))
+                    for rank in layout.ranks
+                }
+                needed += layout.numel - held[owner]
+                needed += sum(held.values()) - held[owner]
+                needed += 2 * (len(layout.ranks) - 1)
+            self.assertEqual(found, needed, f"seed {seed}")
+
+    def test_every_rank_comes_to_the_same_rounds(self):
+        for seed in range(100):
+            rng = random.Random(seed)
+            world, layouts = self.random_layouts(rng)
+            one_by_one = rng.random() < 0.3
+            seen = {}
+            for rank in range(world):
+                # A rank knows of what it holds, and of nothing else. In each group matrices have one
+                # order on all ranks, but between groups the order, and so the index, is a rank's own.
+                queues = {}
+                for layout in layouts:
+                    if rank in layout.ranks:
+                        queues.setdefault(layout.group, []).append(layout)
+                turns = [group for group, queue in queues.items() for _ in queue]
+                random.Random(1000 * seed + rank).shuffle(turns)
+                known = [
+                    replace(layout, key=Key(i, 0, f"w{layout.key.index}"))
+                    for i, layout in enumerate(queues[group].pop(0) for group in turns)
+                ]
+                plan = make_plan(
+                    known,
+                    assign_owners(known),
+                    torch.bfloat16,
+                    one_owner_at_a_time=one_by_one,
+                )
+                seen[rank] = [
+                    (
+                        round_.group,
+                        [(known[m].key.name, plan.owners[m]) for m in round_.matrices],
+                    )
+                    for round_ in plan.rounds_of(rank)
+                ]
+            for one, other in itertools.combinations(range(world), 2):
+                mine = [r for r in seen[one] if other in r[0]]
+                its = [r for r in seen[other] if one in r[0]]
+                self.assertEqual(mine, its, f"seed {seed}: ranks {one} and {other}")
+            self.assertNoCircle(seen.values(), f"seed {seed}")
+
+    def assertNoCircle(self, sequences, message):
+        """There is one order of all rounds that each rank follows, so nobody waits in a circle."""
+        after = TopologicalSorter()
+        for sequence in sequences:
+            counts = {}
+            previous = None
+            for group, _ in sequence:
+                counts[group] = counts.get(group, 0) + 1
+                after.add((group, counts[group]), *([previous] if previous else []))
+                previous = (group, counts[group])
+        try:
+            after.prepare()
+        except CycleError as error:
+            self.fail(f"{message}: {error.args[1]}")
+
+    def test_a_plan_is_the_same_each_time(self):
+        for seed in range(20):
+            made = []
+            for _ in range(2):
+                _, layouts = self.random_layouts(random.Random(seed))
+                owners = assign_owners(layouts)
+                made.append(make_plan(layouts, owners, torch.bfloat16))
+            self.assertEqual(made[0].rounds, made[1].rounds)
+            self.assertEqual(made[0].owners, made[1].owners)
+
+    def equal_matrices(self, count, world=4, shape=(8, 8)):
+        return [
+            grid_layout(Key(i), shape, (world,), range(world), [(0, 1)])
+            for i in range(count)
+        ]
+
+    def test_few_rounds_whatever_the_number_of_matrices(self):
+        for count, rounds in [(1, 1), (4, 1), (8, 2), (16, 4), (100, 4)]:
+            layouts = self.equal_matrices(count)
+            plan = make_plan(layouts, assign_owners(layouts), torch.bfloat16)
+            self.assertEqual(len(plan.rounds), rounds, f"{count} matrices")
+
+    def test_a_round_gives_owners_equal_work(self):
+        layouts = self.equal_matrices(32)
+        plan = make_plan(layouts, assign_owners(layouts), torch.bfloat16)
+        for round_ in plan.rounds:
+            owners = sorted(plan.owners[m] for m in round_.matrices)
+            self.assertEqual(owners, [0, 0, 1, 1, 2, 2, 3, 3])
+
+    def test_rounds_are_bounded_in_bytes(self):
+        layouts = self.equal_matrices(40)
+        owners = assign_owners(layouts)
+        for limit in (2**9, 2**10, 2**12):
+            plan = make_plan(layouts, owners, torch.bfloat16, round_bytes=limit)
+            self.play(World(layouts), plan)
+            for round_ in plan.rounds:
+                for rank in range(4):
+                    program = plan.program(round_, rank, round_.group)
+                    for side in (
+                        program.gather_send,
+                        program.gather_recv,
+                        program.scatter_send,
+                        program.scatter_recv,
+                    ):
+                        pieces = side.numel - len(side.flags)
+                        self.assertLessEqual(2 * pieces, limit)
+        # What one matrix alone needs cannot be less.
+        plan = make_plan(layouts, owners, torch.bfloat16, round_bytes=1)
+        self.assertEqual([len(round_.matrices) for round_ in plan.rounds], [1] * 40)
+        self.play(World(layouts), plan)
+
+    def test_one_owner_at_a_time_in_rank_order(self):
+        layouts = self.equal_matrices(10)
+        plan = make_plan(
+            layouts, assign_owners(layouts), torch.bfloat16, one_owner_at_a_time=True
+        )
+        turns = [{plan.owners[m] for m in round_.matrices} for round_ in plan.rounds]
+        self.assertEqual([len(turn) for turn in turns], [1] * len(turns))
+        turns = [turn.pop() for turn in turns]
+        self.assertEqual(turns, sorted(turns))
+        self.assertEqual(set(turns), {0, 1, 2, 3})
+
+    def test_owner_without_a_piece_is_an_error(self):
+        layouts = self.equal_matrices(2, world=2)
+        with self.assertRaisesRegex(ValueError, r"rank 2 .*parameter 1 .*\[0, 1\]"):
+            make_plan(layouts, [0, 2], torch.bfloat16)
+
+    # Owners
+
+    def test_owners_are_balanced_over_shards_and_replicas(self):
+        layouts = [
+            grid_layout(Key(i), (8, 8), (2, 2), range(4), [(None, 1), (0, 1)])
+            for i in range(12)
+        ]
+        owners = assign_owners(layouts)
+        self.assertEqual([owners.count(rank) for rank in range(4)], [3] * 4)
+
+    def test_heaviest_matrices_are_spread_first(self):
+        shapes = [(4, 4)] * 8 + [(64, 64)] * 4
+        layouts = [
+            grid_layout(Key(i), shape, (4,), range(4), [(0, 1)])
+            for i, shape in enumerate(shapes)
+        ]
+        owners = assign_owners(layouts)
+        self.assertEqual(sorted(owners[8:]), [0, 1, 2, 3])
+        self.assertEqual([owners.count(rank) for rank in range(4)], [3] * 4)
+
+    def test_groups_do_not_see_each_other_s_owners(self):
+        # Ranks of one group may be in other groups of which their peers know nothing.
+        pair = [grid_layout(Key(i), (8, 8), (2,), (0, 1), [(0, 1)]) for i in range(3)]
+        other = [
+            grid_layout(Key(i), (9, 9), (2,), (1, 2), [(0, 1)]) for i in range(3, 6)
+        ]
+        self.assertEqual(assign_owners(pair + other)[:3], assign_owners(pair))
+        self.assertEqual(assign_owners(pair + other)[3:], assign_owners(other))
+
+    def test_check_assignments(self):
+        names = [f"parameter {i}" for i in range(3)]
+        check_assignments({0: [0, 2], 1: [1]}, names, 2)
+        for assignments, kind, pattern in [
+            ({0: [0]}, AssertionError, r"missing \[1, 2\].*parameter 1, parameter 2"),
+            ({0: [0, 1], 1: [1, 2]}, AssertionError, r"more than once \[1\]"),
+            ({0: [0, 1, 1, 2]}, AssertionError, r"more than once \[1\]"),
+            ({0: [0, 1, 2, 3]}, AssertionError, r"\[3\].*0 to 2"),
+            ({0: [0, 1, -1]}, AssertionError, r"\[-1\]"),
+            ({2: [0, 1, 2]}, ValueError, "rank 2.*0 to 1"),
+            ({-1: [0, 1, 2]}, ValueError, "rank -1"),
+        ]:
+            with self.assertRaisesRegex(kind, pattern):
+                check_assignments(assignments, names, 2)
+
+    # Cover
+
+    def test_cover_is_checked(self):
+        def layout(*pieces, shape=(4, 6)):
+            ranks = tuple(range(len(pieces)))
+            return Layout(Key(3, 0, "w"), shape, torch.float32, ranks, pieces, "here")
+
+        top, bottom = Rect(0, 0, 2, 6, 0, 6), Rect(2, 0, 2, 6, 0, 6)
+        check_cover(layout((top,), (bottom,)))
+        check_cover(layout((top,), (bottom,), (top,), (bottom,)))
+        check_cover(layout((top, bottom), ()))
+        for wrong, pattern in [
+            (layout((top,)), "hold 12 of 24 elements"),
+            (layout((top,), ()), "hold 12 of 24 elements"),
+            (layout((top,), (Rect(1, 0, 3, 6, 0, 6),)), "overlap"),
+            (layout((top,), (Rect(2, 0, 2, 5, 0, 5),)), "hold 22 of 24"),
+            (layout((top,), (Rect(3, 0, 2, 6, 0, 6),)), "hold 24 of 24"),
+            (layout((top, bottom), (Rect(0, 1, 1, 1, 0, 1),)), "overlap"),
+        ]:
+            with self.assertRaisesRegex(
+                ValueError, f"parameter 3 'w'.*{pattern}.*here"
+            ):
+                check_cover(wrong)
+
+
+if __name__ == "__main__":
+    run_tests()

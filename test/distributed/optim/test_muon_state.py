@@ -1,0 +1,302 @@
+# Owner(s): ["oncall: distributed"]
+"""State of the distributed Muon: state_dict, checkpoints on other meshes, copies."""
+
+import copy
+import io
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Muon
+from torch.optim.muon import create_dtensor_config
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    requires_gloo,
+)
+from torch.testing._internal.common_utils import run_tests
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_test_helpers import (
+    all_placements,
+    Collectives,
+    everyone,
+    GlooOnCPU,
+    grid_of,
+    local,
+    mesh_of,
+    ParityAssertions,
+    R,
+    S0,
+    S1,
+    Spec,
+    specs,
+    Twins,
+)
+
+
+if not dist.is_available():
+    print("torch.distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+SHAPES_OF_MODEL = [(8, 8), (7, 5), (3, 9), (16, 12)]
+
+
+class Model(torch.nn.Module):
+    """Holds parameters under names, which checkpoints need."""
+
+    def __init__(self, params):
+        super().__init__()
+        for i, param in enumerate(params):
+            self.register_parameter(f"w{i}", param)
+
+
+@requires_gloo()
+class TestMuonState(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    world_size = 4
+
+    def replace_optimizer(self, twins, state_dict, **options):
+        """Goes on with new parameters of the same values and an optimizer that loads its state."""
+        twins.params = [torch.nn.Parameter(p.detach().clone()) for p in twins.params]
+        twins.config = create_dtensor_config()
+        twins.optimizer = Muon(twins.params, distributed_config=twins.config, **options)
+        twins.optimizer.load_state_dict(state_dict)
+
+    def trained(self, placed=None, steps=2, **options):
+        if placed is None:
+            grid = grid_of(2, 2)
+            placed = specs(mesh_of(4), all_placements(mesh_of(4)))
+            placed += specs(grid, [(R, S0), (S0, S1)])
+        twins = Twins(placed, **options)
+        for _ in range(steps):
+            twins.step()
+        self.assertParity(twins)
+        return twins
+
+    def test_state_dict_round_trip(self):
+        twins = self.trained(momentum=0.9, weight_decay=0.3, nesterov=False)
+        self.replace_optimizer(twins, twins.optimizer.state_dict())
+        self.assertEqual(twins.optimizer.param_groups[0]["momentum"], 0.9)
+        self.assertParity(twins)
+        self.assertTrainsAlike(twins)
+
+    def test_state_dict_holds_nothing_of_the_config(self):
+        twins = self.trained()
+        state_dict = twins.optimizer.state_dict()
+        self.assertEqual(
+            set(state_dict["param_groups"][0]),
+            set(twins.single.state_dict()["param_groups"][0]),
+        )
+        for state in state_dict["state"].values():
+            self.assertEqual(list(state), ["momentum_buffer"])
+            self.assertIsInstance(state["momentum_buffer"], DTensor)
+
+    def test_state_dict_through_a_file(self):
+        twins = self.trained()
+        file = io.BytesIO()
+        torch.save(twins.optimizer.state_dict(), file)
+        file.seek(0)
+        self.replace_optimizer(twins, torch.load(file, weights_only=False))
+        self.assertTrainsAlike(twins)
+
+    def test_state_dict_of_a_muon_without_config(self):
+        # As stock Muon writes it: no "foreach" among the options, the same momentum.
+        twins = self.trained()
+        state_dict = twins.optimizer.state_dict()
+        for group in state_dict["param_groups"]:
+            group.pop("foreach")
+        self.replace_optimizer(twins, state_dict)
+        self.assertIsNone(twins.optimizer.param_groups[0]["foreach"])
+        self.assertTrainsAlike(twins)
+
+    def test_state_dict_loads_into_a_muon_without_config(self):
+        twins = self.trained(specs(mesh_of(1), [(S0,), (R,)]))
+        plain = [torch.nn.Parameter(local(p).detach().clone()) for p in twins.params]
+        state_dict = twins.optimizer.state_dict()
+        for state in state_dict["state"].values():
+            state["momentum_buffer"] = local(state["momentum_buffer"])
+        optimizer = Muon(plain)
+        optimizer.load_state_dict(state_dict)
+        twins.set_gradients()
+        for param, single in zip(plain, twins.singles):
+            param.grad = single.grad.clone()
+        twins.single.step()
+        optimizer.step()
+        for param, single in zip(plain, twins.singles):
+            self.assertTrue(torch.equal(param, single))
+
+    def test_momentum_placed_otherwise_is_brought_to_its_parameter(self):
+        # Stock's momentum has the placement that the first gradient happened to have.
+        mesh = mesh_of(4)
+        twins = self.trained(specs(mesh, [(S0,), (S1,)], [(8, 8), (7, 5)]))
+        state_dict = twins.optimizer.state_dict()
+        for state in state_dict["state"].values():
+            state["momentum_buffer"] = state["momentum_buffer"].redistribute(
+                placements=[R]
+            )
+        self.replace_optimizer(twins, state_dict)
+        twins.step()
+        self.assertParity(twins)
+
+    # torch.distributed.checkpoint
+
+    def directory(self):
+        made = tempfile.mkdtemp() if self.rank == 0 else None
+        path = everyone(made)[0]
+
+        def remove():
+            everyone(None)
+            if self.rank == 0:
+                shutil.rmtree(path)
+
+        self.addCleanup(remove)
+        return path
+
+    def saved(self, twins, path):
+        model = Model(twins.params)
+        state = {
+            "model": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, twins.optimizer),
+        }
+        dcp.save(state, checkpoint_id=path)
+
+    def loaded(self, twins, path, placed, group=None):
+        """Twins on ``placed`` that go on from what was saved: other values until it is loaded."""
+        there = Twins(placed, seed=twins.seed)
+        for param in there.params:
+            local(param.detach()).zero_()
+        model = Model(there.params)
+        state = {
+            "model": model.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, there.optimizer),
+        }
+        dcp.load(
+            state,
+            checkpoint_id=path,
+            process_group=group,
+            no_dist=group is not None and dist.get_world_size(group) == 1,
+        )
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, there.optimizer, state["optimizer"])
+        there.single, there.singles = twins.single, twins.singles
+        there.steps = twins.steps
+        return there
+
+    def check_resumes(self, source, target, group=None):
+        path = self.directory()
+        twins = self.trained(source, 3, momentum=0.8, lr=0.02)
+        self.saved(twins, path)
+        there = self.loaded(twins, path, target, group)
+        self.assertEqual(there.optimizer.param_groups[0]["momentum"], 0.8)
+        self.assertParity(there, "as loaded")
+        self.assertTrainsAlike(there, 3)
+        return there
+
+    def model_on(self, mesh, *placements):
+        return [
+            Spec(shape, mesh, placements[i % len(placements)])
+            for i, shape in enumerate(SHAPES_OF_MODEL)
+        ]
+
+    def test_checkpoint_resumes_on_the_same_mesh(self):
+        mesh = mesh_of(4)
+        placed = self.model_on(mesh, (S0,), (R,), (S1,))
+        self.check_resumes(placed, placed)
+
+    def test_checkpoint_resumes_on_another_placement(self):
+        grid = grid_of(2, 2)
+        self.check_resumes(
+            self.model_on(mesh_of(4), (S0,), (S1,)),
+            self.model_on(grid, (R, S1), (S1, S0), (S0, R)),
+        )
+
+    def test_checkpoint_of_four_resumes_on_two(self):
+        pair = mesh_of(2)
+        there = self.check_resumes(
+            self.model_on(mesh_of(4), (S0,), (R,)),
+            self.model_on(pair, (S0,), (S1,)),
+            pair.get_group(),
+        )
+        self.assertEqual(len(there.optimizer.assignments), 2)
+
+    def test_checkpoint_of_four_resumes_on_one(self):
+        one = mesh_of(1)
+        there = self.check_resumes(
+            self.model_on(mesh_of(4), (S0,), (S1,)),
+            self.model_on(one, (S0,)),
+            one.get_group(),
+        )
+        self.assertEqual(list(there.optimizer.assignments), [self.rank])
+
+    def test_reading_the_state_of_a_fresh_optimizer_changes_no_parameter(self):
+        mesh = mesh_of(4)
+        twins = Twins(self.model_on(mesh, (S0,), (R,), (S1,)))
+        before = [local(p).detach().clone() for p in twins.params]
+        state = get_optimizer_state_dict(Model(twins.params), twins.optimizer)
+        self.assertEqual(len(state["state"]), len(twins.params))
+        for param, old in zip(twins.params, before):
+            self.assertTrue(torch.equal(local(param), old))
+        self.assertTrainsAlike(twins)
+
+    # Copies
+
+    def test_copies_refuse_to_step(self):
+        twins = self.trained()
+        for copied in (
+            copy.deepcopy(twins.optimizer),
+            pickle.loads(pickle.dumps(twins.optimizer)),
+        ):
+            params = [p for group in copied.param_groups for p in group["params"]]
+            before = [local(p).detach().clone() for p in params]
+            for param in params:
+                param.grad = torch.ones_like(param)
+            with Collectives() as seen:
+                with self.assertRaisesRegex(RuntimeError, "Build a new Muon"):
+                    copied.step()
+            self.assertEqual(seen.calls, [])
+            for param, old in zip(params, before):
+                self.assertTrue(torch.equal(local(param), old))
+        # The original does not mind.
+        self.assertTrainsAlike(twins)
+
+    def test_copy_of_a_copy_refuses_to_step(self):
+        twins = self.trained(specs(mesh_of(4), [(S0,)]))
+        copied = copy.deepcopy(copy.deepcopy(twins.optimizer))
+        with self.assertRaisesRegex(RuntimeError, "Build a new Muon"):
+            copied.step()
+
+    def test_state_of_a_copy_goes_on_in_a_new_muon(self):
+        twins = self.trained()
+        copied = copy.deepcopy(twins.optimizer)
+        self.replace_optimizer(twins, copied.state_dict())
+        self.assertTrainsAlike(twins)
+
+    def test_momentum_is_there_on_all_holders_or_on_none(self):
+        mesh = mesh_of(4)
+        twins = Twins(specs(mesh, [(S0,)], [(3, 9), (2, 4), (8, 8)]))
+        twins.set_gradients([1])
+        if self.rank == 3:
+            # Its piece is empty, and autograd gave it nothing.
+            twins.params[0].grad = None
+        twins.optimizer.step()
+        twins.single.step()
+        has = [
+            "momentum_buffer" in twins.optimizer.state.get(p, {}) for p in twins.params
+        ]
+        self.assertEqual(everyone(has), [[True, False, True]] * 4)
+        self.assertParity(twins)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,64 @@
+"""What the tests of Muon with a distributed_config on one process share."""
+
+import torch
+from torch import nn
+from torch.optim import Muon
+from torch.optim.muon import DistributedConfig
+from torch.testing._internal.common_utils import TestCase
+
+
+def all_to(rank):
+    return lambda params, state: {rank: list(range(len(params)))}
+
+
+def local_config(assign_fn=None, *, state=None, **options):
+    """Functions that communicate nothing."""
+    return DistributedConfig(
+        assign_fn=assign_fn or all_to(0),
+        gather_fn=lambda piece, owner, state: piece,
+        redistribute_fn=lambda full, owner, state: full,
+        state={} if state is None else state,
+        **options,
+    )
+
+
+def make_params(*shapes, dtype=torch.float32, seed=0, with_grad=True):
+    generator = torch.Generator().manual_seed(seed)
+    params = []
+    for shape in shapes:
+        param = nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        if with_grad:
+            param.grad = torch.randn(shape, generator=generator).to(dtype)
+        params.append(param)
+    return params
+
+
+class ConfigTestCase(TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        # The matrices are small: threads would cost more than they give, above all on a busy machine.
+        cls.threads_before = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    @classmethod
+    def tearDownClass(cls):
+        torch.set_num_threads(cls.threads_before)
+        super().tearDownClass()
+
+    def assert_same_bits(self, actual, expected):
+        self.assertEqual(len(actual), len(expected))
+        for mine, other in zip(actual, expected):
+            self.assertTrue(torch.equal(mine, other), f"{mine} != {other}")
+
+    def trained(self, config, *shapes, steps=3, dtype=torch.float32, **options):
+        """Parameters and momentum after ``steps`` steps with made-up gradients."""
+        params = make_params(*shapes, dtype=dtype)
+        optimizer = Muon(params, lr=0.05, distributed_config=config, **options)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(steps):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+            optimizer.step()
+        buffers = [optimizer.state[p]["momentum_buffer"] for p in params]
+        return [p.detach() for p in params] + buffers

@@ -1,0 +1,989 @@
+# Owner(s): ["module: optimizer"]
+"""torch.optim.Muon on one process, without a distributed_config.
+
+Where the overlay kept the torch.optim.Muon that it replaced, both run side by side and have to agree
+bit by bit.
+"""
+
+import copy
+import functools
+import importlib.util
+import inspect
+import itertools
+import math
+import pickle
+import subprocess
+import sys
+import textwrap
+import unittest
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.optim import _muon as ours, Muon
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
+from torch.testing._internal.common_optimizers import optim_db, OptimizerErrorEnum
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+def setUpModule():
+    # The matrices are small: threads would cost more than they give, above all on a busy machine.
+    global threads_before
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
+def tearDownModule():
+    torch.set_num_threads(threads_before)
+
+
+COEFFICIENTS = (ours.DEFAULT_A, ours.DEFAULT_B, ours.DEFAULT_C)
+FUNCTIONAL_DEFAULTS = {
+    "lr": 0.02,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": COEFFICIENTS,
+    "ns_steps": 5,
+    "eps": 1e-7,
+    "adjust_lr_fn": None,
+    "has_complex": False,
+}
+
+
+@functools.cache
+def stock():
+    """The module that stood where torch.optim._muon stands now; None where nobody kept it."""
+    kept = Path(torch.__file__).parent / ".muon_overlay/original/optim/_muon.py"
+    if not kept.exists():
+        return None
+    # Of the package torch.optim, so that its relative imports find what they mean.
+    name = "torch.optim._stock_muon"
+    spec = importlib.util.spec_from_file_location(name, kept)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+needs_stock = unittest.skipIf(
+    stock() is None,
+    "the torch.optim.Muon that was replaced is not kept beside this torch",
+)
+
+
+@functools.cache
+def stock_writes_its_input():
+    matrix = torch.randn(4, 4, dtype=torch.bfloat16)
+    before = matrix.clone()
+    stock()._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7)
+    return not torch.equal(matrix, before)
+
+
+def stock_supports(adjust_lr_fn):
+    try:
+        stock().Muon([torch.zeros(1, 1)], adjust_lr_fn=adjust_lr_fn)
+    except ValueError:
+        return False
+    return True
+
+
+def stock_that_spares_its_input():
+    """Stock up to 2.14 normalizes a bfloat16 momentum buffer in place; here it is given a clone."""
+    original = stock()._zeropower_via_newtonschulz
+    return mock.patch.object(
+        stock(),
+        "_zeropower_via_newtonschulz",
+        lambda grad, *args: original(grad.clone(), *args),
+    )
+
+
+def make_matrix(shape, dtype=torch.float32, generator=None, strided="contiguous"):
+    rows, columns = shape
+    if strided == "transposed":
+        return torch.randn(columns, rows, generator=generator).to(dtype).T
+    if strided == "every other column":
+        return torch.randn(rows, 2 * columns, generator=generator).to(dtype)[:, ::2]
+    return torch.randn(rows, columns, generator=generator).to(dtype)
+
+
+class Runs(TestCase):
+    """Runs one optimizer class over made-up gradients, and compares two such runs."""
+
+    def run_steps(
+        self,
+        cls,
+        shapes,
+        *,
+        dtype=torch.float32,
+        seed=0,
+        steps=3,
+        strided="contiguous",
+        grad_strided=None,
+        has_grad=lambda step, index: True,
+        groups=None,
+        between=None,
+        **options,
+    ):
+        """Returns parameters, momentum buffers and the optimizer after ``steps`` steps."""
+        generator = torch.Generator().manual_seed(seed)
+        params = [
+            nn.Parameter(make_matrix(shape, dtype, generator, strided))
+            for shape in shapes
+        ]
+        if groups is None:
+            optimizer = cls(params, **options)
+        else:
+            optimizer = cls(
+                [
+                    {**group, "params": [params[i] for i in group["params"]]}
+                    for group in groups
+                ],
+                **options,
+            )
+        for step in range(steps):
+            for index, param in enumerate(params):
+                grad = make_matrix(
+                    param.shape, dtype, generator, grad_strided or strided
+                )
+                param.grad = grad if has_grad(step, index) else None
+            optimizer.step()
+            if between is not None:
+                between(optimizer, step)
+        return params, self.buffers_of(optimizer, params), optimizer
+
+    def buffers_of(self, optimizer, params):
+        return [optimizer.state.get(p, {}).get("momentum_buffer") for p in params]
+
+    def assert_bitwise(self, actual, expected):
+        self.assertEqual(len(actual), len(expected))
+        for mine, other in zip(actual, expected):
+            if other is None:
+                self.assertIsNone(mine)
+                continue
+            mine, other = mine.detach(), other.detach()
+            self.assertEqual(mine.dtype, other.dtype)
+            self.assertEqual(mine.shape, other.shape)
+            self.assertEqual(mine.stride(), other.stride())
+            bits = [
+                torch.empty(t.shape, dtype=t.dtype).copy_(t).reshape(-1)
+                for t in (mine, other)
+            ]
+            bits = [t.view(torch.uint8) for t in bits]
+            self.assertTrue(
+                torch.equal(*bits), f"{(mine != other).sum()} of {mine.numel()} differ"
+            )
+
+    def assert_same_training(self, shapes, **options):
+        """Ours and stock end with the same bits in parameters and momentum."""
+        params, buffers, _ = self.run_steps(Muon, shapes, **options)
+        other_params, other_buffers, _ = self.run_steps(stock().Muon, shapes, **options)
+        self.assert_bitwise(params, other_params)
+        self.assert_bitwise(buffers, other_buffers)
+        return params
+
+
+SHAPES = [(8, 8), (16, 48), (48, 16), (1, 7), (7, 1), (1, 1), (33, 31), (64, 5)]
+FEW_SHAPES = [(8, 8), (5, 24), (24, 5), (1, 3)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@needs_stock
+@instantiate_parametrized_tests
+class TestStockParity(Runs):
+    @parametrize("dtype", DTYPES)
+    @parametrize("nesterov", [True, False])
+    def test_shapes_and_dtypes(self, dtype, nesterov):
+        with stock_that_spares_its_input():
+            for weight_decay, momentum in [(0.1, 0.95), (0.0, 0.0), (0.3, 0.5)]:
+                self.assert_same_training(
+                    SHAPES,
+                    dtype=dtype,
+                    nesterov=nesterov,
+                    lr=0.05,
+                    weight_decay=weight_decay,
+                    momentum=momentum,
+                )
+
+    @parametrize("dtype", DTYPES)
+    def test_nesterov_needs_no_allowance(self, dtype):
+        self.assert_same_training(SHAPES, dtype=dtype, nesterov=True)
+
+    @parametrize("adjust_lr_fn", [None, *ours._ADJUST_LR_FNS])
+    def test_learning_rate_modes(self, adjust_lr_fn):
+        if not stock_supports(adjust_lr_fn):
+            self.skipTest(f"stock {torch.__version__} does not know {adjust_lr_fn}")
+        for dtype in (torch.float32, torch.bfloat16):
+            self.assert_same_training(
+                FEW_SHAPES, dtype=dtype, adjust_lr_fn=adjust_lr_fn
+            )
+
+    def test_tensor_lr(self):
+        for lr in (
+            torch.tensor(0.02),
+            torch.tensor([0.02]),
+            torch.tensor(0.02, dtype=torch.float64),
+            torch.tensor([[0.02]]),
+            torch.tensor(0.02, dtype=torch.bfloat16),
+        ):
+            for dtype in (torch.float32, torch.bfloat16):
+                self.assert_same_training(SHAPES[:4], dtype=dtype, lr=lr)
+
+    def test_newton_schulz_options(self):
+        for options in (
+            {"ns_steps": 0},
+            {"ns_steps": 1},
+            {"ns_steps": 6},
+            {"ns_steps": 12, "ns_coefficients": (2.0, -1.5, 0.5)},
+            {"ns_coefficients": (3.4, -4.7, 2.0)},
+            {"eps": 1e-3},
+            # Larger than the norm, so that it is what divides.
+            {"eps": 1e4},
+        ):
+            self.assert_same_training(FEW_SHAPES, steps=2, **options)
+
+    def test_seeds_and_many_steps(self):
+        for seed in range(5):
+            self.assert_same_training([(24, 40), (40, 24)], seed=seed, steps=12)
+
+    def test_zero_learning_rate(self):
+        self.assert_same_training(SHAPES[:3], lr=0.0)
+
+    def test_zero_gradients(self):
+        def zeros(optimizer, step):
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad.zero_()
+            optimizer.step()
+
+        params = self.assert_same_training(SHAPES[:4], between=zeros)
+        self.assertTrue(all(p.isfinite().all() for p in params))
+
+    @parametrize("strided", ["contiguous", "transposed", "every other column"])
+    @parametrize("grad_strided", ["contiguous", "transposed", "every other column"])
+    def test_strides(self, strided, grad_strided):
+        for dtype in (torch.float32, torch.bfloat16):
+            with stock_that_spares_its_input():
+                for nesterov in (True, False):
+                    self.assert_same_training(
+                        SHAPES,
+                        dtype=dtype,
+                        nesterov=nesterov,
+                        strided=strided,
+                        grad_strided=grad_strided,
+                    )
+
+    def test_gradient_none_for_some_steps(self):
+        self.assert_same_training(
+            SHAPES[:4], steps=6, has_grad=lambda step, index: (step + index) % 3 != 0
+        )
+
+    def test_gradient_never(self):
+        params, buffers, optimizer = self.run_steps(
+            Muon, [(3, 4), (4, 3)], has_grad=lambda step, index: index == 1
+        )
+        self.assertIsNone(buffers[0])
+        self.assertNotIn(params[0], optimizer.state)
+        self.assert_same_training(
+            [(3, 4), (4, 3)], has_grad=lambda step, index: index == 1
+        )
+
+    def test_groups(self):
+        groups = [
+            {"params": [0, 2], "lr": 0.1, "weight_decay": 0.0, "nesterov": False},
+            {"params": [1], "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"},
+            {"params": [3], "momentum": 0.5, "eps": 1e-2},
+        ]
+        self.assert_same_training(SHAPES[:4], groups=groups, lr=0.02)
+
+    def test_hyperparameters_changed_between_steps(self):
+        def change(optimizer, step):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+                group["weight_decay"] += 0.1
+                group["nesterov"] = not group["nesterov"]
+                group["ns_steps"] -= 1
+
+        self.assert_same_training(SHAPES[:4], between=change, steps=4)
+
+    @parametrize("shape", [(3, 0), (0, 3), (0, 0)])
+    def test_empty(self, shape):
+        def outcome(cls):
+            try:
+                params, _, _ = self.run_steps(cls, [shape])
+                return "ok", tuple(params[0].shape)
+            except Exception as error:
+                return type(error), str(error)
+
+        self.assertEqual(outcome(Muon), outcome(stock().Muon))
+
+    def test_closure(self):
+        def losses(cls):
+            torch.manual_seed(0)
+            model = nn.Sequential(
+                nn.Linear(6, 10, bias=False), nn.Linear(10, 3, bias=False)
+            )
+            data = torch.randn(5, 6)
+            optimizer = cls(model.parameters(), lr=0.05)
+
+            def closure():
+                optimizer.zero_grad()
+                loss = model(data).square().sum()
+                loss.backward()
+                return loss
+
+            return [optimizer.step(closure).detach() for _ in range(5)]
+
+        mine = losses(Muon)
+        self.assert_bitwise(mine, losses(stock().Muon))
+        self.assertLess(mine[-1], mine[0])
+
+    @parametrize("dtype", DTYPES)
+    def test_newton_schulz_function(self, dtype):
+        for shape in SHAPES:
+            for strided in ("contiguous", "transposed", "every other column"):
+                for ns_steps in (0, 1, 5):
+                    matrix = make_matrix(shape, dtype, strided=strided)
+                    before = matrix.clone()
+                    mine = ours._zeropower_via_newtonschulz(
+                        matrix, COEFFICIENTS, ns_steps, 1e-7
+                    )
+                    self.assert_bitwise([matrix.clone()], [before])
+                    other = stock()._zeropower_via_newtonschulz(
+                        matrix.clone(), COEFFICIENTS, ns_steps, 1e-7
+                    )
+                    self.assertEqual(mine.dtype, torch.bfloat16)
+                    self.assertTrue(torch.equal(mine, other), f"{shape} {strided}")
+
+    @parametrize("name", ["muon", "_single_tensor_muon"])
+    def test_functional(self, name):
+        def run(module):
+            generator = torch.Generator().manual_seed(3)
+            params, grads, buffers = (
+                [make_matrix(shape, generator=generator) for shape in SHAPES]
+                for _ in range(3)
+            )
+            for _ in range(3):
+                getattr(module, name)(params, grads, buffers, **FUNCTIONAL_DEFAULTS)
+            return params + buffers + grads
+
+        self.assert_bitwise(run(ours), run(stock()))
+
+    def test_functional_of_nothing(self):
+        for name in ("muon", "_single_tensor_muon"):
+            self.assertIsNone(getattr(ours, name)([], [], [], **FUNCTIONAL_DEFAULTS))
+
+    def test_adjust_lr_function(self):
+        modes = filter(stock_supports, [None, *ours._ADJUST_LR_FNS])
+        for mode, shape in itertools.product(modes, SHAPES):
+            for lr in (0.02, torch.tensor(0.02)):
+                self.assertEqual(
+                    ours._adjust_lr(lr, mode, torch.Size(shape)),
+                    stock()._adjust_lr(lr, mode, torch.Size(shape)),
+                    rtol=0,
+                    atol=0,
+                )
+        self.assertEqual(stock()._adjust_lr(0.5, "none of them", (8, 2)), 0.5)
+        self.assertEqual(ours._adjust_lr(0.5, "none of them", (8, 2)), 0.5)
+
+    @parametrize("nesterov", [True, False])
+    def test_bf16_momentum_is_not_written_by_orthogonalizing(self, nesterov):
+        # Stock up to 2.14 normalizes the buffer in place when nesterov=False.
+        grads = [make_matrix((6, 9), torch.bfloat16) for _ in range(3)]
+        param = nn.Parameter(make_matrix((6, 9), torch.bfloat16))
+        optimizer = Muon([param], nesterov=nesterov)
+        expected = torch.zeros(6, 9, dtype=torch.bfloat16)
+        for grad in grads:
+            param.grad = grad.clone()
+            optimizer.step()
+            expected.lerp_(grad, 1 - 0.95)
+            self.assert_bitwise([optimizer.state[param]["momentum_buffer"]], [expected])
+            self.assert_bitwise([param.grad], [grad])
+        options = {"dtype": torch.bfloat16, "nesterov": nesterov}
+        _, buffers, _ = self.run_steps(Muon, [(6, 9)], **options)
+        _, others, _ = self.run_steps(stock().Muon, [(6, 9)], **options)
+        alike = torch.equal(buffers[0], others[0])
+        self.assertEqual(alike, nesterov or not stock_writes_its_input())
+
+    def test_checkpoints_go_both_ways(self):
+        for first, second in [(Muon, stock().Muon), (stock().Muon, Muon)]:
+            params, buffers, optimizer = self.run_steps(
+                first, SHAPES[:3], lr=0.07, momentum=0.8
+            )
+            saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+            if first is not Muon:
+                self.assertNotIn("foreach", saved["param_groups"][0])
+            fresh = [nn.Parameter(p.detach().clone()) for p in params]
+            restored = second(fresh)
+            restored.load_state_dict(saved)
+            self.assert_bitwise(self.buffers_of(restored, fresh), buffers)
+            self.assertEqual(restored.param_groups[0]["lr"], 0.07)
+            for p, q in zip(params, fresh):
+                p.grad = torch.ones_like(p)
+                q.grad = torch.ones_like(q)
+            optimizer.step()
+            restored.step()
+            self.assert_bitwise(fresh, params)
+
+    def test_keys_and_repr(self):
+        _, _, mine = self.run_steps(Muon, [(2, 3)])
+        _, _, other = self.run_steps(stock().Muon, [(2, 3)])
+        groups, others = mine.state_dict(), other.state_dict()
+        self.assertEqual(groups["state"][0].keys(), others["state"][0].keys())
+        new = groups["param_groups"][0].keys() - others["param_groups"][0].keys()
+        self.assertLessEqual(new, {"foreach"})
+        lines = [line for line in repr(mine).splitlines() if "foreach" not in line]
+        self.assertEqual(lines, repr(other).splitlines())
+
+    def test_signatures_begin_alike(self):
+        for name in (
+            "Muon",
+            "muon",
+            "_single_tensor_muon",
+            "_zeropower_via_newtonschulz",
+            "_adjust_lr",
+        ):
+            mine, other = (
+                {
+                    key: (value.default, value.kind)
+                    for key, value in inspect.signature(
+                        getattr(m, name)
+                    ).parameters.items()
+                }
+                for m in (ours, stock())
+            )
+            self.assertEqual({key: mine.get(key) for key in other}, other)
+            self.assertEqual(list(mine)[: len(other)], list(other))
+            self.assertLessEqual(
+                mine.keys() - other.keys(), {"foreach", "distributed_config"}
+            )
+
+    def test_schedulers(self):
+        def make(kind, optimizer):
+            if kind == "sequential":
+                parts = [LinearLR(optimizer, 0.1, total_iters=2), StepLR(optimizer, 2)]
+                return SequentialLR(optimizer, parts, milestones=[2])
+            return {
+                "step": lambda: StepLR(optimizer, 2, gamma=0.3),
+                "lambda": lambda: LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+                "cosine": lambda: CosineAnnealingLR(optimizer, 5),
+                # It cycles the momentum as well.
+                "one cycle": lambda: OneCycleLR(optimizer, 0.2, total_steps=8),
+            }[kind]()
+
+        def train(cls, kind):
+            schedulers = []
+
+            def between(optimizer, step):
+                if not schedulers:
+                    schedulers.append(make(kind, optimizer))
+                schedulers[0].step()
+
+            params, _, optimizer = self.run_steps(
+                cls, SHAPES[:3], steps=6, between=between
+            )
+            return params, optimizer.param_groups[0]
+
+        for kind in ("step", "lambda", "cosine", "one cycle", "sequential"):
+            params, group = train(Muon, kind)
+            others, other_group = train(stock().Muon, kind)
+            self.assert_bitwise(params, others)
+            self.assertEqual(group["lr"], other_group["lr"])
+            self.assertEqual(group["momentum"], other_group["momentum"])
+            self.assertNotEqual(group["lr"], 1e-3)
+
+
+def calls_after_compiling(cls, backend):
+    """A compiled step of the whole optimizer, without a break in the graph."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    params = [
+        nn.Parameter(make_matrix(shape, generator=generator))
+        for shape in [(6, 9), (9, 6)]
+    ]
+    for param in params:
+        param.grad = make_matrix(param.shape, generator=generator)
+    optimizer = cls(params, lr=torch.tensor(0.01))
+    compiled = torch.compile(optimizer.step, fullgraph=True, backend=backend)
+    for _ in range(3):
+        compiled()
+    torch._dynamo.reset()
+    return params
+
+
+class TestCompile(Runs):
+    def test_step_is_one_graph(self):
+        def eager(cls):
+            generator = torch.Generator().manual_seed(0)
+            params = [
+                nn.Parameter(make_matrix(shape, generator=generator))
+                for shape in [(6, 9), (9, 6)]
+            ]
+            for param in params:
+                param.grad = make_matrix(param.shape, generator=generator)
+            optimizer = cls(params, lr=torch.tensor(0.01))
+            for _ in range(3):
+                optimizer.step()
+            return params
+
+        compiled = calls_after_compiling(Muon, "aot_eager")
+        self.assertEqual(compiled, eager(Muon), atol=2e-3, rtol=0)
+        self.assertNotEqual(compiled[0], eager(Muon)[0] + 0.1)
+        if stock() is not None:
+            others = calls_after_compiling(stock().Muon, "aot_eager")
+            self.assert_bitwise(compiled, others)
+
+
+@instantiate_parametrized_tests
+class TestMuonCore(Runs):
+    def test_backward_compatibility(self):
+        model = nn.Sequential(
+            nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False)
+        )
+        data = torch.randn(4, 6)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer = Muon(model.parameters(), lr=0.01, distributed_config=None)
+        model(data).sum().backward()
+        optimizer.step()
+        for old, new in zip(before, model.parameters()):
+            self.assertNotEqual(old, new)
+        self.assertEqual(optimizer.assignments, {})
+        self.assertEqual(optimizer.current_rank, 0)
+
+    @parametrize("shape", [(64, 64), (32, 96), (96, 32), (1, 20), (20, 1)])
+    @parametrize("dtype", DTYPES)
+    def test_orthogonalization_correctness(self, shape, dtype):
+        generator = torch.Generator().manual_seed(sum(shape))
+        rank = min(shape)
+        left = torch.linalg.qr(torch.randn(shape[0], rank, generator=generator))[0]
+        right = torch.linalg.qr(torch.randn(shape[1], rank, generator=generator))[0]
+        # The quintic starts at the Frobenius norm, so a spread that large is what it can take.
+        spectrum = torch.linspace(1.0, 10.0, rank)
+        matrix = ((left * spectrum) @ right.T).to(dtype)
+        result = ours._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7)
+        self.assertEqual(result.dtype, torch.bfloat16)
+        self.assertEqual(result.shape, shape)
+        values = torch.linalg.svdvals(result.float())
+        self.assertGreater(values.min().item(), 0.3)
+        self.assertLess(values.max().item(), 1.25)
+        # The singular vectors are kept: in their basis the result is diagonal.
+        core = left.T @ result.float() @ right
+        self.assertEqual(core, core.diag().diag(), atol=0.06, rtol=0)
+        self.assertGreater(core.diag().min().item(), 0.25)
+
+    def test_orthogonalization_is_scale_free(self):
+        matrix = torch.randn(12, 20)
+        reference = ours._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7)
+        for scale in (2.0**-10, 2.0**10):
+            scaled = ours._zeropower_via_newtonschulz(
+                matrix * scale, COEFFICIENTS, 5, 1e-7
+            )
+            self.assertEqual(scaled, reference, atol=0.02, rtol=0)
+        zero = ours._zeropower_via_newtonschulz(torch.zeros(3, 4), COEFFICIENTS, 5, 0.1)
+        self.assertEqual(zero, torch.zeros(3, 4, dtype=torch.bfloat16))
+
+    def test_orthogonalization_spares_its_input(self):
+        for dtype, shape in itertools.product(DTYPES, [(5, 9), (9, 5)]):
+            matrix = make_matrix(shape, dtype)
+            before = matrix.clone()
+            version = matrix._version
+            result = ours._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 0, 1e-7)
+            result.fill_(7.0)
+            self.assertEqual(matrix, before, rtol=0, atol=0)
+            self.assertEqual(matrix._version, version)
+
+    def test_newton_schulz_errors(self):
+        matrix = torch.randn(3, 4)
+        call = ours._zeropower_via_newtonschulz
+        with self.assertRaisesRegex(
+            ValueError, "Number of steps must be less than 100"
+        ):
+            call(matrix, COEFFICIENTS, 100, 1e-7)
+        with self.assertRaisesRegex(ValueError, "gradient must be a 2D matrix"):
+            call(torch.randn(3, 4, 5), COEFFICIENTS, 5, 1e-7)
+        with self.assertRaisesRegex(ValueError, "tuple of exactly 3 values"):
+            call(matrix, (1.0, 2.0), 5, 1e-7)
+        self.assertEqual(call(matrix, COEFFICIENTS, 99, 1e-7).shape, (3, 4))
+
+    def test_learning_rate_scale(self):
+        expected = {
+            None: lambda a, b: math.sqrt(max(1, a / b)),
+            "original": lambda a, b: math.sqrt(max(1, a / b)),
+            "match_rms_adamw": lambda a, b: 0.2 * math.sqrt(max(a, b)),
+            "spectral_unclamped": lambda a, b: math.sqrt(a / b),
+        }
+        self.assertEqual(set(expected), {None, *ours._ADJUST_LR_FNS})
+        for (mode, ratio), (a, b) in itertools.product(expected.items(), SHAPES):
+            self.assertEqual(ours._adjust_lr(0.5, mode, (a, b)), 0.5 * ratio(a, b))
+            # The whole of what a step does to a parameter without weight decay.
+            param = nn.Parameter(torch.zeros(a, b))
+            param.grad = torch.randn(a, b)
+            Muon([param], lr=0.5, weight_decay=0.0, adjust_lr_fn=mode).step()
+            blended = param.grad * 0.05 * (0.95 + 1)
+            update = ours._zeropower_via_newtonschulz(blended, COEFFICIENTS, 5, 1e-7)
+            wanted = -0.5 * ratio(a, b) * update.float()
+            self.assertEqual(param.detach(), wanted, atol=0.02 * ratio(a, b), rtol=0.1)
+
+    def test_weight_decay_alone(self):
+        param = nn.Parameter(torch.randn(3, 4))
+        before = param.detach().clone()
+        param.grad = torch.zeros(3, 4)
+        Muon([param], lr=0.5, weight_decay=0.2).step()
+        self.assertEqual(param.detach(), before * (1 - 0.5 * 0.2), rtol=0, atol=0)
+
+    def test_momentum_buffer(self):
+        grads = [torch.randn(3, 4) for _ in range(3)]
+        param = nn.Parameter(torch.randn(3, 4))
+        optimizer = Muon([param], momentum=0.7)
+        expected = torch.zeros(3, 4)
+        for grad in grads:
+            param.grad = grad
+            optimizer.step()
+            expected = 0.7 * expected + (1 - 0.7) * grad
+        self.assertEqual(optimizer.state[param]["momentum_buffer"], expected)
+        self.assertEqual(list(optimizer.state[param]), ["momentum_buffer"])
+
+    def test_tensor_lr_is_read_at_each_step(self):
+        def moved(lr):
+            param = nn.Parameter(torch.ones(4, 4))
+            param.grad = torch.eye(4)
+            optimizer = Muon([param], lr=lr, weight_decay=0.0)
+            optimizer.param_groups[0]["lr"].fill_(0.0)
+            optimizer.step()
+            still = torch.equal(param, torch.ones(4, 4))
+            optimizer.param_groups[0]["lr"].fill_(0.5)
+            optimizer.step()
+            return still, not torch.equal(param, torch.ones(4, 4))
+
+        self.assertEqual(moved(torch.tensor(0.1)), (True, True))
+        self.assertEqual(moved(torch.tensor([0.1])), (True, True))
+
+    def test_closure(self):
+        param = nn.Parameter(torch.ones(2, 2))
+        optimizer = Muon([param])
+        seen = []
+
+        def closure():
+            seen.append(torch.is_grad_enabled())
+            optimizer.zero_grad()
+            loss = param.square().sum()
+            loss.backward()
+            return loss
+
+        self.assertEqual(optimizer.step(closure), 4.0)
+        self.assertEqual(seen, [True])
+        self.assertIsNone(optimizer.step())
+
+    def test_named_parameters(self):
+        model = nn.Linear(3, 4, bias=False)
+        optimizer = Muon(model.named_parameters())
+        self.assertEqual(optimizer.param_groups[0]["param_names"], ["weight"])
+        model.weight.grad = torch.ones(4, 3)
+        before = model.weight.detach().clone()
+        optimizer.step()
+        self.assertNotEqual(model.weight, before)
+
+    def test_hooks(self):
+        param = nn.Parameter(torch.ones(2, 2))
+        optimizer = Muon([param])
+        param.grad = torch.ones(2, 2)
+        calls = []
+        optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *args: calls.append("after"))
+        optimizer.step()
+        self.assertEqual(calls, ["before", "after"])
+
+    def test_profiler_names(self):
+        param = nn.Parameter(torch.ones(2, 2))
+        optimizer = Muon([param])
+        param.grad = torch.ones(2, 2)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU]
+        ) as seen:
+            optimizer.step()
+            optimizer.zero_grad()
+        names = {event.key for event in seen.key_averages()}
+        self.assertIn("Optimizer.step#Muon.step", names)
+        self.assertIn("Optimizer.zero_grad#Muon.zero_grad", names)
+
+    def test_repr(self):
+        text = repr(Muon([torch.zeros(2, 3)], lr=0.25))
+        self.assertRegex(text, r"^Muon \(\nParameter Group 0\n")
+        for line in ("lr: 0.25", "momentum: 0.95", "nesterov: True", "ns_steps: 5"):
+            self.assertIn(f"\n    {line}\n", text)
+        self.assertNotIn("config", text)
+
+    def test_copies(self):
+        for duplicate in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
+            params, buffers, optimizer = self.run_steps(Muon, SHAPES[:3], lr=0.03)
+            # What deepcopy drops must not have been public.
+            duplicated = duplicate(optimizer)
+            public = {name for name in vars(optimizer) if not name.startswith("_")}
+            self.assertLessEqual(public, vars(duplicated).keys())
+            others = duplicated.param_groups[0]["params"]
+            self.assertIsNot(others[0], params[0])
+            self.assert_bitwise(self.buffers_of(duplicated, others), buffers)
+            for mine, other in zip(params, others):
+                mine.grad = torch.ones_like(mine)
+                other.grad = torch.ones_like(other)
+            optimizer.step()
+            duplicated.step()
+            self.assert_bitwise(others, params)
+            self.assertEqual(duplicated.assignments, {})
+
+    def test_optimizers_pickled_before_there_was_a_config(self):
+        _, _, optimizer = self.run_steps(Muon, [(2, 3)])
+        old = optimizer.__getstate__()
+        old = {key: old[key] for key in ("defaults", "state", "param_groups")}
+        old = copy.deepcopy(old)
+        del old["defaults"]["foreach"]
+        for group in old["param_groups"]:
+            del group["foreach"]
+        restored = Muon.__new__(Muon)
+        restored.__setstate__(old)
+        self.assertIsNone(restored.defaults["foreach"])
+        self.assertIsNone(restored.param_groups[0]["foreach"])
+        param = restored.param_groups[0]["params"][0]
+        before = param.detach().clone()
+        param.grad = torch.ones(2, 3)
+        restored.step()
+        self.assertNotEqual(param, before)
+        restored.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+        self.assertEqual(len(restored.param_groups), 2)
+        self.assertEqual(restored.assignments, {})
+
+    def test_add_param_group(self):
+        first, second = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+        optimizer = Muon([first], lr=0.1)
+        optimizer.add_param_group({"params": [second], "lr": 0.5})
+        first.grad = second.grad = torch.eye(2)
+        optimizer.step()
+        self.assertNotEqual(first, second)
+        with self.assertRaisesRegex(ValueError, "Muon only supports 2D parameters"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        self.assertEqual(len(optimizer.param_groups), 2)
+        optimizer.step()
+
+    def test_foreach_flag_of_the_class(self):
+        expected, _, _ = self.run_steps(Muon, SHAPES, foreach=False)
+        params, _, optimizer = self.run_steps(Muon, SHAPES, foreach=None)
+        self.assert_bitwise(params, expected)
+        self.assertIn("foreach", optimizer.param_groups[0])
+
+
+class TestMuonErrors(TestCase):
+    def test_construction(self):
+        params = [torch.randn(2, 3)]
+        for options, words in (
+            ({"lr": -1e-3}, "Learning rate should be >= 0 but is: -0.001"),
+            ({"lr": torch.tensor(-1.0)}, "Learning rate should be >= 0"),
+            ({"lr": torch.tensor([1.0, 2.0])}, "Tensor lr must be 1-element"),
+            ({"momentum": -0.5}, "momentum should be >= 0 but is: -0.5"),
+            ({"weight_decay": -0.1}, "weight decay should be >= 0 but is: -0.1"),
+            ({"adjust_lr_fn": "x"}, "Adjust learning rate function x is not supported"),
+        ):
+            with self.assertRaisesRegex(ValueError, words):
+                Muon(params, **options)
+        with self.assertRaisesRegex(ValueError, "empty parameter list"):
+            Muon([])
+
+    def test_parameters_that_are_no_matrices(self):
+        for shape in ((), (3,), (2, 3, 4)):
+            with self.assertRaisesRegex(
+                ValueError,
+                "Muon only supports 2D parameters whereas we found a parameter with size",
+            ):
+                Muon([torch.randn(2, 2), torch.randn(shape)])
+        with self.assertRaisesRegex(ValueError, r"torch.Size\(\[4\]\)"):
+            Muon(nn.Linear(3, 4).parameters())
+
+    def test_complex(self):
+        param = torch.rand(2, 3, dtype=torch.complex64)
+        param.grad = torch.rand_like(param)
+        with self.assertRaisesRegex(
+            RuntimeError, "Muon does not support complex parameters"
+        ):
+            Muon([param]).step()
+        for function in (ours.muon, ours._single_tensor_muon):
+            with self.assertRaisesRegex(
+                ValueError, "Complex parameters are not supported"
+            ):
+                function([], [], [], **{**FUNCTIONAL_DEFAULTS, "has_complex": True})
+
+    def test_sparse(self):
+        param = nn.Parameter(torch.rand(2, 3))
+        param.grad = torch.rand(2, 3).to_sparse()
+        with self.assertRaisesRegex(
+            RuntimeError, "Muon does not support sparse gradients"
+        ):
+            Muon([param]).step()
+
+    def test_functional_gradient_that_is_no_matrix(self):
+        lists = [[torch.randn(2, 3, 4)] for _ in range(3)]
+        with self.assertRaisesRegex(ValueError, "Param gradient must be a 2D matrix"):
+            ours.muon(*lists, **FUNCTIONAL_DEFAULTS)
+
+    def test_newton_schulz_options_are_checked_by_the_step(self):
+        for options, words in (
+            ({"ns_steps": 100}, "Number of steps must be less than 100"),
+            ({"ns_coefficients": (1.0, 2.0)}, "tuple of exactly 3 values"),
+        ):
+            param = nn.Parameter(torch.rand(2, 3))
+            param.grad = torch.rand(2, 3)
+            optimizer = Muon([param], **options)
+            with self.assertRaisesRegex(ValueError, words):
+                optimizer.step()
+
+
+class TestOptimizerDatabase(TestCase):
+    @property
+    def info(self):
+        (info,) = (info for info in optim_db if info.optim_cls is Muon)
+        return info
+
+    def test_inputs(self):
+        inputs = self.info.optim_inputs_func(device="cpu")
+        self.assertGreater(len(inputs), 5)
+        for given in inputs:
+            torch.manual_seed(0)
+            weight = nn.Parameter(torch.randn(10, 5))
+            target = torch.randn(10, 5)
+            optimizer = Muon([weight], **given.kwargs)
+            losses = []
+
+            def closure(weight=weight, target=target, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = (weight - target).square().sum()
+                loss.backward()
+                losses.append(loss.item())
+                return loss
+
+            for _ in range(5):
+                optimizer.step(closure)
+            self.assertLess(losses[-1], losses[0], given.desc)
+
+    def test_error_inputs(self):
+        found = set()
+        for given in self.info.optim_error_inputs_func("cpu", torch.float32):
+            optim_input = given.optimizer_error_input
+            found.add(given.error_on)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if given.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR:
+                    is_warning = issubclass(given.error_type, Warning)
+                    expect = (
+                        self.assertWarnsRegex if is_warning else self.assertRaisesRegex
+                    )
+                    with expect(given.error_type, given.error_regex):
+                        Muon(optim_input.params, **optim_input.kwargs)
+                else:
+                    optimizer = Muon(optim_input.params, **optim_input.kwargs)
+                    with self.assertRaisesRegex(given.error_type, given.error_regex):
+                        optimizer.step()
+        self.assertEqual(len(found), 2)
+
+
+class TestImports(TestCase):
+    def run_python(self, code):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return done.stdout.split()
+
+    def test_imports_nothing_from_torch_distributed(self):
+        # torch itself may have imported it before, so it is the import statements that are watched.
+        seen = self.run_python(
+            """
+            import builtins, sys
+            original, seen = builtins.__import__, []
+            def watch(name, globals=None, locals=None, fromlist=(), level=0):
+                importer = (globals or {}).get("__name__", "")
+                if importer.startswith("torch.optim"):
+                    names = [f"{name}.{part}" for part in fromlist or ()] + [name]
+                    seen.extend(
+                        f"{importer}<-{n}" for n in names if n.startswith("torch.distributed")
+                    )
+                    if importer.endswith("muon"):
+                        seen.append("watched")
+                return original(name, globals, locals, fromlist, level)
+            builtins.__import__ = watch
+            import torch
+            import torch.optim.muon as muon
+            before = set(sys.modules)
+            muon.create_dtensor_config()
+            muon.create_auto_config(tp_dim_per_param={0: 1}, prefetch_count=2)
+            new = set(sys.modules) - before
+            print(*sorted(set(seen)), *(n for n in new if n.startswith("torch.distributed")))
+            """
+        )
+        self.assertEqual(seen, ["watched"])
+
+    def test_public_bindings(self):
+        module = importlib.import_module("torch.optim.muon")
+        self.assertEqual(len(module.__all__), len(set(module.__all__)))
+        for name in module.__all__:
+            self.assertFalse(name.startswith("_"))
+            self.assertEqual(getattr(module, name).__module__, "torch.optim.muon")
+        # As upstream's test of public bindings: what looks public and says that it is from here
+        # has to be in __all__.
+        claims = {
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("_")
+            and getattr(value, "__module__", None) == "torch.optim.muon"
+        }
+        self.assertEqual(claims, set(module.__all__))
+        self.assertEqual(
+            set(module.__all__),
+            {
+                "DistributedConfig",
+                "create_auto_config",
+                "create_dtensor_config",
+                "detect_tp_dims_from_model",
+                "partition_parameters",
+            },
+        )
+
+    def test_where_names_live(self):
+        module = importlib.import_module("torch.optim.muon")
+        self.assertIs(module.Muon, torch.optim.Muon)
+        self.assertEqual(Muon.__module__, "torch.optim")
+        self.assertIn("Muon", torch.optim.__all__)
+        for name in module.__all__:
+            self.assertTrue(getattr(module, name).__doc__)
+        self.assertIn("distributed_config", Muon.__doc__)
+        self.assertIn("Muon", ours.muon.__doc__)
+
+    def test_private_modules_have_no_public_face(self):
+        for name in ours.__all__:
+            self.assertTrue(hasattr(ours, name))
+        engine = Path(ours.__file__).parent / "_muon_engine"
+        for path in engine.glob("*.py"):
+            if path.stem != "__init__":
+                module = importlib.import_module(
+                    f"torch.optim._muon_engine.{path.stem}"
+                )
+                self.assertFalse(hasattr(module, "__all__"), module.__name__)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,627 @@
+# Owner(s): ["module: optimizer"]
+"""Muon's distributed_config on one process: what it takes, refuses and keeps."""
+
+import copy
+import dataclasses
+import itertools
+import os
+import pickle
+import sys
+
+import torch
+from torch import nn
+from torch.optim import _muon, Muon
+from torch.optim.muon import (
+    create_auto_config,
+    create_dtensor_config,
+    DistributedConfig,
+)
+from torch.testing._internal.common_utils import run_tests
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_config_helpers import all_to, ConfigTestCase, local_config, make_params
+
+
+class TestDistributedConfig(ConfigTestCase):
+    def test_fields(self):
+        fields = {f.name: f for f in dataclasses.fields(DistributedConfig)}
+        self.assertEqual(
+            list(fields),
+            [
+                "assign_fn",
+                "gather_fn",
+                "redistribute_fn",
+                "state",
+                "async_gpu_parallelism",
+                "prefetch_count",
+            ],
+        )
+        self.assertIs(fields["async_gpu_parallelism"].default, True)
+        self.assertEqual(fields["prefetch_count"].default, 1)
+        with self.assertRaises(TypeError):
+            DistributedConfig(all_to(0))
+
+    def test_flags_of_the_factories(self):
+        for make in (create_dtensor_config, create_auto_config):
+            self.assertIs(make().async_gpu_parallelism, True)
+            self.assertEqual(make().prefetch_count, 1)
+            made = make(async_gpu_parallelism=False, prefetch_count=3)
+            self.assertIs(made.async_gpu_parallelism, False)
+            self.assertEqual(made.prefetch_count, 3)
+        self.assertEqual(create_dtensor_config(False, 2).prefetch_count, 2)
+
+    def test_assign_fn_coverage(self):
+        params = make_params(*[(10, 10)] * 8)
+
+        def assign_fn(params, state):
+            world_size = state["world_size"]
+            return {
+                rank: list(range(rank, len(params), world_size))
+                for rank in range(world_size)
+            }
+
+        config = local_config(assign_fn, state={"rank": 0, "world_size": 4})
+        optimizer = Muon(params, distributed_config=config)
+        self.assertEqual(
+            optimizer.assignments, {0: [0, 4], 1: [1, 5], 2: [2, 6], 3: [3, 7]}
+        )
+
+    def test_tp_dim_per_param_validation(self):
+        tp_dims = {0: 0, 1: 1, 2: 0}
+        config = create_auto_config(tp_process_group=None, tp_dim_per_param=tp_dims)
+        self.assertEqual(config.state["tp_dim_per_param"], tp_dims)
+        self.assertNotIn("tp_dim_default", config.state)
+        for options in ({"tp_dim_per_param": 1}, {"tp_shard_dim": 1}):
+            config = create_auto_config(tp_process_group=None, **options)
+            self.assertEqual(config.state["tp_dim_default"], 1)
+            self.assertNotIn("tp_dim_per_param", config.state)
+        # Zero is a dimension, not a missing one.
+        self.assertEqual(create_auto_config(tp_shard_dim=0).state["tp_dim_default"], 0)
+        self.assertNotIn("tp_dim_default", create_auto_config().state)
+
+    def test_two_spellings(self):
+        group, other = object(), object()
+        for options, words in (
+            (
+                {"fsdp_process_group": group, "shard_process_group": other},
+                "fsdp_process_group.*shard_process_group",
+            ),
+            (
+                {"ddp_process_group": group, "replicate_process_group": group},
+                "ddp_process_group.*replicate_process_group",
+            ),
+            (
+                {"tp_dim_per_param": 0, "tp_shard_dim": 0},
+                "tp_dim_per_param.*tp_shard_dim",
+            ),
+            (
+                {"tp_dim_per_param": {0: 1}, "tp_shard_dim": 1},
+                "tp_dim_per_param.*tp_shard_dim",
+            ),
+        ):
+            with self.assertRaisesRegex(ValueError, words):
+                create_auto_config(**options)
+        self.assertIs(
+            create_auto_config(shard_process_group=group).state["fsdp_process_group"],
+            group,
+        )
+        state = create_auto_config(replicate_process_group=group).state
+        self.assertIs(state["ddp_process_group"], group)
+
+    def test_expert_group_needs_assignments(self):
+        with self.assertRaisesRegex(ValueError, "expert_assignments"):
+            create_auto_config(ep_process_group=object())
+        for given in ({}, {0: 3}):
+            config = create_auto_config(
+                ep_process_group=object(), expert_assignments=given
+            )
+            self.assertEqual(config.state["expert_assignments"], given)
+
+    def test_pipeline_metadata(self):
+        group = object()
+        config = create_auto_config(
+            pp_process_group=group, pp_stage_id=1, pp_num_stages=4
+        )
+        self.assertIs(config.state["pp_process_group"], group)
+        self.assertEqual(config.state["pp_stage_id"], 1)
+        self.assertEqual(config.state["pp_num_stages"], 4)
+
+    def test_state_keys(self):
+        self.assertIs(create_dtensor_config().state["is_dtensor"], True)
+        self.assertFalse(create_auto_config().state["is_dtensor"])
+        for make in (create_dtensor_config, create_auto_config):
+            config = make()
+            params = make_params((3, 4), (4, 3))
+            self.assertEqual(config.assign_fn(params, config.state), {0: [0, 1]})
+            self.assertEqual(config.state["param_metadata"], {})
+            self.assertNotIn("current_owner", config.state)
+
+    def test_factories_share_nothing(self):
+        first, second = create_dtensor_config(), create_dtensor_config()
+        self.assertIsNot(first.state, second.state)
+        given = {0: 1}
+        config = create_auto_config(tp_dim_per_param=given)
+        given[5] = 7
+        self.assertEqual(config.state["tp_dim_per_param"], {0: 1})
+
+    def test_direct_calls_are_a_round_trip(self):
+        for make in (create_dtensor_config, create_auto_config):
+            config = make()
+            params = make_params((3, 4), (4, 3))
+            config.assign_fn(params, config.state)
+            for index, param in enumerate(params):
+                config.state["current_param_idx"] = index
+                full = config.gather_fn(param.detach(), 0, config.state)
+                piece = config.redistribute_fn(full, 0, config.state)
+                self.assert_same_bits([full, piece], [param.detach()] * 2)
+            with self.assertRaisesRegex(ValueError, "None"):
+                config.redistribute_fn(None, 0, config.state)
+
+    def test_tp_dim_without_a_group_moves_nothing(self):
+        shapes = [(8, 6), (6, 8)]
+        expected = self.trained(None, *shapes)
+        for options in (
+            {"tp_dim_per_param": 1},
+            {"tp_dim_per_param": {0: 0, 1: 1}},
+            {"tp_dim_per_param": -1},
+            {"tp_shard_dim": 0},
+        ):
+            config = create_auto_config(**options)
+            self.assert_same_bits(self.trained(config, *shapes), expected)
+            matrix = torch.randn(8, 6)
+            full = config.gather_fn(matrix, 0, config.state)
+            self.assert_same_bits([full], [matrix])
+
+    def test_one_process_is_one_process(self):
+        shapes = [(8, 6), (6, 8), (1, 5), (6, 8)]
+        for dtype in (torch.float32, torch.bfloat16):
+            for options in ({"dtype": dtype}, {"dtype": dtype, "nesterov": False}):
+                expected = self.trained(None, *shapes, **options)
+                for make, (parallel, ahead) in itertools.product(
+                    (create_dtensor_config, create_auto_config),
+                    ((True, 1), (True, 3), (False, 0)),
+                ):
+                    config = make(async_gpu_parallelism=parallel, prefetch_count=ahead)
+                    self.assert_same_bits(
+                        self.trained(config, *shapes, **options), expected
+                    )
+                self.assert_same_bits(
+                    self.trained(local_config(), *shapes, **options), expected
+                )
+
+    def test_one_config_for_each_live_optimizer(self):
+        for make in (local_config, create_dtensor_config, create_auto_config):
+            config = make()
+            first = Muon(make_params((2, 2)), distributed_config=config)
+            with self.assertRaisesRegex(ValueError, "already serves"):
+                Muon(make_params((2, 2)), distributed_config=config)
+            # The attempt has not hurt the first one.
+            first.step()
+            self.assertEqual(first.assignments, {0: [0]})
+            del first
+            second = Muon(make_params((3, 2), (2, 2)), distributed_config=config)
+            second.step()
+            self.assertEqual(second.assignments, {0: [0, 1]})
+
+    def test_failed_construction_gives_the_config_back(self):
+        config = create_dtensor_config()
+        kept = []
+        for params, options in (
+            ([nn.Parameter(torch.ones(3))], {}),
+            (make_params((2, 2)), {"lr": -1.0}),
+        ):
+            try:
+                Muon(params, distributed_config=config, **options)
+            except ValueError as error:
+                # Its traceback keeps the failed optimizer alive.
+                kept.append(error)
+        self.assertEqual(len(kept), 2)
+        Muon(make_params((2, 2)), distributed_config=config).step()
+
+        broken = local_config(lambda params, state: {})
+        with self.assertRaises(AssertionError):
+            Muon(make_params((2, 2)), distributed_config=broken)
+        broken.assign_fn = all_to(0)
+        optimizer = Muon(make_params((2, 2)), distributed_config=broken)
+        self.assertEqual(optimizer.assignments, {0: [0]})
+
+    def test_replace(self):
+        shapes = [(4, 6), (6, 4), (2, 2)]
+        expected = self.trained(None, *shapes)
+        for make in (local_config, create_dtensor_config, create_auto_config):
+            config = make()
+            replaced = dataclasses.replace(config, prefetch_count=2)
+            self.assertEqual(replaced.prefetch_count, 2)
+            self.assertEqual(config.prefetch_count, 1)
+            self.assert_same_bits(self.trained(replaced, *shapes), expected)
+            # Also once the original has been used.
+            self.assert_same_bits(self.trained(config, *shapes), expected)
+            again = dataclasses.replace(config, async_gpu_parallelism=False)
+            self.assert_same_bits(self.trained(again, *shapes), expected)
+
+    def test_a_frozen_parameter_stays(self):
+        for make in (create_dtensor_config, create_auto_config):
+            frozen, other = make_params((3, 4), (4, 3))
+            frozen.requires_grad_(False)
+            frozen.grad = None
+            before = frozen.detach().clone()
+            optimizer = Muon([frozen, other], distributed_config=make())
+            optimizer.step()
+            self.assert_same_bits([frozen], [before])
+            self.assertNotIn(frozen, optimizer.state)
+            self.assertEqual(optimizer.assignments, {0: [0, 1]})
+            # And moves once it is frozen no more.
+            frozen.requires_grad_(True)
+            frozen.grad = torch.ones(3, 4)
+            optimizer.step()
+            self.assertNotEqual(frozen, before)
+
+    def test_no_gradient_no_step(self):
+        for make in (local_config, create_dtensor_config, create_auto_config):
+            idle, other = make_params((3, 4), (4, 3))
+            idle.grad = None
+            before = [idle.detach().clone(), other.detach().clone()]
+            optimizer = Muon([idle, other], distributed_config=make())
+            optimizer.step()
+            self.assert_same_bits([idle], before[:1])
+            self.assertNotEqual(other, before[1])
+            self.assertNotIn(idle, optimizer.state)
+
+    def test_functional_forms(self):
+        options = {
+            "lr": 0.02,
+            "weight_decay": 0.1,
+            "momentum": 0.9,
+            "nesterov": True,
+            "ns_coefficients": (3.4445, -4.7750, 2.0315),
+            "ns_steps": 5,
+            "eps": 1e-7,
+            "adjust_lr_fn": "match_rms_adamw",
+            "has_complex": False,
+        }
+        for name in ("muon", "_single_tensor_muon"):
+            results = []
+            for config in (None, create_dtensor_config(), local_config()):
+                torch.manual_seed(0)
+                params, grads, buffers = (
+                    [torch.randn(shape) for shape in [(4, 6), (6, 4)]] for _ in range(3)
+                )
+                for _ in range(3):
+                    getattr(_muon, name)(
+                        params, grads, buffers, distributed_config=config, **options
+                    )
+                results.append(params + buffers)
+            self.assert_same_bits(results[1], results[0])
+            self.assert_same_bits(results[2], results[0])
+
+    def test_flags_and_functions_are_read_at_every_step(self):
+        calls = []
+        config = local_config()
+        optimizer = Muon(make_params(*[(2, 2)] * 3), distributed_config=config)
+        optimizer.step()
+
+        def gather(piece, owner, state):
+            calls.append(state["current_param_idx"])
+            return piece
+
+        def redistribute(full, owner, state):
+            calls.append(-1)
+            return full
+
+        config.gather_fn, config.redistribute_fn = gather, redistribute
+        config.prefetch_count = 0
+        optimizer.step()
+        self.assertEqual(calls, [0, -1, 1, -1, 2, -1])
+        calls.clear()
+        config.prefetch_count = 2
+        optimizer.step()
+        self.assertEqual(calls, [0, 1, 2, -1, -1, -1])
+
+    def test_debug_mode_tells_what_it_does(self):
+        config = create_dtensor_config(async_gpu_parallelism=False, prefetch_count=0)
+        model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 4, bias=False))
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer = Muon(model.named_parameters(), distributed_config=config)
+        with self.assertLogs("torch.optim.muon", "DEBUG") as seen:
+            optimizer.step()
+        for name, phase in itertools.product(
+            ("0.weight", "1.weight"), ("orthogonalize", "apply")
+        ):
+            lines = [line for line in seen.output if phase in line and name in line]
+            self.assertEqual(len(lines), 1, seen.output)
+
+    def test_a_wrapped_function_gives_the_same_bits(self):
+        shapes = [(4, 6), (6, 4), (5, 5)]
+        expected = self.trained(None, *shapes)
+        for make, which in itertools.product(
+            (create_dtensor_config, create_auto_config),
+            (["gather_fn"], ["redistribute_fn"], ["gather_fn", "redistribute_fn"]),
+        ):
+            config = make()
+            seen = []
+            for name in which:
+
+                def wrapper(tensor, rank, state, original=getattr(config, name)):
+                    seen.append((state["current_param_idx"], state["current_owner"]))
+                    return original(tensor, rank, state)
+
+                setattr(config, name, wrapper)
+            self.assert_same_bits(self.trained(config, *shapes), expected)
+            self.assertEqual(len(seen), 3 * 3 * len(which))
+            self.assertEqual(set(seen), {(0, 0), (1, 0), (2, 0)})
+
+    def test_a_replaced_assign_fn_runs_on_the_engine(self):
+        config = create_dtensor_config()
+        seen = []
+
+        def assign_fn(params, state):
+            seen.append((len(params), state["rank"], state["world_size"]))
+            return {0: [1, 0]}
+
+        config.assign_fn = assign_fn
+        shapes = [(4, 6), (6, 4)]
+        self.assert_same_bits(
+            self.trained(config, *shapes), self.trained(None, *shapes)
+        )
+        self.assertEqual(seen, [(2, 0, 1)])
+
+
+class TestMuonErrors(ConfigTestCase):
+    def config_for_two(self, assign_fn):
+        return local_config(assign_fn, state={"rank": 0, "world_size": 2})
+
+    def test_incomplete_assignment_raises(self):
+        config = self.config_for_two(lambda params, state: {0: [0, 1], 1: []})
+        with self.assertRaisesRegex(AssertionError, r"missing.*\[2, 3\]"):
+            Muon(make_params(*[(10, 10)] * 4), lr=0.01, distributed_config=config)
+
+    def test_overlapping_assignment_raises(self):
+        config = self.config_for_two(lambda params, state: {0: [0, 1], 1: [0, 2]})
+        with self.assertRaises(AssertionError) as seen:
+            Muon(make_params(*[(10, 10)] * 4), lr=0.01, distributed_config=config)
+        # Parameter 0 stands twice, and 3 nowhere.
+        self.assertRegex(str(seen.exception), r"missing \[3\]")
+        self.assertRegex(str(seen.exception), r"more than once \[0\]")
+
+    def test_doubled_on_one_rank(self):
+        config = self.config_for_two(lambda params, state: {0: [0, 1, 0]})
+        with self.assertRaisesRegex(AssertionError, r"more than once \[0\]"):
+            Muon(make_params(*[(2, 2)] * 2), distributed_config=config)
+
+    def test_names_stand_in_the_message(self):
+        model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 4, bias=False))
+        config = self.config_for_two(lambda params, state: {1: [0]})
+        with self.assertRaisesRegex(AssertionError, r"'1\.weight'.*\(4, 3\)"):
+            Muon(model.named_parameters(), distributed_config=config)
+        config.assign_fn = lambda params, state: {0: [0, 1], 1: [0]}
+        with self.assertRaisesRegex(AssertionError, r"'0\.weight'.*\(3, 2\)"):
+            Muon(model.named_parameters(), distributed_config=config)
+
+    def test_unknown_rank(self):
+        for rank in (2, -1):
+            config = self.config_for_two(lambda params, state: {rank: [0]})
+            with self.assertRaisesRegex(ValueError, f"rank {rank}"):
+                Muon(make_params((2, 2)), distributed_config=config)
+
+    def test_unknown_index(self):
+        for index in (1, -1):
+            config = self.config_for_two(lambda params, state: {0: [0, index]})
+            with self.assertRaisesRegex(AssertionError, rf"\[{index}\]"):
+                Muon(make_params((2, 2)), distributed_config=config)
+
+    def test_owner_that_holds_no_piece(self):
+        config = create_dtensor_config()
+        config.state.update(rank=0, world_size=2)
+        config.assign_fn = lambda params, state: {1: [0]}
+        with self.assertRaisesRegex(ValueError, r"parameter 0 .*holds no piece"):
+            Muon(make_params((2, 2)), distributed_config=config)
+
+    def test_nothing_changes_when_construction_fails(self):
+        params = make_params((3, 4), (4, 3))
+        before = [p.detach().clone() for p in params]
+        with self.assertRaises(AssertionError):
+            Muon(params, distributed_config=local_config(lambda p, s: {0: [0]}))
+        self.assert_same_bits([p.detach() for p in params], before)
+
+    def test_wrong_tp_dim_raises(self):
+        param = torch.randn(10, 20)
+        for options in (
+            {"tp_dim_per_param": {0: 3}},
+            {"tp_dim_per_param": 2},
+            {"tp_dim_per_param": -3},
+            {"tp_shard_dim": 7},
+        ):
+            config = create_auto_config(tp_process_group=None, **options)
+            for function in (config.gather_fn, config.redistribute_fn):
+                with self.assertRaisesRegex(IndexError, "parameter 0"):
+                    function(param, 0, config.state)
+            with self.assertRaises(IndexError):
+                config.assign_fn([param], config.state)
+            with self.assertRaises(IndexError):
+                Muon([param], distributed_config=config)
+
+    def test_the_index_comes_from_the_state(self):
+        param = torch.randn(10, 20)
+        config = create_auto_config(tp_dim_per_param={1: 3})
+        self.assertIs(config.gather_fn(param, 0, config.state), param)
+        config.state["current_param_idx"] = 1
+        with self.assertRaisesRegex(IndexError, "parameter 1"):
+            config.gather_fn(param, 0, config.state)
+
+    def test_no_matrix(self):
+        for make in (create_dtensor_config, create_auto_config, local_config):
+            with self.assertRaisesRegex(ValueError, "Muon only supports 2D parameters"):
+                Muon(nn.Linear(2, 2).parameters(), distributed_config=make())
+
+    def test_gradients_that_cannot_be(self):
+        for make in (create_dtensor_config, local_config):
+            sparse = nn.Parameter(torch.ones(2, 2))
+            sparse.grad = torch.eye(2).to_sparse()
+            optimizer = Muon([sparse], distributed_config=make())
+            with self.assertRaisesRegex(RuntimeError, "sparse gradients"):
+                optimizer.step()
+            wild = torch.ones(2, 2, dtype=torch.complex64)
+            wild.grad = torch.ones_like(wild)
+            optimizer = Muon([wild], distributed_config=make())
+            with self.assertRaisesRegex(RuntimeError, "complex parameters"):
+                optimizer.step()
+
+    def test_newton_schulz_options(self):
+        for make in (create_dtensor_config, local_config):
+            optimizer = Muon(
+                make_params((2, 2)), ns_steps=100, distributed_config=make()
+            )
+            with self.assertRaisesRegex(ValueError, "less than 100"):
+                optimizer.step()
+
+
+class TestAssignments(ConfigTestCase):
+    def test_read_only(self):
+        optimizer = Muon(make_params((2, 2)), distributed_config=local_config())
+        for name in ("assignments", "current_rank"):
+            with self.assertRaises(AttributeError):
+                setattr(optimizer, name, 1)
+        optimizer.assignments[0].append(7)
+        optimizer.assignments[5] = []
+        self.assertEqual(optimizer.assignments, {0: [0]})
+
+    def test_ranks_of_another_framework(self):
+        state = {"rank": 2, "world_size": 4}
+        config = local_config(all_to(3), state=state)
+        optimizer = Muon(make_params((2, 2), (3, 3)), distributed_config=config)
+        self.assertEqual(optimizer.current_rank, 2)
+        self.assertEqual(optimizer.assignments, {3: [0, 1]})
+
+    def test_without_anything(self):
+        optimizer = Muon(make_params((2, 2)))
+        self.assertEqual((optimizer.assignments, optimizer.current_rank), ({}, 0))
+        optimizer = Muon(make_params((2, 2)), distributed_config=local_config())
+        self.assertEqual(optimizer.current_rank, 0)
+
+    def test_indices_follow_the_groups(self):
+        seen = []
+
+        def assign_fn(params, state):
+            seen.append([tuple(p.shape) for p in params])
+            return all_to(0)(params, state)
+
+        first, second, third = make_params((2, 2), (3, 3), (4, 4))
+        optimizer = Muon(
+            [{"params": [second]}, {"params": [first]}],
+            distributed_config=local_config(assign_fn),
+        )
+        self.assertEqual(seen, [[(3, 3), (2, 2)]])
+        optimizer.add_param_group({"params": [third]})
+        self.assertEqual(seen[1:], [[(3, 3), (2, 2), (4, 4)]])
+        self.assertEqual(optimizer.assignments, {0: [0, 1, 2]})
+
+    def test_add_param_group(self):
+        shapes = [(4, 6), (6, 4), (5, 5)]
+        for make in (local_config, create_dtensor_config, create_auto_config):
+            results = []
+            for config in (None, make()):
+                params = make_params(*shapes)
+                optimizer = Muon(params[:2], lr=0.05, distributed_config=config)
+                optimizer.step()
+                optimizer.add_param_group({"params": params[2:], "lr": 0.5})
+                optimizer.step()
+                results.append([p.detach() for p in params])
+            self.assert_same_bits(*results)
+
+    def test_add_param_group_that_fails(self):
+        for make in (local_config, create_dtensor_config):
+            config = make()
+            params = make_params((4, 6), (6, 4))
+            optimizer = Muon(params[:1], distributed_config=config)
+            working = config.assign_fn
+            config.assign_fn = lambda params, state: {0: [0]}
+            with self.assertRaisesRegex(AssertionError, "missing"):
+                optimizer.add_param_group({"params": params[1:]})
+            self.assertEqual(len(optimizer.param_groups), 1)
+            self.assertEqual(optimizer.assignments, {0: [0]})
+            config.assign_fn = working
+            with self.assertRaisesRegex(ValueError, "2D parameters"):
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+            before = [p.detach().clone() for p in params]
+            optimizer.step()
+            self.assertNotEqual(params[0], before[0])
+            self.assert_same_bits(params[1:], before[1:])
+            optimizer.add_param_group({"params": params[1:]})
+            optimizer.step()
+            self.assertNotEqual(params[1], before[1])
+
+
+class TestCopies(ConfigTestCase):
+    duplicates = (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o)))
+
+    def test_a_copy_does_not_go_on_alone(self):
+        for make, duplicate in itertools.product(
+            (local_config, create_dtensor_config, create_auto_config), self.duplicates
+        ):
+            optimizer = Muon(make_params((2, 3)), distributed_config=make())
+            optimizer.step()
+            duplicated = duplicate(optimizer)
+            public = {name for name in vars(optimizer) if not name.startswith("_")}
+            self.assertLessEqual(public, vars(duplicated).keys())
+            for one in (duplicated, duplicate(duplicated)):
+                with self.assertRaisesRegex(RuntimeError, "distributed_config"):
+                    one.step()
+            # Loading a checkpoint does not make it forget.
+            duplicated.load_state_dict(optimizer.state_dict())
+            with self.assertRaisesRegex(RuntimeError, "distributed_config"):
+                duplicated.step()
+            # The original does not mind.
+            optimizer.step()
+
+    def test_a_copy_with_a_new_config(self):
+        params = make_params((2, 3))
+        optimizer = Muon(params, lr=0.03, distributed_config=create_dtensor_config())
+        optimizer.step()
+        duplicated = copy.deepcopy(optimizer)
+        others = duplicated.param_groups[0]["params"]
+        rebuilt = Muon(others, distributed_config=create_dtensor_config())
+        rebuilt.load_state_dict(duplicated.state_dict())
+        others[0].grad = params[0].grad.clone()
+        optimizer.step()
+        rebuilt.step()
+        self.assert_same_bits(others, params)
+        self.assertEqual(rebuilt.param_groups[0]["lr"], 0.03)
+
+    def test_state_dict_holds_nothing_of_the_config(self):
+        plain = Muon(make_params((2, 3)))
+        configured = Muon(make_params((2, 3)), distributed_config=local_config())
+        for optimizer in (plain, configured):
+            optimizer.step()
+        mine, other = configured.state_dict(), plain.state_dict()
+        self.assertEqual(mine["param_groups"], other["param_groups"])
+        self.assert_same_bits(
+            [mine["state"][0]["momentum_buffer"]],
+            [other["state"][0]["momentum_buffer"]],
+        )
+        self.assertEqual(mine.keys(), other.keys())
+        self.assertEqual(mine["state"][0].keys(), other["state"][0].keys())
+
+    def test_checkpoints_load_with_and_without_a_config(self):
+        for first, second in itertools.product(
+            (None, local_config, create_dtensor_config), repeat=2
+        ):
+            params = make_params((2, 3), (3, 2))
+            optimizer = Muon(
+                params, lr=0.05, distributed_config=first() if first else None
+            )
+            optimizer.step()
+            others = [nn.Parameter(p.detach().clone()) for p in params]
+            restored = Muon(others, distributed_config=second() if second else None)
+            # A state_dict shares its tensors with the optimizer.
+            restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            for mine, other in zip(params, others):
+                other.grad = mine.grad.clone()
+            optimizer.step()
+            restored.step()
+            self.assert_same_bits(others, params)
+
+
+if __name__ == "__main__":
+    run_tests()

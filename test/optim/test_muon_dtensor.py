@@ -1,0 +1,366 @@
+# Owner(s): ["module: optimizer"]
+"""DTensors and models under Muon's distributed_config, on one rank."""
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import unittest
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Muon
+from torch.optim.muon import (
+    create_auto_config,
+    create_dtensor_config,
+    detect_tp_dims_from_model,
+    partition_parameters,
+)
+from torch.testing._internal.common_utils import run_tests
+
+
+if dist.is_available():
+    from torch.distributed.tensor import (
+        DeviceMesh,
+        distribute_tensor,
+        DTensor,
+        Partial,
+        Replicate,
+        Shard,
+    )
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_config_helpers import ConfigTestCase, local_config, make_params
+
+
+class TestModels(ConfigTestCase):
+    def test_partition_parameters(self):
+        model = nn.Sequential(
+            nn.Embedding(5, 3), nn.Linear(3, 4), nn.LayerNorm(4), nn.Conv1d(4, 2, 3)
+        )
+        matrices, others = partition_parameters(model)
+        self.assertEqual([tuple(p.shape) for p in matrices], [(5, 3), (4, 3)])
+        self.assertEqual([p.ndim for p in others], [1, 1, 1, 3, 1])
+        every = {id(p) for p in matrices + others}
+        self.assertEqual(every, {id(p) for p in model.parameters()})
+        Muon(matrices)
+
+    def test_partition_of_tied_parameters(self):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+        model[1].weight = model[0].weight
+        matrices, others = partition_parameters(model)
+        self.assertEqual([id(p) for p in matrices], [id(model[0].weight)])
+        self.assertEqual(len(others), 1)
+        self.assertEqual(partition_parameters(nn.ReLU()), ([], []))
+
+    def test_detect_tp_dims(self):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3, bias=False))
+        model[0].weight.tp_dim = 1
+        model[1].weight.partition_dim = 1
+        # What is not marked counts as cut along dimension 0.
+        self.assertEqual(detect_tp_dims_from_model(model), {0: 1, 1: 0, 2: 1})
+        params = [model[1].weight, model[0].weight]
+        self.assertEqual(detect_tp_dims_from_model(params), {0: 1, 1: 1})
+        self.assertEqual(detect_tp_dims_from_model(iter(params)), {0: 1, 1: 1})
+        # Megatron's mark of what it does not cut.
+        model[1].weight.partition_dim = -1
+        self.assertEqual(detect_tp_dims_from_model(params), {1: 1})
+        self.assertEqual(detect_tp_dims_from_model([]), {})
+
+
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+class TestDTensorConfig(ConfigTestCase):
+    def setUp(self):
+        super().setUp()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.mesh = DeviceMesh("cpu", [0])
+
+    def tearDown(self):
+        dist.destroy_process_group()
+        super().tearDown()
+
+    def test_dtensor_config_creation(self):
+        config = create_dtensor_config()
+        for function in (config.assign_fn, config.gather_fn, config.redistribute_fn):
+            self.assertTrue(callable(function))
+        self.assertTrue(config.state.get("is_dtensor", False))
+
+    def test_dtensor_gather_full_tensor(self):
+        tensor = torch.randn(10, 10)
+        dtensor = distribute_tensor(tensor, self.mesh, [Shard(0)])
+        config = create_dtensor_config()
+        full_tensor = config.gather_fn(dtensor, 0, config.state)
+        self.assertNotIsInstance(full_tensor, DTensor)
+        self.assert_same_bits([full_tensor], [tensor])
+
+    def test_dtensor_redistribute(self):
+        params = [
+            distribute_tensor(torch.randn(10, 10), self.mesh, [Shard(0)])
+            for _ in range(2)
+        ]
+        config = create_dtensor_config()
+        config.assign_fn(params, config.state)
+        config.state["current_param_idx"] = 0
+        full_update = torch.randn(10, 10)
+        redistributed = config.redistribute_fn(full_update, 0, config.state)
+        self.assertIsInstance(redistributed, DTensor)
+        self.assertEqual(redistributed.device_mesh, self.mesh)
+        self.assertEqual(list(redistributed.placements), [Shard(0)])
+        self.assert_same_bits([redistributed.to_local()], [full_update])
+
+    def test_dtensor_replicate_placement(self):
+        tensor = torch.randn(10, 10)
+        dtensor = distribute_tensor(tensor, self.mesh, [Replicate()])
+        config = create_dtensor_config()
+        full_tensor = config.gather_fn(dtensor, 0, config.state)
+        self.assert_same_bits([full_tensor], [tensor])
+
+    def test_dtensor_mixed_regular_params(self):
+        params = [
+            distribute_tensor(torch.randn(10, 10), self.mesh, [Shard(0)]),
+            torch.randn(5, 5),
+            distribute_tensor(torch.randn(8, 8), self.mesh, [Replicate()]),
+        ]
+        config = create_dtensor_config()
+        assignments = config.assign_fn(params, config.state)
+        self.assertEqual(sorted(itertools.chain(*assignments.values())), [0, 1, 2])
+        metadata = config.state["param_metadata"]
+        self.assertEqual(sorted(metadata), [0, 2])
+        self.assertEqual(metadata[0]["device_mesh"], self.mesh)
+        self.assertEqual(list(metadata[0]["placements"]), [Shard(0)])
+        self.assertEqual(list(metadata[2]["placements"]), [Replicate()])
+
+    def test_equals_one_process(self):
+        shapes = [(8, 6), (6, 8), (5, 5), (7, 3)]
+        placements = [[Shard(0)], [Shard(1)], [Replicate()], None]
+        expected = self.trained(None, *shapes)
+        for make in (create_dtensor_config, create_auto_config):
+            params = [
+                p
+                if placement is None
+                else nn.Parameter(distribute_tensor(p.detach(), self.mesh, placement))
+                for p, placement in zip(make_params(*shapes), placements)
+            ]
+            config = make()
+            optimizer = Muon(params, lr=0.05, distributed_config=config)
+            self.assertEqual(optimizer.assignments, {0: [0, 1, 2, 3]})
+            self.assertEqual(optimizer.current_rank, 0)
+            self.assertEqual(sorted(config.state["param_metadata"]), [0, 1, 2])
+            generator = torch.Generator().manual_seed(1)
+            for _ in range(3):
+                for param, shape, placement in zip(params, shapes, placements):
+                    grad = torch.randn(shape, generator=generator)
+                    param.grad = (
+                        grad
+                        if placement is None
+                        else distribute_tensor(grad, self.mesh, placement)
+                    )
+                optimizer.step()
+            found = []
+            for tensor in params + [
+                optimizer.state[p]["momentum_buffer"] for p in params
+            ]:
+                found.append(
+                    (
+                        tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                    ).detach()
+                )
+            self.assert_same_bits(found, expected)
+            for param, placement in zip(params[:3], placements):
+                buffer = optimizer.state[param]["momentum_buffer"]
+                self.assertIsInstance(buffer, DTensor)
+                self.assertEqual(list(buffer.placements), placement)
+
+    def test_round_trip(self):
+        params = [
+            distribute_tensor(torch.randn(5, 3), self.mesh, [placement])
+            for placement in (Shard(0), Shard(1), Replicate())
+        ]
+        for make in (create_dtensor_config, create_auto_config):
+            config = make()
+            config.assign_fn(params, config.state)
+            for index, param in enumerate(params):
+                config.state["current_param_idx"] = index
+                full = config.gather_fn(param, 0, config.state)
+                self.assertNotIsInstance(full, DTensor)
+                piece = config.redistribute_fn(full, 0, config.state)
+                self.assertEqual(piece.placements, param.placements)
+                self.assertEqual(piece.shape, param.shape)
+                self.assert_same_bits([piece.to_local()], [param.to_local()])
+
+    def test_metadata_without_an_optimizer_follows_the_parameters(self):
+        config = create_dtensor_config()
+        first = [distribute_tensor(torch.randn(4, 4), self.mesh, [Shard(0)])]
+        config.assign_fn(first, config.state)
+        self.assertEqual(sorted(config.state["param_metadata"]), [0])
+        second = [torch.randn(2, 2), *first]
+        config.assign_fn(second, config.state)
+        self.assertEqual(sorted(config.state["param_metadata"]), [1])
+
+    def test_partial_gradient_is_brought_to_the_parameter(self):
+        weight = torch.randn(4, 6)
+        grad = torch.randn(4, 6)
+        alone = nn.Parameter(weight.clone())
+        alone.grad = grad.clone()
+        Muon([alone]).step()
+        param = nn.Parameter(distribute_tensor(weight, self.mesh, [Shard(0)]))
+        param.grad = DTensor.from_local(grad, self.mesh, [Partial()])
+        optimizer = Muon([param], distributed_config=create_dtensor_config())
+        optimizer.step()
+        self.assert_same_bits([param.full_tensor()], [alone])
+
+    def test_data_is_looked_at_too(self):
+        # Some users reach for the DTensor through param.data.
+        param = nn.Parameter(distribute_tensor(torch.ones(4, 4), self.mesh, [Shard(0)]))
+        for tensor in (param, param.data):
+            config = create_dtensor_config()
+            config.assign_fn([tensor], config.state)
+            self.assertEqual(sorted(config.state["param_metadata"]), [0])
+
+    def test_detect_tp_dims(self):
+        mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))
+
+        def on(placements):
+            return distribute_tensor(torch.randn(4, 6), mesh, placements)
+
+        found = detect_tp_dims_from_model(
+            [
+                on([Shard(0), Shard(1)]),
+                on([Shard(1), Shard(0)]),
+                on([Replicate(), Shard(-1)]),
+                on([Shard(1), Replicate()]),
+                on([Replicate(), Replicate()]),
+                torch.randn(2, 2),
+            ]
+        )
+        self.assertEqual(found, {0: 1, 1: 0, 2: 1, 3: 1, 4: 0, 5: 0})
+
+    def test_partition_parameters(self):
+        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+        for module, name in [(model[0], "weight"), (model[0], "bias")]:
+            value = getattr(module, name).detach()
+            setattr(
+                module,
+                name,
+                nn.Parameter(distribute_tensor(value, self.mesh, [Shard(0)])),
+            )
+        matrices, others = partition_parameters(model)
+        self.assertEqual([id(p) for p in matrices], [id(model[0].weight)])
+        self.assertEqual(len(others), 3)
+
+    def test_a_plain_gradient_of_a_dtensor(self):
+        param = nn.Parameter(distribute_tensor(torch.ones(4, 4), self.mesh, [Shard(0)]))
+        optimizer = Muon([param], distributed_config=create_dtensor_config())
+        before = param.full_tensor().detach().clone()
+        param.grad = distribute_tensor(torch.eye(4), self.mesh, [Shard(1)])
+        optimizer.step()
+        self.assertNotEqual(param.full_tensor(), before)
+        self.assertEqual(
+            list(optimizer.state[param]["momentum_buffer"].placements), [Shard(0)]
+        )
+
+    def test_groups_of_processes_on_one_rank(self):
+        # A group of one rank shares nothing, so plain tensors are fine.
+        group = dist.group.WORLD
+        shapes = [(4, 6), (6, 4)]
+        expected = self.trained(None, *shapes)
+        for options in (
+            {"fsdp_process_group": group},
+            {"tp_process_group": group, "tp_dim_per_param": 1},
+            {"ddp_process_group": group, "cp_process_group": group},
+            {"ep_process_group": group, "expert_assignments": {0: 0}},
+        ):
+            config = create_auto_config(**options)
+            self.assert_same_bits(self.trained(config, *shapes), expected)
+
+
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+class TestDestroyedParameter(ConfigTestCase):
+    def run_python(self, code):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return done.stdout
+
+    def test_param_data_assigned_a_dtensor(self):
+        # PyTorch lets it pass, and the next kernel that reads the parameter takes the process down.
+        out = self.run_python(
+            """
+            import torch, torch.distributed as dist
+            from torch import nn
+            from torch.distributed.tensor import DeviceMesh, distribute_tensor, Shard
+            from torch.optim.muon import create_auto_config, create_dtensor_config, Muon
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            mesh = DeviceMesh("cpu", [0])
+            model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 6, bias=False))
+            model[1].weight.data = distribute_tensor(model[1].weight.data, mesh, [Shard(0)])
+            for config in (None, create_dtensor_config(), create_auto_config()):
+                for params in (model.parameters(), model.named_parameters()):
+                    try:
+                        Muon(params, distributed_config=config)
+                        print("no error")
+                    except ValueError as error:
+                        print(error)
+                optimizer = Muon(model[0].parameters(), distributed_config=config)
+                try:
+                    optimizer.add_param_group({"params": [model[1].weight]})
+                    print("no error")
+                except ValueError as error:
+                    print(error)
+            dist.destroy_process_group()
+            """
+        )
+        lines = out.splitlines()
+        self.assertEqual(len(lines), 9, out)
+        for line in lines:
+            self.assertIn("(6, 4)", line)
+            self.assertIn("param.data = dtensor", line)
+            for way_out in ("nn.Parameter(distribute_tensor(", "distribute_module"):
+                self.assertIn(way_out, line)
+
+    def test_meta_parameters(self):
+        param = nn.Parameter(torch.empty(3, 4, device="meta"))
+        param.grad = torch.empty(3, 4, device="meta")
+        optimizer = Muon([param])
+        optimizer.step()
+        self.assertEqual(optimizer.state[param]["momentum_buffer"].device.type, "meta")
+        for make in (create_dtensor_config, create_auto_config, local_config):
+            self.assertEqual(
+                Muon([param], distributed_config=make()).assignments, {0: [0]}
+            )
+
+    def test_fake_parameters(self):
+        from torch._subclasses import FakeTensorMode
+
+        with FakeTensorMode():
+            model = nn.Linear(4, 6, bias=False)
+            for config in (None, local_config()):
+                optimizer = Muon(model.parameters(), distributed_config=config)
+                model(torch.randn(2, 4)).sum().backward()
+                optimizer.step()
+                shape = optimizer.state[model.weight]["momentum_buffer"].shape
+                self.assertEqual(shape, (6, 4))
+        # Made outside of the mode and carried in, as torch.export does.
+        mode = FakeTensorMode()
+        fake = nn.Parameter(mode.from_tensor(torch.ones(3, 3)))
+        self.assertEqual(len(Muon([fake]).param_groups), 1)
+
+    def test_empty_parameters(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for shape in ((0, 3), (3, 0)):
+                optimizer = Muon([nn.Parameter(torch.empty(shape))])
+                self.assertEqual(len(optimizer.param_groups), 1)
+
+
+if __name__ == "__main__":
+    run_tests()

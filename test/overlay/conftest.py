@@ -1,0 +1,264 @@
+"""What the overlay's tests run on: a PyTorch work tree, a small installed torch,
+and a copy of this repository that a test may change."""
+
+import base64
+import dataclasses
+import hashlib
+import importlib.util
+import os
+import pathlib
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+from tools.overlay import manifest, payload, target, versions
+from tools.overlay.repo import ROOT
+
+
+# The lines of upstream's docs/source/optim.md around which the patch goes.
+OPTIM_MD = """# torch.optim
+
+```{eval-rst}
+    :class:`SGD`;beta;beta;beta
+```
+
+## How to adjust learning rate
+
+{class}`torch.optim.lr_scheduler.LRScheduler` provides several methods.
+"""
+
+
+@dataclasses.dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+def run(*command, cwd=None, env=None, check=True, timeout=120):
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
+    if check and done.returncode:
+        raise AssertionError(f"{command} gave {done.returncode}: {done.stderr}")
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="session")
+def shell():
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def git_identity():
+    """Commits in the test trees must not depend on anybody's configuration."""
+    settings = {
+        "GIT_AUTHOR_NAME": "A Tester",
+        "GIT_AUTHOR_EMAIL": "tester@example.invalid",
+        "GIT_COMMITTER_NAME": "A Tester",
+        "GIT_COMMITTER_EMAIL": "tester@example.invalid",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+    }
+    before = {key: os.environ.get(key) for key in settings}
+    os.environ.update(settings)
+    yield
+    for key, value in before.items():
+        if value is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = value
+
+
+@pytest.fixture(scope="session")
+def wheel():
+    """The torch of the interpreter that runs the tests."""
+    return target.find_wheel(sys.executable)
+
+
+@pytest.fixture(scope="session")
+def stock_muon(wheel):
+    """The text of upstream's _muon.py, which the overlay keeps."""
+    found = wheel.manifest()
+    if found is None:
+        return wheel.read("torch/optim/_muon.py")
+    return manifest.original("torch/optim/_muon.py", wheel.torch_dir).read_bytes()
+
+
+@pytest.fixture(scope="session")
+def stock_tree(wheel, stock_muon):
+    """Makes a PyTorch work tree of one commit: the installed torch's own Python sources."""
+
+    def make(root, paths):
+        found = wheel.manifest()
+        laid = found.files if found else {}
+        for path in paths:
+            rel = path.relative_to(wheel.root).as_posix()
+            if manifest.FOLDER in path.parts or rel == "torch/version.py":  # generated
+                continue
+            if rel in laid and laid[rel].original is None:
+                continue
+            (root / rel).parent.mkdir(parents=True, exist_ok=True)
+            if rel in laid:
+                path = manifest.folder(wheel.torch_dir) / laid[rel].original
+            # With its time, so that the bytecode beside it still counts.
+            shutil.copy2(path, root / rel)
+            copy_bytecode(path, root / rel)
+        finish_tree(root, versions.release(wheel.version))
+        assert (root / "torch/optim/_muon.py").read_bytes() == stock_muon
+        return root
+
+    return make
+
+
+def copy_bytecode(source, place):
+    """Compiling all of torch again takes longer than the tests that import it."""
+    compiled = pathlib.Path(importlib.util.cache_from_source(source))
+    if compiled.is_file():
+        cache = place.parent / "__pycache__"
+        cache.mkdir(exist_ok=True)
+        shutil.copyfile(compiled, cache / compiled.name)
+
+
+def finish_tree(root, numbers):
+    (root / "version.txt").write_text(".".join(map(str, numbers)) + "a0\n")
+    (root / ".gitignore").write_text("__pycache__/\n")  # as upstream's does
+    (root / "docs" / "source").mkdir(parents=True)
+    (root / "docs" / "source" / "optim.md").write_text(OPTIM_MD)
+    run("git", "init", "--quiet", "--initial-branch=main", cwd=root)
+    run("git", "add", "--all", cwd=root)
+    run("git", "commit", "--quiet", "-m", "PyTorch", cwd=root)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory, stock_tree, wheel):
+    """A checkout with torch.optim alone: enough for everything but importing it."""
+    paths = [
+        wheel.torch_dir / "__init__.py",
+        *(wheel.torch_dir / "optim").rglob("*.py"),
+    ]
+    return stock_tree(tmp_path_factory.mktemp("small") / "pytorch", paths)
+
+
+@pytest.fixture
+def checkout(tmp_path, small):
+    place = tmp_path / "pytorch"
+    run("git", "clone", "--quiet", "--local", small, place)
+    return place
+
+
+@pytest.fixture(scope="session")
+def overlay_copy():
+    """Makes a copy of this repository's overlay at a place: `overlay_copy(place)`."""
+
+    def make(place):
+        for rel, path in payload.discover(ROOT).items():
+            (place / rel).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place / rel)
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "tools", place / "tools", ignore=ignore)
+        shutil.copytree(ROOT / "patches", place / "patches")
+        shutil.copyfile(ROOT / "setup_overlay.py", place / "setup_overlay.py")
+        return place
+
+    return make
+
+
+@pytest.fixture
+def overlay(tmp_path, overlay_copy):
+    return overlay_copy(tmp_path / "overlay")
+
+
+def record_line(root, path):
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    text = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+    return f"{path.relative_to(root).as_posix()},sha256={text},{path.stat().st_size}\n"
+
+
+@pytest.fixture
+def make_installed(tmp_path, stock_muon):
+    """Makes an interpreter whose only torch is a small installed one."""
+
+    def make(version="2.13.0+cpu", name="installed"):
+        site = tmp_path / name / "site-packages"
+        files = {
+            "torch/__init__.py": b"raise ImportError('torch must not be imported')\n",
+            "torch/version.py": f"__version__ = '{version}'\n".encode(),
+            "torch/optim/__init__.py": b"",
+            "torch/optim/_muon.py": stock_muon,
+        }
+        for rel, text in files.items():
+            (site / rel).parent.mkdir(parents=True, exist_ok=True)
+            (site / rel).write_bytes(text)
+        info = site / f"torch-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+        )
+        (info / "RECORD").write_text(
+            "".join(record_line(site, site / rel) for rel in files)
+        )
+        return script(
+            tmp_path / name / "python",
+            f'PYTHONPATH="{site}" exec "{sys.executable}" "$@"\n',
+        )
+
+    return make
+
+
+@pytest.fixture
+def installed(make_installed):
+    return make_installed()
+
+
+def script(path: pathlib.Path, body: str) -> pathlib.Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n" + body)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_script():
+    return script
+
+
+@pytest.fixture(scope="session")
+def tool():
+    """The command line itself: `tool("status", ...)`, of this repository or a copy."""
+
+    def call(*args, root=ROOT, env=None, timeout=120):
+        face = root / "setup_overlay.py"
+        return run(sys.executable, face, *args, env=env, check=False, timeout=timeout)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def snapshot():
+    """Every file below a folder with its text, git's own files left out."""
+
+    def take(root):
+        return {
+            path.relative_to(root).as_posix(): path.read_bytes()
+            for path in sorted(root.rglob("*"))
+            if path.is_file() and ".git" not in path.relative_to(root).parts
+        }
+
+    return take
+
+
+@pytest.fixture(scope="session")
+def git_status():
+    def ask(root):
+        return run("git", "status", "--porcelain", cwd=root).out
+
+    return ask

@@ -1,0 +1,364 @@
+"""The environment, and the commands that begin with it.
+
+pip and venv are the real ones; what pip installs is a handful of small wheels that
+the test makes, so that nothing comes from the network.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+from tools.overlay import env, lock, manifest, progress, status, target
+from tools.overlay.errors import WorkFailed
+
+
+def make_wheel(folder, name, version, files):
+    info = f"{name}-{version}.dist-info"
+    texts = {
+        **files,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": (
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n"
+            "Tag: py3-none-any\n"
+        ),
+    }
+    record = ""
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in texts.items():
+            data = text.encode()
+            wheel.writestr(path, data)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+            record += f"{path},sha256={digest.rstrip(b'=').decode()},{len(data)}\n"
+        wheel.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory, stock_muon):
+    """A folder of wheels that is all that pip may see."""
+    folder = tmp_path_factory.mktemp("shelf")
+    torch = {
+        "torch/__init__.py": "",
+        "torch/optim/__init__.py": "",
+        "torch/optim/_muon.py": stock_muon.decode(),
+    }
+    make_wheel(folder, "torch", "2.13.0", torch)
+    for name in env.PACKAGES:
+        make_wheel(folder, name, "1.0", {f"{name}.py": ""})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def offline(shelf):
+    return {
+        **{k: v for k, v in os.environ.items() if not k.startswith("PIP_")},
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(shelf),
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+
+
+def wait_for(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_interrupted_made_found_and_brought_up_to_date(overlay, tool, offline):
+    venv = overlay / ".venv"
+    marker = venv / env.MARKER
+    # ctrl-C while it is being made
+    process = subprocess.Popen(
+        [sys.executable, overlay / "setup_overlay.py", "env"],
+        env=offline,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    wait_for(marker.exists)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert json.loads(marker.read_text())["state"] == "making"
+    assert "no environment" in tool("status", root=overlay, env=offline).err
+
+    made = tool("env", root=overlay, env=offline)
+    assert made.code == 0, made.out + made.err
+    assert "half made" in made.out
+    assert "pip install torch==2.13.0: done" in made.out
+    assert json.loads(marker.read_text())["state"] == "ready"
+    site = target.find_wheel(env.python_of(venv))
+    assert site.root.is_relative_to(venv)
+    assert status.status(site, overlay).state == "current"
+    assert manifest.original("torch/optim/_muon.py", site.torch_dir).is_file()
+    for name in env.PACKAGES:
+        assert (site.root / f"{name}.py").is_file()
+
+    started = time.monotonic()
+    found = tool("env", root=overlay, env=offline)
+    assert time.monotonic() - started < 5
+    assert found.code == 0
+    assert "found" in found.out
+    assert "in place already" in found.out
+
+    (overlay / "torch/optim/muon.py").write_text("# newer\n")
+    changed = tool("env", root=overlay, env=offline)
+    assert (changed.code, "1 file changed" in changed.out) == (0, True)
+    assert site.read("torch/optim/muon.py") == b"# newer\n"
+
+
+def test_failing_installation(overlay, tool, offline, tmp_path, make_script):
+    # An environment whose packages changed: it is installed into, and not made again.
+    python = env.python_of(overlay / ".venv")
+    make_script(python, f'exec "{sys.executable}" "$@"\n')
+    env._write_marker(overlay / ".venv", state="ready", packages=[])
+    (tmp_path / "empty").mkdir()
+    # With a target pip does not count what that interpreter has.
+    nowhere = {"PIP_FIND_LINKS": str(tmp_path / "empty"), "PIP_TARGET": str(tmp_path)}
+    done = tool("env", root=overlay, env={**offline, **nowhere})
+    assert done.code == 1
+    assert "No matching distribution found for torch==2.13.0" in done.err
+    assert "install.log" in done.err
+    assert env._state(overlay / ".venv") == "partial"
+
+
+def test_unsupported_version_makes_nothing(overlay, tool, offline):
+    for version in ("2.10.0", "2.16.0", "nightly"):
+        for command in ("env", "verify"):
+            done = tool(command, "--torch", version, root=overlay, env=offline)
+            assert done.code == 2
+            assert "2.11 to 2.15" in done.err
+            assert version in done.err
+        done = tool("test", f"--torch={version}", root=overlay, env=offline)
+        assert (done.code, version in done.err) == (2, True)
+    assert list(overlay.glob(".venv*")) == []
+
+
+def test_somebody_elses_folder_is_left_alone(overlay, tool, offline):
+    precious = overlay / ".venv" / "precious"
+    precious.parent.mkdir()
+    precious.write_text("mine")
+    done = tool("env", root=overlay, env=offline)
+    assert done.code == 3
+    assert "was not made by this tool" in done.err
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize("module", ["venv", "ensurepip"])
+def test_python_without_venv(overlay, tool, offline, tmp_path, module):
+    # As on Debian without python3-venv: the module cannot be found.
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys; sys.modules[{module!r}] = None\n"
+    )
+    done = tool("env", root=overlay, env={**offline, "PYTHONPATH": str(tmp_path)})
+    assert done.code == 2
+    assert f"has no {module}" in done.err
+    assert "apt install" in done.err
+    assert not (overlay / ".venv").exists()
+
+
+@pytest.fixture
+def ready(overlay, installed, make_script):
+    """A copy of the repository with a stand-in environment that records pytest."""
+    record = overlay / "called.json"
+    code = f"import json, sys; json.dump(sys.argv[1:], open({str(record)!r}, 'w'))"
+    make_script(
+        overlay / ".venv/bin/python",
+        f'[ "$1" = -c ] && exec "{installed}" "$@"\n'
+        f'"{sys.executable}" -c "{code}" "$@"\nexit ${{PYTEST_EXIT:-0}}\n',
+    )
+    env._write_marker(
+        overlay / ".venv", state="ready", torch="2.13.0", packages=list(env.PACKAGES)
+    )
+    return overlay, record
+
+
+@pytest.mark.parametrize("code", [0, 1, 5])
+def test_test_passes_arguments_and_exit_code_on(ready, tool, code):
+    overlay, record = ready
+    args = ["-k", "not slow", "--maxfail=1", "-q", "test/optim", "--torch"]
+    done = tool(
+        "test", *args, root=overlay, env={**os.environ, "PYTEST_EXIT": str(code)}
+    )
+    assert done.code == code
+    assert json.loads(record.read_text()) == ["-m", "pytest", *args]
+
+
+def test_test_takes_its_own_option_first(ready, tool):
+    overlay, record = ready
+    assert tool("test", "--torch", "2.13.0", "-x", root=overlay).code == 0
+    assert json.loads(record.read_text()) == ["-m", "pytest", "-x"]
+    assert tool("test", "--torch", root=overlay).code == 2
+
+
+def test_verify_hands_over(ready, tool):
+    overlay, _ = ready
+    (overlay / "tools/overlay/verify.py").write_text(
+        (overlay / "tools/overlay/verify.py").read_text()
+        + "\n\ndef run(python, args, extra):\n"
+        "    print('verify', python.name, args.out, args.plain, args.steps, extra)\n"
+        "    return 1\n"
+    )
+    given = ["--plain", "--out", "here", "--steps", "3", "--step", "4"]
+    done = tool("verify", *given, root=overlay)
+    assert done.code == 1
+    assert "verify python here True 3 ['--step', '4']" in done.out
+    assert "overlay applied" in done.out
+
+
+def test_status_and_revert_default_to_the_environment(ready, tool, installed):
+    overlay, _ = ready
+    tool("env", root=overlay)
+    assert '"state": "current"' in tool("status", "--json", root=overlay).out
+    done = tool("revert", root=overlay)
+    assert (done.code, "restored torch/optim/_muon.py" in done.out) == (0, True)
+    assert "no overlay" in tool("status", root=overlay).out
+
+
+def test_help_says_what_an_example_and_the_codes(tool):
+    top = tool("--help")
+    assert top.code == 0
+    for name in ("env", "verify", "test", "apply", "rebuild", "revert", "export"):
+        assert f"    {name} " in top.out
+        done = tool(name, "--help")
+        assert done.code == 0
+        assert f"setup_overlay.py {name}" in done.out.split("example:")[1]
+        for code in ("3  refused", "130  interrupted", "143  ended"):
+            assert f"  {code}" in done.out
+        if name == "verify":
+            for option in ("--steps", "--exact-steps", "--processes", "--timeout"):
+                assert f"  {option} " in done.out
+
+
+def test_wrong_usage(tool):
+    assert tool().code == 2
+    assert tool("nonsense").code == 2
+    assert tool("apply").code == 2
+    assert tool("apply", "--python", "a", "--checkout", "b").code == 2
+    wrong = tool("env", "--nonsense").err
+    assert "unknown arguments: --nonsense" in wrong
+    assert wrong.startswith("usage: setup_overlay.py env ")
+
+
+@pytest.mark.parametrize("module", ["argparse", "tools.overlay.env"])
+def test_interrupted_in_the_imports(tool, tmp_path, module):
+    # As if Ctrl-C came while that module was being imported.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    done = tool("--help", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
+
+
+def test_reader_that_leaves_early(shell, ready, tool):
+    overlay, _ = ready
+    tool("env", root=overlay)
+    face = overlay / "setup_overlay.py"
+    command = f"'{sys.executable}' '{face}' status --verbose | true"
+    assert shell("sh", "-c", command).err == ""
+
+
+def test_pytest_that_a_signal_ends(ready, tool, make_script, installed):
+    overlay, _ = ready
+    make_script(
+        overlay / ".venv/bin/python",
+        f'[ "$1" = -c ] && exec "{installed}" "$@"\nkill -9 $$\n',
+    )
+    assert tool("test", root=overlay).code == 128 + 9
+
+
+def test_edited_environment_names_a_way_out(ready, tool, installed):
+    overlay, _ = ready
+    tool("env", root=overlay)
+    site = target.find_wheel(installed)
+    (site.root / "torch/optim/muon.py").write_text("# edited in the environment\n")
+    done = tool("env", root=overlay)
+    assert done.code == 3
+    assert f"rm {site.root}/torch/optim/muon.py" in done.err
+    assert "--force-reinstall" not in done.err  # pip does not know that file
+    assert f"edited here, in {overlay}/torch," in done.err
+    assert f"Or remove {overlay}/.venv:" in done.err
+    (site.root / "torch/optim/muon.py").unlink()
+    assert tool("env", root=overlay).code == 0
+
+
+def test_old_python_is_told_so(tool, overlay):
+    face = (overlay / "setup_overlay.py").read_text()
+    # Nothing above the check may fail to parse or import on an old Python.
+    before_check = face.split("if sys.version_info")[0]
+    imports = [
+        ln for ln in before_check.splitlines() if ln.startswith(("import", "from"))
+    ]
+    assert imports == ["import sys"]
+    (overlay / "setup_overlay.py").write_text(
+        face.replace("import sys\n", "import sys\n\nsys.version_info = (3, 9)\n", 1)
+    )
+    done = tool("env", root=overlay)
+    assert (done.code, "3.10 or later" in done.err) == (2, True)
+
+
+def test_progress_is_plain_without_a_terminal(tmp_path, capsys):
+    log = tmp_path / "log"
+    code = progress.run(["sh", "-c", "echo out; exit 3"], "working", log, timeout=20)
+    shown = capsys.readouterr().out
+    assert code == 3
+    assert shown.startswith("working ...\nworking: failed (3) in ")
+    assert "\r" not in shown
+    assert "\x1b" not in shown
+    assert "out\n" in log.read_text()
+
+
+def test_progress_stops_at_its_limit(tmp_path):
+    started = time.monotonic()
+    with pytest.raises(WorkFailed, match="stopped after 1 s"):
+        progress.run(["sleep", "60"], "sleeping", tmp_path / "log", timeout=1)
+    assert time.monotonic() - started < 20
+
+
+def test_progress_on_a_terminal_shows_the_last_line(tmp_path):
+    pty = pytest.importorskip("pty")
+    code = (
+        "import pathlib, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tools.overlay import progress\n"
+        "progress.run(['sh', '-c', 'echo collecting; sleep 1'], 'pip install',"
+        " pathlib.Path(sys.argv[2]), timeout=20)\n"
+    )
+    ours, theirs = pty.openpty()
+    done = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            code,
+            str(env.__file__).split("/tools/")[0],
+            tmp_path / "l",
+        ],
+        stdout=theirs,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    assert done.wait(30) == 0
+    os.close(theirs)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert "pip install" in shown
+    assert "collecting" in shown
+    assert "pip install: done in" in shown
+
+
+def test_two_commands_do_not_work_on_one_target(tmp_path):
+    with lock.held(tmp_path):
+        with pytest.raises(WorkFailed, match="another command holds"):
+            with lock.held(tmp_path, wait_s=0.3):
+                raise AssertionError("both had it")
+    with lock.held(tmp_path, wait_s=0.3):
+        assert tmp_path.is_dir()

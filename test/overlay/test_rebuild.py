@@ -1,0 +1,336 @@
+"""`rebuild`: a wheel's compiled parts, and upstream's editable build."""
+
+import json
+import os
+import sys
+
+import pytest
+from tools.overlay import parts, rebuild, target
+from tools.overlay.errors import Refused, WorkFailed, WrongTarget
+from tools.overlay.repo import ROOT
+
+
+IMPORT = (
+    "import torch; from torch.optim.muon import create_dtensor_config; "
+    "from torch.optim import Muon; import torch.optim._muon as m; "
+    "p = torch.nn.Parameter(torch.ones(4, 4)); p.grad = torch.eye(4); "
+    "Muon([p], lr=0.1).step(); print(torch.__file__); print(m.__file__)"
+)
+
+
+@pytest.fixture(scope="module")
+def tree(stock_tree, tmp_path_factory, wheel):
+    """A checkout of all Python sources; every test leaves it clean."""
+    place = tmp_path_factory.mktemp("wheel") / "pytorch"
+    return stock_tree(place, wheel.torch_dir.rglob("*.py"))
+
+
+def without_bytecode(files):
+    return {rel: text for rel, text in files.items() if "__pycache__" not in rel}
+
+
+class TestWheel:
+    def test_apply_rebuild_import_revert(
+        self, tree, wheel, tool, shell, git_status, snapshot, monkeypatch, capsys
+    ):
+        before = without_bytecode(snapshot(tree))
+        exclude = (tree / ".git/info/exclude").read_text()
+        assert tool("apply", "--checkout", tree, "--commit").code == 0
+        done = tool(
+            "rebuild", "--checkout", tree, "--mode", "wheel", "--python", sys.executable
+        )
+        assert done.code == 0, done.err
+        assert f"import torch gives {tree}/torch/__init__.py" in done.out
+
+        env = {**os.environ, "PYTHONPATH": str(tree)}
+        found = shell(sys.executable, "-c", IMPORT, env=env, cwd=tree).out.splitlines()
+        assert found == [f"{tree}/torch/__init__.py", f"{tree}/torch/optim/_muon.py"]
+        assert git_status(tree) == ""
+        # Not one gigabyte was copied.
+        library = next((tree / "torch/lib").glob("libtorch_cpu.*"))
+        assert library.is_symlink() or library.stat().st_nlink > 1
+        assert (tree / "torch/version.py").is_file()
+
+        monkeypatch.setattr(rebuild, "_import_from", lambda *args: "seen above")
+        rebuild.from_wheel(target.find_checkout(tree), wheel)
+        assert "in place already" in capsys.readouterr().out
+        shown = json.loads(tool("status", "--checkout", tree, "--json").out)
+        assert shown["state"] == "current"
+        assert shown["compiled_parts"] > 100
+
+        assert tool("revert", "--checkout", tree, "--commit").code == 0
+        assert git_status(tree) == ""
+        assert without_bytecode(snapshot(tree)) == before
+        assert (tree / ".git/info/exclude").read_text() == exclude
+
+    def test_without_the_overlay_nothing_of_it_leaks(self, tree, wheel, git_status):
+        """The interpreter's torch has the overlay; the checkout shall stay stock."""
+        there = target.find_checkout(tree)
+        lacking = parts.lacking(there, wheel)
+        assert any(rel.startswith("torch/_C.") for rel in lacking)
+        assert "torch/version.py" in lacking
+        assert not [rel for rel in lacking if "muon" in rel]
+
+    def test_deleted_files_stay_deleted(self, tree, wheel, shell):
+        (tree / "torch/optim/sgd.py").unlink()
+        there = target.find_checkout(tree)
+        assert "torch/optim/sgd.py" not in parts.lacking(there, wheel)
+        shell("git", "checkout", "-q", "--", "torch/optim/sgd.py", cwd=tree)
+
+    def test_tree_that_cannot_be_imported_is_left_as_it_was(
+        self, tree, tool, shell, git_status
+    ):
+        init = tree / "torch/__init__.py"
+        init.write_text("raise ImportError('broken on purpose')\n")
+        done = tool(
+            "rebuild", "--checkout", tree, "--mode", "wheel", "--python", sys.executable
+        )
+        assert done.code == 1
+        assert "broken on purpose" in done.err
+        assert not (tree / "torch/lib").exists()
+        shell("git", "checkout", "-q", "--", "torch/__init__.py", cwd=tree)
+        assert git_status(tree) == ""
+
+
+@pytest.fixture
+def there(checkout):
+    return target.find_checkout(checkout)
+
+
+@pytest.fixture
+def small_wheel(installed):
+    found = target.find_wheel(installed)
+    for rel in (
+        "torch/_C.so",
+        "torch/lib/libtorch.so",
+        "torch/lib/sub/x",
+        "torch/v.pyi",
+    ):
+        (found.root / rel).parent.mkdir(parents=True, exist_ok=True)
+        (found.root / rel).write_text(rel)
+    return found
+
+
+def test_copy_or_link(there, small_wheel, git_status):
+    count = parts.lend(there, small_wheel)
+    lent = there.root / "torch/lib/sub/x"
+    assert lent.samefile(small_wheel.root / "torch/lib/sub/x")
+    assert git_status(there.root) == ""
+    assert parts.remove(there) == count
+    assert not lent.parent.exists()
+    parts.lend(there, small_wheel, copy=True)
+    assert lent.read_text() == "torch/lib/sub/x"
+    assert not lent.samefile(small_wheel.root / "torch/lib/sub/x")
+
+
+def test_symbolic_links_across_file_systems(there, small_wheel, monkeypatch):
+    def other_device(*args, **kwargs):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(parts.os, "link", other_device)
+    count = parts.lend(there, small_wheel)
+    assert (there.root / "torch/_C.so").is_symlink()
+    (small_wheel.root / "torch/_C.so").unlink()  # the environment is removed
+    assert parts.remove(there) == count
+    assert not os.path.lexists(there.root / "torch/_C.so")
+
+
+def test_failure_half_way_takes_everything_out(
+    there, small_wheel, snapshot, monkeypatch
+):
+    before = snapshot(there.root)
+    real = parts._lend_one
+
+    def full(source, place, copy):
+        if source.name == "libtorch.so":
+            raise OSError(28, "No space left on device", str(place))
+        real(source, place, copy)
+
+    monkeypatch.setattr(parts, "_lend_one", full)
+    with pytest.raises(WorkFailed, match="No space left on device"):
+        parts.lend(there, small_wheel)
+    after = snapshot(there.root)
+    assert {r: t for r, t in after.items() if not r.startswith("torch/.muon")} == before
+
+
+def test_files_built_since_stay(there, small_wheel):
+    parts.lend(there, small_wheel, copy=True)
+    rebuilt = there.root / "torch/_C.so"
+    rebuilt.write_text("built from source since")
+    parts.remove(there)
+    assert rebuilt.read_text() == "built from source since"
+    assert not (there.root / "torch/lib").exists()
+
+
+def test_own_build_is_not_mixed_with_a_wheels(there, small_wheel):
+    (there.root / "torch/_C.cpython-311.so").write_text("mine")
+    with pytest.raises(Refused, match="build of its own"):
+        parts.lend(there, small_wheel)
+    assert not (there.root / "torch/lib").exists()
+
+
+def test_wheel_of_another_version(there, make_installed):
+    other = target.find_wheel(make_installed("2.12.0", "older"))
+    with pytest.raises(WrongTarget, match="not the same version"):
+        rebuild.from_wheel(there, other)
+
+
+def test_pth(there, small_wheel):
+    parts.lend(there, small_wheel)
+    path = parts.install_pth(there, small_wheel)
+    assert str(there.root) in path.read_text()
+    assert path.parent == small_wheel.root
+    parts.remove(there)
+    assert not path.exists()
+
+
+@pytest.fixture
+def builders(tmp_path, make_script):
+    """A folder for PATH: a python that records how it is called, cmake, ninja."""
+    folder = tmp_path / "bin"
+    record = tmp_path / "called.json"
+    code = (
+        "import json, os, sys; json.dump({'argv': sys.argv[1:], 'cwd': os.getcwd(), "
+        "'use': {k: v for k, v in os.environ.items() if k.startswith('USE_')}}, "
+        f"open({str(record)!r}, 'w'))"
+    )
+    make_script(
+        folder / "python",
+        # -c is the tool's own question where torch is; everything else is the build.
+        f'[ "$1" = -c ] && exec "{sys.executable}" -S -E "$@"\n'
+        f'"{sys.executable}" -S -E -c "{code}" "$@"\n'
+        "echo compiling; echo error: no compiler >&2; exit ${BUILD_EXIT:-0}\n",
+    )
+    for name in ("cmake", "ninja"):
+        make_script(folder / name, "exit 0\n")
+    return folder, record
+
+
+def source(tool, checkout, folder, **env):
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("USE_")}
+    path = f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin"
+    return tool(
+        "rebuild", "--checkout", checkout, "--mode", "source",
+        env={**plain, "PATH": path, **env},
+    )  # fmt: skip
+
+
+def test_source_runs_upstreams_command(checkout, tool, builders, git_status):
+    folder, record = builders
+    done = source(tool, checkout, folder, USE_CUDA="0", USE_DISTRIBUTED="1")
+    assert done.code == 0, done.err
+    called = json.loads(record.read_text())
+    assert called["argv"] == [
+        *("-m", "pip", "install", "--no-build-isolation", "-v", "-e", ".")
+    ]
+    assert called["cwd"] == str(checkout)
+    assert called["use"] == {"USE_CUDA": "0", "USE_DISTRIBUTED": "1"}
+    assert "USE_CUDA=0" in done.out
+    assert git_status(checkout) == ""
+
+
+def test_source_that_fails_shows_the_end_of_its_log(checkout, tool, builders):
+    folder, record = builders
+    done = source(tool, checkout, folder, BUILD_EXIT="7")
+    assert done.code == 1
+    assert "exit code 7" in done.err
+    assert "error: no compiler" in done.err
+    log = checkout / "torch/.muon_overlay/source-build.log"
+    assert str(log) in done.err
+    assert "compiling" in log.read_text()
+
+
+@pytest.mark.parametrize("missing", ["cmake", "ninja"])
+def test_source_without_its_tools(
+    checkout, tool, builders, missing, snapshot, tmp_path
+):
+    folder, record = builders
+    (folder / missing).unlink()
+    # A PATH of that folder and git alone: the machine may have a cmake of its own.
+    for name in ("git", "sh"):
+        os.symlink(f"/usr/bin/{name}", folder / name)
+    before = snapshot(checkout)
+    done = tool(
+        "rebuild", "--checkout", checkout, "--mode", "source",
+        env={**os.environ, "PATH": str(folder)},
+    )  # fmt: skip
+    assert done.code == 2
+    assert f"needs {missing} on PATH" in done.err
+    assert not record.exists()
+    assert snapshot(checkout) == before
+
+
+def built(checkout, shell, folder, make_script):
+    """What an editable build of this very commit leaves behind."""
+    head = shell("git", "rev-parse", "HEAD", cwd=checkout).out.strip()
+    (checkout / ".git/info/exclude").write_text("/torch/version.py\n/torch/lib/\n")
+    (checkout / "torch/version.py").write_text(f"git_version = '{head}'\n")
+    (checkout / "torch/lib").mkdir()
+    (checkout / "torch/lib/libtorch.so").write_text("")
+    make_script(
+        folder / "python",
+        f'[ "$1" = -c ] && PYTHONPATH="{checkout}" exec "{sys.executable}" -S "$@"\n'
+        "echo built again; exit 0\n",
+    )
+
+
+def test_existing_build_is_used_again(checkout, tool, shell, builders, make_script):
+    folder, record = builders
+    built(checkout, shell, folder, make_script)
+    assert tool("apply", "--checkout", checkout, "--commit").code == 0
+    done = source(tool, checkout, folder)
+    assert (done.code, "is used again" in done.out) == (0, True)
+    assert "only Python files differ" in done.out
+
+
+@pytest.mark.parametrize("rel", ["torch/csrc/a.cpp", "setup.py", "torchgen/gen.py"])
+def test_native_changes_are_built(checkout, tool, shell, builders, make_script, rel):
+    folder, record = builders
+    built(checkout, shell, folder, make_script)
+    (checkout / rel).parent.mkdir(parents=True, exist_ok=True)
+    (checkout / rel).write_text("changed\n")
+    done = source(tool, checkout, folder)
+    assert done.code == 0
+    assert "is used again" not in done.out
+    assert "building PyTorch from source: done" in done.out
+
+
+def test_build_of_another_checkout_is_not_used(
+    checkout, tool, shell, builders, make_script, installed
+):
+    folder, _ = builders
+    built(checkout, shell, folder, make_script)
+    make_script(  # its torch is not this checkout
+        folder / "python",
+        f'[ "$1" = -c ] && exec "{installed}" "$@"\necho built again; exit 0\n',
+    )
+    done = source(tool, checkout, folder)
+    assert "building PyTorch from source: done" in done.out
+
+
+def test_source_takes_a_wheels_parts_out_first(
+    checkout, there, small_wheel, tool, builders
+):
+    parts.lend(there, small_wheel)
+    folder, record = builders
+    done = source(tool, checkout, folder)
+    assert done.code == 0, done.err
+    assert "files that came from a wheel" in done.out
+    assert not (checkout / "torch/_C.so").exists()
+
+
+def test_relative_python(checkout, tool, builders, monkeypatch):
+    folder, record = builders
+    monkeypatch.chdir(folder.parent)
+    done = tool(
+        "rebuild", "--checkout", checkout, "--mode", "source", "--python", "bin/python"
+    )
+    assert done.code == 0, done.err
+    assert json.loads(record.read_text())["cwd"] == str(checkout)
+
+
+def test_options_of_the_other_mode(checkout, tool):
+    done = tool("rebuild", "--checkout", checkout, "--mode", "source", "--copy")
+    assert done.code == 2
+    done = tool("rebuild", "--checkout", ROOT, "--mode", "wheel")
+    assert (done.code, "not a PyTorch checkout" in done.err) == (2, True)

@@ -1,0 +1,6 @@
+"""How fast a distributed Muon step is, what it sends, and how both compare with the alternatives.
+
+``python -m tools.bench step`` and ``python -m tools.bench bytes``, by an interpreter whose torch has
+the overlay. A time here means nothing by itself: what is reported are ratios, each of two times
+taken in the same processes and the same repetition.
+"""

@@ -1,0 +1,66 @@
+"""What can be measured, by name: the matrices of a step, their layouts, the implementations.
+
+Nothing here imports torch, so that the process that only starts others stays light.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+Shape = tuple[int, int]
+
+# (out, in), as torch.nn.Linear holds its weight.
+GPT2_SMALL_BLOCK: list[Shape] = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+
+WORKLOADS: dict[str, list[Shape]] = {
+    "pairs": [(512, 512), (512, 2048)] * 12,
+    "gpt2": GPT2_SMALL_BLOCK * 12,
+    # For tests: nothing about its times is of interest.
+    "tiny": [(32, 64), (64, 64), (64, 32)] * 2,
+}
+
+WORKLOADS_IN_WORDS = {
+    "pairs": "12 x (512x512 + 512x2048)",
+    "gpt2": "GPT-2 small's 48 matrices",
+    "tiny": "6 tiny matrices",
+}
+
+LAYOUTS: dict[str, str] = {
+    "shard": "FSDP2: Shard(0)",
+    "replicate": "Replicate",
+    "hsdp": "HSDP: (Replicate, Shard(0)), 2 replicas",
+    "fsdp_tp": "FSDP2 x TP: (_StridedShard(0), Shard(0)) and (Shard(0), Shard(1))",
+}
+_GRIDS = ("hsdp", "fsdp_tp")
+
+IMPLEMENTATIONS = {
+    "ours": "Muon(distributed_config=create_dtensor_config()); ours-p has prefetch_count=p",
+    "stock": "the Muon that the overlay replaced, on the same DTensors",
+    "allgather": "bf16 all-gather of each matrix, Newton-Schulz of all on every rank",
+    "adamw": "AdamW(foreach=True)",
+}
+
+
+def fits(layout: str, world: int) -> bool:
+    """Two dimensions of a mesh want at least two ranks each."""
+    return layout not in _GRIDS or (world >= 4 and world % 2 == 0)
+
+
+def prefetch_of(name: str) -> int:
+    """``ours`` with ``prefetch_count`` p is named ``ours-p``."""
+    return int(name.removeprefix("ours-"))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one set of processes does."""
+
+    layout: str
+    workload: str
+    names: tuple[str, ...]  # implementations; the first is one of ours
+    cores: int
+    reps: int = 1
+    patience: float = 0.0  # seconds to spend on waiting for a quiet machine
+    wire_delay_ms: float = 0.0
+    profile: bool = False

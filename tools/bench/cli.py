@@ -1,0 +1,180 @@
+"""The commands and their arguments."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+from . import bound, figures, fleet, table
+from .catalog import fits, Job, LAYOUTS, WORKLOADS
+from .stock import stock_path
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser("python -m tools.bench", description=__doc__)
+    commands = result.add_subparsers(dest="command", required=True)
+
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    shared.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, default=["pairs", "gpt2"]
+    )
+    shared.add_argument("--world", nargs="+", type=int, default=[2, 4])
+    shared.add_argument(
+        "--no-stock", action="store_true", help="leave out stock Muon, which is slow"
+    )
+    shared.add_argument(
+        "--prefetch",
+        nargs="+",
+        type=int,
+        help="ours once with each prefetch_count; the first is what others are compared with",
+    )
+    shared.add_argument("--only-ours", action="store_true", help="no alternatives")
+    shared.add_argument(
+        "--timeout",
+        type=float,
+        default=900,
+        metavar="SECONDS",
+        help="for one layout and workload",
+    )
+    shared.add_argument("--out", type=Path, metavar="FILE.json")
+
+    timed = commands.add_parser(
+        "step", parents=[shared], help="time a step of each implementation"
+    )
+    timed.add_argument("--reps", type=int, default=15)
+    timed.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="spend so long, for each layout and workload, on waiting for other programs to leave the machine alone",
+    )
+    timed.add_argument(
+        "--profile", action="store_true", help="then show where a step of ours goes"
+    )
+    timed.add_argument(
+        "--wire-delay-ms",
+        type=float,
+        default=0.0,
+        help="let every all_to_all_single finish so much later, which shows what prefetch_count hides; ours only",
+    )
+    timed.set_defaults(run=run_step)
+
+    counted = commands.add_parser(
+        "bytes", parents=[shared], help="count what a step sends"
+    )
+    counted.set_defaults(run=run_bytes)
+    return result
+
+
+def main(arguments: Sequence[str]) -> int:
+    args = parser().parse_args(arguments)
+    try:
+        if not (args.no_stock or args.only_ours or getattr(args, "wire_delay_ms", 0)):
+            stock_path()
+        cases = args.run(args)
+    except (fleet.Failed, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if args.out is not None:
+        report = {
+            "command": [args.command, *arguments[1:]],
+            "torch": importlib.metadata.version("torch"),
+            "cores": cores(),
+            "cases": cases,
+        }
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def cases_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every layout, workload and world size that go together."""
+    for workload in args.workloads:
+        for world in args.world:
+            for layout in args.layouts:
+                if fits(layout, world):
+                    yield {"workload": workload, "world": world, "layout": layout}
+
+
+def names_of(args: argparse.Namespace) -> tuple[str, ...]:
+    delayed = bool(getattr(args, "wire_delay_ms", 0))
+    prefetch = args.prefetch or ([0, 1, 2] if delayed else [1])
+    names = [f"ours-{p}" for p in dict.fromkeys(prefetch)]
+    # Others call collectives that are not delayed.
+    if not (delayed or args.only_ours):
+        names += [
+            name
+            for name in ("stock", "allgather", "adamw")
+            if name != "stock" or not args.no_stock
+        ]
+    return tuple(names)
+
+
+def run_step(args: argparse.Namespace) -> list[dict[str, Any]]:
+    names = names_of(args)
+    print(table.legend(names), end="\n\n")
+    cases = []
+    for case in cases_of(args):
+        job = Job(
+            case["layout"],
+            case["workload"],
+            names,
+            cores(),
+            args.reps,
+            args.patience,
+            args.wire_delay_ms,
+            args.profile,
+        )
+        results = fleet.run("step", job, case["world"], args.timeout + args.patience)
+        case.update(
+            asdict(job),
+            mesh=results[0]["mesh"],
+            placements=results[0]["placements"],
+            rounds=results[0]["rounds"],
+            owned=[result["owned"] for result in results],
+            figures=figures.summarize(results, names, cores(), args.reps),
+            profile=[r["profile"] for r in results] if args.profile else None,
+            others=results[0]["others"],
+            seconds=[result["seconds"] for result in results],
+            cpu_seconds=[result["cpu_seconds"] for result in results],
+        )
+        cases.append(case)
+        print(table.step_case(case), end="\n\n", flush=True)
+        if args.profile:
+            print(table.profile(case), end="\n\n", flush=True)
+    overview = table.overlap_overview if args.wire_delay_ms else table.step_overview
+    if cases:
+        print(overview(cases))
+    return cases
+
+
+def run_bytes(args: argparse.Namespace) -> list[dict[str, Any]]:
+    names = names_of(args)
+    print(table.legend(names), end="\n\n")
+    cases = []
+    for case in cases_of(args):
+        job = Job(case["layout"], case["workload"], names, cores())
+        results = fleet.run("traffic", job, case["world"], args.timeout)
+        case.update(
+            names=list(names),
+            figures=bound.summarize(results, names),
+            by_rank=[result["sent"] for result in results],
+        )
+        cases.append(case)
+        print(table.bytes_case(case), end="\n\n", flush=True)
+    return cases
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))

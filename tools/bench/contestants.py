@@ -1,0 +1,99 @@
+"""The implementations that are compared, all on the same parameters and gradients."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import _muon, AdamW, Muon
+from torch.optim.muon import create_dtensor_config
+
+from .catalog import prefetch_of
+from .stock import stock_path
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .layouts import Held
+
+
+LR, WEIGHT_DECAY, MOMENTUM = 1e-3, 0.1, 0.95
+
+
+def make_ours(held: Sequence[Held], prefetch: int) -> Muon:
+    return Muon(
+        [h.param for h in held],
+        lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        momentum=MOMENTUM,
+        distributed_config=create_dtensor_config(prefetch_count=prefetch),
+    )
+
+
+def make_stock(held: Sequence[Held]) -> torch.optim.Optimizer:
+    # Under a name of its own beside ours; the package is torch.optim's for its relative imports.
+    spec = importlib.util.spec_from_file_location(
+        "torch.optim._stock_muon", stock_path()
+    )
+    stock = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stock)
+    return stock.Muon(
+        [h.param for h in held], lr=LR, weight_decay=WEIGHT_DECAY, momentum=MOMENTUM
+    )
+
+
+def make_adamw(held: Sequence[Held]) -> AdamW:
+    return AdamW(
+        [h.param for h in held], lr=LR, weight_decay=WEIGHT_DECAY, foreach=True
+    )
+
+
+class AllGatherMuon:
+    """What one writes first: everybody gets every matrix whole, and orthogonalizes all of them.
+
+    Elementwise passes are on the local parts and what travels is bf16, so that nothing but the idea
+    itself is slow.
+    """
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self.held = held
+        self.momentum = [torch.zeros_like(h.local) for h in held]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for h, momentum in zip(self.held, self.momentum, strict=True):
+            param, local = h.param, h.local
+            momentum.lerp_(h.local_grad, 1 - MOMENTUM)
+            blend = h.local_grad.lerp(momentum, MOMENTUM).bfloat16()
+            whole = DTensor.from_local(
+                blend,
+                param.device_mesh,
+                param.placements,
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            ).full_tensor()
+            update = _muon._zeropower_via_newtonschulz(
+                whole,
+                (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C),
+                _muon.DEFAULT_NS_STEPS,
+                _muon.EPS,
+            )
+            local.mul_(1 - LR * WEIGHT_DECAY)
+            local.add_(
+                update[h.rows, h.columns],
+                alpha=-_muon._adjust_lr(LR, None, param.shape),
+            )
+
+
+def make_step(name: str, held: Sequence[Held]) -> tuple[Callable[[], object], object]:
+    """One step of implementation ``name`` as a function, and the optimizer behind it."""
+    if name.startswith("ours-"):
+        optimizer = make_ours(held, prefetch_of(name))
+    else:
+        make = {"stock": make_stock, "allgather": AllGatherMuon, "adamw": make_adamw}
+        optimizer = make[name](held)
+    return optimizer.step, optimizer

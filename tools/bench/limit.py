@@ -1,0 +1,110 @@
+"""What no implementation that orthogonalizes each matrix once can undercut, piece by piece.
+
+The limit is (Newton-Schulz of all matrices, one by one, on one thread of one process while the
+others wait) / min(processes, cores), plus one blocking ``all_to_all_single`` after the other with
+the splits of the engine's own rounds, over buffers that are there already. The second limit adds the
+elementwise passes that any implementation makes over this rank's own storage.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import _muon
+
+from . import engine_view
+from .contestants import LR, MOMENTUM, WEIGHT_DECAY
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.optim import Muon
+
+    from .engine_view import Hop
+    from .layouts import Held
+    from .catalog import Shape
+
+
+class NewtonSchulz:
+    """The matrices of ``shapes``, all or some of them, through the optimizer's own iteration."""
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        self.matrices = [torch.randn(s).bfloat16() for s in shapes]
+
+    def run(self, indices: Iterable[int] | None = None) -> None:
+        for i in range(len(self.matrices)) if indices is None else indices:
+            _muon._zeropower_via_newtonschulz(
+                self.matrices[i],
+                (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C),
+                _muon.DEFAULT_NS_STEPS,
+                _muon.EPS,
+            )
+
+
+class Exchange:
+    """Bare collectives: no packing, nothing overlapped."""
+
+    def __init__(self, hops: Sequence[Hop]) -> None:
+        self.calls = [
+            (
+                hop,
+                torch.zeros(sum(hop.send), dtype=hop.dtype),
+                torch.zeros(sum(hop.receive), dtype=hop.dtype),
+            )
+            for hop in hops
+        ]
+
+    def run(self) -> None:
+        for hop, sent, received in self.calls:
+            dist.all_to_all_single(
+                received, sent, list(hop.receive), list(hop.send), group=hop.group
+            )
+
+
+def fused(hops: Sequence[Hop]) -> list[Hop]:
+    """``hops`` with all rounds of a group in one: what does not depend on how work is cut."""
+    merged: dict[tuple, Hop] = {}
+    for i, hop in enumerate(hops):
+        key = (hop.group, hop.dtype, i % 2)
+        before = merged.get(key)
+        if before is not None:
+            hop = hop._replace(
+                send=_added(before.send, hop.send),
+                receive=_added(before.receive, hop.receive),
+            )
+        merged[key] = hop
+    return list(merged.values())
+
+
+def _added(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+class Elementwise:
+    """Momentum, look-ahead into bf16, weight decay and the update, on this rank's storage.
+
+    The look-ahead is made of the pieces that travel or are needed here; a replica that neither owns
+    a matrix nor is asked for its piece has none to make.
+    """
+
+    def __init__(self, held: Sequence[Held], optimizer: Muon) -> None:
+        blended = engine_view.blended_by(optimizer, dist.get_rank())
+        self.pieces: list[tuple[Tensor, ...]] = []
+        for i, h in enumerate(held):
+            momentum = optimizer.state[h.param]["momentum_buffer"].to_local()
+            update = torch.randn_like(momentum).bfloat16()
+            blend = torch.empty_like(update) if i in blended else None
+            self.pieces.append((h.local, h.local_grad, momentum, blend, update))
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for param, grad, momentum, blend, update in self.pieces:
+            momentum.lerp_(grad, 1 - MOMENTUM)
+            if blend is not None:
+                torch.lerp(grad, momentum, MOMENTUM, out=blend)
+            param.mul_(1 - LR * WEIGHT_DECAY)
+            param.add_(update, alpha=-LR)

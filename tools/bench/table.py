@@ -1,0 +1,173 @@
+"""Plain text tables."""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from .catalog import IMPLEMENTATIONS, LAYOUTS, WORKLOADS_IN_WORDS
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+def render(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The first column to the left, the others to the right."""
+    lines = [list(head), *(list(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def title(case: dict[str, Any]) -> str:
+    return f"{WORKLOADS_IN_WORDS[case['workload']]}, {LAYOUTS[case['layout']]}, {case['world']} ranks"
+
+
+def legend(names: Iterable[str]) -> str:
+    words = dict.fromkeys(name.partition("-")[0] for name in names)
+    return "\n".join(f"  {word}: {IMPLEMENTATIONS[word]}" for word in words)
+
+
+def step_case(case: dict[str, Any]) -> str:
+    """One set of processes: each implementation in multiples of the limits."""
+    figures = case["figures"]
+    limit = figures["limit_ms"]
+    share = min(case["world"], case["cores"])
+    first = case["names"][0]
+    rows = [
+        [
+            name,
+            f"{one['median_ms']:.1f}",
+            spread(one["limit"]),
+            f"{one['limit']['best']:.2f}",
+            spread(one["second"]),
+            f"{one['second']['best']:.2f}",
+            spread(one["cpu"]),
+            f"{one['first']['median']:.2f}",
+        ]
+        for name, one in figures["implementations"].items()
+    ]
+    head = [
+        "",
+        "ms",
+        "x limit (quartiles)",
+        "best",
+        "x second (quartiles)",
+        "best",
+        "CPU x second's",
+        f"x {first}",
+    ]
+    return "\n".join(
+        [
+            title(case),
+            f"limit {limit['limit']:.1f} ms = Newton-Schulz {limit['ns_alone']:.1f} / {share} + exchange "
+            f"{limit['exchange']:.1f} in {2 * case['rounds']} collectives (in one round: {limit['exchange_fused']:.1f}); "
+            f"second {limit['second']:.1f} ms = that + elementwise {limit['elementwise']:.1f}",
+            f"Newton-Schulz of all ranks at once takes {spread(figures['ns_at_once'])} of its share alone; other "
+            f"programs had {100 * figures['others']:.0f} % of the {case['cores']} cores; the quietest {case['reps']} of "
+            f"{len(case['others'])} repetitions"
+            + (
+                f"; each collective {case['wire_delay_ms']:g} ms late"
+                if case["wire_delay_ms"]
+                else ""
+            ),
+            render(head, rows),
+        ]
+    )
+
+
+def step_overview(cases: Sequence[dict[str, Any]]) -> str:
+    """All sets of processes: median ratios to the limit, and of the first of ours to the second."""
+    names = cases[0]["names"]
+    rows = []
+    for case in cases:
+        found = case["figures"]["implementations"]
+        rows.append(
+            [
+                title(case),
+                *(f"{found[name]['limit']['median']:.2f}" for name in names),
+                f"{found[names[0]]['second']['median']:.2f}",
+            ]
+        )
+    return render(["x limit", *names, f"{names[0]} x second"], rows)
+
+
+def overlap_overview(cases: Sequence[dict[str, Any]]) -> str:
+    """Under a delay: how many times as fast as the first implementation each is."""
+    names = cases[0]["names"]
+    rows = [
+        [
+            title(case),
+            *(
+                f"{1 / case['figures']['implementations'][name]['first']['median']:.2f}"
+                for name in names
+            ),
+        ]
+        for case in cases
+    ]
+    delay = cases[0]["wire_delay_ms"]
+    return render([f"speed-up, {delay:g} ms late", *names], rows)
+
+
+def spread(one: dict[str, float]) -> str:
+    return f"{one['median']:.2f} ({one['q1']:.2f}-{one['q3']:.2f})"
+
+
+def profile(case: dict[str, Any], rank: int = 0) -> str:
+    """One rank's step by phase."""
+    found = case["profile"][rank]
+    whole = found["whole_ms"]
+    rows = [
+        [
+            phase,
+            f"{ms:.2f}",
+            f"{100 * ms / whole:.1f} %",
+            f"{found['cpu_ms'][phase]:.2f}",
+        ]
+        for phase, ms in found["ms"].items()
+    ]
+    rows.append(
+        ["whole step", f"{whole:.2f}", "", f"{sum(found['cpu_ms'].values()):.2f}"]
+    )
+    lines = [
+        f"{title(case)}: rank {rank}'s step of {case['names'][0]}",
+        render(["phase", "ms", "share", "CPU ms"], rows),
+    ]
+    if found["not_found"]:
+        lines.append(
+            f"not in this engine, so counted elsewhere: {', '.join(found['not_found'])}"
+        )
+    return "\n".join(lines)
+
+
+def bytes_case(case: dict[str, Any]) -> str:
+    figures = case["figures"]
+    rows = []
+    for name in case["names"]:
+        one = figures[name]
+        times = one["times_least"]
+        rows.append(
+            [
+                name,
+                f"{one['bytes'] / 1e6:.3f}",
+                f"{one['busiest_rank_bytes'] / 1e6:.3f}",
+                f"{times:.4f}" if times is not None else "-",
+                str(one["collectives"]),
+                ", ".join(f"{n} {call}" for call, n in sorted(one["calls"].items())),
+            ]
+        )
+    head = ["", "MB", "MB, busiest rank", "x least", "collectives a rank", "which"]
+    return "\n".join(
+        [
+            title(case),
+            f"least {figures['least_bytes'] / 1e6:.3f} MB over all ranks; ours sends "
+            f"{figures[case['names'][0]]['bytes'] - figures['least_bytes']} bytes more, "
+            f"flags of {figures['pieces']} pieces",
+            render(head, rows),
+        ]
+    )

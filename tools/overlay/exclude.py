@@ -1,0 +1,47 @@
+"""Our own lines in a checkout's ``.git/info/exclude``.
+
+What the overlay keeps or links there must never show up in ``git status`` or in
+somebody's ``git add .``, and upstream's .gitignore is not ours to change.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+_BEGIN = "# >>> distributed muon overlay ({name})"
+_END = "# <<< distributed muon overlay ({name})"
+
+
+def with_block(text: str, name: str, lines: list[str]) -> str:
+    """The file's text with our block replaced; no lines: without the block."""
+    begin, end = _BEGIN.format(name=name), _END.format(name=name)
+    kept: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        if line == begin:
+            inside = True
+        elif line == end:
+            inside = False
+        elif not inside:
+            kept.append(line)
+    if lines:
+        kept += [begin, *lines, end]
+    return "".join(line + "\n" for line in kept)
+
+
+def changed(path: Path, name: str, lines: list[str]) -> dict[Path, bytes | None]:
+    """The change as a transaction takes it; empty if there is nothing to do."""
+    text = path.read_text() if path.is_file() else ""
+    new = with_block(text, name, lines)
+    return {} if new == text else {path: new.encode()}
+
+
+def escaped(rel: str) -> str:
+    """The pattern that matches exactly this path."""
+    special = "".join("\\" + c if c in "*?[]\\ !#" else c for c in rel)
+    return "/" + special

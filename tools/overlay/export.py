@@ -1,0 +1,107 @@
+"""The ``git am`` series: the overlay as mails for a pristine tree of that torch."""
+
+from __future__ import annotations
+
+import email.utils
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import git, patches, payload
+from .apply import COMMIT_MESSAGE, kept_original
+from .errors import WorkFailed, WrongTarget
+
+
+if TYPE_CHECKING:
+    from .target import Target
+
+
+_NOBODY = "Distributed Muon for PyTorch <distributed-muon@example.invalid>"
+
+
+def _author(root: Path) -> str:
+    name = git.git(root, "config", "user.name", check=False).stdout.decode().strip()
+    mail = git.git(root, "config", "user.email", check=False).stdout.decode().strip()
+    return f"{name} <{mail}>" if name and mail else _NOBODY
+
+
+def _mail(number: int, count: int, author: str, message: str, diff: bytes) -> bytes:
+    subject, _, body = message.strip().partition("\n")
+    # The fixed first line is what mail splitters know a patch by.
+    head = (
+        f"From {'0' * 40} Mon Sep 17 00:00:00 2001\n"
+        f"From: {author}\n"
+        f"Date: {email.utils.formatdate(localtime=False)}\n"
+        f"Subject: [PATCH {number}/{count}] {subject}\n"
+        "MIME-Version: 1.0\n"
+        "Content-Type: text/plain; charset=UTF-8\n"
+        "Content-Transfer-Encoding: 8bit\n"
+        "\n"
+    )
+    text = head + (body.strip() + "\n\n" if body.strip() else "") + "---\n\n"
+    return text.encode() + diff + b"-- \noverlay\n"
+
+
+def _whole_files(base: dict[str, bytes], texts: dict[str, bytes]) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="muon-export-") as name:
+        scratch = Path(name)
+        who = ["-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgSign=false"]
+        raw = ["-c", "core.autocrlf=false", "-c", "core.hooksPath=/dev/null"]
+        git.git(scratch, "init", "--quiet")
+        for files in (base, texts):
+            for rel, text in files.items():
+                (scratch / rel).parent.mkdir(parents=True, exist_ok=True)
+                (scratch / rel).write_bytes(text)
+            git.git(scratch, *raw, "add", "--all", "--force", ".")
+            if files is base:
+                git.git(
+                    scratch,
+                    *who,
+                    *raw,
+                    "commit",
+                    "--quiet",
+                    "--allow-empty",
+                    "-m",
+                    "base",
+                )
+        done = git.git(
+            scratch, "diff", "--cached", "--binary", "--full-index", "--no-renames",
+            "--no-ext-diff", "--no-color", "--src-prefix=a/", "--dst-prefix=b/",
+        )  # fmt: skip
+        return done.stdout
+
+
+def export(target: Target, root: Path, out: Path) -> list[Path]:
+    """Write the series to ``out``; the files written, in order."""
+    found = target.manifest()
+    texts = payload.read(root, only_torch=False)
+    base = {}
+    for rel in texts:
+        text = kept_original(target, found, rel)
+        if text is not None:
+            base[rel] = text
+    if base.get("torch/optim/_muon.py") == texts["torch/optim/_muon.py"]:
+        raise WorkFailed(
+            f"{target.words} has no stock torch/optim/_muon.py to take the difference "
+            "from: it carries the overlay with no record of what was replaced"
+        )
+    mails = [(COMMIT_MESSAGE, _whole_files(base, texts))]
+    for patch in patches.series(root, target.version):
+        mails.append((patch.message, patch.hunks))
+    author = _author(root)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WrongTarget(f"{out} cannot be a folder: {error.strerror}") from None
+    # Numbers may have moved since an earlier export: `git am out/*` takes them all.
+    for old in out.glob("[0-9][0-9][0-9][0-9]-*.patch"):
+        if old.read_bytes().endswith(b"-- \noverlay\n"):
+            old.unlink()
+    written = []
+    for number, (message, diff) in enumerate(mails, 1):
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", message.splitlines()[0]).strip("-")
+        path = out / f"{number:04d}-{slug}.patch"
+        path.write_bytes(_mail(number, len(mails), author, message, diff))
+        written.append(path)
+    return written

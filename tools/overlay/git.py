@@ -1,0 +1,55 @@
+"""git, asked in one way: no prompts, no pager, no colour, words when it fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+from .errors import WorkFailed, WrongTarget
+
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+TIMEOUT = 300
+
+
+def environment() -> dict[str, str]:
+    # Set by git itself when this runs inside a hook: it would redirect every call
+    # to that other repository.
+    keep = {k: v for k, v in os.environ.items() if k not in _REDIRECTS}
+    return {**keep, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", "GIT_PAGER": "cat"}
+
+
+_REDIRECTS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"}
+
+
+def git(
+    where: Path, *args: str, data: bytes | None = None, check: bool = True
+) -> subprocess.CompletedProcess[bytes]:
+    if shutil.which("git") is None:
+        raise WrongTarget("git is not on PATH; install git and try again")
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(where), "--literal-pathspecs", *args],
+            input=data,
+            stdin=subprocess.DEVNULL if data is None else None,
+            capture_output=True,
+            env=environment(),
+            timeout=TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        raise WorkFailed(f"git {args[0]} took over {TIMEOUT} s in {where}") from None
+    if check and done.returncode:
+        words = done.stderr.decode(errors="replace").strip()
+        raise WorkFailed(f"git {' '.join(args[:2])} failed in {where}: {words}")
+    return done
+
+
+def lines(where: Path, *args: str) -> list[str]:
+    """Output of a ``-z`` command, one entry a name."""
+    out = git(where, *args).stdout.decode(errors="surrogateescape")
+    return [name for name in out.split("\0") if name]

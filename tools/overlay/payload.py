@@ -1,0 +1,48 @@
+"""The whole files that land in PyTorch, at the paths that they have here."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from .errors import WrongTarget
+
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+ROOTS = ("torch", "test/optim", "test/distributed/optim")
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _is_source(path: Path) -> bool:
+    if path.suffix in {".pyc", ".orig", ".rej", ".swp"} or path.name.endswith("~"):
+        return False
+    return not path.name.startswith(".")
+
+
+def discover(root: Path) -> dict[str, Path]:
+    """Path in PyTorch -> file here, sorted."""
+    found: dict[str, Path] = {}
+    for top in ROOTS:
+        for path in sorted((root / top).rglob("*")):
+            rel = path.relative_to(root)
+            hidden = any(p == "__pycache__" or p.startswith(".") for p in rel.parts)
+            if path.is_file() and not hidden and _is_source(path):
+                found[rel.as_posix()] = path
+    if "torch/optim/_muon.py" not in found:
+        raise WrongTarget(f"{root} has no torch/optim/_muon.py: not a whole overlay")
+    return found
+
+
+def read(root: Path, *, only_torch: bool) -> dict[str, bytes]:
+    """The texts themselves; a wheel takes ``torch/`` only, its tests stay here."""
+    return {
+        rel: path.read_bytes()
+        for rel, path in discover(root).items()
+        if not only_torch or rel.startswith("torch/")
+    }

@@ -1,0 +1,125 @@
+"""Ranks check that they mean the same before anything travels.
+
+An error that only one rank sees, raised there alone, leaves its peers waiting in a collective. So
+every rank first reports whether it can go on, then a digest of what it knows; whoever finds a
+difference finds it on every rank of the group, and raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch.distributed as dist
+
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# Fields that follow from others, of this parameter or of another.
+DERIVED = ("pieces", "owner")
+
+
+class Fact(NamedTuple):
+    """What one rank knows about one parameter: its description and fields in words."""
+
+    description: str
+    fields: tuple[tuple[str, str], ...]
+
+
+def agree(
+    shared: list[tuple[ProcessGroup, list[Fact]]], error: BaseException | None
+) -> None:
+    """Raises on every rank of the groups if one of them has an error or they differ.
+
+    Args:
+        shared: this rank's groups, in the order that all ranks go through them, each with what the
+            rank knows about the parameters that the group shares.
+        error: what went wrong on this rank so far. It comes here instead of being raised, so that
+            this rank, too, goes through every exchange before it leaves.
+    """
+    for group, facts in shared:
+        error = _compare(group, facts, error)
+    # A group compared early does not know yet what a later one found. There and back again, what
+    # one rank knows reaches all that it is linked to through the groups.
+    for group, _ in (*shared, *reversed(shared)):
+        error = _worst(group, error)
+    if error is not None:
+        raise error
+
+
+def _compare(
+    group: ProcessGroup, facts: list[Fact], error: BaseException | None
+) -> BaseException | None:
+    """This rank's own error, else that of a rank of ``group``, else how their facts differ."""
+    digest = hashlib.sha256(repr([fact.fields for fact in facts]).encode()).hexdigest()
+    reports = _exchange(group, (_reported(error), digest))
+    # Every rank sees the same reports, and so does or does not go on to the second exchange.
+    if all(failure is None for failure, _ in reports) and len(set(reports)) > 1:
+        everyone = _exchange(group, facts)
+        ranks = dist.get_process_group_ranks(group)
+        return ValueError(_first_difference(ranks, everyone))
+    return error or _failure(group, [failure for failure, _ in reports])
+
+
+def _worst(group: ProcessGroup, error: BaseException | None) -> BaseException | None:
+    """This rank's own error, else the first one that a rank of ``group`` reports."""
+    reports = _exchange(group, _reported(error))
+    return error or _failure(group, reports)
+
+
+def _reported(error: BaseException | None) -> tuple[str, str] | None:
+    return None if error is None else (type(error).__name__, str(error))
+
+
+def _failure(
+    group: ProcessGroup, reports: list[tuple[str, str] | None]
+) -> BaseException | None:
+    ranks = dist.get_process_group_ranks(group)
+    for rank, report in zip(ranks, reports, strict=True):
+        if report is not None:
+            kind, text = report
+            # The same type everywhere, so that a caller's `except` behaves alike on all ranks.
+            known = {"AssertionError": AssertionError, "IndexError": IndexError}
+            told = text.startswith(("ranks disagree", "rank "))
+            return known.get(kind, ValueError)(
+                text if told else f"rank {rank} reports: {text}"
+            )
+    return None
+
+
+def _first_difference(ranks: list[int], everyone: list[list[Fact]]) -> str:
+    """Names the first parameter and field that differ, what the rest follows from before what follows."""
+    first = everyone[0]
+    for derived in (False, True):
+        for rank, facts in zip(ranks[1:], everyone[1:], strict=True):
+            for ours, theirs in zip(first, facts, strict=False):
+                other = dict(theirs.fields)
+                for field, value in ours.fields:
+                    if (field in DERIVED) == derived and other.get(field) != value:
+                        return (
+                            f"ranks disagree about {ours.description}: {field} is {value} on rank {ranks[0]} and "
+                            f"{other.get(field)} on rank {rank}. Ranks that share parameters have to build their Muon "
+                            "from the same ones, in the same order, with the same options"
+                        )
+            if len(facts) != len(first):
+                longer = max(first, facts, key=len)
+                extra = longer[min(len(first), len(facts))]
+                return (
+                    f"ranks disagree about the number of parameters that they share: {len(first)} on rank {ranks[0]} "
+                    f"and {len(facts)} on rank {rank}; {extra.description} is on one of them only"
+                )
+    return "ranks disagree about the parameters that they share"
+
+
+def _exchange(group: ProcessGroup, value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "this rank waited in vain for the others of ranks "
+            f"{dist.get_process_group_ranks(group)}, which share parameters with it, to build their Muon"
+        ) from error
+    return values

@@ -1,0 +1,88 @@
+"""Applies a rectangle of an update as the single process applies the whole."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim._muon import _adjust_lr, _apply_update, _Hyper
+
+
+if TYPE_CHECKING:
+    from torch.optim._muon_engine.layout import Rect
+
+
+def apply_piece(
+    param: Tensor,
+    update: Tensor | None,
+    hyper: _Hyper,
+    shape: tuple[int, int],
+    rect: Rect,
+) -> None:
+    """Decays and moves ``param``, which is rectangle ``rect`` of a matrix of the global ``shape``.
+
+    On a CPU, ``add_`` of two bfloat16 tensors rounds once in its vector loop and twice in the scalar
+    loop that does the remainder, so its bits depend on where an element stands. The piece gets the
+    rounding that its elements would have got in the whole, contiguous matrix. (No other dtype, and none
+    of the other elementwise operations of a step, depends on position.)
+    """
+    if update is not None:
+        # Offloaded parameters: the exchange was between accelerators.
+        update = update.to(param.device)
+    if update is None or param.device.type != "cpu" or param.dtype != update.dtype:
+        _apply_update(param, update, hyper, shape)
+        return
+    _apply_update(param, None, hyper, shape)
+    alpha = torch.tensor(
+        float(-_adjust_lr(hyper.lr, hyper.adjust_lr_fn, shape)),
+        dtype=param.dtype,
+        device=param.device,
+    )
+    vector_end = _vector_end(shape)
+    first = rect.row * shape[1] + rect.column
+    last = first + (rect.height - 1) * shape[1] + rect.width
+    if last <= vector_end:
+        param.copy_(_rounded_once(param, update, alpha))
+    elif first >= vector_end:
+        param.add_(update * alpha)
+    else:
+        cpu = param.device
+        rows = torch.arange(rect.row, rect.row + rect.height, device=cpu)
+        columns = torch.arange(rect.column, rect.column + rect.width, device=cpu)
+        once = _rounded_once(param, update, alpha)
+        twice = param + update * alpha
+        param.copy_(
+            torch.where(rows[:, None] * shape[1] + columns < vector_end, once, twice)
+        )
+
+
+def _rounded_once(param: Tensor, update: Tensor, alpha: Tensor) -> Tensor:
+    return param.float().add_(update.float(), alpha=alpha.item())
+
+
+def _vector_end(shape: tuple[int, int]) -> int:
+    """How many elements of a matrix, in row-major order, the vector loop takes."""
+    rows, columns = shape
+    # The update of a tall matrix is a transpose, which the vector loop does not take.
+    if rows > columns > 1:
+        return 0
+    return rows * columns // _vector_step() * _vector_step()
+
+
+@cache
+def _vector_step() -> int:
+    """Elements per turn of this CPU's vector loop, found by watching where its rounding ends."""
+    alpha = torch.tensor(-0.034, dtype=torch.bfloat16, device="cpu")
+    a = torch.linspace(0.5, 2.0, 1023, device="cpu").bfloat16()
+    b = torch.linspace(0.1, 1.0, 1023, device="cpu").bfloat16()
+    differs = _rounded_once(a, b, alpha).bfloat16() != a + b * alpha
+    if not differs.any():
+        return 1
+    # One pair that tells the two roundings apart, in every place.
+    pair = int(differs.nonzero()[0])
+    a, b = a[pair].repeat(1023), b[pair].repeat(1023)
+    summed = torch.add(a, b, alpha=alpha.item())
+    by_vector = int((summed != a + b * alpha).sum())
+    return 1024 - by_vector

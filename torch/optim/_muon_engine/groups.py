@@ -1,0 +1,70 @@
+"""Process groups that span the holders of a matrix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.distributed import ProcessGroup
+
+
+# Rank tuple -> group made here. A group outlives the optimizers that asked for it: making one is a
+# rendezvous, and the backends free their resources only with the process group itself.
+_made: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
+
+
+def spanning_group(
+    ranks: tuple[int, ...], known: Iterable[ProcessGroup], device: torch.device
+) -> ProcessGroup:
+    """The group of exactly ``ranks``: the framework's where it has one, else made by its members.
+
+    Args:
+        ranks: sorted global ranks, this one among them.
+        known: groups that the framework uses for these parameters; also give a made group its timeout.
+        device: where the buffers of the exchange are.
+
+    Every member has to call this for its groups in one order that all agree on.
+    """
+    known = list(known)
+    world = dist.group.WORLD
+    for group in [*known, *([world] if world is not None else [])]:
+        if tuple(sorted(dist.get_process_group_ranks(group))) == ranks:
+            return group
+    backend = dist.get_backend_config(known[0] if known else None)
+    cached = _made.get((ranks, backend))
+    if cached is not None and _is_alive(cached):
+        return cached
+    # Only the members meet: other pipeline stages may be elsewhere in their program.
+    made = dist.new_group(
+        list(ranks),
+        timeout=_timeout(known, device),
+        backend=backend,
+        use_local_synchronization=True,
+    )
+    _made[ranks, backend] = made
+    return made
+
+
+def _is_alive(group: ProcessGroup) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _timeout(known: list[ProcessGroup], device: torch.device):
+    """The longest timeout among the groups that the new one spans; None leaves the default."""
+    timeouts = []
+    for group in known:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            timeouts.append(timeout)
+    return max(timeouts, default=None)

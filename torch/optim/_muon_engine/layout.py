@@ -1,0 +1,156 @@
+"""Where the pieces of one matrix are."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class Rect(NamedTuple):
+    """A rectangle of a matrix, and where a rank's local storage holds it.
+
+    Element (i, j) of the rectangle is element (row + i, column + j) of the matrix, and stands at
+    ``offset + i * stride + j`` of the local tensor's elements.
+    """
+
+    row: int
+    column: int
+    height: int
+    width: int
+    offset: int
+    stride: int
+
+    @property
+    def numel(self) -> int:
+        return self.height * self.width
+
+    def of_matrix(self, matrix: Tensor) -> Tensor:
+        """The view of ``matrix``, of shape (rows, columns), that this rectangle covers."""
+        return matrix[
+            self.row : self.row + self.height, self.column : self.column + self.width
+        ]
+
+    def of_local(self, local: Tensor) -> Tensor:
+        """The view, of shape (height, width), of the local tensor that holds this rectangle."""
+        if local.ndim == 2 and local.shape[1] == self.stride:
+            row, column = divmod(self.offset, self.stride)
+            return local[row : row + self.height, column : column + self.width]
+        if not local.is_contiguous():
+            raise RuntimeError(
+                f"a flat parameter's storage is not contiguous: {local.stride()}"
+            )
+        return local.as_strided(
+            (self.height, self.width),
+            (self.stride, 1),
+            local.storage_offset() + self.offset,
+        )
+
+
+class Key(NamedTuple):
+    """Names one matrix: the parameter's index, its place in a flat parameter, its name if known."""
+
+    index: int
+    sub: int = 0
+    name: str | None = None
+
+    def describe(self, shape: tuple[int, int] | torch.Size) -> str:
+        name = f" {self.name!r}" if self.name is not None else ""
+        sub = f", matrix {self.sub} of it," if self.sub else ""
+        return f"parameter {self.index}{name}{sub} of shape {tuple(shape)}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One matrix: its global shape and, for each rank of its group, what that rank holds.
+
+    ``ranks`` are global ranks in the framework's order; ``pieces[i]`` are the rectangles of
+    ``ranks[i]``, in storage order, none where its shard is empty. Replicas hold equal pieces.
+    ``source`` says in words where the reader has this from, for error messages. Where the matrix is
+    a sum of contributions that were never added up, ``contributions[i]`` says which one
+    ``ranks[i]`` holds a piece of; otherwise the tuple is empty.
+    """
+
+    key: Key
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    ranks: tuple[int, ...]
+    pieces: tuple[tuple[Rect, ...], ...]
+    source: str = ""
+    contributions: tuple[int, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The ranks that share the matrix, in the order that all of them agree on."""
+        return tuple(sorted(self.ranks))
+
+    @property
+    def partial(self) -> bool:
+        return len(set(self.contributions)) > 1
+
+    def held_by(self, rank: int) -> tuple[Rect, ...]:
+        return self.pieces[self.ranks.index(rank)]
+
+    def contribution_of(self, rank: int) -> int:
+        return self.contributions[self.ranks.index(rank)] if self.contributions else 0
+
+    def describe(self) -> str:
+        return self.key.describe(self.shape)
+
+
+def replica_sets(
+    layout: Layout,
+) -> dict[tuple[int, tuple[Rect, ...]], list[int]]:
+    """Each distinct (contribution, piece) with the ranks that hold it, in the group's order."""
+    holders: dict[tuple[int, tuple[Rect, ...]], list[int]] = {}
+    contributions = layout.contributions or (0,) * len(layout.ranks)
+    for rank, *held in zip(layout.ranks, contributions, layout.pieces, strict=True):
+        holders.setdefault(tuple(held), []).append(rank)
+    return holders
+
+
+def check_cover(layout: Layout) -> None:
+    """Raises ValueError unless the distinct pieces tile the matrix: no gap, no overlap."""
+    sets = replica_sets(layout)
+    for contribution in {contribution for contribution, _ in sets}:
+        pieces = [piece for which, piece in sets if which == contribution]
+        _check_tiles(layout, pieces)
+
+
+def _check_tiles(layout: Layout, pieces: list[tuple[Rect, ...]]) -> None:
+    rects = sorted(rect for piece in pieces for rect in piece if rect.numel)
+    rows, columns = layout.shape
+    found = sum(rect.numel for rect in rects)
+    edges = sorted({edge for r in rects for edge in (r.row, r.row + r.height)})
+    for top, bottom in itertools.pairwise(edges):
+        # Sorted by row first, so a band's rectangles have to be put in column order again.
+        band = sorted(
+            (r.column, r.column + r.width)
+            for r in rects
+            if r.row < bottom and r.row + r.height > top
+        )
+        reach = 0
+        for left, right in band:
+            if left < reach:
+                raise ValueError(
+                    f"{layout.describe()}: pieces overlap in rows {top} to {bottom}, column {left} ({layout.source})"
+                )
+            reach = right
+    if found != layout.numel or any(
+        min(r.row, r.column) < 0
+        or r.row + r.height > rows
+        or r.column + r.width > columns
+        for r in rects
+    ):
+        raise ValueError(
+            f"{layout.describe()}: its pieces hold {found} of {layout.numel} elements ({layout.source})"
+        )

@@ -1,0 +1,107 @@
+"""A blocking exchange of one parameter, for a config of which one function was replaced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim._muon import _NS_DTYPE
+from torch.optim._muon_engine import rounds
+from torch.optim._muon_engine.exchange import Exchange
+from torch.optim._muon_engine.local import like_param, local_part
+from torch.optim._muon_engine.pipeline import (
+    ABSTAINS,
+    HAS_GRAD,
+    HAS_NONE,
+    is_at_odds,
+    SOME_HAVE,
+    SOME_LACK,
+)
+from torch.optim._muon_engine.plan import make_plan
+
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.optim._muon_engine.layout import Layout
+
+
+class SingleExchange:
+    """The same hops as a round's, for one matrix and waited for at once."""
+
+    def __init__(
+        self,
+        layouts: list[Layout],
+        owners: list[int],
+        rank: int,
+        groups: dict[tuple[int, ...], ProcessGroup | None],
+        device: torch.device,
+    ) -> None:
+        if len(layouts) != 1:
+            raise ValueError(
+                f"{layouts[0].describe()} belongs to a flat parameter of {len(layouts)} matrices, which gather_fn and "
+                "redistribute_fn cannot hand over one by one; leave both as the factory made them"
+            )
+        self.rank = rank
+        self.plan = make_plan(layouts, owners, _NS_DTYPE)
+        self.exchange = Exchange(self.plan, rank, groups, device, prefetch_count=0)
+        # Whether some holders, but not all, had a gradient, as the owner found in the last exchange.
+        self.is_split = False
+        self._verdict = 0
+
+    def gather(self, piece: Tensor, has_grad: bool) -> Tensor | None:
+        (buffers,) = self.exchange.rounds
+        local = local_part(piece)
+        held = any(r.numel for r in self.plan.layouts[0].held_by(self.rank))
+        vote = (HAS_GRAD if has_grad else HAS_NONE) if held else ABSTAINS
+        device = buffers.gather_send.flat.device
+        buffers.gather_send.write_flags(torch.tensor([vote], device=device))
+        if rounds.sends(buffers, 0):
+            rounds.pack(buffers, 0, local)
+        buffers.start_gather()
+        buffers.wait()
+        if self.plan.owners[0] != self.rank:
+            return None
+        votes = [vote]
+        if buffers.gather_recv.matrices:
+            votes += buffers.gather_recv.read_flags()[0].tolist()
+        self._verdict = SOME_HAVE * (HAS_GRAD in votes) + SOME_LACK * (
+            HAS_NONE in votes
+        )
+        out = torch.empty(
+            self.plan.layouts[0].shape,
+            dtype=buffers.round.scatter_dtype,
+            device=buffers.gather_recv.flat.device,
+        )
+        return rounds.assemble(self.plan, self.rank, buffers, 0, local, out)
+
+    def redistribute(self, update: Tensor | None, param: Tensor) -> Tensor:
+        (buffers,) = self.exchange.rounds
+        layout = self.plan.layouts[0]
+        piece = torch.zeros_like(local_part(param), dtype=buffers.round.scatter_dtype)
+        mine = self.plan.owners[0] == self.rank
+        if mine:
+            if update is None or update.shape != layout.shape:
+                found = "None" if update is None else tuple(update.shape)
+                raise RuntimeError(
+                    f"redistribute_fn was given {found} for {layout.describe()} on its owner"
+                )
+            rounds.pack_update(buffers, 0, update)
+            device = buffers.scatter_send.flat.device
+            buffers.scatter_send.write_flags(
+                torch.tensor([self._verdict], device=device)
+            )
+        buffers.start_scatter()
+        buffers.wait()
+        verdict = self._verdict
+        if buffers.scatter_recv.matrices:
+            verdict = int(buffers.scatter_recv.read_flags()[0, 0])
+        self.is_split = is_at_odds(verdict)
+        # A gather_fn of the user's tells nothing about gradients.
+        self._verdict = 0
+        if mine:
+            for rect in layout.held_by(self.rank):
+                rect.of_local(piece).copy_(rect.of_matrix(update))
+        for rect, view in buffers.scatter_recv.rects(0):
+            rect.of_local(piece).copy_(view)
+        return like_param(param, piece)

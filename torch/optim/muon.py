@@ -1,0 +1,245 @@
+r"""Distributed Muon: one owner rank for each matrix.
+
+Muon orthogonalizes whole momentum matrices, while FSDP, TP and the like leave every rank with a
+piece. Given a :class:`DistributedConfig`, :class:`torch.optim.Muon` brings the pieces of each matrix
+to exactly one owner, orthogonalizes it there once, and sends every rank its piece of the update.
+
+Importing this module does not import ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from torch import nn, Tensor
+from torch.optim._muon import Muon  # noqa: F401
+from torch.optim._muon_engine.config import DistributedConfig
+from torch.optim._muon_engine.dtensor_functions import DTensorFunctions
+from torch.optim._muon_engine.functions import STATE_KEY
+from torch.optim._muon_engine.group_functions import GroupFunctions, ParallelGroups
+from torch.optim._muon_engine.model import split_by_shape, tp_dim_of
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.distributed import ProcessGroup
+
+
+__all__ = [
+    "DistributedConfig",
+    "create_auto_config",
+    "create_dtensor_config",
+    "detect_tp_dims_from_model",
+    "partition_parameters",
+]
+
+
+def create_dtensor_config(
+    async_gpu_parallelism: bool = True, prefetch_count: int = 1
+) -> DistributedConfig:
+    r"""Makes the config for parameters that are DTensors: FSDP2, TP, ``distribute_tensor`` and mixes.
+
+    The DTensors themselves say where the pieces are. A plain tensor among the parameters is taken to
+    be whole on every rank, and each rank updates its own.
+
+    Args:
+        async_gpu_parallelism (bool, optional): lets all owners work at the same time; False goes one
+            owner after the other, for debugging (default: True)
+        prefetch_count (int, optional): number of later exchanges in flight while one is
+            orthogonalized (default: 1)
+
+    Returns:
+        DistributedConfig: for one optimizer. Its ``state["is_dtensor"]`` is True, and after
+        construction of the optimizer ``state["param_metadata"][i]`` holds ``device_mesh`` and
+        ``placements`` of each DTensor.
+
+    Example:
+        >>> # xdoctest: +SKIP
+        >>> fully_shard(model)
+        >>> matrices = [p for p in model.parameters() if p.ndim == 2]
+        >>> optimizer = Muon(
+        ...     matrices, lr=0.02, distributed_config=create_dtensor_config()
+        ... )
+    """
+    built = DTensorFunctions()
+    return DistributedConfig(
+        assign_fn=built.assign,
+        gather_fn=built.gather,
+        redistribute_fn=built.redistribute,
+        state={"is_dtensor": True, "param_metadata": {}, STATE_KEY: built},
+        async_gpu_parallelism=async_gpu_parallelism,
+        prefetch_count=prefetch_count,
+    )
+
+
+def create_auto_config(
+    fsdp_process_group: ProcessGroup | None = None,
+    tp_process_group: ProcessGroup | None = None,
+    ddp_process_group: ProcessGroup | None = None,
+    ep_process_group: ProcessGroup | None = None,
+    cp_process_group: ProcessGroup | None = None,
+    tp_dim_per_param: dict[int, int] | int | None = None,
+    expert_assignments: dict[int, int] | None = None,
+    async_gpu_parallelism: bool = True,
+    prefetch_count: int = 1,
+    *,
+    tp_shard_dim: int | None = None,
+    shard_process_group: ProcessGroup | None = None,
+    replicate_process_group: ProcessGroup | None = None,
+    pp_process_group: ProcessGroup | None = None,
+    pp_stage_id: int | None = None,
+    pp_num_stages: int | None = None,
+    module: nn.Module | None = None,
+) -> DistributedConfig:
+    r"""Makes the config for parameters that process groups share.
+
+    Parameters that are DTensors speak for themselves, as under :func:`create_dtensor_config`. Plain
+    tensors that are shared over process groups are not supported yet: constructing the optimizer
+    raises ValueError.
+
+    Args:
+        fsdp_process_group (ProcessGroup, optional): the ranks that shard a matrix (default: None)
+        tp_process_group (ProcessGroup, optional): the ranks that tensor parallelism cuts a matrix
+            over, before FSDP cuts the piece's rows (default: None)
+        ddp_process_group (ProcessGroup, optional): the ranks that hold replicas (default: None)
+        ep_process_group (ProcessGroup, optional): the ranks that hold different experts; nothing is
+            ever sent over it (default: None)
+        cp_process_group (ProcessGroup, optional): the ranks of context parallelism, which hold
+            replicas (default: None)
+        tp_dim_per_param (dict[int, int] or int, optional): the dimension that TP cuts, by parameter
+            index; a parameter that is not in the dict is not cut. An int holds for all of them.
+            (default: None)
+        expert_assignments (dict[int, int], optional): parameter index -> id of the expert it belongs
+            to (default: None)
+        async_gpu_parallelism (bool, optional): see :class:`DistributedConfig` (default: True)
+        prefetch_count (int, optional): see :class:`DistributedConfig` (default: 1)
+        tp_shard_dim (int, optional): another name of an int ``tp_dim_per_param`` (default: None)
+        shard_process_group (ProcessGroup, optional): another name of ``fsdp_process_group``
+            (default: None)
+        replicate_process_group (ProcessGroup, optional): another name of ``ddp_process_group``
+            (default: None)
+        pp_process_group (ProcessGroup, optional): the ranks of the pipeline; kept in ``state`` only,
+            since stages share no matrix (default: None)
+        pp_stage_id (int, optional): kept in ``state`` (default: None)
+        pp_num_stages (int, optional): kept in ``state`` (default: None)
+        module (nn.Module, optional): the FSDP1-wrapped model, which knows the shapes that
+            ``use_orig_params=True`` hides (default: None)
+
+    Returns:
+        DistributedConfig: for one optimizer.
+
+    Raises:
+        ValueError: two names of one thing are given, or ``ep_process_group`` without
+            ``expert_assignments``.
+    """
+    fsdp = _either(
+        fsdp_process_group=fsdp_process_group, shard_process_group=shard_process_group
+    )
+    ddp = _either(
+        ddp_process_group=ddp_process_group,
+        replicate_process_group=replicate_process_group,
+    )
+    tp_dim = _either(tp_dim_per_param=tp_dim_per_param, tp_shard_dim=tp_shard_dim)
+    if ep_process_group is not None and expert_assignments is None:
+        raise ValueError(
+            "ep_process_group needs expert_assignments, a dict of parameter index -> expert id ({} if this optimizer "
+            "holds no expert): without it, experts would be taken for replicas of each other"
+        )
+    state = {
+        "is_dtensor": False,
+        "param_metadata": {},
+        "fsdp_process_group": fsdp,
+        "tp_process_group": tp_process_group,
+        "ddp_process_group": ddp,
+        "ep_process_group": ep_process_group,
+        "cp_process_group": cp_process_group,
+        "expert_assignments": dict(expert_assignments or {}),
+        "pp_process_group": pp_process_group,
+        "pp_stage_id": pp_stage_id,
+        "pp_num_stages": pp_num_stages,
+    }
+    if isinstance(tp_dim, int):
+        state["tp_dim_default"] = tp_dim
+    elif tp_dim is not None:
+        state["tp_dim_per_param"] = dict(tp_dim)
+    built = state[STATE_KEY] = GroupFunctions(
+        ParallelGroups(
+            fsdp=fsdp,
+            tp=tp_process_group,
+            ddp=ddp,
+            ep=ep_process_group,
+            cp=cp_process_group,
+            tp_dims=state.get("tp_dim_per_param", {}),
+            tp_dim_default=state.get("tp_dim_default"),
+        )
+    )
+    return DistributedConfig(
+        assign_fn=built.assign,
+        gather_fn=built.gather,
+        redistribute_fn=built.redistribute,
+        state=state,
+        async_gpu_parallelism=async_gpu_parallelism,
+        prefetch_count=prefetch_count,
+    )
+
+
+def _either(**spellings: Any) -> Any:
+    given = {name: value for name, value in spellings.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are names of one thing; give one")
+    return next(iter(given.values()), None)
+
+
+def detect_tp_dims_from_model(
+    module_or_params: nn.Module | Iterable[Tensor],
+) -> dict[int, int]:
+    r"""Finds the dimension that tensor parallelism cuts each parameter along.
+
+    Looks at a ``tp_dim`` or ``partition_dim`` attribute (-1 says that the parameter is not cut, and
+    leaves it out), then at a DTensor's innermost shard; what shows neither is taken to be cut along
+    dimension 0.
+
+    Args:
+        module_or_params (nn.Module or iterable of Tensor): what the optimizer is built from, in that
+            order, so that the indices are the optimizer's. For a model with biases that is the list
+            of its matrices, not the model.
+
+    Returns:
+        dict[int, int]: parameter index -> dimension, as ``tp_dim_per_param`` takes it.
+    """
+    if isinstance(module_or_params, nn.Module):
+        module_or_params = module_or_params.parameters()
+    found = {index: tp_dim_of(param) for index, param in enumerate(module_or_params)}
+    return {index: dim for index, dim in found.items() if dim is not None}
+
+
+def partition_parameters(
+    module: nn.Module,
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    r"""Splits a model's parameters into the matrices, for Muon, and the others.
+
+    What counts is the logical, unsharded shape, which FSDP1 hides from the parameters themselves.
+
+    Args:
+        module (nn.Module): plain, or wrapped by DDP, FSDP1, FSDP2 or tensor parallelism.
+
+    Returns:
+        tuple of two lists of Parameter: matrices and others, each in the order of
+        ``module.parameters()``.
+
+    Raises:
+        ValueError: a flat FSDP1 parameter holds matrices together with others.
+
+    Example:
+        >>> # xdoctest: +SKIP
+        >>> # Embeddings and output head are matrices too, but not Muon's.
+        >>> matrices, _ = partition_parameters(model.blocks)
+        >>> optimizer = Muon(
+        ...     matrices, lr=0.02, distributed_config=create_dtensor_config()
+        ... )
+    """
+    return split_by_shape(module)
+
+
+DistributedConfig.__module__ = __name__
