@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,6 +40,10 @@ def make_wheel(folder, name, version, files):
         wheel.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
 
 
+# Each package as a wheel's file name spells it.
+MODULES = [re.split("[<=>]", name)[0].replace("-", "_") for name in env.PACKAGES]
+
+
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory, stock_muon):
     """A folder of wheels that is all that pip may see."""
@@ -49,7 +54,7 @@ def shelf(tmp_path_factory, stock_muon):
         "torch/optim/_muon.py": stock_muon.decode(),
     }
     make_wheel(folder, "torch", "2.13.0", torch)
-    for name in env.PACKAGES:
+    for name in MODULES:
         make_wheel(folder, name, "1.0", {f"{name}.py": ""})
     return folder
 
@@ -97,7 +102,7 @@ def test_interrupted_made_found_and_brought_up_to_date(overlay, tool, offline):
     assert site.root.is_relative_to(venv)
     assert status.status(site, overlay).state == "current"
     assert manifest.original("torch/optim/_muon.py", site.torch_dir).is_file()
-    for name in env.PACKAGES:
+    for name in MODULES:
         assert (site.root / f"{name}.py").is_file()
 
     started = time.monotonic()

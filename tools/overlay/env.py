@@ -23,7 +23,16 @@ if TYPE_CHECKING:
 
 
 # What the tests, the examples and verify import, beside torch, and the linter.
-PACKAGES = ("numpy", "expecttest", "pytest", "coverage", "matplotlib", "ruff")
+# torch's run_tests() writes its reports with xmlrunner wherever CI is set.
+PACKAGES = (
+    "numpy",
+    "expecttest",
+    "pytest",
+    "coverage",
+    "matplotlib",
+    "ruff",
+    "unittest-xml-reporting<=3.2.0",
+)
 MARKER = ".muon_overlay_env.json"
 PIP_TIMEOUT_S = 3600
 
