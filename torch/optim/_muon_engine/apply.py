@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from torch.optim._muon_engine.layout import Rect
 
 
+# Elements that decay and move together: few enough to still be in a core's cache for the second pass.
+_CACHED_ELEMENTS = 2**16
+
+
 def apply_piece(
     param: Tensor,
     update: Tensor | None,
@@ -31,8 +35,13 @@ def apply_piece(
     if update is not None:
         # Offloaded parameters: the exchange was between accelerators.
         update = update.to(param.device)
-    if update is None or param.device.type != "cpu" or param.dtype != update.dtype:
+    if update is None or param.device.type != "cpu":
         _apply_update(param, update, hyper, shape)
+        return
+    if param.dtype != update.dtype:
+        rows = max(1, _CACHED_ELEMENTS // max(1, rect.width))
+        for part, move in zip(param.split(rows), update.split(rows), strict=True):
+            _apply_update(part, move, hyper, shape)
         return
     _apply_update(param, None, hyper, shape)
     alpha = torch.tensor(

@@ -290,9 +290,11 @@ class _Step:
                 own = torch.zeros_like(local_part(param))
             rounds.assemble(self.plan, self.rank, buffers, matrix, own, out)
             self.log_phase("orthogonalize", matrix)
-        for matrix, update in zip(
-            batch, _muon._orthogonalize(whole, hyper), strict=True
-        ):
+        updates = _muon._orthogonalize(whole, hyper)
+        for matrix, out, update in zip(batch, whole, updates, strict=True):
+            if not update.is_contiguous():
+                # Turning a tall one once, as a whole, is faster than turning each piece of it.
+                update = out.copy_(update)
             rounds.pack_update(buffers, matrix, update)
             # Before the rest is sent: kept until after, updates would take a round's memory again.
             self.apply_own(matrix, update)
