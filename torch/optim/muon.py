@@ -170,8 +170,10 @@ def create_auto_config(
             ddp=ddp,
             ep=ep_process_group,
             cp=cp_process_group,
-            tp_dims=state.get("tp_dim_per_param", {}),
+            tp_dims=state.get("tp_dim_per_param"),
             tp_dim_default=state.get("tp_dim_default"),
+            experts=state["expert_assignments"],
+            module=module,
         )
     )
     return DistributedConfig(

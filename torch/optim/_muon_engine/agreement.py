@@ -54,28 +54,29 @@ def _compare(
 ) -> BaseException | None:
     """This rank's own error, else that of a rank of ``group``, else how their facts differ."""
     digest = hashlib.sha256(repr([fact.fields for fact in facts]).encode()).hexdigest()
-    reports = _exchange(group, (_reported(error), digest))
+    reports = exchange_objects(group, (reported(error), digest))
     # Every rank sees the same reports, and so does or does not go on to the second exchange.
-    if all(failure is None for failure, _ in reports) and len(set(reports)) > 1:
-        everyone = _exchange(group, facts)
+    if all(report is None for report, _ in reports) and len(set(reports)) > 1:
+        everyone = exchange_objects(group, facts)
         ranks = dist.get_process_group_ranks(group)
         return ValueError(_first_difference(ranks, everyone))
-    return error or _failure(group, [failure for failure, _ in reports])
+    return error or failure(group, [report for report, _ in reports])
 
 
 def _worst(group: ProcessGroup, error: BaseException | None) -> BaseException | None:
     """This rank's own error, else the first one that a rank of ``group`` reports."""
-    reports = _exchange(group, _reported(error))
-    return error or _failure(group, reports)
+    reports = exchange_objects(group, reported(error))
+    return error or failure(group, reports)
 
 
-def _reported(error: BaseException | None) -> tuple[str, str] | None:
+def reported(error: BaseException | None) -> tuple[str, str] | None:
     return None if error is None else (type(error).__name__, str(error))
 
 
-def _failure(
+def failure(
     group: ProcessGroup, reports: list[tuple[str, str] | None]
 ) -> BaseException | None:
+    """What the first rank of ``group`` with an error reports; None where all is well."""
     ranks = dist.get_process_group_ranks(group)
     for rank, report in zip(ranks, reports, strict=True):
         if report is not None:
@@ -113,7 +114,8 @@ def _first_difference(ranks: list[int], everyone: list[list[Fact]]) -> str:
     return "ranks disagree about the parameters that they share"
 
 
-def _exchange(group: ProcessGroup, value: Any) -> list[Any]:
+def exchange_objects(group: ProcessGroup, value: Any) -> list[Any]:
+    """``value`` of every rank of ``group``, in the group's order."""
     values: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(values, value, group=group)

@@ -31,25 +31,38 @@ class DTensorFunctions(BuiltFunctions):
         self._metadata: dict[int, dict[str, Any]] = {}
         # What redistribute cuts an index into: as it was read, or last gathered.
         self._placed: dict[int, tuple[Layout, dict[str, Any]]] = {}
+        self._own_reader: DTensorReader | None = None
 
     def read(
-        self, params: Sequence[Tensor], names: Sequence[str | None]
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str | None],
+        error: BaseException | None = None,
     ) -> list[Layout]:
+        self._forget()
         layouts = []
-        self._metadata = {}
-        self._placed = {}
-        reader = None
         for index, (param, name) in enumerate(zip(params, names, strict=True)):
             dtensor = as_dtensor_if_imported(param)
             key = Key(index, 0, name)
             if dtensor is None:
                 layouts.append(whole_layout(key, param))
-                continue
-            reader = reader or self._reader()
-            layouts.append(reader.read(key, dtensor))
-            self._metadata[index] = _metadata(dtensor)
-            self._placed[index] = (layouts[-1], self._metadata[index])
+            else:
+                layouts.append(self.read_dtensor(key, dtensor))
         return layouts
+
+    def _forget(self) -> None:
+        self._metadata = {}
+        self._placed = {}
+        # Equal placements are read once, but another mesh may come to stand at a former one's address.
+        self._own_reader = None
+
+    def read_dtensor(self, key: Key, dtensor: DTensor) -> Layout:
+        """The layout of one DTensor, whose metadata is noted down under its index."""
+        self._own_reader = self._own_reader or self._reader()
+        layout = self._own_reader.read(key, dtensor)
+        self._metadata[key.index] = _metadata(dtensor)
+        self._placed[key.index] = (layout, self._metadata[key.index])
+        return layout
 
     @staticmethod
     def _reader() -> DTensorReader:
@@ -65,17 +78,19 @@ class DTensorFunctions(BuiltFunctions):
     def is_dtensor(param: Tensor) -> bool:
         return as_dtensor_if_imported(param) is not None
 
-    def groups_of(self, param: Tensor) -> list[ProcessGroup]:
-        dtensor = as_dtensor_if_imported(param)
-        if dtensor is None or dtensor.device_mesh.get_coordinate() is None:
-            return []
-        return list(dtensor.device_mesh.get_all_groups())
-
-    def ranks_of(self, param: Tensor) -> tuple[int, ...]:
-        dtensor = as_dtensor_if_imported(param)
-        if dtensor is None or dtensor.device_mesh.get_coordinate() is None:
-            return (process_rank(),)
-        return tuple(sorted(dtensor.device_mesh.mesh.flatten().tolist()))
+    def sharing(
+        self, params: Sequence[Tensor]
+    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
+        shared: dict[tuple[int, ...], list[ProcessGroup]] = {}
+        for param in params:
+            dtensor = as_dtensor_if_imported(param)
+            if dtensor is None or dtensor.device_mesh.get_coordinate() is None:
+                shared.setdefault((process_rank(),), [])
+                continue
+            mesh = dtensor.device_mesh
+            groups = shared.setdefault(tuple(sorted(mesh.mesh.flatten().tolist())), [])
+            groups += [g for g in mesh.get_all_groups() if g not in groups]
+        return shared
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
         kinds: dict[str, torch.device] = {}

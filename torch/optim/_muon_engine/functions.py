@@ -42,6 +42,10 @@ def is_frozen(param: Tensor) -> bool:
 
 def whole_layout(key: Key, param: Tensor) -> Layout:
     """The layout of a matrix that this rank alone answers for, whole."""
+    if param.ndim != 2:
+        raise ValueError(
+            f"Muon only supports 2D parameters whereas we found {key.describe(param.shape)}"
+        )
     rows, columns = param.shape
     full = (Rect(0, 0, rows, columns, 0, columns),) if rows * columns else ()
     return Layout(
@@ -62,26 +66,33 @@ class BuiltFunctions:
         # Rank and world size as they were last written into the config's state.
         self.told: dict[str, int] = {}
         self._optimizer: weakref.ref | None = None
-        self._seen: list[Tensor] = []
+        self._seen: list[Tensor] | None = None
         self._layouts: list[Layout] = []
 
     # What a reader provides.
 
     def read(
-        self, params: Sequence[Tensor], names: Sequence[str | None]
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str | None],
+        error: BaseException | None = None,
     ) -> list[Layout]:
-        """The layouts of all matrices in ``params``, in the order of their indices."""
+        """The layouts of all matrices in ``params``, in an order that all who share some have alike.
+
+        A reader that asks other ranks tells them an ``error`` of this one, and raises it then.
+        """
         raise NotImplementedError
 
     def describe_state(self, layouts: Sequence[Layout], state: dict[str, Any]) -> None:
         """Writes into ``state`` what users are promised to find there."""
 
-    def groups_of(self, param: Tensor) -> list[ProcessGroup]:
-        """The process groups that the framework uses for ``param``."""
-        raise NotImplementedError
+    def sharing(
+        self, params: Sequence[Tensor]
+    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
+        """Sorted ranks that share a matrix -> the framework's groups for it.
 
-    def ranks_of(self, param: Tensor) -> tuple[int, ...]:
-        """All ranks that hold a piece of ``param``, sorted, known even where reading fails."""
+        Where reading failed, what can be told without it: equal on all ranks for which it failed.
+        """
         raise NotImplementedError
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
@@ -98,15 +109,31 @@ class BuiltFunctions:
 
     # The functions themselves.
 
-    def layouts(
-        self, params: Sequence[Tensor], names: Sequence[str | None] | None = None
-    ) -> list[Layout]:
-        same = len(params) == len(self._seen) and all(
-            a is b for a, b in zip(params, self._seen, strict=True)
-        )
-        if not same or names is not None:
-            self._layouts = self.read(params, names or [None] * len(params))
+    def prepare(
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str | None],
+        error: BaseException | None,
+    ) -> BaseException | None:
+        """Reads ``params``, together with the other ranks; returns what is wrong, if anything."""
+        self._seen, self._layouts = None, []
+        try:
+            self._layouts = self.read(params, names, error)
             self._seen = list(params)
+        except Exception as found:
+            return error or found
+        return error
+
+    def layouts(self, params: Sequence[Tensor]) -> list[Layout]:
+        same = (
+            self._seen is not None
+            and len(params) == len(self._seen)
+            and all(a is b for a, b in zip(params, self._seen, strict=True))
+        )
+        if not same:
+            error = self.prepare(params, [None] * len(params), None)
+            if error is not None:
+                raise error
         return self._layouts
 
     def owners(self, params: Sequence[Tensor], layouts: Sequence[Layout]) -> list[int]:

@@ -53,16 +53,21 @@ class Rect(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Names one matrix: the parameter's index, its place in a flat parameter, its name if known."""
+    """Names one matrix: the parameter's index, its place in a flat parameter, its name if known.
+
+    ``expert`` is the id of the expert that it belongs to, under expert parallelism.
+    """
 
     index: int
     sub: int = 0
     name: str | None = None
+    expert: int | None = None
 
-    def describe(self, shape: tuple[int, int] | torch.Size) -> str:
+    def describe(self, shape: tuple[int, ...]) -> str:
         name = f" {self.name!r}" if self.name is not None else ""
         sub = f", matrix {self.sub} of it," if self.sub else ""
-        return f"parameter {self.index}{name}{sub} of shape {tuple(shape)}"
+        expert = f", expert {self.expert}," if self.expert is not None else ""
+        return f"parameter {self.index}{name}{sub}{expert} of shape {tuple(shape)}"
 
 
 @dataclass(frozen=True)

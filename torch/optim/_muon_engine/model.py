@@ -8,7 +8,7 @@ from torch.optim._muon_engine.local import as_dtensor_if_imported
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch import nn, Tensor
 
@@ -21,8 +21,14 @@ def logical_shapes(
     One entry where the original parameters are kept (each a slice of its unit's flat storage),
     several for a flat parameter itself.
     """
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return {}
+    from torch.optim._muon_engine.fsdp1_reader import units
+
     shapes: dict[Tensor, tuple[tuple[str, Sequence[int]], ...]] = {}
-    for flat in _flat_params(module):
+    for _, flat in units(module):
         named = tuple(zip(flat._fqns, flat._shapes, strict=True))
         originals = flat._params
         if originals is None:
@@ -31,20 +37,6 @@ def logical_shapes(
         for param, one in zip(originals, named, strict=True):
             shapes[param] = (one,)
     return shapes
-
-
-def _flat_params(module: nn.Module) -> Iterable:
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    for unit in FullyShardedDataParallel.fsdp_modules(module):
-        # A unit all of whose parameters went to nested units has none of its own.
-        handle = unit._handle
-        if handle is not None:
-            yield handle.flat_param
 
 
 def split_by_shape(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -74,15 +66,23 @@ def _names(inside: Sequence, are_matrices: Sequence[bool], kind: bool) -> str:
     return ", ".join(chosen[:4]) + (", ..." if len(chosen) > 4 else "")
 
 
+def tp_mark_of(param: Tensor) -> int | None:
+    """The dimension that a framework has marked ``param`` as cut along by TP; -1 for not cut at all."""
+    for mark in ("tp_dim", "partition_dim"):
+        dim = getattr(param, mark, None)
+        if isinstance(dim, int):
+            return max(dim, -1)
+    return None
+
+
 def tp_dim_of(param: Tensor) -> int | None:
     """The dimension that TP cuts ``param`` along: its framework's mark, its placement, else 0.
 
     None for what Megatron marks with -1: a parameter that it does not cut.
     """
-    for mark in ("tp_dim", "partition_dim"):
-        dim = getattr(param, mark, None)
-        if isinstance(dim, int):
-            return dim if dim >= 0 else None
+    marked = tp_mark_of(param)
+    if marked is not None:
+        return marked if marked >= 0 else None
     dtensor = as_dtensor_if_imported(param)
     if dtensor is not None:
         # TP is the innermost mesh dimension: what fully_shard adds stands before it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from torch.optim._muon_engine.exchange import Exchange, RoundBuffers
+    from torch.optim._muon_engine.layout import Rect
     from torch.optim._muon_engine.plan import Plan
 
 
@@ -197,10 +199,8 @@ class _Step:
         for matrix in buffers.round.matrices:
             self.update_momentum(self.index_of(matrix))
             self.log_phase("gather", matrix)
-            if rounds.sends(buffers, matrix):
-                piece = self.blended(matrix)
-                if piece is not None:
-                    rounds.pack(buffers, matrix, piece)
+            if self.grads[self.index_of(matrix)] is not None:
+                rounds.pack(buffers, matrix, partial(self.blended, matrix))
         send = buffers.gather_send
         if send.matrices:
             tag = self.tag(buffers, VOTES)
@@ -227,12 +227,11 @@ class _Step:
         self.momentum[index] = local_part(buffer)
         _update_momentum(self.momentum[index], local, hyper.momentum)
 
-    def blended(self, matrix: int) -> Tensor | None:
-        """This rank's part of what is to be orthogonalized; None without a gradient."""
+    def blended(self, matrix: int, rect: Rect) -> Tensor:
+        """A rectangle of this rank's part of what is to be orthogonalized."""
         index = self.index_of(matrix)
-        grad, momentum = self.grads[index], self.momentum[index]
-        if grad is None or momentum is None:
-            return None
+        momentum = rect.of_local(self.momentum[index])
+        grad = rect.of_local(self.grads[index])
         scratch = self.pipeline.scratch(momentum)
         return _blend(momentum, grad, self.work[index].hyper, out=scratch)
 
@@ -283,11 +282,7 @@ class _Step:
         like = buffers.scatter_send.flat
         whole = self.pipeline.assembly(len(batch), shape, like)
         for matrix, out in zip(batch, whole, strict=True):
-            own = self.blended(matrix)
-            if own is None:
-                # An empty piece has no gradient to show.
-                param = self.work[self.index_of(matrix)].param
-                own = torch.zeros_like(local_part(param))
+            own = partial(self.blended, matrix)
             rounds.assemble(self.plan, self.rank, buffers, matrix, own, out)
             self.log_phase("orthogonalize", matrix)
         updates = _muon._orthogonalize(whole, hyper)

@@ -56,8 +56,7 @@ class SingleExchange:
         vote = (HAS_GRAD if has_grad else HAS_NONE) if held else ABSTAINS
         device = buffers.gather_send.flat.device
         buffers.gather_send.write_flags(torch.tensor([vote], device=device))
-        if rounds.sends(buffers, 0):
-            rounds.pack(buffers, 0, local)
+        rounds.pack(buffers, 0, lambda rect: rect.of_local(local))
         buffers.start_gather()
         buffers.wait()
         if self.plan.owners[0] != self.rank:
@@ -73,7 +72,14 @@ class SingleExchange:
             dtype=buffers.round.scatter_dtype,
             device=buffers.gather_recv.flat.device,
         )
-        return rounds.assemble(self.plan, self.rank, buffers, 0, local, out)
+        return rounds.assemble(
+            self.plan,
+            self.rank,
+            buffers,
+            0,
+            lambda rect: rect.of_local(local),
+            out,
+        )
 
     def redistribute(self, update: Tensor | None, param: Tensor) -> Tensor:
         (buffers,) = self.exchange.rounds

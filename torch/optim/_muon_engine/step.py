@@ -124,6 +124,8 @@ class Engine:
     # Building
 
     def _build(self, hypers: Sequence[_Hyper], error: Exception | None) -> None:
+        if self.built is not None:
+            error = self.built.prepare(self.params, self.names, error)
         try:
             if error is None:
                 self._assign()
@@ -145,7 +147,7 @@ class Engine:
             # The call may have led, through wrappers, to the functions of a factory's config.
             built = self.built = config._built()
         if built is not None:
-            self.layouts = built.layouts(self.params, self.names)
+            self.layouts = built.layouts(self.params)
         check_assignments(assignments, self.describe, self.world_size)
         self.assignments = {rank: list(owned) for rank, owned in assignments.items()}
         self.planned = [not is_frozen(param) for param in self.params]
@@ -167,14 +169,7 @@ class Engine:
 
     def _agree(self, hypers: Sequence[_Hyper], error: Exception | None) -> None:
         """Makes the groups and compares, with all who share a parameter, what there is to do."""
-        known: dict[tuple[int, ...], list[ProcessGroup]] = {}
-        for param in self.params:
-            ranks = self.built.ranks_of(param)
-            known.setdefault(ranks, []).extend(
-                group
-                for group in self.built.groups_of(param)
-                if group not in known[ranks]
-            )
+        known = self.built.sharing(self.params)
         shared = []
         # Larger groups first, then by rank: members of several groups meet in one global order.
         for ranks in sorted(known, key=lambda ranks: (-len(ranks), ranks)):
@@ -192,7 +187,12 @@ class Engine:
                 layout.describe(),
                 (
                     # No index: ranks with other experts or stages beside these count otherwise.
-                    ("name", str(layout.key.name)),
+                    (
+                        "name",
+                        str(layout.key.name)
+                        if layout.key.expert is None
+                        else f"expert {layout.key.expert}",
+                    ),
                     ("shape", str(layout.shape)),
                     ("dtype", str(layout.dtype)),
                     ("placement", layout.source),

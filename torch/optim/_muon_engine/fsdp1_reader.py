@@ -1,0 +1,137 @@
+"""FSDP1's flat parameters -> pieces of matrices, from the flat parameters' own metadata."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+from torch.optim._muon_engine.layout import Rect
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn, Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+class FlatMatrix(NamedTuple):
+    """One original parameter: its shape before FSDP cut it, and what this rank's storage holds of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    rects: tuple[Rect, ...]
+    # How tensor parallelism had cut it before; None where it had not.
+    tp: DTensorSpec | None
+
+
+class FlatView(NamedTuple):
+    """What is in one parameter of an FSDP1 model, and over which groups it is shared.
+
+    The groups are None where only the module, which was not given, knows them.
+    """
+
+    matrices: tuple[FlatMatrix, ...]
+    shards: ProcessGroup | None = None
+    replicas: ProcessGroup | None = None
+
+
+def is_flattened(param: Tensor) -> bool:
+    """Whether FSDP1 manages ``param``: as a flat parameter, or as an original one that it slices."""
+    return getattr(param, "_fsdp_flattened", False)
+
+
+def is_flat_param(param: Tensor) -> bool:
+    return getattr(param, "_is_flat_param", False)
+
+
+def units(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Each FSDP1 unit in ``module`` that has parameters, with its flat parameter."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        # A unit all of whose parameters went to nested units has none of its own.
+        if unit._handle is not None:
+            yield unit, unit._handle.flat_param
+
+
+def views(module: nn.Module) -> dict[Tensor, FlatView]:
+    """The parameters of ``module`` that FSDP1 manages, with what is in them."""
+    found: dict[Tensor, FlatView] = {}
+    for unit, flat in units(module):
+        handle = unit._handle
+        groups = handle.process_group, getattr(unit, "_inter_node_pg", None)
+        found[flat] = FlatView(_matrices(flat), *groups)
+        for number, param in enumerate(flat._params or ()):
+            # An original parameter is the slice itself, not the unit's storage that it is cut from.
+            found[param] = FlatView((_matrix(flat, number, 0),), *groups)
+    return found
+
+
+def view_of_flat_param(param: Tensor) -> FlatView:
+    """What a flat parameter knows without its module."""
+    return FlatView(_matrices(param))
+
+
+def _matrices(flat: Any) -> tuple[FlatMatrix, ...]:
+    return tuple(
+        _matrix(flat, number, info.offset_in_shard)
+        for number, info in enumerate(flat._shard_param_infos)
+    )
+
+
+def _matrix(flat: Any, number: int, offset: int | None) -> FlatMatrix:
+    info, shape = flat._shard_param_infos[number], tuple(flat._shapes[number])
+    if not flat._contiguities[number]:
+        raise ValueError(
+            f"FSDP1 flattened {flat._fqns[number]!r} of shape {shape} in the order of its memory, which is not "
+            "contiguous; make it so before wrapping"
+        )
+    rects: tuple[Rect, ...] = ()
+    if info.in_shard and len(shape) == 2:
+        start, end = info.intra_param_start_idx, info.intra_param_end_idx + 1
+        rects = tuple(interval_rects(start, end, shape[1], offset))
+    return FlatMatrix(flat._fqns[number], shape, rects, flat._param_extensions[number])
+
+
+def interval_rects(start: int, end: int, columns: int, offset: int) -> Iterator[Rect]:
+    """Elements ``start`` to ``end`` of a matrix, counted row by row, as at most three rectangles.
+
+    They stand in a row from ``offset`` on: the end of one row, whole rows, the beginning of another.
+    """
+    at = start
+    while at < end:
+        row, column = divmod(at, columns)
+        if column == 0 and end - at >= columns:
+            height, width = (end - at) // columns, columns
+        else:
+            height, width = 1, min(columns - column, end - at)
+        yield Rect(row, column, height, width, offset + at - start, width)
+        at += height * width
+
+
+def matrices_only(view: FlatView, described: str) -> Sequence[FlatMatrix]:
+    """The matrices of ``view``.
+
+    Raises:
+        ValueError: it holds something else, too.
+    """
+    others = [m.name for m in view.matrices if len(m.shape) != 2]
+    if others and len(others) < len(view.matrices):
+        matrices = [m.name for m in view.matrices if len(m.shape) == 2]
+        raise ValueError(
+            f"{described} is a flat parameter that mixes matrices ({_few(matrices)}) with others ({_few(others)}). "
+            "Wrap with use_orig_params=True and give create_auto_config the model as module=, or wrap the others in "
+            "units of their own"
+        )
+    if others:
+        shapes = [m.shape for m in view.matrices]
+        raise ValueError(
+            f"Muon only supports 2D parameters whereas we found {described}, which is {_few(others)} of shape "
+            f"{shapes[0] if len(shapes) == 1 else shapes}"
+        )
+    return view.matrices
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
