@@ -27,7 +27,7 @@ LAUNCH, WAIT_GATHER, WAIT_SCATTER = (
 # Where (module below torch.optim, dotted name) -> phase. A function's time is its own, without that of listed ones
 # that it calls.
 PHASES: dict[tuple[str, str], str] = {
-    (ENGINE + "pipeline", "_Step.update_momentum"): "momentum",
+    (ENGINE + "pipeline", "_Step.update_momenta"): "momentum",
     (ENGINE + "pipeline", "_Step.blended"): "blend",
     (ENGINE + "rounds", "pack"): "pack",
     (ENGINE + "pipeline", "_Step.gather"): "flags and bookkeeping",
@@ -38,7 +38,7 @@ PHASES: dict[tuple[str, str], str] = {
     (ENGINE + "rounds", "assemble"): "assemble",
     ("_muon", "_orthogonalize"): "Newton-Schulz",
     (ENGINE + "rounds", "pack_update"): "pack update",
-    (ENGINE + "pipeline", "_Step.apply"): "apply",
+    (ENGINE + "pipeline", "apply_moves"): "apply",
 }
 # Its phase depends on what was started last on the same buffers.
 WAIT = (ENGINE + "exchange", "RoundBuffers.wait")

@@ -70,14 +70,40 @@ class Spec(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
+class Cut(NamedTuple):
+    """A plain matrix, cut by hand into one piece a rank, or whole.
+
+    ``cuts`` are (dimension, sizes of the pieces, which of them is this rank's), made in that order.
+    """
+
+    shape: tuple[int, int]
+    cuts: tuple[tuple[int, tuple[int, ...], int], ...] = ()
+    dtype: torch.dtype = torch.float32
+    # In memory, columns before rows.
+    turned: bool = False
+
+    @property
+    def placements(self) -> tuple:
+        return self.cuts
+
+    def piece(self, tensor: torch.Tensor) -> torch.Tensor:
+        for dim, sizes, which in self.cuts:
+            tensor = tensor.split(sizes, dim)[which]
+        if self.turned:
+            return tensor.t().contiguous().t()
+        return tensor.contiguous().clone()
+
+
 def full(seed: int, shape: Sequence[int], dtype: torch.dtype = torch.float32):
     """The same full-rank matrix on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def place(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+def place(tensor: torch.Tensor, spec: Spec | Cut) -> torch.Tensor:
     """``tensor``, which every rank has whole, placed as ``spec`` says, without communication."""
+    if isinstance(spec, Cut):
+        return spec.piece(tensor)
     if spec.mesh is None:
         return tensor.clone()
     return distribute_tensor(
@@ -89,7 +115,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def held(spec: Spec) -> set[int]:
+def held(spec: Spec | Cut) -> set[int]:
     """The elements of a matrix, counted row by row, that this rank's piece of it holds."""
     rows, columns = spec.shape
     numbers = torch.arange(rows * columns).reshape(rows, columns)
@@ -201,20 +227,27 @@ class Twins:
         specs: one for each matrix.
         config: of the distributed optimizer; that of the factory where None is given.
         groups: lists of indices with the options of that group; one group of all where None is given.
+        seeds: of each matrix, equal where ranks share it; ``seed`` and those after it where None is
+            given.
         options: of both optimizers.
     """
 
     def __init__(
         self,
-        specs: Sequence[Spec],
+        specs: Sequence[Spec | Cut],
         config: Any = None,
         groups: Sequence[tuple[Sequence[int], dict[str, Any]]] | None = None,
         seed: int = 0,
+        seeds: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
         self.specs = list(specs)
         self.seed = seed
-        whole = [full(seed + i, s.shape, s.dtype) for i, s in enumerate(self.specs)]
+        self.seeds = list(seeds or range(seed, seed + len(self.specs)))
+        whole = [
+            full(seed, s.shape, s.dtype)
+            for seed, s in zip(self.seeds, self.specs, strict=True)
+        ]
         self.singles = [torch.nn.Parameter(w.clone()) for w in whole]
         self.params = [
             torch.nn.Parameter(place(w, s))
@@ -250,7 +283,7 @@ class Twins:
             if i in missing:
                 self.singles[i].grad = self.params[i].grad = None
                 continue
-            gradient = full(self.seed + 1000 * self.steps + i, spec.shape, spec.dtype)
+            gradient = full(self.seeds[i] + 1000 * self.steps, spec.shape, spec.dtype)
             self.singles[i].grad = gradient
             self.params[i].grad = place(gradient, spec)
 

@@ -4,10 +4,12 @@
 import os
 import sys
 import weakref
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.optim import _muon, Muon
+from torch.optim._muon_engine import step
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -402,6 +404,27 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.assertEqual(twins.problems(), [])
         # All four ranks are here, and the group of all still works.
         self.assertEqual(everyone(self.rank), [0, 1, 2, 3])
+
+    def test_verdicts_that_are_not_waited_for(self):
+        """As on a GPU, where a step does not wait to hear what others have."""
+        made = step.Pipeline
+
+        def deferred(*args, **kwargs):
+            return made(*args, **{**kwargs, "deferred": True})
+
+        with mock.patch.object(step, "Pipeline", deferred):
+            grid = grid_of(2, 2)
+            placed = specs(grid, [(S0, R), (S0, S1)], [(8, 8), (16, 12), (9, 7)])
+            twins = Twins(placed, weight_decay=0.2)
+            missing = [(), (1,), (1,), ()]
+            self.assertTrainsAlike(twins, 4, missing=lambda i: missing[i])
+            twins.set_gradients(missing=(0,) if dist.get_rank() == 1 else ())
+            with self.everywhere():
+                twins.optimizer.step()
+                with self.assertRaisesRegex(RuntimeError, r"parameter 0.* \(8, 8\)"):
+                    twins.optimizer.step()
+                with self.assertRaisesRegex(RuntimeError, "Rebuild it"):
+                    twins.optimizer.state_dict()
 
     def test_empty_shard_needs_no_gradient(self):
         mesh = mesh_of(4)

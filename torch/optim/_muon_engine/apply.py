@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,11 +11,41 @@ from torch.optim._muon import _adjust_lr, _apply_update, _Hyper
 
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.optim._muon_engine.layout import Rect
 
 
 # Elements that decay and move together: few enough to still be in a core's cache for the second pass.
 _CACHED_ELEMENTS = 2**16
+
+
+class Move(NamedTuple):
+    """Rectangle ``rect`` of a parameter of the global ``shape``, with its update, if it gets one."""
+
+    param: Tensor
+    update: Tensor | None
+    hyper: _Hyper
+    shape: tuple[int, int]
+    rect: Rect
+
+
+def apply_moves(moves: Sequence[Move], *, foreach: bool) -> None:
+    """Decays and moves each of several pieces; with ``foreach`` in few launches, as suits a GPU."""
+    together: dict[tuple, list[Move]] = {}
+    for move in moves:
+        if not foreach or isinstance(move.hyper.lr, Tensor):
+            apply_piece(*move)
+        else:
+            shares = (move.hyper, move.shape, move.update is None)
+            together.setdefault(shares, []).append(move)
+    for (hyper, shape, is_still), same in together.items():
+        params = [move.param for move in same]
+        torch._foreach_mul_(params, 1 - hyper.lr * hyper.weight_decay)
+        if not is_still:
+            updates = [move.update.to(move.param.device) for move in same]
+            alpha = -_adjust_lr(hyper.lr, hyper.adjust_lr_fn, shape)
+            torch._foreach_add_(params, updates, alpha=alpha)
 
 
 def apply_piece(

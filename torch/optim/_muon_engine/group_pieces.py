@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim._muon_engine.local import local_part
 from torch.optim._muon_engine.model import tp_mark_of
 
 

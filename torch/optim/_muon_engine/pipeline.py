@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import _muon
 from torch.optim._muon import _batches, _blend, _Hyper, _update_momentum, _Work
 from torch.optim._muon_engine import rounds
-from torch.optim._muon_engine.apply import apply_piece
+from torch.optim._muon_engine.apply import apply_moves, Move
 from torch.optim._muon_engine.local import (
     join_gradient_placing,
     local_gradient,
@@ -196,8 +196,10 @@ class _Step:
 
     def gather(self, buffers: RoundBuffers) -> None:
         """Updates the momentum of the round's matrices and sends this rank's pieces off."""
+        if self.pipeline.deferred:
+            self.update_momenta(buffers.round.matrices)
         for matrix in buffers.round.matrices:
-            self.update_momentum(self.index_of(matrix))
+            self.update_momenta([matrix])
             self.log_phase("gather", matrix)
             if self.grads[self.index_of(matrix)] is not None:
                 rounds.pack(buffers, matrix, partial(self.blended, matrix))
@@ -207,10 +209,31 @@ class _Step:
             send.write_flags(self.votes(send.matrices, send.flat.device) + VOTES * tag)
         buffers.start_gather()
 
-    def update_momentum(self, index: int) -> None:
-        if index in self.grads:
-            return
-        param, grad, buffer, hyper = self.work[index]
+    def update_momenta(self, matrices: Sequence[int]) -> None:
+        """Takes the gradients of ``matrices`` in, where that was not done yet.
+
+        On a CPU it is done matrix by matrix, each then packed while it is in the cache; elsewhere for
+        a round at once, in few launches.
+        """
+        together: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        for index in dict.fromkeys(map(self.index_of, matrices)):
+            if index in self.grads:
+                continue
+            self.look_up(index)
+            if self.grads[index] is not None:
+                hyper = self.work[index].hyper
+                buffers, grads = together.setdefault(hyper.momentum, ([], []))
+                buffers.append(self.momentum[index])
+                grads.append(self.grads[index])
+        for momentum, (buffers, grads) in together.items():
+            if len(buffers) == 1:
+                _update_momentum(buffers[0], grads[0], momentum)
+            else:
+                torch._foreach_lerp_(buffers, grads, 1 - momentum)
+
+    def look_up(self, index: int) -> None:
+        """Notes the local parts of a parameter's gradient and momentum."""
+        param, grad, buffer, _ = self.work[index]
         placements = self.pipeline.placements
         if grad is None or index in self.wrong:
             # The others' gradients, if placed as they last were, take a collective to be put right.
@@ -222,10 +245,8 @@ class _Step:
             buffer = new_momentum_buffer(param)
             self.keep(index, buffer)
         placements[index] = placement_of(grad)
-        local = local_gradient(param, grad)
-        self.grads[index] = local
+        self.grads[index] = local_gradient(param, grad)
         self.momentum[index] = local_part(buffer)
-        _update_momentum(self.momentum[index], local, hyper.momentum)
 
     def blended(self, matrix: int, rect: Rect) -> Tensor:
         """A rectangle of this rank's part of what is to be orthogonalized."""
@@ -334,7 +355,8 @@ class _Step:
     def apply_own(self, matrix: int, update: Tensor) -> None:
         """Applies what this rank made itself to its own piece."""
         held = self.plan.layouts[matrix].held_by(self.rank)
-        self.apply(matrix, [(rect, rect.of_matrix(update)) for rect in held])
+        moves = self.moves(matrix, [(rect, rect.of_matrix(update)) for rect in held])
+        apply_moves(moves, foreach=self.pipeline.deferred)
 
     def finish(self, buffers: RoundBuffers) -> None:
         """Waits for the round's updates and applies them."""
@@ -345,18 +367,21 @@ class _Step:
             strayed = flags // VERDICTS != self.tag(buffers, VERDICTS)
             verdicts = torch.where(strayed, OUT_OF_STEP, flags % VERDICTS)
             self.record(received.matrices, verdicts)
+        moves: list[Move] = []
         for matrix in received.matrices:
             if not self.should_apply(matrix):
                 continue
             if self.plan.receives(matrix, self.rank):
-                self.apply(matrix, received.rects(matrix))
+                moves += self.moves(matrix, received.rects(matrix))
             else:
-                self.apply(
-                    matrix,
-                    [(r, None) for r in self.plan.layouts[matrix].held_by(self.rank)],
-                )
+                held = self.plan.layouts[matrix].held_by(self.rank)
+                moves += self.moves(matrix, [(rect, None) for rect in held])
+        apply_moves(moves, foreach=self.pipeline.deferred)
 
-    def apply(self, matrix: int, rects: list) -> None:
+    def moves(
+        self, matrix: int, rects: Sequence[tuple[Rect, Tensor | None]]
+    ) -> list[Move]:
+        """What is to be applied of ``matrix`` here, whose momentum buffer is there from now on."""
         layout = self.plan.layouts[matrix]
         param, _, buffer, hyper = self.work[layout.key.index]
         known = not self.pipeline.deferred
@@ -365,8 +390,10 @@ class _Step:
             self.keep(layout.key.index, new_momentum_buffer(param))
         local = local_part(param)
         self.log_phase("apply", matrix)
-        for rect, update in rects:
-            apply_piece(rect.of_local(local), update, hyper, layout.shape, rect)
+        return [
+            Move(rect.of_local(local), update, hyper, layout.shape, rect)
+            for rect, update in rects
+        ]
 
     def log_phase(self, phase: str, matrix: int) -> None:
         if log.isEnabledFor(logging.DEBUG):
