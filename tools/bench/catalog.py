@@ -31,12 +31,14 @@ LAYOUTS: dict[str, str] = {
     "replicate": "Replicate",
     "hsdp": "HSDP: (Replicate, Shard(0)), 2 replicas",
     "fsdp_tp": "FSDP2 x TP: (_StridedShard(0), Shard(0)) and (Shard(0), Shard(1))",
+    "fsdp1": "FSDP1: FULL_SHARD, use_orig_params=True",
+    "ddp": "DDP",
 }
 _GRIDS = ("hsdp", "fsdp_tp")
 
 IMPLEMENTATIONS = {
-    "ours": "Muon(distributed_config=create_dtensor_config()); ours-p has prefetch_count=p",
-    "stock": "the Muon that the overlay replaced, on the same DTensors",
+    "ours": "Muon(distributed_config=...); ours-p has prefetch_count=p",
+    "stock": "the Muon that the overlay replaced, on the same parameters",
     "allgather": "bf16 all-gather of each matrix, Newton-Schulz of all on every rank",
     "adamw": "AdamW(foreach=True)",
 }
@@ -45,6 +47,11 @@ IMPLEMENTATIONS = {
 def fits(layout: str, world: int) -> bool:
     """Two dimensions of a mesh want at least two ranks each."""
     return layout not in _GRIDS or (world >= 4 and world % 2 == 0)
+
+
+def names_for(layout: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of ``names`` that can do with ``layout``: stock refuses what FSDP1 flattened."""
+    return tuple(n for n in names if layout != "fsdp1" or n != "stock")
 
 
 def prefetch_of(name: str) -> int:

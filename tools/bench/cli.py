@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 from . import bound, figures, fleet, table
-from .catalog import fits, Job, LAYOUTS, WORKLOADS
+from .catalog import fits, Job, LAYOUTS, names_for, WORKLOADS
 from .stock import stock_path
 
 
@@ -126,10 +126,11 @@ def run_step(args: argparse.Namespace) -> list[dict[str, Any]]:
     print(table.legend(names), end="\n\n")
     cases = []
     for case in cases_of(args):
+        able = names_for(case["layout"], names)
         job = Job(
             case["layout"],
             case["workload"],
-            names,
+            able,
             cores(),
             args.reps,
             args.patience,
@@ -139,11 +140,10 @@ def run_step(args: argparse.Namespace) -> list[dict[str, Any]]:
         results = fleet.run("step", job, case["world"], args.timeout + args.patience)
         case.update(
             asdict(job),
-            mesh=results[0]["mesh"],
-            placements=results[0]["placements"],
+            placed=results[0]["placed"],
             rounds=results[0]["rounds"],
             owned=[result["owned"] for result in results],
-            figures=figures.summarize(results, names, cores(), args.reps),
+            figures=figures.summarize(results, able, cores(), args.reps),
             profile=[r["profile"] for r in results] if args.profile else None,
             others=results[0]["others"],
             seconds=[result["seconds"] for result in results],
@@ -164,11 +164,12 @@ def run_bytes(args: argparse.Namespace) -> list[dict[str, Any]]:
     print(table.legend(names), end="\n\n")
     cases = []
     for case in cases_of(args):
-        job = Job(case["layout"], case["workload"], names, cores())
+        able = names_for(case["layout"], names)
+        job = Job(case["layout"], case["workload"], able, cores())
         results = fleet.run("traffic", job, case["world"], args.timeout)
         case.update(
-            names=list(names),
-            figures=bound.summarize(results, names),
+            names=list(able),
+            figures=bound.summarize(results, able),
             by_rank=[result["sent"] for result in results],
         )
         cases.append(case)

@@ -6,9 +6,9 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import _muon, AdamW, Muon
-from torch.optim.muon import create_dtensor_config
 
 from .catalog import prefetch_of
 from .stock import stock_path
@@ -16,6 +16,8 @@ from .stock import stock_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
     from .layouts import Held
 
@@ -29,7 +31,7 @@ def make_ours(held: Sequence[Held], prefetch: int) -> Muon:
         lr=LR,
         weight_decay=WEIGHT_DECAY,
         momentum=MOMENTUM,
-        distributed_config=create_dtensor_config(prefetch_count=prefetch),
+        distributed_config=held[0].make_config(prefetch),
     )
 
 
@@ -65,17 +67,9 @@ class AllGatherMuon:
     @torch.no_grad()
     def step(self) -> None:
         for h, momentum in zip(self.held, self.momentum, strict=True):
-            param, local = h.param, h.local
+            local = h.local
             momentum.lerp_(h.local_grad, 1 - MOMENTUM)
-            blend = h.local_grad.lerp(momentum, MOMENTUM).bfloat16()
-            whole = DTensor.from_local(
-                blend,
-                param.device_mesh,
-                param.placements,
-                run_check=False,
-                shape=param.shape,
-                stride=param.stride(),
-            ).full_tensor()
+            whole = _whole(h, h.local_grad.lerp(momentum, MOMENTUM).bfloat16())
             update = _muon._zeropower_via_newtonschulz(
                 whole,
                 (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C),
@@ -85,8 +79,26 @@ class AllGatherMuon:
             local.mul_(1 - LR * WEIGHT_DECAY)
             local.add_(
                 update[h.rows, h.columns],
-                alpha=-_muon._adjust_lr(LR, None, param.shape),
+                alpha=-_muon._adjust_lr(LR, None, h.shape),
             )
+
+
+def _whole(held: Held, part: Tensor) -> Tensor:
+    param = held.param
+    if isinstance(param, DTensor):
+        return DTensor.from_local(
+            part,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        ).full_tensor()
+    if part.shape == held.shape:
+        return part
+    whole = part.new_empty(held.shape)
+    dist.all_gather(list(whole.chunk(dist.get_world_size())), part)
+    return whole
 
 
 def make_step(name: str, held: Sequence[Held]) -> tuple[Callable[[], object], object]:

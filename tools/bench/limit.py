@@ -95,7 +95,7 @@ class Elementwise:
         blended = engine_view.blended_by(optimizer, dist.get_rank())
         self.pieces: list[tuple[Tensor, ...]] = []
         for i, h in enumerate(held):
-            momentum = optimizer.state[h.param]["momentum_buffer"].to_local()
+            momentum = h.part_of(optimizer.state[h.param]["momentum_buffer"])
             update = torch.randn_like(momentum).bfloat16()
             blend = torch.empty_like(update) if i in blended else None
             self.pieces.append((h.local, h.local_grad, momentum, blend, update))

@@ -56,8 +56,7 @@ def work(rank: int, world: int, job: Job) -> dict[str, Any]:
         "profile": phases,
         "owned": len(ours.assignments[rank]),
         "rounds": len(engine_view.hops_of(ours)) // 2,
-        "placements": sorted({str(h.param.placements) for h in held}),
-        "mesh": list(held[0].param.device_mesh.shape),
+        "placed": sorted({h.placed for h in held}),
     }
 
 

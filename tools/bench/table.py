@@ -83,14 +83,19 @@ def step_case(case: dict[str, Any]) -> str:
 
 def step_overview(cases: Sequence[dict[str, Any]]) -> str:
     """All sets of processes: median ratios to the limit, and of the first of ours to the second."""
-    names = cases[0]["names"]
+    names = max((case["names"] for case in cases), key=len)
     rows = []
     for case in cases:
         found = case["figures"]["implementations"]
         rows.append(
             [
                 title(case),
-                *(f"{found[name]['limit']['median']:.2f}" for name in names),
+                *(
+                    f"{found[name]['limit']['median']:.2f}"
+                    if name in found
+                    else "refuses"
+                    for name in names
+                ),
                 f"{found[names[0]]['second']['median']:.2f}",
             ]
         )

@@ -32,7 +32,7 @@ def work(rank: int, world: int, job: Job) -> dict[str, Any]:
     return {
         "sent": sent,
         "held": [[r.start, r.stop, c.start, c.stop] for r, c in _parts(held)],
-        "shapes": [list(h.param.shape) for h in held],
+        "shapes": [list(h.shape) for h in held],
         "assignments": assignments,
     }
 
