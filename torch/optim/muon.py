@@ -92,14 +92,21 @@ def create_auto_config(
     pp_num_stages: int | None = None,
     module: nn.Module | None = None,
 ) -> DistributedConfig:
-    r"""Makes the config for parameters that process groups share.
+    r"""Makes the config for parameters that process groups share: DDP, FSDP1, tensors cut by hand.
 
-    Parameters that are DTensors speak for themselves, as under :func:`create_dtensor_config`. Plain
-    tensors that are shared over process groups are not supported yet: constructing the optimizer
-    raises ValueError.
+    Groups say who shares a matrix; how large each rank's piece is, the ranks tell each other when the
+    optimizer is built, over these groups only. Together they have to form a grid, as the dimensions of
+    a :class:`~torch.distributed.device_mesh.DeviceMesh` do: TP cuts a matrix first, FSDP cuts the rows
+    of the TP piece, DDP and CP replicate what is then there.
+
+    Parameters that are DTensors speak for themselves, as under :func:`create_dtensor_config`: a group
+    or dimension that says otherwise is a warning. ``ddp_process_group`` and ``cp_process_group`` add
+    replicas to what their mesh knows. For FSDP1 over DTensors of tensor parallelism the placements
+    that FSDP1 found count.
 
     Args:
-        fsdp_process_group (ProcessGroup, optional): the ranks that shard a matrix (default: None)
+        fsdp_process_group (ProcessGroup, optional): the ranks that shard a matrix; of FSDP1
+            ``model.process_group`` (default: None)
         tp_process_group (ProcessGroup, optional): the ranks that tensor parallelism cuts a matrix
             over, before FSDP cuts the piece's rows (default: None)
         ddp_process_group (ProcessGroup, optional): the ranks that hold replicas (default: None)
@@ -108,10 +115,12 @@ def create_auto_config(
         cp_process_group (ProcessGroup, optional): the ranks of context parallelism, which hold
             replicas (default: None)
         tp_dim_per_param (dict[int, int] or int, optional): the dimension that TP cuts, by parameter
-            index; a parameter that is not in the dict is not cut. An int holds for all of them.
-            (default: None)
+            index; a parameter that is not in the dict is not cut, but whole on each of the TP group's
+            ranks. An int holds for all of them. None looks for a ``tp_dim`` or ``partition_dim``
+            attribute of each parameter (default: None)
         expert_assignments (dict[int, int], optional): parameter index -> id of the expert it belongs
-            to (default: None)
+            to. Along the other groups, ranks with the same id share the expert; ranks of one
+            ``ep_process_group`` never do (default: None)
         async_gpu_parallelism (bool, optional): see :class:`DistributedConfig` (default: True)
         prefetch_count (int, optional): see :class:`DistributedConfig` (default: 1)
         tp_shard_dim (int, optional): another name of an int ``tp_dim_per_param`` (default: None)
@@ -124,14 +133,26 @@ def create_auto_config(
         pp_stage_id (int, optional): kept in ``state`` (default: None)
         pp_num_stages (int, optional): kept in ``state`` (default: None)
         module (nn.Module, optional): the FSDP1-wrapped model, which knows the shapes that
-            ``use_orig_params=True`` hides (default: None)
+            ``use_orig_params=True`` hides, and its groups, those of ``HYBRID_SHARD`` included. A
+            parameter that FSDP1 was told to ignore is each rank's own (default: None)
 
     Returns:
         DistributedConfig: for one optimizer.
 
     Raises:
         ValueError: two names of one thing are given, or ``ep_process_group`` without
-            ``expert_assignments``.
+            ``expert_assignments``. At construction of the optimizer, on all ranks: the groups
+            contradict each other, the pieces do not tile a matrix, ranks disagree, or nothing says how
+            TP or FSDP1 cut a parameter.
+
+    Example:
+        >>> # xdoctest: +SKIP
+        >>> model = FullyShardedDataParallel(model, use_orig_params=True)
+        >>> matrices, others = partition_parameters(model)
+        >>> config = create_auto_config(
+        ...     fsdp_process_group=model.process_group, module=model
+        ... )
+        >>> optimizer = Muon(matrices, lr=0.02, distributed_config=config)
     """
     fsdp = _either(
         fsdp_process_group=fsdp_process_group, shard_process_group=shard_process_group
