@@ -2,10 +2,11 @@
 
     python examples/train_gpt.py
     torchrun --nproc-per-node 4 examples/train_gpt.py
+    torchrun --nproc-per-node 4 examples/train_gpt.py --parallel ddp
 
-Both see the same batches. With several processes FSDP2 (``fully_shard``) leaves each
-with a piece of every matrix, and ``distributed_config`` lets Muon orthogonalize each
-matrix as a whole, once, on one of them.
+All see the same batches. With several processes FSDP2 (``fully_shard``) or FSDP1 leaves
+each with a piece of every matrix, DDP with a replica. ``distributed_config`` lets Muon
+orthogonalize each matrix as a whole, once, on one of them.
 """
 
 import argparse
@@ -18,45 +19,86 @@ import torch
 import torch.distributed as dist
 from gpt import GPT
 from text import load, sample
-from torch import Tensor
+from torch import nn, Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     StateDictOptions,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.muon import create_dtensor_config
+from torch.optim.muon import (
+    create_auto_config,
+    create_dtensor_config,
+    DistributedConfig,
+    partition_parameters,
+)
+
+
+def wrap_in_fsdp2(model: GPT, mesh: DeviceMesh) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def wrap_in_fsdp1(model: GPT, mesh: DeviceMesh) -> nn.Module:
+    def wrap(module: nn.Module) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(
+            module,
+            process_group=mesh.get_group(),
+            device_id=model.head.weight.device,
+            # One flat parameter for a whole block could not be Muon's and AdamW's.
+            use_orig_params=True,
+        )
+
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = wrap(block)
+    return wrap(model)
+
+
+def wrap_in_ddp(model: GPT, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+WRAPPERS = {"fsdp2": wrap_in_fsdp2, "fsdp1": wrap_in_fsdp1, "ddp": wrap_in_ddp}
 
 
 def build_model(
     args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.device
-) -> GPT:
+) -> nn.Module:
     torch.manual_seed(args.seed)  # the same start on every process
     model = GPT(args.width, args.layers, args.heads, args.context).to(device)
-    if mesh is not None:
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model
+    return model if mesh is None else WRAPPERS[args.parallel](model, mesh)
+
+
+def config_of(model: nn.Module) -> DistributedConfig:
+    """Tells Muon who holds what of a wrapped model."""
+    if isinstance(model, FullyShardedDataParallel):
+        # The parameters are slices of flat storage; only the model knows their shapes.
+        return create_auto_config(fsdp_process_group=model.process_group, module=model)
+    if isinstance(model, DistributedDataParallel):
+        return create_auto_config(ddp_process_group=model.process_group)
+    return create_dtensor_config()  # FSDP2's DTensors say it themselves
 
 
 def build_optimizers(
-    model: GPT, args: argparse.Namespace, mesh: DeviceMesh | None
+    model: nn.Module, args: argparse.Namespace, mesh: DeviceMesh | None
 ) -> tuple[Muon, AdamW]:
     """Muon for the blocks' matrices; AdamW for the rest: embeddings, head and norms."""
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    unwrapped = getattr(model, "module", model)  # FSDP1 and DDP are modules around it
+    matrices, _ = partition_parameters(unwrapped.blocks)
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
-    config = create_dtensor_config() if mesh is not None else None
+    config = config_of(model) if mesh is not None else None
     muon = Muon(matrices, lr=args.lr, distributed_config=config)
     return muon, AdamW(others, lr=args.adamw_lr)
 
 
 def train(
-    model: GPT,
+    model: nn.Module,
     optimizers: tuple[Optimizer, ...],
     args: argparse.Namespace,
     mesh: DeviceMesh | None,
@@ -64,12 +106,7 @@ def train(
 ) -> float:
     """Take ``args.steps`` steps, report each one's loss, return the loss on held-out text."""
     text, held_out = load()
-
-    def pace(step: int) -> float:  # up over the first tenth, then down to a tenth
-        warmup = max(1, args.steps // 10)
-        return min((step + 1) / warmup, 1 - 0.9 * step / args.steps)
-
-    schedules = [LambdaLR(optimizer, pace) for optimizer in optimizers]
+    schedules = schedules_of(optimizers, args)
     for step in range(args.steps):
         loss = loss_of(model, *batch(text, args, mesh, seed=args.seed + 1 + step))
         loss.backward()
@@ -83,6 +120,16 @@ def train(
     with torch.no_grad():
         loss = loss_of(model, *batch(held_out, args, mesh, seed=args.seed))
     return mean(loss, mesh)
+
+
+def schedules_of(
+    optimizers: tuple[Optimizer, ...], args: argparse.Namespace
+) -> list[LambdaLR]:
+    def pace(step: int) -> float:  # up over the first tenth, then down to a tenth
+        warmup = max(1, args.steps // 10)
+        return min((step + 1) / warmup, 1 - 0.9 * step / args.steps)
+
+    return [LambdaLR(optimizer, pace) for optimizer in optimizers]
 
 
 def batch(
@@ -99,8 +146,8 @@ def batch(
     return inputs.chunk(size)[rank], targets.chunk(size)[rank]
 
 
-def loss_of(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
-    device = model.token.weight.device
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    device = next(model.parameters()).device
     logits = model(inputs.to(device))
     return F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
 
@@ -114,10 +161,13 @@ def mean(value: Tensor, mesh: DeviceMesh | None) -> float:
     return value.item()
 
 
-def full_parameters(model: GPT) -> dict[str, Tensor]:
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The whole parameters, on the first process; every process has to call it."""
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    # Of parameters that are on the CPU anyway FSDP1 would free what it is about to copy.
+    offload = not (on_cpu and isinstance(model, FullyShardedDataParallel))
     return get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload)
     )
 
 
@@ -150,6 +200,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=0.02, help="of Muon")
     parser.add_argument("--adamw-lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
+    # Not an option here: ``verify`` takes all of these, and measures FSDP2.
+    parser.set_defaults(parallel="fsdp2")
     # Not "--log": torchrun takes that for an abbreviation of an option of its own.
     parser.add_argument("--losses", metavar="FILE", help="write one JSON line a step")
     parser.add_argument("--save", metavar="FILE", help="write the trained parameters")
@@ -157,7 +209,11 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = options().parse_args()
+    parser = options()
+    parser.add_argument(
+        "--parallel", choices=WRAPPERS, default="fsdp2", help="with several processes"
+    )
+    args = parser.parse_args()
     mesh, device = connect()
     first = mesh is None or mesh.get_rank() == 0
     model = build_model(args, mesh, device)

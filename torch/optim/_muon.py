@@ -154,13 +154,14 @@ def _batches(
     """Splits the indices of ``shapes`` into lists that are orthogonalized together.
 
     Without ``foreach`` being set, matrices share a batch only where that is faster and its bits are
-    those of one by one: small ones on a CPU. (What a GPU's batched products round to depends on the
-    library's choice of kernel.)
+    those of one by one: small ones on one thread of a CPU. (Several threads, or a GPU, cut batched
+    products in other places, and so round otherwise.)
     """
     together: dict[tuple[int, ...], list[list[int]]] = {}
+    threads = torch.get_num_threads()
     for index, shape in enumerate(shapes):
         pays = device.type == "cpu" and min(shape) <= _BATCH_SHORT_SIDE
-        exact = all(side % _BATCH_TILE == 0 for side in shape)
+        exact = threads == 1 and all(side % _BATCH_TILE == 0 for side in shape)
         room = 1
         if foreach or (foreach is None and pays and exact):
             size = math.prod(shape) * _NS_DTYPE.itemsize
@@ -278,19 +279,19 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
         self._announced = None
         if distributed_config is not None:
-            distributed_config._claim(self)
+            error = distributed_config._claim(self)
             try:
-                self._bind(distributed_config)
+                self._bind(distributed_config, error)
             except BaseException:
-                distributed_config._release()
+                if error is None:
+                    distributed_config._release()
                 raise
             self._distributed_config = distributed_config
 
-    def _bind(self, config: DistributedConfig) -> None:
+    def _bind(self, config: DistributedConfig, error: ValueError | None = None) -> None:
         """Makes ``config`` ready for this optimizer's parameters, together with the other ranks."""
         from torch.optim._muon_engine.step import Engine
 
-        error = None
         takes_flat = config._takes_flat_params()
         start = 0
         for group in self.param_groups:
@@ -303,11 +304,11 @@ class Muon(Optimizer):
                 error = error or ValueError(
                     f"parameters {first[param]} and {index} are the same tensor; give tied weights to Muon once"
                 )
+        former = config._engine if self._distributed_config is not None else None
         # The error travels along instead of being raised here: the other ranks are waiting.
-        engine = Engine(config, params, names, hypers, error)
-        if self._distributed_config is not None:
-            engine.distrusted = config._engine.check_trust(*self._distributed_work())
-            engine.calls = config._engine.calls
+        engine = Engine(config, params, names, hypers, error, former)
+        if former is not None:
+            engine.distrusted = former.check_trust(*self._distributed_work())
         config._engine = engine
 
     def _engine_arguments(
@@ -473,7 +474,7 @@ class Muon(Optimizer):
                 has a gradient on some of its holders only.
         """
         if self._distributed_config is not None:
-            self._distributed_config._engine.calls += 1
+            self._distributed_config._engine.begin_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -486,10 +487,6 @@ class Muon(Optimizer):
             )
         if self._distributed_config is not None:
             self._distributed_config._engine.step(*self._distributed_work())
-            if not self.state and self._distributed_config._engine.has_several_groups():
-                # torch.distributed.checkpoint steps an optimizer whose state is empty. Ranks with other
-                # experts beside these parameters may have some by now, and would not step along.
-                self.state[self.param_groups[0]["params"][0]] = {}
             return loss
 
         for group in self.param_groups:
@@ -750,7 +747,7 @@ def _distributed_muon(
                 "this distributed_config serves a live Muon, with other parameters than these; make one for each"
             )
         config._engine = Engine(config, params, [None] * len(params), hypers)
-    config._engine.calls += 1
+    config._engine.begin_step()
     # A caller of the functional form brings its own buffers, so none is ever made here.
     config._engine.step(
         [

@@ -446,7 +446,7 @@ class TestMuonDTensor(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             (twins.single, more.singles),
         ]:
             optimizer.add_param_group({"params": params, "lr": 0.07})
-        for both in ("specs", "params", "singles"):
+        for both in ("specs", "seeds", "params", "singles"):
             getattr(twins, both).extend(getattr(more, both))
         self.assertTrainsAlike(twins)
         owned = sorted(i for own in twins.optimizer.assignments.values() for i in own)

@@ -29,8 +29,10 @@ class Fact(NamedTuple):
 
 
 def agree(
-    shared: list[tuple[ProcessGroup, list[Fact]]], error: BaseException | None
-) -> None:
+    shared: list[tuple[ProcessGroup, list[Fact]]],
+    error: BaseException | None,
+    flag: bool = False,
+) -> bool:
     """Raises on every rank of the groups if one of them has an error or they differ.
 
     Args:
@@ -38,15 +40,22 @@ def agree(
             rank knows about the parameters that the group shares.
         error: what went wrong on this rank so far. It comes here instead of being raised, so that
             this rank, too, goes through every exchange before it leaves.
+        flag: something that is true or false of this rank.
+
+    Returns:
+        Whether ``flag`` is true of one of the ranks that are linked to this one.
     """
     for group, facts in shared:
         error = _compare(group, facts, error)
     # A group compared early does not know yet what a later one found. There and back again, what
     # one rank knows reaches all that it is linked to through the groups.
     for group, _ in (*shared, *reversed(shared)):
-        error = _worst(group, error)
+        reports = exchange_objects(group, (reported(error), flag))
+        error = error or failure(group, [report for report, _ in reports])
+        flag = any(its for _, its in reports)
     if error is not None:
         raise error
+    return flag
 
 
 def _compare(
@@ -61,12 +70,6 @@ def _compare(
         ranks = dist.get_process_group_ranks(group)
         return ValueError(_first_difference(ranks, everyone))
     return error or failure(group, [report for report, _ in reports])
-
-
-def _worst(group: ProcessGroup, error: BaseException | None) -> BaseException | None:
-    """This rank's own error, else the first one that a rank of ``group`` reports."""
-    reports = exchange_objects(group, reported(error))
-    return error or failure(group, reports)
 
 
 def reported(error: BaseException | None) -> tuple[str, str] | None:

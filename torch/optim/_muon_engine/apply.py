@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Elements that decay and move together: few enough to still be in a core's cache for the second pass.
 _CACHED_ELEMENTS = 2**16
+# Elementwise operations of PyTorch use another thread for each so many (at::internal::GRAIN_SIZE).
+_ELEMENTS_PER_THREAD = 2**15
 
 
 class Move(NamedTuple):
@@ -59,8 +61,8 @@ def apply_piece(
 
     On a CPU, ``add_`` of two bfloat16 tensors rounds once in its vector loop and twice in the scalar
     loop that does the remainder, so its bits depend on where an element stands. The piece gets the
-    rounding that its elements would have got in the whole, contiguous matrix. (No other dtype, and none
-    of the other elementwise operations of a step, depends on position.)
+    rounding that its elements would have got in the whole, contiguous matrix, on as many threads. (No
+    other dtype, and none of the other elementwise operations of a step, depends on position.)
     """
     if update is not None:
         # Offloaded parameters: the exchange was between accelerators.
@@ -79,35 +81,39 @@ def apply_piece(
         dtype=param.dtype,
         device=param.device,
     )
-    vector_end = _vector_end(shape)
-    first = rect.row * shape[1] + rect.column
-    last = first + (rect.height - 1) * shape[1] + rect.width
-    if last <= vector_end:
-        param.copy_(_rounded_once(param, update, alpha))
-    elif first >= vector_end:
+    rows, columns = shape
+    if rows > columns > 1 and hyper.ns_steps > 0:
+        # The update of a tall matrix is a transpose, which the vector loop does not take.
         param.add_(update * alpha)
-    else:
-        cpu = param.device
-        rows = torch.arange(rect.row, rect.row + rect.height, device=cpu)
-        columns = torch.arange(rect.column, rect.column + rect.width, device=cpu)
-        once = _rounded_once(param, update, alpha)
-        twice = param + update * alpha
-        param.copy_(
-            torch.where(rows[:, None] * shape[1] + columns < vector_end, once, twice)
-        )
+        return
+    twice = _remainders(rows * columns, torch.get_num_threads())
+    row, column = twice // columns - rect.row, twice % columns - rect.column
+    here = (row >= 0) & (row < rect.height) & (column >= 0) & (column < rect.width)
+    row, column = row[here], column[here]
+    remainder = param[row, column] + update[row, column] * alpha
+    height = max(1, _CACHED_ELEMENTS // max(1, rect.width))
+    for part, move in zip(param.split(height), update.split(height), strict=True):
+        part.copy_(_rounded_once(part, move, alpha))
+    param[row, column] = remainder
 
 
 def _rounded_once(param: Tensor, update: Tensor, alpha: Tensor) -> Tensor:
     return param.float().add_(update.float(), alpha=alpha.item())
 
 
-def _vector_end(shape: tuple[int, int]) -> int:
-    """How many elements of a matrix, in row-major order, the vector loop takes."""
-    rows, columns = shape
-    # The update of a tall matrix is a transpose, which the vector loop does not take.
-    if rows > columns > 1:
-        return 0
-    return rows * columns // _vector_step() * _vector_step()
+@cache
+def _remainders(numel: int, threads: int) -> Tensor:
+    """The elements, in row-major order, that a vector loop over ``numel`` leaves to the scalar loop.
+
+    Each thread has a run of them, of which it takes whole vectors first.
+    """
+    step = _vector_step()
+    busy = max(1, min(threads, -(-numel // _ELEMENTS_PER_THREAD)))
+    run = max(1, -(-numel // busy))
+    ends = [min(start + run, numel) for start in range(0, numel, run)]
+    starts = [end - (end - i * run) % step for i, end in enumerate(ends)]
+    left = [torch.arange(a, b, device="cpu") for a, b in zip(starts, ends, strict=True)]
+    return torch.cat(left) if left else torch.arange(0, device="cpu")
 
 
 @cache

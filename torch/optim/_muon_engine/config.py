@@ -96,18 +96,19 @@ class DistributedConfig:
         built = self._built()
         return built is not None and built.takes_flat_params
 
-    def _claim(self, optimizer: Any) -> None:
-        """Ties the config to ``optimizer``, whose plan it carries.
+    def _claim(self, optimizer: Any) -> ValueError | None:
+        """Ties the config to ``optimizer``, whose plan it carries; returns why that cannot be.
 
         Copies of a config share the object behind its functions, and so the claim.
         """
         holder = self._built() or self
         other = holder._optimizer() if holder._optimizer is not None else None
         if other is not None and other is not optimizer:
-            raise ValueError(
+            return ValueError(
                 "this distributed_config already serves another live Muon; make one config for each optimizer"
             )
         holder._optimizer = weakref.ref(optimizer)
+        return None
 
     def _release(self) -> None:
         (self._built() or self)._optimizer = None

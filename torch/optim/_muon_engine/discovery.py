@@ -175,7 +175,9 @@ class _Discovery:
             return error or failed
         try:
             for called, number in shared.items():
-                members = self.members(called, number, ranks, reports)
+                dim = self.crossing(number, kind, ranks).dim
+                cuts = kind == "fsdp" or dim is not None
+                members = self.members(called, number, ranks, reports, cuts=cuts)
                 self.join(number, kind, ranks, members)
             self.check_counts(ranks, reports)
         except ValueError as found:
@@ -183,27 +185,43 @@ class _Discovery:
         return None
 
     def members(
-        self, called: tuple, number: int, ranks: tuple[int, ...], reports: list
+        self,
+        called: tuple,
+        number: int,
+        ranks: tuple[int, ...],
+        reports: list,
+        *,
+        cuts: bool,
     ) -> list[tuple[int, _Told]]:
-        """The ranks of a group that hold a piece of the same matrix, with what they tell of it."""
-        me = dist.get_rank()
+        """The ranks of a group that hold a piece of the same matrix, with what they tell of it.
+
+        With ``cuts`` the group shards, else it replicates, which ranks of one expert-parallel group
+        never do to an expert.
+        """
+        holders = [
+            (rank, ep_ranks, told[called])
+            for rank, (_, ep_ranks, told) in zip(ranks, reports, strict=True)
+            if called in told
+        ]
         expert = self.pieces[number].key.expert
-        found = []
-        groups_seen: dict[tuple[int, ...], int] = {}
-        for rank, (_, ep_ranks, told) in zip(ranks, reports, strict=True):
-            if expert is not None:
-                if called not in told or (rank != me and rank in self.ep_ranks):
-                    continue
-                other = groups_seen.setdefault(ep_ranks, rank)
-                if other != rank and len(ep_ranks) > 1:
-                    raise ValueError(
-                        f"{self.describe(number)}: ranks {other} and {rank} both say that they hold expert {expert}, "
-                        "but are in one ep_process_group, whose ranks hold different experts. Number the experts "
-                        "through over that group in expert_assignments"
-                    )
-            if called in told:
-                found.append((rank, told[called]))
-        return found
+        if expert is None:
+            return [(rank, told) for rank, _, told in holders]
+        if cuts and len({ep_ranks for _, ep_ranks, _ in holders}) == 1:
+            # One expert's shards are all in one place of the expert-parallel group.
+            return [(rank, told) for rank, _, told in holders]
+        if not cuts:
+            me = dist.get_rank()
+            holders = [h for h in holders if h[0] == me or h[0] not in self.ep_ranks]
+        seen: dict[tuple[int, ...], int] = {}
+        for rank, ep_ranks, _ in holders:
+            other = seen.setdefault(ep_ranks, rank)
+            if other != rank:
+                raise ValueError(
+                    f"{self.describe(number)}: ranks {other} and {rank} both say that they hold expert {expert}, "
+                    "but are in one ep_process_group, whose ranks hold different experts. Number the experts "
+                    "through over that group in expert_assignments"
+                )
+        return [(rank, told) for rank, _, told in holders]
 
     def check_counts(self, ranks: tuple[int, ...], reports: list) -> None:
         """Raises unless all members of a group share as many matrices that are no expert's."""

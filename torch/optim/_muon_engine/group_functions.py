@@ -67,6 +67,7 @@ class GroupFunctions(DTensorFunctions):
         self.groups = groups
         # Ranks that share a matrix, as last read, and their groups.
         self._sharing: dict[tuple[int, ...], list[ProcessGroup]] = {}
+        self._holders: dict[Tensor, set[tuple[int, ...]]] = {}
         # What redistribute cuts a plain tensor into: its layout and the shape of this rank's part.
         self._cut: dict[int, tuple[Layout, torch.Size]] = {}
 
@@ -77,7 +78,7 @@ class GroupFunctions(DTensorFunctions):
         error: BaseException | None = None,
     ) -> list[Layout]:
         self._forget()
-        self._sharing, self._cut = {}, {}
+        self._sharing, self._holders, self._cut = {}, {}, {}
         pieces: list[Piece] = []
         try:
             if error is None:
@@ -88,6 +89,7 @@ class GroupFunctions(DTensorFunctions):
         layouts = self._discover(pieces, error)
         for piece, layout in zip(pieces, layouts, strict=True):
             index = layout.key.index
+            self._holders.setdefault(params[index], set()).add(layout.group)
             groups = self._sharing.setdefault(layout.group, [])
             groups += [c.group for c in piece.crossings if c.group not in groups]
             if not self.is_dtensor(params[index]):
@@ -132,6 +134,7 @@ class GroupFunctions(DTensorFunctions):
         shared = super().sharing(params)
         if not self._sharing:
             return shared
+        found = {ranks for param in params for ranks in self._holders[param]}
         # A DTensor's replicas along other groups make its own mesh one of several parts.
         return {
             ranks: [
@@ -141,9 +144,9 @@ class GroupFunctions(DTensorFunctions):
                     if set(mesh) <= set(ranks)
                     for g in shared[mesh]
                 ),
-                *groups,
+                *self._sharing[ranks],
             ]
-            for ranks, groups in self._sharing.items()
+            for ranks in found
         }
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:

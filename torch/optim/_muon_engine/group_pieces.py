@@ -117,6 +117,15 @@ class PieceReader:
                     f"{placed[ranks]}",
                 )
 
+        replicas = set(_ranks(self.shared["ddp"])) if "ddp" in self.shared else set()
+        inside = replicas & set(layout.ranks)
+        if len({layout.held_by(rank) for rank in inside}) > 1:
+            self._warn(
+                layout,
+                f"ddp_process_group says that ranks {sorted(replicas)} hold replicas, its placements that ranks "
+                f"{sorted(inside)} hold different pieces",
+            )
+
     def _warn(self, layout: Layout, what: str) -> None:
         self.warnings.append(
             f"{layout.describe()}: {what}. The DTensor is believed: {layout.source}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -86,23 +86,30 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
     return ""
 
 
-def placement_of(grad: Tensor) -> Any:
+class GradientPlacing(NamedTuple):
+    """How a gradient came, which is how the other ranks' gradients of that parameter come."""
+
+    placements: tuple[Placement, ...]
+    dtype: torch.dtype
+
+
+def placing_of(grad: Tensor) -> GradientPlacing | None:
     dtensor = as_dtensor_if_imported(grad)
-    return None if dtensor is None else dtensor.placements
+    return None if dtensor is None else GradientPlacing(dtensor.placements, grad.dtype)
 
 
-def join_gradient_placing(param: Tensor, placements: Any) -> None:
+def join_gradient_placing(param: Tensor, placing: GradientPlacing | None) -> None:
     """Takes part, with nothing to give, where other ranks bring a gradient to ``param``'s placement."""
     own = as_dtensor_if_imported(param)
-    if own is None or placements is None or placements == own.placements:
+    if own is None or placing is None or placing.placements == own.placements:
         return
     from torch.distributed.tensor import zeros
 
     nothing = zeros(
         own.shape,
-        dtype=param.dtype,
+        dtype=placing.dtype,
         device_mesh=own.device_mesh,
-        placements=placements,
+        placements=placing.placements,
     )
     nothing.redistribute(own.device_mesh, _target(own, nothing)[0])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from functools import partial
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.optim._muon_engine.local import (
     local_gradient,
     local_part,
     new_momentum_buffer,
-    placement_of,
+    placing_of,
 )
 
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch.optim._muon_engine.exchange import Exchange, RoundBuffers
     from torch.optim._muon_engine.layout import Rect
+    from torch.optim._muon_engine.local import GradientPlacing
     from torch.optim._muon_engine.plan import Plan
 
 
@@ -54,14 +55,20 @@ class Pipeline:
     """
 
     def __init__(
-        self, plan: Plan, exchange: Exchange, rank: int, *, deferred: bool
+        self,
+        plan: Plan,
+        exchange: Exchange,
+        rank: int,
+        placings: dict[int, GradientPlacing | None],
+        *,
+        deferred: bool,
     ) -> None:
         self.plan = plan
         self.exchange = exchange
         self.rank = rank
         self.deferred = deferred
-        # How gradients were placed when they came otherwise than their parameters.
-        self.placements: dict[int, Any] = {}
+        # How each parameter's gradient came when it last did.
+        self.placings = placings
         self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._pending: list[tuple[list[int], Tensor, torch.Event | None]] = []
 
@@ -234,17 +241,17 @@ class _Step:
     def look_up(self, index: int) -> None:
         """Notes the local parts of a parameter's gradient and momentum."""
         param, grad, buffer, _ = self.work[index]
-        placements = self.pipeline.placements
+        placings = self.pipeline.placings
         if grad is None or index in self.wrong:
             # The others' gradients, if placed as they last were, take a collective to be put right.
-            join_gradient_placing(param, placements.get(index))
+            join_gradient_placing(param, placings.get(index))
             self.grads[index] = None
             self.momentum[index] = None if buffer is None else local_part(buffer)
             return
         if buffer is None:
             buffer = new_momentum_buffer(param)
             self.keep(index, buffer)
-        placements[index] = placement_of(grad)
+        placings[index] = placing_of(grad)
         self.grads[index] = local_gradient(param, grad)
         self.momentum[index] = local_part(buffer)
 
@@ -265,7 +272,10 @@ class _Step:
         return HAS_NONE if self.grads[index] is None else HAS_GRAD
 
     def tag(self, buffers: RoundBuffers, kinds: int) -> int:
-        """What a flag of ``kinds`` values is tagged with in this step and round."""
+        """What a flag of ``kinds`` values is tagged with in this step and round.
+
+        Tags repeat, verdicts' every 16 steps; neighbouring steps and rounds have different ones.
+        """
         return (5 * self.call + buffers.round.index + kinds) % (256 // kinds)
 
     def votes(self, matrices: Sequence[int], device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from torch.optim._muon_engine.pipeline import (
     is_at_odds,
     SOME_HAVE,
     SOME_LACK,
+    VOTES,
 )
 from torch.optim._muon_engine.plan import make_plan
 
@@ -45,17 +46,19 @@ class SingleExchange:
         self.rank = rank
         self.plan = make_plan(layouts, owners, _NS_DTYPE)
         self.exchange = Exchange(self.plan, rank, groups, device, prefetch_count=0)
-        # Whether some holders, but not all, had a gradient, as the owner found in the last exchange.
-        self.is_split = False
+        # What the owner found in the last exchange: some holders, but not all, had a gradient; all had.
+        self.is_split = self.is_updated = False
         self._verdict = 0
 
-    def gather(self, piece: Tensor, has_grad: bool) -> Tensor | None:
+    def gather(self, piece: Tensor, has_grad: bool, call: int) -> Tensor | None:
+        """Sends ``piece`` in this rank's step number ``call``; the whole matrix on its owner."""
         (buffers,) = self.exchange.rounds
         local = local_part(piece)
         held = any(r.numel for r in self.plan.layouts[0].held_by(self.rank))
         vote = (HAS_GRAD if has_grad else HAS_NONE) if held else ABSTAINS
         device = buffers.gather_send.flat.device
-        buffers.gather_send.write_flags(torch.tensor([vote], device=device))
+        flag = vote + VOTES * (call % (256 // VOTES))
+        buffers.gather_send.write_flags(torch.tensor([flag], device=device))
         rounds.pack(buffers, 0, lambda rect: rect.of_local(local))
         buffers.start_gather()
         buffers.wait()
@@ -63,7 +66,12 @@ class SingleExchange:
             return None
         votes = [vote]
         if buffers.gather_recv.matrices:
-            votes += buffers.gather_recv.read_flags()[0].tolist()
+            flags = buffers.gather_recv.read_flags()[0].int()
+            if (flags // VOTES != call % (256 // VOTES)).any():
+                raise RuntimeError(
+                    f"the ranks are not in the same step: found when {self.plan.layouts[0].describe()} was gathered"
+                )
+            votes += (flags % VOTES).tolist()
         self._verdict = SOME_HAVE * (HAS_GRAD in votes) + SOME_LACK * (
             HAS_NONE in votes
         )
@@ -103,6 +111,7 @@ class SingleExchange:
         if buffers.scatter_recv.matrices:
             verdict = int(buffers.scatter_recv.read_flags()[0, 0])
         self.is_split = is_at_odds(verdict)
+        self.is_updated = verdict == SOME_HAVE
         # A gather_fn of the user's tells nothing about gradients.
         self._verdict = 0
         if mine:

@@ -18,6 +18,7 @@ from torch.optim._muon_engine.functions import (
 from torch.optim._muon_engine.groups import spanning_group
 from torch.optim._muon_engine.layout import Key, Layout
 from torch.optim._muon_engine.local import (
+    new_momentum_buffer,
     place_like,
     placed_like,
     problem_with_gradient,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
     from torch.optim._muon_engine.config import DistributedConfig
+    from torch.optim._muon_engine.local import GradientPlacing
 
 
 _OUT_OF_STEP = (
@@ -63,6 +65,7 @@ class Engine:
         names: their names, None where not known.
         hypers: the hyperparameters of each one's group.
         error: what is already wrong on this rank. It is raised once the other ranks know.
+        former: the engine of the same optimizer before parameters were added.
 
     Raises:
         AssertionError: an index is assigned to no rank, or to several.
@@ -76,7 +79,8 @@ class Engine:
         params: Sequence[Tensor],
         names: Sequence[str | None],
         hypers: Sequence[_Hyper],
-        error: Exception | None = None,
+        error: BaseException | None = None,
+        former: Engine | None = None,
     ) -> None:
         self.config = config
         self.params = list(params)
@@ -102,14 +106,27 @@ class Engine:
         self.planned: list[bool] = []
         self._kind = self.params[0].device.type if self.params else "cpu"
         self.distrusted = ""
-        # Counted when a step begins, so that one which a rank breaks off is missed by the others.
         self.calls = 0
         self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
         self._pipelines: dict[tuple[bool, int], Pipeline] = {}
         self._singles: dict[int, SingleExchange] = {}
+        self._placings: dict[int, GradientPlacing | None] = {}
+        # Whether a rank that is linked to this one has several groups.
+        self._linked = False
         self._has_grad: list[bool] = []
         self._split: list[int] = []
-        self._build(hypers, error)
+        self._received: list[int] = []
+        fresh = self.params
+        if former is not None:
+            self.calls = former.calls
+            self._groups = dict(former._groups)
+            self._placings = former._placings
+            self._linked = former._linked
+            known = {id(param) for param in former.params}
+            fresh = [param for param in params if id(param) not in known]
+        if self.built is not None:
+            error = self.built.prepare(self.params, self.names, error)
+        self._build(hypers, error, fresh)
 
     def serves(self, params: Sequence[Tensor]) -> bool:
         """Whether this engine was built for just these parameters."""
@@ -117,15 +134,22 @@ class Engine:
             a is b for a, b in zip(params, self.params, strict=True)
         )
 
-    def has_several_groups(self) -> bool:
-        """Whether ranks that share parameters with this one may share others among themselves."""
-        return len({layout.group for layout in self.layouts}) > 1
+    def begin_step(self) -> None:
+        """Counts a step, so that one which this rank breaks off is missed by the others."""
+        self.calls += 1
 
     # Building
 
-    def _build(self, hypers: Sequence[_Hyper], error: Exception | None) -> None:
-        if self.built is not None:
-            error = self.built.prepare(self.params, self.names, error)
+    def _build(
+        self,
+        hypers: Sequence[_Hyper],
+        error: BaseException | None,
+        fresh: Sequence[Tensor],
+    ) -> None:
+        """Assigns owners; agrees on them with those who share one of ``fresh``, and no others.
+
+        Others are not called upon: they may not know of these parameters at all.
+        """
         try:
             if error is None:
                 self._assign()
@@ -135,7 +159,7 @@ class Engine:
             if error is not None:
                 raise error
             return
-        self._agree(hypers, error)
+        self._agree(hypers, error, fresh)
         self._pipelines.clear()
         self._singles.clear()
         self.built.engine = self
@@ -167,9 +191,14 @@ class Engine:
                     f"do are {list(layout.group)}"
                 )
 
-    def _agree(self, hypers: Sequence[_Hyper], error: Exception | None) -> None:
-        """Makes the groups and compares, with all who share a parameter, what there is to do."""
-        known = self.built.sharing(self.params)
+    def _agree(
+        self,
+        hypers: Sequence[_Hyper],
+        error: BaseException | None,
+        fresh: Sequence[Tensor],
+    ) -> None:
+        """Makes the groups and compares, with all who share one of ``fresh``, what there is to do."""
+        known = self.built.sharing(fresh)
         shared = []
         # Larger groups first, then by rank: members of several groups meet in one global order.
         for ranks in sorted(known, key=lambda ranks: (-len(ranks), ranks)):
@@ -179,7 +208,8 @@ class Engine:
             group = spanning_group(ranks, known[ranks], self.device)
             self._groups[ranks] = group
             shared.append((group, self._facts(ranks, hypers) if error is None else []))
-        agree(shared, error)
+        several = len({layout.group for layout in self.layouts}) > 1
+        self._linked = agree(shared, error, self._linked or several)
 
     def _facts(self, ranks: tuple[int, ...], hypers: Sequence[_Hyper]) -> list[Fact]:
         return [
@@ -198,7 +228,11 @@ class Engine:
                     ("placement", layout.source),
                     (
                         "pieces",
-                        hashlib.sha256(repr(layout.pieces).encode()).hexdigest()[:12],
+                        hashlib.sha256(
+                            repr(
+                                (layout.ranks, layout.pieces, layout.contributions)
+                            ).encode()
+                        ).hexdigest()[:12],
                     ),
                     ("requires_grad", str(self.planned[layout.key.index])),
                     ("owner", str(owner)),
@@ -252,6 +286,25 @@ class Engine:
             raise
 
     def _step(self, work: list[_Work], keep: Callable[[int, Tensor], None]) -> None:
+        kept: set[int] = set()
+
+        def keep_and_note(index: int, momentum_buffer: Tensor) -> None:
+            kept.add(index)
+            keep(index, momentum_buffer)
+
+        self._run(work, keep_and_note)
+        if self.built is None or not self._linked or self.calls > 1:
+            return
+        # Where ranks are linked through several groups, all parameters have momentum after the first
+        # step. torch.distributed.checkpoint makes a step of its own where an optimizer's state is
+        # empty, and cannot save one that some parameters lack. Of two ranks that share a parameter,
+        # one may have state for another, which the other rank does not hold, and not step along.
+        for index, one in enumerate(work):
+            missing = one.momentum_buffer is None and index not in kept
+            if missing and self.planned[index]:
+                keep(index, new_momentum_buffer(one.param))
+
+    def _run(self, work: list[_Work], keep: Callable[[int, Tensor], None]) -> None:
         work = self._with_placed_momentum(work, keep)
         problems = {
             index: problem
@@ -304,10 +357,15 @@ class Engine:
             for layout in self.layouts
         }
         self._has_grad = [one.grad is not None for one in work]
-        self._split = []
+        self._split, self._received = [], []
+        groups = {layout.key.index: layout.group for layout in self.layouts}
         FunctionStep(
-            self.config, work, owners, self.describe, held, self.rank, keep
+            self.config, work, owners, self.describe, held, groups, self.rank, keep
         ).run()
+        for index in self._received:
+            # An empty piece: its holders keep a buffer all the same, as all the others do.
+            if work[index].momentum_buffer is None:
+                keep(index, new_momentum_buffer(work[index].param))
         if self._split:
             named = ", ".join(self.describe[index] for index in self._split)
             raise RuntimeError(_SPLIT_GRADIENT + named)
@@ -328,11 +386,13 @@ class Engine:
 
     def _follow_unfreezing(self, work: Sequence[_Work]) -> None:
         """A parameter that was frozen when the plan was made, and is no more, needs a new plan."""
-        if any(
-            not planned and not is_frozen(one.param)
+        unfrozen = [
+            one.param
             for planned, one in zip(self.planned, work, strict=True)
-        ):
-            self._build([one.hyper for one in work], None)
+            if not planned and not is_frozen(one.param)
+        ]
+        if unfrozen:
+            self._build([one.hyper for one in work], None, unfrozen)
 
     def _pipeline(self) -> Pipeline:
         parallel = bool(self.config.async_gpu_parallelism)
@@ -352,10 +412,12 @@ class Engine:
             )
             exchange = Exchange(plan, self.rank, self._groups, self.device, ahead)
             made = Pipeline(
-                plan, exchange, self.rank, deferred=self.device.type != "cpu"
+                plan,
+                exchange,
+                self.rank,
+                self._placings,
+                deferred=self.device.type != "cpu",
             )
-            for former in self._pipelines.values():
-                made.placements = former.placements
             # One set of buffers at a time: another setting's would only hold memory.
             self._pipelines = {(parallel, ahead): made}
         return made
@@ -379,7 +441,7 @@ class Engine:
 
     def gather_one(self, index: int, piece: Tensor) -> Tensor | None:
         """Brings ``piece`` to the owner of parameter ``index``; the whole there, None elsewhere."""
-        return self._single(index).gather(piece, self._has_grad[index])
+        return self._single(index).gather(piece, self._has_grad[index], self.calls)
 
     def redistribute_one(self, index: int, update: Tensor | None) -> Tensor:
         """Sends ``update`` from the owner of parameter ``index``; returns this rank's piece."""
@@ -387,6 +449,8 @@ class Engine:
         piece = single.redistribute(update, self.params[index])
         if single.is_split:
             self._split.append(index)
+        elif single.is_updated:
+            self._received.append(index)
         return piece
 
     def _single(self, index: int) -> SingleExchange:

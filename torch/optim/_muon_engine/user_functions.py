@@ -46,6 +46,7 @@ class FunctionStep:
         owners: Sequence[int],
         describe: Sequence[str],
         held: Mapping[int, tuple[tuple[int, int], tuple[Rect, ...]]],
+        groups: Mapping[int, tuple[int, ...]],
         rank: int,
         keep: Callable[[int, Tensor], None],
     ) -> None:
@@ -55,6 +56,8 @@ class FunctionStep:
         self.describe = describe
         # Where this rank's pieces stand in their matrices, as far as that is known.
         self.held = held
+        # Which ranks share a matrix, as far as that is known.
+        self.groups = groups
         self.rank = rank
         self.keep = keep
         self.gathered: dict[int, Tensor | None] = {}
@@ -73,13 +76,21 @@ class FunctionStep:
     def _run(self, ahead: int) -> None:
         for index in range(len(self.work)):
             self.update_momentum(index)
-        for index in range(min(ahead + 1, len(self.work))):
+        # Ranks of a group may hold other parameters beside: each looks ahead among the group's own.
+        waiting: dict[tuple[int, ...] | None, list[int]] = {}
+        for index in range(len(self.work)):
+            waiting.setdefault(self.groups.get(index), []).append(index)
+        first = [index for queue in waiting.values() for index in queue[: ahead + 1]]
+        for index in sorted(first):
             self.gather(index)
+        for queue in waiting.values():
+            del queue[: ahead + 1]
         for index in range(len(self.work)):
             whole = self.gathered.pop(index)
             update = self.redistribute(index, self.orthogonalized(index, whole))
-            if index + ahead + 1 < len(self.work):
-                self.gather(index + ahead + 1)
+            following = waiting[self.groups.get(index)]
+            if following:
+                self.gather(following.pop(0))
             self.apply(index, update, whole)
 
     def update_momentum(self, index: int) -> None:

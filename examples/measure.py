@@ -1,0 +1,246 @@
+"""What the examples measure of a Muon, and the table that they print of it."""
+
+import zlib
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import _muon, Muon
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Wire(TorchDispatchMode):
+    """Counts the bytes that leave this process, by the ranks of the group they travel over.
+
+    Under the dispatcher every way of calling a collective looks the same, so that nothing
+    goes uncounted: what this cannot weigh, it names in ``other``.
+    """
+
+    SILENT = ("recv_", "wait_tensor", "_wrap_tensor_autograd")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[tuple[int, ...]] = Counter()
+        self.other: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._weigh(func.overloadpacket.__name__, args)
+        return func(*args, **(kwargs or {}))
+
+    def _weigh(self, name: str, args: Any) -> None:
+        if name == "alltoall_base_":
+            self._add_all_to_all(args[1], args[4], ProcessGroup.unbox(args[2]))
+        elif name == "all_to_all_single":
+            group = args[3]
+            if isinstance(group, str):
+                group = dist.distributed_c10d._resolve_process_group(group)
+            self._add_all_to_all(args[0], args[2], group)
+        elif name == "send":
+            ranks = dist.get_process_group_ranks(ProcessGroup.unbox(args[1]))
+            self.bytes[tuple(ranks)] += sum(tensor.nbytes for tensor in args[0])
+        elif name not in self.SILENT:
+            self.other[name] += 1
+
+    def _add_all_to_all(
+        self, sent: Tensor, splits: list[int], group: ProcessGroup
+    ) -> None:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        rows = sent.shape[0]
+        kept = splits[group.rank()] if splits else rows // len(ranks)
+        self.bytes[ranks] += (rows - kept) * (sent.nbytes // rows) if rows else 0
+
+
+class Meter:
+    """Counts what ``optimizer`` does in its steps from now on."""
+
+    def __init__(self, optimizer: Muon) -> None:
+        self.wire = Wire()
+        self.steps = 0
+        self.newton_schulz = 0
+        # All Newton-Schulz iterations, distributed or not, are calls of this one.
+        self._original = _muon._newtonschulz
+        optimizer.register_step_pre_hook(self._begin)
+        optimizer.register_step_post_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        _muon._newtonschulz = self._counted
+        self.wire.__enter__()
+
+    def _end(self, *_: Any) -> None:
+        self.wire.__exit__(None, None, None)
+        _muon._newtonschulz = self._original
+        self.steps += 1
+
+    def _counted(self, matrix: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # Matrices of one shape may come as a batch.
+        self.newton_schulz += matrix.shape[:-2].numel()
+        return self._original(matrix, *args, **kwargs)
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "calls": self.newton_schulz / self.steps,
+            "other": dict(self.wire.other),
+        }
+
+
+def exact_steps(
+    many: tuple[nn.Module, Muon], one: tuple[nn.Module, Muon], steps: int
+) -> dict[str, Any]:
+    """Steps a distributed Muon and one that needs no other process with the same gradients.
+
+    Args:
+        many: this rank's part of a model, and the distributed Muon of its matrices.
+        one: the whole model on one process. Common parameters have common names.
+
+    Returns the ``exact`` steps, the names that were ``checked``, and what is ``differing``:
+    in words, the first of this rank's matrices that is not the same to the last bit or has
+    other momentum.
+    """
+    here, whole = matrices_of(*many), matrices_of(*one)
+    for step in range(steps):
+        for index, (name, expected) in enumerate(whole.items()):
+            grad = seeded_gradient(name, expected.shape, step).to(expected.device)
+            if index % steps == step:
+                grad.zero_()  # as that of an expert that got no token
+            expected.grad = grad
+            if name in here:
+                here[name].grad = grad.clone()
+        many[1].step()
+        one[1].step()
+    found = (
+        f"{name}: {what} differs by up to {(a - b).abs().max():.3g}"
+        for name in here
+        for (what, a), (_, b) in zip(
+            matrix_and_momentum(many[1], here[name]),
+            matrix_and_momentum(one[1], whole[name]),
+        )
+        # As bytes: a NaN then equals itself, and 0 differs from -0.
+        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    )
+    return {"exact": steps, "checked": list(here), "differing": next(found, "")}
+
+
+def matrix_and_momentum(muon: Muon, p: nn.Parameter) -> list[tuple[str, Tensor]]:
+    return [("parameter", p.detach()), ("momentum", muon.state[p]["momentum_buffer"])]
+
+
+def matrices_of(model: nn.Module, muon: Muon) -> dict[str, nn.Parameter]:
+    """The parameters of ``muon`` by their names in ``model``."""
+    own = {id(p) for group in muon.param_groups for p in group["params"]}
+    return {name: p for name, p in model.named_parameters() if id(p) in own}
+
+
+def seeded_gradient(name: str, shape: torch.Size, step: int) -> Tensor:
+    """The same on every rank that holds ``name``, and of full rank, as Newton-Schulz likes it."""
+    seed = zlib.crc32(f"{name} {step}".encode())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def everyones(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figures of all ranks, on each of them."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, figures)
+    return found
+
+
+def by_kind(
+    wire: Wire, kinds: dict[str, ProcessGroup], steps: int = 1
+) -> dict[str, float]:
+    """The bytes of one step by what the groups they travelled over are for."""
+    named: dict[tuple[int, ...], str] = {}
+    for kind, group in kinds.items():
+        # Of two kinds that are the same ranks here, the first is meant.
+        named.setdefault(tuple(dist.get_process_group_ranks(group)), kind)
+    found: Counter[str] = Counter(dict.fromkeys(kinds, 0))
+    for ranks, size in wire.bytes.items():
+        found[named.get(ranks, f"ranks {ranks}")] += size / steps
+    return dict(found)
+
+
+def print_table(
+    title: str, one: dict[str, Any], many: list[dict[str, Any]], silent: str
+) -> list[str]:
+    """Prints how many processes compare with one, and returns what does not hold, in words.
+
+    Args:
+        one: the figures of the process alone: ``losses`` and ``held_out`` of the training,
+            and Newton-Schulz ``calls`` a step.
+        many: the same of each rank; further the bytes that a step of Muon has ``sent`` and
+            that the batch before it did (``batch_sent``), by kind of group; the ``other``
+            collectives; and what ``exact_steps`` returns.
+        silent: the kind of group that Muon must not send over.
+    """
+    first = many[0]
+    calls = sum(rank["calls"] for rank in many)
+    apart = max(abs(a - b) for a, b in zip(one["losses"], first["losses"], strict=True))
+    rows = [("", "one process", f"{len(many)} processes")]
+    for name, value in {
+        "loss, first step": lambda f: f["losses"][0],
+        "loss, mean of the last tenth": last_tenth,
+        "loss on held-out text": lambda f: f["held_out"],
+    }.items():
+        rows.append((name, f"{value(one):.4f}", f"{value(first):.4f}"))
+    rows.append(("largest difference of loss, any step", "", f"{apart:.2g}"))
+    rows.append(("Newton-Schulz calls a step", f"{one['calls']:g}", f"{calls:g}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    print(f"\n{title}, {len(one['losses'])} steps\n")
+    for name, left, right in rows:
+        print(f"  {name:<{widths[0]}}  {left:>{widths[1]}}  {right:>{widths[2]}}")
+
+    print(f"\nEach of the {len(many)} processes (ranks 0 to {len(many) - 1})")
+    lines = [
+        ("Newton-Schulz calls, a Muon step", [rank["calls"] for rank in many], "g")
+    ]
+    for what, key in (("Muon step", "sent"), ("batch", "batch_sent")):
+        for kind in dict.fromkeys(kind for rank in many for kind in rank[key]):
+            kib = [rank[key].get(kind, 0) / 1024 for rank in many]
+            # Of a batch, only what shows that this kind of group is not silent by itself.
+            if key == "sent" or kind == silent:
+                lines.append((f"KiB sent over {kind}, a {what}", kib, ".1f"))
+    width = max(len(name) for name, _, _ in lines)
+    for name, values, form in lines:
+        each = " + ".join(format(value, form) for value in values)
+        print(f"  {name:<{width}}  {each} = {format(sum(values), form)}")
+
+    checked = len({name for rank in many for name in rank["checked"]})
+    unequal = [
+        f"rank {i}: {r['differing']}" for i, r in enumerate(many) if r["differing"]
+    ]
+    words = f"NO, {unequal[0]}" if unequal else "yes"
+    print(
+        "\nIdentical gradients: each rank's parameters and momentum against one process"
+    )
+    print(f"  bitwise equal: {words} ({checked} matrices, {first['exact']} steps)")
+
+    problems = [f"not bitwise equal with identical gradients: {u}" for u in unequal]
+    for what, count in (("matrices checked", checked), ("Newton-Schulz calls", calls)):
+        if count != one["calls"]:
+            problems.append(
+                f"{count:g} {what}, not the {one['calls']:g} of one process"
+            )
+    for index, rank in enumerate(many):
+        if rank["other"]:
+            problems.append(f"rank {index}: Muon uses {', '.join(rank['other'])} too")
+        if rank["sent"][silent]:
+            problems.append(f"rank {index}: Muon sends over {silent}")
+    return problems
+
+
+def print_loss(who: str, steps: int, step: int, loss: float) -> None:
+    """Each tenth one and the last, on the first process."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if is_first and (step % 10 == 0 or step == steps - 1):
+        print(f"{who}: step {step:4d}  loss {loss:.4f}", flush=True)
+
+
+def last_tenth(figures: dict[str, Any]) -> float:
+    """Their mean, for a single batch's loss is noisy."""
+    losses = figures["losses"]
+    last = losses[-max(1, len(losses) // 10) :]
+    return sum(last) / len(last)
