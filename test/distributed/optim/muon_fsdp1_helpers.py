@@ -1,0 +1,214 @@
+"""What the multi-process tests of torch.optim.Muon under FullyShardedDataParallel share."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+
+import torch
+from muon_test_helpers import full, grid_of, NewtonSchulzCalls
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel as FSDP,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Muon
+from torch.optim.muon import create_auto_config, partition_parameters
+
+
+class Block(torch.nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.a = torch.nn.Linear(8, 12, bias=bias)
+        self.b = torch.nn.Linear(12, 7, bias=bias)
+        self.c = torch.nn.Linear(7, 8, bias=bias)
+
+    def forward(self, x):
+        return x + self.c(self.b(self.a(x).relu()).relu())
+
+
+class Tail(torch.nn.Linear):
+    """Has fewer elements than there are ranks."""
+
+
+class Model(torch.nn.Module):
+    def __init__(self, bias=False):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block(bias) for _ in range(2))
+        self.head = torch.nn.Linear(8, 3, bias=bias)
+        self.tail = Tail(3, 1, bias=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.tail(self.head(x))
+
+
+STRATEGIES = [
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+    ShardingStrategy.HYBRID_SHARD,
+]
+
+
+def wrap(
+    model,
+    orig=False,
+    strategy=ShardingStrategy.FULL_SHARD,
+    units=(Block, Tail),
+    **options,
+):
+    if strategy == ShardingStrategy.HYBRID_SHARD:
+        options["device_mesh"] = grid_of(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FSDP(
+            model,
+            device_id=torch.device("cpu"),
+            use_orig_params=orig,
+            sharding_strategy=strategy,
+            auto_wrap_policy=ModuleWrapPolicy(units) if units else None,
+            **options,
+        )
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def clean(name):
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+@contextlib.contextmanager
+def state_dicts(model, kind):
+    if kind == StateDictType.FULL_STATE_DICT:
+        configs = (
+            FullStateDictConfig(rank0_only=False),
+            FullOptimStateDictConfig(rank0_only=False),
+        )
+    else:
+        configs = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with FSDP.state_dict_type(model, kind, *configs):
+            yield
+
+
+class Run:
+    """An FSDP1 model and its plain twin, with an optimizer for their matrices and one for the rest."""
+
+    def __init__(self, orig, bias=None, by_module=None, flags=None, lr=0.1, **wrapping):
+        torch.manual_seed(5)
+        self.orig = orig
+        self.single = Model(orig if bias is None else bias)
+        self.model = wrap(copy.deepcopy(self.single), orig, **wrapping)
+        by_module = orig if by_module is None else by_module
+        source = (
+            {"module": self.model}
+            if by_module
+            else {"fsdp_process_group": self.model.process_group}
+        )
+        self.config = create_auto_config(**source, **(flags or {}))
+        self.lr = lr
+        self.build()
+        matrices, others = partition_parameters(self.single)
+        self.single_optimizers = self.optimizers(matrices, others)
+        self.steps = 0
+
+    def build(self):
+        matrices, others = partition_parameters(self.model)
+        self.matrices = matrices
+        self.all = self.optimizers(matrices, others, distributed_config=self.config)
+        self.optimizer = self.all[0]
+
+    def optimizers(self, matrices, others, **options):
+        made = [Muon(matrices, lr=self.lr, weight_decay=0.1, **options)]
+        return made + ([torch.optim.SGD(others, lr=self.lr)] if others else [])
+
+    def backward(self, rank=0):
+        self.steps += 1
+        for model in (self.model, self.single):
+            model(full(100 * self.steps + rank, (5, 8))).pow(2).sum().backward()
+
+    def take_gradients(self):
+        """Gives the twin the gradients that FSDP came to, which need original parameters."""
+        with FSDP.summon_full_params(self.model, with_grads=True, writeback=False):
+            gradients = {
+                clean(name): whole(param.grad).clone()
+                for name, param in self.model.named_parameters()
+            }
+        for name, param in self.single.named_parameters():
+            param.grad = gradients[name].to(param.dtype).view(param.shape)
+
+    def update(self):
+        with NewtonSchulzCalls() as calls:
+            self.optimizer.step()
+        for optimizer in [*self.all[1:], *self.single_optimizers]:
+            optimizer.step()
+        for optimizer in [*self.all, *self.single_optimizers]:
+            optimizer.zero_grad()
+        return calls.shapes
+
+    def step(self):
+        self.backward()
+        return self.update()
+
+    def problems(self):
+        """What is here other than in the twin: whole parameters, and this rank's momentum."""
+        expected = dict(self.single.named_parameters())
+        with FSDP.summon_full_params(self.model, writeback=False):
+            values = {
+                clean(name): whole(param).detach().clone()
+                for name, param in self.model.named_parameters()
+            }
+        # The names of flat parameters are there, too.
+        values = {n: v for n, v in values.items() if n in expected}
+        found = [f"no parameter {name}" for name in set(expected) - set(values)]
+        for name, value in values.items():
+            if not torch.equal(value, expected[name].detach()):
+                found.append(f"parameter {name}")
+        state = self.single_optimizers[0].state
+        for name, start, end, buffer in self.momenta():
+            other = state.get(expected[name], {}).get("momentum_buffer")
+            if other is None:
+                if buffer is not None:
+                    found.append(f"momentum {name}")
+            elif end > start and (
+                buffer is None or not torch.equal(buffer, other.flatten()[start:end])
+            ):
+                found.append(f"momentum {name} {start}:{end}")
+        return found
+
+    def momenta(self):
+        """Name, first and last element here, and the momentum of these, for each matrix."""
+        names = {module: name for name, module in self.model.named_modules()}
+        chosen = set(self.matrices)
+        for unit in FSDP.fsdp_modules(self.model):
+            if unit._handle is None:
+                continue
+            flat = unit._handle.flat_param
+            for i, (fqn, info) in enumerate(zip(flat._fqns, flat._shard_param_infos)):
+                param = flat._params[i] if self.orig else flat
+                if param not in chosen:
+                    continue
+                buffer = self.optimizer.state.get(param, {}).get("momentum_buffer")
+                start = end = at = 0
+                if info.in_shard:
+                    start, end = (
+                        info.intra_param_start_idx,
+                        info.intra_param_end_idx + 1,
+                    )
+                    at = 0 if self.orig else info.offset_in_shard
+                if buffer is not None:
+                    buffer = buffer.flatten()[at : at + end - start]
+                prefix = names[unit] + "." if names[unit] else ""
+                yield clean(f"{prefix}{fqn}"), start, end, buffer

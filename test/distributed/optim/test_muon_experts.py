@@ -1,0 +1,446 @@
+# Owner(s): ["oncall: distributed"]
+"""create_auto_config for experts and pipeline stages: nothing is ever sent between those."""
+
+import os
+import random
+import sys
+
+import torch.distributed as dist
+from torch.optim.muon import create_auto_config
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    requires_gloo,
+)
+from torch.testing._internal.common_utils import run_tests
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_test_helpers import (
+    Collectives,
+    Cut,
+    everyone,
+    GlooOnCPU,
+    grid_of,
+    NewtonSchulzCalls,
+    ParityAssertions,
+    R,
+    S0,
+    S1,
+    Spec,
+    Strategy,
+    Twins,
+)
+
+
+if not dist.is_available():
+    print("torch.distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+DENSE = [(8, 8), (7, 5), (3, 9)]
+EXPERT = [(6, 4), (4, 6), (5, 5)]
+
+
+@requires_gloo()
+class TestMuonExpertParallel(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    """The grid has data parallelism along "a" and expert parallelism along "b"."""
+
+    world_size = 4
+
+    def groups(self):
+        grid = grid_of(2, 2)
+        return grid.get_group("a"), grid.get_group("b")
+
+    def ids_here(self):
+        """Two experts a rank; ranks of one ``ep_process_group`` hold different ones."""
+        _, expert_rank = grid_of(2, 2).get_coordinate()
+        return [2 * expert_rank, 2 * expert_rank + 1]
+
+    def twins(self, ids, dense=DENSE, cut=Cut, dense_cut=Cut, order=None, **options):
+        """Dense matrices, which all ranks share, and those of the experts ``ids``."""
+        matrices = [(dense_cut(shape), i, None) for i, shape in enumerate(dense)]
+        for expert in ids:
+            for i, shape in enumerate(EXPERT):
+                matrices.append((cut(shape), 100 * (expert + 1) + i, expert))
+        if order is not None:
+            matrices = [matrices[i] for i in order]
+        cuts, seeds, experts = zip(*matrices)
+        config = create_auto_config(
+            expert_assignments={i: e for i, e in enumerate(experts) if e is not None},
+            **options,
+        )
+        return Twins(cuts, config, seeds=seeds)
+
+    def check(self, twins, total, message="", steps=2):
+        """``total`` is how many matrices are orthogonalized on all ranks together."""
+        self.assertTrainsAlike(twins, steps, message)
+        twins.set_gradients()
+        with NewtonSchulzCalls() as calls, Collectives() as seen:
+            twins.optimizer.step()
+        twins.single.step()
+        self.assertParity(twins, message)
+        self.assertEqual(sum(everyone(len(calls.shapes))), total, message)
+        return seen
+
+    def sent(self, seen):
+        elements = [0] * 4
+        for call in seen.calls:
+            self.assertEqual(call.name, "alltoall_base_")
+            for peer, count in zip(call.ranks, call.sent):
+                elements[peer] += count
+        return elements
+
+    def assertNothingBetweenExperts(self, seen, message=""):
+        _, ep_group = self.groups()
+        sent = self.sent(seen)
+        others = set(dist.get_process_group_ranks(ep_group)) - {self.rank}
+        self.assertEverywhere(
+            [f"{sent[peer]} elements to rank {peer}" for peer in others if sent[peer]],
+            message,
+        )
+
+    # One kind beside EP
+
+    def test_expert_parallel_independence(self):
+        twins = self.twins([self.rank], [], ep_process_group=dist.group.WORLD)
+        seen = self.check(twins, 4 * len(EXPERT))
+        self.assertEqual(seen.calls, [])
+        mine = {self.rank: list(range(len(EXPERT)))}
+        self.assertEqual(twins.optimizer.assignments, mine)
+
+    def test_dense_matrices_are_not_shared_over_ep_alone(self):
+        twins = self.twins([self.rank], ep_process_group=dist.group.WORLD)
+        seen = self.check(twins, 4 * len(DENSE + EXPERT))
+        self.assertEqual(seen.calls, [])
+
+    def test_ddp(self):
+        for kind in ("ddp", "cp"):
+            data, experts = self.groups()
+            options = {f"{kind}_process_group": data, "ep_process_group": experts}
+            twins = self.twins(self.ids_here(), **options)
+            seen = self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT), kind)
+            self.assertNothingBetweenExperts(seen)
+            pair = tuple(dist.get_process_group_ranks(data))
+            self.assertEqual({call.ranks for call in seen.calls}, {pair})
+            self.assertEqual(sorted(twins.optimizer.assignments), sorted(pair))
+
+    def test_ddp_over_all_ranks(self):
+        _, experts = self.groups()
+        options = dict(ddp_process_group=dist.group.WORLD, ep_process_group=experts)
+        # What all ranks share is done once, an expert once by its two holders.
+        twins = self.twins(self.ids_here(), **options)
+        self.check(twins, len(DENSE) + 4 * len(EXPERT))
+        seen = self.check(self.twins(self.ids_here(), [], **options), 4 * len(EXPERT))
+        self.assertNothingBetweenExperts(seen)
+
+    def test_dense_traffic_alone_goes_between_ep_ranks(self):
+        _, experts = self.groups()
+        options = dict(ddp_process_group=dist.group.WORLD, ep_process_group=experts)
+        without, beside = (
+            self.sent(self.check(self.twins(ids, **options), total))
+            for ids, total in [
+                ([], len(DENSE)),
+                (self.ids_here(), len(DENSE) + 4 * len(EXPERT)),
+            ]
+        )
+        self.assertGreater(sum(map(sum, everyone(without))), 0)
+        # Owners of the dense matrices may be others, so the traffic of all is what is compared.
+        between = [
+            sum(
+                elements
+                for rank, row in enumerate(everyone(sent))
+                for peer, elements in enumerate(row)
+                if rank % 2 != peer % 2
+            )
+            for sent in (without, beside)
+        ]
+        bound = sum(2 * (3 * rows * columns + 6) for rows, columns in DENSE)
+        self.assertLessEqual(max(between), bound)
+
+    def test_fsdp(self):
+        data, experts = self.groups()
+        rows = Strategy(grid_of(2, 2)["a"], "fsdp")
+        twins = self.twins(
+            self.ids_here(),
+            cut=rows.cut,
+            dense_cut=rows.cut,
+            fsdp_process_group=data,
+            ep_process_group=experts,
+        )
+        seen = self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT))
+        self.assertNothingBetweenExperts(seen)
+
+    def test_fsdp_over_all_ranks(self):
+        _, experts = self.groups()
+        twins = self.twins(
+            self.ids_here(),
+            cut=Strategy(grid_of(2, 2)["a"], "fsdp").cut,
+            dense_cut=Strategy(grid_of(4), "fsdp").cut,
+            fsdp_process_group=dist.group.WORLD,
+            ep_process_group=experts,
+        )
+        self.check(twins, len(DENSE) + 4 * len(EXPERT))
+
+    def test_tp(self):
+        data, experts = self.groups()
+        for dim in (0, 1):
+            along = Strategy(grid_of(2, 2)["a"], "tp")
+
+            def cut(shape):
+                return along.cut(shape, dim)
+
+            twins = self.twins(
+                self.ids_here(),
+                cut=cut,
+                dense_cut=cut,
+                tp_process_group=data,
+                tp_dim_per_param=dim,
+                ep_process_group=experts,
+            )
+            seen = self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT), f"{dim=}")
+            self.assertNothingBetweenExperts(seen)
+
+    def test_expert_parallel_with_fsdp(self):
+        self.check_sharded_within_an_ep_group("fsdp")
+
+    def test_expert_parallel_with_tp(self):
+        self.check_sharded_within_an_ep_group("tp", tp_dim_per_param=0)
+
+    def check_sharded_within_an_ep_group(self, kind, **options):
+        # As documented: some ranks of one ep_process_group of all are the shards of one expert.
+        twins = self.twins(
+            [self.rank // 2],
+            [],
+            cut=Strategy(grid_of(2, 2)["b"], "fsdp").cut,
+            ep_process_group=dist.group.WORLD,
+            **{f"{kind}_process_group": grid_of(2, 2).get_group("b")},
+            **options,
+        )
+        self.check(twins, 2 * len(EXPERT))
+
+    def test_experts_that_are_dtensors(self):
+        data, experts = self.groups()
+        for placement, dense in ((S0, R), (S1, S0), (R, S1)):
+            twins = self.twins(
+                self.ids_here(),
+                cut=lambda shape: Spec(shape, grid_of(2, 2)["a"], (placement,)),
+                dense_cut=lambda shape: Spec(shape, grid_of(4), (dense,)),
+                ep_process_group=experts,
+            )
+            seen = self.check(twins, len(DENSE) + 4 * len(EXPERT))
+            ranks = {call.ranks for call in seen.calls}
+            pair = tuple(dist.get_process_group_ranks(data))
+            self.assertEqual(ranks, {pair, (0, 1, 2, 3)})
+
+    def test_experts_that_are_plain_beside_dtensors(self):
+        data, experts = self.groups()
+        twins = self.twins(
+            self.ids_here(),
+            dense_cut=lambda shape: Spec(shape, grid_of(4), (S0,)),
+            ddp_process_group=data,
+            ep_process_group=experts,
+        )
+        self.check(twins, len(DENSE) + 4 * len(EXPERT))
+
+    # Experts here and there
+
+    def test_replicas_in_another_order(self):
+        data, experts = self.groups()
+        for group in (data, dist.group.WORLD):
+            order = list(range(len(DENSE) + 2 * len(EXPERT)))
+            if self.rank >= 2:
+                # Each expert's matrices, and the dense ones, keep their own order.
+                order = [6, 0, 7, 8, 1, 3, 4, 2, 5]
+            twins = self.twins(
+                self.ids_here(),
+                order=order,
+                ddp_process_group=group,
+                ep_process_group=experts,
+            )
+            dense = len(DENSE) * (1 if group is dist.group.WORLD else 2)
+            self.check(twins, dense + 4 * len(EXPERT))
+
+    def test_different_numbers_of_experts(self):
+        ids = [[0], [1, 2], [], [3, 4, 5]][self.rank]
+        twins = self.twins(
+            ids, ddp_process_group=dist.group.WORLD, ep_process_group=dist.group.WORLD
+        )
+        self.check(twins, len(DENSE) + 6 * len(EXPERT))
+
+    def test_experts_without_gradients(self):
+        data, experts = self.groups()
+        for group in (data, dist.group.WORLD):
+            twins = self.twins(
+                self.ids_here(), ddp_process_group=group, ep_process_group=experts
+            )
+            usual = self.check(twins, self.all_of(group))
+            for unused in ([0], [1, 2], [0, 1, 2, 3]):
+                missing = [
+                    i
+                    for i, expert in enumerate(self.experts_of(twins))
+                    if expert in unused
+                ]
+                twins.set_gradients(missing)
+                with NewtonSchulzCalls() as calls, Collectives() as seen:
+                    twins.optimizer.step()
+                twins.single.step()
+                self.assertParity(twins, f"{unused}")
+                self.assertEqual(seen.calls, usual.calls)
+                done = self.all_of(group) - len(unused) * len(EXPERT)
+                self.assertEqual(sum(everyone(len(calls.shapes))), done)
+
+    def all_of(self, group):
+        return len(DENSE) * (4 // dist.get_world_size(group)) + 4 * len(EXPERT)
+
+    def experts_of(self, twins):
+        given = twins.config.state["expert_assignments"]
+        return [given.get(i) for i in range(len(twins.params))]
+
+    def test_gradient_on_some_holders_of_an_expert(self):
+        data, experts = self.groups()
+        for group in (data, dist.group.WORLD):
+            twins = self.twins(
+                self.ids_here(), ddp_process_group=group, ep_process_group=experts
+            )
+            twins.set_gradients()
+            if self.rank == 3:
+                twins.params[len(DENSE)].grad = None
+            message = ""
+            try:
+                twins.optimizer.step()
+            except RuntimeError as error:
+                message = str(error)
+            found = everyone(message)
+            for rank in (1, 3):
+                self.assertRegex(found[rank], "expert 2.*|parameter 3")
+            self.assertEqual(found[0], "")
+            self.assertEqual(found[2], "")
+
+    def test_order_of_experts_among_themselves_does_not_matter(self):
+        data, experts = self.groups()
+        ids = self.ids_here()[:: -1 if self.rank >= 2 else 1]
+        twins = self.twins(ids, ddp_process_group=data, ep_process_group=experts)
+        self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT))
+
+    def test_random_experts(self):
+        """To see one again: MUON_TEST_SEED=... and the seed that was printed."""
+        given = os.environ.get("MUON_TEST_SEED")
+        seed = int(given) if given else everyone(random.randrange(10**6))[0]
+        if self.rank == 0:
+            print(f"MUON_TEST_SEED={seed}", file=sys.stderr)
+        rng = random.Random(seed)
+        data, experts = self.groups()
+        for trial in range(10):
+            group = rng.choice((data, dist.group.WORLD))
+            # How many experts the ranks of each place along "b" hold, in two orders.
+            counts = [rng.randint(0, 3), rng.randint(0, 3)]
+            starts = [0, counts[0]]
+            orders = [
+                [rng.sample(range(at, at + n), n) for at, n in zip(starts, counts)]
+                for _ in range(2)
+            ]
+            twins = self.twins(
+                orders[self.rank // 2][self.rank % 2],
+                DENSE[: rng.randint(1, 3)],
+                ddp_process_group=group,
+                ep_process_group=experts,
+                prefetch_count=rng.randint(0, 2),
+                async_gpu_parallelism=rng.random() < 0.7,
+            )
+            unused = [e for e in range(6) if rng.random() < 0.3]
+            message = f"MUON_TEST_SEED={seed} trial {trial}"
+            for step in range(2):
+                held = self.experts_of(twins)
+                twins.step([i for i, e in enumerate(held) if step and e in unused])
+                self.assertParity(twins, message)
+
+    # Mistakes
+
+    def assertRaisesEverywhere(self, build, pattern, ranks=range(4)):
+        message = ""
+        try:
+            build()
+        except ValueError as error:
+            message = str(error)
+        found = everyone(message)
+        for rank, text in enumerate(found):
+            self.assertRegex(text, pattern if rank in ranks else "^$", f"rank {rank}")
+        data, experts = self.groups()
+        twins = self.twins(
+            self.ids_here(), ddp_process_group=data, ep_process_group=experts
+        )
+        self.assertTrainsAlike(twins, 1)
+
+    def test_ids_that_clash_within_one_ep_group(self):
+        _, experts = self.groups()
+        self.assertRaisesEverywhere(
+            lambda: self.twins(
+                [0, 1], ddp_process_group=dist.group.WORLD, ep_process_group=experts
+            ),
+            "expert [01].*one ep_process_group.*expert_assignments",
+        )
+
+    def test_one_rank_with_the_ids_of_another(self):
+        _, experts = self.groups()
+        ids = [0, 1] if self.rank == 1 else self.ids_here()
+        self.assertRaisesEverywhere(
+            lambda: self.twins(
+                ids, ddp_process_group=dist.group.WORLD, ep_process_group=experts
+            ),
+            "expert",
+        )
+
+    def test_replicas_that_number_a_parameter_otherwise(self):
+        data, experts = self.groups()
+
+        def build():
+            given = {3: 7, 4: 7} if self.rank < 2 else {3: 7}
+            return Twins(
+                [Cut((8, 8))] * 5,
+                create_auto_config(
+                    ddp_process_group=data,
+                    ep_process_group=experts,
+                    expert_assignments=given,
+                ),
+            )
+
+        self.assertRaisesEverywhere(build, "disagree|contradict")
+
+    def test_expert_of_other_shapes_on_a_replica(self):
+        data, experts = self.groups()
+
+        def build():
+            shape = (6, 5) if self.rank == 2 else (6, 4)
+            return Twins(
+                [Cut((8, 8)), Cut(shape)],
+                create_auto_config(
+                    ddp_process_group=data,
+                    ep_process_group=experts,
+                    expert_assignments={1: self.rank % 2},
+                ),
+            )
+
+        self.assertRaisesEverywhere(
+            build, r"expert 0.*\(6, 4\).*\(6, 5\)", ranks=(0, 2)
+        )
+
+    # Pipeline stages
+
+    def test_stages_send_each_other_nothing(self):
+        data, stages = self.groups()
+        stage = self.rank % 2
+        config = create_auto_config(
+            ddp_process_group=data,
+            pp_process_group=stages,
+            pp_stage_id=stage,
+            pp_num_stages=2,
+        )
+        shapes = DENSE if stage else EXPERT + DENSE
+        twins = Twins([Cut(shape) for shape in shapes], config, seed=50 * stage)
+        seen = self.check(twins, len(EXPERT) + 2 * len(DENSE))
+        self.assertNothingBetweenExperts(seen)
+        self.assertIs(config.state["pp_process_group"], stages)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,615 @@
+# Owner(s): ["oncall: distributed"]
+"""The distributed Muon under FullyShardedDataParallel, with flat and with original parameters."""
+
+import copy
+import itertools
+import os
+import pickle
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+    StateDictOptions,
+)
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel as FSDP,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    parallelize_module,
+    RowwiseParallel,
+)
+from torch.optim import Muon
+from torch.optim.muon import (
+    create_auto_config,
+    create_dtensor_config,
+    partition_parameters,
+)
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    requires_gloo,
+)
+from torch.testing._internal.common_utils import run_tests
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_fsdp1_helpers import (
+    Block,
+    clean,
+    Model,
+    Run,
+    state_dicts,
+    STRATEGIES,
+    Tail,
+    whole,
+    wrap,
+)
+from muon_test_helpers import (
+    Collectives,
+    everyone,
+    full,
+    GlooOnCPU,
+    grid_of,
+    NewtonSchulzCalls,
+    ParityAssertions,
+)
+
+
+if not dist.is_available():
+    print("torch.distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+@requires_gloo()
+class TestMuonFSDP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    world_size = 4
+
+    def check(self, run, steps=3, message="", count=8):
+        for step in range(steps):
+            shapes = run.step()
+            if count is not None:
+                self.assertEqual(sum(everyone(len(shapes))), count, message)
+            self.assertEverywhere(run.problems(), f"{message} step {step}")
+
+    # Against one process
+
+    def test_fsdp_correctness(self):
+        for orig in (False, True):
+            run = Run(orig)
+            before = [p.detach().clone() for p in run.matrices]
+            self.check(run, 1)
+            self.assertEverywhere(
+                [
+                    f"{tuple(p.shape)} has not changed"
+                    for p, old in zip(run.matrices, before)
+                    if p.numel() > 1 and torch.equal(p.detach(), old)
+                ]
+            )
+
+    def test_fsdp_vs_single_device(self):
+        for orig, strategy, units in itertools.product(
+            (False, True), STRATEGIES, [(Block, Tail), None]
+        ):
+            replicated = strategy == ShardingStrategy.HYBRID_SHARD
+            for by_module in {True, orig or replicated}:
+                run = Run(orig, strategy=strategy, units=units, by_module=by_module)
+                self.check(run, 2, f"{orig=} {strategy} {units} {by_module=}")
+
+    def test_hybrid_shard_by_its_groups(self):
+        torch.manual_seed(5)
+        grid = grid_of(2, 2)
+        run = Run(False, strategy=ShardingStrategy.HYBRID_SHARD, by_module=True)
+        run.config = create_auto_config(
+            shard_process_group=grid.get_group("b"),
+            replicate_process_group=grid.get_group("a"),
+        )
+        run.build()
+        self.check(run)
+
+    def test_every_matrix_of_a_flat_parameter_has_its_own_owner(self):
+        class Equal(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = torch.nn.Sequential(
+                    *(torch.nn.Linear(8, 8, bias=False) for _ in range(8))
+                )
+
+            def forward(self, x):
+                return self.layers(x)
+
+        for orig, strategy in itertools.product((False, True), STRATEGIES):
+            model = wrap(Equal(), orig, strategy, None)
+            matrices, _ = partition_parameters(model)
+            self.assertEqual(len(matrices), 8 if orig else 1)
+            config = create_auto_config(module=model)
+            optimizer = Muon(matrices, distributed_config=config)
+            model(full(0, (5, 8))).sum().backward()
+            with NewtonSchulzCalls() as calls, Collectives() as seen:
+                optimizer.step()
+            self.assertEqual(everyone(len(calls.shapes)), [2] * 4, f"{orig} {strategy}")
+            self.assertEqual({call.name for call in seen.calls}, {"alltoall_base_"})
+            if not orig:
+                # The index stands under the owner of the flat parameter's first matrix.
+                owned = [i for own in optimizer.assignments.values() for i in own]
+                self.assertEqual(owned, [0])
+
+    def test_flags(self):
+        for orig in (False, True):
+            for parallel, prefetch in [(True, 0), (True, 2), (False, 0)]:
+                flags = dict(async_gpu_parallelism=parallel, prefetch_count=prefetch)
+                self.check(Run(orig, flags=flags), 2, f"{orig} {flags}")
+
+    def test_original_parameters_with_and_without_biases(self):
+        run = Run(True, bias=True)
+        counts = [len(o.param_groups[0]["params"]) for o in run.all]
+        self.assertEqual(counts, [8, 7])
+        self.check(run)
+        self.check(Run(True, bias=False))
+
+    def test_ranks_that_hold_nothing(self):
+        run = Run(True)
+        empty = [p for p in run.matrices if not p.numel()]
+        self.assertTrue(any(everyone(len(empty))))
+        for step in range(2):
+            run.backward()
+            with self.everywhere():
+                self.assertEqual([p.grad for p in empty], [None] * len(empty))
+            run.update()
+            self.assertEverywhere(run.problems(), f"step {step}")
+        has = ["momentum_buffer" in run.optimizer.state[p] for p in run.matrices]
+        self.assertEqual(everyone(has), [[True] * 8] * 4)
+
+    def test_momentum_is_where_fsdp_keeps_the_parameter(self):
+        for orig, strategy in itertools.product((False, True), STRATEGIES):
+            run = Run(orig, strategy=strategy, by_module=True)
+            run.step()
+            with self.everywhere(f"{orig=} {strategy}"):
+                for param in run.matrices:
+                    state = run.optimizer.state.get(param)
+                    if param.numel() == 0:
+                        continue
+                    buffer = state["momentum_buffer"]
+                    self.assertIs(type(buffer), torch.Tensor)
+                    self.assertEqual(buffer.shape, param.shape)
+                    self.assertEqual(buffer.dtype, param.dtype)
+                    self.assertEqual(list(state), ["momentum_buffer"])
+
+    def check_apart(self, run, steps=2, message="", prepare=None):
+        """On data that differ from rank to rank."""
+        for step in range(steps):
+            run.backward(self.rank)
+            if prepare is not None:
+                prepare()
+            run.take_gradients()
+            run.update()
+            self.assertEverywhere(run.problems(), f"{message} step {step}")
+
+    def test_mixed_precision(self):
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        run = Run(True, mixed_precision=policy)
+        self.check_apart(run)
+        self.assertEqual(run.matrices[0].dtype, torch.float32)
+
+    def test_data_that_differ(self):
+        for strategy in STRATEGIES:
+            self.check_apart(Run(True, strategy=strategy), message=f"{strategy}")
+
+    def test_clipped_gradients(self):
+        run = Run(True)
+
+        def clip():
+            self.assertGreater(run.model.clip_grad_norm_(0.1).item(), 0.1)
+
+        self.check_apart(run, prepare=clip)
+
+    def test_accumulated_gradients(self):
+        for orig, strategy in itertools.product((False, True), STRATEGIES[:2]):
+            run = Run(orig, strategy=strategy)
+            for step in range(2):
+                with run.model.no_sync():
+                    run.backward()
+                run.backward()
+                run.update()
+                self.assertEverywhere(run.problems(), f"{orig=} {strategy} {step}")
+
+    def wrapped(self, run):
+        """The indices that the run's gather_fn is called with from now on."""
+        calls, built = [], run.config.gather_fn
+
+        def gather(piece, rank, state):
+            calls.append(state["current_param_idx"])
+            return built(piece, rank, state)
+
+        run.config.gather_fn = gather
+        return calls
+
+    def test_wrapped_functions_give_the_bits_of_the_engine(self):
+        for units in ((Block, Tail), None):
+            run = Run(True, units=units)
+            calls = self.wrapped(run)
+            self.check(run, 2, f"{units}")
+            self.assertEqual(calls, list(range(8)) * 2)
+
+    def test_wrapped_functions_do_not_see_the_matrices_of_a_flat_parameter(self):
+        run = Run(False, units=None)
+        self.wrapped(run)
+        before = [p.detach().clone() for p in run.matrices]
+        run.backward()
+        with self.everywhere():
+            with self.assertRaisesRegex(ValueError, "flat parameter of 8 matrices"):
+                run.optimizer.step()
+            for param, old in zip(run.matrices, before):
+                self.assertTrue(torch.equal(param.detach(), old))
+
+    def test_gather_then_redistribute_is_the_identity(self):
+        for orig, strategy in itertools.product((False, True), STRATEGIES):
+            torch.manual_seed(5)
+            single = torch.nn.Linear(5, 7, bias=False)
+            model = wrap(copy.deepcopy(single), orig, strategy, None)
+            (param,) = model.parameters()
+            config = create_auto_config(module=model)
+            optimizer = Muon([param], distributed_config=config)
+            piece = param.detach().clone()
+            with self.everywhere(f"{orig=} {strategy}"):
+                found = config.gather_fn(piece, 0, config.state)
+                self.assertTrue(torch.equal(found, single.weight.detach()))
+                with Collectives() as seen:
+                    mine = config.redistribute_fn(found, 0, config.state)
+                self.assertTrue(torch.equal(mine, piece))
+                self.assertEqual(seen.calls, [])
+            del optimizer
+
+    def test_frozen_parameters(self):
+        run = Run(True)
+        frozen = "blocks.0.b.weight"
+        for model in (run.model, run.single):
+            for name, param in model.named_parameters():
+                if clean(name) == frozen:
+                    param.requires_grad_(False)
+        run.config = create_auto_config(module=run.model)
+        run.build()
+        self.check(run, 2, count=7)
+
+    def test_gradient_missing_where_elements_are(self):
+        run = Run(True, units=None)
+        run.backward()
+        holders = everyone([p.numel() > 0 for p in run.matrices])
+        # Held by several ranks, of which one lacks the gradient.
+        index, lacking = next(
+            (i, ranks[-1])
+            for i in range(8)
+            if len(ranks := [r for r in range(4) if holders[r][i]]) > 1
+        )
+        if self.rank == lacking:
+            run.matrices[index].grad = None
+        message = ""
+        try:
+            run.optimizer.step()
+        except RuntimeError as error:
+            message = str(error)
+        for rank, text in enumerate(everyone(message)):
+            self.assertRegex(text, f"parameter {index} ", f"rank {rank}")
+
+    def test_gradient_missing_on_all_ranks(self):
+        run = Run(True, units=None)
+        self.check(run, 1)
+        for step in range(2):
+            run.backward()
+            name = "blocks.1.b.weight"
+            for model in (run.model, run.single):
+                for n, param in model.named_parameters():
+                    if clean(n) == name:
+                        param.grad = None
+            shapes = run.update()
+            self.assertEqual(sum(everyone(len(shapes))), 7)
+            self.assertEverywhere(run.problems(), f"step {step}")
+
+    # Over tensor parallelism
+
+    def tensor_parallel(self, orig):
+        grid = grid_of(2, 2)
+        torch.manual_seed(5)
+        single = Model(bias=False)
+        model = copy.deepcopy(single)
+        for block in model.blocks:
+            plan = {"a": ColwiseParallel(), "b": RowwiseParallel()}
+            parallelize_module(block, grid["b"], plan)
+        return single, wrap(model, orig, units=(Block,), device_mesh=grid["a"])
+
+    def test_tensor_parallel_with_original_parameters(self):
+        single, model = self.tensor_parallel(True)
+        run = Run.__new__(Run)
+        run.orig, run.single, run.model, run.lr, run.steps = True, single, model, 0.1, 0
+        run.config = create_auto_config(
+            module=model,
+            tp_process_group=grid_of(2, 2).get_group("b"),
+            tp_dim_per_param={0: 0, 1: 1, 3: 0, 4: 1},
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            run.build()
+        run.single_optimizers = run.optimizers(*partition_parameters(single))
+        for step in range(3):
+            run.backward()
+            run.take_gradients()
+            shapes = run.update()
+            self.assertEqual(sum(everyone(len(shapes))), 8)
+            with FSDP.summon_full_params(model, writeback=False):
+                values = {
+                    clean(n): whole(p).detach().clone()
+                    for n, p in model.named_parameters()
+                }
+            problems = [
+                name
+                for name, param in single.named_parameters()
+                if not torch.equal(values[name], param.detach())
+            ]
+            self.assertEverywhere(problems, f"step {step}")
+
+    def test_tensor_parallel_with_flat_parameters(self):
+        grid = grid_of(2, 2)
+        for by_module in (False, True):
+            single, model = self.tensor_parallel(False)
+            rows, column = grid.get_coordinate()
+            names = dict(single.named_parameters())
+
+            def flat_piece(flat, values, prefix):
+                """This rank's piece of the unit's storage: TP's piece of each matrix, one after the other."""
+                pieces = []
+                for fqn in flat._fqns:
+                    value = values[prefix + fqn]
+                    dim = {"a": 0, "b": 1}.get(fqn.split(".")[0])
+                    if dim is not None:
+                        value = value.chunk(2, dim)[column]
+                    pieces.append(value.reshape(-1))
+                joined = torch.cat(pieces)
+                joined = torch.nn.functional.pad(joined, (0, len(joined) % 2))
+                return joined.chunk(2)[rows]
+
+            flats = [
+                (unit._handle.flat_param, prefix)
+                for unit, prefix in [
+                    (model, ""),
+                    (model.blocks[0], "blocks.0."),
+                    (model.blocks[1], "blocks.1."),
+                ]
+            ]
+            options = (
+                dict(module=model)
+                if by_module
+                else dict(fsdp_process_group=model.process_group)
+            )
+            # TP's replicas of what is not cut are known from the given group only.
+            options.update(tp_process_group=grid.get_group("b"), tp_dim_per_param={})
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer = Muon(
+                    [flat for flat, _ in flats],
+                    lr=0.1,
+                    distributed_config=create_auto_config(**options),
+                )
+            reference = Muon(single.parameters(), lr=0.1)
+            for step in range(3):
+                for i, param in enumerate(names.values()):
+                    param.grad = full(100 * step + i, param.shape)
+                gradients = {n: p.grad for n, p in names.items()}
+                for flat, prefix in flats:
+                    flat.grad = flat_piece(flat, gradients, prefix).clone()
+                with NewtonSchulzCalls() as calls:
+                    optimizer.step()
+                reference.step()
+                self.assertEqual(sum(everyone(len(calls.shapes))), 8)
+                with self.everywhere(f"{by_module=} step {step}"):
+                    for flat, prefix in flats:
+                        values = {n: p.detach() for n, p in names.items()}
+                        momenta = {
+                            n: reference.state[p]["momentum_buffer"]
+                            for n, p in names.items()
+                        }
+                        buffer = optimizer.state[flat]["momentum_buffer"]
+                        for mine, its in ((flat.detach(), values), (buffer, momenta)):
+                            expected = flat_piece(flat, its, prefix)
+                            self.assertTrue(torch.equal(mine, expected), prefix)
+
+    # Errors
+
+    def assertRaisesEverywhere(self, build, pattern):
+        message = ""
+        try:
+            build()
+        except ValueError as error:
+            message = str(error)
+        for rank, text in enumerate(everyone(message)):
+            self.assertRegex(text, pattern, f"rank {rank}")
+        # What follows works.
+        run = Run(True)
+        run.step()
+        self.assertEverywhere(run.problems())
+
+    def test_flat_parameter_that_mixes_matrices_with_biases(self):
+        for units in ((Block, Tail), None):
+            model = wrap(Model(bias=True), False, units=units)
+            pattern = r"a\.weight.*a\.bias.*use_orig_params=True"
+            for config in (
+                create_auto_config(fsdp_process_group=model.process_group),
+                create_auto_config(module=model),
+            ):
+                flats = [p for p in model.parameters() if hasattr(p, "_fqns")][-2:]
+                if units is None:
+                    flats = list(model.parameters())
+                self.assertRaisesEverywhere(
+                    lambda: Muon(flats, distributed_config=config),
+                    pattern if units is None else r"weight.*bias.*use_orig_params=True",
+                )
+            self.assertRaisesEverywhere(
+                lambda: partition_parameters(model), "weight.*bias"
+            )
+
+    def test_original_parameters_without_the_module(self):
+        model = wrap(Model(), True)
+        matrices, _ = partition_parameters(model)
+        for group in (None, model.process_group):
+            config = create_auto_config(fsdp_process_group=group)
+            self.assertRaisesEverywhere(
+                lambda: Muon(matrices, distributed_config=config), "module=model"
+            )
+
+    def test_module_of_another_model(self):
+        model, other = wrap(Model(), True), wrap(Model(), True)
+        matrices, _ = partition_parameters(model)
+        config = create_auto_config(module=other)
+        self.assertRaisesEverywhere(
+            lambda: Muon(matrices, distributed_config=config), "another.*module="
+        )
+
+    def test_flat_parameters_without_a_group(self):
+        model = wrap(Model(), False)
+        self.assertRaisesEverywhere(
+            lambda: Muon(model.parameters(), distributed_config=create_auto_config()),
+            "fsdp_process_group=.*module=",
+        )
+
+    def test_dtensor_config_for_fsdp1(self):
+        for orig, strategy in itertools.product((False, True), STRATEGIES[:1]):
+            model = wrap(Model(), orig, strategy)
+            matrices, _ = partition_parameters(model)
+            self.assertRaisesEverywhere(
+                lambda: Muon(matrices, distributed_config=create_dtensor_config()),
+                "create_auto_config",
+            )
+
+    def test_biases_of_original_parameters(self):
+        model = wrap(Model(bias=True), True)
+        config = create_auto_config(module=model)
+        self.assertRaisesEverywhere(
+            lambda: Muon(model.parameters(), distributed_config=config),
+            r"only supports 2D parameters.*bias",
+        )
+
+    def test_group_that_contradicts_the_unit(self):
+        model = wrap(Model(), False)
+        config = create_auto_config(
+            module=model, fsdp_process_group=grid_of(2, 2).get_group("a")
+        )
+        with self.everywhere():
+            with self.assertWarnsRegex(UserWarning, "fsdp_process_group.*believed"):
+                Muon(model.parameters(), distributed_config=config)
+
+
+@requires_gloo()
+class TestMuonFSDPState(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    world_size = 4
+
+    def resumed(self, run, save, load):
+        """Goes on with a new model and optimizer that got what ``save`` made of the old ones."""
+        saved = save(run)
+        with state_dicts(run.model, StateDictType.FULL_STATE_DICT):
+            values = copy.deepcopy(run.model.state_dict())
+        wrapping = dict(units=run.units, strategy=run.strategy)
+        again = Run(run.orig, bias=False, by_module=True, **wrapping)
+        with state_dicts(again.model, StateDictType.FULL_STATE_DICT):
+            again.model.load_state_dict(values)
+        load(again, saved)
+        again.single = run.single
+        again.single_optimizers = run.single_optimizers
+        again.steps = run.steps
+        return again
+
+    def check(self, save, load):
+        for orig, strategy, units in itertools.product(
+            (False, True),
+            (STRATEGIES[0], STRATEGIES[3], STRATEGIES[2]),
+            [(Block, Tail), None],
+        ):
+            run = Run(orig, bias=False, by_module=True, strategy=strategy, units=units)
+            run.strategy, run.units = strategy, units
+            for _ in range(2):
+                run.step()
+            message = f"{orig=} {strategy} {units}"
+            self.assertEverywhere(run.problems(), message)
+            again = self.resumed(run, save, load)
+            self.assertEverywhere(again.problems(), f"{message} loaded")
+            for step in range(2):
+                again.step()
+                self.assertEverywhere(again.problems(), f"{message} step {step}")
+
+    def check_kind(self, kind):
+        def save(run):
+            with state_dicts(run.model, kind):
+                return copy.deepcopy(FSDP.optim_state_dict(run.model, run.optimizer))
+
+        def load(run, saved):
+            with state_dicts(run.model, kind):
+                mine = FSDP.optim_state_dict_to_load(run.model, run.optimizer, saved)
+            run.optimizer.load_state_dict(mine)
+
+        self.check(save, load)
+
+    def test_full_state_dict(self):
+        self.check_kind(StateDictType.FULL_STATE_DICT)
+
+    def test_sharded_state_dict(self):
+        self.check_kind(StateDictType.SHARDED_STATE_DICT)
+
+    def check_checkpoint(self, **options):
+        options = StateDictOptions(**options)
+
+        def save(run):
+            return copy.deepcopy(
+                get_optimizer_state_dict(run.model, run.optimizer, options=options)
+            )
+
+        def load(run, saved):
+            set_optimizer_state_dict(
+                run.model, run.optimizer, optim_state_dict=saved, options=options
+            )
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.check(save, load)
+
+    def test_checkpoint_in_full(self):
+        self.check_checkpoint(full_state_dict=True)
+
+    def test_checkpoint_in_shards(self):
+        self.check_checkpoint()
+
+    def test_own_state_dict(self):
+        def save(run):
+            return copy.deepcopy(run.optimizer.state_dict())
+
+        self.check(save, lambda run, saved: run.optimizer.load_state_dict(saved))
+
+    def test_state_dict_holds_nothing_of_the_config(self):
+        for orig in (False, True):
+            run = Run(orig)
+            run.step()
+            state_dict = run.optimizer.state_dict()
+            single = run.single_optimizers[0].state_dict()
+            self.assertEqual(
+                set(state_dict["param_groups"][0]), set(single["param_groups"][0])
+            )
+
+    def test_copies_have_no_config_and_say_so(self):
+        run = Run(True)
+        run.step()
+        pickled = pickle.loads(pickle.dumps(run.optimizer))
+        for other in (copy.deepcopy(run.optimizer), pickled):
+            with self.everywhere():
+                for param in other.param_groups[0]["params"]:
+                    param.grad = torch.ones_like(param)
+                with self.assertRaisesRegex(RuntimeError, "distributed_config"):
+                    other.step()
+        run.step()
+        self.assertEverywhere(run.problems())
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,361 @@
+# Owner(s): ["oncall: distributed"]
+"""What once went wrong with the distributed Muon: each incident, and the same without its cause."""
+
+import functools
+import gc
+import os
+import shutil
+import sys
+import tempfile
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.optim import Muon
+from torch.optim.muon import create_dtensor_config
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    requires_gloo,
+)
+from torch.testing._internal.common_utils import run_tests
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_test_helpers import (
+    everyone,
+    full,
+    GlooOnCPU,
+    local,
+    mesh_of,
+    ParityAssertions,
+    place,
+    R,
+    S0,
+    S1,
+    Spec,
+    specs,
+    Twins,
+)
+from test_muon_exchange import LiveBytes
+
+
+if not dist.is_available():
+    print("torch.distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+SPLIT = "some of the ranks .* have a gradient for them and some have none.*parameter 0"
+
+
+@functools.cache
+def swapped_mesh():
+    """All four ranks, in an order of its own."""
+    return DeviceMesh("cpu", [1, 0, 2, 3])
+
+
+def wrapped(config):
+    """``config`` with a function of the user's around its gather_fn."""
+    original = config.gather_fn
+    config.gather_fn = lambda piece, rank, state: original(piece, rank, state)
+    return config
+
+
+def module_of(params):
+    module = torch.nn.Module()
+    for i, param in enumerate(params):
+        module.register_parameter(f"w{i}", param)
+    return module
+
+
+@requires_gloo()
+class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    world_size = 4
+    # Most of these hung.
+    timeout = timedelta(seconds=30)
+
+    def assertRaisesEverywhere(self, call, kind, pattern):
+        try:
+            outcome = ("", f"no error {call()}")
+        except Exception as error:
+            outcome = (type(error).__name__, str(error))
+        for rank, (name, text) in enumerate(everyone(outcome)):
+            self.assertEqual(name, kind.__name__, f"rank {rank}: {text}")
+            self.assertRegex(text, pattern, f"rank {rank}")
+
+    def expert(self):
+        """What ranks 2 and 3 hold beside what all share."""
+        held = self.rank >= 2
+        return specs(mesh_of(2), [(S0,)], [(9, 6)]) if held else []
+
+    def with_expert(self):
+        return Twins([Spec((8, 8), mesh_of(4), (S0,)), *self.expert()])
+
+    def set_partial_gradients(self, twins, dtype):
+        """New gradients that are still to be summed over the ranks."""
+        twins.set_gradients()
+        for param, single in zip(twins.params, twins.singles):
+            term = single.grad if self.rank == 3 else torch.zeros_like(single.grad)
+            param.grad_dtype = dtype
+            param.grad = DTensor.from_local(
+                term.to(dtype), param.device_mesh, [Partial()], run_check=False
+            )
+
+    def step_with_partial_gradients(self, twins, dtype=torch.float32):
+        self.set_partial_gradients(twins, dtype)
+        twins.single.step()
+        twins.optimizer.step()
+        self.assertParity(twins)
+
+    def assertSplitGradientIsFound(self, twins, dtype=torch.float32):
+        self.set_partial_gradients(twins, dtype)
+        if self.rank == 0:
+            twins.params[0].grad = None
+        self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, SPLIT)
+
+    # Functions of the user's
+
+    def test_wrapped_gather_beside_parameters_of_one_rank(self):
+        """A wrapped gather_fn looked ahead among all parameters, and ranks that held more got stuck."""
+        shared = specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)])
+        for wrap in (lambda config: config, wrapped):
+            for prefetch in (0, 1, 2):
+                for others in ([0] * 4, [0, 1, 2, 3]):
+                    placed, seeds = list(shared), [0, 1, 2, 3]
+                    for i in range(others[self.rank]):
+                        placed.insert(i + 1, Spec((4, 6), None, None))
+                        seeds.insert(i + 1, 50 + 10 * self.rank + i)
+                    config = wrap(create_dtensor_config(prefetch_count=prefetch))
+                    twins = Twins(placed, config, seeds=seeds)
+                    self.assertTrainsAlike(twins, 2, f"{prefetch} {others}")
+
+    def test_wrapped_gather_and_a_piece_that_is_empty(self):
+        """Under a wrapped gather_fn, a rank with an empty piece kept no momentum buffer."""
+        for wrap in (lambda config: config, wrapped):
+            for given in (True, False):
+                placed = specs(mesh_of(4), [(S0,)], [(3, 8), (8, 8)])
+                twins = Twins(placed, wrap(create_dtensor_config()))
+                for _ in range(2):
+                    twins.set_gradients()
+                    if self.rank == 3 and not given:
+                        twins.params[0].grad = None
+                    twins.single.step()
+                    twins.optimizer.step()
+                    self.assertParity(twins, f"gradient given: {given}")
+
+    # Plans that some ranks make anew
+
+    def test_expert_unfrozen_by_its_holders(self):
+        """Holders who unfroze an expert waited for ranks that know nothing of it."""
+        for frozen in (False, True):
+            twins = self.with_expert()
+            for param in twins.params[1:]:
+                param.requires_grad_(not frozen)
+            config = create_dtensor_config()
+            twins.optimizer = Muon(twins.params, distributed_config=config)
+            twins.step([1] if frozen else [])
+            self.assertParity(twins, f"frozen: {frozen}")
+            for param in twins.params:
+                param.requires_grad_(True)
+            for _ in range(2):
+                twins.step()
+                self.assertParity(twins, f"once frozen: {frozen}")
+
+    def test_expert_added_by_its_holders(self):
+        """add_param_group on the holders of an expert waited for ranks that hold no piece of it."""
+        for callers in ("nobody", "holders", "everybody"):
+            twins = Twins([Spec((8, 8), mesh_of(4), (S0,))])
+            if callers == "nobody":
+                twins = self.with_expert()
+            twins.step()
+            added = [] if callers == "nobody" else self.expert()
+            for spec in added:
+                whole = full(1, spec.shape)
+                twins.specs.append(spec)
+                twins.seeds.append(1)
+                twins.singles.append(torch.nn.Parameter(whole.clone()))
+                twins.params.append(torch.nn.Parameter(place(whole, spec)))
+                twins.single.add_param_group({"params": twins.singles[1:]})
+            if added or callers == "everybody":
+                twins.optimizer.add_param_group({"params": twins.params[1:]})
+            for _ in range(2):
+                twins.step()
+                self.assertParity(twins, f"added by {callers}")
+
+    # Checkpoints
+
+    def test_checkpoint_after_a_step_of_the_experts_only(self):
+        """Ranks without momentum made the step that a checkpoint asks for; others had some, and did not."""
+        for missing in ((), (0,)):
+            twins = self.with_expert()
+            twins.step(missing)
+            for param in twins.params:
+                param.grad = None
+            module = module_of(twins.params)
+            state = get_optimizer_state_dict(module, twins.optimizer)["state"]
+            with self.everywhere():
+                self.assertEqual(sorted(state), sorted(dict(module.named_parameters())))
+                for kept in state.values():
+                    self.assertIn("momentum_buffer", kept)
+            twins.step()
+            self.assertParity(twins, f"missing at first: {missing}")
+
+    def test_checkpoint_loaded_after_a_step_without_gradients(self):
+        """After a step without gradients, a checkpoint was loaded without its momentum."""
+        placed = [Spec((8, 8), mesh_of(n), (S0,)) for n in (4, 2)]
+        trained = Twins(placed)
+        trained.step()
+        for param in trained.params:
+            param.grad = None
+        (path, *_) = everyone(tempfile.mkdtemp() if self.rank == 0 else None)
+        try:
+            saved = get_optimizer_state_dict(
+                module_of(trained.params), trained.optimizer
+            )
+            dcp.save({"optimizer": saved}, checkpoint_id=path)
+            for distributed, stepped in [(1, 0), (1, 1), (0, 0), (0, 1)]:
+                params = Twins(placed).params
+                config = create_dtensor_config() if distributed else None
+                optimizer = Muon(params, distributed_config=config)
+                if stepped:
+                    optimizer.step()
+                module = module_of(params)
+                loaded = {"optimizer": get_optimizer_state_dict(module, optimizer)}
+                dcp.load(loaded, checkpoint_id=path)
+                set_optimizer_state_dict(module, optimizer, loaded["optimizer"])
+                with self.everywhere(f"config: {distributed}, stepped: {stepped}"):
+                    for param, single, spec in zip(params, trained.singles, placed):
+                        its = trained.single.state[single]["momentum_buffer"]
+                        mine = optimizer.state[param]["momentum_buffer"]
+                        self.assertTrue(torch.equal(local(mine), local(place(its, spec))))
+        finally:
+            dist.barrier()
+            if self.rank == 0:
+                shutil.rmtree(path)
+
+    def test_step_without_gradients_and_an_empty_first_group(self):
+        """A step without gradients took the first parameter of the first group, which had none."""
+        placed = [Spec((8, 8), mesh_of(n), (S0,)) for n in (4, 2)]
+        for groups in ([([0], {}), ([1], {})], [([], {}), ([0], {}), ([1], {})]):
+            twins = Twins(placed, groups=groups)
+            with self.everywhere():
+                twins.step([0, 1])
+            twins.step()
+            self.assertParity(twins, f"{len(groups)} groups")
+            # Not distributed either.
+            with self.everywhere():
+                Muon([{"params": [twins.params[i] for i in g]} for g, _ in groups]).step()
+
+    # Gradients that come otherwise than their parameters
+
+    def test_missing_gradient_where_others_have_a_wider_one(self):
+        """A rank without gradient joined the sum of float32 gradients of a bfloat16 parameter in bfloat16."""
+        placed = specs(mesh_of(4), [(S0,)], [(64, 64)], torch.bfloat16)
+        for dtype in (torch.bfloat16, torch.float32):
+            twins = Twins(placed)
+            self.step_with_partial_gradients(twins, dtype)
+            self.step_with_partial_gradients(twins, dtype)
+            self.assertSplitGradientIsFound(twins, dtype)
+
+    def test_missing_gradient_after_a_new_plan(self):
+        """A new plan forgot how gradients come, and a rank without one did not join in placing them."""
+        for what in ("nothing", "prefetch", "add_param_group", "unfreeze"):
+            for split in (False, True):
+                twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)]))
+                more = torch.nn.Parameter(place(full(9, (8, 8)), twins.specs[0]))
+                more.requires_grad_(what != "unfreeze")
+                params = [*twins.params, *([more] if what == "unfreeze" else [])]
+                config = create_dtensor_config()
+                twins.optimizer = Muon(params, distributed_config=config)
+                self.step_with_partial_gradients(twins)
+                more.requires_grad_(True)
+                if what == "add_param_group":
+                    twins.optimizer.add_param_group({"params": [more]})
+                if what == "prefetch":
+                    config.prefetch_count = 3
+                if split:
+                    self.assertSplitGradientIsFound(twins)
+                else:
+                    self.step_with_partial_gradients(twins)
+
+    # Building
+
+    def test_ranks_that_order_their_mesh_differently(self):
+        """Ranks whose meshes had another order agreed, and put the pieces of a matrix in wrong places."""
+        swapped = swapped_mesh()
+        mine = swapped if self.rank % 2 else mesh_of(4)
+        for placement in (S0, S1):
+            self.assertRaisesEverywhere(
+                lambda: Twins(specs(mine, [(placement,)])),
+                ValueError,
+                "ranks disagree about parameter 0.*on rank 0 and .* on rank 1",
+            )
+            for mesh in (swapped, mesh_of(4)):
+                self.assertTrainsAlike(Twins(specs(mesh, [(placement,)])))
+
+    def test_config_that_still_serves_on_one_rank(self):
+        """A config still in use on one rank was an error there alone, and the others waited."""
+        placed = specs(mesh_of(4), [(S0,)], [(8, 8), (7, 5)])
+        config = create_dtensor_config()
+        params = Twins(placed).params
+        former = Muon(params, distributed_config=config)
+        if self.rank != 0:
+            del former
+        gc.collect()
+        self.assertRaisesEverywhere(
+            lambda: Muon(params, distributed_config=config),
+            ValueError,
+            "already serves another live Muon",
+        )
+        if self.rank == 0:
+            del former
+        gc.collect()
+        self.assertTrainsAlike(Twins(placed, config))
+
+    # Bits and memory
+
+    def test_as_many_threads_as_the_single_process(self):
+        """With several threads, bfloat16 updates and small matrices in batches were rounded otherwise."""
+        mesh = mesh_of(4)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            try:
+                for placed in (
+                    specs(mesh, [(S0,), (S1,)], [(250, 301), (512, 512)], torch.bfloat16),
+                    specs(mesh, [(S0,)], [(96, 1024)] * 8),
+                ):
+                    twins = Twins(placed, foreach=None)
+                    self.assertTrainsAlike(twins, 3, f"{threads} threads")
+            finally:
+                torch.set_num_threads(1)
+
+    def test_no_iterations(self):
+        """Without iterations, the update of a tall matrix is no transpose, but was rounded as one."""
+        shapes = [(31, 9), (9, 31), (250, 33), (16, 1)]
+        for dtype in (torch.bfloat16, torch.float32):
+            for ns_steps in (0, 1):
+                placed = specs(mesh_of(4), [(S0,), (S1,), (R,)], shapes, dtype)
+                self.assertTrainsAlike(Twins(placed, ns_steps=ns_steps), 3, f"{ns_steps}")
+
+    def test_memory_of_an_update_in_bfloat16(self):
+        """To round a bfloat16 update, several tensors of the size of the matrix were made."""
+        for shape in [(320, 320), (303, 301), (301, 303)]:
+            peaks = {}
+            for dtype in (torch.float32, torch.bfloat16):
+                twins = Twins(specs(mesh_of(4), [(R,)], [shape], dtype))
+                twins.step()
+                twins.set_gradients()
+                with LiveBytes() as bytes_alive:
+                    twins.optimizer.step()
+                peaks[dtype] = bytes_alive.peak
+            print("PEAK", self.rank, shape, peaks, shape[0]*shape[1], file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_tests()
