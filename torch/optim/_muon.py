@@ -370,8 +370,8 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         r"""Adds a group of matrices.
 
-        With a ``distributed_config`` every rank that holds a piece of them has to make this call:
-        owners are assigned anew, among all of the optimizer's parameters.
+        With a ``distributed_config`` every rank that holds a piece of them has to make this call, and
+        with process groups every rank of the groups: owners are assigned anew.
 
         Args:
             param_group (dict): the parameters and the options that are special to them.

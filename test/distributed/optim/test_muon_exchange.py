@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.optim import _muon, Muon
-from torch.optim._muon_engine import step
+from torch.optim._muon_engine import step as engine_step
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -407,12 +407,12 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_verdicts_that_are_not_waited_for(self):
         """As on a GPU, where a step does not wait to hear what others have."""
-        made = step.Pipeline
+        made = engine_step.Pipeline
 
         def deferred(*args, **kwargs):
             return made(*args, **{**kwargs, "deferred": True})
 
-        with mock.patch.object(step, "Pipeline", deferred):
+        with mock.patch.object(engine_step, "Pipeline", deferred):
             grid = grid_of(2, 2)
             placed = specs(grid, [(S0, R), (S0, S1)], [(8, 8), (16, 12), (9, 7)])
             twins = Twins(placed, weight_decay=0.2)

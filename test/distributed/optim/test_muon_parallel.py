@@ -361,6 +361,16 @@ class TestMuonEightRanks(
         self.assertEqual({call.ranks for call in seen.calls}, {tuple(ranks)})
         self.assertNotEqual(len(ranks), self.world_size)
 
+    def test_ranks_that_have_different_numbers_of_groups(self):
+        """new_group() names a group by how many this rank has, and members wait under its name."""
+        part = grid_of(2, 2, 2)["a", "c"]
+        for _ in range(self.rank % 3):
+            dist.new_group([self.rank], use_local_synchronization=True)
+        ranks = part.mesh.flatten().tolist()
+        self.assertEqual(len({rank % 3 for rank in ranks}), 3)
+        twins = Twins(specs(part, [(S0, S1)], [(8, 8), (7, 5)]), seed=ranks[0])
+        self.assertTrainsAlike(twins)
+
     def test_group_that_the_engine_makes_has_the_timeout_of_its_mesh(self):
         part = grid_of(2, 2, 2)["a", "b"]
         for group, seconds in zip(part.get_all_groups(), (37, 41)):

@@ -91,18 +91,20 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def expert(self):
         """What ranks 2 and 3 hold beside what all share."""
-        held = self.rank >= 2
-        return specs(mesh_of(2), [(S0,)], [(9, 6)]) if held else []
+        placed = specs(mesh_of(2), [(S0,)], [(9, 6)])
+        return placed if self.rank >= 2 else []
 
     def with_expert(self):
         return Twins([Spec((8, 8), mesh_of(4), (S0,)), *self.expert()])
 
     def set_partial_gradients(self, twins, dtype):
         """New gradients that are still to be summed over the ranks."""
+        for param in twins.params:
+            param.grad, param.grad_dtype = None, param.dtype
         twins.set_gradients()
         for param, single in zip(twins.params, twins.singles):
             term = single.grad if self.rank == 3 else torch.zeros_like(single.grad)
-            param.grad_dtype = dtype
+            param.grad, param.grad_dtype = None, dtype
             param.grad = DTensor.from_local(
                 term.to(dtype), param.device_mesh, [Partial()], run_check=False
             )
@@ -141,13 +143,12 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             for given in (True, False):
                 placed = specs(mesh_of(4), [(S0,)], [(3, 8), (8, 8)])
                 twins = Twins(placed, wrap(create_dtensor_config()))
-                for _ in range(2):
-                    twins.set_gradients()
-                    if self.rank == 3 and not given:
-                        twins.params[0].grad = None
-                    twins.single.step()
-                    twins.optimizer.step()
-                    self.assertParity(twins, f"gradient given: {given}")
+                twins.set_gradients()
+                if self.rank == 3 and not given:
+                    twins.params[0].grad = None
+                twins.single.step()
+                twins.optimizer.step()
+                self.assertParity(twins, f"gradient given: {given}")
 
     # Plans that some ranks make anew
 
@@ -163,9 +164,7 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.assertParity(twins, f"frozen: {frozen}")
             for param in twins.params:
                 param.requires_grad_(True)
-            for _ in range(2):
-                twins.step()
-                self.assertParity(twins, f"once frozen: {frozen}")
+            self.assertTrainsAlike(twins, 2, f"once frozen: {frozen}")
 
     def test_expert_added_by_its_holders(self):
         """add_param_group on the holders of an expert waited for ranks that hold no piece of it."""
@@ -184,9 +183,7 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 twins.single.add_param_group({"params": twins.singles[1:]})
             if added or callers == "everybody":
                 twins.optimizer.add_param_group({"params": twins.params[1:]})
-            for _ in range(2):
-                twins.step()
-                self.assertParity(twins, f"added by {callers}")
+            self.assertTrainsAlike(twins, 2, f"added by {callers}")
 
     # Checkpoints
 
@@ -215,10 +212,9 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             param.grad = None
         (path, *_) = everyone(tempfile.mkdtemp() if self.rank == 0 else None)
         try:
-            saved = get_optimizer_state_dict(
-                module_of(trained.params), trained.optimizer
-            )
-            dcp.save({"optimizer": saved}, checkpoint_id=path)
+            module, optimizer = module_of(trained.params), trained.optimizer
+            saved = {"optimizer": get_optimizer_state_dict(module, optimizer)}
+            dcp.save(saved, checkpoint_id=path)
             for distributed, stepped in [(1, 0), (1, 1), (0, 0), (0, 1)]:
                 params = Twins(placed).params
                 config = create_dtensor_config() if distributed else None
@@ -232,8 +228,9 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 with self.everywhere(f"config: {distributed}, stepped: {stepped}"):
                     for param, single, spec in zip(params, trained.singles, placed):
                         its = trained.single.state[single]["momentum_buffer"]
-                        mine = optimizer.state[param]["momentum_buffer"]
-                        self.assertTrue(torch.equal(local(mine), local(place(its, spec))))
+                        its = local(place(its, spec))
+                        mine = local(optimizer.state[param]["momentum_buffer"])
+                        self.assertTrue(torch.equal(mine, its))
         finally:
             dist.barrier()
             if self.rank == 0:
@@ -248,9 +245,6 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 twins.step([0, 1])
             twins.step()
             self.assertParity(twins, f"{len(groups)} groups")
-            # Not distributed either.
-            with self.everywhere():
-                Muon([{"params": [twins.params[i] for i in g]} for g, _ in groups]).step()
 
     # Gradients that come otherwise than their parameters
 
@@ -279,10 +273,8 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                     twins.optimizer.add_param_group({"params": [more]})
                 if what == "prefetch":
                     config.prefetch_count = 3
-                if split:
-                    self.assertSplitGradientIsFound(twins)
-                else:
-                    self.step_with_partial_gradients(twins)
+                check = self.step_with_partial_gradients
+                (self.assertSplitGradientIsFound if split else check)(twins)
 
     # Building
 
@@ -308,11 +300,8 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         if self.rank != 0:
             del former
         gc.collect()
-        self.assertRaisesEverywhere(
-            lambda: Muon(params, distributed_config=config),
-            ValueError,
-            "already serves another live Muon",
-        )
+        build = functools.partial(Muon, params, distributed_config=config)
+        self.assertRaisesEverywhere(build, ValueError, "already serves another")
         if self.rank == 0:
             del former
         gc.collect()
@@ -322,16 +311,14 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_as_many_threads_as_the_single_process(self):
         """With several threads, bfloat16 updates and small matrices in batches were rounded otherwise."""
-        mesh = mesh_of(4)
+        shapes = [*[(250, 301)] * 8, (512, 512)]
+        rounded = specs(mesh_of(4), [(S0,)], shapes, torch.bfloat16)
+        batched = specs(mesh_of(4), [(S0,)], [(96, 1024)] * 8)
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             try:
-                for placed in (
-                    specs(mesh, [(S0,), (S1,)], [(250, 301), (512, 512)], torch.bfloat16),
-                    specs(mesh, [(S0,)], [(96, 1024)] * 8),
-                ):
-                    twins = Twins(placed, foreach=None)
-                    self.assertTrainsAlike(twins, 3, f"{threads} threads")
+                for placed in (rounded, batched):
+                    self.assertTrainsAlike(Twins(placed, lr=0.05), 1, f"{threads}")
             finally:
                 torch.set_num_threads(1)
 
@@ -341,20 +328,21 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         for dtype in (torch.bfloat16, torch.float32):
             for ns_steps in (0, 1):
                 placed = specs(mesh_of(4), [(S0,), (S1,), (R,)], shapes, dtype)
-                self.assertTrainsAlike(Twins(placed, ns_steps=ns_steps), 3, f"{ns_steps}")
+                self.assertTrainsAlike(Twins(placed, ns_steps=ns_steps))
 
     def test_memory_of_an_update_in_bfloat16(self):
         """To round a bfloat16 update, several tensors of the size of the matrix were made."""
-        for shape in [(320, 320), (303, 301), (301, 303)]:
-            peaks = {}
+        for shape in [(640, 640), (639, 641), (641, 639)]:
+            peaks = []
             for dtype in (torch.float32, torch.bfloat16):
                 twins = Twins(specs(mesh_of(4), [(R,)], [shape], dtype))
                 twins.step()
                 twins.set_gradients()
                 with LiveBytes() as bytes_alive:
                     twins.optimizer.step()
-                peaks[dtype] = bytes_alive.peak
-            print("PEAK", self.rank, shape, peaks, shape[0]*shape[1], file=sys.stderr)
+                peaks.append(bytes_alive.peak)
+            with self.everywhere(f"{shape}, {peaks} bytes"):
+                self.assertLess(peaks[1] - peaks[0], 1.1 * twins.singles[0].nbytes)
 
 
 if __name__ == "__main__":

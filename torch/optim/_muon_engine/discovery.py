@@ -73,7 +73,7 @@ def discover(
     Args:
         pieces: in the order of their keys.
         groups: kind and group, for those that are crossed even if no piece of this rank asks for it.
-        ep_ranks: the ranks of this rank's expert-parallel group, none of which shares an expert with it.
+        ep_ranks: the ranks of this rank's expert-parallel group, none of which holds a replica of its experts.
         error: what went wrong on this rank so far. It is told to the others, who are waiting.
 
     Raises:

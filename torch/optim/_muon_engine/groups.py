@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch.distributed import ProcessGroup
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 # Rank tuple -> group made here. A group outlives the optimizers that asked for it: making one is a
 # rendezvous, and the backends free their resources only with the process group itself.
 _made: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
+# Rank tuple -> how many were made, which is the same on all of its ranks.
+_count: dict[tuple[int, ...], int] = {}
 
 
 def spanning_group(
@@ -40,15 +45,36 @@ def spanning_group(
     cached = _made.get((ranks, backend))
     if cached is not None and _is_alive(cached):
         return cached
-    # Only the members meet: other pipeline stages may be elsewhere in their program.
-    made = dist.new_group(
-        list(ranks),
-        timeout=_timeout(known, device),
-        backend=backend,
-        use_local_synchronization=True,
-    )
+    with _named_alike(ranks):
+        # Only the members meet: other pipeline stages may be elsewhere in their program.
+        made = dist.new_group(
+            list(ranks),
+            timeout=_timeout(known, device),
+            backend=backend,
+            use_local_synchronization=True,
+        )
     _made[ranks, backend] = made
     return made
+
+
+@contextmanager
+def _named_alike(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Lets ``new_group`` name a group of ``ranks`` by these alone.
+
+    Members meet under the group's name, into which ``new_group`` mixes how many groups this rank has
+    (in 2.15: has seen made). Where members differ in that, as ranks of unequal pipeline stages or with
+    unequal experts do, each would wait under a name of its own until the timeout.
+    """
+    count = _count[ranks] = _count.get(ranks, 0) + 1
+    name = hashlib.sha1(
+        f"muon {count} {ranks}".encode(), usedforsecurity=False
+    ).hexdigest()
+    original = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
 
 
 def _is_alive(group: ProcessGroup) -> bool:
