@@ -338,13 +338,17 @@ class TestMuonDTensor(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 if foreach is not True:
                     self.assertTrainsAlike(twins, 2, f"{foreach} {dtype}")
                     continue
+                before = [single.detach().float() for single in twins.singles]
                 twins.step()
                 problems = []
-                for param, single, spec in zip(twins.params, twins.singles, placed):
-                    difference = (param.full_tensor() - single).abs().max().item()
-                    # Products in another order may round otherwise, by a little of the update.
-                    if difference > 1e-4 + 0.02 * (dtype is torch.bfloat16):
-                        problems.append(f"{spec.shape}: {difference}")
+                for param, single, old in zip(twins.params, twins.singles, before):
+                    moved = (single.detach().float() - old).norm()
+                    difference = (param.full_tensor().float() - single.float()).norm()
+                    # Batched products round otherwise here and there, which was seen to turn an update
+                    # by 1.3 % of its norm; a bfloat16 parameter rounds after that.
+                    rounding = torch.finfo(dtype).eps * single.detach().float().norm()
+                    if difference > 0.05 * moved + rounding:
+                        problems.append(f"{tuple(single.shape)}: {difference / moved}")
                 self.assertEverywhere(problems, f"{dtype}")
 
     def test_closure(self):

@@ -56,7 +56,6 @@ SPLIT = "some of the ranks .* have a gradient for them and some have none.*param
 
 @functools.cache
 def swapped_mesh():
-    """All four ranks, in an order of its own."""
     return DeviceMesh("cpu", [1, 0, 2, 3])
 
 
@@ -280,15 +279,15 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_ranks_that_order_their_mesh_differently(self):
         """Ranks whose meshes had another order agreed, and put the pieces of a matrix in wrong places."""
-        swapped = swapped_mesh()
-        mine = swapped if self.rank % 2 else mesh_of(4)
+        swapped, usual = swapped_mesh(), mesh_of(4)
+        mine = swapped if self.rank % 2 else usual
         for placement in (S0, S1):
             self.assertRaisesEverywhere(
                 lambda: Twins(specs(mine, [(placement,)])),
                 ValueError,
                 "ranks disagree about parameter 0.*on rank 0 and .* on rank 1",
             )
-            for mesh in (swapped, mesh_of(4)):
+            for mesh in (swapped, usual):
                 self.assertTrainsAlike(Twins(specs(mesh, [(placement,)])))
 
     def test_config_that_still_serves_on_one_rank(self):
@@ -311,14 +310,15 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_as_many_threads_as_the_single_process(self):
         """With several threads, bfloat16 updates and small matrices in batches were rounded otherwise."""
-        shapes = [*[(250, 301)] * 8, (512, 512)]
+        shapes = [*[(250, 301)] * 3, (512, 512)]
         rounded = specs(mesh_of(4), [(S0,)], shapes, torch.bfloat16)
         batched = specs(mesh_of(4), [(S0,)], [(96, 1024)] * 8)
-        for threads in (1, 2, 3):
+        # With one thread, every other test here compares.
+        for threads in (2, 3):
             torch.set_num_threads(threads)
             try:
-                for placed in (rounded, batched):
-                    self.assertTrainsAlike(Twins(placed, lr=0.05), 1, f"{threads}")
+                for placed, ns_steps in ((rounded, 5), (batched, 1)):
+                    self.assertTrainsAlike(Twins(placed, lr=0.05, ns_steps=ns_steps), 1)
             finally:
                 torch.set_num_threads(1)
 

@@ -118,7 +118,7 @@ class _Discovery:
         if error is None:
             try:
                 layouts = self.layouts()
-            except ValueError as found:
+            except Exception as found:
                 error = found
         # Forth, back, forth: what a rank found reaches all that it is linked to through the groups.
         for crossed in (*reversed(self.order), *self.order):
@@ -180,7 +180,8 @@ class _Discovery:
                 members = self.members(called, number, ranks, reports, cuts=cuts)
                 self.join(number, kind, ranks, members)
             self.check_counts(ranks, reports)
-        except ValueError as found:
+        except Exception as found:
+            # Whatever it is: the others go on to the next exchange.
             return found
         return None
 
