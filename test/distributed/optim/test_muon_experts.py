@@ -260,6 +260,21 @@ class TestMuonExpertParallel(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
             dense = len(DENSE) * (1 if group is dist.group.WORLD else 2)
             self.check(twins, dense + 4 * len(EXPERT))
 
+    def test_replicas_in_another_order_through_wrapped_functions(self):
+        data, experts = self.groups()
+        order = list(range(len(DENSE) + 2 * len(EXPERT)))
+        if self.rank >= 2:
+            order = [6, 0, 7, 8, 1, 3, 4, 2, 5]
+        twins = self.twins(
+            self.ids_here(),
+            order=order,
+            ddp_process_group=data,
+            ep_process_group=experts,
+        )
+        original = twins.config.gather_fn
+        twins.config.gather_fn = lambda t, r, s: original(t, r, s)
+        self.assertTrainsAlike(twins)
+
     def test_different_numbers_of_experts(self):
         ids = [[0], [1, 2], [], [3, 4, 5]][self.rank]
         twins = self.twins(

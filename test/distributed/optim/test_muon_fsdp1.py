@@ -485,6 +485,21 @@ class TestMuonFSDP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 "create_auto_config",
             )
 
+    def test_memory_order_of_parameters_that_are_not_muons(self):
+        conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        model = FSDP(
+            torch.nn.Sequential(conv, torch.nn.Linear(8, 6, bias=False)),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+        matrices, others = partition_parameters(model)
+        config = create_auto_config(
+            fsdp_process_group=model.process_group, module=model
+        )
+        with self.everywhere():
+            self.assertEqual([len(matrices), len(others)], [1, 2])
+            Muon(matrices, distributed_config=config)
+
     def test_biases_of_original_parameters(self):
         model = wrap(Model(bias=True), True)
         config = create_auto_config(module=model)

@@ -23,6 +23,8 @@ class FlatMatrix(NamedTuple):
     rects: tuple[Rect, ...]
     # How tensor parallelism had cut it before; None where it had not.
     tp: DTensorSpec | None
+    # Whether FSDP flattened it row by row, and not in another order of its memory.
+    contiguous: bool
 
 
 class FlatView(NamedTuple):
@@ -82,16 +84,17 @@ def _matrices(flat: Any) -> tuple[FlatMatrix, ...]:
 
 def _matrix(flat: Any, number: int, offset: int | None) -> FlatMatrix:
     info, shape = flat._shard_param_infos[number], tuple(flat._shapes[number])
-    if not flat._contiguities[number]:
-        raise ValueError(
-            f"FSDP1 flattened {flat._fqns[number]!r} of shape {shape} in the order of its memory, which is not "
-            "contiguous; make it so before wrapping"
-        )
     rects: tuple[Rect, ...] = ()
     if info.in_shard and len(shape) == 2:
         start, end = info.intra_param_start_idx, info.intra_param_end_idx + 1
         rects = tuple(interval_rects(start, end, shape[1], offset))
-    return FlatMatrix(flat._fqns[number], shape, rects, flat._param_extensions[number])
+    return FlatMatrix(
+        flat._fqns[number],
+        shape,
+        rects,
+        flat._param_extensions[number],
+        flat._contiguities[number],
+    )
 
 
 def interval_rects(start: int, end: int, columns: int, offset: int) -> Iterator[Rect]:
@@ -130,6 +133,12 @@ def matrices_only(view: FlatView, described: str) -> Sequence[FlatMatrix]:
             f"Muon only supports 2D parameters whereas we found {described}, which is {_few(others)} of shape "
             f"{shapes[0] if len(shapes) == 1 else shapes}"
         )
+    for matrix in view.matrices:
+        if not matrix.contiguous:
+            raise ValueError(
+                f"FSDP1 flattened {matrix.name!r} of shape {matrix.shape} in the order of its memory, which is not "
+                "contiguous; make it so before wrapping"
+            )
     return view.matrices
 
 

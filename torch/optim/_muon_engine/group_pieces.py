@@ -152,13 +152,13 @@ class PieceReader:
             )
         rows, columns = param.shape
         whole = (Rect(0, 0, rows, columns, 0, columns),) if rows * columns else ()
-        crossings = []
-        if not self._is_ignored(param):
-            crossings = self._crossings(
-                {kind: self.shared.get(kind) for kind in ("fsdp", "tp", "ddp", "cp")},
-                0,
-                self._tp_dim(key, param) if "tp" in self.shared else None,
-            )
+        kinds: tuple[str, ...] = ("fsdp", "tp", "ddp", "cp")
+        if self._is_ignored(param):
+            # FSDP does nothing for it, but TP may have cut it all the same.
+            kinds = ("tp",) if key.index in (self.groups.tp_dims or {}) else ()
+        groups = {kind: self.shared.get(kind) for kind in kinds}
+        tp_dim = self._tp_dim(key, param) if groups.get("tp") is not None else None
+        crossings = self._crossings(groups, 0, tp_dim)
         yield self._piece(key, param, (rows, columns), whole, crossings)
 
     def _piece(

@@ -360,7 +360,15 @@ class Engine:
         self._split, self._received = [], []
         groups = {layout.key.index: layout.group for layout in self.layouts}
         FunctionStep(
-            self.config, work, owners, self.describe, held, groups, self.rank, keep
+            self.config,
+            work,
+            owners,
+            self.describe,
+            held,
+            groups,
+            list(groups) or range(len(work)),
+            self.rank,
+            keep,
         ).run()
         for index in self._received:
             # An empty piece: its holders keep a buffer all the same, as all the others do.

@@ -36,7 +36,8 @@ class FunctionStep:
     """Calls ``gather_fn`` and ``redistribute_fn`` of ``config`` for every parameter.
 
     The sequence of calls is the same on every rank: a parameter without a gradient brings a zero
-    piece, and its update is not applied.
+    piece, and its update is not applied. ``order`` lists the parameters' indices as all ranks that
+    share some do: in ascending order, but experts after the others and by their ids.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class FunctionStep:
         describe: Sequence[str],
         held: Mapping[int, tuple[tuple[int, int], tuple[Rect, ...]]],
         groups: Mapping[int, tuple[int, ...]],
+        order: Sequence[int],
         rank: int,
         keep: Callable[[int, Tensor], None],
     ) -> None:
@@ -58,6 +60,7 @@ class FunctionStep:
         self.held = held
         # Which ranks share a matrix, as far as that is known.
         self.groups = groups
+        self.order = order
         self.rank = rank
         self.keep = keep
         self.gathered: dict[int, Tensor | None] = {}
@@ -78,14 +81,15 @@ class FunctionStep:
             self.update_momentum(index)
         # Ranks of a group may hold other parameters beside: each looks ahead among the group's own.
         waiting: dict[tuple[int, ...] | None, list[int]] = {}
-        for index in range(len(self.work)):
+        for index in self.order:
             waiting.setdefault(self.groups.get(index), []).append(index)
-        first = [index for queue in waiting.values() for index in queue[: ahead + 1]]
-        for index in sorted(first):
-            self.gather(index)
+        first = {index for queue in waiting.values() for index in queue[: ahead + 1]}
+        for index in self.order:
+            if index in first:
+                self.gather(index)
         for queue in waiting.values():
             del queue[: ahead + 1]
-        for index in range(len(self.work)):
+        for index in self.order:
             whole = self.gathered.pop(index)
             update = self.redistribute(index, self.orthogonalized(index, whole))
             following = waiting[self.groups.get(index)]
