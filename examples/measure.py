@@ -1,7 +1,10 @@
 """What the examples measure of a Muon, and the table that they print of it."""
 
+import sys
 import zlib
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,11 +145,29 @@ def seeded_gradient(name: str, shape: torch.Size, step: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def everyones(figures: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures of all ranks, on each of them."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, figures)
-    return found
+def conclude(
+    title: str,
+    figures: dict[str, Any],
+    alone: Callable[[], dict[str, Any]],
+    silent: str,
+) -> int:
+    """Has the first rank run ``alone``, prints the table, and leaves the process group.
+
+    Args:
+        figures: of this rank, as :func:`print_table` takes them of all.
+        alone: makes the figures of one process. The other ranks wait for it.
+
+    Returns the exit code: 1 where something does not hold, which is said on stderr.
+    """
+    first = dist.get_rank() == 0
+    one = alone() if first else {}
+    many: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(many, figures)
+    problems = print_table(title, one, many, silent) if first else []
+    for problem in problems:
+        print(f"{Path(sys.argv[0]).stem}: {problem}", file=sys.stderr)
+    dist.destroy_process_group()
+    return 1 if problems else 0
 
 
 def by_kind(

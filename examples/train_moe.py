@@ -21,11 +21,10 @@ import torch.distributed as dist
 from gradients import average
 from measure import (
     by_kind,
-    everyones,
+    conclude,
     exact_steps,
     Meter,
     print_loss,
-    print_table,
     Wire,
 )
 from moe import MixtureGPT
@@ -171,17 +170,10 @@ def main() -> int:
     grid = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "ep"))
     figures = run_training(args, mesh, grid, device)
     figures |= run_exact(args, grid, device)
-    # The others wait for the first one.
-    one = run_training(args, None, None, device) if mesh.get_rank() == 0 else {}
-    many = everyones(figures)
-    problems = []
-    if mesh.get_rank() == 0:
-        title = f"GPT of {args.layers} blocks of {args.experts} experts, {shape[0]} x {shape[1]} (dp x ep)"
-        problems = print_table(title, one, many, silent="ep")
-    for problem in problems:
-        print(f"train_moe: {problem}", file=sys.stderr)
-    dist.destroy_process_group()
-    return 1 if problems else 0
+    title = f"GPT of {args.layers} blocks of {args.experts} experts, {shape[0]} x {shape[1]} (dp x ep)"
+    return conclude(
+        title, figures, lambda: run_training(args, None, None, device), silent="ep"
+    )
 
 
 if __name__ == "__main__":

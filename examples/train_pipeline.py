@@ -22,11 +22,10 @@ from gpt import GPT
 from gradients import average
 from measure import (
     by_kind,
-    everyones,
+    conclude,
     exact_steps,
     Meter,
     print_loss,
-    print_table,
     Wire,
 )
 from text import load, sample
@@ -228,17 +227,8 @@ def main() -> int:
         parser.error("--layers has to be at least --stages")
     grid = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp"))
     figures = train_pipelined(args, grid, device) | run_exact(args, grid, device)
-    # The others wait for the first one.
-    one = train_alone(args, device) if dist.get_rank() == 0 else {}
-    many = everyones(figures)
-    problems = []
-    if dist.get_rank() == 0:
-        title = f"GPT of {args.layers} blocks, {shape[0]} stages x {shape[1]} replicas"
-        problems = print_table(title, one, many, silent="pp")
-    for problem in problems:
-        print(f"train_pipeline: {problem}", file=sys.stderr)
-    dist.destroy_process_group()
-    return 1 if problems else 0
+    title = f"GPT of {args.layers} blocks, {shape[0]} stages x {shape[1]} replicas"
+    return conclude(title, figures, lambda: train_alone(args, device), silent="pp")
 
 
 if __name__ == "__main__":
