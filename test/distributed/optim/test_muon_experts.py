@@ -244,16 +244,18 @@ class TestMuonExpertParallel(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
 
     # Experts here and there
 
+    def order_here(self):
+        if self.rank < 2:
+            return list(range(len(DENSE) + 2 * len(EXPERT)))
+        # Each expert's matrices, and the dense ones, keep their own order.
+        return [6, 0, 7, 8, 1, 3, 4, 2, 5]
+
     def test_replicas_in_another_order(self):
         data, experts = self.groups()
         for group in (data, dist.group.WORLD):
-            order = list(range(len(DENSE) + 2 * len(EXPERT)))
-            if self.rank >= 2:
-                # Each expert's matrices, and the dense ones, keep their own order.
-                order = [6, 0, 7, 8, 1, 3, 4, 2, 5]
             twins = self.twins(
                 self.ids_here(),
-                order=order,
+                order=self.order_here(),
                 ddp_process_group=group,
                 ep_process_group=experts,
             )
@@ -262,12 +264,9 @@ class TestMuonExpertParallel(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
 
     def test_replicas_in_another_order_through_wrapped_functions(self):
         data, experts = self.groups()
-        order = list(range(len(DENSE) + 2 * len(EXPERT)))
-        if self.rank >= 2:
-            order = [6, 0, 7, 8, 1, 3, 4, 2, 5]
         twins = self.twins(
             self.ids_here(),
-            order=order,
+            order=self.order_here(),
             ddp_process_group=data,
             ep_process_group=experts,
         )

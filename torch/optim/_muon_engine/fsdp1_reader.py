@@ -123,14 +123,14 @@ def matrices_only(view: FlatView, described: str) -> Sequence[FlatMatrix]:
     if others and len(others) < len(view.matrices):
         matrices = [m.name for m in view.matrices if len(m.shape) == 2]
         raise ValueError(
-            f"{described} is a flat parameter that mixes matrices ({_few(matrices)}) with others ({_few(others)}). "
+            f"{described} is a flat parameter that mixes matrices ({few(matrices)}) with others ({few(others)}). "
             "Wrap with use_orig_params=True and give create_auto_config the model as module=, or wrap the others in "
             "units of their own"
         )
     if others:
         shapes = [m.shape for m in view.matrices]
         raise ValueError(
-            f"Muon only supports 2D parameters whereas we found {described}, which is {_few(others)} of shape "
+            f"Muon only supports 2D parameters whereas we found {described}, which is {few(others)} of shape "
             f"{shapes[0] if len(shapes) == 1 else shapes}"
         )
     for matrix in view.matrices:
@@ -142,5 +142,6 @@ def matrices_only(view: FlatView, described: str) -> Sequence[FlatMatrix]:
     return view.matrices
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """The first of ``names``, for a message."""
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

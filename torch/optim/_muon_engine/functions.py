@@ -6,7 +6,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.optim._muon_engine.layout import Key, Layout, Rect
+from torch.optim._muon_engine.layout import Key, Layout, whole_rects
 from torch.optim._muon_engine.owners import assign_owners, by_rank
 
 
@@ -47,7 +47,7 @@ def whole_layout(key: Key, param: Tensor) -> Layout:
             f"Muon only supports 2D parameters whereas we found {key.describe(param.shape)}"
         )
     rows, columns = param.shape
-    full = (Rect(0, 0, rows, columns, 0, columns),) if rows * columns else ()
+    full = whole_rects(rows, columns)
     return Layout(
         key, (rows, columns), param.dtype, (process_rank(),), (full,), "a plain tensor"
     )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim._muon_engine import fsdp1_reader
+from torch.optim._muon_engine.functions import process_rank
+from torch.optim._muon_engine.layout import whole_rects
 from torch.optim._muon_engine.model import tp_mark_of
 
 
@@ -135,9 +138,6 @@ class PieceReader:
 
     def of_plain(self, key: Key, param: Tensor) -> Iterable[Piece]:
         """The pieces of all matrices in ``param``."""
-        from torch.optim._muon_engine import fsdp1_reader
-        from torch.optim._muon_engine.layout import Rect
-
         self.check_tp_dim(self.groups.tp_dim(key.index), param, key.index)
         view = self._view_of(key, param)
         if view is not None:
@@ -151,7 +151,6 @@ class PieceReader:
                 f"({key.describe(param.shape)})"
             )
         rows, columns = param.shape
-        whole = (Rect(0, 0, rows, columns, 0, columns),) if rows * columns else ()
         kinds: tuple[str, ...] = ("fsdp", "tp", "ddp", "cp")
         if self._is_ignored(param):
             # FSDP does nothing for it, but TP may have cut it all the same.
@@ -159,7 +158,9 @@ class PieceReader:
         groups = {kind: self.shared.get(kind) for kind in kinds}
         tp_dim = self._tp_dim(key, param) if groups.get("tp") is not None else None
         crossings = self._crossings(groups, 0, tp_dim)
-        yield self._piece(key, param, (rows, columns), whole, crossings)
+        yield self._piece(
+            key, param, (rows, columns), whole_rects(rows, columns), crossings
+        )
 
     def _piece(
         self,
@@ -178,7 +179,7 @@ class PieceReader:
         return Piece(
             key,
             param.dtype,
-            Part(shape, ((_rank(), rects),)),
+            Part(shape, ((process_rank(), rects),)),
             tuple(crossings),
             f"process groups: {', '.join(words)}" if words else "a plain tensor",
         )
@@ -223,8 +224,6 @@ class PieceReader:
 
     def _known_views(self) -> dict[Tensor, FlatView]:
         if self._views is None:
-            from torch.optim._muon_engine import fsdp1_reader
-
             module = self.groups.module
             self._views = {} if module is None else fsdp1_reader.views(module)
         return self._views
@@ -234,8 +233,6 @@ class PieceReader:
         return self.groups.module is not None and bool(self._known_views())
 
     def _view_of(self, key: Key, param: Tensor) -> FlatView | None:
-        from torch.optim._muon_engine import fsdp1_reader
-
         if not fsdp1_reader.is_flattened(param):
             return None
         view = self._known_views().get(param)
@@ -313,12 +310,6 @@ class PieceReader:
                 f"is {placement}. The placement is believed"
             )
         return group, dim
-
-
-def _rank() -> int:
-    from torch.optim._muon_engine.functions import process_rank
-
-    return process_rank()
 
 
 def _ranks(group: ProcessGroup) -> tuple[int, ...]:

@@ -52,6 +52,11 @@ class Rect(NamedTuple):
         )
 
 
+def whole_rects(rows: int, columns: int) -> tuple[Rect, ...]:
+    """What a rank holds that has all of a matrix, in a tensor of its shape."""
+    return (Rect(0, 0, rows, columns, 0, columns),) if rows * columns else ()
+
+
 class Key(NamedTuple):
     """Names one matrix: the parameter's index, its place in a flat parameter, its name if known.
 
