@@ -170,13 +170,15 @@ def test_python_without_venv(overlay, tool, offline, tmp_path, module):
 
 @pytest.fixture
 def ready(overlay, installed, make_script):
-    """A copy of the repository with a stand-in environment that records pytest."""
+    """A copy of the repository with a stand-in environment that records its calls."""
     record = overlay / "called.json"
-    code = f"import json, sys; json.dump(sys.argv[1:], open({str(record)!r}, 'w'))"
+    code = f"import json, sys; print(json.dumps(sys.argv[1:]), file=open({str(record)!r}, 'a'))"
     make_script(
         overlay / ".venv/bin/python",
         f'[ "$1" = -c ] && exec "{installed}" "$@"\n'
-        f'"{sys.executable}" -c "{code}" "$@"\nexit ${{PYTEST_EXIT:-0}}\n',
+        f'"{sys.executable}" -c "{code}" "$@"\n'
+        '[ "$2" = tools.coverage ] && exit ${COVERAGE_EXIT:-0}\n'
+        "exit ${PYTEST_EXIT:-0}\n",
     )
     env._write_marker(
         overlay / ".venv", state="ready", torch="2.13.0", packages=list(env.PACKAGES)
@@ -192,14 +194,44 @@ def test_test_passes_arguments_and_exit_code_on(ready, tool, code):
         "test", *args, root=overlay, env={**os.environ, "PYTEST_EXIT": str(code)}
     )
     assert done.code == code
-    assert json.loads(record.read_text()) == ["-m", "pytest", *args]
+    assert calls(record) == [["-m", "pytest", *args]]
 
 
-def test_test_takes_its_own_option_first(ready, tool):
+def calls(record):
+    """What the stand-in environment was started with since the last time."""
+    found = [json.loads(line) for line in record.read_text().splitlines()]
+    record.unlink()
+    return found
+
+
+def test_test_takes_its_own_options_first(ready, tool):
     overlay, record = ready
     assert tool("test", "--torch", "2.13.0", "-x", root=overlay).code == 0
-    assert json.loads(record.read_text()) == ["-m", "pytest", "-x"]
-    assert tool("test", "--torch", root=overlay).code == 2
+    assert calls(record) == [["-m", "pytest", "-x"]]
+    assert tool("test", "--coverage", "--torch=2.13.0", "-x", root=overlay).code == 0
+    assert calls(record) == [
+        ["-m", "coverage", "run", "-m", "pytest", "-x"],
+        ["-m", "tools.coverage", "--no-limits"],
+    ]
+    for wrong in (["--torch"], ["--coverage=yes"], ["--torches", "-x"]):
+        assert tool("test", *wrong, root=overlay).code == 2
+
+
+@pytest.mark.parametrize("tests", [0, 1])
+@pytest.mark.parametrize("covered", [0, 1])
+def test_all_tests_have_to_cover_enough(ready, tool, tests, covered):
+    overlay, record = ready
+    stale = overlay / ".venv/.coverage.of.an.earlier.run"
+    stale.touch()
+    codes = {"PYTEST_EXIT": str(tests), "COVERAGE_EXIT": str(covered)}
+    done = tool("test", root=overlay, env={**os.environ, **codes})
+    assert done.code == (tests or covered)
+    limits = ["--no-limits"] if tests else []
+    assert calls(record) == [
+        ["-m", "coverage", "run", "-m", "pytest"],
+        ["-m", "tools.coverage", *limits],
+    ]
+    assert not stale.exists()
 
 
 def test_verify_hands_over(ready, tool):

@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from . import apply, env, errors, export, lock, rebuild, revert, status, verify
-from . import versions
+from . import apply, env, errors, export, lock, rebuild, revert, status, tests
+from . import verify, versions
 from .errors import OverlayError, WrongTarget
 from .repo import ROOT
 from .target import Checkout, Target, find_checkout, find_wheel
@@ -96,13 +96,19 @@ def _parser() -> argparse.ArgumentParser:
         "test",
         "run the tests with the environment's pytest",
         "Makes sure of the environment, then runs its pytest. Everything after `test` (and\n"
-        "after --torch VERSION, which comes first) goes to pytest as it is; its exit code\n"
-        "is passed on.",
+        "after --torch VERSION and --coverage, which come first) goes to pytest as it is;\n"
+        "its exit code is passed on. Without arguments of pytest all tests run, under\n"
+        "coverage: too little of it is a failure, too.",
         "  python setup_overlay.py test\n"
         "  python setup_overlay.py test test/overlay -k revert\n"
+        "  python setup_overlay.py test --coverage test/distributed -m stage3\n"
         "  python setup_overlay.py test --torch 2.15.0 -x",
     )
     _torch_option(sub)
+    sub.add_argument(
+        "--coverage", action="store_true",
+        help="show how much of the optimizer the given tests execute",
+    )  # fmt: skip
     sub.add_argument("pytest", nargs="*", help="arguments of pytest")
 
     sub = command(
@@ -237,7 +243,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _test(args: argparse.Namespace) -> int:
     python = env.ensure(ROOT, args.torch)
-    return env.run_in(python, ["-m", "pytest", *args.pytest], ROOT, timeout=None)
+    measure = args.coverage or not args.pytest
+    return tests.run(python, args.pytest, ROOT, measure=measure)
 
 
 def _apply(args: argparse.Namespace) -> int:
@@ -318,14 +325,17 @@ def _export(args: argparse.Namespace) -> int:
 
 def _test_arguments(argv: list[str]) -> argparse.Namespace:
     """``test`` by hand: argparse would take pytest's options for its own."""
-    version = None
+    version, measure = None, False
     rest = list(argv)
-    while rest and rest[0].startswith("--torch"):
+    while rest and rest[0].startswith(("--torch", "--coverage")):
         first, sign, value = rest.pop(0).partition("=")
+        if first == "--coverage" and not sign:
+            measure = True
+            continue
         if first != "--torch" or (not sign and not rest):
-            raise WrongTarget("--torch needs a version")
+            raise WrongTarget("--torch needs a version, and --coverage takes none")
         version = value if sign else rest.pop(0)
-    return argparse.Namespace(do=_test, torch=version, pytest=rest)
+    return argparse.Namespace(do=_test, torch=version, coverage=measure, pytest=rest)
 
 
 def _terminated(number: int, frame: object) -> None:

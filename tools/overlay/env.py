@@ -181,10 +181,18 @@ def _install(env: Path, version: str) -> None:
     _write_marker(env, state="ready", torch=version, packages=list(PACKAGES))
 
 
-def run_in(python: Path, args: list[str], root: Path, *, timeout: float | None) -> int:
+def run_in(
+    python: Path,
+    args: list[str],
+    root: Path,
+    *,
+    timeout: float | None,
+    variables: dict[str, str] | None = None,
+) -> int:
     """Run the environment's Python in the foreground, the terminal passed on."""
     # Somebody's PYTHONPATH could put another torch before the environment's.
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env.update(variables or {})
     process = subprocess.Popen([str(python), *args], cwd=root, env=env)
     try:
         while True:

@@ -7,7 +7,7 @@ import copy
 import warnings
 
 import torch
-from muon_test_helpers import full, grid_of, NewtonSchulzCalls
+from muon_test_helpers import device, equal, full, grid_of, NewtonSchulzCalls
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -72,7 +72,7 @@ def wrap(
         warnings.simplefilter("ignore")
         return FSDP(
             model,
-            device_id=torch.device("cpu"),
+            device_id=device(),
             use_orig_params=orig,
             sharding_strategy=strategy,
             auto_wrap_policy=ModuleWrapPolicy(units) if units else None,
@@ -109,7 +109,7 @@ class Run:
     def __init__(self, orig, bias=None, by_module=None, flags=None, lr=0.1, **wrapping):
         torch.manual_seed(5)
         self.orig = orig
-        self.single = Model(orig if bias is None else bias)
+        self.single = Model(orig if bias is None else bias).to(device())
         self.model = wrap(copy.deepcopy(self.single), orig, **wrapping)
         by_module = orig if by_module is None else by_module
         source = (
@@ -174,7 +174,7 @@ class Run:
         values = {n: v for n, v in values.items() if n in expected}
         found = [f"no parameter {name}" for name in set(expected) - set(values)]
         for name, value in values.items():
-            if not torch.equal(value, expected[name].detach()):
+            if not equal(value, expected[name].detach()):
                 found.append(f"parameter {name}")
         state = self.single_optimizers[0].state
         for name, start, end, buffer in self.momenta():
@@ -183,7 +183,7 @@ class Run:
                 if buffer is not None:
                     found.append(f"momentum {name}")
             elif end > start and (
-                buffer is None or not torch.equal(buffer, other.flatten()[start:end])
+                buffer is None or not equal(buffer, other.flatten()[start:end])
             ):
                 found.append(f"momentum {name} {start}:{end}")
         return found

@@ -1,13 +1,18 @@
 # Owner(s): ["oncall: distributed"]
-"""torch.optim.Muon with a distributed_config: the basics, in several processes."""
+"""torch.optim.Muon with a distributed_config, each kind of parallelism against one process.
+
+The classes run on a CPU over gloo, and those called ...OnGPUs the same over NCCL where there are GPUs.
+"""
 
 import os
 import sys
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
@@ -15,8 +20,18 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
 )
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    parallelize_module,
+    RowwiseParallel,
+)
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
-from torch.optim.muon import create_dtensor_config
+from torch.optim.muon import (
+    create_auto_config,
+    create_dtensor_config,
+    partition_parameters,
+)
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     MultiProcessTestCase,
@@ -28,15 +43,19 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_fsdp1_helpers import Run
 from muon_test_helpers import (
     all_placements,
+    device,
+    equal,
     everyone,
     full,
     GlooOnCPU,
     grid_of,
     mesh_of,
+    NewtonSchulzCalls,
+    OnGPUs,
     ParityAssertions,
-    R,
     S0,
     S1,
     Spec,
@@ -50,6 +69,72 @@ if not dist.is_available():
     sys.exit(0)
 
 
+def make_model(width=12, hidden=16, layers=2, bias=True):
+    """The same on every rank."""
+    torch.manual_seed(3)
+    blocks = []
+    for _ in range(layers):
+        up = torch.nn.Linear(width, hidden, bias=bias)
+        blocks += [up, torch.nn.ReLU(), torch.nn.Linear(hidden, width, bias=bias)]
+    return torch.nn.Sequential(*blocks).to(device())
+
+
+class Tests(ParityAssertions):
+    """What the classes of both devices have in common."""
+
+    world_size = 4
+
+    def check(self, model, config, steps=3, data_rank=0, count=None):
+        """Trains ``model`` beside a Muon of one process that gets the same gradients.
+
+        Args:
+            data_rank: ranks of one ``data_rank`` see the same data.
+            count: Newton-Schulz calls of all ranks in a step; as many as matrices by default.
+        """
+        matrices, _ = partition_parameters(model)
+        singles = [torch.nn.Parameter(whole(p).clone()) for p in matrices]
+        before = [single.detach().clone() for single in singles]
+        ours = Muon(matrices, lr=0.05, distributed_config=config)
+        its = Muon(singles, lr=0.05)
+        for step in range(steps):
+            x = full(100 * step + data_rank, (6, 12))
+            model(x).pow(2).mean().backward()
+            for param, single in zip(matrices, singles):
+                # Autograd may round sharded products otherwise; Muon may not.
+                single.grad = whole(param.grad).clone()
+            with NewtonSchulzCalls() as calls:
+                ours.step()
+            its.step()
+            model.zero_grad()
+            total = sum(everyone(len(calls.shapes)))
+            self.assertEqual(total, len(matrices) if count is None else count)
+            found = [
+                f"parameter {i}, {what}"
+                for i, (param, single) in enumerate(zip(matrices, singles))
+                for what, mine, other in [
+                    ("value", param.detach(), single.detach()),
+                    (
+                        "momentum",
+                        ours.state[param]["momentum_buffer"],
+                        its.state[single]["momentum_buffer"],
+                    ),
+                ]
+                if not equal(whole(mine), other)
+            ]
+            self.assertEverywhere(found, f"step {step}")
+        for old, single in zip(before, singles):
+            self.assertFalse(torch.equal(old, single.detach()))
+        return matrices, ours
+
+
+def whole(tensor):
+    return (
+        tensor.detach().full_tensor()
+        if isinstance(tensor, DTensor)
+        else tensor.detach()
+    )
+
+
 class TestDTensorConfig(TestCase):
     """The config's three functions called directly, in a process group of one."""
 
@@ -60,6 +145,7 @@ class TestDTensorConfig(TestCase):
         self.mesh = DeviceMesh("cpu", [0])
 
     def test_dtensor_config_creation(self):
+        # Shows: testing/p0/dtensor-config
         config = create_dtensor_config()
         self.assertTrue(callable(config.assign_fn))
         self.assertTrue(callable(config.gather_fn))
@@ -69,6 +155,7 @@ class TestDTensorConfig(TestCase):
         self.assertEqual(config.prefetch_count, 1)
 
     def test_dtensor_gather_full_tensor(self):
+        # Shows: testing/p0/dtensor-correctness
         tensor = torch.randn(10, 10)
         config = create_dtensor_config()
         gathered = config.gather_fn(
@@ -78,6 +165,7 @@ class TestDTensorConfig(TestCase):
         self.assertTrue(torch.equal(gathered, tensor))
 
     def test_dtensor_redistribute(self):
+        # Shows: testing/p0/dtensor-correctness
         params = [
             distribute_tensor(torch.randn(10, 10), self.mesh, [Shard(0)])
             for _ in range(2)
@@ -101,6 +189,8 @@ class TestDTensorConfig(TestCase):
         self.assertTrue(torch.equal(gathered, tensor))
 
     def test_dtensor_mixed_regular_params(self):
+        # Shows: testing/p0/dtensor-metadata, testing/dtensor/metadata,
+        # testing/dtensor/metadata-mixed, testing/p1/dtensor-mixed
         params = [
             distribute_tensor(torch.randn(10, 10), self.mesh, [Shard(0)]),
             torch.randn(5, 5),
@@ -117,28 +207,13 @@ class TestDTensorConfig(TestCase):
         self.assertEqual(metadata[0]["placements"], (Shard(0),))
         self.assertEqual(metadata[2]["placements"], (Replicate(),))
 
-    def test_one_rank_trains_like_a_single_process(self):
-        mesh2 = init_device_mesh("cpu", (1, 1))
-        twins = Twins(
-            specs(self.mesh, all_placements(self.mesh))
-            + specs(mesh2, all_placements(mesh2), [(7, 5), (4, 8)])
-        )
-        for _ in range(3):
-            twins.step()
-            self.assertEqual(twins.problems(), [])
-        self.assertEqual(
-            twins.optimizer.assignments, {0: list(range(len(twins.params)))}
-        )
 
-
-@requires_gloo()
-class TestMuonDTensor(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
-    world_size = 4
-
+class DTensorTests(Tests):
     def test_dtensor_shard_correctness(self):
-        mesh = mesh_of(4)
+        # Shows: testing/p0/dtensor-correctness, testing/dtensor/mesh-1d
+        mesh = mesh_of(self.world_size)
         weight = full(1, (64, 64))
-        model = torch.nn.Linear(64, 64, bias=False)
+        model = torch.nn.Linear(64, 64, bias=False, device=device())
         model.weight = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
         optimizer = Muon(
             model.parameters(), lr=0.01, distributed_config=create_dtensor_config()
@@ -152,15 +227,16 @@ class TestMuonDTensor(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.assertIsInstance(model.weight, DTensor)
         self.assertEqual(model.weight.placements, (Shard(0),))
         found = model.weight.detach().full_tensor()
-        self.assertTrue(torch.equal(found, single.detach()))
+        self.assertTrue(equal(found, single.detach()))
         self.assertFalse(torch.equal(found, weight))
 
     def test_dtensor_vs_single_device(self):
+        # Shows: testing/p1/dtensor-vs-single
         torch.manual_seed(42)
-        single = torch.nn.Linear(32, 32)
-        model = torch.nn.Linear(32, 32)
+        single = torch.nn.Linear(32, 32, device=device())
+        model = torch.nn.Linear(32, 32, device=device())
         model.load_state_dict(single.state_dict())
-        mesh = mesh_of(4)
+        mesh = mesh_of(self.world_size)
 
         def shard(name, module, mesh):
             for key, param in module.named_parameters(recurse=False):
@@ -187,314 +263,298 @@ class TestMuonDTensor(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             ours.zero_grad()
             its.zero_grad()
             weight = model.weight.detach().full_tensor()
-            self.assertTrue(torch.equal(weight, single.weight.detach()))
+            self.assertTrue(equal(weight, single.weight.detach()))
 
     def test_dtensor_2d_mesh(self):
+        # Shows: testing/p1/dtensor-2d, testing/dtensor/mesh-2d
         mesh = DeviceMesh(
-            "cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("fsdp", "tp")
+            device().type,
+            torch.arange(self.world_size).reshape(-1, 2),
+            mesh_dim_names=("fsdp", "tp"),
         )
         twins = Twins([Spec((128, 128), mesh, (Shard(0), Shard(1)))], lr=0.01)
         self.assertTrainsAlike(twins)
-        self.assertEqual(twins.params[0].to_local().shape, (64, 64))
+        rows = 128 // mesh.size(0)
+        self.assertEqual(twins.params[0].to_local().shape, (rows, 64))
 
-    def test_parity_on_a_mesh_of_four(self):
-        mesh = mesh_of(4)
-        self.assertTrainsAlike(Twins(specs(mesh, all_placements(mesh))))
-
-    def test_parity_on_meshes_of_two(self):
-        mesh = mesh_of(2)
-        twins = Twins(specs(mesh, all_placements(mesh)))
-        self.assertTrainsAlike(twins)
-        owners = set(twins.optimizer.assignments)
-        self.assertEqual(owners, set(dist.get_process_group_ranks(mesh.get_group())))
-
-    def test_parity_on_meshes_of_one(self):
-        mesh = mesh_of(1)
-        twins = Twins(specs(mesh, all_placements(mesh)))
-        self.assertTrainsAlike(twins)
-        self.assertEqual(list(twins.optimizer.assignments), [self.rank])
-
-    def test_parity_on_every_placement_of_a_2d_mesh(self):
-        mesh = grid_of(2, 2)
-        shapes = [(8, 8), (7, 5), (3, 9), (1, 8), (5, 1)]
-        self.assertTrainsAlike(Twins(specs(mesh, all_placements(mesh), shapes)))
-
-    def test_fewer_matrices_than_ranks(self):
-        mesh = mesh_of(4)
-        for placement in (S0, S1, R):
-            twins = Twins([Spec((9, 6), mesh, (placement,))])
-            self.assertTrainsAlike(twins)
-            owned = [len(i) for i in twins.optimizer.assignments.values()]
-            self.assertEqual(sorted(owned), [0, 0, 0, 1])
-
-    def test_dtypes(self):
-        mesh = mesh_of(4)
-        mesh2 = grid_of(2, 2)
-        for dtype in (torch.bfloat16, torch.float16, torch.float64):
-            for nesterov in (True, False):
-                twins = Twins(
-                    specs(mesh, all_placements(mesh), dtype=dtype)
-                    + specs(mesh2, [(S1, S0), (R, S1)], dtype=dtype),
-                    nesterov=nesterov,
-                    lr=0.02,
-                )
-                self.assertTrainsAlike(twins, 2, f"{dtype} nesterov={nesterov}")
-
-    def test_prefetch_and_async_change_nothing(self):
-        mesh = mesh_of(4)
-        mesh2 = grid_of(2, 2)
-        for prefetch in (0, 1, 2, 5):
-            for parallel in (True, False):
-                twins = Twins(
-                    specs(mesh, [(S0,), (R,)]) + specs(mesh2, [(S0, S1), (R, S0)]),
-                    create_dtensor_config(parallel, prefetch),
-                    nesterov=False,
-                )
-                self.assertTrainsAlike(twins, 2, f"{prefetch} {parallel}")
-
-    def test_prefetch_and_async_may_change_between_steps(self):
-        mesh = mesh_of(4)
-        twins = Twins(specs(mesh, all_placements(mesh)))
-        for prefetch, parallel in [(0, True), (3, True), (0, False), (1, True)]:
-            twins.config.prefetch_count = prefetch
-            twins.config.async_gpu_parallelism = parallel
-            twins.step()
-            self.assertParity(twins, f"{prefetch} {parallel}")
-
-    def test_parameter_groups_have_their_own_hyperparameters(self):
-        mesh = mesh_of(4)
-        mesh2 = grid_of(2, 2)
-        placed = specs(mesh, [(S0,), (S1,)]) + specs(mesh2, [(R, S0)])
-        groups = [
-            (range(20, 27), {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.0}),
-            (range(10), {"lr": 0.01, "ns_steps": 3, "nesterov": False}),
-            (range(10, 14), {"adjust_lr_fn": "match_rms_adamw"}),
-            (
-                range(14, 17),
-                {"adjust_lr_fn": "spectral_unclamped", "weight_decay": 0.5},
-            ),
-            (
-                range(17, 20),
-                {
-                    "lr": torch.tensor(0.03),
-                    "ns_coefficients": (3.0, -3.2, 1.2),
-                    "eps": 1e-3,
-                    "adjust_lr_fn": "original",
-                },
-            ),
-        ]
-        twins = Twins(placed, groups=groups)
-        self.assertTrainsAlike(twins)
-        owned = [i for own in twins.optimizer.assignments.values() for i in own]
-        self.assertEqual(sorted(owned), list(range(27)))
-
-    def test_learning_rate_schedule(self):
-        mesh = mesh_of(4)
-        for lr in (0.1, torch.tensor(0.1)):
-            twins = Twins(
-                specs(mesh, all_placements(mesh), [(8, 8), (5, 7), (3, 2)]),
-                groups=[(range(4), {"lr": lr}), (range(4, 9), {"lr": 0.3})],
-            )
-            schedulers = [
-                torch.optim.lr_scheduler.ExponentialLR(o, 0.5)
-                for o in (twins.single, twins.optimizer)
-            ]
-            for step in range(3):
-                twins.step()
-                self.assertParity(twins, f"step {step}")
-                for scheduler in schedulers:
-                    scheduler.step()
-            self.assertEqual(
-                [float(g["lr"]) for g in twins.optimizer.param_groups],
-                [0.1 * 0.5**3, 0.3 * 0.5**3],
-            )
-
-    def test_hyperparameters_changed_between_steps(self):
-        mesh = mesh_of(4)
-        twins = Twins(specs(mesh, all_placements(mesh)))
-        twins.step()
-        for key, value in [
-            ("momentum", 0.5),
-            ("nesterov", False),
-            ("weight_decay", 0.3),
-            ("ns_steps", 2),
-            ("lr", 0.3),
-        ]:
-            for optimizer in (twins.single, twins.optimizer):
-                optimizer.param_groups[0][key] = value
-            twins.step()
-            self.assertParity(twins, key)
-
-    def test_matrices_of_one_shape_together(self):
-        mesh, grid = mesh_of(4), grid_of(2, 2)
-        shapes = [(16, 16)] * 6 + [(24, 8)] * 5 + [(5, 9)] * 3
-        for foreach in (None, False, True):
-            for dtype in (torch.float32, torch.bfloat16):
-                placed = specs(mesh, [(S0,), (R,)], shapes, dtype)
-                placed += specs(grid, [(R, S1)], shapes, dtype)
-                twins = Twins(placed, foreach=foreach)
-                # One by one in the single process, whatever the distributed one does.
-                twins.single.param_groups[0]["foreach"] = False
-                if foreach is not True:
-                    self.assertTrainsAlike(twins, 2, f"{foreach} {dtype}")
-                    continue
-                before = [single.detach().float() for single in twins.singles]
-                twins.step()
-                problems = []
-                for param, single, old in zip(twins.params, twins.singles, before):
-                    moved = (single.detach().float() - old).norm()
-                    difference = (param.full_tensor().float() - single.float()).norm()
-                    # Batched products round otherwise here and there, which was seen to turn an update
-                    # by 1.3 % of its norm; a bfloat16 parameter rounds after that.
-                    rounding = torch.finfo(dtype).eps * single.detach().float().norm()
-                    if difference > 0.05 * moved + rounding:
-                        problems.append(f"{tuple(single.shape)}: {difference / moved}")
-                self.assertEverywhere(problems, f"{dtype}")
-
-    def test_closure(self):
-        mesh = mesh_of(4)
-        twins = Twins([Spec((8, 6), mesh, (S0,))])
-        twins.set_gradients()
-        gradient, twins.params[0].grad = twins.params[0].grad, None
-
-        def closure():
-            self.assertTrue(torch.is_grad_enabled())
-            twins.params[0].grad = gradient
-            return 7.5
-
-        twins.single.step()
-        self.assertEqual(twins.optimizer.step(closure), 7.5)
-        self.assertParity(twins)
-
-    def test_gradients_placed_otherwise_than_their_parameter(self):
-        mesh = mesh_of(4)
-        mesh2 = grid_of(2, 2)
-        placed = specs(mesh, [(S0,), (S1,), (R,)], [(8, 8), (7, 5), (3, 9)])
-        placed += specs(mesh2, [(S0, S1), (R, S0)], [(8, 8), (7, 5)])
-        for other in (S0, S1, R):
-            twins = Twins(placed)
-            for _ in range(2):
-                twins.set_gradients()
-                for param in twins.params:
-                    param.grad = param.grad.redistribute(
-                        placements=[other] * param.device_mesh.ndim
-                    )
-                twins.single.step()
+    def test_dtensor_placements(self):
+        # Shows: testing/dtensor/shard, testing/dtensor/replicate, testing/dtensor/hybrid
+        for mesh in (mesh_of(self.world_size), grid_of(self.world_size // 2, 2)):
+            twins = Twins(specs(mesh, all_placements(mesh)))
+            twins.set_gradients()
+            with NewtonSchulzCalls() as calls:
                 twins.optimizer.step()
-                self.assertParity(twins, f"gradients {other}")
-
-    def test_plain_tensors_beside_dtensors(self):
-        mesh = mesh_of(4)
-        placed = specs(mesh, [(S0,)], [(8, 8), (3, 4)])
-        placed.insert(1, Spec((6, 5), None, None))
-        placed.append(Spec((2, 9), None, None, torch.bfloat16))
-        twins = Twins(placed)
-        self.assertTrainsAlike(twins)
-        assignments = twins.optimizer.assignments
-        self.assertLessEqual({1, 3}, set(assignments[self.rank]))
-        for i, spec in enumerate(placed):
-            lists = [rank for rank, owned in assignments.items() if i in owned]
-            self.assertEqual(len(lists), 1, f"{i} {spec}")
-
-    def test_several_meshes_in_one_optimizer(self):
-        whole, pairs, single = mesh_of(4), mesh_of(2), mesh_of(1)
-        grid = grid_of(2, 2)
-        shapes = [(8, 8), (7, 5), (3, 9), (16, 12)]
-        placed = [
-            spec
-            for mesh, placements in [
-                (pairs, [(S0,), (R,)]),
-                (whole, [(S1,), (R,)]),
-                (grid, [(S1, S0)]),
-                (grid["a"], [(S0,)]),
-                (grid["b"], [(S1,)]),
-                (single, [(S0,)]),
-            ]
-            for spec in specs(mesh, placements, shapes)
-        ]
-        for prefetch in (0, 1, 2):
-            twins = Twins(placed, create_dtensor_config(prefetch_count=prefetch))
-            self.assertTrainsAlike(twins, 2, f"prefetch {prefetch}")
-
-    def test_stages_hold_different_parameters(self):
-        # As under pipeline parallelism: other matrices, and another number of them, on each half.
-        mesh = mesh_of(2)
-        stage = self.rank // 2
-        shapes = [(8, 6), (7, 5)] if stage == 0 else [(3, 9), (12, 4), (5, 5)]
-        twins = Twins(specs(mesh, [(S0,), (R,)], shapes), seed=50 * stage)
-        self.assertTrainsAlike(twins)
-        views = everyone(twins.optimizer.assignments)
-        self.assertEqual(views[0], views[1])
-        self.assertEqual(views[2], views[3])
-        self.assertEqual(set(views[0]), {0, 1})
-        self.assertEqual(set(views[2]), {2, 3})
-
-    def test_assignments_are_one_owner_each_and_equal_on_all_ranks(self):
-        grid = grid_of(2, 2)
-        twins = Twins(specs(grid, [(R, S0), (R, R)], [(8, 8)] * 4))
-        views = everyone(twins.optimizer.assignments)
-        self.assertEqual(views, [views[0]] * 4)
-        owned = sorted(i for own in views[0].values() for i in own)
-        self.assertEqual(owned, list(range(8)))
-        # Equal matrices, so equal shares, replicas included.
-        self.assertEqual([len(views[0][rank]) for rank in range(4)], [2] * 4)
-        self.assertEqual(twins.optimizer.current_rank, self.rank)
-
-    def test_parameters_added_later(self):
-        mesh = mesh_of(4)
-        twins = Twins(specs(mesh, all_placements(mesh), [(8, 8), (7, 5)]))
-        twins.step()
-        more = Twins(specs(mesh, [(S1,), (R,)], [(6, 4), (3, 9)]), seed=500)
-        for optimizer, params in [
-            (twins.optimizer, more.params),
-            (twins.single, more.singles),
-        ]:
-            optimizer.add_param_group({"params": params, "lr": 0.07})
-        for both in ("specs", "seeds", "params", "singles"):
-            getattr(twins, both).extend(getattr(more, both))
-        self.assertTrainsAlike(twins)
-        owned = sorted(i for own in twins.optimizer.assignments.values() for i in own)
-        self.assertEqual(owned, list(range(10)))
+            twins.single.step()
+            self.assertParity(twins)
+            # Each once, replicas included.
+            self.assertEqual(sum(everyone(len(calls.shapes))), len(twins.params))
 
 
-class TestMuonDTensorGPU(MultiProcessTestCase):
-    """The same over NCCL, where there are several GPUs."""
+class FSDPTests(Tests):
+    def test_fsdp_correctness(self):
+        # Shows: testing/p0/fsdp
+        run = Run(orig=False)
+        run.backward()
+        count = sum(everyone(len(run.update())))
+        self.assertEverywhere(run.problems())
+        self.assertEqual(count, sum(p.ndim == 2 for p in run.single.parameters()))
+
+    def test_fsdp_vs_single_device(self):
+        # Shows: testing/p0/fsdp, testing/p1/stress
+        for orig in (False, True):
+            run = Run(orig=orig)
+            for _ in range(10):
+                run.step()
+            self.assertEverywhere(run.problems(), f"use_orig_params={orig}")
+
+    def test_fully_shard_vs_single_device(self):
+        # Shows: testing/p0/fsdp
+        model = fully_shard(make_model(), mesh=mesh_of(self.world_size))
+        self.check(model, create_dtensor_config(), data_rank=self.rank)
+
+    def test_hsdp(self):
+        grid = grid_of(2, self.world_size // 2)
+        model = fully_shard(make_model(), mesh=grid)
+        self.check(model, create_dtensor_config(), data_rank=self.rank)
+
+
+class DDPTests(Tests):
+    def ddp(self, model):
+        gpu = None if device().type == "cpu" else [device()]
+        return DDP(model, device_ids=gpu)
+
+    def test_ddp_vs_single_device(self):
+        # Shows: testing/p0/ddp
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        self.check(self.ddp(make_model()), config, data_rank=self.rank)
+
+    def test_ddp_without_a_config_is_as_before(self):
+        # Each rank does all of it.
+        model = self.ddp(make_model())
+        self.check(model, None, data_rank=self.rank, count=4 * self.world_size)
+
+
+class TPTests(Tests):
+    def parallelized(self, model, mesh):
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        plan |= {"3": ColwiseParallel(), "5": RowwiseParallel()}
+        return parallelize_module(model, mesh, plan)
+
+    def test_tp_correctness(self):
+        # Shows: testing/p1/tp
+        model = self.parallelized(make_model(), mesh_of(self.world_size))
+        matrices, _ = self.check(model, create_dtensor_config())
+        self.assertEqual([p.placements for p in matrices], [(S0,), (S1,)] * 2)
+
+    def test_per_parameter_tp_dims(self):
+        # Shows: testing/p1/tp-dims-per-parameter
+        config = create_auto_config(
+            tp_process_group=dist.group.WORLD,
+            tp_dim_per_param={0: 0, 1: 1, 2: 0, 3: 1},
+        )
+        model = self.parallelized(make_model(), mesh_of(self.world_size))
+        self.check(model, config)
+
+    def test_fsdp_plus_tp(self):
+        # Shows: testing/p1/fsdp-tp
+        grid = grid_of(self.world_size // 2, 2)
+        model = self.parallelized(make_model(), grid["b"])
+        fully_shard(model, mesh=grid["a"])
+        config = create_auto_config(
+            fsdp_process_group=grid.get_group("a"),
+            tp_process_group=grid.get_group("b"),
+            tp_dim_per_param={0: 0, 1: 1, 2: 0, 3: 1},
+        )
+        self.check(model, config, data_rank=grid.get_local_rank("a"))
+
+
+class ExpertTests(Tests):
+    """Ranks 0 and 1 of each four hold one expert, ranks 2 and 3 another."""
+
+    def expert(self, number):
+        torch.manual_seed(50 + number)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(12, 20, bias=False),
+            torch.nn.ReLU(),
+            torch.nn.Linear(20, 12, bias=False),
+        )
+        return model.to(device())
+
+    def test_expert_parallel_independence(self):
+        # Shows: testing/p2/ep
+        config = create_auto_config(
+            ep_process_group=dist.group.WORLD,
+            expert_assignments={0: self.rank, 1: self.rank},
+        )
+        _, optimizer = self.check(
+            self.expert(self.rank),
+            config,
+            data_rank=self.rank,
+            count=2 * self.world_size,
+        )
+        # Nobody else's business.
+        self.assertEqual(optimizer.assignments, {self.rank: [0, 1]})
+
+    def test_expert_parallel_with_fsdp(self):
+        # Shows: testing/p2/ep-fsdp
+        shards = grid_of(self.world_size // 2, 2)["b"]
+        number = self.rank // 2
+        model = FSDP(
+            self.expert(number),
+            process_group=shards.get_group(),
+            device_id=device(),
+            use_orig_params=True,
+        )
+        plain = self.expert(number)
+        config = create_auto_config(
+            ep_process_group=dist.group.WORLD,
+            fsdp_process_group=model.process_group,
+            expert_assignments={0: number, 1: number},
+            module=model,
+        )
+        matrices, _ = partition_parameters(model)
+        ours = Muon(matrices, lr=0.05, distributed_config=config)
+        its = Muon(plain.parameters(), lr=0.05)
+        for step in range(3):
+            for each in (model, plain):
+                # Ranks of one expert see the same, so that the mean is what each has.
+                each(full(10 * step + number, (6, 12))).pow(2).mean().backward()
+            with NewtonSchulzCalls() as calls:
+                ours.step()
+            its.step()
+            ours.zero_grad()
+            its.zero_grad()
+            self.assertEqual(sum(everyone(len(calls.shapes))), self.world_size)
+            with FSDP.summon_full_params(model, writeback=False):
+                found = [
+                    f"parameter {i}"
+                    for i, (a, b) in enumerate(
+                        zip(model.parameters(), plain.parameters())
+                    )
+                    if not equal(a.detach(), b.detach())
+                ]
+            self.assertEverywhere(found, f"step {step}")
+        owned = sorted(i for own in ours.assignments.values() for i in own)
+        self.assertEqual(owned, [0, 1])
+        self.assertLessEqual(
+            set(ours.assignments), set(dist.get_process_group_ranks(shards.get_group()))
+        )
+
+
+@requires_gloo()
+class TestMuonDTensor(GlooOnCPU, DTensorTests, MultiProcContinuousTest):
+    pass
+
+
+@requires_gloo()
+class TestMuonFSDP(GlooOnCPU, FSDPTests, MultiProcContinuousTest):
+    pass
+
+
+@requires_gloo()
+class TestMuonDDP(GlooOnCPU, DDPTests, MultiProcContinuousTest):
+    pass
+
+
+@requires_gloo()
+class TestMuon2DParallelism(GlooOnCPU, TPTests, MultiProcContinuousTest):
+    pass
+
+
+@requires_gloo()
+class TestMuonExpertParallel(GlooOnCPU, ExpertTests, MultiProcContinuousTest):
+    pass
+
+
+@requires_nccl()
+class TestMuonDTensorOnGPUs(OnGPUs, DTensorTests, MultiProcContinuousTest):
+    world_size = 2
+
+
+@requires_nccl()
+class TestMuonFSDPOnGPUs(OnGPUs, FSDPTests, MultiProcContinuousTest):
+    world_size = 2
+
+
+@requires_nccl()
+class TestMuonDDPOnGPUs(OnGPUs, DDPTests, MultiProcContinuousTest):
+    world_size = 2
+
+
+@requires_nccl()
+class TestMuon2DParallelismOnGPUs(OnGPUs, TPTests, MultiProcContinuousTest):
+    pass
+
+
+@requires_nccl()
+class TestMuonExpertParallelOnGPUs(OnGPUs, ExpertTests, MultiProcContinuousTest):
+    pass
+
+
+@requires_nccl()
+class TestMuonOnOneGPU(OnGPUs, Tests, MultiProcContinuousTest):
+    """NCCL with a single rank."""
+
+    world_size = 1
+
+    def test_every_placement(self):
+        for mesh in (mesh_of(1), grid_of(1, 1)):
+            self.assertTrainsAlike(Twins(specs(mesh, all_placements(mesh))))
+
+    def test_fully_shard(self):
+        self.check(fully_shard(make_model(), mesh=mesh_of(1)), create_dtensor_config())
+
+    def test_process_group(self):
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        self.check(make_model(), config)
+
+
+class TestMuonPerformance(MultiProcessTestCase):
+    """Prefetching pays where transfers take time. On a CPU the bench measures it, over a delayed wire."""
 
     @property
     def world_size(self):
-        return 2
+        return 4
 
     def setUp(self):
         super().setUp()
         self._spawn_processes()
 
     @requires_nccl()
-    @skip_if_lt_x_gpu(2)
-    def test_parity_on_gpus(self):
+    @skip_if_lt_x_gpu(4)
+    def test_prefetch_speedup(self):
+        # Shows: testing/p1/prefetch-speedup
         torch.cuda.set_device(self.rank)
         dist.init_process_group(
             "nccl",
             store=dist.FileStore(self.file_name, self.world_size),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=120),
         )
-        mesh = init_device_mesh("cuda", (2,))
-        for placement in (S0, S1, R):
-            whole = full(0, (64, 48)).cuda()
-            param = torch.nn.Parameter(distribute_tensor(whole, mesh, [placement]))
-            single = torch.nn.Parameter(whole.clone())
-            ours = Muon([param], distributed_config=create_dtensor_config())
-            its = Muon([single])
-            for step in range(3):
-                gradient = full(step + 1, (64, 48)).cuda()
-                single.grad = gradient
-                param.grad = distribute_tensor(gradient, mesh, [placement])
-                ours.step()
-                its.step()
-                found = param.detach().full_tensor()
-                torch.testing.assert_close(found, single.detach(), rtol=0, atol=1e-6)
-            self.assertFalse(torch.equal(param.detach().full_tensor(), whole))
+        mesh = DeviceMesh("cuda", list(range(self.world_size)))
+        seconds = {}
+        for prefetch in (0, 2):
+            params = [
+                torch.nn.Parameter(
+                    distribute_tensor(full(i, (2048, 4096)).cuda(), mesh, [Shard(0)])
+                )
+                for i in range(48)
+            ]
+            config = create_dtensor_config(prefetch_count=prefetch)
+            optimizer = Muon(params, distributed_config=config)
+            for param in params:
+                param.grad = torch.ones_like(param)
+            for repetition in range(13):
+                if repetition == 3:
+                    torch.cuda.synchronize()
+                    dist.barrier()
+                    start = time.perf_counter()
+                optimizer.step()
+            torch.cuda.synchronize()
+            seconds[prefetch] = time.perf_counter() - start
+        self.assertGreater(seconds[0] / seconds[2], 1.2)
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,41 @@
+"""Runs the tests, and finds out how much of the optimizer they execute."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import env
+from .target import find_wheel
+
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def run(python: Path, args: list[str], root: Path, *, measure: bool) -> int:
+    """Run pytest with ``args``; with ``measure`` the table of coverage follows.
+
+    All tests, that is no ``args``, have to execute enough of the optimizer. A part of
+    them need not.
+
+    Returns pytest's exit code, or 1 where only the coverage is too little.
+    """
+    if not measure:
+        return env.run_in(python, ["-m", "pytest", *args], root, timeout=None)
+    data = python.parent.parent / ".coverage"
+    for old in data.parent.glob(f"{data.name}*"):
+        old.unlink()
+    variables = {
+        # Processes that tests start in other folders leave theirs there too.
+        "COVERAGE_FILE": str(data),
+        # Not the copies that tests of the overlay make.
+        "MUON_MEASURED": str(find_wheel(python).root / "torch" / "optim"),
+    }
+    command = ["-m", "coverage", "run", "-m", "pytest", *args]
+    code = env.run_in(python, command, root, timeout=None, variables=variables)
+    report = ["-m", "tools.coverage"]
+    if args or code:
+        report.append("--no-limits")
+    print("\nCoverage of the optimizer, all processes:", flush=True)
+    shown = env.run_in(python, report, root, timeout=None, variables=variables)
+    return code or shown
