@@ -20,12 +20,6 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
 )
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-    RowwiseParallel,
-)
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
 from torch.optim.muon import (
     create_auto_config,
@@ -44,6 +38,12 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from muon_fsdp1_helpers import Run
+from muon_module_helpers import (
+    data_parallel,
+    make_model,
+    ModuleParity,
+    tensor_parallel,
+)
 from muon_test_helpers import (
     all_placements,
     device,
@@ -55,7 +55,6 @@ from muon_test_helpers import (
     mesh_of,
     NewtonSchulzCalls,
     OnGPUs,
-    ParityAssertions,
     S0,
     S1,
     Spec,
@@ -69,70 +68,10 @@ if not dist.is_available():
     sys.exit(0)
 
 
-def make_model(width=12, hidden=16, layers=2, bias=True):
-    """The same on every rank."""
-    torch.manual_seed(3)
-    blocks = []
-    for _ in range(layers):
-        up = torch.nn.Linear(width, hidden, bias=bias)
-        blocks += [up, torch.nn.ReLU(), torch.nn.Linear(hidden, width, bias=bias)]
-    return torch.nn.Sequential(*blocks).to(device())
-
-
-class Tests(ParityAssertions):
+class Tests(ModuleParity):
     """What the classes of both devices have in common."""
 
     world_size = 4
-
-    def check(self, model, config, steps=3, data_rank=0, count=None):
-        """Trains ``model`` beside a Muon of one process that gets the same gradients.
-
-        Args:
-            data_rank: ranks of one ``data_rank`` see the same data.
-            count: Newton-Schulz calls of all ranks in a step; as many as matrices by default.
-        """
-        matrices, _ = partition_parameters(model)
-        singles = [torch.nn.Parameter(whole(p).clone()) for p in matrices]
-        before = [single.detach().clone() for single in singles]
-        ours = Muon(matrices, lr=0.05, distributed_config=config)
-        its = Muon(singles, lr=0.05)
-        for step in range(steps):
-            x = full(100 * step + data_rank, (6, 12))
-            model(x).pow(2).mean().backward()
-            for param, single in zip(matrices, singles):
-                # Autograd may round sharded products otherwise; Muon may not.
-                single.grad = whole(param.grad).clone()
-            with NewtonSchulzCalls() as calls:
-                ours.step()
-            its.step()
-            model.zero_grad()
-            total = sum(everyone(len(calls.shapes)))
-            self.assertEqual(total, len(matrices) if count is None else count)
-            found = [
-                f"parameter {i}, {what}"
-                for i, (param, single) in enumerate(zip(matrices, singles))
-                for what, mine, other in [
-                    ("value", param.detach(), single.detach()),
-                    (
-                        "momentum",
-                        ours.state[param]["momentum_buffer"],
-                        its.state[single]["momentum_buffer"],
-                    ),
-                ]
-                if not equal(whole(mine), other)
-            ]
-            self.assertEverywhere(found, f"step {step}")
-        for old, single in zip(before, singles):
-            self.assertFalse(torch.equal(old, single.detach()))
-        return matrices, ours
-
-
-def whole(tensor):
-    return (
-        tensor.detach().full_tensor()
-        if isinstance(tensor, DTensor)
-        else tensor.detach()
-    )
 
 
 class TestDTensorConfig(TestCase):
@@ -319,30 +258,21 @@ class FSDPTests(Tests):
 
 
 class DDPTests(Tests):
-    def ddp(self, model):
-        gpu = None if device().type == "cpu" else [device()]
-        return DDP(model, device_ids=gpu)
-
     def test_ddp_vs_single_device(self):
         # Shows: testing/p0/ddp
         config = create_auto_config(ddp_process_group=dist.group.WORLD)
-        self.check(self.ddp(make_model()), config, data_rank=self.rank)
+        self.check(data_parallel(make_model()), config, data_rank=self.rank)
 
     def test_ddp_without_a_config_is_as_before(self):
         # Each rank does all of it.
-        model = self.ddp(make_model())
+        model = data_parallel(make_model())
         self.check(model, None, data_rank=self.rank, count=4 * self.world_size)
 
 
 class TPTests(Tests):
-    def parallelized(self, model, mesh):
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        plan |= {"3": ColwiseParallel(), "5": RowwiseParallel()}
-        return parallelize_module(model, mesh, plan)
-
     def test_tp_correctness(self):
         # Shows: testing/p1/tp
-        model = self.parallelized(make_model(), mesh_of(self.world_size))
+        model = tensor_parallel(make_model(), mesh_of(self.world_size))
         matrices, _ = self.check(model, create_dtensor_config())
         self.assertEqual([p.placements for p in matrices], [(S0,), (S1,)] * 2)
 
@@ -352,13 +282,13 @@ class TPTests(Tests):
             tp_process_group=dist.group.WORLD,
             tp_dim_per_param={0: 0, 1: 1, 2: 0, 3: 1},
         )
-        model = self.parallelized(make_model(), mesh_of(self.world_size))
+        model = tensor_parallel(make_model(), mesh_of(self.world_size))
         self.check(model, config)
 
     def test_fsdp_plus_tp(self):
         # Shows: testing/p1/fsdp-tp
         grid = grid_of(self.world_size // 2, 2)
-        model = self.parallelized(make_model(), grid["b"])
+        model = tensor_parallel(make_model(), grid["b"])
         fully_shard(model, mesh=grid["a"])
         config = create_auto_config(
             fsdp_process_group=grid.get_group("a"),

@@ -1,0 +1,147 @@
+# Owner(s): ["oncall: distributed"]
+"""Every kind of parallelism on 2, 4 and 8 processes, with every setting that may not change a bit."""
+
+import os
+import sys
+
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.optim.muon import create_auto_config, create_dtensor_config
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    requires_gloo,
+)
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_module_helpers import (
+    data_parallel,
+    make_model,
+    ModuleParity,
+    tensor_parallel,
+)
+from muon_test_helpers import (
+    GlooOnCPU,
+    grid_of,
+    R,
+    S0,
+    S1,
+    Spec,
+    Strategy,
+    Twins,
+)
+
+
+if not dist.is_available():
+    print("torch.distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+# Even for eight, uneven, fewer rows than ranks.
+SHAPES = [(16, 8), (9, 13), (3, 20)]
+
+
+@instantiate_parametrized_tests
+class Matrix(ModuleParity):
+    """Each case trains matrices cut by hand, the same as DTensors, and a module of the framework."""
+
+    @parametrize("async_parallel", [True, False])
+    @parametrize("prefetch", [0, 1, 2])
+    @parametrize("parallelism", ["fsdp", "ddp", "tp", "fsdp_tp", "hsdp", "ep"])
+    def test_matrix(self, parallelism, prefetch, async_parallel):
+        # Shows: testing/matrix, testing/p1/async, testing/p2/dtensor-vs-groups
+        self.flags = {
+            "async_gpu_parallelism": async_parallel,
+            "prefetch_count": prefetch,
+        }
+        getattr(self, f"check_{parallelism}")()
+
+    def check_both(self, strategy, placements, dims=None):
+        """Pieces of process groups and DTensors, each against one process."""
+        by_groups = strategy.twins(SHAPES, dims=dims, flags=self.flags)
+        self.assertTrainsAlike(by_groups, 2)
+        config = create_dtensor_config(**self.flags)
+        specs = [Spec(shape, strategy.mesh, placements) for shape in SHAPES]
+        self.assertTrainsAlike(Twins(specs, config), 2)
+
+    def dtensors(self):
+        return create_dtensor_config(**self.flags)
+
+    def check_fsdp(self):
+        mesh = grid_of(self.world_size)
+        self.check_both(Strategy(mesh, "fsdp"), (S0,))
+        model = fully_shard(make_model(layers=1), mesh=mesh)
+        self.check(model, self.dtensors(), 2, data_rank=self.rank)
+
+    def check_ddp(self):
+        strategy = Strategy(grid_of(self.world_size), "ddp")
+        self.check_both(strategy, (R,))
+        model = data_parallel(make_model(layers=1))
+        self.check(model, strategy.config(**self.flags), 2, data_rank=self.rank)
+
+    def check_tp(self):
+        mesh = grid_of(self.world_size)
+        for dim, placement in ((0, S0), (1, S1)):
+            self.check_both(Strategy(mesh, "tp"), (placement,), dim)
+        self.check(tensor_parallel(make_model(layers=1), mesh), self.dtensors(), 2)
+
+    def check_fsdp_tp(self):
+        grid = grid_of(self.world_size // 2, 2)
+        self.check_both(Strategy(grid, "fsdp", "tp"), (S0, S1), 1)
+        model = tensor_parallel(make_model(layers=1), grid["b"])
+        fully_shard(model, mesh=grid["a"])
+        self.check(model, self.dtensors(), 2, data_rank=grid.get_local_rank("a"))
+
+    def check_hsdp(self):
+        # On two processes there are two replicas that are not cut.
+        grid = grid_of(2, self.world_size // 2)
+        self.check_both(Strategy(grid, "ddp", "fsdp"), (R, S0))
+        model = fully_shard(make_model(layers=1), mesh=grid)
+        self.check(model, self.dtensors(), 2, data_rank=self.rank)
+
+    def check_ep(self):
+        """Two experts, each sharded, beside matrices that are sharded the same way."""
+        grid = grid_of(2, self.world_size // 2)
+        number, shards = grid.get_local_rank("a"), grid["b"]
+        cuts = [Strategy(shards, "fsdp").cut(shape) for shape in SHAPES]
+        seeds = [100 * (number + 1) + i for i in range(len(SHAPES))]
+
+        def config(count):
+            return create_auto_config(
+                ep_process_group=grid.get_group("a"),
+                fsdp_process_group=shards.get_group(),
+                expert_assignments=dict.fromkeys(range(count), number),
+                **self.flags,
+            )
+
+        both = [*seeds, *range(len(SHAPES))]
+        self.assertTrainsAlike(Twins(cuts * 2, config(len(SHAPES)), seeds=both), 2)
+        specs = [Spec(shape, shards, (S0,)) for shape in SHAPES]
+        self.assertTrainsAlike(Twins(specs, self.dtensors(), seeds=seeds), 2)
+        expert = fully_shard(make_model(layers=1, seed=number), mesh=shards)
+        # Two experts of two matrices.
+        self.check(expert, config(2), 2, data_rank=self.rank, count=4)
+
+
+@requires_gloo()
+class TestMuonMatrixOf2(GlooOnCPU, Matrix, MultiProcContinuousTest):
+    world_size = 2
+
+
+@requires_gloo()
+class TestMuonMatrixOf4(GlooOnCPU, Matrix, MultiProcContinuousTest):
+    world_size = 4
+
+
+@requires_gloo()
+class TestMuonMatrixOf8(GlooOnCPU, Matrix, MultiProcContinuousTest):
+    world_size = 8
+
+
+if __name__ == "__main__":
+    run_tests()
