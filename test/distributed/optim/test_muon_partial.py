@@ -1,0 +1,205 @@
+# Owner(s): ["oncall: distributed"]
+"""DTensor parameters that are Partial: ranks hold contributions, and the matrix is their sum."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial
+from torch.optim import Muon
+from torch.optim.muon import create_dtensor_config
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    requires_gloo,
+)
+from torch.testing._internal.common_utils import run_tests
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_test_helpers import (
+    Collectives,
+    everyone,
+    full,
+    GlooOnCPU,
+    grid_of,
+    local,
+    mesh_of,
+    NewtonSchulzCalls,
+    ParityAssertions,
+    place,
+    R,
+    S0,
+    S1,
+    Spec,
+)
+
+
+if not dist.is_available():
+    print("torch.distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+
+P = Partial()
+SHAPES = [(8, 8), (7, 5), (3, 9), (16, 4)]
+
+
+def contribution(seed, shape, coordinate):
+    """Small integers, so that contributions add up to the same in any order."""
+    return full(seed + 77 * sum(coordinate), shape).mul_(4).round_()
+
+
+class PartialTwins:
+    """Partial parameters and, for each, the one process that has the sum of their gradients.
+
+    Its parameter is the contribution that gets the update, which is that of the owner's coordinate; the
+    others' contributions only decay.
+    """
+
+    lr, weight_decay = 0.25, 0.5
+
+    def __init__(self, mesh, placements, **options):
+        self.mesh, self.placements = mesh, placements
+        partial = [dim for dim, p in enumerate(placements) if p.is_partial()]
+        self.mine = self.coordinate(dist.get_rank(), partial)
+        self.all = [
+            tuple(c)
+            for c in torch.cartesian_prod(
+                *(torch.arange(mesh.size(dim)) for dim in partial)
+            )
+            .reshape(-1, len(partial))
+            .tolist()
+        ]
+        self.params = [
+            torch.nn.Parameter(self.placed(i, s)) for i, s in enumerate(SHAPES)
+        ]
+        # Halves of integers stay exact, and so do their sums.
+        options = {
+            "lr": self.lr,
+            "weight_decay": self.weight_decay,
+            "momentum": 0.5,
+            **options,
+        }
+        config = create_dtensor_config()
+        self.optimizer = Muon(self.params, distributed_config=config, **options)
+        owners = {i: r for r, own in self.optimizer.assignments.items() for i in own}
+        self.updated = [self.coordinate(owners[i], partial) for i in range(len(SHAPES))]
+        self.singles = [
+            torch.nn.Parameter(contribution(i, shape, self.updated[i]))
+            for i, shape in enumerate(SHAPES)
+        ]
+        self.single = Muon(self.singles, **options)
+        self.steps = 0
+
+    def coordinate(self, rank, dims):
+        (where,) = (self.mesh.mesh == rank).nonzero().tolist()
+        return tuple(where[dim] for dim in dims)
+
+    def shard(self, tensor):
+        """This rank's part of ``tensor`` where all contributions are alike."""
+        alike = tuple(R if p.is_partial() else p for p in self.placements)
+        return local(place(tensor, Spec(tensor.shape, self.mesh, alike)))
+
+    def placed(self, seed, shape):
+        mine = self.shard(contribution(seed, shape, self.mine))
+        stride = torch.empty(shape).stride()
+        return DTensor.from_local(
+            mine,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
+        )
+
+    def step(self, missing=()):
+        self.steps += 1
+        for i, shape in enumerate(SHAPES):
+            if i in missing:
+                self.params[i].grad = self.singles[i].grad = None
+                continue
+            seed = 1000 * self.steps + i
+            self.params[i].grad = self.placed(seed, shape)
+            self.singles[i].grad = sum(contribution(seed, shape, c) for c in self.all)
+        self.optimizer.step()
+        self.single.step()
+
+    def problems(self):
+        found = []
+        for i, (param, single, shape) in enumerate(
+            zip(self.params, self.singles, SHAPES)
+        ):
+            if self.mine != self.updated[i]:
+                decay = (1 - self.lr * self.weight_decay) ** self.steps
+                expected = contribution(i, shape, self.mine) * decay
+            else:
+                expected = single.detach()
+            if not torch.equal(local(param.detach()), self.shard(expected)):
+                found.append(f"parameter {i}")
+            momentum = self.optimizer.state[param]["momentum_buffer"]
+            if momentum.placements != self.placements:
+                found.append(f"momentum {i} is {momentum.placements}")
+            total = self.single.state[single]["momentum_buffer"]
+            if not torch.equal(momentum.full_tensor(), total):
+                found.append(f"momentum {i}")
+        return found
+
+
+@requires_gloo()
+class TestMuonPartial(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    world_size = 4
+
+    def layouts(self):
+        grid = grid_of(2, 2)
+        pairs = [(P, S0), (S1, P), (P, R), (R, P), (P, P)]
+        return [(mesh_of(4), (P,)), (mesh_of(2), (P,))] + [(grid, p) for p in pairs]
+
+    def test_partial_parameters(self):
+        # Shows: testing/p2/dtensor-partial, testing/dtensor/partial,
+        # testing/p2/dtensor-hybrid, testing/dtensor/hybrid
+        for mesh, placements in self.layouts():
+            for nesterov in (True, False):
+                twins = PartialTwins(mesh, placements, nesterov=nesterov)
+                for _ in range(3):
+                    twins.step()
+                    self.assertEverywhere(twins.problems(), f"{mesh} {placements}")
+
+    def test_each_matrix_is_orthogonalized_once(self):
+        for mesh, placements in self.layouts():
+            twins = PartialTwins(mesh, placements)
+            with NewtonSchulzCalls() as calls:
+                twins.optimizer.step()
+            self.assertEqual(calls.shapes, [])
+            twins.step()
+            with NewtonSchulzCalls() as calls, Collectives() as seen:
+                twins.optimizer.step()
+            total = sum(everyone(len(calls.shapes)))
+            self.assertEqual(total, len(SHAPES) * 4 // mesh.size())
+            # Contributions travel as they are: rounded ones would add up to something else.
+            gathered = [call for call in seen.calls if call.itemsize == 4]
+            self.assertEqual(bool(gathered), any(call.sent for call in seen.calls))
+
+    def test_missing_gradients(self):
+        twins = PartialTwins(grid_of(2, 2), (P, S0))
+        twins.step()
+        before = [local(p.detach()).clone() for p in twins.params]
+        twins.step(missing=range(len(SHAPES)))
+        for param, old in zip(twins.params, before):
+            self.assertTrue(torch.equal(local(param.detach()), old))
+
+    def test_gradients_that_need_no_sum(self):
+        # What backward gives a Partial parameter may be Replicate: the sum then has it once.
+        mesh = mesh_of(4)
+        twins = PartialTwins(mesh, (P,))
+        for i, shape in enumerate(SHAPES):
+            gradient = contribution(i, shape, (9,))
+            twins.singles[i].grad = gradient.clone()
+            twins.params[i].grad = place(gradient, Spec(shape, mesh, (R,)))
+        twins.optimizer.step()
+        twins.single.step()
+        twins.steps = 1
+        self.assertEverywhere(twins.problems())
+
+
+if __name__ == "__main__":
+    run_tests()
