@@ -468,6 +468,61 @@ class TestMuonErrors(ConfigTestCase):
             with self.assertRaisesRegex(RuntimeError, "complex parameters"):
                 optimizer.step()
 
+    def test_a_config_of_another_kind(self):
+        for wrong in ({}, object(), create_auto_config):
+            with self.assertRaisesRegex(TypeError, "DistributedConfig.*of type"):
+                Muon(make_params((4, 4)), distributed_config=wrong)
+
+    def test_prefetch_count(self):
+        for wrong in (-1, 1.0, True, None, "2"):
+            with self.assertRaisesRegex(ValueError, f"prefetch_count.*{wrong!r}"):
+                local_config(prefetch_count=wrong)
+            config = local_config()
+            optimizer = Muon(make_params((4, 4)), distributed_config=config)
+            config.prefetch_count = wrong
+            with self.assertRaisesRegex(ValueError, f"prefetch_count.*{wrong!r}"):
+                optimizer.step()
+
+    def test_assignments_of_another_kind(self):
+        for wrong in ([[0]], {"0": [0]}, {0: ["0"]}, {0: [True]}, None):
+            config = local_config(lambda params, state: wrong)
+            with self.assertRaisesRegex(ValueError, "dict of rank -> list"):
+                Muon(make_params((4, 4)), distributed_config=config)
+
+    def test_functional_form_with_another_muons_config(self):
+        config = local_config()
+        optimizer = Muon(make_params((4, 4)), distributed_config=config)
+        (param,) = make_params((4, 4), seed=9)
+        with self.assertRaisesRegex(ValueError, "serves a live Muon, with other"):
+            _muon.muon(
+                [param],
+                [param.grad],
+                [torch.zeros_like(param)],
+                lr=0.1,
+                weight_decay=0.1,
+                momentum=0.9,
+                nesterov=True,
+                ns_coefficients=(3.4445, -4.775, 2.0315),
+                ns_steps=5,
+                eps=1e-7,
+                adjust_lr_fn=None,
+                has_complex=False,
+                distributed_config=config,
+            )
+        optimizer.step()
+
+    def test_functions_of_a_factory_in_a_config_that_does_not_know_them(self):
+        built = create_auto_config()
+        config = DistributedConfig(
+            assign_fn=all_to(0),
+            gather_fn=lambda *given: built.gather_fn(*given),
+            redistribute_fn=lambda *given: built.redistribute_fn(*given),
+            state={},
+        )
+        optimizer = Muon(make_params((4, 4)), distributed_config=config)
+        with self.assertRaisesRegex(RuntimeError, "does not know them"):
+            optimizer.step()
+
     def test_newton_schulz_options(self):
         for make in (create_dtensor_config, local_config):
             optimizer = Muon(

@@ -4,6 +4,7 @@
 import itertools
 import random
 import unittest
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,10 +38,15 @@ if dist.is_available():
         distribute_tensor,
         DTensor,
         Partial,
+        Placement,
         Replicate,
         Shard,
     )
-    from torch.optim._muon_engine.dtensor_reader import DTensorReader
+    from torch.optim._muon_engine.dtensor_functions import DTensorFunctions
+    from torch.optim._muon_engine.dtensor_reader import _cut, DTensorReader
+    from torch.optim._muon_engine.fsdp1_reader import FlatMatrix
+    from torch.optim._muon_engine.group_functions import ParallelGroups
+    from torch.optim._muon_engine.group_pieces import PieceReader
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -592,6 +598,40 @@ class TestDTensorReader(TestCase):
         )
         with self.assertRaisesRegex(ValueError, r"local tensor has shape \(3, 3\)"):
             DTensorReader().read(Key(0), dtensor)
+
+    def test_placement_of_an_unknown_kind(self):
+        class Odd(Placement):
+            def no(self, *given):
+                return False
+
+            is_shard = is_replicate = is_partial = no
+
+        with self.assertRaisesRegex(ValueError, "here: .*neither a shard, a replica"):
+            _cut(Odd(), torch.arange(4), 0, 2, "here")
+
+    def test_fsdp1_over_tp_of_more_than_one_mesh_dimension(self):
+        self.as_rank(0, 4)
+        mesh = self.mesh((2, 2))
+        dtensor = DTensor.from_local(
+            torch.ones(4, 4), mesh, [Shard(0), Shard(1)], run_check=False
+        )
+        matrix = FlatMatrix("weight", (8, 8), (), dtensor._spec, True)
+        reader = PieceReader(ParallelGroups(), None)
+        with self.assertRaisesRegex(ValueError, "weight.*mesh of 2 dim.*fully_shard"):
+            reader._tp_of_spec(Key(0), matrix)
+
+    def test_meshes_of_different_device_types(self):
+        self.as_rank(0, 2)
+        dtensors = [
+            DTensor.from_local(
+                torch.ones(4, 3), self.mesh((2,)), [Shard(0)], run_check=False
+            )
+            for _ in range(2)
+        ]
+        other = mock.PropertyMock(side_effect=["cpu", "xpu"])
+        with mock.patch.object(DeviceMesh, "device_type", other):
+            with self.assertRaisesRegex(ValueError, "device types.*cpu.*xpu"):
+                DTensorFunctions().device_of(dtensors)
 
 
 if __name__ == "__main__":

@@ -500,6 +500,39 @@ class TestMuonFSDP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.assertEqual([len(matrices), len(others)], [1, 2])
             Muon(matrices, distributed_config=config)
 
+    def test_matrices_that_are_not_contiguous(self):
+        for orig in (False, True):
+            model = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False))
+            turned = torch.randn(8, 6).t()
+            model[0].weight = torch.nn.Parameter(turned)
+            model = wrap(model, orig, units=None)
+            self.assertRaisesEverywhere(
+                lambda: Muon(
+                    model.parameters(),
+                    distributed_config=create_auto_config(module=model),
+                ),
+                "'0.weight'.*not contiguous",
+            )
+
+    def test_direct_calls_for_a_flat_parameter_of_several_matrices(self):
+        model = wrap(Model(), False, units=None)
+        config = create_auto_config(module=model)
+        params = list(model.parameters())
+        config.assign_fn(params, config.state)
+        with self.everywhere():
+            with self.assertRaisesRegex(ValueError, "flat one of 8 matrices"):
+                config.gather_fn(params[0].detach(), 0, config.state)
+
+    def test_gradients_that_are_expanded(self):
+        # Of a sum the gradient is a single 1, seen everywhere.
+        run = Run(False)
+        for param in run.matrices:
+            param.grad = torch.ones(()).expand(param.shape)
+        for param in run.single.parameters():
+            param.grad = torch.ones(param.shape)
+        run.update()
+        self.assertEverywhere(run.problems())
+
     def test_biases_of_original_parameters(self):
         model = wrap(Model(bias=True), True)
         config = create_auto_config(module=model)

@@ -5,9 +5,11 @@ import logging
 import os
 import re
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 from torch.optim.muon import create_dtensor_config, DistributedConfig
@@ -34,6 +36,7 @@ from muon_test_helpers import (
     R,
     S0,
     S1,
+    Spec,
     specs,
     Twins,
 )
@@ -239,6 +242,70 @@ class TestMuonFunctions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         absent = [range(6), (1, 4), (), (0, 5)]
         self.assertTrainsAlike(twins, 4, missing=absent.__getitem__)
         self.assertEqual(len(recorder.calls), 4 * 2 * 6)
+
+    def test_wrappers_with_a_gradient_on_some_holders_only(self):
+        for gather, redistribute in [(True, False), (False, True), (True, True)]:
+            placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)])
+            config = create_dtensor_config()
+            Recorder(config, gather, redistribute)
+            twins = Twins(placed, config)
+            twins.set_gradients()
+            if self.rank == 2:
+                twins.params[1].grad = None
+            before = local(twins.params[1].detach()).clone()
+            with self.everywhere(f"{gather} {redistribute}"):
+                with self.assertRaisesRegex(RuntimeError, "some have none.*1"):
+                    twins.optimizer.step()
+                after = local(twins.params[1].detach())
+                self.assertTrue(torch.equal(after, before))
+
+    # Their peers wait for the timeout, as for any function that one rank leaves.
+
+    def pair(self, pairs, wrap):
+        """A matrix shared with one other rank, over a group that does not wait for long."""
+        groups = [dist.new_group(p, timeout=timedelta(seconds=4)) for p in pairs]
+        (mine,) = (i for i, pair in enumerate(pairs) if self.rank in pair)
+        mesh = DeviceMesh.from_group(groups[mine], "cpu")
+        config = create_dtensor_config()
+        built = config.redistribute_fn
+
+        def redistribute(full, rank, state):
+            return built(wrap(full) if rank == self.rank else full, rank, state)
+
+        config.redistribute_fn = redistribute
+        twins = Twins([Spec((8, 8), mesh, (S0,))], config)
+        owners = [rank for rank, own in twins.optimizer.assignments.items() if own]
+        self.assertEqual(owners, [pairs[mine][0]])
+        return twins
+
+    def outcomes(self, twins):
+        twins.set_gradients()
+        try:
+            twins.optimizer.step()
+            return everyone("")
+        except Exception as error:
+            return everyone(f"{type(error).__name__}: {error}")
+
+    def test_owner_that_hands_on_something_else(self):
+        def wrong(full):
+            return None if self.rank == 0 else full[:4]
+
+        found = self.outcomes(self.pair([(0, 1), (2, 3)], wrong))
+        for rank, what in (0, "None"), (2, r"\(4, 8\)"):
+            self.assertRegex(found[rank], f"redistribute_fn was given {what} for")
+        self.assertTrue(all(found), found)
+
+    def test_ranks_that_are_not_in_the_same_step(self):
+        twins = self.pair([(0, 2), (1, 3)], lambda full: full)
+        twins.step()
+        self.assertParity(twins)
+        if self.rank > 1:
+            # As if this rank had made a step that the other left.
+            twins.config._engine.calls += 1
+        found = self.outcomes(twins)
+        for rank in (0, 1):
+            self.assertRegex(found[rank], "not in the same step")
+        self.assertTrue(all(found), found)
 
     def test_assign_fn_replaced_runs_on_the_engine(self):
         placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5), (3, 9)])

@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -535,6 +536,21 @@ class TestMuonGroupErrors(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 ValueError,
                 r"only supports 2D parameters.*\[4, 4, 4\]",
             )
+
+    def test_pieces_of_one_rank_that_do_not_tile_the_matrix(self):
+        def check(layout):
+            raise ValueError(f"{layout.describe()} is not tiled")
+
+        for strategy in self.strategies():
+
+            def build():
+                with contextlib.ExitStack() as stack:
+                    if self.rank == 2:
+                        name = "torch.optim._muon_engine.discovery.check_cover"
+                        stack.enter_context(mock.patch(name, check))
+                    self.build(strategy.config())
+
+            self.assertRaisesEverywhere(build, ValueError, "0 'w0'.*is not tiled")
 
     # Ranks that disagree
 

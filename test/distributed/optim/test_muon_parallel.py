@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.optim import Muon
+from torch.optim._muon_engine.groups import spanning_group
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -391,6 +392,18 @@ class TestMuonEightRanks(
         self.assertEqual(len(dist.get_process_group_ranks(seen[0])), 4)
         options = seen[0]._get_backend(torch.device("cpu")).options
         self.assertEqual(options._timeout, timedelta(seconds=41))
+
+    def test_group_that_was_destroyed_is_made_again(self):
+        ranks = tuple(range(self.rank % 2, 8, 2))
+        made = spanning_group(ranks, [], torch.device("cpu"))
+        self.assertIs(spanning_group(ranks, [], torch.device("cpu")), made)
+        dist.barrier()
+        dist.destroy_process_group(made)
+        again = spanning_group(ranks, [], torch.device("cpu"))
+        self.assertIsNot(again, made)
+        total = torch.tensor([float(self.rank)])
+        dist.all_reduce(total, group=again)
+        self.assertEqual(total.item(), sum(ranks))
 
     def test_hsdp_over_tensor_parallel(self):
         mesh = grid_of(2, 2, 2)

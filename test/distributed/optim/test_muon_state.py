@@ -36,6 +36,7 @@ from muon_test_helpers import (
     local,
     mesh_of,
     ParityAssertions,
+    place,
     R,
     S0,
     S1,
@@ -148,6 +149,37 @@ class TestMuonState(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.replace_optimizer(twins, state_dict)
         twins.step()
         self.assertParity(twins)
+
+    def test_whole_momentum_is_cut(self):
+        # As a Muon of one process wrote it, for the same parameters.
+        twins = self.trained()
+        state_dict = copy.deepcopy(twins.single.state_dict())
+        for group in state_dict["param_groups"]:
+            group["params"] = list(range(len(twins.params)))
+        self.replace_optimizer(twins, state_dict)
+        self.assertTrainsAlike(twins)
+
+    def test_momentum_that_does_not_fit(self):
+        mesh = mesh_of(4)
+        other = mesh_of(2)
+        for buffer, pattern in [
+            (torch.zeros(7, 8), r"'?momentum buffer of parameter 0.*\(7, 8\)"),
+            (
+                place(torch.zeros(8, 8), Spec((8, 8), other, (S0,))),
+                "momentum buffer of parameter 0.*torch.distributed.checkpoint",
+            ),
+        ]:
+            twins = self.trained(specs(mesh, [(S0,)], [(8, 8)]))
+            state_dict = twins.optimizer.state_dict()
+            state_dict["state"][0]["momentum_buffer"] = buffer
+            self.replace_optimizer(twins, state_dict)
+            twins.set_gradients()
+            before = local(twins.params[0].detach()).clone()
+            with self.everywhere(pattern):
+                with self.assertRaisesRegex(ValueError, pattern):
+                    twins.optimizer.step()
+                after = local(twins.params[0].detach())
+                self.assertTrue(torch.equal(after, before))
 
     # torch.distributed.checkpoint
 

@@ -41,14 +41,13 @@ class Rect(NamedTuple):
         if local.ndim == 2 and local.shape[1] == self.stride:
             row, column = divmod(self.offset, self.stride)
             return local[row : row + self.height, column : column + self.width]
-        if not local.is_contiguous():
-            raise RuntimeError(
-                f"a flat parameter's storage is not contiguous: {local.stride()}"
-            )
-        return local.as_strided(
+        flat = local.view(-1)
+        # A gradient may have been expanded, so that its elements do not follow each other.
+        (apart,) = flat.stride()
+        return flat.as_strided(
             (self.height, self.width),
-            (self.stride, 1),
-            local.storage_offset() + self.offset,
+            (self.stride * apart, apart),
+            flat.storage_offset() + self.offset * apart,
         )
 
 

@@ -369,6 +369,7 @@ class Engine:
             list(groups) or range(len(work)),
             self.rank,
             keep,
+            self._split,
         ).run()
         for index in self._received:
             # An empty piece: its holders keep a buffer all the same, as all the others do.

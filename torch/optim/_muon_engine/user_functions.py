@@ -27,7 +27,7 @@ from torch.optim._muon_engine.local import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch.optim._muon_engine.config import DistributedConfig
 
@@ -51,6 +51,7 @@ class FunctionStep:
         order: Sequence[int],
         rank: int,
         keep: Callable[[int, Tensor], None],
+        refused: Collection[int],
     ) -> None:
         self.config = config
         self.work = work
@@ -63,6 +64,8 @@ class FunctionStep:
         self.order = order
         self.rank = rank
         self.keep = keep
+        # Indices whose holders turn out to be at odds, as the built functions find out.
+        self.refused = refused
         self.gathered: dict[int, Tensor | None] = {}
 
     def run(self) -> None:
@@ -162,7 +165,7 @@ class FunctionStep:
 
     def apply(self, index: int, update: Tensor, whole: Tensor | None) -> None:
         param, grad, _, hyper = self.work[index]
-        if grad is None:
+        if grad is None or index in self.refused:
             return
         local = local_part(param)
         shape, rects = self.held.get(index, (None, ()))

@@ -1,0 +1,194 @@
+"""The processes of ``blueprint.py``, and what they watch and compare."""
+
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from blueprint_tables import Event
+from torch import nn, Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing import start_processes
+from torch.optim import Muon
+from torch.optim._muon_engine import pipeline
+from torch.optim._muon_engine.exchange import RoundBuffers
+
+
+SECONDS = 240  # for everything together
+
+Values = dict[str, tuple[Tensor, Tensor]]
+Job = Callable[[DeviceMesh], dict[str, Any]]
+
+
+def run(job: Job, dp: int, tp: int) -> list[dict[str, Any]]:
+    """What ``job`` returns on each of ``dp`` x ``tp`` processes. None outlives this.
+
+    A process imports ``job`` anew, so that has to be a function of a file.
+    """
+    # Shows: blueprint/quick-start
+    with tempfile.TemporaryDirectory() as folder:
+        context = start_processes(
+            worker, (job, dp, tp, folder), nprocs=dp * tp, join=False, daemon=True
+        )
+        try:
+            deadline = time.monotonic() + SECONDS
+            while not context.join(timeout=max(0, deadline - time.monotonic())):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"not done after {SECONDS} seconds")
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+        files = (Path(folder, str(rank)) for rank in range(dp * tp))
+        return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def worker(rank: int, job: Job, dp: int, tp: int, folder: str) -> None:
+    """What a process does: meets the others, does its job, and leaves."""
+    # A dying parent sends this, and it should end even what waits inside gloo.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        # All are on this machine, whose own name gloo may not be able to look up.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/rendezvous", dp * tp),
+        rank=rank,
+        world_size=dp * tp,
+        timeout=timedelta(seconds=SECONDS / 4),
+    )
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    Path(folder, str(rank)).write_bytes(pickle.dumps(job(mesh)))
+    dist.destroy_process_group()
+
+
+@contextmanager
+def overheard(events: list[Event]) -> Iterator[None]:
+    """Notes what the engine of this rank does meanwhile, in the order of events.
+
+    Functions of the engine are wrapped from outside. They do what they always do.
+    """
+    on_its_way: dict[int, str] = {}  # by round
+
+    def starts(thing: str) -> Callable[[RoundBuffers], None]:
+        def note(buffers: RoundBuffers) -> None:
+            on_its_way[buffers.round.index] = thing
+            events.append((f"{thing} starts", buffers.round.index, ""))
+
+        return note
+
+    def arrives(buffers: RoundBuffers) -> None:
+        thing = on_its_way.pop(buffers.round.index)
+        events.append((f"{thing} is here", buffers.round.index, ""))
+
+    def orthogonalizes(step: Any, buffers: RoundBuffers, batch: Any, _: Any) -> None:
+        names = ", ".join(step.plan.layouts[matrix].key.name for matrix in batch)
+        events.append(("Newton-Schulz", buffers.round.index, names))
+
+    def applies_own(step: Any, matrix: int, _: Tensor) -> None:
+        name = step.plan.layouts[matrix].key.name
+        events.append(("apply own piece of", -1, name))
+
+    def applies(step: Any, buffers: RoundBuffers) -> None:
+        number, count = buffers.round.index, len(buffers.scatter_recv.matrices)
+        events.append(("apply", number, f"{count} pieces of return {number}"))
+
+    with (
+        listen(RoundBuffers, "start_gather", before=starts("gather")),
+        listen(RoundBuffers, "start_scatter", before=starts("return")),
+        listen(RoundBuffers, "wait", after=arrives),
+        listen(pipeline._Step, "orthogonalize_batch", before=orthogonalizes),
+        listen(pipeline._Step, "apply_own", before=applies_own),
+        listen(pipeline._Step, "finish", after=applies),
+    ):
+        yield
+
+
+def listen(
+    owner: type,
+    method: str,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+) -> Any:
+    """Calls ``before`` and ``after`` around ``method``, with its arguments."""
+    original = getattr(owner, method)
+
+    def wrapped(*args: Any) -> Any:
+        if before is not None:
+            before(*args)
+        result = original(*args)
+        if after is not None:
+            after(*args)
+        return result
+
+    return mock.patch.object(owner, method, wrapped)
+
+
+def gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
+    """The same on every rank."""
+    seed = zlib.crc32(f"{name} {step}".encode())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def take_step(muon: Muon, step: int, shard: Callable[[str, Tensor], Tensor]) -> None:
+    """Gives each matrix what ``shard`` cuts out of its gradient, and steps."""
+    for name, param in matrices_of(muon).items():
+        grad = shard(name, gradient(name, param.shape, step))
+        if isinstance(param, DTensor):
+            grad = DTensor.from_local(
+                grad,
+                param.device_mesh,
+                param.placements,
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            )
+        param.grad = grad
+    muon.step()
+
+
+def matrices_of(muon: Muon) -> dict[str, nn.Parameter]:
+    return {
+        name: param
+        for group in muon.param_groups
+        for name, param in zip(group["param_names"], group["params"])
+    }
+
+
+def values_of(muon: Muon) -> Values:
+    """Parameter and momentum by name; of a DTensor, this rank's piece."""
+
+    def here(tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+    return {
+        name: (here(param), here(muon.state[param]["momentum_buffer"]))
+        for name, param in matrices_of(muon).items()
+    }
+
+
+def first_difference(found: Values, expected: Values) -> str:
+    """In words; "" where all bits are equal."""
+    for name, pair in found.items():
+        for what, a, b in zip(("parameter", "momentum"), pair, expected[name]):
+            # As bytes: a NaN then equals itself, and 0 differs from -0.
+            if a.shape != b.shape or not torch.equal(as_bytes(a), as_bytes(b)):
+                return f"{name}: {what} differs by up to {(a - b).abs().max():.3g}"
+    return ""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)

@@ -1,0 +1,331 @@
+"""The blueprint tutorial runs, proves what it says, and its notebook is its script."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tools.notebook.cells import cells_of, notebook_of
+from tools.notebook.cli import main as make_notebook
+from tools.overlay import verify
+from tools.overlay.repo import ROOT
+
+
+EXAMPLES = ROOT / "examples"
+SCRIPT, NOTEBOOK = EXAMPLES / "blueprint.py", EXAMPLES / "blueprint.ipynb"
+ENGINE = ROOT / "torch" / "optim" / "_muon_engine"
+SECONDS = 300
+MATRICES, RANKS = 24, range(8)
+WAYS = ("engine, prefetch_count=0", "engine, prefetch_count=1", "the long way")
+
+# Executes the cells as a kernel does: in a module that is called __main__, and no file.
+KERNEL = """
+import json, sys, types
+
+(path, grid) = sys.argv[1:]
+with open(path, encoding="utf-8") as file:
+    cells = json.load(file)["cells"]
+main = sys.modules["__main__"] = types.ModuleType("__main__")
+for cell in cells:
+    if cell["cell_type"] == "code":
+        source = "".join(cell["source"]).replace("Grid(4, 2)", f"Grid({grid})")
+        exec(compile(source, cell["id"], "exec"), main.__dict__)
+"""
+
+# The script, but its second process sees other gradients than the rest.
+PERTURBED = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import blueprint_processes as processes
+import torch.distributed as dist
+
+right = processes.gradient
+
+def wrong(name, shape, step):
+    scale = 1.001 if dist.get_rank() == 1 else 1
+    return scale * right(name, shape, step)
+
+processes.gradient = wrong
+import blueprint
+
+if __name__ == "__main__":
+    sys.exit(blueprint.main())
+"""
+
+
+def start(*command, cwd=EXAMPLES):
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**verify.environment(), "PYTHONWARNINGS": "always"},
+        start_new_session=True,
+    )
+
+
+def finish(process, seconds=SECONDS):
+    """Exit code and output. No process of the session outlives this, nor should it."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+        # multiprocessing's own helper leaves when it sees that its parent has.
+        deadline = time.monotonic() + 30
+        while is_alive(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not is_alive(process.pid), "a process was left behind"
+    finally:
+        if is_alive(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    return process.returncode, out, err
+
+
+def is_alive(session):
+    try:
+        os.killpg(session, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def chapter(out, number):
+    """The lines of a chapter, without its heading."""
+    found = re.search(rf"^{number}\. .*\n\n((?:    .*\n|\n)*)", out, re.MULTILINE)
+    return found[1].splitlines()
+
+
+def rows_of(lines, pattern):
+    return [match.groups() for line in lines if (match := re.fullmatch(pattern, line))]
+
+
+def numbers(lines, row):
+    (words,) = rows_of(lines, rf" *{re.escape(row)}((?: +[\d.]+)+)")
+    return [float(word) for word in words[0].split()]
+
+
+def assert_proven(out):
+    for way in WAYS:
+        assert re.search(rf"^    {way} +bitwise equal: yes$", out, re.MULTILINE)
+    assert "what was foreseen has come about: yes" in out
+    assert "in the same order: yes" in out
+    assert not re.search(r"\bNO\b", out)
+
+
+def test_script():
+    # Shows: blueprint/quick-start, blueprint/grid, blueprint/data-flow
+    code, out, err = finish(start(SCRIPT))
+    assert code == 0, err
+    assert err == ""
+    assert_proven(out)
+    assert max(map(len, out.splitlines())) <= 100
+
+    placed = rows_of(chapter(out, 1), r" +(\d) +\((\d), (\d)\) +([\d ]+?)  +([\d ]+)")
+    assert [int(rank) for rank, *_ in placed] == list(RANKS)
+    for rank, row, column, dp_group, tp_group in placed:
+        assert int(rank) == 2 * int(row) + int(column)
+        assert dp_group.split() == [str(r) for r in RANKS if r % 2 == int(column)]
+        assert tp_group.split() == [str(r) for r in RANKS if r // 2 == int(row)]
+
+    # The owners of chapter 3 are those of the rounds in chapter 4, each matrix once.
+    kinds = ("qkv", "out", "up", "down")
+    owners = rows_of(chapter(out, 3), r" +block (\d) +(\d) +(\d) +(\d) +(\d)")
+    owner_of = {
+        f"{block}.{kind}": int(rank)
+        for block, *ranks in owners
+        for kind, rank in zip(kinds, ranks, strict=True)
+    }
+    assert len(owner_of) == MATRICES
+    taken = rows_of(chapter(out, 4), r" +rank (\d)((?:  +\d\.\w+)+)")
+    named = [(name, int(rank)) for rank, names in taken for name in names.split()]
+    assert len(named) == MATRICES
+    assert dict(named) == owner_of
+
+    gathers, returns, total, least, more = numbers(chapter(out, 4), "all")
+    assert total == gathers + returns
+    # A flag of two bytes for each piece that travels, there and back.
+    assert more == total - least == 2 * 2 * MATRICES * (len(RANKS) - 1)
+
+    measured = chapter(out, 7)
+    steps = [line.split("->")[0].strip() for line in measured if "->" in line]
+    assert steps == ["DP gather", "TP gather", "run math", "TP shard", "DP shard"]
+    calls, busiest, sent, ratio, exchanges = numbers(measured, "the engine")
+    assert (calls, busiest, exchanges) == (MATRICES, 3, 2 * 3)
+    assert sent == total
+    assert ratio < 1.01
+    long_way = numbers(measured, "the long way")
+    assert long_way[0] > 2 * MATRICES
+    assert long_way[2] > 2 * total
+    assert numbers(measured, "the long way, cut by rows")[0] == 8 * MATRICES
+
+    in_short = rows_of(chapter(out, 8), r" +rank (\d)  (G0 .*)")
+    assert len(in_short) == len(RANKS)
+    for rank, events in in_short:
+        orthogonalized = re.findall(r"<(.*?)>", events)
+        assert [owner_of[name] for name in orthogonalized] == [int(rank)] * 3
+        # A round further travels while one is computed.
+        assert re.match(r"G0 G1 g0 <\S+> R0 G2 g1", events)
+
+
+def test_difference_is_found(tmp_path):
+    script = tmp_path / "perturbed.py"
+    script.write_text(PERTURBED)
+    code, out, err = finish(start(script))
+    assert code == 1
+    for way in WAYS:
+        assert re.search(rf"^    {way} +bitwise equal: NO$", out, re.MULTILINE)
+        assert re.search(rf"^blueprint: rank \d: {way}: \d", err, re.MULTILINE)
+
+
+def test_ended_script_leaves_no_process():
+    process = start("-u", SCRIPT)
+    for line in process.stdout:
+        if line.startswith("6. "):
+            break
+    # Long enough for some of the processes to be there.
+    time.sleep(2)
+    process.send_signal(signal.SIGTERM)
+    code, _, _ = finish(process, seconds=60)
+    assert code == 128 + signal.SIGTERM
+
+
+def test_notebook_is_up_to_date(capsys):
+    # Shows: blueprint/notebook
+    assert NOTEBOOK.read_text(encoding="utf-8") == notebook_of(
+        SCRIPT.read_text(encoding="utf-8")
+    )
+    assert make_notebook(["--check", str(SCRIPT)]) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_notebook_runs():
+    # Shows: blueprint/notebook, blueprint/fixes
+    code, out, err = finish(start("-c", KERNEL, NOTEBOOK, "2, 4"))
+    assert code == 0, err
+    assert err == ""
+    assert "8 ranks, 2 x 4 (dp x tp)" in out
+    assert_proven(out)
+
+
+def test_notebook_finds_its_files_from_the_root():
+    (first, *_) = (c for c in cells_of(SCRIPT.read_text()) if c.kind == "code")
+    source = "\n".join([*first.lines, "print(sys.path[0])"])
+    code, out, err = finish(start("-c", source, cwd=ROOT))
+    assert code == 0, err
+    assert out.strip() == str(EXAMPLES)
+
+
+def test_chapters_of_script_and_notebook_are_the_same():
+    script = SCRIPT.read_text()
+    told = re.findall(r"^# ## (\d+)\. (.*)$", script, re.MULTILINE)
+    printed = re.findall(r'^    chapter\((\d+), "(.*)"\)$', script, re.MULTILINE)
+    assert [int(number) for number, _ in told] == list(range(1, len(told) + 1))
+    assert printed == told
+
+
+def test_terms_say_where_they_live():
+    # Shows: blueprint/aisles-pallets, blueprint/virtual-buffer
+    tables = (EXAMPLES / "blueprint_tables.py").read_text()
+    places = re.findall(r"(\w+\.py): (\w+)", tables)
+    assert len(places) >= 10
+    for file, name in places:
+        assert re.search(rf"\b{name}\b", (ENGINE / file).read_text()), (file, name)
+
+
+def test_fixes_name_tests_that_exist():
+    # Shows: blueprint/fixes
+    tables = (EXAMPLES / "blueprint_tables.py").read_text()
+    named = set(re.findall(r'"(test_\w+)"', tables))
+    texts = [path.read_text() for path in (ROOT / "test").rglob("*.py")]
+    assert len(named) >= 6
+    for test in named:
+        assert any(f"def {test}(" in text for text in texts), test
+
+
+CELLS = '''
+# The head is no cell.
+# %% [markdown]
+"""# Title
+
+Text.
+"""
+
+# %% tags=["active-ipynb"]
+# # A comment.
+#
+# shown = 1
+
+# %%
+def f():
+
+    return 1
+
+
+# %% [markdown]
+# - one
+#   two
+
+# %% tags=["active-py"]
+f()
+'''
+
+
+def test_cells():
+    # Shows: blueprint/notebook
+    assert [(kind, "\n".join(lines)) for kind, lines in cells_of(CELLS)] == [
+        ("markdown", "# Title\n\nText."),
+        ("code", "# A comment.\n\nshown = 1"),
+        ("code", "def f():\n\n    return 1"),
+        ("markdown", "- one\n  two"),
+    ]
+    cells = json.loads(notebook_of(CELLS))["cells"]
+    assert [cell["cell_type"] for cell in cells] == [
+        kind for kind, _ in cells_of(CELLS)
+    ]
+    assert cells[1]["source"] == ["# A comment.\n", "\n", "shown = 1"]
+    assert all("outputs" in cell for cell in cells if cell["cell_type"] == "code")
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("# %% [raw]\n", "line 1: '# %% [raw]' is not understood"),
+        ('# %% tags=["hide"]\n', "line 1: unknown tags ['hide']"),
+        ("# %% [markdown]\n# text\ncode\n", "line 3: 'code' is not a comment"),
+        ('# %% tags=["active-ipynb"]\n1\n', "line 2: '1' is not a comment"),
+        ('# %% [markdown]\n"""a"""\nb = 1\n', "line 1: a text cell is one string"),
+    ],
+)
+def test_cells_that_are_not_understood(script, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cells_of(script)
+
+
+def test_stale_notebook(tmp_path, capsys):
+    script = tmp_path / "one.py"
+    script.write_text("# %%\nx = 1\n")
+    assert make_notebook(["--check", str(script)]) == 1
+    assert not (tmp_path / "one.ipynb").exists()
+    assert make_notebook([str(script)]) == 0
+    assert make_notebook(["--check", str(script)]) == 0
+    script.write_text("# %%\nx = 2\n")
+    assert make_notebook(["--check", str(script)]) == 1
+    assert "stale" in capsys.readouterr().out
+    script.write_text("# %% what\n")
+    assert make_notebook([str(script)]) == 2
+    assert "is not understood" in capsys.readouterr().err
+
+
+def test_tool_from_the_command_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.notebook", "--check", "examples/blueprint.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
