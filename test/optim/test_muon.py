@@ -207,6 +207,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 class TestStockParity(Runs):
     @parametrize("dtype", DTYPES)
     @parametrize("nesterov", [True, False])
+    # Shows: testing/p0/backward-compatibility
     def test_shapes_and_dtypes(self, dtype, nesterov):
         with stock_that_spares_its_input():
             for weight_decay, momentum in [(0.1, 0.95), (0.0, 0.0), (0.3, 0.5)]:
@@ -551,6 +552,7 @@ class TestCompile(Runs):
 @instantiate_parametrized_tests
 class TestMuonCore(Runs):
     def test_backward_compatibility(self):
+        # Shows: testing/p0/backward-compatibility
         model = nn.Sequential(
             nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False)
         )

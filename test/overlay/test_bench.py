@@ -50,6 +50,7 @@ TINY = ("--workloads", "tiny", "--world", "2", "--layouts", "shard")
 
 @needs_overlay
 def test_step(bench):
+    # Shows: testing/p2/benchmarks
     args = [] if has_stock() else ["--no-stock"]
     report, printed = bench("step", *TINY, "--reps", "2", "--profile", *args)
     (case,) = report["cases"]
@@ -99,6 +100,7 @@ def test_delays_of_collectives_in_flight_overlap():
 
 
 def test_a_delay_compares_prefetch_counts():
+    # Shows: testing/p1/prefetch-speedup
     args = cli.parser().parse_args(["step", "--wire-delay-ms", "30"])
     names = cli.names_of(args)
     assert names == ("ours-0", "ours-1", "ours-2")

@@ -13,6 +13,8 @@ import coverage
 from .errors import error_lines
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
 # Percent that all files together have to reach.
 LINES, BRANCHES, ERRORS = 90, 80, 100
 
@@ -117,7 +119,9 @@ def problems(reports: list[FileReport]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.coverage")
-    parser.add_argument("--config", default="pyproject.toml", help="of coverage")
+    parser.add_argument(
+        "--config", default=str(ROOT / "pyproject.toml"), help="of coverage"
+    )
     parser.add_argument(
         "--no-limits", action="store_true", help="print the table, demand nothing"
     )

@@ -18,6 +18,7 @@ Each requirement of the project's documents, and the tests and examples that sho
 `python -m tools.requirements` from the comments `# Shows:` in tests and examples; a test compares. Each
 example is run by a test, too. The words are this page's; where they differ from what PyTorch does, see
 [differences.md](differences.md).
+
 """
 
 

@@ -87,6 +87,25 @@ def read_tree(root: Path) -> tuple[list[Shown], dict[str, list[str]]]:
             rel = path.relative_to(root).as_posix()
             source = path.read_text()
             shown += shown_in(rel, source)
-            for name, _, _ in definitions(source) if folder == "test" else ():
+            for name in methods(source) if folder == "test" else ():
                 tests.setdefault(name, []).append(rel)
     return shown, tests
+
+
+def methods(source: str) -> set[str]:
+    """``Class::method`` of each class, those that it inherits within the file included."""
+    classes = {
+        node.name: node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def of(name: str) -> set[str]:
+        node = classes.get(name)
+        if node is None:
+            return set()
+        own = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
+        bases = [of(base.id) for base in node.bases if isinstance(base, ast.Name)]
+        return own.union(*bases)
+
+    return {f"{name}::{method}" for name in classes for method in of(name)}

@@ -120,6 +120,7 @@ class TestDTensorConfig(TestCase):
         self.assertTrue(torch.equal(redistributed.to_local(), update))
 
     def test_dtensor_replicate_placement(self):
+        # Shows: testing/p1/dtensor-replicate
         tensor = torch.randn(10, 10)
         config = create_dtensor_config()
         gathered = config.gather_fn(
@@ -149,7 +150,7 @@ class TestDTensorConfig(TestCase):
 
 class DTensorTests(Tests):
     def test_dtensor_shard_correctness(self):
-        # Shows: testing/p0/dtensor-correctness, testing/dtensor/mesh-1d
+        # Shows: testing/p0/dtensor-correctness, testing/dtensor/mesh-1d, testing/dtensor/placements
         mesh = mesh_of(self.world_size)
         weight = full(1, (64, 64))
         model = torch.nn.Linear(64, 64, bias=False, device=device())
