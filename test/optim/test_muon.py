@@ -124,6 +124,8 @@ def make_matrix(shape, dtype=torch.float32, generator=None, strided="contiguous"
 class Runs(TestCase):
     """Runs one optimizer class over made-up gradients, and compares two such runs."""
 
+    device = "cpu"
+
     def run_steps(
         self,
         cls,
@@ -142,7 +144,7 @@ class Runs(TestCase):
         """Returns parameters, momentum buffers and the optimizer after ``steps`` steps."""
         generator = torch.Generator().manual_seed(seed)
         params = [
-            nn.Parameter(make_matrix(shape, dtype, generator, strided))
+            nn.Parameter(make_matrix(shape, dtype, generator, strided).to(self.device))
             for shape in shapes
         ]
         if groups is None:
@@ -159,7 +161,7 @@ class Runs(TestCase):
             for index, param in enumerate(params):
                 grad = make_matrix(
                     param.shape, dtype, generator, grad_strided or strided
-                )
+                ).to(self.device)
                 param.grad = grad if has_grad(step, index) else None
             optimizer.step()
             if between is not None:
@@ -205,9 +207,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 @needs_stock
 @instantiate_parametrized_tests
 class TestStockParity(Runs):
+    # Shows: testing/p0/backward-compatibility
+
     @parametrize("dtype", DTYPES)
     @parametrize("nesterov", [True, False])
-    # Shows: testing/p0/backward-compatibility
     def test_shapes_and_dtypes(self, dtype, nesterov):
         with stock_that_spares_its_input():
             for weight_decay, momentum in [(0.1, 0.95), (0.0, 0.0), (0.3, 0.5)]:
@@ -524,6 +527,27 @@ def calls_after_compiling(cls, backend):
         compiled()
     torch._dynamo.reset()
     return params
+
+
+@unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
+class TestMuonOnGPU(Runs):
+    device = "cuda"
+
+    @needs_stock
+    def test_as_stock(self):
+        for dtype in (torch.float32, torch.bfloat16):
+            self.assert_same_training(SHAPES, dtype=dtype, nesterov=True, lr=0.05)
+
+    def test_as_on_the_cpu(self):
+        for foreach in (None, False, True):
+            params, buffers, _ = self.run_steps(Muon, SHAPES, lr=0.05, foreach=foreach)
+            with mock.patch.object(self, "device", "cpu"):
+                others, their_buffers, _ = self.run_steps(Muon, SHAPES, lr=0.05)
+            for mine, other in zip(buffers, their_buffers):
+                torch.testing.assert_close(mine.cpu(), other)
+            for mine, other in zip(params, others):
+                # Newton-Schulz in bfloat16 takes other roundings to some percent of an update.
+                torch.testing.assert_close(mine.cpu(), other, rtol=0, atol=0.02)
 
 
 class TestCompile(Runs):

@@ -1,0 +1,184 @@
+"""The recipes hold, all of them; one that does not is found."""
+
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tools.overlay import verify
+from tools.overlay.repo import ROOT
+
+
+EXAMPLES = ROOT / "examples"
+SECONDS = 500
+
+# Replicas, one of which sees another gradient; a rank that fails while others wait for it.
+BROKEN = '''
+
+@recipe(processes=2)
+def perturbed() -> OneProcess:
+    """Not what it should be."""
+    # Shows: nothing
+    model = Transformer().to(device())
+    config = create_auto_config(ddp_process_group=dist.group.WORLD)
+    optimizer = Muon(model.parameters(), lr=0.01, distributed_config=config)
+    alone = OneProcess(Transformer().to(device()), model, optimizer)
+    for inputs, targets in batches():
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), targets).backward()
+        if dist.get_rank() == 1:
+            model.layers[0].ffn.w1.weight.grad[-1, -1] += 1e-7
+        optimizer.step()
+    return alone
+
+
+@recipe(processes=2)
+def failing() -> None:
+    """Not what it should be."""
+    # Shows: nothing
+    if dist.get_rank() == 1:
+        raise KeyError("the culprit")
+    dist.barrier()
+
+
+@recipe(processes=2)
+def ending() -> None:
+    """Not what it should be."""
+    # Shows: nothing
+    if dist.get_rank() == 0:
+        os._exit(3)
+    dist.barrier()
+
+
+@recipe(processes=2)
+def later() -> str:
+    """As it should be."""
+    # Shows: nothing
+    dist.barrier()
+    return "on new processes"
+'''
+
+
+def run_recipes(*names, folder=EXAMPLES):
+    """Exit code and output; no process of it outlives this."""
+    with subprocess.Popen(
+        [sys.executable, str(folder / "recipes"), *names],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**verify.environment(), "PYTHONWARNINGS": "always"},
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=SECONDS)
+            assert ends(process.pid), "processes are left"
+        finally:
+            if not ends(process.pid, seconds=0):
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, out, err
+
+
+def ends(group, seconds=10.0):
+    """Whether no process of ``group`` is there any more, at the latest after ``seconds``."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.05)
+
+
+def results_of(out):
+    """Name of each recipe that was run -> whether it is ok, and the line that says so."""
+    lines = [
+        re.match(r"(ok|FAIL) +(\S+) +\d+ process", line) for line in out.splitlines()
+    ]
+    assert all(lines), out
+    return {line[2]: (line[1] == "ok", line.string) for line in lines}
+
+
+def defined():
+    """All functions that the files mark as recipes, and what each says that it shows."""
+    found = {}
+    for path in (EXAMPLES / "recipes").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and any(
+                isinstance(mark, ast.Call) and getattr(mark.func, "id", "") == "recipe"
+                for mark in node.decorator_list
+            ):
+                text = ast.get_source_segment(path.read_text(), node)
+                (shown,) = re.findall(r"^ +# Shows: (.*)$", text, re.MULTILINE)
+                found[f"{path.stem}.{node.name}"] = shown.split(", ")
+    return found
+
+
+def test_all_hold():
+    code, out, err = run_recipes()
+    results = results_of(out)
+    assert [line for is_ok, line in results.values() if not is_ok] == [], err
+    assert code == 0
+    assert sorted(results) == sorted(defined())
+    assert "Traceback" not in err
+    assert "Warning" not in err
+
+
+def test_list():
+    code, out, err = run_recipes("--list")
+    assert code == 0, err
+    for name, shown in defined().items():
+        lines = rf"^{re.escape(name)}, \d+ process.*\n    {', '.join(shown)}$"
+        assert re.search(lines, out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("context", {"context.split_sequences"}),
+        ("ddp.unconfigured", {"ddp.unconfigured"}),
+        ("examples/7b", {"experts.sharded"}),
+    ],
+)
+def test_selection(name, expected):
+    code, out, err = run_recipes("--list", name)
+    assert code == 0, err
+    assert set(re.findall(r"^(\w+\.\w+),", out, re.MULTILINE)) == expected
+
+
+def test_unknown_name():
+    code, _, err = run_recipes("examples/99")
+    assert code == 1
+    assert "there is no examples/99" in err
+
+
+def test_what_does_not_hold_is_found(tmp_path):
+    folder = shutil.copytree(EXAMPLES, tmp_path / "examples")
+    ddp = folder / "recipes" / "ddp.py"
+    ddp.write_text("import os\n" + ddp.read_text() + BROKEN)
+    cut = folder / "recipes" / "tensor_parallel.py"
+    right = cut.read_text()
+    cut.write_text(right.replace("        1: 1,", "        1: 0,"))
+    assert cut.read_text() != right
+
+    wrong_dim = "tensor_parallel.by_parameter"
+    code, out, err = run_recipes("ddp", wrong_dim, folder=folder)
+    assert code == 1
+    results = results_of(out)
+    assert [name for name, (is_ok, _) in results.items() if is_ok] == [
+        "ddp.later",
+        "ddp.unconfigured",
+        "ddp.shared_out",
+        "ddp.by_another_name",
+    ]
+    assert " differs between ranks" in results["ddp.perturbed"][1] + err
+    assert " differs by up to " in results[wrong_dim][1] + err
+    assert "rank 1: KeyError" in results["ddp.failing"][1]
+    assert "culprit" in results["ddp.failing"][1]
+    assert "rank 0: the process ended" in results["ddp.ending"][1]

@@ -1,0 +1,9 @@
+"""``python -m tools.gpu``."""
+
+import sys
+
+from .cli import main
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,86 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tools.overlay import apply, lock, revert, status
+from tools.overlay.errors import OverlayError
+from tools.overlay.repo import ROOT
+from tools.overlay.target import find_wheel
+
+from . import machine, summary
+
+
+DEFAULT = ["test/optim", "test/distributed/optim"]
+HOUR = 3600
+
+
+def main(argv: list[str]) -> int:
+    """Returns pytest's exit code, or 2 where the tests could not be started."""
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu")
+    parser.add_argument(
+        "--python", default=sys.executable, help="whose torch (default: this one)"
+    )
+    parser.add_argument(
+        "--without-gpu", action="store_true", help="go on where there is none"
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write it there, too"
+    )
+    parser.add_argument("pytest", nargs="*", help=f"its arguments (default: {DEFAULT})")
+    args = parser.parse_args(argv)
+    try:
+        found = machine.look(args.python)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"error: {args.python} has no torch: {error}", file=sys.stderr)
+        return 2
+    print(found.words(), flush=True)
+    if not found.gpus and not args.without_gpu:
+        print(
+            "error: no GPU here; the CPU's tests: setup_overlay.py test",
+            file=sys.stderr,
+        )
+        return 2
+    if found.missing:
+        names = " ".join(found.missing)
+        print(f"error: first {args.python} -m pip install {names}", file=sys.stderr)
+        return 2
+    try:
+        return _with_overlay(args, found)
+    except OverlayError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
+
+
+def _with_overlay(args: argparse.Namespace, found: machine.Machine) -> int:
+    target = find_wheel(args.python)
+    with lock.held(target.root):
+        there = status.status(target, ROOT).state != "none"
+        apply.apply(target, ROOT)
+    try:
+        code, result = _run(args)
+    finally:
+        if not there:
+            with lock.held(target.root):
+                revert.revert(target, commit=False)
+    words = f"{found.words()}\n\n{summary.text(result)}"
+    print(f"\n{words}")
+    if args.report:
+        args.report.write_text(words + "\n")
+    return code
+
+
+def _run(args: argparse.Namespace) -> tuple[int, summary.Summary]:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [args.python, "-m", "pytest", "-q", f"--junitxml={report}"]
+        command += args.pytest or DEFAULT
+        env = {**os.environ, "MUON_TEST_SHARE_GPU": "1"}
+        code = subprocess.run(command, cwd=ROOT, env=env, timeout=HOUR).returncode
+        return code, summary.read(report)
