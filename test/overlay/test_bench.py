@@ -72,6 +72,18 @@ def test_step(bench):
 
 
 @needs_overlay
+def test_dtensors_against_process_groups(bench):
+    # Shows: testing/p2/dtensor-vs-groups
+    args = ["--workloads", "tiny", "--world", "2", "--layouts", "shard", "fsdp1", "ddp"]
+    report, printed = bench("step", *args, "--reps", "2", "--no-stock")
+    assert [case["layout"] for case in report["cases"]] == ["shard", "fsdp1", "ddp"]
+    for case in report["cases"]:
+        assert case["figures"]["implementations"]["ours-1"]["limit"]["median"] > 0
+    for words in ("FSDP2: Shard(0)", "FSDP1: FULL_SHARD", "DDP"):
+        assert words in printed
+
+
+@needs_overlay
 def test_bytes_are_the_least_and_flags(bench):
     report, _ = bench("bytes", *TINY, "--no-stock")
     found = report["cases"][0]["figures"]

@@ -50,3 +50,11 @@ def test_each_test_has_one_stage(collected):
 def test_stages(collected, stage, test):
     # Shows: testing/stages
     assert any(name.endswith(test) for name in collected[stage])
+
+
+def test_files_have_names_of_their_own():
+    # Worker processes import a test file by its bare name, from whichever folder comes first.
+    names = [p.name for p in (ROOT / "test").rglob("*.py") if p.name != "conftest.py"]
+    twice = {name for name in names if names.count(name) > 1}
+    # Upstream has the one, and the other is what the documents ask for.
+    assert twice == {"test_muon.py"}

@@ -54,7 +54,7 @@ class Matrix(ModuleParity):
     @parametrize("prefetch", [0, 1, 2])
     @parametrize("parallelism", ["fsdp", "ddp", "tp", "fsdp_tp", "hsdp", "ep"])
     def test_matrix(self, parallelism, prefetch, async_parallel):
-        # Shows: testing/matrix, testing/p1/async, testing/p2/dtensor-vs-groups
+        # Shows: testing/matrix, testing/p1/async
         self.flags = {
             "async_gpu_parallelism": async_parallel,
             "prefetch_count": prefetch,

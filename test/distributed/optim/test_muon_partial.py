@@ -200,6 +200,23 @@ class TestMuonPartial(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         twins.steps = 1
         self.assertEverywhere(twins.problems())
 
+    def test_contributions_are_added_in_the_order_of_the_group(self):
+        mesh = mesh_of(4)
+        twins = PartialTwins(mesh, (P,), momentum=0.0, nesterov=False)
+        for i, shape in enumerate(SHAPES):
+            # Two that cancel each other, but not without what was added before them.
+            great = full(50 + i, shape) * 2**24
+            terms = [full(i, shape), great, -great, full(100 + i, shape)]
+            mine = terms[dist.get_rank()]
+            twins.params[i].grad = DTensor.from_local(mine, mesh, (P,), run_check=False)
+            twins.singles[i].grad = terms[0] + terms[1] + terms[2] + terms[3]
+        twins.optimizer.step()
+        twins.single.step()
+        twins.steps = 1
+        # DTensor adds the momentum up in an order of its own.
+        wrong = [text for text in twins.problems() if text.startswith("parameter")]
+        self.assertEverywhere(wrong)
+
 
 if __name__ == "__main__":
     run_tests()
