@@ -12,12 +12,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-    RowwiseParallel,
-)
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
 from torch.optim.muon import (
     create_auto_config,
@@ -33,6 +27,7 @@ from torch.testing._internal.common_utils import run_tests
 
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_module_helpers import data_parallel, make_model, tensor_parallel
 from muon_test_helpers import (
     everyone,
     full,
@@ -57,29 +52,6 @@ if not dist.is_available():
     sys.exit(0)
 
 
-class Block(torch.nn.Module):
-    def __init__(self, width, hidden):
-        super().__init__()
-        self.up = torch.nn.Linear(width, hidden)
-        self.down = torch.nn.Linear(hidden, width)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def make_model(width=12, hidden=16, blocks=2):
-    torch.manual_seed(3)
-    return torch.nn.Sequential(*(Block(width, hidden) for _ in range(blocks)))
-
-
-def tensor_parallel(model, mesh):
-    plan = {}
-    for i in range(len(model)):
-        plan[f"{i}.up"] = ColwiseParallel()
-        plan[f"{i}.down"] = RowwiseParallel()
-    return parallelize_module(model, mesh, plan)
-
-
 def train(model, optimizer, step, data_rank=0, width=12):
     """One step of ``optimizer`` on data that ranks of one ``data_rank`` have alike."""
     model(full(100 * step + data_rank, (6, width))).pow(2).mean().backward()
@@ -101,7 +73,7 @@ class TestMuonDDP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     world_size = 2
 
     def check(self, config=None, micro_batches=1, **options):
-        model = DDP(make_model(), **options)
+        model = data_parallel(make_model(), **options)
         matrices, biases = partition_parameters(model)
         self.assertEqual((len(matrices), len(biases)), (4, 4))
         singles = [torch.nn.Parameter(p.detach().clone()) for p in matrices]
@@ -212,9 +184,7 @@ class TestMuon2DParallelism(GlooOnCPU, ParityAssertions, MultiProcContinuousTest
 
         def wrap(model):
             tensor_parallel(model, grid["b"])
-            for block in model:
-                fully_shard(block, mesh=grid["a"])
-            return model
+            return fully_shard(model, mesh=grid["a"])
 
         config = create_auto_config(
             fsdp_process_group=grid.get_group("a"),
@@ -234,8 +204,7 @@ class TestMuon2DParallelism(GlooOnCPU, ParityAssertions, MultiProcContinuousTest
         grid = grid_of(2, 2)
         strategy = Strategy(grid, "fsdp", "tp")
         model = tensor_parallel(make_model(), grid["b"])
-        for block in model:
-            fully_shard(block, mesh=grid["a"])
+        fully_shard(model, mesh=grid["a"])
         matrices, _ = partition_parameters(model)
         dims = {0: 0, 1: 1, 2: 0, 3: 1}
         cuts = [strategy.cut(p.shape, dims[i]) for i, p in enumerate(matrices)]
