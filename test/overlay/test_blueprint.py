@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import pytest
 from tools.notebook.cells import cells_of, notebook_of
 from tools.notebook.cli import main as make_notebook
 from tools.overlay import verify
@@ -212,8 +211,8 @@ def test_notebook_runs():
 
 
 def test_notebook_finds_its_files_from_the_root():
-    (first, *_) = (c for c in cells_of(SCRIPT.read_text()) if c.kind == "code")
-    source = "\n".join([*first.lines, "print(sys.path[0])"])
+    (first, *_) = (c for c in cells_of(SCRIPT.read_text()) if c.cell_type == "code")
+    source = first.source + "\nprint(sys.path[0])"
     code, out, err = finish(start("-c", source, cwd=ROOT))
     assert code == 0, err
     assert out.strip() == str(EXAMPLES)
@@ -276,33 +275,16 @@ f()
 
 def test_cells():
     # Shows: blueprint/notebook
-    assert [(kind, "\n".join(lines)) for kind, lines in cells_of(CELLS)] == [
+    assert [(cell.cell_type, cell.source) for cell in cells_of(CELLS)] == [
         ("markdown", "# Title\n\nText."),
         ("code", "# A comment.\n\nshown = 1"),
         ("code", "def f():\n\n    return 1"),
         ("markdown", "- one\n  two"),
     ]
     cells = json.loads(notebook_of(CELLS))["cells"]
-    assert [cell["cell_type"] for cell in cells] == [
-        kind for kind, _ in cells_of(CELLS)
-    ]
     assert cells[1]["source"] == ["# A comment.\n", "\n", "shown = 1"]
-    assert all("outputs" in cell for cell in cells if cell["cell_type"] == "code")
-
-
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ("# %% [raw]\n", "line 1: '# %% [raw]' is not understood"),
-        ('# %% tags=["hide"]\n', "line 1: unknown tags ['hide']"),
-        ("# %% [markdown]\n# text\ncode\n", "line 3: 'code' is not a comment"),
-        ('# %% tags=["active-ipynb"]\n1\n', "line 2: '1' is not a comment"),
-        ('# %% [markdown]\n"""a"""\nb = 1\n', "line 1: a text cell is one string"),
-    ],
-)
-def test_cells_that_are_not_understood(script, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        cells_of(script)
+    assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
+    assert notebook_of(CELLS) == notebook_of(CELLS)
 
 
 def test_stale_notebook(tmp_path, capsys):
@@ -315,9 +297,7 @@ def test_stale_notebook(tmp_path, capsys):
     script.write_text("# %%\nx = 2\n")
     assert make_notebook(["--check", str(script)]) == 1
     assert "stale" in capsys.readouterr().out
-    script.write_text("# %% what\n")
-    assert make_notebook([str(script)]) == 2
-    assert "is not understood" in capsys.readouterr().err
+    assert make_notebook([str(tmp_path / "none.py")]) == 2
 
 
 def test_tool_from_the_command_line():

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
         target = script.with_suffix(".ipynb")
         try:
             text = notebook_of(script.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except OSError as error:
             print(f"{script}: {error}", file=sys.stderr)
             return 2
         there = target.read_text(encoding="utf-8") if target.exists() else None

@@ -29,6 +29,7 @@ PACKAGES = (
     "expecttest",
     "pytest",
     "coverage",
+    "jupytext",
     "matplotlib",
     "ruff",
     "unittest-xml-reporting<=3.2.0",
