@@ -68,9 +68,10 @@ def test_what_is_missing_is_said_before_anything_is_touched(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
 @pytest.mark.parametrize("was_there", [False, True])
 def test_overlay_is_taken_off_again(
-    monkeypatch, capsys, tmp_path, installed, was_there
+    monkeypatch, capsys, tmp_path, installed, was_there, interrupted
 ):
     """On a small installed torch, with a pytest that only writes a report."""
     target = cli.find_wheel(installed)
@@ -80,25 +81,40 @@ def test_overlay_is_taken_off_again(
     monkeypatch.setattr(machine, "look", lambda python: MACHINE)
     seen = []
 
-    def run(command, *, cwd, env, timeout):
+    popen = subprocess.Popen
+
+    def start(command, *, cwd, env):
         (path,) = (w.partition("=")[2] for w in command if w.startswith("--junitxml"))
         with open(path, "w") as file:
             file.write(REPORT)
-        seen.append((env["MUON_TEST_SHARE_GPU"], command[-1], muon.exists()))
-        return subprocess.CompletedProcess(command, 1)
+        seen.append((env["MUON_TEST_SHARE_GPU"], command[-2:], muon.exists()))
+        if interrupted:
+            raise KeyboardInterrupt
+        return popen(["false"])
 
-    monkeypatch.setattr(cli.subprocess, "run", run)
+    monkeypatch.setattr(cli.subprocess, "Popen", start)
+    # Restores the handler that is set for SIGTERM.
+    monkeypatch.setattr(cli.signal, "signal", lambda *given: None)
     monkeypatch.setattr(cli, "find_wheel", lambda python: target)
     report = tmp_path / "report.txt"
-    args = [
-        "--python",
-        str(installed),
-        "--report",
-        str(report),
-        "test/optim/test_muon.py",
-    ]
-    assert cli.main(args) == 1
-    assert seen == [("1", "test/optim/test_muon.py", True)]
+    args = ["--python", str(installed), "--report", str(report), "test/optim", "-x"]
+    assert cli.main(args) == (130 if interrupted else 1)
+    assert seen == [("1", ["test/optim", "-x"], True)]
     assert muon.exists() == was_there
+    if interrupted:
+        return
     assert "a GPU; torch 2.13.0" in report.read_text()
     assert report.read_text() in capsys.readouterr().out
+
+
+def test_another_overlay_is_left_alone(monkeypatch, capsys, installed, overlay):
+    target = cli.find_wheel(installed)
+    (overlay / "torch/optim/muon.py").write_text("# of another time\n")
+    cli.apply.apply(target, overlay)
+    monkeypatch.setattr(machine, "look", lambda python: MACHINE)
+    monkeypatch.setattr(cli, "find_wheel", lambda python: target)
+    monkeypatch.setattr(cli.signal, "signal", lambda *given: None)
+    assert cli.main(["--python", str(installed)]) == 3
+    assert "an overlay that is outdated" in capsys.readouterr().err
+    text = (target.root / "torch/optim/muon.py").read_text()
+    assert text == "# of another time\n"

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+import os
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import coverage
 
 from .errors import error_lines
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +74,32 @@ def report_of(path: str, found: dict[str, Any]) -> FileReport:
         Covered(summary["covered_branches"], summary["num_branches"]),
         Covered(len(paths) - len(untaken), len(paths)),
         untaken,
+    )
+
+
+def missing(found: Iterable[str]) -> list[str]:
+    """Files of the optimizer that no test imports, which coverage does not know of."""
+    place = os.environ.get("MUON_MEASURED")
+    if place is None:
+        return []
+    files = [Path(place, name) for name in ("_muon.py", "muon.py")]
+    files += sorted(Path(place, "_muon_engine").glob("*.py"))
+    known = {Path(path).resolve() for path in found}
+    return [str(f) for f in files if f.exists() and f.resolve() not in known]
+
+
+def unexecuted(path: str) -> FileReport:
+    """As :func:`report_of`, of a file that coverage knows nothing of."""
+    source = Path(path).read_text()
+    tree = ast.parse(source)
+    lines = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)}
+    errors = error_lines(source)
+    return FileReport(
+        path.partition("/torch/")[2],
+        Covered(0, len(lines)),
+        Covered(0, 0),
+        Covered(0, len(errors)),
+        [f"{line}: {text}" for line, text in errors.items()],
     )
 
 
@@ -131,12 +163,15 @@ def main(argv: list[str]) -> int:
     except coverage.exceptions.NoDataError:
         data = {"files": {}}
     reports = [report_of(path, found) for path, found in data["files"].items()]
+    reports += [unexecuted(path) for path in missing(data["files"])]
     reports.sort(key=lambda report: report.name)
     print(table(reports))
-    short = problems(reports)
+    if args.no_limits:
+        return 0
     print(
         f"\nwanted: {LINES} % of the lines, {BRANCHES} % of the branches, every error path"
     )
+    short = problems(reports)
     for problem in short:
         print(f"coverage: {problem}")
-    return 1 if short and not args.no_limits else 0
+    return 1 if short else 0

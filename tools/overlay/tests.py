@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import tempfile
+from pathlib import Path
 
 from . import env
 from .target import find_wheel
-
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def run(python: Path, args: list[str], root: Path, *, measure: bool) -> int:
@@ -22,12 +19,15 @@ def run(python: Path, args: list[str], root: Path, *, measure: bool) -> int:
     """
     if not measure:
         return env.run_in(python, ["-m", "pytest", *args], root, timeout=None)
-    data = python.parent.parent / ".coverage"
-    for old in data.parent.glob(f"{data.name}*"):
-        old.unlink()
+    # Of this run alone: another one may be under way in the same environment.
+    with tempfile.TemporaryDirectory(prefix="coverage") as folder:
+        return _measured(python, args, root, Path(folder))
+
+
+def _measured(python: Path, args: list[str], root: Path, folder: Path) -> int:
     variables = {
         # Processes that tests start in other folders leave theirs there too.
-        "COVERAGE_FILE": str(data),
+        "COVERAGE_FILE": str(folder / "data"),
         # Not the copies that tests of the overlay make.
         "MUON_MEASURED": str(find_wheel(python).root / "torch" / "optim"),
     }
