@@ -375,6 +375,21 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 r"missing \[1\]",
             )
 
+    def test_error_at_an_end_of_a_chain_of_groups(self):
+        # Pairs (0, 1), (1, 2), (2, 3), compared in that order: rank 0 is done before rank 3 begins.
+        placed = [Spec((8, 8), mesh_of(2), (S0,))]
+        middle = DeviceMesh("cpu", [1, 2])
+        if self.rank in (1, 2):
+            placed.append(Spec((7, 5), middle, (S0,)))
+        for culprit in (0, 3):
+            config = self.assign({}) if self.rank == culprit else None
+            options = {} if config is None else {"distributed_config": config}
+            self.assertRaisesEverywhere(
+                lambda: self.build(placed, **options),
+                AssertionError,
+                r"missing \[0\]",
+            )
+
     def test_nothing_changes_before_an_error_and_all_works_after_it(self):
         placed = self.placed()
         wrong = list(placed)

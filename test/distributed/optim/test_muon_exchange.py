@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """What a step of the distributed Muon computes, sends and keeps: nothing twice, nothing in vain."""
 
+import contextlib
 import os
 import sys
 import weakref
@@ -406,6 +407,31 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.assertEqual(twins.problems(), [])
         # All four ranks are here, and the group of all still works.
         self.assertEqual(everyone(self.rank), [0, 1, 2, 3])
+
+    def test_ranks_that_are_not_in_the_same_step(self):
+        def leave_a_step(twins):
+            # The others do not make this one.
+            with contextlib.suppress(KeyError):
+                twins.optimizer.step({}.popitem)
+
+        def look_ahead_otherwise(twins):
+            twins.config.prefetch_count = 0
+
+        for stray in (leave_a_step, look_ahead_otherwise):
+            # Of one size, so that whatever is exchanged fits.
+            twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 8))
+            twins.step()
+            self.assertParity(twins)
+            before = [local(param.detach()).clone() for param in twins.params]
+            twins.set_gradients()
+            if self.rank == 2:
+                stray(twins)
+            with self.everywhere(stray.__name__):
+                with self.assertRaisesRegex(RuntimeError, "not in the same step"):
+                    twins.optimizer.step()
+                if stray is leave_a_step:
+                    now = [local(param.detach()) for param in twins.params]
+                    self.assertEqual(now, before)
 
     def test_verdicts_that_are_not_waited_for(self):
         """As on a GPU, where a step does not wait to hear what others have."""

@@ -84,6 +84,14 @@ class TestMuonDTensorLayouts(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
                 )
                 self.assertTrainsAlike(twins, 2, f"{dtype} nesterov={nesterov}")
 
+    def test_autocast_does_not_reach_the_iteration(self):
+        twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)]))
+        twins.set_gradients()
+        twins.single.step()
+        with torch.autocast("cpu", dtype=torch.float16):
+            twins.optimizer.step()
+        self.assertParity(twins)
+
     def test_prefetch_and_async_change_nothing(self):
         # Shows: testing/p1/async
         mesh = mesh_of(4)
@@ -262,6 +270,21 @@ class TestMuonDTensorLayouts(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
         for prefetch in (0, 1, 2):
             twins = Twins(placed, create_dtensor_config(prefetch_count=prefetch))
             self.assertTrainsAlike(twins, 2, f"prefetch {prefetch}")
+
+    def test_second_group_on_half_of_the_ranks(self):
+        # Its rounds come between those that all ranks share, on ranks 0 and 1 only.
+        placed = specs(mesh_of(4), [(S0,)], [(8, 8)] * 16)
+        pair = specs(mesh_of(2), [(S0,)], [(8, 8)] * 8)
+        for prefetch in (0, 1, 2):
+            config = create_dtensor_config(prefetch_count=prefetch)
+            twins = Twins(placed + (pair if self.rank < 2 else []), config)
+            for _ in range(2):
+                problems = []
+                try:
+                    twins.step()
+                except RuntimeError as error:
+                    problems.append(str(error))
+                self.assertEverywhere(problems or twins.problems(), f"{prefetch}")
 
     def test_stages_hold_different_parameters(self):
         # As under pipeline parallelism: other matrices, and another number of them, on each half.

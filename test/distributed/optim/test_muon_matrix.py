@@ -42,8 +42,8 @@ if not dist.is_available():
     sys.exit(0)
 
 
-# Even for eight, uneven, fewer rows than ranks.
-SHAPES = [(16, 8), (9, 13), (3, 20)]
+# Even for eight, uneven, fewer rows than ranks; and so many that they go in several rounds.
+SHAPES = [(16, 8), (9, 13), (3, 20)] * 11
 
 
 @instantiate_parametrized_tests
@@ -64,10 +64,16 @@ class Matrix(ModuleParity):
     def check_both(self, strategy, placements, dims=None):
         """Pieces of process groups and DTensors, each against one process."""
         by_groups = strategy.twins(SHAPES, dims=dims, flags=self.flags)
-        self.assertTrainsAlike(by_groups, 2)
-        config = create_dtensor_config(**self.flags)
+        self.check_rounds(by_groups)
         specs = [Spec(shape, strategy.mesh, placements) for shape in SHAPES]
-        self.assertTrainsAlike(Twins(specs, config), 2)
+        self.check_rounds(Twins(specs, self.dtensors()))
+
+    def check_rounds(self, twins):
+        self.assertTrainsAlike(twins, 2)
+        rounds = twins.config._engine._pipeline().plan.rounds_of(self.rank)
+        # Fewer would leave nothing to prefetch. One after the other, each owner has a round.
+        least = 3 if self.flags["async_gpu_parallelism"] else 2
+        self.assertGreaterEqual(len(rounds), least)
 
     def dtensors(self):
         return create_dtensor_config(**self.flags)
@@ -90,23 +96,31 @@ class Matrix(ModuleParity):
             self.check_both(Strategy(mesh, "tp"), (placement,), dim)
         self.check(tensor_parallel(make_model(layers=1), mesh), self.dtensors(), 2)
 
+    def grids(self):
+        """Two dimensions for all processes; of two processes, either dimension alone."""
+        if self.world_size == 2:
+            return [grid_of(2, 1), grid_of(1, 2)]
+        return [grid_of(2, self.world_size // 2)]
+
     def check_fsdp_tp(self):
-        grid = grid_of(self.world_size // 2, 2)
-        self.check_both(Strategy(grid, "fsdp", "tp"), (S0, S1), 1)
-        model = tensor_parallel(make_model(layers=1), grid["b"])
-        fully_shard(model, mesh=grid["a"])
-        self.check(model, self.dtensors(), 2, data_rank=grid.get_local_rank("a"))
+        for grid in self.grids():
+            self.check_both(Strategy(grid, "fsdp", "tp"), (S0, S1), 1)
+            model = tensor_parallel(make_model(layers=1), grid["b"])
+            fully_shard(model, mesh=grid["a"])
+            self.check(model, self.dtensors(), 2, data_rank=grid.get_local_rank("a"))
 
     def check_hsdp(self):
-        # On two processes there are two replicas that are not cut.
-        grid = grid_of(2, self.world_size // 2)
-        self.check_both(Strategy(grid, "ddp", "fsdp"), (R, S0))
-        model = fully_shard(make_model(layers=1), mesh=grid)
-        self.check(model, self.dtensors(), 2, data_rank=self.rank)
+        for grid in self.grids():
+            self.check_both(Strategy(grid, "ddp", "fsdp"), (R, S0))
+            model = fully_shard(make_model(layers=1), mesh=grid)
+            self.check(model, self.dtensors(), 2, data_rank=self.rank)
 
     def check_ep(self):
-        """Two experts, each sharded, beside matrices that are sharded the same way."""
-        grid = grid_of(2, self.world_size // 2)
+        for grid in self.grids():
+            self.check_experts(grid)
+
+    def check_experts(self, grid):
+        """An expert for each row of ``grid``, sharded, beside matrices that are sharded alike."""
         number, shards = grid.get_local_rank("a"), grid["b"]
         cuts = [Strategy(shards, "fsdp").cut(shape) for shape in SHAPES]
         seeds = [100 * (number + 1) + i for i in range(len(SHAPES))]
@@ -120,12 +134,17 @@ class Matrix(ModuleParity):
             )
 
         both = [*seeds, *range(len(SHAPES))]
-        self.assertTrainsAlike(Twins(cuts * 2, config(len(SHAPES)), seeds=both), 2)
+        twins = Twins(cuts * 2, config(len(SHAPES)), seeds=both)
+        if shards.size() > 1:
+            self.check_rounds(twins)
+        else:
+            # Each rank has an expert of its own, and nobody to share it with.
+            self.assertTrainsAlike(twins, 2)
         specs = [Spec(shape, shards, (S0,)) for shape in SHAPES]
         self.assertTrainsAlike(Twins(specs, self.dtensors(), seeds=seeds), 2)
         expert = fully_shard(make_model(layers=1, seed=number), mesh=shards)
-        # Two experts of two matrices.
-        self.check(expert, config(2), 2, data_rank=self.rank, count=4)
+        count = 2 * grid.size(0)
+        self.check(expert, config(2), 2, data_rank=self.rank, count=count)
 
 
 @requires_gloo()

@@ -18,7 +18,6 @@ from torch.testing._internal.common_utils import run_tests
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from muon_test_helpers import (
     all_placements,
-    everyone,
     GlooOnCPU,
     grid_of,
     local,
@@ -106,8 +105,8 @@ class TestMuonStress(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             twins.config.prefetch_count = draw.randint(0, 4)
             twins.config.async_gpu_parallelism = draw.random() < 0.5
             twins.step()
-        self.assertParity(twins)
-        self.assertEqual(len(set(everyone(twins.config.prefetch_count))), 1)
+            if step % 10 == 9:
+                self.assertParity(twins, f"step {step}")
 
 
 if __name__ == "__main__":
