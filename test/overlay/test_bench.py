@@ -112,7 +112,6 @@ def test_delays_of_collectives_in_flight_overlap():
 
 
 def test_a_delay_compares_prefetch_counts():
-    # Shows: testing/p1/prefetch-speedup
     args = cli.parser().parse_args(["step", "--wire-delay-ms", "30"])
     names = cli.names_of(args)
     assert names == ("ours-0", "ours-1", "ours-2")

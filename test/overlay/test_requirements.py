@@ -1,5 +1,7 @@
 """Each requirement of the documents is shown by something, and the page says by what."""
 
+import json
+
 import pytest
 from tools.overlay.repo import ROOT
 from tools.requirements import check, cli, page
@@ -97,9 +99,15 @@ def made_up_documents(folder):
     )
 
 
-def test_comparison_with_the_documents(tmp_path):
+def test_comparison_with_the_documents(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check, "BLOCKS", tmp_path / "blocks.json")
     made_up_documents(tmp_path)
+    check.accept(tmp_path)
     assert check.against_documents(tmp_path) == []
+    text = (tmp_path / "EXAMPLES.md").read_text()
+    (tmp_path / "EXAMPLES.md").write_text(text.replace("x = 1", "x = 2", 1))
+    assert check.against_documents(tmp_path) == ["examples/0a: its block has changed"]
+    (tmp_path / "EXAMPLES.md").write_text(text)
     with (tmp_path / "PROJECT.md").open("a") as file:
         file.write("1. a\n   ```python\n   y = 2\n   ```\n")
     with (tmp_path / "TESTING.md").open("a") as file:
@@ -108,3 +116,10 @@ def test_comparison_with_the_documents(tmp_path):
         "PROJECT.md has 6 Python blocks, the catalogue 5",
         "TESTING.md names test_other, the catalogue not",
     ]
+    assert cli.main(["--check", "--documents", str(tmp_path / "none")]) == 1
+    assert "EXAMPLES.md: No such file" in capsys.readouterr().out
+
+
+def test_each_block_has_been_read():
+    blocks = json.loads(check.BLOCKS.read_text())
+    assert set(blocks) == {r.id for s in SECTIONS if s.blocks for r in s.requirements}

@@ -104,7 +104,8 @@ SECTIONS = (
             "tp": "gather and redistribute under tensor parallelism",
             "fsdp-tp": "FSDP x TP",
             "tp-dims-per-parameter": "a TP dimension for each parameter",
-            "prefetch-speedup": "prefetching is faster, by 1.2",
+            "prefetch-speedup": "prefetching is faster, by 1.2: asserted on four GPUs; on a CPU the bench "
+            "measures it ([bench.md](bench.md))",
             "async": "parallel and sequential operation give the same",
             "stress": "ten steps and more, deterministic",
         },
@@ -124,8 +125,9 @@ SECTIONS = (
             "3d": "FSDP x TP x DDP, and with experts",
             "large-scale": "eight processes and more",
             "extended-stress": "a hundred steps and more, many sizes",
-            "benchmarks": "benchmarks",
-            "dtensor-vs-groups": "DTensors against process groups, how fast",
+            "benchmarks": "benchmarks ([bench.md](bench.md) has figures)",
+            "dtensor-vs-groups": "DTensors against process groups, how fast: a bench "
+            "([bench.md](bench.md) has figures)",
         },
     ),
     _section(

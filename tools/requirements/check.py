@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .catalog import all_ids, NAMED_TESTS, SECTIONS
 
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from .tags import Shown
+
+# Requirement -> fingerprint of its block in the documents.
+BLOCKS = Path(__file__).with_name("blocks.json")
 
 
 def holes(shown: list[Shown], tests: dict[str, list[str]]) -> list[str]:
@@ -34,14 +38,19 @@ def holes(shown: list[Shown], tests: dict[str, list[str]]) -> list[str]:
 def against_documents(folder: Path) -> list[str]:
     """Where the catalogue and the documents in ``folder`` differ in what they list."""
     found = []
+    known = json.loads(BLOCKS.read_text())
     for section in SECTIONS:
-        if section.blocks:
-            text = (folder / section.document).read_text()
-            there, here = python_blocks(text), len(section.requirements)
-            if there != here:
-                found.append(
-                    f"{section.document} has {there} Python blocks, the catalogue {here}"
-                )
+        if not section.blocks:
+            continue
+        blocks = python_blocks((folder / section.document).read_text())
+        if len(blocks) != len(section.requirements):
+            found.append(
+                f"{section.document} has {len(blocks)} Python blocks, the catalogue "
+                f"{len(section.requirements)}"
+            )
+        for required, block in zip(section.requirements, blocks):
+            if known.get(required.id) != digest(block):
+                found.append(f"{required.id}: its block has changed")
     text = (folder / "TESTING.md").read_text()
     there = set(re.findall(r"def (test_\w+)\(self", text)) - {"test_feature"}
     here = {name for names in NAMED_TESTS.values() for name in names}
@@ -56,9 +65,28 @@ def against_documents(folder: Path) -> list[str]:
     return found
 
 
-def python_blocks(text: str) -> int:
+def accept(folder: Path) -> None:
+    """Takes down what the documents' blocks are now, once somebody has read them."""
+    found = {
+        required.id: digest(block)
+        for section in SECTIONS
+        if section.blocks
+        for required, block in zip(
+            section.requirements,
+            python_blocks((folder / section.document).read_text()),
+        )
+    }
+    BLOCKS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def digest(block: str) -> str:
+    """A fingerprint of a block's words, wherever its lines break."""
+    return hashlib.sha256(" ".join(block.split()).encode()).hexdigest()[:12]
+
+
+def python_blocks(text: str) -> list[str]:
     """Fenced Python blocks, those in list items included."""
-    return len(re.findall(r"^ *```python", text, re.MULTILINE))
+    return re.findall(r"^ *```python\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
 
 
 def rows_of(text: str, priority: str) -> int:

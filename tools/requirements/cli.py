@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .check import against_documents, holes
+from .check import accept, against_documents, holes
 from .page import page
 from .tags import read_tree
 
@@ -23,12 +23,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--documents", type=Path, metavar="DIR", help="compare with the documents, too"
     )
+    parser.add_argument(
+        "--accept",
+        action="store_true",
+        help="the documents' blocks have been read anew",
+    )
     args = parser.parse_args(argv)
+    if args.accept and not args.documents:
+        parser.error("--accept goes with --documents")
     shown, tests = read_tree(ROOT)
     problems = holes(shown, tests)
     text = page(shown, tests)
     if args.documents:
-        problems += against_documents(args.documents)
+        try:
+            if args.accept:
+                accept(args.documents)
+            problems += against_documents(args.documents)
+        except OSError as error:
+            problems.append(f"{error.filename}: {error.strerror}")
     if not args.check:
         PAGE.write_text(text)
     elif not PAGE.exists() or PAGE.read_text() != text:
