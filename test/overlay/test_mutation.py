@@ -1,0 +1,221 @@
+"""The check of the tests: its faults fit the sources, and nothing but a failed test counts."""
+
+import ast
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from tools.mutation import cli
+from tools.mutation.fault import CannotTry, Fault, make_copy
+from tools.mutation.faults import FAULTS
+from tools.mutation.trial import check_redirect, environment, Outcome, run_tests
+from tools.overlay.repo import ROOT
+
+
+OPTIM = ROOT / "torch" / "optim"
+
+each_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+
+
+# The faults
+
+
+@each_fault
+def test_fault_fits_its_file(fault):
+    compile(fault.edit((OPTIM / fault.file).read_text()), fault.file, "exec")
+
+
+@each_fault
+def test_named_tests_exist(fault):
+    assert fault.tests
+    for test in fault.tests:
+        name, *inside = test.split("::")
+        body = ast.parse((ROOT / name).read_text()).body
+        for wanted in inside:
+            (found,) = (n for n in body if getattr(n, "name", None) == wanted)
+            body = found.body
+
+
+def test_names_tell_faults_apart():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 15
+    # They stand in a table.
+    assert not any("|" in fault.name for fault in FAULTS)
+
+
+def test_the_page_lists_them():
+    rows = [line.split(" | ") for line in cli.PAGE.read_text().splitlines()]
+    names = [row[0].removeprefix("| ") for row in rows if len(row) == 3]
+    assert names == ["fault", *(fault.name for fault in FAULTS)]
+    assert "nothing**" not in cli.PAGE.read_text()
+
+
+# The redirection
+
+
+def where_muon_is(answers):
+    import torch.optim.muon
+
+    engine = __import__("torch.optim._muon_engine.plan").optim._muon_engine
+    files = [torch.optim.muon.__file__, engine.plan.__file__]
+    answers.put([*files, torch.optim.Muon.__doc__])
+
+
+def test_spawned_processes_import_the_copy(tmp_path, monkeypatch):
+    fault = Fault("doc", "_muon.py", "Implements Muon algorithm.", "Faulty.", ())
+    make_copy(OPTIM, tmp_path, fault)
+    monkeypatch.setenv("PYTHONPATH", environment(tmp_path)["PYTHONPATH"])
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    child = context.Process(target=where_muon_is, args=(answers,))
+    child.start()
+    *files, doc = answers.get(timeout=60)
+    child.join()
+    assert files == [
+        str(tmp_path / "optim" / name) for name in ("muon.py", "_muon_engine/plan.py")
+    ]
+    assert doc.startswith("Faulty.")
+    assert "Implements Muon algorithm." in (OPTIM / "_muon.py").read_text()
+
+
+# A tree of its own, with a torch that is imported at once
+
+
+@pytest.fixture
+def tree(tmp_path):
+    root = tmp_path / "tree"
+    sources = {
+        "torch/__init__.py": "",
+        "torch/optim/__init__.py": "",
+        "torch/optim/_muon.py": "LIMIT = 3\nUNUSED = 4\n",
+        "torch/optim/muon.py": "",
+        "torch/optim/_muon_engine/__init__.py": "",
+        "torch/optim/_muon_engine/step.py": "",
+        "test_it.py": "from torch.optim._muon import LIMIT\n\n\n"
+        "class TestLimit:\n"
+        "    def test_limit(self):\n        assert LIMIT == 3\n\n"
+        "    def test_nothing(self):\n        pass\n",
+    }
+    for name, text in sources.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+SEEN = Fault("limit", "_muon.py", "LIMIT = 3", "LIMIT = 2", ("test_it.py",))
+UNSEEN = Fault(
+    "unused", "_muon.py", "UNUSED = 4", "UNUSED = 5", ("test_it.py::TestLimit",)
+)
+
+
+def test_noticed_fault(tree, capsys):
+    assert cli.main([], [SEEN], tree) == 0
+    printed = capsys.readouterr().out
+    assert "pass without a fault" in printed
+    assert "test_it.py: test_limit" in printed
+    assert "1 of 1 faults noticed" in printed
+    assert "LIMIT = 3" in (tree / "torch/optim/_muon.py").read_text()
+
+
+def test_fault_that_nothing_notices(tree, capsys):
+    assert cli.main(["--no-baseline"], [SEEN, UNSEEN], tree) == 1
+    printed = capsys.readouterr().out
+    assert "1 of 2 faults noticed" in printed
+    assert "not noticed: unused" in printed
+
+
+def test_choice(tree, capsys):
+    for word in ("2", "unus"):
+        assert cli.main(["--list", word], [SEEN, UNSEEN], tree) == 0
+        assert capsys.readouterr().out == "  2 unused (_muon.py)\n"
+    assert cli.main(["--list", "other"], [SEEN, UNSEEN], tree) == 2
+    assert "there is no fault 'other'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        (("test_other.py",), "pytest ended with 4"),
+        (("test_it.py::TestOther",), "pytest ended with 4"),
+        (("test_it.py", "-k", "other"), "pytest ended with 5"),
+        (("test_broken.py",), "pytest ended with 2"),
+        (("test_setup.py",), "pytest ended with 1"),
+    ],
+)
+def test_broken_selection_is_no_success(tree, capsys, tests, message):
+    (tree / "test_broken.py").write_text("import nothing_of_this_name\n")
+    # An error before the test itself begins.
+    (tree / "test_setup.py").write_text("def test_it(missing):\n    pass\n")
+    fault = SEEN._replace(tests=tests)
+    assert cli.main(["--no-baseline"], [fault], tree) == 2
+    assert message in capsys.readouterr().err
+    assert cli.main([], [fault], tree) == 2
+    assert "do not even pass" in capsys.readouterr().err
+
+
+def test_baseline_has_to_pass(tree, capsys):
+    (tree / "torch/optim/_muon.py").write_text("LIMIT = 3\nUNUSED = 4\nLIMIT = 1\n")
+    assert cli.main([], [UNSEEN], tree) == 2
+    assert "test_it.py::TestLimit::test_limit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["LIMIT = 4", "="])
+def test_fault_whose_place_is_gone(tree, capsys, text):
+    assert cli.main([], [SEEN._replace(old=text)], tree) == 2
+    assert "has to be written anew" in capsys.readouterr().err
+
+
+def test_written_page_is_of_all_faults(tree, capsys):
+    for options in (["1"], ["--no-baseline"]):
+        assert cli.main(["--write", *options], [SEEN, UNSEEN], tree) == 2
+        assert "all faults" in capsys.readouterr().err
+    text = cli.page([cli.Result(SEEN, "test_it.py: test_limit", 3.2)])
+    assert text.endswith("\n| limit | _muon.py | test_it.py: test_limit |\n")
+
+
+def test_copy_that_is_not_imported(tree, tmp_path, monkeypatch):
+    folder = tmp_path / "copy"
+    make_copy(tree / "torch" / "optim", folder)
+    check_redirect(folder, tree)
+    (folder / "sitecustomize.py").write_text("")
+    with pytest.raises(CannotTry, match="not import Muon from the copy"):
+        check_redirect(folder, tree)
+
+
+def test_hang_ends_with_all_its_processes(tree, tmp_path):
+    sign = tmp_path / "sign"
+    child = f"import time\nwhile True: open({str(sign)!r}, 'a').write('.'); time.sleep(0.02)"
+    (tree / "test_hang.py").write_text(
+        "import subprocess, sys, time\n\n\ndef test_hang():\n"
+        f"    subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+        "    time.sleep(60)\n"
+    )
+    make_copy(tree / "torch" / "optim", tmp_path / "copy")
+    outcome = run_tests(tree, tmp_path / "copy", ["test_hang.py"], 2.5, first=True)
+    assert outcome.noticed
+    assert outcome.notice == "a hang"
+    assert sign.exists()
+    size = sign.stat().st_size
+    time.sleep(0.3)
+    assert sign.stat().st_size == size
+
+
+def test_only_a_failed_test_notices():
+    assert not Outcome(0, (), 1.0, "").noticed
+    assert Outcome(1, ("a.py::A::test_a",), 1.0, "").notice == "a.py: test_a"
+    with pytest.raises(CannotTry):
+        Outcome(-9, (), 1.0, "").noticed
+
+
+def test_command_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.mutation", "--list"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(FAULTS)

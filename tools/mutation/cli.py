@@ -1,0 +1,150 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NamedTuple, TYPE_CHECKING
+
+from .fault import CannotTry, Fault
+from .faults import FAULTS
+from .trial import check_redirect, copied, run_tests
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "mutation.md"
+HEADING = """# Faults that the tests notice
+
+`python -m tools.mutation --write`, by an interpreter whose torch has the overlay, puts each of these
+faults into a copy of the engine, by itself, and runs the tests that should notice over that copy. All of
+those tests pass without a fault.
+
+"""
+
+
+class Result(NamedTuple):
+    fault: Fault
+    # The test that noticed; "" where none did.
+    notice: str
+    seconds: float
+
+
+def main(argv: list[str], faults: Sequence[Fault] = FAULTS, root: Path = ROOT) -> int:
+    """Returns 0, 1 where a fault was not noticed, or 2 where it could not be tried."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.mutation", description=__doc__
+    )
+    parser.add_argument(
+        "chosen", nargs="*", metavar="FAULT", help="its number, or words of its name"
+    )
+    parser.add_argument("--list", action="store_true", help="list the faults")
+    parser.add_argument(
+        "--no-baseline",
+        action="store_true",
+        help="do not run the tests without a fault first",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help=f"write the table into docs/{PAGE.name}"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=180.0,
+        metavar="SECONDS",
+        help="after which the tests of a fault hang, which counts as noticed",
+    )
+    args = parser.parse_args(argv)
+    try:
+        chosen = choose(faults, args.chosen)
+        if args.list:
+            for number, fault in chosen:
+                print(f"{number:3} {fault.name} ({fault.file})")
+            return 0
+        if args.write and (args.no_baseline or len(chosen) != len(faults)):
+            raise CannotTry("--write is for all faults together, with the baseline")
+        check_texts(chosen, root)
+        check_baseline(chosen, root, args.timeout, run=not args.no_baseline)
+        results = [try_one(number, f, root, args.timeout) for number, f in chosen]
+    except CannotTry as error:
+        print(f"mutation: {error}", file=sys.stderr)
+        return 2
+    survivors = [result.fault.name for result in results if not result.notice]
+    print(f"\n{len(results) - len(survivors)} of {len(results)} faults noticed")
+    for name in survivors:
+        print(f"not noticed: {name}")
+    if args.write:
+        PAGE.write_text(page(results))
+    return 1 if survivors else 0
+
+
+def choose(faults: Sequence[Fault], wanted: Sequence[str]) -> list[tuple[int, Fault]]:
+    """The faults, numbered, that ``wanted`` names; all of them where it is empty."""
+    numbered = list(enumerate(faults, 1))
+    found = []
+    for word in wanted:
+        meant = [
+            (number, fault)
+            for number, fault in numbered
+            if word == str(number) or (not word.isdigit() and word in fault.name)
+        ]
+        if not meant:
+            raise CannotTry(f"there is no fault {word!r}; --list names them")
+        found += [one for one in meant if one not in found]
+    return sorted(found) if wanted else numbered
+
+
+def check_texts(chosen: Sequence[tuple[int, Fault]], root: Path) -> None:
+    """Finds faults whose place is gone before the first test is run."""
+    for _, fault in chosen:
+        fault.edit((optim(root) / fault.file).read_text())
+
+
+def check_baseline(
+    chosen: Sequence[tuple[int, Fault]], root: Path, timeout: float, *, run: bool
+) -> None:
+    """Raises CannotTry unless tests import the copy, and pass where it has no fault."""
+    # Sorted, so that the processes of a test class are started once.
+    tests = sorted({test for _, fault in chosen for test in fault.tests})
+    with copied(optim(root)) as folder:
+        check_redirect(folder, root)
+        if not run:
+            return
+        outcome = run_tests(root, folder, tests, len(chosen) * timeout, first=False)
+    if outcome.code != 0:
+        named = ", ".join(outcome.failed) or outcome.output[-3000:]
+        named = named if outcome.code is not None else f"they hang: {named}"
+        raise CannotTry(f"tests do not even pass without a fault: {named}")
+    print(f"the tests pass without a fault, {outcome.seconds:.0f} s", flush=True)
+
+
+def try_one(number: int, fault: Fault, root: Path, timeout: float) -> Result:
+    timeout = min(timeout, fault.hangs_after or timeout)
+    with copied(optim(root), fault) as folder:
+        outcome = run_tests(root, folder, fault.tests, timeout, first=True)
+    result = Result(fault, outcome.notice if outcome.noticed else "", outcome.seconds)
+    notice = result.notice or "NOTHING"
+    print(
+        f"{number:3} {fault.name:70} | {fault.file:33} | {notice} | {result.seconds:.0f} s",
+        flush=True,
+    )
+    return result
+
+
+def optim(root: Path) -> Path:
+    return root / "torch" / "optim"
+
+
+def page(results: Sequence[Result]) -> str:
+    """The document. Seconds are left out: it should change only when what it says does."""
+    rows = [
+        f"| {fault.name} | {Path(fault.file).name} | {notice or '**nothing**'} |"
+        for fault, notice, _ in results
+    ]
+    return HEADING + "\n".join(
+        ["| fault | file | noticed by |", "|---|---|---|", *rows, ""]
+    )
