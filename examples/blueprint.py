@@ -24,28 +24,66 @@ code is 1 if the proof fails:
 As a notebook, `blueprint.ipynb`, it is the same text and the same code. That is made
 from this by `python -m tools.notebook examples/blueprint.py`.
 
+It takes ten minutes if you read the text and what is printed, and skip most code. At a
+first reading, the docstrings are enough in these cells: the model (chapter 2), the master
+plan (5), `report_of` (6), `ways` (7) and `problems_in` (9).
+
 [wei]: https://huggingface.co/datasets/bird-of-paradise/muon-distributed
 """
 
 # %% tags=["active-ipynb"]
-# # So that the notebook finds the files beside it.
+# # So that the notebook finds the files beside it, and a torch that has this Muon.
 # import sys
 # from pathlib import Path
 #
 # places = (Path.cwd(), Path.cwd() / "examples")
 # here = [place for place in places if (place / "blueprint.py").exists()]
 # sys.path.insert(0, str(here[0]))
+# try:
+#     import torch.optim.muon
+# except ImportError as error:
+#     raise ImportError(
+#         f"{error}. This kernel needs the overlay: `python3 setup_overlay.py env`, then "
+#         "`.venv/bin/python -m pip install jupyterlab`, and start the notebook by "
+#         "`.venv/bin/python -m jupyterlab examples/blueprint.ipynb`."
+#     ) from error
+
+# %% tags=["active-py"]
+import signal
+import sys
+from types import FrameType
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """Ends the script, and by `run` its processes."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        import torch.optim.muon
+    except ImportError as error:
+        print(
+            f"blueprint: {error}; this needs the overlay: `python3 setup_overlay.py env`, "
+            "then `.venv/bin/python examples/blueprint.py`.",
+            file=sys.stderr,
+        )
+        sys.exit(2)
 
 # %%
 import hashlib
 import math
-from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
 
 import blueprint_tables as tables
 import torch
 import torch.distributed as dist
+from blueprint_long_way import LongWay
 from blueprint_processes import (
     first_difference,
     gradient,
@@ -357,106 +395,17 @@ def run_of(entry: Entry, row: int, buckets: dict, grid: Grid) -> tuple[int, int]
 # Why is the DP gather bucketed, but not the TP gather? Each call has a fixed cost, its
 # latency. Between machines that is high, so many small pieces share one call. Inside a
 # machine it is low. And one by one, only one whole matrix is in memory at a time.
-
-
-# %%
-class LongWay:
-    """Muon by the blueprint's route; ``params`` and ``momentum`` are a rank's runs."""
-
-    def __init__(
-        self, whole: dict[str, Tensor], entries: list[Entry], mesh: DeviceMesh
-    ):
-        self.entries = entries
-        self.grid = Grid(*mesh.shape)
-        self.row, self.column = mesh.get_coordinate()
-        self.dp_group, self.tp_group = mesh.get_group("dp"), mesh.get_group("tp")
-        self.buckets = bucket_sizes(entries, self.grid)
-        self.params = {s.name: self.shard(whole[s.name], s).clone() for s in entries}
-        self.momentum = {n: torch.zeros_like(p) for n, p in self.params.items()}
-        self.calls: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
-        self.journey: list[tuple[str, str]] = []
-
-    def shard(self, matrix: Tensor, entry: Entry) -> Tensor:
-        """TP shard, then DP shard: what this rank stores of ``matrix``."""
-        tp_slice = matrix.chunk(self.grid.tp, dim=entry.tp_dim)[self.column]
-        first, last = self.run(entry)
-        return tp_slice.reshape(-1)[first:last]
-
-    def run(self, entry: Entry) -> tuple[int, int]:
-        return run_of(entry, self.row, self.buckets, self.grid)
-
-    def step(self, grads: dict[str, Tensor], hyper: dict[str, Any]) -> None:
-        # Shows: blueprint/data-flow, blueprint/buckets
-        mu = hyper["momentum"]
-        stored: dict[str, Tensor] = {}
-        for entry in self.entries:
-            grad = self.shard(grads[entry.name], entry)
-            momentum = self.momentum[entry.name].lerp_(grad, 1 - mu)
-            # Nesterov: look ahead through the gradient. What travels is bfloat16.
-            stored[entry.name] = torch.lerp(grad, momentum, mu).bfloat16()
-        slices: dict[str, Tensor] = {}
-        for bucket in self.buckets:
-            slices |= self.dp_gather(bucket, stored)
-        for entry in self.entries:
-            if stored[entry.name].numel():
-                self.update(entry, stored[entry.name], slices[entry.name], hyper)
-
-    def dp_gather(
-        self, key: tuple[int, int], stored: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Step 1, for one bucket. Returns its TP slices."""
-        inside = [entry for entry in self.entries if (entry.aisle, entry.bucket) == key]
-        packed = torch.cat([stored[entry.name] for entry in inside])
-        mine = torch.zeros(self.buckets[key] // self.grid.dp, dtype=torch.bfloat16)
-        mine[: packed.numel()] = packed
-        bucket = torch.empty(self.buckets[key], dtype=torch.bfloat16)
-        dist.all_gather(list(bucket.chunk(self.grid.dp)), mine, group=self.dp_group)
-        self.count("DP gather", mine, self.grid.dp)
-        return {s.name: bucket[s.start : s.stop].view(s.shape) for s in inside}
-
-    def update(
-        self, entry: Entry, run: Tensor, tp_slice: Tensor, hyper: dict[str, Any]
-    ) -> None:
-        """Steps 2 to 5, for one matrix. Then applies the update."""
-        # 2. TP gather
-        slices = [torch.empty_like(tp_slice) for _ in range(self.grid.tp)]
-        dist.all_gather(slices, tp_slice, group=self.tp_group)
-        self.count("TP gather", tp_slice, self.grid.tp)
-        matrix = torch.cat(slices, dim=entry.tp_dim)
-        # 3. Run the math
-        update = _muon._zeropower_via_newtonschulz(
-            matrix, hyper["ns_coefficients"], hyper["ns_steps"], hyper["eps"]
-        )
-        self.calls["Newton-Schulz"] += 1
-        # 4. TP shard
-        update_slice = update.chunk(self.grid.tp, dim=entry.tp_dim)[self.column]
-        # 5. DP shard
-        first, last = self.run(entry)
-        update_run = update_slice.reshape(-1)[first:last]
-
-        lr = list(AISLES.values())[entry.aisle][1]
-        param = self.params[entry.name]
-        param.mul_(1 - lr * hyper["weight_decay"])
-        # The scale is that of the whole matrix, not of the run.
-        rows, columns = matrix.shape
-        param.add_(update_run, alpha=-lr * math.sqrt(max(1, rows / columns)))
-        if not self.journey:
-            size = tables.size
-            self.journey = [
-                (f"this rank's run of {entry.name}", size(run.shape)),
-                ("DP gather  -> its TP slice", size(tp_slice.shape)),
-                ("TP gather  -> the matrix", size(matrix.shape)),
-                ("run math   -> orthogonalized", size(update.shape)),
-                ("TP shard   -> its TP slice", size(update_slice.shape)),
-                ("DP shard   -> its run", size(update_run.shape)),
-            ]
-
-    def count(self, what: str, tensor: Tensor, members: int) -> None:
-        """Every member's tensor has to reach all the others."""
-        self.calls[what] += 1
-        self.sent[what] += tensor.nbytes * (members - 1)
-
+#
+# In short, with the numbers of the steps; all of it is `LongWay`, in
+# `blueprint_long_way.py`:
+#
+#     dist.all_gather(runs, run, group=dp_group)          # 1, of a bucket
+#     tp_slice = torch.cat(runs)[start:stop].view(shape)
+#     dist.all_gather(slices, tp_slice, group=tp_group)   # 2
+#     matrix = torch.cat(slices, dim=tp_dim)
+#     update = newton_schulz(matrix)                      # 3
+#     update_slice = update.chunk(tp, dim=tp_dim)[column] # 4
+#     update_run = update_slice.flatten()[first:last]     # 5
 
 # %% [markdown]
 # ## 6. Eight processes
@@ -513,7 +462,11 @@ def report_of(mesh: DeviceMesh) -> dict[str, Any]:
         differs[way] = first_difference(values_of(muon), pieces)
 
     entries = master_plan(config._engine.layouts, grid)
-    long = LongWay(start, entries, mesh)
+    buckets = bucket_sizes(entries, grid)
+    stores = partial(run_of, buckets=buckets, grid=grid)
+    long = LongWay(
+        start, entries, buckets, stores, [lr for _, lr in AISLES.values()], mesh
+    )
     for step in range(STEPS):
         grads = {name: gradient(name, p.shape, step) for name, p in start.items()}
         long.step(grads, alone.defaults)
@@ -544,11 +497,13 @@ def report_of(mesh: DeviceMesh) -> dict[str, Any]:
 # reports = run(blueprint.report_of, *GRID)
 
 # %% [markdown]
-# ## 7. The long way, measured
+# ## 7. The long way, counted
 #
-# First the sizes of rank 0's first matrix on its journey. Then what each way costs.
+# First the sizes of rank 0's first matrix on its journey. Then what each way costs. The
+# engine's bytes are metered as it sends them. Those of the long way are counted: what
+# each of its calls has to send, by the sizes of its tensors.
 #
-# A third way is counted and not run: the long way, if DP cut each matrix by rows, as
+# A third way is not run at all: the long way, if DP cut each matrix by rows, as
 # FSDP2 does. Every rank would have a part of every matrix, and orthogonalize them all.
 #
 # What comes after the optimizer is in none of them. ZeRO-1 has to gather the changed
@@ -697,8 +652,6 @@ def problems_in(reports: list[dict[str, Any]], plan: Plan, grid: Grid) -> list[s
 
 # %% tags=["active-py"]
 import argparse
-import signal
-import sys
 
 
 def main() -> int:
@@ -707,8 +660,6 @@ def main() -> int:
     )
     parser.add_argument("--grid", choices=("4x2", "2x4"), default="4x2", help="dp x tp")
     grid = Grid(*map(int, parser.parse_args().grid.split("x")))
-    # So that `run` gets to end its processes.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     chapter(1, "The grid")
     tables.print_grid(grid)
@@ -731,7 +682,7 @@ def main() -> int:
     tables.show("start, take their steps, and report ...")
     sys.stdout.flush()
     reports = run(report_of, *grid)
-    chapter(7, "The long way, measured")
+    chapter(7, "The long way, counted")
     print_ways(reports, plan, entries, grid)
     chapter(8, "The engine's step, as it happened")
     tables.print_events(reports)

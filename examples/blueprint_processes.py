@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,9 +40,10 @@ def run(job: Job, dp: int, tp: int) -> list[dict[str, Any]]:
     """
     # Shows: blueprint/quick-start
     with tempfile.TemporaryDirectory() as folder:
-        context = start_processes(
-            worker, (job, dp, tp, folder), nprocs=dp * tp, join=False, daemon=True
-        )
+        with deaf_children():
+            context = start_processes(
+                worker, (job, dp, tp, folder), nprocs=dp * tp, join=False, daemon=True
+            )
         try:
             deadline = time.monotonic() + SECONDS
             while not context.join(timeout=max(0, deadline - time.monotonic())):
@@ -55,10 +57,28 @@ def run(job: Job, dp: int, tp: int) -> list[dict[str, Any]]:
         return [pickle.loads(file.read_bytes()) for file in files]
 
 
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """What is started meanwhile does not hear Ctrl-C, which goes to all of a terminal's
+    processes, before it has begun: it would print where it was.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # which would lift the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def worker(rank: int, job: Job, dp: int, tp: int, folder: str) -> None:
     """What a process does: meets the others, does its job, and leaves."""
     # A dying parent sends this, and it should end even what waits inside gloo.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     if "lo" in (name for _, name in socket.if_nameindex()):
         # All are on this machine, whose own name gloo may not be able to look up.

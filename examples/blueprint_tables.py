@@ -363,7 +363,7 @@ class Fix(NamedTuple):
 
 FIXES = (
     Fix(
-        "Logic 1: a loop lacked its own `params`, and used another group's",
+        'Logic 1: the line `params = group["params"]` was missing',
         "A step has one list of all matrices, each with the options of its own group.",
         ("test_parameter_groups_have_their_own_hyperparameters",),
     ),

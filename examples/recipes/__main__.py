@@ -7,16 +7,43 @@
     python examples/recipes --list               what there is
 
 Processes are started as needed; under torchrun those that there are run what is made for
-as many. Each recipe prints a line. The exit code is 1 if one of them does not hold.
+as many. Each recipe prints a line. The exit code is 1 if one of them does not hold, and 2
+if none could be run.
 """
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """Ends this process, and by its ``finally`` those that it started."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, leave)
+    # torchrun sends it to processes that wait in a collective, where Python cannot answer.
+    if "RANK" not in os.environ:
+        signal.signal(signal.SIGTERM, leave)
+
+try:
+    import torch.optim.muon  # noqa: F401
+except ImportError as error:
+    print(
+        f"recipes: {error}; this needs the overlay: `python3 setup_overlay.py env`, then "
+        "`.venv/bin/python examples/recipes`.",
+        file=sys.stderr,
+    )
+    raise SystemExit(2) from None
 
 from runner import counted, Recipe, recipes, run_all, run_as_one_of
 
@@ -54,7 +81,7 @@ def main() -> int:
         print_list(chosen)
         return 0
     run = run_as_one_of if "RANK" in os.environ else run_all
-    return 0 if run(chosen) else 1
+    return run(chosen)
 
 
 if __name__ == "__main__":

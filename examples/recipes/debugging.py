@@ -44,6 +44,22 @@ class Lines(logging.Handler):
         self.found.append(record.getMessage())
 
 
+@contextlib.contextmanager
+def kept(name: str) -> Iterator[list[str]]:
+    """All lines of a logger, which nobody else gets meanwhile."""
+    log, lines = logging.getLogger(name), Lines()
+    level, propagate = log.level, log.propagate
+    log.addHandler(lines)
+    log.setLevel(logging.DEBUG)
+    log.propagate = False  # torch has a handler that prints
+    try:
+        yield lines.found
+    finally:
+        log.removeHandler(lines)
+        log.setLevel(level)
+        log.propagate = propagate
+
+
 @recipe(processes=4)
 def debug_mode() -> tuple[OneProcess, str]:
     """One owner after the other, and a line for each parameter and phase."""
@@ -54,27 +70,23 @@ def debug_mode() -> tuple[OneProcess, str]:
     config.prefetch_count = 0
     optimizer = Muon(model.parameters(), lr=1e-3, distributed_config=config)
 
-    log, lines = logging.getLogger("torch.optim.muon"), Lines()
-    log.addHandler(lines)
-    log.setLevel(logging.DEBUG)
     one = Transformer().to(device())
     alone = OneProcess(one, model, optimizer, fsdp=model.process_group)
-    for inputs, targets in batches(dist.group.WORLD):
-        optimizer.zero_grad()
-        F.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-    log.removeHandler(lines)
-    log.setLevel(logging.NOTSET)
+    with kept("torch.optim.muon") as lines:
+        for inputs, targets in batches(dist.group.WORLD):
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
 
     # "rank 1: gather parameter 3 ..., owner 2"
     owners = [
         int(re.search(r"gather .* owner (\d+)$", line)[1])
-        for line in lines.found
+        for line in lines
         if ": gather " in line
     ]
     per_step = owners[: len(owners) // alone.steps]
     check(bool(owners) and per_step == sorted(per_step), f"owners took turns: {owners}")
-    return alone, f"{len(lines.found)} lines on rank 0, owners in rank order"
+    return alone, f"{len(lines)} lines on rank 0, owners in rank order"
 
 
 def describe_groups(**groups: ProcessGroup) -> list[str]:

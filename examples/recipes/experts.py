@@ -7,7 +7,7 @@ from one_process import OneProcess
 from place import device
 from runner import recipe
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -16,7 +16,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 from torch.optim import AdamW, Muon
-from torch.optim.muon import create_auto_config, detect_tp_dims_from_model
+from torch.optim.muon import (
+    create_auto_config,
+    detect_tp_dims_from_model,
+    DistributedConfig,
+)
 
 
 def average_router(model: MoE, group: dist.ProcessGroup) -> None:
@@ -118,27 +122,23 @@ def sharded() -> OneProcess:
     return alone
 
 
-@recipe(processes=4)
-def tensor_parallel() -> OneProcess:
-    """TP cuts each expert. Its pieces meet within the TP group, and experts never."""
-    # Shows: end-to-end/ep-tp
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("ep", "tp"))
-    ep_pg, tp_pg = mesh.get_all_groups()
-    model = MoE(ep_pg).to(device())
+def on_pairs(mesh: DeviceMesh) -> tuple[MoE, list[nn.Parameter]]:
+    """A model of which this rank's TP pair has one expert, and that expert's matrices."""
+    model = MoE(mesh.get_group("ep")).to(device())
     for expert in model.mixture.experts.values():
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(expert, mesh["tp"], plan)
+    return model, list(model.mixture.experts.parameters())
 
-    matrices = list(model.mixture.experts.parameters())
-    config = create_auto_config(
-        ep_process_group=ep_pg,
-        expert_assignments=numbers_of(model, matrices),
-        tp_process_group=tp_pg,
-        tp_dim_per_param=detect_tp_dims_from_model(matrices),
-    )
+
+def train_on_pairs(
+    model: MoE,
+    matrices: list[nn.Parameter],
+    config: DistributedConfig,
+    ep_pg: dist.ProcessGroup,
+) -> OneProcess:
     muon = Muon(matrices, lr=1e-3, distributed_config=config)
     adamw = AdamW(model.mixture.router.parameters(), lr=1e-3)
-
     alone = OneProcess(MoE().to(device()), model, muon)
     for inputs, targets in batches(ep_pg):  # the ranks of a TP group see the same
         F.mse_loss(model(inputs), targets).backward()
@@ -148,3 +148,28 @@ def tensor_parallel() -> OneProcess:
             optimizer.step()
             optimizer.zero_grad()
     return alone
+
+
+@recipe(processes=8)
+def tensor_parallel() -> tuple[OneProcess, OneProcess]:
+    """Each expert is on a TP pair of its own. The config is for TP, not for EP."""
+    # Shows: end-to-end/ep-tp
+    mesh = init_device_mesh(device().type, (4, 2), mesh_dim_names=("ep", "tp"))
+    ep_pg, tp_pg = mesh.get_all_groups()
+
+    # An expert's pieces meet within its pair, and experts never meet.
+    model, matrices = on_pairs(mesh)
+    config = create_auto_config(
+        tp_process_group=tp_pg, tp_dim_per_param=detect_tp_dims_from_model(matrices)
+    )
+    tp_only = train_on_pairs(model, matrices, config, ep_pg)
+
+    # Whoever names the experts too gets the same bits.
+    model, matrices = on_pairs(mesh)
+    config = create_auto_config(
+        tp_process_group=tp_pg,
+        tp_dim_per_param=detect_tp_dims_from_model(matrices),
+        ep_process_group=ep_pg,
+        expert_assignments=numbers_of(model, matrices),
+    )
+    return tp_only, train_on_pairs(model, matrices, config, ep_pg)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 from torch.optim import Muon
-from torch.optim.muon import create_auto_config
+from torch.optim.muon import create_auto_config, detect_tp_dims_from_model
 
 
 class Stage(nn.Module):
@@ -68,14 +68,21 @@ def four_dimensions() -> OneProcess:
     model = Stage(Transformer().to(device()), stage, stages)
     for layer in model.layers.values():
         parallelize_layer(layer, mesh["tp"])
-    # FSDP1 would fail in backward: all stages but the last have several microbatches in
-    # flight.
+    # With Schedule1F1B the backward of FSDP1's first stage failed; fully_shard works.
     fully_shard(model, mesh=mesh["replicate", "shard"])
 
+    # The parameters are DTensors: what is said here has to agree with them.
+    matrices = list(model.parameters())
     config = create_auto_config(
-        pp_process_group=pp_pg, pp_stage_id=stage, pp_num_stages=stages
+        pp_process_group=pp_pg,
+        pp_stage_id=stage,
+        pp_num_stages=stages,
+        tp_process_group=tp_pg,
+        tp_dim_per_param=detect_tp_dims_from_model(matrices),
+        shard_process_group=shard_pg,
+        replicate_process_group=replicate_pg,
     )
-    optimizer = Muon(model.parameters(), lr=1e-3, distributed_config=config)
+    optimizer = Muon(matrices, lr=1e-3, distributed_config=config)
 
     part = PipelineStage(model, stage, stages, device=device(), group=pp_pg)
     schedule = Schedule1F1B(part, n_microbatches=4, loss_fn=F.mse_loss)

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import os
 import re
+import signal
 import sys
 import tempfile
 import textwrap
@@ -16,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,20 +174,25 @@ class ProcessSet:
             context.set_forkserver_preload(
                 ["torch.distributed.fsdp", "torch.distributed.pipelining"]
             )
+            start_deaf_forkserver()
         self.size = size
         self.folder = tempfile.TemporaryDirectory(prefix="recipes")
         self.pipes: list[Connection] = []
         self.processes = []
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=work, args=(rank, size, Path(self.folder.name), there)
-            )
-            process.daemon = True
-            process.start()
-            there.close()
-            self.pipes.append(here)
-            self.processes.append(process)
+        try:
+            for rank in range(size):
+                here, there = context.Pipe()
+                process = context.Process(
+                    target=work, args=(rank, size, Path(self.folder.name), there)
+                )
+                process.daemon = True
+                process.start()
+                there.close()
+                self.pipes.append(here)
+                self.processes.append(process)
+        except BaseException:
+            self.end(seconds=0)
+            raise
 
     def run(self, chosen: Recipe) -> list[dict[str, Any]]:
         """The verdicts, by rank; of a process that gives none, that it does not."""
@@ -213,10 +220,11 @@ class ProcessSet:
             verdicts[rank] = failed("no answer in time")
         return [verdicts[rank] for rank in range(self.size)]
 
-    def end(self) -> None:
+    def end(self, seconds: float = 5) -> None:
+        """Lets them leave for so long, and then ends them."""
         for pipe in self.pipes:
             pipe.close()
-        until = time.monotonic() + 5
+        until = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0, until - time.monotonic()))
         for process in self.processes:
@@ -226,12 +234,29 @@ class ProcessSet:
         self.folder.cleanup()
 
 
+def start_deaf_forkserver() -> None:
+    """Starts what forks the processes, if it does not run yet.
+
+    Ctrl-C goes to all processes of a terminal. These ones are deaf to it, as a mask is
+    inherited: the process that started them ends them.
+    """
+    resource_tracker.ensure_running()  # which would lift the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def failed(words: str) -> dict[str, Any]:
     return {"raised": True, "problems": [words]}
 
 
-def run_all(chosen: list[Recipe]) -> bool:
-    """Runs ``chosen`` on processes of its own, prints a line each; whether all hold."""
+def run_all(chosen: list[Recipe]) -> int:
+    """Runs ``chosen`` on processes of its own, and prints a line each.
+
+    Returns the exit code: 1 if one of them does not hold.
+    """
     holds = True
     for size in sorted({recipe.processes for recipe in chosen}):
         group = None
@@ -245,10 +270,13 @@ def run_all(chosen: list[Recipe]) -> bool:
                 if any(v.get("raised") for v in verdicts):
                     group.end()
                     group = None
-        finally:
             if group is not None:
                 group.end()
-    return holds
+        except BaseException:
+            if group is not None:
+                group.end(seconds=0)
+            raise
+    return 0 if holds else 1
 
 
 def report(done: Recipe, verdicts: list[dict[str, Any]]) -> bool:
@@ -297,19 +325,30 @@ def words_of(verdicts: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{' + '.join(counts)} matrices bitwise equal, {first['steps']} steps{once}"
 
 
-def run_as_one_of(chosen: list[Recipe]) -> bool:
-    """As one of the processes that torchrun started; those of another number are left out."""
+def run_as_one_of(chosen: list[Recipe]) -> int:
+    """As one of the processes that torchrun started; recipes for others are left out.
+
+    Returns the exit code: 1 if one does not hold, 2 if none was run.
+    """
     rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     place.settle(place.Place(rank, size, Path(tempfile.gettempdir())))
     dist.init_process_group(place.backend(), timeout=COLLECTIVE)
     holds = True
-    for each in chosen:
-        if each.processes != size or not each.connect:
-            continue
+    here = [each for each in chosen if each.processes == size and each.connect]
+    if rank == 0:
+        for each in chosen:
+            if each not in here:
+                wants = counted(each) + ("" if each.connect else " without torchrun")
+                print(f"left out  {each.name}: it wants {wants}", flush=True)
+    for each in here:
         verdicts: list[Any] = [None] * size
         dist.all_gather_object(verdicts, run_here(each))
         if rank == 0:
             report(each, verdicts)
         holds &= not list(problems_of(verdicts))
+    # torchrun ends the others when the first of them leaves with an error.
+    dist.barrier()
     dist.destroy_process_group()
-    return holds
+    if not here and rank == 0:
+        print("recipes: none was run", file=sys.stderr)
+    return 2 if not here else 0 if holds else 1

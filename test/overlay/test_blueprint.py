@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from tools.notebook.cells import cells_of, notebook_of
 from tools.notebook.cli import main as make_notebook
 from tools.overlay import verify
@@ -56,14 +57,14 @@ if __name__ == "__main__":
 """
 
 
-def start(*command, cwd=EXAMPLES):
+def start(*command, cwd=EXAMPLES, **environ):
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**verify.environment(), "PYTHONWARNINGS": "always"},
+        env={**verify.environment(), "PYTHONWARNINGS": "always", **environ},
         start_new_session=True,
     )
 
@@ -180,16 +181,36 @@ def test_difference_is_found(tmp_path):
         assert re.search(rf"^blueprint: rank \d: {way}: \d", err, re.MULTILINE)
 
 
-def test_ended_script_leaves_no_process():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ended_script_is_quiet_and_leaves_no_process(number):
     process = start("-u", SCRIPT)
     for line in process.stdout:
         if line.startswith("6. "):
             break
     # Long enough for some of the processes to be there.
     time.sleep(2)
-    process.send_signal(signal.SIGTERM)
-    code, _, _ = finish(process, seconds=60)
-    assert code == 128 + signal.SIGTERM
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    code, _, err = finish(process, seconds=60)
+    assert code == 128 + number
+    assert "Traceback" not in err
+
+
+def test_without_the_overlay(tmp_path):
+    (tmp_path / "torch" / "optim").mkdir(parents=True)
+    for folder in ("torch", "torch/optim"):
+        (tmp_path / folder / "__init__.py").touch()
+    code, out, err = finish(start(SCRIPT, PYTHONPATH=str(tmp_path)))
+    assert (code, out) == (2, "")
+    assert "`python3 setup_overlay.py env`" in err
+    assert "Traceback" not in err
+
+    (first, *_) = (c for c in cells_of(SCRIPT.read_text()) if c.cell_type == "code")
+    code, _, err = finish(start("-c", first.source, PYTHONPATH=str(tmp_path)))
+    assert code == 1
+    assert "`.venv/bin/python -m pip install jupyterlab`" in err
 
 
 def test_notebook_is_up_to_date(capsys):

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,16 +65,24 @@ def later() -> str:
 '''
 
 
-def run_recipes(*names, folder=EXAMPLES):
-    """Exit code and output; no process of it outlives this."""
-    with subprocess.Popen(
+def start_recipes(*names, folder=EXAMPLES, **environ):
+    return subprocess.Popen(
         [sys.executable, str(folder / "recipes"), *names],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**verify.environment(), "PYTHONWARNINGS": "always"},
+        env={**verify.environment(), "PYTHONWARNINGS": "always", **environ},
         start_new_session=True,
-    ) as process:
+    )
+
+
+def run_recipes(*names, **options):
+    """Exit code and output; no process of it outlives this."""
+    return finish(start_recipes(*names, **options))
+
+
+def finish(process):
+    with process:
         try:
             out, err = process.communicate(timeout=SECONDS)
             assert ends(process.pid), "processes are left"
@@ -128,6 +137,7 @@ def test_all_hold():
     assert sorted(results) == sorted(defined())
     assert "Traceback" not in err
     assert "Warning" not in err
+    assert ": gather " not in err  # what debugging.debug_mode logs
 
 
 def test_list():
@@ -182,3 +192,45 @@ def test_what_does_not_hold_is_found(tmp_path):
     assert "rank 1: KeyError" in results["ddp.failing"][1]
     assert "culprit" in results["ddp.failing"][1]
     assert "rank 0: the process ended" in results["ddp.ending"][1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ended_run_is_quiet_and_leaves_nothing(tmp_path, number):
+    process = start_recipes("ddp", TMPDIR=str(tmp_path))
+    assert process.stdout.readline().startswith("ok")
+    assert list(tmp_path.glob("recipes*"))
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    code, _, err = finish(process)
+    assert code == 128 + number
+    assert "Traceback" not in err
+    assert not list(tmp_path.glob("recipes*"))
+
+
+def test_other_number_of_processes():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    names = ("fsdp.flat", "custom.other_framework")
+    first, second = [start_recipes(*names, RANK=str(r), **common) for r in range(2)]
+    code, out, err = finish(first)
+    assert code == 2, err
+    assert out.splitlines() == [
+        "left out  fsdp.flat: it wants 4 processes",
+        "left out  custom.other_framework: it wants 4 processes without torchrun",
+    ]
+    assert "none was run" in err
+    assert finish(second)[:2] == (2, "")
+
+
+def test_without_the_overlay(tmp_path):
+    (tmp_path / "torch" / "optim").mkdir(parents=True)
+    for folder in ("torch", "torch/optim"):
+        (tmp_path / folder / "__init__.py").touch()
+    code, out, err = run_recipes("--list", PYTHONPATH=str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "`python3 setup_overlay.py env`" in err
+    assert "Traceback" not in err
