@@ -1,6 +1,7 @@
 """Each requirement of the documents is shown by something, and the page says by what."""
 
 import json
+import re
 
 import pytest
 from tools.overlay.repo import ROOT
@@ -44,12 +45,27 @@ def test_page_is_up_to_date(tree):
     assert cli.PAGE.read_text() == page.page(*tree)
 
 
+def imported(path):
+    """The files beside ``path`` that it imports, and those that they do."""
+    found = {path}
+    for name in re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE):
+        beside = path.with_name(f"{name}.py")
+        if beside.exists():
+            found |= {beside, *imported(beside)}
+    return found
+
+
 def test_examples_shown_are_run_by_a_test(tree):
-    runners = "".join(p.read_text() for p in (ROOT / "test/overlay").glob("*.py"))
+    runners = [p.read_text() for p in (ROOT / "test/overlay").glob("*.py")]
+    run = set()
+    for path in (ROOT / "examples").glob("*.py"):
+        # As a path is put together there: EXAMPLES / "train_gpt.py".
+        if any(f'"{path.name}"' in text for text in runners):
+            run |= imported(path)
     for one in tree[0]:
         folder, _, name = one.path.rpartition("/")
         if folder == "examples":
-            assert name.removesuffix(".py") in runners, one
+            assert ROOT / one.path in run, one
         elif folder.startswith("examples/"):
             # test_recipes.py compares what is defined with what was run.
             assert folder == "examples/recipes"
