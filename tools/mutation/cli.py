@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple, TYPE_CHECKING
 
+from tools.overlay.repo import ROOT
+
 from .fault import CannotTry, Fault
 from .faults import FAULTS
 from .trial import check_redirect, copied, run_tests
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "mutation.md"
 HEADING = """# Faults that the tests notice
 

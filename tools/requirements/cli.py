@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tools.overlay.repo import ROOT
+
 from .check import accept, against_documents, holes
 from .page import page
 from .tags import read_tree
 
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "requirements.md"
 
 
