@@ -300,7 +300,6 @@ class TestPlan(TestCase):
         for world_size in (2, 3, 8):
             layouts = random_layouts(rng, 20 * world_size, tuple(range(world_size)))
             plan = self.plan(layouts)
-            self.assertGreaterEqual(len(plan.rounds), 2)
             self.assertLessEqual(len(plan.rounds), 4)
             self.assert_every_matrix_once(plan)
             indices = [r.index for r in plan.rounds]
@@ -319,8 +318,7 @@ class TestPlan(TestCase):
         layouts = [row_layout(i, (64, 64), ranks) for i in range(40)]
         size = 64 * 64 * 2
         for at_once in (1, 2, 3, 7):
-            # An owner receives, and as a holder sends half of what the other owns.
-            bound = size * at_once * 3 // 2
+            bound = size * at_once
             plan = self.plan(layouts, round_bytes=bound)
             self.assert_every_matrix_once(plan)
             self.assertGreaterEqual(len(plan.rounds), 20 // at_once)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple, TYPE_CHECKING
 
 from torch.optim._muon_engine.layout import Layout, Rect, replica_sets
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
 # Enough rounds to hide transfers behind orthogonalization; more would only add latency.
 MAX_ROUNDS = 4
-# What one rank sends or receives in a round stays below this, unless one matrix alone is above.
+# What an owner gathers in a round stays below this, unless one matrix of the group is above.
 ROUND_BYTES = 256 * 1024**2
+# Rounds one after the other may take this many times the busiest owner's own work.
+MAX_STRETCH = 1.1
 
 
 class Chunk(NamedTuple):
@@ -182,8 +185,8 @@ def make_plan(
 ) -> Plan:
     """Cuts the work of each group into rounds.
 
-    Within a round each owner has about the same FLOPs; a group has no more than ``max_rounds``
-    rounds unless ``round_bytes`` asks for more.
+    Every owner works in every round; a group has no more than ``max_rounds`` rounds unless
+    ``round_bytes``, what one owner gathers in a round, asks for more.
     """
     for layout, owner in zip(layouts, owners, strict=True):
         if owner not in layout.ranks:
@@ -239,7 +242,12 @@ def _cut(
     max_rounds: int,
     round_elements: int,
 ) -> list[list[int]]:
-    """Distributes each owner's matrices over the rounds, by FLOPs, equal shapes side by side."""
+    """Distributes each owner's matrices over rounds in which every owner works.
+
+    A rank waits for a round's results, so rounds one after the other take as long as the busiest
+    owner of each. The number of rounds is ``max_rounds`` (or what the bound asks for), unless another
+    one lets the rounds take no longer than the busiest owner's own work.
+    """
     if not members:
         return []
     queues: dict[int, list[int]] = {}
@@ -248,24 +256,96 @@ def _cut(
         key=lambda m: (-newton_schulz_flops(layouts[m].shape), layouts[m].shape, m),
     ):
         queues.setdefault(owners[m], []).append(m)
+    # A matrix may be above the bound. Then other owners' buffers may be as large, and small matrices
+    # find a place beside it.
+    largest = max(layouts[m].numel for m in members)
+    limit = max(round_elements, min(round_elements + largest, largest * 3 // 2))
     longest = max(map(len, queues.values()))
-    for n_rounds in range(min(max_rounds, longest), longest + 1):
-        rounds = _spread(queues, layouts, n_rounds)
-        if all(_busiest(part, layouts, owners) <= round_elements for part in rounds):
+    least = max(
+        -(-sum(layouts[m].numel for m in queue) // limit) for queue in queues.values()
+    )
+    wanted = max(least, min(max_rounds, longest))
+    work = [newton_schulz_flops(layout.shape) for layout in layouts]
+    busiest = max(sum(work[m] for m in queue) for queue in queues.values())
+    found: list[tuple[int, list[list[int]]]] = []
+    fewer, more = range(wanted, least - 1, -1), range(1, 5)
+    for n_rounds in (*fewer, *(wanted + i * -(-wanted // 16) for i in more)):
+        spread = _spread(queues, layouts, work, n_rounds, limit)
+        if spread is not None:
+            found.append(spread)
+        if spread is not None and spread[0] <= MAX_STRETCH * busiest:
             break
+    else:
+        # Every owner's every matrix in a round of its own always fits.
+        found.append(_spread(queues, layouts, work, longest, limit))
+    _, rounds = min(found, key=lambda spread: (spread[0], len(spread[1])))
     return [
-        part
-        for whole in rounds
-        for part in _within(whole, layouts, owners, round_elements)
+        part for whole in rounds for part in _within(whole, layouts, owners, 2 * limit)
     ]
 
 
+def _spread(
+    queues: dict[int, list[int]],
+    layouts: list[Layout],
+    work: list[int],
+    n_rounds: int,
+    limit: int,
+) -> tuple[int, list[list[int]]] | None:
+    """``n_rounds`` rounds and the work of their busiest owners, added up; None if they are too few.
+
+    The busiest owner's matrices, cut into parts of equal work, say how long each round should take.
+    The other owners fill these rounds, and once more the rounds that came of it.
+    """
+    leader = max(
+        queues, key=lambda owner: (sum(work[m] for m in queues[owner]), -owner)
+    )
+    heights = [0] * n_rounds
+    total, before = max(1, sum(work[m] for m in queues[leader])), 0
+    for m in queues[leader]:
+        # The round in whose share of the work the matrix's middle falls.
+        at = min(n_rounds - 1, n_rounds * (2 * before + work[m]) // (2 * total))
+        heights[at] += work[m]
+        before += work[m]
+    best: tuple[int, list[list[int]]] | None = None
+    for _ in range(3):
+        rounds: list[list[int]] = [[] for _ in range(n_rounds)]
+        busiest = [0] * n_rounds
+        for queue in queues.values():
+            # Rounds by the room that is left, the most first.
+            room = [(-height, at) for at, height in enumerate(heights)]
+            heapify(room)
+            free = [limit] * n_rounds
+            least, done = min(layouts[m].numel for m in queue), []
+            for m in queue:
+                size, full = layouts[m].numel, []
+                while room and size > free[room[0][1]]:
+                    one = heappop(room)
+                    (done if free[one[1]] < least else full).append(one)
+                if not room:
+                    return best
+                left, at = room[0]
+                heapreplace(room, (left + work[m], at))
+                free[at] -= size
+                rounds[at].append(m)
+                for one in full:
+                    heappush(room, one)
+            for left, at in (*room, *done):
+                busiest[at] = max(busiest[at], heights[at] + left)
+        if best is None or sum(busiest) < best[0]:
+            best = sum(busiest), [part for part in rounds if part]
+        heights = busiest
+    return best
+
+
 def _within(
-    part: list[int], layouts: list[Layout], owners: list[int], round_elements: int
+    part: list[int], layouts: list[Layout], owners: list[int], limit: int
 ) -> list[list[int]]:
-    """``part`` in as many rounds as its bytes ask for, owners in turn."""
-    if _busiest(part, layouts, owners) <= round_elements:
-        return [part] if part else []
+    """``part``, or more rounds of it where some rank holds most of all matrices, and sends too much.
+
+    Each round then has one matrix more of each owner, as far as the bound allows.
+    """
+    if _busiest_holder(part, layouts) <= limit:
+        return [part]
     turn: dict[int, int] = {}
     turns = []
     for m in part:
@@ -273,35 +353,22 @@ def _within(
         turns.append((turn[owners[m]], m))
     parts: list[list[int]] = [[]]
     for _, m in sorted(turns):
-        if parts[-1] and _busiest([*parts[-1], m], layouts, owners) > round_elements:
+        if parts[-1] and _busiest_holder([*parts[-1], m], layouts) > limit:
             parts.append([])
         parts[-1].append(m)
     return parts
 
 
-def _spread(
-    queues: dict[int, list[int]], layouts: list[Layout], n_rounds: int
-) -> list[list[int]]:
-    rounds: list[list[int]] = [[] for _ in range(n_rounds)]
-    for queue in queues.values():
-        costs = [newton_schulz_flops(layouts[m].shape) for m in queue]
-        total, done = max(sum(costs), 1), 0
-        for m, cost in zip(queue, costs, strict=True):
-            # The round in whose share of the FLOPs the matrix's middle falls.
-            rounds[
-                min(n_rounds - 1, n_rounds * (2 * done + cost) // (2 * total))
-            ].append(m)
-            done += cost
-    return rounds
-
-
-def _busiest(part: list[int], layouts: list[Layout], owners: list[int]) -> int:
-    """Elements that the busiest rank sends or receives in a gather of ``part``, about."""
-    traffic: dict[int, int] = {}
+def _busiest_holder(part: list[int], layouts: list[Layout]) -> int:
+    """Elements that the busiest rank holds of ``part``, and so sends at most."""
+    alike: dict[tuple, list] = {}
     for m in part:
+        # Matrices that were read alike share one tuple of pieces.
         layout = layouts[m]
-        traffic[owners[m]] = traffic.get(owners[m], 0) + layout.numel
+        alike.setdefault((layout.ranks, id(layout.pieces)), [layout, 0])[1] += 1
+    held: dict[int, int] = {}
+    for layout, count in alike.values():
         for rank, piece in zip(layout.ranks, layout.pieces, strict=True):
-            if rank != owners[m]:
-                traffic[rank] = traffic.get(rank, 0) + sum(r.numel for r in piece)
-    return max(traffic.values(), default=0)
+            size = sum(rect.numel for rect in piece)
+            held[rank] = held.get(rank, 0) + count * size
+    return max(held.values(), default=0)
