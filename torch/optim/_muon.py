@@ -10,6 +10,7 @@ strings the same ones together around its exchanges.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 
 __all__ = ["Muon", "muon"]
+
+log = logging.getLogger("torch.optim.muon")
 
 # Keller Jordan's choice of the quintic's coefficients and of the step count, made to maximize the
 # slope at zero: https://kellerjordan.github.io/posts/muon/
@@ -486,6 +489,7 @@ class Muon(Optimizer):
                 "Build a new Muon with distributed_config=... and give it this one's state_dict()"
             )
         if self._distributed_config is not None:
+            self._follow_changed_params()
             self._distributed_config._engine.step(*self._distributed_work())
             return loss
 
@@ -504,6 +508,40 @@ class Muon(Optimizer):
                 **self._hyper(group)._asdict(),
             )
         return loss
+
+    def _follow_changed_params(self) -> None:
+        """Builds the engine anew where the parameters are not those that it was built for.
+
+        Frameworks replace ``param_group["params"]`` or what stands behind a parameter after the
+        optimizer was built. Momentum is kept where the parameter still has its shape.
+        """
+        former = self._distributed_config._engine
+        params, _, _ = self._engine_arguments()
+        if former.matches(params):
+            return
+        former.meet_to_rebuild(params)
+        present = set(map(id, params))
+        at_same_place = dict(zip(map(id, params), former.params, strict=False))
+        for param in params:
+            old = at_same_place.get(id(param), param)
+            if param not in self.state and id(old) not in present and old in self.state:
+                self.state[param] = self.state.pop(old)
+            buffer = self.state.get(param, {}).get("momentum_buffer")
+            if buffer is None:
+                continue
+            if buffer.shape != param.shape:
+                del self.state[param]["momentum_buffer"]
+            elif buffer.dtype != param.dtype or buffer.device != param.device:
+                self.state[param]["momentum_buffer"] = buffer.to(
+                    device=param.device, dtype=param.dtype
+                )
+        for old in former.params:
+            if id(old) not in present:
+                self.state.pop(old, None)
+        self._bind(self._distributed_config)
+        log.info(
+            "parameters of this Muon were changed after it was built; their owners are assigned anew"
+        )
 
     def _distributed_work(self) -> tuple[list[_Work], Callable[[int, Tensor], None]]:
         """Every parameter with its gradient, if any, and where a new momentum buffer is kept."""
@@ -741,11 +779,14 @@ def _distributed_muon(
     from torch.optim._muon_engine.step import Engine
 
     hypers = [hyper] * len(params)
-    if config._engine is None or not config._engine.serves(params):
+    former = config._engine
+    if former is None or not former.matches(params):
         if config._serves_an_optimizer():
             raise ValueError(
                 "this distributed_config serves a live Muon, with other parameters than these; make one for each"
             )
+        if former is not None:
+            former.meet_to_rebuild(params)
         config._engine = Engine(config, params, [None] * len(params), hypers)
     config._engine.begin_step()
     # A caller of the functional form brings its own buffers, so none is ever made here.

@@ -95,6 +95,12 @@ class BuiltFunctions:
         """
         raise NotImplementedError
 
+    def meeting(
+        self, params: Sequence[Tensor]
+    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
+        """Ranks that have to read ``params`` together, with their groups; known without reading."""
+        return self.sharing(params)
+
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
         """Where the groups' collectives take their buffers."""
         raise NotImplementedError

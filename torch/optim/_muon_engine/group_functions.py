@@ -10,7 +10,7 @@ import torch
 from torch import nn, Tensor
 from torch.optim._muon_engine.dtensor_functions import DTensorFunctions
 from torch.optim._muon_engine.functions import process_rank
-from torch.optim._muon_engine.group_pieces import PieceReader
+from torch.optim._muon_engine.group_pieces import _ranks, PieceReader
 from torch.optim._muon_engine.layout import Key, Layout
 from torch.optim._muon_engine.local import as_dtensor_if_imported, local_part
 
@@ -149,6 +149,16 @@ class GroupFunctions(DTensorFunctions):
             for ranks in found
         }
 
+    def meeting(
+        self, params: Sequence[Tensor]
+    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
+        # Sizes are told over all groups, whichever parameter changed.
+        groups = self.groups.shared_over().values()
+        return {
+            **super().sharing(params),
+            **{tuple(sorted(_ranks(group))): [group] for group in groups},
+        }
+
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
         device = super().device_of(params)
         for groups in self._sharing.values():
@@ -183,9 +193,7 @@ class GroupFunctions(DTensorFunctions):
             return tensor
         from torch.optim._muon_engine.groups import spanning_group
 
-        group = spanning_group(
-            layout.group, [*self.groups.shared_over().values()], tensor.device
-        )
+        group = spanning_group(layout.group, self.groups.shared_over().values())
         full = tensor.new_empty(layout.shape)
         for rank, local in _everyones(tensor.detach(), group).items():
             for rect in layout.held_by(rank):

@@ -6,13 +6,13 @@ import hashlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from datetime import timedelta
 
     from torch.distributed import ProcessGroup
 
@@ -25,14 +25,13 @@ _count: dict[tuple[int, ...], int] = {}
 
 
 def spanning_group(
-    ranks: tuple[int, ...], known: Iterable[ProcessGroup], device: torch.device
+    ranks: tuple[int, ...], known: Iterable[ProcessGroup]
 ) -> ProcessGroup:
     """The group of exactly ``ranks``: the framework's where it has one, else made by its members.
 
     Args:
         ranks: sorted global ranks, this one among them.
         known: groups that the framework uses for these parameters; also give a made group its timeout.
-        device: where the buffers of the exchange are.
 
     Every member has to call this for its groups in one order that all agree on.
     """
@@ -49,7 +48,7 @@ def spanning_group(
         # Only the members meet: other pipeline stages may be elsewhere in their program.
         made = dist.new_group(
             list(ranks),
-            timeout=_timeout(known, device),
+            timeout=group_timeout(known),
             backend=backend,
             use_local_synchronization=True,
         )
@@ -85,12 +84,11 @@ def _is_alive(group: ProcessGroup) -> bool:
     return True
 
 
-def _timeout(known: list[ProcessGroup], device: torch.device):
-    """The longest timeout among the groups that the new one spans; None leaves the default."""
+def group_timeout(known: Iterable[ProcessGroup]) -> timedelta | None:
+    """The longest timeout among ``known``; None, which leaves the default, where they have none."""
     timeouts = []
     for group in known:
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if timeout is not None:
-            timeouts.append(timeout)
-    return max(timeouts, default=None)
+        for device in group._device_types:
+            options = getattr(group._get_backend(device), "options", None)
+            timeouts.append(getattr(options, "_timeout", None))
+    return max((t for t in timeouts if t is not None), default=None)

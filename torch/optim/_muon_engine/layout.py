@@ -30,6 +30,12 @@ class Rect(NamedTuple):
     def numel(self) -> int:
         return self.height * self.width
 
+    @property
+    def end(self) -> int:
+        """The element of the local tensor after the last one of this rectangle."""
+        rows = (self.height - 1) * self.stride + self.width
+        return self.offset + rows if self.numel else 0
+
     def of_matrix(self, matrix: Tensor) -> Tensor:
         """The view of ``matrix``, of shape (rows, columns), that this rectangle covers."""
         return matrix[
@@ -38,6 +44,11 @@ class Rect(NamedTuple):
 
     def of_local(self, local: Tensor) -> Tensor:
         """The view, of shape (height, width), of the local tensor that holds this rectangle."""
+        if self.end > local.numel():
+            raise ValueError(
+                f"a local tensor of shape {tuple(local.shape)} does not hold {self}: it is not the one that the layout "
+                "was read from"
+            )
         if local.ndim == 2 and local.shape[1] == self.stride:
             row, column = divmod(self.offset, self.stride)
             return local[row : row + self.height, column : column + self.width]

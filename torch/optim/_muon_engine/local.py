@@ -33,6 +33,21 @@ def local_part(tensor: Tensor) -> Tensor:
     return (wait() if wait is not None else local).detach()
 
 
+def provenance(param: Tensor) -> tuple:
+    """What the layout of ``param`` is read from; where it differs later, the layout is another."""
+    dtensor = as_dtensor_if_imported(param)
+    if dtensor is None:
+        return (param.shape, param.dtype, param.device)
+    return (
+        dtensor.device_mesh,
+        dtensor.placements,
+        dtensor.shape,
+        dtensor.dtype,
+        dtensor._local_tensor.shape,
+        dtensor._local_tensor.device,
+    )
+
+
 def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
     """``grad`` on this rank, placed and typed as ``param`` is.
 
@@ -174,8 +189,5 @@ def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
                 rect.of_local(local).copy_(rect.of_matrix(buffer))
         return like_param(param, local)
     if own.device_mesh != its.device_mesh:
-        raise ValueError(
-            f"the momentum buffer of {description} is on {its.device_mesh}, the parameter on {own.device_mesh}; load "
-            "it through torch.distributed.checkpoint"
-        )
+        return place_like(param, its.full_tensor(), description)
     return its.redistribute(own.device_mesh, own.placements)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,14 +16,16 @@ from torch.optim._muon_engine.functions import (
     process_count,
     process_rank,
 )
-from torch.optim._muon_engine.groups import spanning_group
+from torch.optim._muon_engine.groups import group_timeout, spanning_group
 from torch.optim._muon_engine.layout import Key, Layout
 from torch.optim._muon_engine.local import (
     new_momentum_buffer,
     place_like,
     placed_like,
     problem_with_gradient,
+    provenance,
 )
+from torch.optim._muon_engine.meeting import meet
 from torch.optim._muon_engine.owners import check_assignments
 from torch.optim._muon_engine.pipeline import (
     OUT_OF_STEP,
@@ -37,6 +40,7 @@ from torch.optim._muon_engine.user_functions import FunctionStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
     from torch.optim._muon_engine.config import DistributedConfig
@@ -54,6 +58,12 @@ _SPLIT_GRADIENT = (
     "some of the ranks that hold these have a gradient for them and some have none. All holders need one, zeros if "
     "need be (an unused expert, a branch that one rank skips), or none of them: "
 )
+
+
+def _without_autocast(kind: str) -> AbstractContextManager:
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 class Engine:
@@ -104,7 +114,6 @@ class Engine:
         self.layouts: list[Layout] = []
         self.owners: list[int] = []
         self.planned: list[bool] = []
-        self._kind = self.params[0].device.type if self.params else "cpu"
         self.distrusted = ""
         self.calls = 0
         self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
@@ -122,8 +131,8 @@ class Engine:
             self._groups = dict(former._groups)
             self._placings = former._placings
             self._linked = former._linked
-            known = {id(param) for param in former.params}
-            fresh = [param for param in params if id(param) not in known]
+            fresh = self._changed_since(former)
+        self._read_from = [provenance(param) for param in self.params]
         if self.built is not None:
             error = self.built.prepare(self.params, self.names, error)
         self._build(hypers, error, fresh)
@@ -133,6 +142,36 @@ class Engine:
         return len(params) == len(self.params) and all(
             a is b for a, b in zip(params, self.params, strict=True)
         )
+
+    def matches(self, params: Sequence[Tensor]) -> bool:
+        """Whether ``params`` are those that this engine was built for, as they were then."""
+        return self.serves(params) and all(
+            provenance(param) == read_from
+            for param, read_from in zip(params, self._read_from, strict=True)
+        )
+
+    def _changed_since(self, former: Engine) -> list[Tensor]:
+        """The parameters whose groups have to agree anew, because ``former`` was built for others."""
+        known = dict(zip(map(id, former.params), former._read_from, strict=True))
+        kept = [p for p in self.params if known.get(id(p)) == provenance(p)]
+        order = [id(param) for param in kept]
+        if [id(p) for p in former.params if id(p) in set(order)] != order:
+            return list(self.params)
+        if len(kept) < len(former.params):
+            return list(self.params)
+        return [param for param in self.params if id(param) not in set(order)]
+
+    def meet_to_rebuild(self, params: Sequence[Tensor]) -> None:
+        """Waits for all ranks that share a parameter with this one, before any collective.
+
+        Only those that found that their parameters have changed come here.
+        """
+        if self.built is None:
+            return
+        groups = {**self.built.sharing(self.params), **self.built.meeting(params)}
+        for ranks in sorted(groups, key=lambda ranks: (-len(ranks), ranks)):
+            if len(ranks) > 1:
+                meet(ranks, group_timeout(groups[ranks]), "found changed parameters")
 
     def begin_step(self) -> None:
         """Counts a step, so that one which this rank breaks off is missed by the others."""
@@ -205,7 +244,7 @@ class Engine:
             if len(ranks) == 1:
                 self._groups[ranks] = None
                 continue
-            group = spanning_group(ranks, known[ranks], self.device)
+            group = spanning_group(ranks, known[ranks])
             self._groups[ranks] = group
             shared.append((group, self._facts(ranks, hypers) if error is None else []))
         several = len({layout.group for layout in self.layouts}) > 1
@@ -277,7 +316,8 @@ class Engine:
                 raise RuntimeError("Muon does not support complex parameters")
         try:
             # Autocast would end the iteration in a dtype of its own, which does not travel.
-            with torch.autocast(self._kind, enabled=False):
+            kind = self.device.type if self.built is not None else "cpu"
+            with _without_autocast(kind):
                 self._step(work, keep)
         except BaseException as error:
             # What a framework of the user's can go on from is the user's to say.
