@@ -103,10 +103,10 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.optim import _muon, Muon
-from torch.optim._muon_engine.dtensor_reader import DTensorReader
-from torch.optim._muon_engine.layout import Key, Layout
-from torch.optim._muon_engine.owners import assign_owners
-from torch.optim._muon_engine.plan import make_plan, Plan, Round
+from torch.optim._muon_engine.layouts.dtensor import DTensorReader
+from torch.optim._muon_engine.layouts import Key, Layout
+from torch.optim._muon_engine.schedule.owners import assign_owners
+from torch.optim._muon_engine.schedule.buckets import make_plan, Plan, Round
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 from torch.optim import Muon
-from torch.optim._muon_engine import pipeline
-from torch.optim._muon_engine.exchange import RoundBuffers
+from torch.optim._muon_engine.runtime import pipeline
+from torch.optim._muon_engine.runtime.buffers import RoundBuffers
 
 
 SECONDS = 240  # for everything together

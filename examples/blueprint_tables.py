@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch.optim._muon_engine.layout import Layout
-from torch.optim._muon_engine.owners import newton_schulz_flops
-from torch.optim._muon_engine.plan import Plan, Round
+from torch.optim._muon_engine.layouts import Layout
+from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
+from torch.optim._muon_engine.schedule.buckets import Plan, Round
 
 
 # Of a rank's engine: what happened, in which round, and to which matrix.

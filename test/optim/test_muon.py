@@ -1003,12 +1003,11 @@ class TestImports(TestCase):
         for name in ours.__all__:
             self.assertTrue(hasattr(ours, name))
         engine = Path(ours.__file__).parent / "_muon_engine"
-        for path in engine.glob("*.py"):
-            if path.stem != "__init__":
-                module = importlib.import_module(
-                    f"torch.optim._muon_engine.{path.stem}"
-                )
-                self.assertFalse(hasattr(module, "__all__"), module.__name__)
+        for path in engine.rglob("*.py"):
+            parts = path.relative_to(engine.parent).with_suffix("").parts
+            name = ".".join(part for part in parts if part != "__init__")
+            module = importlib.import_module(f"torch.optim.{name}")
+            self.assertFalse(hasattr(module, "__all__"), module.__name__)
 
 
 if __name__ == "__main__":

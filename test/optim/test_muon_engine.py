@@ -9,20 +9,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim._muon_engine.layout import (
+from torch.optim._muon_engine.layouts import (
     check_cover,
     Key,
     Layout,
     Rect,
     replica_sets,
 )
-from torch.optim._muon_engine.owners import (
+from torch.optim._muon_engine.schedule.owners import (
     assign_owners,
     by_rank,
     check_assignments,
     newton_schulz_flops,
 )
-from torch.optim._muon_engine.plan import make_plan
+from torch.optim._muon_engine.schedule.buckets import make_plan
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -43,10 +43,10 @@ if dist.is_available():
         Shard,
     )
     from torch.optim._muon_engine.dtensor_functions import DTensorFunctions
-    from torch.optim._muon_engine.dtensor_reader import _cut, DTensorReader
-    from torch.optim._muon_engine.fsdp1_reader import FlatMatrix
+    from torch.optim._muon_engine.layouts.dtensor import _cut, DTensorReader
+    from torch.optim._muon_engine.layouts.fsdp1 import FlatMatrix
     from torch.optim._muon_engine.group_functions import ParallelGroups
-    from torch.optim._muon_engine.group_pieces import PieceReader
+    from torch.optim._muon_engine.layouts.groups import PieceReader
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
 

@@ -58,7 +58,7 @@ def test_the_page_lists_them():
 def where_muon_is(answers):
     import torch.optim.muon
 
-    engine = __import__("torch.optim._muon_engine.plan").optim._muon_engine
+    engine = __import__("torch.optim._muon_engine.schedule.buckets").optim._muon_engine
     files = [torch.optim.muon.__file__, engine.plan.__file__]
     answers.put([*files, torch.optim.Muon.__doc__])
 
@@ -74,7 +74,8 @@ def test_spawned_processes_import_the_copy(tmp_path, monkeypatch):
     *files, doc = answers.get(timeout=60)
     child.join()
     assert files == [
-        str(tmp_path / "optim" / name) for name in ("muon.py", "_muon_engine/plan.py")
+        str(tmp_path / "optim" / name)
+        for name in ("muon.py", "_muon_engine/schedule/buckets.py")
     ]
     assert doc.startswith("Faulty.")
     assert "Implements Muon algorithm." in (OPTIM / "_muon.py").read_text()
@@ -92,7 +93,7 @@ def tree(tmp_path):
         "torch/optim/_muon.py": "LIMIT = 3\nUNUSED = 4\n",
         "torch/optim/muon.py": "",
         "torch/optim/_muon_engine/__init__.py": "",
-        "torch/optim/_muon_engine/step.py": "",
+        "torch/optim/_muon_engine/engine.py": "",
         "test_it.py": "from torch.optim._muon import LIMIT\n\n\n"
         "class TestLimit:\n"
         "    def test_limit(self):\n        assert LIMIT == 3\n\n"

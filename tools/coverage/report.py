@@ -52,7 +52,7 @@ def read_data(config: str) -> dict[str, Any]:
     cov.save()
     place = os.environ.get("MUON_MEASURED")
     # Named, since coverage by itself does not know of files that no test imports.
-    patterns = ("_muon.py", "muon.py", "_muon_engine/*.py")
+    patterns = ("_muon.py", "muon.py", "_muon_engine/**/*.py")
     files = place and [str(f) for p in patterns for f in Path(place).glob(p)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"

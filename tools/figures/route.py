@@ -24,10 +24,10 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import empty, Replicate, Shard
 from torch.optim import _muon
-from torch.optim._muon_engine.dtensor_reader import DTensorReader
-from torch.optim._muon_engine.layout import Key, Rect
-from torch.optim._muon_engine.owners import assign_owners
-from torch.optim._muon_engine.plan import make_plan, Plan
+from torch.optim._muon_engine.layouts.dtensor import DTensorReader
+from torch.optim._muon_engine.layouts import Key, Rect
+from torch.optim._muon_engine.schedule.owners import assign_owners
+from torch.optim._muon_engine.schedule.buckets import make_plan, Plan
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 

@@ -18,7 +18,7 @@ FAULTS = (
     # Who owns what
     Fault(
         "two owners are swapped on one rank, after all have agreed",
-        "_muon_engine/step.py",
+        "_muon_engine/engine.py",
         "                [owner for _, owner in chosen],\n",
         """                [
                     {0: 1, 1: 0}.get(owner, owner) if self.rank == 1 else owner
@@ -29,7 +29,7 @@ FAULTS = (
     ),
     Fault(
         "of equally busy ranks, each takes itself for the owner",
-        "_muon_engine/owners.py",
+        "_muon_engine/schedule/owners.py",
         "        owner = min(layout.group, key=lambda r: (load[r], inbound[r] + missing[r], r))\n",
         """        from torch.optim._muon_engine.functions import process_rank
 
@@ -42,21 +42,21 @@ FAULTS = (
     ),
     Fault(
         "owners are of the first replica only",
-        "_muon_engine/owners.py",
+        "_muon_engine/schedule/owners.py",
         "        owner = min(layout.group, key=",
         "        owner = min(dict(zip(layout.pieces[::-1], layout.ranks[::-1])).values(), key=",
         (f"{EXCHANGE}hsdp_orthogonalizes_once_and_not_per_replica",),
     ),
     Fault(
         "DDP replicas orthogonalize each for itself",
-        "_muon_engine/group_pieces.py",
+        "_muon_engine/layouts/groups.py",
         'kinds: tuple[str, ...] = ("fsdp", "tp", "ddp", "cp")',
         'kinds: tuple[str, ...] = ("fsdp", "tp", "cp")',
         (f"{GROUPS}each_matrix_is_orthogonalized_once",),
     ),
     Fault(
         "the result is sent to the ranks that were asked for pieces, and to no other replica",
-        "_muon_engine/plan.py",
+        "_muon_engine/schedule/buckets.py",
         "travels = self.is_source if gather else self.receives",
         "travels = self.is_source",
         (f"{LAYOUTS}parity_on_every_placement_of_a_2d_mesh",),
@@ -78,7 +78,7 @@ FAULTS = (
     ),
     Fault(
         "pieces travel in their own dtype instead of bfloat16",
-        "_muon_engine/plan.py",
+        "_muon_engine/schedule/buckets.py",
         "gather_dtype = layout.dtype if layout.partial else wire_dtype",
         "gather_dtype = layout.dtype",
         (f"{EXCHANGE}bytes_of_wide_parameters_travel_rounded",),
@@ -92,7 +92,7 @@ FAULTS = (
     ),
     Fault(
         "the momentum is sent without the look-ahead of nesterov",
-        "_muon_engine/pipeline.py",
+        "_muon_engine/runtime/pipeline.py",
         "rounds.pack(buffers, matrix, partial(self.blended, matrix))",
         "momentum = self.momentum[self.index_of(matrix)]\n"
         "                rounds.pack(buffers, matrix, lambda rect: rect.of_local(momentum))",
@@ -100,7 +100,7 @@ FAULTS = (
     ),
     Fault(
         "contributions to a sum are taken for replicas, so that one is sent",
-        "_muon_engine/layout.py",
+        "_muon_engine/layouts/__init__.py",
         "    contributions = layout.contributions or (0,) * len(layout.ranks)\n",
         "    contributions = (0,) * len(layout.ranks)\n",
         (f"{PARTIAL}partial_parameters",),
@@ -115,14 +115,14 @@ FAULTS = (
     # When it travels
     Fault(
         "a group has one slot too few",
-        "_muon_engine/exchange.py",
+        "_muon_engine/runtime/buffers.py",
         "range(min(len(programs), self.prefetch_count + 2))",
         "range(min(len(programs), self.prefetch_count + 1))",
         (f"{LAYOUTS}parity_on_a_mesh_of_four",),
     ),
     Fault(
         "the next gather takes a slot before its updates are applied",
-        "_muon_engine/pipeline.py",
+        "_muon_engine/runtime/pipeline.py",
         """            if previous is not None:
                 self.finish(previous)
             following = exchange.follower(buffers)
@@ -141,7 +141,7 @@ FAULTS = (
     ),
     Fault(
         "lookahead counts a rank's own rounds instead of each group's",
-        "_muon_engine/pipeline.py",
+        "_muon_engine/runtime/pipeline.py",
         """        for buffers in exchange.rounds:
             if buffers.round.index <= exchange.prefetch_count:
                 self.gather(buffers)
@@ -183,7 +183,7 @@ FAULTS = (
     ),
     Fault(
         "a rank that has nothing to send leaves the collective out",
-        "_muon_engine/exchange.py",
+        "_muon_engine/runtime/buffers.py",
         "        if self.group is None:\n            return\n        # The handle",
         "        if self.group is None or not send.flat.numel():\n            return\n        # The handle",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
@@ -191,7 +191,7 @@ FAULTS = (
     ),
     Fault(
         "a rank without gradients for a round leaves the gather out",
-        "_muon_engine/pipeline.py",
+        "_muon_engine/runtime/pipeline.py",
         "        buffers.start_gather()\n",
         """        if any(
             self.grads[self.index_of(matrix)] is not None
@@ -203,7 +203,7 @@ FAULTS = (
     ),
     Fault(
         "ranks of a group are numbered within it",
-        "_muon_engine/exchange.py",
+        "_muon_engine/runtime/buffers.py",
         "tuple(dist.get_process_group_ranks(group))",
         "tuple(range(dist.get_world_size(group)))",
         (f"{LAYOUTS}several_meshes_in_one_optimizer",),
@@ -211,21 +211,21 @@ FAULTS = (
     # Gradients and momentum
     Fault(
         "a rank without a gradient abstains",
-        "_muon_engine/pipeline.py",
+        "_muon_engine/runtime/pipeline.py",
         "return HAS_NONE if self.grads[index] is None else HAS_GRAD",
         "return ABSTAINS if self.grads[index] is None else HAS_GRAD",
         (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_on_every_holder",),
     ),
     Fault(
         "the momentum of a flat parameter is updated once for each matrix in it",
-        "_muon_engine/pipeline.py",
+        "_muon_engine/runtime/pipeline.py",
         "            if index in self.grads:\n                continue\n            self.look_up(index)\n",
         "            self.look_up(index)\n",
         (f"{FSDP1}flags",),
     ),
     Fault(
         "a rank whose piece is empty keeps no momentum",
-        "_muon_engine/pipeline.py",
+        "_muon_engine/runtime/pipeline.py",
         "            self.keep(layout.key.index, new_momentum_buffer(param))\n",
         "            pass\n",
         (f"{EXCHANGE}empty_shard_needs_no_gradient",),
@@ -240,14 +240,14 @@ FAULTS = (
     # The update
     Fault(
         "the learning rate is scaled by the shape of the piece",
-        "_muon_engine/pipeline.py",
+        "_muon_engine/runtime/pipeline.py",
         "Move(rect.of_local(local), update, hyper, layout.shape, rect)",
         "Move(rect.of_local(local), update, hyper, tuple(local.shape), rect)",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
         "weights decay on the owner only",
-        "_muon_engine/pipeline.py",
+        "_muon_engine/runtime/pipeline.py",
         "        local = local_part(param)\n        self.log_phase",
         """        if self.plan.owners[matrix] != self.rank:
             hyper = hyper._replace(weight_decay=0.0)
@@ -264,7 +264,7 @@ FAULTS = (
     ),
     Fault(
         "the caller's autocast reaches the iteration",
-        "_muon_engine/step.py",
+        "_muon_engine/engine.py",
         "with torch.autocast(self._kind, enabled=False):",
         "with torch.no_grad():",
         (f"{LAYOUTS}autocast_does_not_reach_the_iteration",),
@@ -272,7 +272,7 @@ FAULTS = (
     # Who holds what
     Fault(
         "TP is taken to have cut what FSDP left",
-        "_muon_engine/discovery.py",
+        "_muon_engine/layouts/merge.py",
         'KINDS = ("fsdp", "tp", "ddp", "cp")',
         'KINDS = ("tp", "fsdp", "ddp", "cp")',
         (f"{GROUPS}tp_cuts_first_and_fsdp_the_rows_of_its_piece",),
@@ -286,14 +286,14 @@ FAULTS = (
     ),
     Fault(
         "FSDP1's last element is taken for the one after it",
-        "_muon_engine/fsdp1_reader.py",
+        "_muon_engine/layouts/fsdp1.py",
         "info.intra_param_start_idx, info.intra_param_end_idx + 1",
         "info.intra_param_start_idx, info.intra_param_end_idx",
         (f"{FSDP1}flags",),
     ),
     Fault(
         "an FSDP1 piece is read as if it began with a row",
-        "_muon_engine/fsdp1_reader.py",
+        "_muon_engine/layouts/fsdp1.py",
         "offset + at - start, width)",
         "offset + (at - start) // columns * columns, width)",
         (f"{FSDP1}flags",),
@@ -301,7 +301,7 @@ FAULTS = (
     # Agreement
     Fault(
         "an error of one rank is raised before the others know",
-        "_muon_engine/step.py",
+        "_muon_engine/engine.py",
         """        if self.built is None:
             if error is not None:
                 raise error
@@ -330,21 +330,21 @@ FAULTS = (
     ),
     Fault(
         "steps are not counted, so that their exchanges are not told apart",
-        "_muon_engine/step.py",
+        "_muon_engine/engine.py",
         "        self.calls += 1\n",
         "        self.calls = 1\n",
         (f"{EXCHANGE}ranks_that_are_not_in_the_same_step",),
     ),
     Fault(
         "exchanges of another step or round are not noticed",
-        "_muon_engine/pipeline.py",
+        "_muon_engine/runtime/pipeline.py",
         "            (OUT_OF_STEP, strayed),\n",
         "",
         (f"{EXCHANGE}ranks_that_are_not_in_the_same_step",),
     ),
     Fault(
         "holders that came to different layouts by process groups go on",
-        "_muon_engine/discovery.py",
+        "_muon_engine/layouts/merge.py",
         "if its[called][0] != digest:",
         "if False:",
         (f"{MODULES}replicate_group_on_some_ranks_only",),

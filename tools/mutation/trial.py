@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Where each module that should come from the copy does come from.
 ASK = """
-import torch.optim, torch.optim.muon, torch.optim._muon_engine.step
+import torch.optim, torch.optim.muon, torch.optim._muon_engine.engine
 for name, module in sorted(sys.modules.items()):
     if name.startswith(("torch.optim._muon", "torch.optim.muon")):
         print(module.__file__)

@@ -293,7 +293,7 @@ class Muon(Optimizer):
 
     def _bind(self, config: DistributedConfig, error: ValueError | None = None) -> None:
         """Makes ``config`` ready for this optimizer's parameters, together with the other ranks."""
-        from torch.optim._muon_engine.step import Engine
+        from torch.optim._muon_engine.engine import Engine
 
         takes_flat = config._takes_flat_params()
         start = 0
@@ -776,7 +776,7 @@ def _distributed_muon(
     hyper: _Hyper,
     config: DistributedConfig,
 ) -> None:
-    from torch.optim._muon_engine.step import Engine
+    from torch.optim._muon_engine.engine import Engine
 
     hypers = [hyper] * len(params)
     former = config._engine

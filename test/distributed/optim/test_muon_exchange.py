@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.optim import _muon, Muon
-from torch.optim._muon_engine import step as engine_step
+from torch.optim._muon_engine import engine as engine_step
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,

@@ -517,7 +517,7 @@ class TestMuonGroupErrors(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             def build():
                 with contextlib.ExitStack() as stack:
                     if self.rank == 2:
-                        name = "torch.optim._muon_engine.discovery.check_cover"
+                        name = "torch.optim._muon_engine.layouts.merge.check_cover"
                         stack.enter_context(mock.patch(name, check))
                     self.build(strategy.config())
 

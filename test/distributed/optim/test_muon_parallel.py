@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.optim import Muon
-from torch.optim._muon_engine.groups import spanning_group
+from torch.optim._muon_engine.process_groups import spanning_group
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,

@@ -8,13 +8,13 @@ from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
 import torch
-from torch.optim._muon_engine.layout import check_cover, Key, Layout, Rect
-from torch.optim._muon_engine.owners import (
+from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Rect
+from torch.optim._muon_engine.schedule.owners import (
     assign_owners,
     check_assignments,
     newton_schulz_flops,
 )
-from torch.optim._muon_engine.plan import make_plan, ROUND_BYTES
+from torch.optim._muon_engine.schedule.buckets import make_plan, ROUND_BYTES
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 

@@ -13,7 +13,7 @@ from torch.optim._muon import _adjust_lr, _apply_update, _Hyper
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch.optim._muon_engine.layout import Rect
+    from torch.optim._muon_engine.layouts import Rect
 
 
 # Elements that decay and move together: few enough to still be in a core's cache for the second pass.

@@ -11,7 +11,7 @@ from torch.optim._muon_engine.functions import (
     process_rank,
     whole_layout,
 )
-from torch.optim._muon_engine.layout import Key, Layout
+from torch.optim._muon_engine.layouts import Key, Layout
 from torch.optim._muon_engine.local import as_dtensor_if_imported
 
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
-    from torch.optim._muon_engine.dtensor_reader import DTensorReader
+    from torch.optim._muon_engine.layouts.dtensor import DTensorReader
 
 
 class DTensorFunctions(BuiltFunctions):
@@ -67,7 +67,7 @@ class DTensorFunctions(BuiltFunctions):
     @staticmethod
     def _reader() -> DTensorReader:
         # Only now: plain tensors are no reason to import torch.distributed.tensor.
-        from torch.optim._muon_engine.dtensor_reader import DTensorReader
+        from torch.optim._muon_engine.layouts.dtensor import DTensorReader
 
         return DTensorReader()
 
@@ -122,7 +122,7 @@ class DTensorFunctions(BuiltFunctions):
     def piece(self, full: Tensor, index: int) -> Tensor:
         if index not in self._placed:
             return full
-        from torch.optim._muon_engine.dtensor_reader import from_local
+        from torch.optim._muon_engine.layouts.dtensor import from_local
 
         layout, metadata = self._placed[index]
         local = full.new_zeros(metadata["local_shape"])

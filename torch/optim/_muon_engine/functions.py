@@ -6,8 +6,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.optim._muon_engine.layout import Key, Layout, whole_rects
-from torch.optim._muon_engine.owners import assign_owners, by_rank
+from torch.optim._muon_engine.layouts import Key, Layout, whole_rects
+from torch.optim._muon_engine.schedule.owners import assign_owners, by_rank
 
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed import ProcessGroup
-    from torch.optim._muon_engine.step import Engine
+    from torch.optim._muon_engine.engine import Engine
 
 
 # Where ``state`` names the BuiltFunctions that it belongs to, for wrappers that hide them.

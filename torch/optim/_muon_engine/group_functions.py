@@ -10,8 +10,8 @@ import torch
 from torch import nn, Tensor
 from torch.optim._muon_engine.dtensor_functions import DTensorFunctions
 from torch.optim._muon_engine.functions import process_rank
-from torch.optim._muon_engine.group_pieces import _ranks, PieceReader
-from torch.optim._muon_engine.layout import Key, Layout
+from torch.optim._muon_engine.layouts.groups import _ranks, PieceReader
+from torch.optim._muon_engine.layouts import Key, Layout
 from torch.optim._muon_engine.local import as_dtensor_if_imported, local_part
 
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch.distributed import ProcessGroup
-    from torch.optim._muon_engine.discovery import Piece
+    from torch.optim._muon_engine.layouts.merge import Piece
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class GroupFunctions(DTensorFunctions):
     def _discover(
         self, pieces: Sequence[Piece], error: BaseException | None
     ) -> list[Layout]:
-        from torch.optim._muon_engine.discovery import discover
+        from torch.optim._muon_engine.layouts.merge import discover
 
         layouts, texts = discover(
             pieces, self.groups.shared_over().items(), self.groups.ep_ranks(), error
@@ -191,7 +191,7 @@ class GroupFunctions(DTensorFunctions):
         layout = self._layout_of(tensor, index)
         if len(layout.ranks) == 1:
             return tensor
-        from torch.optim._muon_engine.groups import spanning_group
+        from torch.optim._muon_engine.process_groups import spanning_group
 
         group = spanning_group(layout.group, self.groups.shared_over().values())
         full = tensor.new_empty(layout.shape)

@@ -17,7 +17,7 @@ def as_dtensor_if_imported(tensor: Tensor) -> DTensor | None:
     """``tensor`` as a DTensor, or None; a plain tensor does not pull in ``torch.distributed``."""
     if type(tensor) in (Tensor, torch.nn.Parameter) and type(tensor.data) is Tensor:
         return None
-    from torch.optim._muon_engine.dtensor_reader import as_dtensor
+    from torch.optim._muon_engine.layouts.dtensor import as_dtensor
 
     return as_dtensor(tensor)
 
@@ -134,7 +134,7 @@ def like_param(param: Tensor, local: Tensor) -> Tensor:
     dtensor = as_dtensor_if_imported(param)
     if dtensor is None:
         return local
-    from torch.optim._muon_engine.dtensor_reader import from_local
+    from torch.optim._muon_engine.layouts.dtensor import from_local
 
     return from_local(
         local,
@@ -178,8 +178,8 @@ def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
     if own is None:
         return its.full_tensor()
     if its is None:
-        from torch.optim._muon_engine.dtensor_reader import DTensorReader
-        from torch.optim._muon_engine.layout import Key
+        from torch.optim._muon_engine.layouts.dtensor import DTensorReader
+        from torch.optim._muon_engine.layouts import Key
 
         layout = DTensorReader().read(Key(0), own)
         rank = torch.distributed.get_rank()

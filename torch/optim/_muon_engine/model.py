@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim._muon_engine.fsdp1_reader import few, views
+from torch.optim._muon_engine.layouts.fsdp1 import few, views
 from torch.optim._muon_engine.local import as_dtensor_if_imported
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.optim._muon_engine.exchange import RoundBuffers
-    from torch.optim._muon_engine.layout import Rect
-    from torch.optim._muon_engine.plan import Plan
+    from torch.optim._muon_engine.runtime.buffers import RoundBuffers
+    from torch.optim._muon_engine.layouts import Rect
+    from torch.optim._muon_engine.schedule.buckets import Plan
 
 
 def pack(buffers: RoundBuffers, matrix: int, own: Callable[[Rect], Tensor]) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _NS_DTYPE
 from torch.optim._muon_engine import rounds
-from torch.optim._muon_engine.exchange import Exchange
+from torch.optim._muon_engine.runtime.buffers import Exchange
 from torch.optim._muon_engine.local import like_param, local_part
-from torch.optim._muon_engine.pipeline import (
+from torch.optim._muon_engine.runtime.pipeline import (
     ABSTAINS,
     HAS_GRAD,
     HAS_NONE,
@@ -19,12 +19,12 @@ from torch.optim._muon_engine.pipeline import (
     SOME_LACK,
     VOTES,
 )
-from torch.optim._muon_engine.plan import make_plan
+from torch.optim._muon_engine.schedule.buckets import make_plan
 
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.optim._muon_engine.layout import Layout
+    from torch.optim._muon_engine.layouts import Layout
 
 
 class SingleExchange:

@@ -29,10 +29,10 @@ from torch.optim._muon_engine.local import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from torch.optim._muon_engine.exchange import Exchange, RoundBuffers
-    from torch.optim._muon_engine.layout import Rect
+    from torch.optim._muon_engine.runtime.buffers import Exchange, RoundBuffers
+    from torch.optim._muon_engine.layouts import Rect
     from torch.optim._muon_engine.local import GradientPlacing
-    from torch.optim._muon_engine.plan import Plan
+    from torch.optim._muon_engine.schedule.buckets import Plan
 
 
 log = logging.getLogger("torch.optim.muon")

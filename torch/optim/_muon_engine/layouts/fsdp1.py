@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch.optim._muon_engine.layout import Rect
+from torch.optim._muon_engine.layouts import Rect
 
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch.optim._muon_engine.layout import Layout
+    from torch.optim._muon_engine.layouts import Layout
 
 
 def newton_schulz_flops(shape: Sequence[int], ns_steps: int = 5) -> int:

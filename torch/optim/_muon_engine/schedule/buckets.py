@@ -14,8 +14,8 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple, TYPE_CHECKING
 
-from torch.optim._muon_engine.layout import Layout, Rect, replica_sets
-from torch.optim._muon_engine.owners import newton_schulz_flops
+from torch.optim._muon_engine.layouts import Layout, Rect, replica_sets
+from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
 
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch.optim._muon import (
     _Work,
 )
 from torch.optim._muon_engine.apply import apply_piece
-from torch.optim._muon_engine.layout import Rect
+from torch.optim._muon_engine.layouts import Rect
 from torch.optim._muon_engine.local import (
     as_dtensor_if_imported,
     like_param,

@@ -8,7 +8,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim._muon_engine.layout import check_cover, Key, Layout, Rect
+from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Rect
 
 
 if TYPE_CHECKING:

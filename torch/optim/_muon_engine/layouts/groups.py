@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim._muon_engine import fsdp1_reader
+from torch.optim._muon_engine.layouts import fsdp1 as fsdp1_reader
 from torch.optim._muon_engine.functions import process_rank
-from torch.optim._muon_engine.layout import whole_rects
+from torch.optim._muon_engine.layouts import whole_rects
 from torch.optim._muon_engine.model import tp_mark_of
 
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
-    from torch.optim._muon_engine.discovery import Crossing, Piece
-    from torch.optim._muon_engine.fsdp1_reader import FlatMatrix, FlatView
+    from torch.optim._muon_engine.layouts.merge import Crossing, Piece
+    from torch.optim._muon_engine.layouts.fsdp1 import FlatMatrix, FlatView
     from torch.optim._muon_engine.group_functions import ParallelGroups
-    from torch.optim._muon_engine.layout import Key, Layout, Rect
+    from torch.optim._muon_engine.layouts import Key, Layout, Rect
 
 
 class PieceReader:
@@ -65,7 +65,7 @@ class PieceReader:
 
     def of_dtensor(self, layout: Layout, dtensor: DTensor) -> Piece:
         """The DTensor's own layout; groups can only add replicas of all of its mesh."""
-        from torch.optim._muon_engine.discovery import Crossing, Part, Piece
+        from torch.optim._muon_engine.layouts.merge import Crossing, Part, Piece
 
         self.check_tp_dim(
             self.groups.tp_dim(layout.key.index), dtensor, layout.key.index
@@ -170,7 +170,7 @@ class PieceReader:
         rects: tuple[Rect, ...],
         crossings: list[Crossing],
     ) -> Piece:
-        from torch.optim._muon_engine.discovery import Part, Piece
+        from torch.optim._muon_engine.layouts.merge import Part, Piece
 
         words = [
             f"{c.kind}" + (f" along dimension {c.dim}" if c.kind == "tp" else "")
@@ -190,7 +190,7 @@ class PieceReader:
         fsdp_dim: int | None,
         tp_dim: int | None,
     ) -> list[Crossing]:
-        from torch.optim._muon_engine.discovery import Crossing
+        from torch.optim._muon_engine.layouts.merge import Crossing
 
         dims = {"fsdp": fsdp_dim, "tp": tp_dim}
         return [

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.optim._muon_engine.agreement import exchange_objects, failure, reported
-from torch.optim._muon_engine.layout import check_cover, Key, Layout, Rect
+from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Rect
 
 
 if TYPE_CHECKING:

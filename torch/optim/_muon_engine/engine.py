@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _check_ns, _Hyper, _NS_DTYPE, _Work
 from torch.optim._muon_engine.agreement import agree, Fact
-from torch.optim._muon_engine.exchange import Exchange
+from torch.optim._muon_engine.runtime.buffers import Exchange
 from torch.optim._muon_engine.functions import (
     is_frozen,
     process_count,
     process_rank,
 )
-from torch.optim._muon_engine.groups import group_timeout, spanning_group
-from torch.optim._muon_engine.layout import Key, Layout
+from torch.optim._muon_engine.process_groups import group_timeout, spanning_group
+from torch.optim._muon_engine.layouts import Key, Layout
 from torch.optim._muon_engine.local import (
     new_momentum_buffer,
     place_like,
@@ -26,16 +26,16 @@ from torch.optim._muon_engine.local import (
     provenance,
 )
 from torch.optim._muon_engine.meeting import meet
-from torch.optim._muon_engine.owners import check_assignments
-from torch.optim._muon_engine.pipeline import (
+from torch.optim._muon_engine.schedule.owners import check_assignments
+from torch.optim._muon_engine.runtime.pipeline import (
     OUT_OF_STEP,
     Pipeline,
     SOME_LACK,
     SOME_WRONG,
 )
-from torch.optim._muon_engine.plan import make_plan
+from torch.optim._muon_engine.schedule.buckets import make_plan
 from torch.optim._muon_engine.single import SingleExchange
-from torch.optim._muon_engine.user_functions import FunctionStep
+from torch.optim._muon_engine.callbacks import FunctionStep
 
 
 if TYPE_CHECKING:

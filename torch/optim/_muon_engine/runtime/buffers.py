@@ -16,8 +16,14 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.optim._muon_engine.layout import Rect
-    from torch.optim._muon_engine.plan import Chunk, Plan, Program, Round, Side
+    from torch.optim._muon_engine.layouts import Rect
+    from torch.optim._muon_engine.schedule.buckets import (
+        Chunk,
+        Plan,
+        Program,
+        Round,
+        Side,
+    )
 
 
 @dataclass
