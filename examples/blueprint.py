@@ -26,7 +26,7 @@ from this by `python -m tools.notebook examples/blueprint.py`.
 
 It takes ten minutes if you read the text and what is printed, and skip most code. At a
 first reading, the docstrings are enough in these cells: the model (chapter 2), the master
-plan (5), `report_of` (6), `ways` (7) and `problems_in` (9).
+schedule (5), `report_of` (6), `ways` (7) and `problems_in` (9).
 
 [wei]: https://huggingface.co/datasets/bird-of-paradise/muon-distributed
 """
@@ -106,7 +106,7 @@ from torch.optim import _muon, Muon
 from torch.optim._muon_engine.layouts.dtensor import DTensorReader
 from torch.optim._muon_engine.layouts import Key, Layout
 from torch.optim._muon_engine.schedule.owners import assign_owners
-from torch.optim._muon_engine.schedule.buckets import make_plan, Plan, Round
+from torch.optim._muon_engine.schedule.buckets import make_schedule, Schedule, Bucket
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -257,7 +257,7 @@ def layouts_of(grid: Grid) -> list[Layout]:
 # tables.print_owners(layouts, owners)
 
 # %% [markdown]
-# ## 4. The plan
+# ## 4. The schedule
 #
 # The matrices do not travel one by one, and not all at once, but in *rounds*. In a
 # round, each owner has about the same work. It has two exchanges, each of them one
@@ -266,41 +266,41 @@ def layouts_of(grid: Grid) -> list[Layout]:
 # - the *gather*: every rank sends each owner its pieces, rounded to bfloat16;
 # - the *return*: every owner sends each rank its pieces of the results.
 #
-# The plan follows from layouts and owners alone. It is made once, before the first
+# The schedule follows from layouts and owners alone. It is made once, before the first
 # step.
 #
 # What is the least that has to be sent? An owner lacks what it does not hold itself.
-# Each other rank lacks its piece of the result. The plan sends just that, and with each
+# Each other rank lacks its piece of the result. The schedule sends just that, and with each
 # piece a flag of two bytes ("I have a gradient").
 
 
 # %%
-def sent_by(plan: Plan, round_: Round, rank: int) -> dict[str, list[int]]:
+def sent_by(schedule: Schedule, bucket: Bucket, rank: int) -> dict[str, list[int]]:
     """Bytes that ``rank`` sends each of the ranks in the two exchanges of a round."""
-    program = plan.program(round_, rank, round_.group)
+    program = schedule.spec(bucket, rank, bucket.group)
     sides = {"gather": program.gather_send, "return": program.scatter_send}
     width = _muon._NS_DTYPE.itemsize
     return {hop: [n * width for n in side.splits] for hop, side in sides.items()}
 
 
-def lower_bound(plan: Plan, rank: int) -> int:
+def lower_bound(schedule: Schedule, rank: int) -> int:
     """Bytes that ``rank`` has to send: its pieces to owners; as an owner, the rest."""
     elements = 0
-    for layout, owner in zip(plan.layouts, plan.owners):
-        own = sum(rect.numel for rect in layout.held_by(rank))
+    for layout, owner in zip(schedule.layouts, schedule.owners):
+        own = sum(region.numel for region in layout.shard_of(rank))
         elements += layout.numel - own if owner == rank else own
     return elements * _muon._NS_DTYPE.itemsize
 
 
-def digest(plan: Plan) -> str:
+def digest(schedule: Schedule) -> str:
     """A fingerprint, by which the eight processes compare what they have planned."""
-    return hashlib.sha256(repr(plan).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr(schedule).encode()).hexdigest()[:12]
 
 
 # %% tags=["active-ipynb"]
-# plan = make_plan(layouts, owners, _muon._NS_DTYPE)
-# tables.print_rounds(plan)
-# tables.print_bytes(plan, sent_by, lower_bound)
+# schedule = make_schedule(layouts, owners, _muon._NS_DTYPE)
+# tables.print_rounds(schedule)
+# tables.print_bytes(schedule, sent_by, lower_bound)
 
 # %% [markdown]
 # ## 5. The long way
@@ -312,7 +312,7 @@ def digest(plan: Plan) -> str:
 #   no rank stores all of it. Each parameter group has one (an *aisle*, `buffer_idx`).
 # - The buffer is filled into *buckets* (*pallets*, `bucket_idx`). Each bucket is cut
 #   into equal runs, one for each member of the DP group. A rank stores its run.
-# - The *master plan* (`dist_meta`) says where each matrix is. Here it is a list of
+# - The *master schedule* (`dist_meta`) says where each matrix is. Here it is a list of
 #   entries.
 #
 # A run does not care where a matrix ends. It may begin in the middle of one.
@@ -323,7 +323,7 @@ def digest(plan: Plan) -> str:
 
 # %%
 class Entry(NamedTuple):
-    """One line of the master plan: where a matrix's TP slice stands."""
+    """One line of the master schedule: where a matrix's TP slice stands."""
 
     name: str
     aisle: int
@@ -452,7 +452,7 @@ def report_of(mesh: DeviceMesh) -> dict[str, Any]:
                 take_step(muon, step, shard)
         engines[ahead] = {
             "owned": muon.assignments[dist.get_rank()],
-            "plan": digest(config._engine._pipeline().plan),
+            "schedule": digest(config._engine._pipeline().schedule),
             "calls": meter.newton_schulz / STEPS,
             "sent": sum(meter.wire.bytes.values()) / STEPS,
             "other": dict(meter.wire.other),
@@ -512,7 +512,7 @@ def report_of(mesh: DeviceMesh) -> dict[str, Any]:
 
 # %%
 def ways(
-    reports: list[dict[str, Any]], plan: Plan, entries: list[Entry], grid: Grid
+    reports: list[dict[str, Any]], schedule: Schedule, entries: list[Entry], grid: Grid
 ) -> list[tables.Way]:
     engine = [report["engine"][AHEAD[-1]] for report in reports]
     long = [report["long calls"] for report in reports]
@@ -523,7 +523,7 @@ def ways(
             "the engine",
             [rank["calls"] for rank in engine],
             sum(rank["sent"] for rank in engine),
-            2 * len(plan.rounds),
+            2 * len(schedule.buckets),
         ),
         tables.Way(
             "the long way",
@@ -541,15 +541,17 @@ def ways(
 
 
 def print_ways(
-    reports: list[dict[str, Any]], plan: Plan, entries: list[Entry], grid: Grid
+    reports: list[dict[str, Any]], schedule: Schedule, entries: list[Entry], grid: Grid
 ) -> None:
     # Shows: blueprint/data-flow
-    least = sum(lower_bound(plan, rank) for rank in grid.ranks)
-    tables.print_ways(reports[0]["journey"], ways(reports, plan, entries, grid), least)
+    least = sum(lower_bound(schedule, rank) for rank in grid.ranks)
+    tables.print_ways(
+        reports[0]["journey"], ways(reports, schedule, entries, grid), least
+    )
 
 
 # %% tags=["active-ipynb"]
-# print_ways(reports, plan, entries, GRID)
+# print_ways(reports, schedule, entries, GRID)
 
 # %% [markdown]
 # ## 8. The engine's step, as it happened
@@ -577,7 +579,9 @@ def print_ways(
 
 
 # %%
-def problems_in(reports: list[dict[str, Any]], plan: Plan, grid: Grid) -> list[str]:
+def problems_in(
+    reports: list[dict[str, Any]], schedule: Schedule, grid: Grid
+) -> list[str]:
     """What does not hold, in words."""
     found = [
         f"rank {rank}: {way}: {differs}"
@@ -588,16 +592,16 @@ def problems_in(reports: list[dict[str, Any]], plan: Plan, grid: Grid) -> list[s
     for rank, report in enumerate(reports):
         if report["groups"] != [grid.dp_group(rank), grid.tp_group(rank)]:
             found.append(f"rank {rank}: its groups are {report['groups']}")
-        owned = [i for i, owner in enumerate(plan.owners) if owner == rank]
+        owned = [i for i, owner in enumerate(schedule.owners) if owner == rank]
         sent = sum(
             sum(packets)
-            for round_ in plan.rounds
-            for packets in sent_by(plan, round_, rank).values()
+            for bucket in schedule.buckets
+            for packets in sent_by(schedule, bucket, rank).values()
         )
         for ahead, engine in report["engine"].items():
             where = f"rank {rank}, prefetch_count={ahead}"
-            if engine["plan"] != digest(plan) or engine["owned"] != owned:
-                found.append(f"{where}: another plan than that of chapter 4")
+            if engine["schedule"] != digest(schedule) or engine["owned"] != owned:
+                found.append(f"{where}: another schedule than that of chapter 4")
             if engine["calls"] != len(owned):
                 found.append(f"{where}: {engine['calls']} Newton-Schulz calls")
             if engine["sent"] != sent or engine["other"]:
@@ -608,7 +612,7 @@ def problems_in(reports: list[dict[str, Any]], plan: Plan, grid: Grid) -> list[s
 
 
 # %% tags=["active-ipynb"]
-# problems = problems_in(reports, plan, GRID)
+# problems = problems_in(reports, schedule, GRID)
 # tables.print_proof(reports, len(layouts), STEPS, problems)
 
 # %% [markdown]
@@ -669,10 +673,10 @@ def main() -> int:
     chapter(3, "Who owns what")
     owners = assign_owners(layouts)
     tables.print_owners(layouts, owners)
-    chapter(4, "The plan")
-    plan = make_plan(layouts, owners, _muon._NS_DTYPE)
-    tables.print_rounds(plan)
-    tables.print_bytes(plan, sent_by, lower_bound)
+    chapter(4, "The schedule")
+    schedule = make_schedule(layouts, owners, _muon._NS_DTYPE)
+    tables.print_rounds(schedule)
+    tables.print_bytes(schedule, sent_by, lower_bound)
     chapter(5, "The long way")
     entries = master_plan(layouts, grid)
     buckets = bucket_sizes(entries, grid)
@@ -683,11 +687,11 @@ def main() -> int:
     sys.stdout.flush()
     reports = run(report_of, *grid)
     chapter(7, "The long way, counted")
-    print_ways(reports, plan, entries, grid)
+    print_ways(reports, schedule, entries, grid)
     chapter(8, "The engine's step, as it happened")
     tables.print_events(reports)
     chapter(9, "The proof")
-    problems = problems_in(reports, plan, grid)
+    problems = problems_in(reports, schedule, grid)
     tables.print_proof(reports, len(layouts), STEPS, problems)
     chapter(10, "The blueprint's words and ours")
     tables.print_terms()

@@ -18,7 +18,7 @@ class LongWay:
 
     Args:
         whole: the matrices to begin with.
-        entries: the master plan.
+        entries: the master schedule.
         buckets: the elements of each bucket.
         run_of: from where to where a member of the DP group stores an entry's slice.
         lrs: the learning rate of each aisle.

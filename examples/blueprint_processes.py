@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 from torch.optim import Muon
 from torch.optim._muon_engine.runtime import pipeline
-from torch.optim._muon_engine.runtime.buffers import RoundBuffers
+from torch.optim._muon_engine.runtime.buffers import BucketBuffers
 
 
 SECONDS = 240  # for everything together
@@ -103,33 +103,33 @@ def overheard(events: list[Event]) -> Iterator[None]:
     """
     on_its_way: dict[int, str] = {}  # by round
 
-    def starts(thing: str) -> Callable[[RoundBuffers], None]:
-        def note(buffers: RoundBuffers) -> None:
-            on_its_way[buffers.round.index] = thing
-            events.append((f"{thing} starts", buffers.round.index, ""))
+    def starts(thing: str) -> Callable[[BucketBuffers], None]:
+        def note(buffers: BucketBuffers) -> None:
+            on_its_way[buffers.bucket.index] = thing
+            events.append((f"{thing} starts", buffers.bucket.index, ""))
 
         return note
 
-    def arrives(buffers: RoundBuffers) -> None:
-        thing = on_its_way.pop(buffers.round.index)
-        events.append((f"{thing} is here", buffers.round.index, ""))
+    def arrives(buffers: BucketBuffers) -> None:
+        thing = on_its_way.pop(buffers.bucket.index)
+        events.append((f"{thing} is here", buffers.bucket.index, ""))
 
-    def orthogonalizes(step: Any, buffers: RoundBuffers, batch: Any, _: Any) -> None:
-        names = ", ".join(step.plan.layouts[matrix].key.name for matrix in batch)
-        events.append(("Newton-Schulz", buffers.round.index, names))
+    def orthogonalizes(step: Any, buffers: BucketBuffers, batch: Any, _: Any) -> None:
+        names = ", ".join(step.schedule.layouts[matrix].key.name for matrix in batch)
+        events.append(("Newton-Schulz", buffers.bucket.index, names))
 
     def applies_own(step: Any, matrix: int, _: Tensor) -> None:
-        name = step.plan.layouts[matrix].key.name
+        name = step.schedule.layouts[matrix].key.name
         events.append(("apply own piece of", -1, name))
 
-    def applies(step: Any, buffers: RoundBuffers) -> None:
-        number, count = buffers.round.index, len(buffers.scatter_recv.matrices)
+    def applies(step: Any, buffers: BucketBuffers) -> None:
+        number, count = buffers.bucket.index, len(buffers.scatter_recv.matrices)
         events.append(("apply", number, f"{count} pieces of return {number}"))
 
     with (
-        listen(RoundBuffers, "start_gather", before=starts("gather")),
-        listen(RoundBuffers, "start_scatter", before=starts("return")),
-        listen(RoundBuffers, "wait", after=arrives),
+        listen(BucketBuffers, "start_gather", before=starts("gather")),
+        listen(BucketBuffers, "start_scatter", before=starts("return")),
+        listen(BucketBuffers, "wait", after=arrives),
         listen(pipeline._Step, "orthogonalize_batch", before=orthogonalizes),
         listen(pipeline._Step, "apply_own", before=applies_own),
         listen(pipeline._Step, "finish", after=applies),

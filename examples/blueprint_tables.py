@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.optim._muon_engine.layouts import Layout
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
-from torch.optim._muon_engine.schedule.buckets import Plan, Round
+from torch.optim._muon_engine.schedule.buckets import Schedule, Bucket
 
 
 # Of a rank's engine: what happened, in which round, and to which matrix.
@@ -55,9 +55,9 @@ def print_pieces(layouts: list[Layout]) -> None:
 def picture(layout: Layout) -> list[str]:
     """The matrix as a map: which rank holds which rows and columns."""
     held = {
-        (rect.row, rect.column): (rank, rect)
-        for rank, piece in zip(layout.ranks, layout.pieces)
-        for rect in piece
+        (region.row, region.column): (rank, region)
+        for rank, piece in zip(layout.ranks, layout.shards)
+        for region in piece
     }
     _, first = held[0, 0]
     piece = size((first.height, first.width))
@@ -92,32 +92,32 @@ def print_owners(layouts: list[Layout], owners: list[int]) -> None:
     show(f"{len(owners)} matrices, each with exactly one owner")
 
 
-def print_rounds(plan: Plan) -> None:
-    show(f"what each owner orthogonalizes, in {len(plan.rounds)} rounds")
-    show(f"{'':8}" + "".join(f"round {r.index:<9}" for r in plan.rounds))
-    for rank in plan.rounds[0].group:
+def print_rounds(schedule: Schedule) -> None:
+    show(f"what each owner orthogonalizes, in {len(schedule.buckets)} rounds")
+    show(f"{'':8}" + "".join(f"round {r.index:<9}" for r in schedule.buckets))
+    for rank in schedule.buckets[0].group:
         cells = (
             ", ".join(
-                plan.layouts[m].key.name
-                for m in round_.matrices
-                if plan.owners[m] == rank
+                schedule.layouts[m].key.name
+                for m in bucket.matrices
+                if schedule.owners[m] == rank
             )
-            for round_ in plan.rounds
+            for bucket in schedule.buckets
         )
         show(f"rank {rank}  " + "".join(f"{names or '-':15}" for names in cells))
 
 
 def print_bytes(
-    plan: Plan,
-    sent_by: Callable[[Plan, Round, int], dict[str, list[int]]],
-    lower_bound: Callable[[Plan, int], int],
+    schedule: Schedule,
+    sent_by: Callable[[Schedule, Bucket, int], dict[str, list[int]]],
+    lower_bound: Callable[[Schedule, int], int],
 ) -> None:
-    ranks = plan.rounds[0].group
+    ranks = schedule.buckets[0].group
     show()
     show("bytes in the gather of round 1, from (down) to (across)")
     show(f"{'':8}" + "".join(f"{f'to {rank}':>7}" for rank in ranks))
     for rank in ranks:
-        packets = sent_by(plan, plan.rounds[1], rank)["gather"]
+        packets = sent_by(schedule, schedule.buckets[1], rank)["gather"]
         show(f"from {rank}  " + "".join(f"{packet or '-':>7}" for packet in packets))
     heads = ("gathers", "returns", "sum", "least", "more")
     show()
@@ -125,11 +125,11 @@ def print_bytes(
     totals: Counter[str] = Counter()
     for rank in ranks:
         sent: Counter[str] = Counter()
-        for round_ in plan.rounds:
-            for hop, packets in sent_by(plan, round_, rank).items():
+        for bucket in schedule.buckets:
+            for hop, packets in sent_by(schedule, bucket, rank).items():
                 sent[f"{hop}s"] += sum(packets)
         sent["sum"] = sent["gathers"] + sent["returns"]
-        sent["least"] = lower_bound(plan, rank)
+        sent["least"] = lower_bound(schedule, rank)
         sent["more"] = sent["sum"] - sent["least"]
         totals += sent
         show(f"rank {rank}  " + "".join(f"{sent[head]:10}" for head in heads))
@@ -261,7 +261,9 @@ def print_proof(
         show(f"{way:28}bitwise equal: {'yes' if equal else 'NO'}")
     show()
     show(f"what was foreseen has come about: {'NO' if problems else 'yes'}")
-    show("(groups, owners, plan, Newton-Schulz calls, bytes, order of the exchanges)")
+    show(
+        "(groups, owners, schedule, Newton-Schulz calls, bytes, order of the exchanges)"
+    )
     for problem in problems:
         show(f"- {problem}")
 
@@ -291,13 +293,13 @@ TERMS = (
     Term(
         "buckets, bucket_idx (pallets)",
         "rounds",
-        "plan.py: Round",
+        "plan.py: Bucket",
         "A bucket is filled in the order of the parameters. A round gives each owner "
         "about the same FLOPs. There are at most four, unless one would be too large.",
     ),
     Term(
-        "dist_meta (master plan)",
-        "a Layout says where the pieces are, a Plan who sends what",
+        "dist_meta (master schedule)",
+        "a Layout says where the pieces are, a Schedule who sends what",
         "layout.py: Layout",
         "dist_meta has this rank's ranges. A layout has every rank's rectangles. The "
         "ranks compare theirs when the optimizer is built (agreement.py: agree).",
@@ -333,7 +335,7 @@ TERMS = (
     Term(
         "bucket the slow DP gather, not the fast TP gather",
         "both are in one round",
-        "plan.py: ROUND_BYTES",
+        "plan.py: BUCKET_BYTES",
         "Slow links ask for few calls, memory asks for small ones. Rounds settle that "
         "for both at once, and one round travels while another is computed.",
     ),

@@ -1,5 +1,5 @@
 # Owner(s): ["module: optimizer"]
-"""Layouts, owners and plans of distributed Muon: pure functions, so no process has to be started."""
+"""Layouts, owners and schedules of distributed Muon: pure functions, so no process has to be started."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ from torch.optim._muon_engine.layouts import (
     check_cover,
     Key,
     Layout,
-    Rect,
+    Region,
     replica_sets,
 )
 from torch.optim._muon_engine.schedule.owners import (
@@ -22,7 +22,7 @@ from torch.optim._muon_engine.schedule.owners import (
     check_assignments,
     newton_schulz_flops,
 )
-from torch.optim._muon_engine.schedule.buckets import make_plan
+from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -54,7 +54,7 @@ def rows_of(shape, start, stop):
     """One rank's piece: whole rows."""
     if stop <= start or not shape[1]:
         return ()
-    return (Rect(start, 0, stop - start, shape[1], 0, shape[1]),)
+    return (Region(start, 0, stop - start, shape[1], 0, shape[1]),)
 
 
 def row_layout(index, shape, ranks, shards=None):
@@ -97,15 +97,15 @@ class TestCover(TestCase):
     def test_tilings(self):
         whole = rows_of((4, 6), 0, 4)
         quarters = [
-            (Rect(row, column, 2, 3, 0, 3),) for row in (0, 2) for column in (0, 3)
+            (Region(row, column, 2, 3, 0, 3),) for row in (0, 2) for column in (0, 3)
         ]
         # Part of a row, whole rows, part of a row: what an interval of a flat tensor is.
         interval = (
             (
-                Rect(0, 0, 2, 6, 0, 6),
-                Rect(2, 0, 1, 2, 12, 6),
+                Region(0, 0, 2, 6, 0, 6),
+                Region(2, 0, 1, 2, 12, 6),
             ),
-            (Rect(2, 2, 1, 4, 0, 6), Rect(3, 0, 1, 6, 4, 6)),
+            (Region(2, 2, 1, 4, 0, 6), Region(3, 0, 1, 6, 4, 6)),
         )
         for layout in (
             self.layout((4, 6), whole),
@@ -124,7 +124,7 @@ class TestCover(TestCase):
         for pieces in (
             [rows_of((4, 6), 0, 2)],
             [rows_of((4, 6), 0, 1), rows_of((4, 6), 2, 4)],
-            [(Rect(0, 0, 4, 5, 0, 5),)],
+            [(Region(0, 0, 4, 5, 0, 5),)],
             [()],
         ):
             with self.assertRaisesRegex(
@@ -137,8 +137,8 @@ class TestCover(TestCase):
             [rows_of((4, 6), 0, 3), rows_of((4, 6), 2, 4)],
             # As many elements as the matrix has, and yet not the matrix.
             [rows_of((4, 6), 0, 2), rows_of((4, 6), 1, 3)],
-            [(Rect(0, 0, 4, 4, 0, 4),), (Rect(0, 3, 4, 2, 0, 2),)],
-            [(Rect(0, 0, 2, 6, 0, 6), Rect(1, 0, 2, 6, 12, 6))],
+            [(Region(0, 0, 4, 4, 0, 4),), (Region(0, 3, 4, 2, 0, 2),)],
+            [(Region(0, 0, 2, 6, 0, 6), Region(1, 0, 2, 6, 12, 6))],
         ):
             with self.assertRaisesRegex(ValueError, "parameter 3 'w'.*overlap"):
                 check_cover(self.layout((4, 6), *pieces))
@@ -146,7 +146,7 @@ class TestCover(TestCase):
     def test_out_of_bounds(self):
         for pieces in (
             [rows_of((4, 6), 0, 2), rows_of((4, 6), 3, 5)],
-            [(Rect(0, 1, 4, 6, 0, 6),)],
+            [(Region(0, 1, 4, 6, 0, 6),)],
             [rows_of((4, 6), 0, 5)],
         ):
             with self.assertRaisesRegex(ValueError, "parameter 3 'w'"):
@@ -219,7 +219,7 @@ class TestOwners(TestCase):
             self.assertEqual(assign_owners(list(layouts)), owners)
         # Whichever order the framework lists the ranks in.
         turned = [
-            Layout(one.key, one.shape, one.dtype, one.ranks[::-1], one.pieces[::-1])
+            Layout(one.key, one.shape, one.dtype, one.ranks[::-1], one.shards[::-1])
             for one in layouts
         ]
         self.assertEqual(assign_owners(turned), owners)
@@ -271,13 +271,13 @@ class TestOwners(TestCase):
 
 
 @instantiate_parametrized_tests
-class TestPlan(TestCase):
-    def plan(self, layouts, **options):
-        return make_plan(layouts, assign_owners(layouts), torch.bfloat16, **options)
+class TestSchedule(TestCase):
+    def schedule(self, layouts, **options):
+        return make_schedule(layouts, assign_owners(layouts), torch.bfloat16, **options)
 
-    def assert_every_matrix_once(self, plan):
-        seen = [m for round_ in plan.rounds for m in round_.matrices]
-        self.assertEqual(sorted(seen), list(range(len(plan.layouts))))
+    def assert_every_matrix_once(self, schedule):
+        seen = [m for bucket in schedule.buckets for m in bucket.matrices]
+        self.assertEqual(sorted(seen), list(range(len(schedule.layouts))))
 
     def test_number_of_rounds(self):
         for count, world_size, expected in (
@@ -291,26 +291,28 @@ class TestPlan(TestCase):
         ):
             ranks = tuple(range(world_size))
             layouts = [row_layout(i, (64, 64), ranks) for i in range(count)]
-            plan = self.plan(layouts)
-            self.assertEqual(len(plan.rounds), expected, f"{count} on {world_size}")
-            self.assert_every_matrix_once(plan)
+            schedule = self.schedule(layouts)
+            self.assertEqual(
+                len(schedule.buckets), expected, f"{count} on {world_size}"
+            )
+            self.assert_every_matrix_once(schedule)
 
     def test_rounds_of_mixed_sizes(self):
         rng = random.Random(0)
         for world_size in (2, 3, 8):
             layouts = random_layouts(rng, 20 * world_size, tuple(range(world_size)))
-            plan = self.plan(layouts)
-            self.assertLessEqual(len(plan.rounds), 4)
-            self.assert_every_matrix_once(plan)
-            indices = [r.index for r in plan.rounds]
+            schedule = self.schedule(layouts)
+            self.assertLessEqual(len(schedule.buckets), 4)
+            self.assert_every_matrix_once(schedule)
+            indices = [r.index for r in schedule.buckets]
             self.assertEqual(indices, list(range(len(indices))))
 
     def test_owners_have_the_same_work_in_a_round(self):
         ranks = (0, 1, 2, 3)
         layouts = [row_layout(i, (64, 64), ranks) for i in range(64)]
-        plan = self.plan(layouts)
-        for round_ in plan.rounds:
-            owned = [plan.owners[m] for m in round_.matrices]
+        schedule = self.schedule(layouts)
+        for bucket in schedule.buckets:
+            owned = [schedule.owners[m] for m in bucket.matrices]
             self.assertEqual([owned.count(rank) for rank in ranks], [4] * 4)
 
     def test_byte_bound(self):
@@ -319,35 +321,35 @@ class TestPlan(TestCase):
         size = 64 * 64 * 2
         for at_once in (1, 2, 3, 7):
             bound = size * at_once
-            plan = self.plan(layouts, round_bytes=bound)
-            self.assert_every_matrix_once(plan)
-            self.assertGreaterEqual(len(plan.rounds), 20 // at_once)
-            for round_, rank in itertools.product(plan.rounds, ranks):
-                program = plan.program(round_, rank, ranks)
-                for side in (program.gather_send, program.gather_recv):
-                    moved = sum(chunk.rect.numel for chunk in side.chunks)
+            schedule = self.schedule(layouts, bucket_bytes=bound)
+            self.assert_every_matrix_once(schedule)
+            self.assertGreaterEqual(len(schedule.buckets), 20 // at_once)
+            for bucket, rank in itertools.product(schedule.buckets, ranks):
+                spec = schedule.spec(bucket, rank, ranks)
+                for side in (spec.gather_send, spec.gather_recv):
+                    moved = sum(packed.region.numel for packed in side.regions)
                     self.assertLessEqual(moved * 2, bound)
 
     def test_byte_bound_below_one_matrix(self):
         layouts = [row_layout(i, (64, 64), (0, 1)) for i in range(6)]
-        plan = self.plan(layouts, round_bytes=10)
-        self.assert_every_matrix_once(plan)
-        for round_ in plan.rounds:
-            owned = [plan.owners[m] for m in round_.matrices]
+        schedule = self.schedule(layouts, bucket_bytes=10)
+        self.assert_every_matrix_once(schedule)
+        for bucket in schedule.buckets:
+            owned = [schedule.owners[m] for m in bucket.matrices]
             self.assertEqual(len(owned), len(set(owned)))
 
     @parametrize("shards", [1, 2, 4])
     def test_one_owner_at_a_time(self, shards):
         ranks = (0, 1, 2, 3)
         layouts = random_layouts(random.Random(1), 21, ranks, shards)
-        plan = self.plan(layouts, one_owner_at_a_time=True)
-        self.assert_every_matrix_once(plan)
+        schedule = self.schedule(layouts, one_owner_at_a_time=True)
+        self.assert_every_matrix_once(schedule)
         turns = []
-        for round_ in plan.rounds:
-            (owner,) = {plan.owners[m] for m in round_.matrices}
+        for bucket in schedule.buckets:
+            (owner,) = {schedule.owners[m] for m in bucket.matrices}
             turns.append(owner)
         self.assertEqual(turns, sorted(turns))
-        self.assertEqual(set(turns), set(plan.owners))
+        self.assertEqual(set(turns), set(schedule.owners))
 
     def test_groups_in_one_order(self):
         # Ranks meet in groups that overlap, so each has to come upon them in the same order.
@@ -359,33 +361,33 @@ class TestPlan(TestCase):
         ]
         for one_owner_at_a_time in (False, True):
             options = {"one_owner_at_a_time": one_owner_at_a_time}
-            plan = self.plan(layouts, **options)
-            self.assert_every_matrix_once(plan)
+            schedule = self.schedule(layouts, **options)
+            self.assert_every_matrix_once(schedule)
             for rank in range(4):
-                # What this rank knows gives the same rounds, in the same order.
+                # What this rank knows gives the same buckets, in the same order.
                 mine = [i for i, one in enumerate(layouts) if rank in one.ranks]
-                known = self.plan([layouts[i] for i in mine], **options)
+                known = self.schedule([layouts[i] for i in mine], **options)
                 self.assertEqual(
                     [
                         (r.group, r.index, [mine[m] for m in r.matrices])
-                        for r in known.rounds_of(rank)
+                        for r in known.buckets_of(rank)
                     ],
                     [
                         (r.group, r.index, list(r.matrices))
-                        for r in plan.rounds_of(rank)
+                        for r in schedule.buckets_of(rank)
                     ],
                 )
 
     def test_owner_without_a_piece(self):
         layout = row_layout(0, (4, 4), (0, 1))
         with self.assertRaisesRegex(ValueError, "rank 2.*parameter 0.*no piece"):
-            make_plan([layout], [2], torch.bfloat16)
+            make_schedule([layout], [2], torch.bfloat16)
 
-    def exchange(self, plan, round_, side_of, order):
+    def exchange(self, schedule, bucket, side_of, order):
         """Plays one hop: what stands in each rank's buffers is checked against its peers'."""
-        programs = {rank: plan.program(round_, rank, order) for rank in order}
+        specs = {rank: schedule.spec(bucket, rank, order) for rank in order}
         for sender, receiver in itertools.product(order, repeat=2):
-            send, recv = side_of(programs[sender])[0], side_of(programs[receiver])[1]
+            send, recv = side_of(specs[sender])[0], side_of(specs[receiver])[1]
             to, start = order.index(receiver), order.index(sender)
             self.assertEqual(send.splits[to], recv.splits[start])
             if sender == receiver:
@@ -399,39 +401,40 @@ class TestPlan(TestCase):
             for begin, length, side in ranges:
                 segments.append(
                     [
-                        (one.matrix, getattr(one, "rect", None), one.offset - begin)
-                        for one in (*side.chunks, *side.flags)
+                        (one.matrix, getattr(one, "region", None), one.offset - begin)
+                        for one in (*side.regions, *side.flags)
                         if begin <= one.offset < begin + length
                     ]
                 )
             self.assertEqual(*segments)
-        return programs
+        return specs
 
     @parametrize("shards", [1, 2, 4])
     @parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
     def test_what_travels(self, shards, order):
         layouts = random_layouts(random.Random(3), 30, (0, 1, 2, 3), shards)
-        plan = self.plan(layouts)
+        schedule = self.schedule(layouts)
         arrived = dict.fromkeys(range(len(layouts)), 0)
         returned = {(m, rank): 0 for m in range(len(layouts)) for rank in order}
-        for round_ in plan.rounds:
+        for bucket in schedule.buckets:
             for side_of in (
                 lambda p: (p.gather_send, p.gather_recv),
                 lambda p: (p.scatter_send, p.scatter_recv),
             ):
-                programs = self.exchange(plan, round_, side_of, order)
-            for rank, program in programs.items():
-                owned = [m for m in round_.matrices if plan.owners[m] == rank]
-                self.assertEqual(list(program.owned), owned)
-                for chunk in program.gather_recv.chunks:
-                    self.assertEqual(plan.owners[chunk.matrix], rank)
-                    arrived[chunk.matrix] += chunk.rect.numel
-                for chunk in program.scatter_recv.chunks:
-                    returned[chunk.matrix, rank] += chunk.rect.numel
+                specs = self.exchange(schedule, bucket, side_of, order)
+            for rank, spec in specs.items():
+                owned = [m for m in bucket.matrices if schedule.owners[m] == rank]
+                self.assertEqual(list(spec.owned), owned)
+                for packed in spec.gather_recv.regions:
+                    self.assertEqual(schedule.owners[packed.matrix], rank)
+                    arrived[packed.matrix] += packed.region.numel
+                for packed in spec.scatter_recv.regions:
+                    returned[packed.matrix, rank] += packed.region.numel
         for m, layout in enumerate(layouts):
-            owner = plan.owners[m]
+            owner = schedule.owners[m]
             held = {
-                rank: sum(rect.numel for rect in layout.held_by(rank)) for rank in order
+                rank: sum(region.numel for region in layout.shard_of(rank))
+                for rank in order
             }
             # No element enters its owner twice, nor where the owner has it already.
             self.assertEqual(arrived[m], layout.numel - held[owner])
@@ -443,8 +446,8 @@ class TestPlan(TestCase):
         # Shards (0, 1) and their replicas (2, 3): within a replica is the shorter way.
         layout = row_layout(0, (8, 4), (0, 1, 2, 3), shards=2)
         for owner, source in ((0, 1), (1, 0), (2, 3), (3, 2)):
-            plan = make_plan([layout], [owner], torch.bfloat16)
-            sources = {rank for rank in range(4) if plan.is_source(0, rank)}
+            schedule = make_schedule([layout], [owner], torch.bfloat16)
+            sources = {rank for rank in range(4) if schedule.is_source(0, rank)}
             self.assertEqual(sources, {owner, source})
 
     def test_contributions_travel_in_their_own_dtype(self):
@@ -452,20 +455,20 @@ class TestPlan(TestCase):
         partial = Layout(
             Key(0), (4, 4), torch.float32, (0, 1), (whole, whole), "", (0, 1)
         )
-        plan = make_plan(
+        schedule = make_schedule(
             [partial, row_layout(1, (4, 4), (0, 1))], [0, 1], torch.bfloat16
         )
         dtypes = {
             m: (r.gather_dtype, r.scatter_dtype)
-            for r in plan.rounds
+            for r in schedule.buckets
             for m in r.matrices
         }
         self.assertEqual(dtypes[0], (torch.float32, torch.bfloat16))
         self.assertEqual(dtypes[1], (torch.bfloat16, torch.bfloat16))
         # Both contributions are needed at the owner; one of the two takes the update.
-        self.assertTrue(plan.is_source(0, 0) and plan.is_source(0, 1))
-        self.assertTrue(plan.receives(0, 0))
-        self.assertFalse(plan.receives(0, 1))
+        self.assertTrue(schedule.is_source(0, 0) and schedule.is_source(0, 1))
+        self.assertTrue(schedule.receives(0, 0))
+        self.assertFalse(schedule.receives(0, 1))
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
@@ -497,9 +500,9 @@ class TestDTensorReader(TestCase):
         """Each rectangle of ``rank`` is where the layout says, in the matrix and in storage."""
         matrix = self.numbered(layout.shape)
         covered = torch.zeros_like(local)
-        for rect in layout.held_by(rank):
-            self.assertEqual(rect.of_local(local), rect.of_matrix(matrix))
-            rect.of_local(covered).add_(1)
+        for region in layout.shard_of(rank):
+            self.assertEqual(region.of_local(local), region.of_matrix(matrix))
+            region.of_local(covered).add_(1)
         self.assertEqual(covered, torch.ones_like(local))
 
     @parametrize("mesh_shape", [(1,), (2,), (3,), (5,), (2, 2), (3, 2), (2, 2, 2)])
@@ -525,7 +528,7 @@ class TestDTensorReader(TestCase):
                 self.assertEqual(layout.contributions, ())
                 # All ranks read the same.
                 known = first.setdefault((shape, placements), layout)
-                self.assertEqual(layout.pieces, known.pieces)
+                self.assertEqual(layout.shards, known.shards)
                 check_cover(layout)
 
     def test_fully_shard_over_tensor_parallel(self):
@@ -556,7 +559,7 @@ class TestDTensorReader(TestCase):
         )
         layout = DTensorReader().read(Key(0), dtensor)
         self.assertEqual(layout.ranks, (4, 5, 6, 7))
-        self.assertEqual(layout.held_by(5), (Rect(2, 0, 2, 3, 0, 3),))
+        self.assertEqual(layout.shard_of(5), (Region(2, 0, 2, 3, 0, 3),))
 
     def test_partial(self):
         self.as_rank(1, 4)
@@ -568,7 +571,7 @@ class TestDTensorReader(TestCase):
         self.assertEqual(layout.shape, (8, 3))
         self.assertEqual(layout.contributions, (0, 0, 1, 1))
         self.assertTrue(layout.partial)
-        self.assertEqual(layout.pieces[0], layout.pieces[2])
+        self.assertEqual(layout.shards[0], layout.shards[2])
         with self.assertRaisesRegex(ValueError, "parameter 2 'w'.*sum"):
             other = DTensor.from_local(
                 torch.ones(4, 3), mesh, [Partial("max"), Shard(0)], run_check=False

@@ -23,7 +23,7 @@ class Hop(NamedTuple):
 def hops_of(optimizer: Muon) -> list[Hop]:
     """The collectives of a step, in the order of their rounds. ``optimizer`` has made a step."""
     hops = []
-    for buffers in _pipeline(optimizer).exchange.rounds:
+    for buffers in _pipeline(optimizer).exchange.buckets:
         if buffers.group is None:
             continue
         for sent, received in (
@@ -43,11 +43,11 @@ def hops_of(optimizer: Muon) -> list[Hop]:
 
 def blended_by(optimizer: Muon, rank: int) -> set[int]:
     """The parameters of which ``rank`` contributes a piece to what is orthogonalized."""
-    plan = _pipeline(optimizer).plan
+    schedule = _pipeline(optimizer).schedule
     return {
         layout.key.index
-        for matrix, layout in enumerate(plan.layouts)
-        if plan.is_source(matrix, rank)
+        for matrix, layout in enumerate(schedule.layouts)
+        if schedule.is_source(matrix, rank)
     }
 
 

@@ -2,7 +2,7 @@
 
     .venv/bin/python tools/figures/route.py --out docs/figures/route.png
 
-Whatever is drawn is read from the engine's own layouts, owners and plan, over a process group that
+Whatever is drawn is read from the engine's own layouts, owners and schedule, over a process group that
 pretends: who holds which elements, who sends what to whom, and how much of it.
 """
 
@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import empty, Replicate, Shard
 from torch.optim import _muon
 from torch.optim._muon_engine.layouts.dtensor import DTensorReader
-from torch.optim._muon_engine.layouts import Key, Rect
+from torch.optim._muon_engine.layouts import Key, Region
 from torch.optim._muon_engine.schedule.owners import assign_owners
-from torch.optim._muon_engine.schedule.buckets import make_plan, Plan
+from torch.optim._muon_engine.schedule.buckets import make_schedule, Schedule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -64,7 +64,7 @@ class Trip:
 
 @dataclass(frozen=True)
 class Route:
-    plan: Plan
+    schedule: Schedule
     matrix: int
     coordinates: dict[int, tuple[int, int]]
     gather: tuple[Trip, ...]
@@ -79,18 +79,18 @@ def route(placements: tuple) -> Route:
         reader.read(Key(i), empty(SHAPE, device_mesh=mesh, placements=list(placements)))
         for i in range(COPIES)
     ]
-    plan = make_plan(layouts, assign_owners(layouts), _muon._NS_DTYPE)
-    matrix = plan.owners.index(OWNER)
+    schedule = make_schedule(layouts, assign_owners(layouts), _muon._NS_DTYPE)
+    matrix = schedule.owners.index(OWNER)
     gather, scatter = [], []
-    for round_ in plan.rounds:
-        if matrix not in round_.matrices:
+    for bucket in schedule.buckets:
+        if matrix not in bucket.matrices:
             continue
         for rank in RANKS:
-            program = plan.program(round_, rank, RANKS)
+            program = schedule.spec(bucket, rank, RANKS)
             gather += trips(program.gather_send, matrix, rank)
             scatter += trips(program.scatter_send, matrix, rank)
     coordinates = {int(mesh.mesh[i, j]): (i, j) for i in (0, 1) for j in (0, 1)}
-    return Route(plan, matrix, coordinates, tuple(gather), tuple(scatter))
+    return Route(schedule, matrix, coordinates, tuple(gather), tuple(scatter))
 
 
 def trips(side, matrix: int, sender: int) -> list[Trip]:
@@ -101,8 +101,8 @@ def trips(side, matrix: int, sender: int) -> list[Trip]:
         here = range(start, start + split)
         start += split
         elements = sum(
-            chunk.rect.numel
-            for chunk in side.chunks
+            chunk.region.numel
+            for chunk in side.regions
             if chunk.matrix == matrix and chunk.offset in here
         )
         flags = sum(f.matrix == matrix and f.offset in here for f in side.flags)
@@ -121,10 +121,10 @@ class Panel:
     def __init__(self, axes, title: str, found: Route) -> None:
         self.axes = axes
         self.found = found
-        self.layout = found.plan.layouts[found.matrix]
-        self.owner = found.plan.owners[found.matrix]
+        self.layout = found.schedule.layouts[found.matrix]
+        self.owner = found.schedule.owners[found.matrix]
         # Replicas hold equal pieces, and have one colour.
-        pieces = list(dict.fromkeys(self.layout.pieces))
+        pieces = list(dict.fromkeys(self.layout.shards))
         self.hue_of = {piece: HUES[i] for i, piece in enumerate(pieces)}
         torch.manual_seed(3)
         self.momentum = torch.randn(SHAPE)
@@ -196,15 +196,15 @@ class Panel:
                 zorder=2,
             )
         )
-        shown = self.hue_of if holder is None else {self.layout.held_by(holder): None}
+        shown = self.hue_of if holder is None else {self.layout.shard_of(holder): None}
         for piece in shown:
-            for rect in piece:
-                self.cells(left, top, rect, values, self.hue_of[piece])
+            for region in piece:
+                self.cells(left, top, region, values, self.hue_of[piece])
 
-    def cells(self, left: float, top: float, rect: Rect, values, hue: str) -> None:
+    def cells(self, left: float, top: float, region: Region, values, hue: str) -> None:
         largest = values.abs().max()
-        for i in range(rect.row, rect.row + rect.height):
-            for j in range(rect.column, rect.column + rect.width):
+        for i in range(region.row, region.row + region.height):
+            for j in range(region.column, region.column + region.width):
                 strength = 0.25 + 0.75 * float(values[i, j].abs() / largest)
                 self.axes.add_patch(
                     Rectangle(
@@ -234,12 +234,12 @@ class Panel:
 
     def own_piece(self, start: float, end: float) -> None:
         y = self.y(self.owner)
-        hue = self.hue_of[self.layout.held_by(self.owner)]
+        hue = self.hue_of[self.layout.shard_of(self.owner)]
         into_owner = end == self.BEFORE_NS
         left = start + (0.95 if into_owner else 1.1)
         right = end - (1.1 if into_owner else 0.95)
         self.arrow((left, y), (right, y), hue, 1.4, dashed=True)
-        elements = sum(r.numel for r in self.layout.held_by(self.owner))
+        elements = sum(r.numel for r in self.layout.shard_of(self.owner))
         self.label(((left + right) / 2, y + 0.2), f"{elements} stay", hue)
 
     def trip(
@@ -254,7 +254,7 @@ class Panel:
         a, b = (rank_y, edge) if into_owner else (edge, rank_y)
         if not into_owner:
             left, right = start + 1.1, end - 0.95
-        hue = self.hue_of[self.layout.held_by(rank)]
+        hue = self.hue_of[self.layout.shard_of(rank)]
         width = 1.2 + 0.09 * trip.elements if trip.elements else 0.9
         colour = hue if trip.elements else FAINT
         self.arrow((left, a), (right, b), colour, width, dotted=not trip.elements)

@@ -44,7 +44,7 @@ FAULTS = (
         "owners are of the first replica only",
         "_muon_engine/schedule/owners.py",
         "        owner = min(layout.group, key=",
-        "        owner = min(dict(zip(layout.pieces[::-1], layout.ranks[::-1])).values(), key=",
+        "        owner = min(dict(zip(layout.shards[::-1], layout.ranks[::-1])).values(), key=",
         (f"{EXCHANGE}hsdp_orthogonalizes_once_and_not_per_replica",),
     ),
     Fault(
@@ -64,16 +64,16 @@ FAULTS = (
     # What travels
     Fault(
         "only the first rectangle of a piece is packed",
-        "_muon_engine/rounds.py",
-        "in buffers.gather_send.rects(matrix):",
-        "in buffers.gather_send.rects(matrix)[:1]:",
+        "_muon_engine/runtime/assembly.py",
+        "in buffers.gather_send.regions(matrix):",
+        "in buffers.gather_send.regions(matrix)[:1]:",
         (f"{FSDP1}flags",),
     ),
     Fault(
         "only the first rectangle of the result is packed",
-        "_muon_engine/rounds.py",
-        "in buffers.scatter_send.rects(matrix):",
-        "in buffers.scatter_send.rects(matrix)[:1]:",
+        "_muon_engine/runtime/assembly.py",
+        "in buffers.scatter_send.regions(matrix):",
+        "in buffers.scatter_send.regions(matrix)[:1]:",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
@@ -85,17 +85,17 @@ FAULTS = (
     ),
     Fault(
         "the owner orthogonalizes its own piece, with zeros for the others'",
-        "_muon_engine/rounds.py",
-        "        rect.of_matrix(out).copy_(view)\n",
-        "        rect.of_matrix(out).zero_()\n",
+        "_muon_engine/runtime/assembly.py",
+        "        region.of_matrix(out).copy_(view)\n",
+        "        region.of_matrix(out).zero_()\n",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
         "the momentum is sent without the look-ahead of nesterov",
         "_muon_engine/runtime/pipeline.py",
-        "rounds.pack(buffers, matrix, partial(self.blended, matrix))",
+        "assembly.pack(buffers, matrix, partial(self.blended, matrix))",
         "momentum = self.momentum[self.index_of(matrix)]\n"
-        "                rounds.pack(buffers, matrix, lambda rect: rect.of_local(momentum))",
+        "                assembly.pack(buffers, matrix, lambda region: region.of_local(momentum))",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
@@ -107,7 +107,7 @@ FAULTS = (
     ),
     Fault(
         "contributions to a sum are added as they come",
-        "_muon_engine/rounds.py",
+        "_muon_engine/runtime/assembly.py",
         "in sorted(parts, key=lambda part: part[0]):",
         "in parts:",
         (f"{PARTIAL}contributions_are_added_in_the_order_of_the_group",),
@@ -142,15 +142,15 @@ FAULTS = (
     Fault(
         "lookahead counts a rank's own rounds instead of each group's",
         "_muon_engine/runtime/pipeline.py",
-        """        for buffers in exchange.rounds:
-            if buffers.round.index <= exchange.prefetch_count:
+        """        for buffers in exchange.buckets:
+            if buffers.bucket.index <= exchange.prefetch_count:
                 self.gather(buffers)
-        previous: RoundBuffers | None = None
-        for buffers in exchange.rounds:
+        previous: BucketBuffers | None = None
+        for buffers in exchange.buckets:
             buffers.wait()
             self.orthogonalize(buffers)
             buffers.start_scatter()
-            if self.plan.one_owner_at_a_time and exchange.prefetch_count == 0:
+            if self.schedule.one_owner_at_a_time and exchange.prefetch_count == 0:
                 # For debugging, nothing overlaps.
                 self.finish(buffers)
                 following = exchange.follower(buffers)
@@ -166,16 +166,16 @@ FAULTS = (
             previous = buffers
 """,
         """        ahead = exchange.prefetch_count + 1
-        for buffers in exchange.rounds[:ahead]:
+        for buffers in exchange.buckets[:ahead]:
             self.gather(buffers)
-        previous: RoundBuffers | None = None
-        for number, buffers in enumerate(exchange.rounds):
+        previous: BucketBuffers | None = None
+        for number, buffers in enumerate(exchange.buckets):
             buffers.wait()
             self.orthogonalize(buffers)
             buffers.start_scatter()
             if previous is not None:
                 self.finish(previous)
-            for following in exchange.rounds[number + ahead : number + ahead + 1]:
+            for following in exchange.buckets[number + ahead : number + ahead + 1]:
                 self.gather(following)
             previous = buffers
 """,
@@ -195,7 +195,7 @@ FAULTS = (
         "        buffers.start_gather()\n",
         """        if any(
             self.grads[self.index_of(matrix)] is not None
-            for matrix in buffers.round.matrices
+            for matrix in buffers.bucket.matrices
         ):
             buffers.start_gather()
 """,
@@ -241,15 +241,15 @@ FAULTS = (
     Fault(
         "the learning rate is scaled by the shape of the piece",
         "_muon_engine/runtime/pipeline.py",
-        "Move(rect.of_local(local), update, hyper, layout.shape, rect)",
-        "Move(rect.of_local(local), update, hyper, tuple(local.shape), rect)",
+        "Move(region.of_local(local), update, hyper, layout.shape, region)",
+        "Move(region.of_local(local), update, hyper, tuple(local.shape), region)",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
         "weights decay on the owner only",
         "_muon_engine/runtime/pipeline.py",
         "        local = local_part(param)\n        self.log_phase",
-        """        if self.plan.owners[matrix] != self.rank:
+        """        if self.schedule.owners[matrix] != self.rank:
             hyper = hyper._replace(weight_decay=0.0)
         local = local_part(param)
         self.log_phase""",
@@ -259,7 +259,7 @@ FAULTS = (
         "a bfloat16 piece is rounded as if it were the whole matrix",
         "_muon_engine/apply.py",
         "    if param.dtype != update.dtype:\n",
-        "    if param.dtype != update.dtype or rect.numel:\n",
+        "    if param.dtype != update.dtype or region.numel:\n",
         (f"{LAYOUTS}dtypes",),
     ),
     Fault(

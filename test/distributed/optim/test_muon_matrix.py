@@ -70,7 +70,7 @@ class Matrix(ModuleParity):
 
     def check_rounds(self, twins):
         self.assertTrainsAlike(twins, 2)
-        rounds = twins.config._engine._pipeline().plan.rounds_of(self.rank)
+        rounds = twins.config._engine._pipeline().schedule.buckets_of(self.rank)
         # Fewer would leave nothing to prefetch. One after the other, each owner has a round.
         least = 3 if self.flags["async_gpu_parallelism"] else 2
         self.assertGreaterEqual(len(rounds), least)

@@ -13,7 +13,7 @@ from torch.optim._muon import _adjust_lr, _apply_update, _Hyper
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch.optim._muon_engine.layouts import Rect
+    from torch.optim._muon_engine.layouts import Region
 
 
 # Elements that decay and move together: few enough to still be in a core's cache for the second pass.
@@ -23,13 +23,13 @@ _ELEMENTS_PER_THREAD = 2**15
 
 
 class Move(NamedTuple):
-    """Rectangle ``rect`` of a parameter of the global ``shape``, with its update, if it gets one."""
+    """Rectangle ``region`` of a parameter of the global ``shape``, with its update, if it gets one."""
 
     param: Tensor
     update: Tensor | None
     hyper: _Hyper
     shape: tuple[int, int]
-    rect: Rect
+    region: Region
 
 
 def apply_moves(moves: Sequence[Move], *, foreach: bool) -> None:
@@ -55,9 +55,9 @@ def apply_piece(
     update: Tensor | None,
     hyper: _Hyper,
     shape: tuple[int, int],
-    rect: Rect,
+    region: Region,
 ) -> None:
-    """Decays and moves ``param``, which is rectangle ``rect`` of a matrix of the global ``shape``.
+    """Decays and moves ``param``, which is rectangle ``region`` of a matrix of the global ``shape``.
 
     On a CPU, ``add_`` of two bfloat16 tensors rounds once in its vector loop and twice in the scalar
     loop that does the remainder, so its bits depend on where an element stands. The piece gets the
@@ -71,7 +71,7 @@ def apply_piece(
         _apply_update(param, update, hyper, shape)
         return
     if param.dtype != update.dtype:
-        rows = max(1, _CACHED_ELEMENTS // max(1, rect.width))
+        rows = max(1, _CACHED_ELEMENTS // max(1, region.width))
         for part, move in zip(param.split(rows), update.split(rows), strict=True):
             _apply_update(part, move, hyper, shape)
         return
@@ -87,11 +87,11 @@ def apply_piece(
         param.add_(update * alpha)
         return
     twice = _remainders(rows * columns, torch.get_num_threads())
-    row, column = twice // columns - rect.row, twice % columns - rect.column
-    here = (row >= 0) & (row < rect.height) & (column >= 0) & (column < rect.width)
+    row, column = twice // columns - region.row, twice % columns - region.column
+    here = (row >= 0) & (row < region.height) & (column >= 0) & (column < region.width)
     row, column = row[here], column[here]
     remainder = param[row, column] + update[row, column] * alpha
-    height = max(1, _CACHED_ELEMENTS // max(1, rect.width))
+    height = max(1, _CACHED_ELEMENTS // max(1, region.width))
     for part, move in zip(param.split(height), update.split(height), strict=True):
         part.copy_(_rounded_once(part, move, alpha))
     param[row, column] = remainder

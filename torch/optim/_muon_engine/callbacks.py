@@ -16,7 +16,7 @@ from torch.optim._muon import (
     _Work,
 )
 from torch.optim._muon_engine.apply import apply_piece
-from torch.optim._muon_engine.layouts import Rect
+from torch.optim._muon_engine.layouts import Region
 from torch.optim._muon_engine.local import (
     as_dtensor_if_imported,
     like_param,
@@ -46,7 +46,7 @@ class FunctionStep:
         work: Sequence[_Work],
         owners: Sequence[int],
         describe: Sequence[str],
-        held: Mapping[int, tuple[tuple[int, int], tuple[Rect, ...]]],
+        held: Mapping[int, tuple[tuple[int, int], tuple[Region, ...]]],
         groups: Mapping[int, tuple[int, ...]],
         order: Sequence[int],
         rank: int,
@@ -168,16 +168,18 @@ class FunctionStep:
         if grad is None or index in self.refused:
             return
         local = local_part(param)
-        shape, rects = self.held.get(index, (None, ()))
+        shape, regions = self.held.get(index, (None, ()))
         if shape is None:
             shape = tuple(self.global_shape(index, whole))
             if shape != local.shape:
                 # Where in the matrix this piece stands is the framework's secret.
                 _apply_update(local, update, hyper, shape)
                 return
-            rects = (Rect(0, 0, *shape, 0, shape[1]),)
-        for rect in rects:
-            apply_piece(rect.of_local(local), rect.of_local(update), hyper, shape, rect)
+            regions = (Region(0, 0, *shape, 0, shape[1]),)
+        for region in regions:
+            apply_piece(
+                region.of_local(local), region.of_local(update), hyper, shape, region
+            )
 
     def global_shape(self, index: int, whole: Tensor | None) -> Sequence[int]:
         """What the learning rate is scaled by: never the shape of a shard, where that is known."""

@@ -97,7 +97,7 @@ class DistributedConfig:
         return built is not None and built.takes_flat_params
 
     def _claim(self, optimizer: Any) -> ValueError | None:
-        """Ties the config to ``optimizer``, whose plan it carries; returns why that cannot be.
+        """Ties the config to ``optimizer``, whose schedule it carries; returns why that cannot be.
 
         Copies of a config share the object behind its functions, and so the claim.
         """

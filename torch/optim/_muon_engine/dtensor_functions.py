@@ -128,8 +128,8 @@ class DTensorFunctions(BuiltFunctions):
         local = full.new_zeros(metadata["local_shape"])
         rank = process_rank()
         if layout.contribution_of(rank) == 0:
-            for rect in layout.held_by(rank):
-                rect.of_local(local).copy_(rect.of_matrix(full))
+            for region in layout.shard_of(rank):
+                region.of_local(local).copy_(region.of_matrix(full))
         return from_local(local, metadata)
 
 

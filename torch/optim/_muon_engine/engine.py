@@ -33,7 +33,7 @@ from torch.optim._muon_engine.runtime.pipeline import (
     SOME_LACK,
     SOME_WRONG,
 )
-from torch.optim._muon_engine.schedule.buckets import make_plan
+from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.single import SingleExchange
 from torch.optim._muon_engine.callbacks import FunctionStep
 
@@ -67,7 +67,7 @@ def _without_autocast(kind: str) -> AbstractContextManager:
 
 
 class Engine:
-    """Owners, plan and buffers for one list of parameters.
+    """Owners, schedule and buffers for one list of parameters.
 
     Args:
         config: whose functions, state and flags are used; they are read again at every step.
@@ -269,7 +269,7 @@ class Engine:
                         "pieces",
                         hashlib.sha256(
                             repr(
-                                (layout.ranks, layout.pieces, layout.contributions)
+                                (layout.ranks, layout.shards, layout.contributions)
                             ).encode()
                         ).hexdigest()[:12],
                     ),
@@ -393,7 +393,7 @@ class Engine:
         owner_of = {i: rank for rank, owned in self.assignments.items() for i in owned}
         owners = [owner_of[i] for i in range(len(work))]
         held = {
-            layout.key.index: (layout.shape, layout.held_by(self.rank))
+            layout.key.index: (layout.shape, layout.shard_of(self.rank))
             for layout in self.layouts
         }
         self._has_grad = [one.grad is not None for one in work]
@@ -434,7 +434,7 @@ class Engine:
         return placed
 
     def _follow_unfreezing(self, work: Sequence[_Work]) -> None:
-        """A parameter that was frozen when the plan was made, and is no more, needs a new plan."""
+        """A parameter that was frozen when the schedule was made, and is no more, needs a new schedule."""
         unfrozen = [
             one.param
             for planned, one in zip(self.planned, work, strict=True)
@@ -453,15 +453,15 @@ class Engine:
                 for layout, owner in zip(self.layouts, self.owners, strict=True)
                 if self.planned[layout.key.index]
             ]
-            plan = make_plan(
+            schedule = make_schedule(
                 [layout for layout, _ in chosen],
                 [owner for _, owner in chosen],
                 _NS_DTYPE,
                 one_owner_at_a_time=not parallel,
             )
-            exchange = Exchange(plan, self.rank, self._groups, self.device, ahead)
+            exchange = Exchange(schedule, self.rank, self._groups, self.device, ahead)
             made = Pipeline(
-                plan,
+                schedule,
                 exchange,
                 self.rank,
                 self._placings,
@@ -474,7 +474,7 @@ class Engine:
     def _raise_if_at_odds(self, verdicts: Mapping[int, int]) -> None:
         if not verdicts:
             return
-        layouts = next(iter(self._pipelines.values())).plan.layouts
+        layouts = next(iter(self._pipelines.values())).schedule.layouts
         for bit, text in (
             (OUT_OF_STEP, _OUT_OF_STEP),
             (SOME_WRONG, _WRONG_GRADIENT),

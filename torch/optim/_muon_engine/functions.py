@@ -6,7 +6,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.optim._muon_engine.layouts import Key, Layout, whole_rects
+from torch.optim._muon_engine.layouts import Key, Layout, whole_regions
 from torch.optim._muon_engine.schedule.owners import assign_owners, by_rank
 
 
@@ -36,7 +36,7 @@ def process_count() -> int:
 
 def is_frozen(param: Tensor) -> bool:
     """A Parameter that takes no gradients. A plain tensor here is given its gradient by hand."""
-    # Not a word of param.grad: what decides about the plan must be the same on all ranks.
+    # Not a word of param.grad: what decides about the schedule must be the same on all ranks.
     return isinstance(param, torch.nn.Parameter) and not param.requires_grad
 
 
@@ -47,7 +47,7 @@ def whole_layout(key: Key, param: Tensor) -> Layout:
             f"Muon only supports 2D parameters whereas we found {key.describe(param.shape)}"
         )
     rows, columns = param.shape
-    full = whole_rects(rows, columns)
+    full = whole_regions(rows, columns)
     return Layout(
         key, (rows, columns), param.dtype, (process_rank(),), (full,), "a plain tensor"
     )

@@ -196,8 +196,8 @@ class GroupFunctions(DTensorFunctions):
         group = spanning_group(layout.group, self.groups.shared_over().values())
         full = tensor.new_empty(layout.shape)
         for rank, local in _everyones(tensor.detach(), group).items():
-            for rect in layout.held_by(rank):
-                rect.of_matrix(full).copy_(rect.of_local(local))
+            for region in layout.shard_of(rank):
+                region.of_matrix(full).copy_(region.of_local(local))
         return full
 
     def _layout_of(self, tensor: Tensor, index: int) -> Layout:
@@ -220,8 +220,8 @@ class GroupFunctions(DTensorFunctions):
             return super().piece(full, index)
         layout, shape = self._cut[index]
         local = full.new_zeros(shape)
-        for rect in layout.held_by(process_rank()):
-            rect.of_local(local).copy_(rect.of_matrix(full))
+        for region in layout.shard_of(process_rank()):
+            region.of_local(local).copy_(region.of_matrix(full))
         return local
 
 

@@ -185,8 +185,8 @@ def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
         rank = torch.distributed.get_rank()
         local = torch.zeros_like(local_part(param), dtype=buffer.dtype)
         if layout.contribution_of(rank) == 0:
-            for rect in layout.held_by(rank):
-                rect.of_local(local).copy_(rect.of_matrix(buffer))
+            for region in layout.shard_of(rank):
+                region.of_local(local).copy_(region.of_matrix(buffer))
         return like_param(param, local)
     if own.device_mesh != its.device_mesh:
         return place_like(param, its.full_tensor(), description)

@@ -45,7 +45,7 @@ def spanning_group(
     if cached is not None and _is_alive(cached):
         return cached
     with _named_alike(ranks):
-        # Only the members meet: other pipeline stages may be elsewhere in their program.
+        # Only the members meet: other pipeline stages may be elsewhere in their spec.
         made = dist.new_group(
             list(ranks),
             timeout=group_timeout(known),

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Rect(NamedTuple):
+class Region(NamedTuple):
     """A rectangle of a matrix, and where a rank's local storage holds it.
 
     Element (i, j) of the rectangle is element (row + i, column + j) of the matrix, and stands at
@@ -62,9 +62,9 @@ class Rect(NamedTuple):
         )
 
 
-def whole_rects(rows: int, columns: int) -> tuple[Rect, ...]:
+def whole_regions(rows: int, columns: int) -> tuple[Region, ...]:
     """What a rank holds that has all of a matrix, in a tensor of its shape."""
-    return (Rect(0, 0, rows, columns, 0, columns),) if rows * columns else ()
+    return (Region(0, 0, rows, columns, 0, columns),) if rows * columns else ()
 
 
 class Key(NamedTuple):
@@ -89,7 +89,7 @@ class Key(NamedTuple):
 class Layout:
     """One matrix: its global shape and, for each rank of its group, what that rank holds.
 
-    ``ranks`` are global ranks in the framework's order; ``pieces[i]`` are the rectangles of
+    ``ranks`` are global ranks in the framework's order; ``shards[i]`` are the rectangles of
     ``ranks[i]``, in storage order, none where its shard is empty. Replicas hold equal pieces.
     ``source`` says in words where the reader has this from, for error messages. Where the matrix is
     a sum of contributions that were never added up, ``contributions[i]`` says which one
@@ -100,7 +100,7 @@ class Layout:
     shape: tuple[int, int]
     dtype: torch.dtype
     ranks: tuple[int, ...]
-    pieces: tuple[tuple[Rect, ...], ...]
+    shards: tuple[tuple[Region, ...], ...]
     source: str = ""
     contributions: tuple[int, ...] = ()
 
@@ -117,8 +117,8 @@ class Layout:
     def partial(self) -> bool:
         return len(set(self.contributions)) > 1
 
-    def held_by(self, rank: int) -> tuple[Rect, ...]:
-        return self.pieces[self.ranks.index(rank)]
+    def shard_of(self, rank: int) -> tuple[Region, ...]:
+        return self.shards[self.ranks.index(rank)]
 
     def contribution_of(self, rank: int) -> int:
         return self.contributions[self.ranks.index(rank)] if self.contributions else 0
@@ -129,11 +129,11 @@ class Layout:
 
 def replica_sets(
     layout: Layout,
-) -> dict[tuple[int, tuple[Rect, ...]], list[int]]:
+) -> dict[tuple[int, tuple[Region, ...]], list[int]]:
     """Each distinct (contribution, piece) with the ranks that hold it, in the group's order."""
-    holders: dict[tuple[int, tuple[Rect, ...]], list[int]] = {}
+    holders: dict[tuple[int, tuple[Region, ...]], list[int]] = {}
     contributions = layout.contributions or (0,) * len(layout.ranks)
-    for rank, *held in zip(layout.ranks, contributions, layout.pieces, strict=True):
+    for rank, *held in zip(layout.ranks, contributions, layout.shards, strict=True):
         holders.setdefault(tuple(held), []).append(rank)
     return holders
 
@@ -146,16 +146,16 @@ def check_cover(layout: Layout) -> None:
         _check_tiles(layout, pieces)
 
 
-def _check_tiles(layout: Layout, pieces: list[tuple[Rect, ...]]) -> None:
-    rects = sorted(rect for piece in pieces for rect in piece if rect.numel)
+def _check_tiles(layout: Layout, pieces: list[tuple[Region, ...]]) -> None:
+    regions = sorted(region for piece in pieces for region in piece if region.numel)
     rows, columns = layout.shape
-    found = sum(rect.numel for rect in rects)
-    edges = sorted({edge for r in rects for edge in (r.row, r.row + r.height)})
+    found = sum(region.numel for region in regions)
+    edges = sorted({edge for r in regions for edge in (r.row, r.row + r.height)})
     for top, bottom in itertools.pairwise(edges):
         # Sorted by row first, so a band's rectangles have to be put in column order again.
         band = sorted(
             (r.column, r.column + r.width)
-            for r in rects
+            for r in regions
             if r.row < bottom and r.row + r.height > top
         )
         reach = 0
@@ -169,7 +169,7 @@ def _check_tiles(layout: Layout, pieces: list[tuple[Rect, ...]]) -> None:
         min(r.row, r.column) < 0
         or r.row + r.height > rows
         or r.column + r.width > columns
-        for r in rects
+        for r in regions
     ):
         raise ValueError(
             f"{layout.describe()}: its pieces hold {found} of {layout.numel} elements ({layout.source})"

@@ -8,7 +8,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Rect
+from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region
 
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ class DTensorReader:
         if fresh:
             check_cover(layout)
             self._pieces[memo] = pieces
-        mine = layout.held_by(torch.distributed.get_rank())
+        mine = layout.shard_of(torch.distributed.get_rank())
         local = tensor._local_tensor
-        if sum(rect.numel for rect in mine) != local.numel():
+        if sum(region.numel for region in mine) != local.numel():
             raise ValueError(
                 f"{where}: the local tensor has shape {tuple(local.shape)}, which the placements do not give"
             )
@@ -108,7 +108,7 @@ def _pieces(
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     where: str,
-) -> tuple[tuple[Rect, ...], ...]:
+) -> tuple[tuple[Region, ...], ...]:
     """For each rank of the flattened mesh, the rectangles that it holds."""
     by_dim = [
         _indices_by_coordinate(mesh, placements, shape, dim, where)
@@ -118,7 +118,7 @@ def _pieces(
     for coordinate in product(*(range(size) for size in mesh.shape)):
         rows, columns = (runs[coordinate] for runs in by_dim)
         stride = sum(length for _, length in columns)
-        pieces.append(tuple(_rects(rows, columns, stride)))
+        pieces.append(tuple(_regions(rows, columns, stride)))
     return tuple(pieces)
 
 
@@ -207,16 +207,16 @@ def _runs(indices: Tensor) -> list[tuple[int, int]]:
     ]
 
 
-def _rects(
+def _regions(
     rows: list[tuple[int, int]], columns: list[tuple[int, int]], stride: int
-) -> list[Rect]:
-    rects = []
+) -> list[Region]:
+    regions = []
     local_row = 0
     for row, height in rows:
         local_column = 0
         for column, width in columns:
             offset = local_row * stride + local_column
-            rects.append(Rect(row, column, height, width, offset, stride))
+            regions.append(Region(row, column, height, width, offset, stride))
             local_column += width
         local_row += height
-    return rects
+    return regions

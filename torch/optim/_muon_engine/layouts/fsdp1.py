@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch.optim._muon_engine.layouts import Rect
+from torch.optim._muon_engine.layouts import Region
 
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class FlatMatrix(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    rects: tuple[Rect, ...]
+    regions: tuple[Region, ...]
     # How tensor parallelism had cut it before; None where it had not.
     tp: DTensorSpec | None
     # Whether FSDP flattened it row by row, and not in another order of its memory.
@@ -84,20 +84,22 @@ def _matrices(flat: Any) -> tuple[FlatMatrix, ...]:
 
 def _matrix(flat: Any, number: int, offset: int | None) -> FlatMatrix:
     info, shape = flat._shard_param_infos[number], tuple(flat._shapes[number])
-    rects: tuple[Rect, ...] = ()
+    regions: tuple[Region, ...] = ()
     if info.in_shard and len(shape) == 2:
         start, end = info.intra_param_start_idx, info.intra_param_end_idx + 1
-        rects = tuple(interval_rects(start, end, shape[1], offset))
+        regions = tuple(interval_regions(start, end, shape[1], offset))
     return FlatMatrix(
         flat._fqns[number],
         shape,
-        rects,
+        regions,
         flat._param_extensions[number],
         flat._contiguities[number],
     )
 
 
-def interval_rects(start: int, end: int, columns: int, offset: int) -> Iterator[Rect]:
+def interval_regions(
+    start: int, end: int, columns: int, offset: int
+) -> Iterator[Region]:
     """Elements ``start`` to ``end`` of a matrix, counted row by row, as at most three rectangles.
 
     They stand in a row from ``offset`` on: the end of one row, whole rows, the beginning of another.
@@ -109,7 +111,7 @@ def interval_rects(start: int, end: int, columns: int, offset: int) -> Iterator[
             height, width = (end - at) // columns, columns
         else:
             height, width = 1, min(columns - column, end - at)
-        yield Rect(row, column, height, width, offset + at - start, width)
+        yield Region(row, column, height, width, offset + at - start, width)
         at += height * width
 
 

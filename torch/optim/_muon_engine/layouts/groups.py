@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim._muon_engine.layouts import fsdp1 as fsdp1_reader
 from torch.optim._muon_engine.functions import process_rank
-from torch.optim._muon_engine.layouts import whole_rects
+from torch.optim._muon_engine.layouts import whole_regions
 from torch.optim._muon_engine.model import tp_mark_of
 
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.optim._muon_engine.layouts.merge import Crossing, Piece
     from torch.optim._muon_engine.layouts.fsdp1 import FlatMatrix, FlatView
     from torch.optim._muon_engine.group_functions import ParallelGroups
-    from torch.optim._muon_engine.layouts import Key, Layout, Rect
+    from torch.optim._muon_engine.layouts import Key, Layout, Region
 
 
 class PieceReader:
@@ -81,7 +81,7 @@ class PieceReader:
         return Piece(
             layout.key,
             layout.dtype,
-            Part(layout.shape, tuple(zip(layout.ranks, layout.pieces, strict=True))),
+            Part(layout.shape, tuple(zip(layout.ranks, layout.shards, strict=True))),
             tuple(crossings),
             layout.source,
             layout.contributions,
@@ -122,7 +122,7 @@ class PieceReader:
 
         replicas = set(_ranks(self.shared["ddp"])) if "ddp" in self.shared else set()
         inside = replicas & set(layout.ranks)
-        if len({layout.held_by(rank) for rank in inside}) > 1:
+        if len({layout.shard_of(rank) for rank in inside}) > 1:
             self._warn(
                 layout,
                 f"ddp_process_group says that ranks {sorted(replicas)} hold replicas, its placements that ranks "
@@ -159,7 +159,7 @@ class PieceReader:
         tp_dim = self._tp_dim(key, param) if groups.get("tp") is not None else None
         crossings = self._crossings(groups, 0, tp_dim)
         yield self._piece(
-            key, param, (rows, columns), whole_rects(rows, columns), crossings
+            key, param, (rows, columns), whole_regions(rows, columns), crossings
         )
 
     def _piece(
@@ -167,7 +167,7 @@ class PieceReader:
         key: Key,
         param: Tensor,
         shape: tuple[int, int],
-        rects: tuple[Rect, ...],
+        regions: tuple[Region, ...],
         crossings: list[Crossing],
     ) -> Piece:
         from torch.optim._muon_engine.layouts.merge import Part, Piece
@@ -179,7 +179,7 @@ class PieceReader:
         return Piece(
             key,
             param.dtype,
-            Part(shape, ((process_rank(), rects),)),
+            Part(shape, ((process_rank(), regions),)),
             tuple(crossings),
             f"process groups: {', '.join(words)}" if words else "a plain tensor",
         )
@@ -279,7 +279,7 @@ class PieceReader:
             key,
             param,
             matrix.shape,
-            matrix.rects,
+            matrix.regions,
             # Each rank tells its part of the same matrix: nothing has to be put end to end.
             self._crossings(groups, None, tp_dim),
         )

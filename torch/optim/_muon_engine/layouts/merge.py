@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.optim._muon_engine.agreement import exchange_objects, failure, reported
-from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Rect
+from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region
 
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     """What a set of ranks holds of one matrix, in coordinates of what they hold together."""
 
     shape: tuple[int, int]
-    holders: tuple[tuple[int, tuple[Rect, ...]], ...]
+    holders: tuple[tuple[int, tuple[Region, ...]], ...]
 
 
 class Crossing(NamedTuple):
@@ -90,7 +90,7 @@ class _Discovery:
         groups: Iterable[tuple[str, ProcessGroup]],
         ep_ranks: tuple[int, ...],
     ) -> None:
-        self.pieces = pieces
+        self.shards = pieces
         self.ep_ranks = ep_ranks
         self.parts = [piece.part for piece in pieces]
         self.same_parts: dict[Part, Part] = {}
@@ -134,7 +134,7 @@ class _Discovery:
         """
         counts: dict[int | None, int] = {}
         found = {}
-        for number, piece in enumerate(self.pieces):
+        for number, piece in enumerate(self.shards):
             if self.crossing(number, kind, ranks) is not None:
                 count = counts.get(piece.key.expert, 0)
                 counts[piece.key.expert] = count + 1
@@ -144,7 +144,7 @@ class _Discovery:
     def crossing(
         self, number: int, kind: str, ranks: tuple[int, ...]
     ) -> Crossing | None:
-        for crossing in self.pieces[number].crossings:
+        for crossing in self.shards[number].crossings:
             if crossing.kind == kind and ranks == tuple(
                 dist.get_process_group_ranks(crossing.group)
             ):
@@ -162,7 +162,7 @@ class _Discovery:
         shared = self.shared_over(kind, ranks)
         told = {}
         for called, number in shared.items():
-            piece = self.pieces[number]
+            piece = self.shards[number]
             crossing = self.crossing(number, kind, ranks)
             # Experts go by their ids: ranks may name their modules each in its own way.
             name = piece.key.name if piece.key.expert is None else None
@@ -204,7 +204,7 @@ class _Discovery:
             for rank, (_, ep_ranks, told) in zip(ranks, reports, strict=True)
             if called in told
         ]
-        expert = self.pieces[number].key.expert
+        expert = self.shards[number].key.expert
         if expert is None:
             return [(rank, told) for rank, _, told in holders]
         if cuts and len({ep_ranks for _, ep_ranks, _ in holders}) == 1:
@@ -236,7 +236,7 @@ class _Discovery:
                 )
 
     def describe(self, number: int) -> str:
-        piece = self.pieces[number]
+        piece = self.shards[number]
         return piece.key.describe(self.parts[number].shape)
 
     def join(
@@ -273,19 +273,19 @@ class _Discovery:
             if not crossing.lenient:
                 raise ValueError(f"{where}: {found}") from None
             self.warnings.append(
-                f"{where}: {found}. The DTensor's placements {self.pieces[number].source} are believed"
+                f"{where}: {found}. The DTensor's placements {self.shards[number].source} are believed"
             )
 
     def layouts(self) -> list[Layout]:
         layouts = []
-        for piece, part in zip(self.pieces, self.parts, strict=True):
+        for piece, part in zip(self.shards, self.parts, strict=True):
             ranks = tuple(rank for rank, _ in part.holders)
             layout = Layout(
                 piece.key,
                 part.shape,
                 piece.dtype,
                 ranks,
-                tuple(rects for _, rects in part.holders),
+                tuple(regions for _, regions in part.holders),
                 piece.source,
                 piece.contributions,
             )
@@ -335,7 +335,7 @@ _IN_WORDS = {
 
 
 def _digest(layout: Layout) -> str:
-    content: Any = (layout.shape, layout.ranks, layout.pieces, layout.contributions)
+    content: Any = (layout.shape, layout.ranks, layout.shards, layout.contributions)
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
@@ -348,16 +348,16 @@ def stack(parts: Sequence[Part], dim: int) -> Part:
             f"pieces of shapes {[part.shape for part in parts]} cannot be put together along dimension {dim}: they "
             f"differ in dimension {other} too"
         )
-    holders: list[tuple[int, tuple[Rect, ...]]] = []
+    holders: list[tuple[int, tuple[Region, ...]]] = []
     offset = 0
     for part in parts:
-        for rank, rects in part.holders:
+        for rank, regions in part.holders:
             moved = tuple(
-                rect._replace(
-                    row=rect.row + (offset if dim == 0 else 0),
-                    column=rect.column + (offset if dim == 1 else 0),
+                region._replace(
+                    row=region.row + (offset if dim == 0 else 0),
+                    column=region.column + (offset if dim == 1 else 0),
                 )
-                for rect in rects
+                for region in regions
             )
             holders.append((rank, moved))
         offset += part.shape[dim]
@@ -378,7 +378,7 @@ def overlay(parts: Sequence[Part], *, again: bool = False) -> Part:
     return Part(shapes[0], tuple(holders))
 
 
-def _check_each_once(holders: Sequence[tuple[int, tuple[Rect, ...]]]) -> None:
+def _check_each_once(holders: Sequence[tuple[int, tuple[Region, ...]]]) -> None:
     counts = Counter(rank for rank, _ in holders)
     doubled = sorted(rank for rank, count in counts.items() if count > 1)
     if doubled:

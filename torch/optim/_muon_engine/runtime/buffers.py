@@ -1,6 +1,6 @@
 """Moves pieces to owners and updates back: one packed all-to-all a hop.
 
-Only the plan decides what is sent, to whom and how much of it; gradients fill the buffers but
+Only the schedule decides what is sent, to whom and how much of it; gradients fill the buffers but
 never change a call.
 """
 
@@ -16,19 +16,19 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.optim._muon_engine.layouts import Rect
+    from torch.optim._muon_engine.layouts import Region
     from torch.optim._muon_engine.schedule.buckets import (
-        Chunk,
-        Plan,
-        Program,
-        Round,
-        Side,
+        PackedRegion,
+        Schedule,
+        BucketSpec,
+        Bucket,
+        PackSpec,
     )
 
 
 @dataclass
 class Slot:
-    """Buffers of one round in flight, in bytes.
+    """Buffers of one bucket in flight, in bytes.
 
     What a gather sends and what the scatter then receives share ``outer``: the first is over
     before the second begins.
@@ -39,40 +39,40 @@ class Slot:
     updates: Tensor
 
 
-class Half:
-    """One side of a hop over one buffer: flat, by chunk and by flag."""
+class PackedBuffer:
+    """One side of a hop over one buffer: flat, by packed and by flag."""
 
-    def __init__(self, side: Side, buffer: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, side: PackSpec, buffer: Tensor, dtype: torch.dtype) -> None:
         self.flat = buffer[: side.numel * dtype.itemsize].view(dtype)
         self.splits = list(side.splits)
-        self._rects: dict[int, list[tuple[Rect, Tensor]]] = {}
+        self._regions: dict[int, list[tuple[Region, Tensor]]] = {}
         self._holders: dict[int, list[int]] = {}
-        for chunk in side.chunks:
-            self._rects.setdefault(chunk.matrix, []).append(
-                (chunk.rect, self._view(chunk))
+        for packed in side.regions:
+            self._regions.setdefault(packed.matrix, []).append(
+                (packed.region, self._view(packed))
             )
-            self._holders.setdefault(chunk.matrix, []).append(chunk.rank)
+            self._holders.setdefault(packed.matrix, []).append(packed.rank)
         places: dict[int, list[int]] = {}
         for flag in side.flags:
             places.setdefault(flag.matrix, []).append(flag.offset)
         self.matrices = list(places)
-        # One row a matrix, one column a peer: all flags of a round are read or written at once.
+        # One row a matrix, one column a peer: all flags of a bucket are read or written at once.
         self.flag_places = torch.tensor(
             list(places.values()), dtype=torch.long, device=buffer.device
         )
 
-    def _view(self, chunk: Chunk) -> Tensor:
-        rect = chunk.rect
-        return self.flat[chunk.offset : chunk.offset + rect.numel].view(
-            rect.height, rect.width
+    def _view(self, packed: PackedRegion) -> Tensor:
+        region = packed.region
+        return self.flat[packed.offset : packed.offset + region.numel].view(
+            region.height, region.width
         )
 
-    def rects(self, matrix: int) -> list[tuple[Rect, Tensor]]:
+    def regions(self, matrix: int) -> list[tuple[Region, Tensor]]:
         """The rectangles of ``matrix`` in this buffer, each with its view of shape (height, width)."""
-        return self._rects.get(matrix, [])
+        return self._regions.get(matrix, [])
 
     def senders(self, matrix: int) -> list[int]:
-        """The ranks whose rectangles :meth:`rects` lists, in the same order."""
+        """The ranks whose rectangles :meth:`regions` lists, in the same order."""
         return self._holders.get(matrix, [])
 
     def read_flags(self) -> Tensor:
@@ -86,16 +86,16 @@ class Half:
 
 
 @dataclass
-class RoundBuffers:
-    """A round with its program laid over a slot, and the work that is under way."""
+class BucketBuffers:
+    """A bucket with its spec laid over a slot, and the work that is under way."""
 
-    round: Round
-    program: Program
+    bucket: Bucket
+    spec: BucketSpec
     group: ProcessGroup | None
-    gather_send: Half
-    gather_recv: Half
-    scatter_send: Half
-    scatter_recv: Half
+    gather_send: PackedBuffer
+    gather_recv: PackedBuffer
+    scatter_send: PackedBuffer
+    scatter_recv: PackedBuffer
     work: dist.Work | None = field(default=None)
 
     def start_gather(self) -> None:
@@ -104,7 +104,7 @@ class RoundBuffers:
     def start_scatter(self) -> None:
         self._start(self.scatter_recv, self.scatter_send)
 
-    def _start(self, recv: Half, send: Half) -> None:
+    def _start(self, recv: PackedBuffer, send: PackedBuffer) -> None:
         if self.group is None:
             return
         # The handle is kept until it is waited for: it alone keeps the buffers from reuse.
@@ -124,50 +124,50 @@ class RoundBuffers:
 
 
 class Exchange:
-    """The rounds of one rank, with persistent buffers: each group has a ring of slots."""
+    """The buckets of one rank, with persistent buffers: each group has a ring of slots."""
 
     def __init__(
         self,
-        plan: Plan,
+        schedule: Schedule,
         rank: int,
         groups: dict[tuple[int, ...], ProcessGroup | None],
         device: torch.device,
         prefetch_count: int,
     ) -> None:
         self.prefetch_count = prefetch_count
-        self.rounds: list[RoundBuffers] = []
-        programs: list[tuple[Round, Program]] = []
-        for round_ in plan.rounds_of(rank):
-            group = groups[round_.group]
+        self.buckets: list[BucketBuffers] = []
+        specs: list[tuple[Bucket, BucketSpec]] = []
+        for bucket in schedule.buckets_of(rank):
+            group = groups[bucket.group]
             order = (
                 tuple(dist.get_process_group_ranks(group))
                 if group is not None
-                else round_.group
+                else bucket.group
             )
-            programs.append((round_, plan.program(round_, rank, order)))
+            specs.append((bucket, schedule.spec(bucket, rank, order)))
         slots = {
-            group: self._ring([(r, p) for r, p in programs if r.group == group], device)
-            for group in {r.group for r, _ in programs}
+            group: self._ring([(r, p) for r, p in specs if r.group == group], device)
+            for group in {r.group for r, _ in specs}
         }
-        for round_, program in programs:
-            ring = slots[round_.group]
-            slot = ring[round_.index % len(ring)]
-            self.rounds.append(
-                RoundBuffers(
-                    round_,
-                    program,
-                    groups[round_.group],
-                    Half(program.gather_send, slot.outer, round_.gather_dtype),
-                    Half(program.gather_recv, slot.gathered, round_.gather_dtype),
-                    Half(program.scatter_send, slot.updates, round_.scatter_dtype),
-                    Half(program.scatter_recv, slot.outer, round_.scatter_dtype),
+        for bucket, spec in specs:
+            ring = slots[bucket.group]
+            slot = ring[bucket.index % len(ring)]
+            self.buckets.append(
+                BucketBuffers(
+                    bucket,
+                    spec,
+                    groups[bucket.group],
+                    PackedBuffer(spec.gather_send, slot.outer, bucket.gather_dtype),
+                    PackedBuffer(spec.gather_recv, slot.gathered, bucket.gather_dtype),
+                    PackedBuffer(spec.scatter_send, slot.updates, bucket.scatter_dtype),
+                    PackedBuffer(spec.scatter_recv, slot.outer, bucket.scatter_dtype),
                 )
             )
 
     def _ring(
-        self, programs: list[tuple[Round, Program]], device: torch.device
+        self, specs: list[tuple[Bucket, BucketSpec]], device: torch.device
     ) -> list[Slot]:
-        """Slots for ``prefetch_count`` gathers ahead, the round at hand and the one on its way back."""
+        """Slots for ``prefetch_count`` gathers ahead, the bucket at hand and the one on its way back."""
 
         def buffer(*sizes: int) -> Tensor:
             return torch.empty(max(sizes), dtype=torch.uint8, device=device)
@@ -177,28 +177,28 @@ class Exchange:
                 p.gather_send.numel * r.gather_dtype.itemsize,
                 p.scatter_recv.numel * r.scatter_dtype.itemsize,
             )
-            for r, p in programs
+            for r, p in specs
         ]
-        gathered = [p.gather_recv.numel * r.gather_dtype.itemsize for r, p in programs]
-        updates = [p.scatter_send.numel * r.scatter_dtype.itemsize for r, p in programs]
+        gathered = [p.gather_recv.numel * r.gather_dtype.itemsize for r, p in specs]
+        updates = [p.scatter_send.numel * r.scatter_dtype.itemsize for r, p in specs]
         return [
             Slot(buffer(*outer), buffer(*gathered), buffer(*updates))
-            for _ in range(min(len(programs), self.prefetch_count + 2))
+            for _ in range(min(len(specs), self.prefetch_count + 2))
         ]
 
-    def follower(self, current: RoundBuffers) -> RoundBuffers | None:
-        """The round whose gather may start once ``current`` is on its way back."""
-        index = current.round.index + self.prefetch_count + 1
-        for buffers in self.rounds:
-            if buffers.round.group == current.round.group and (
-                buffers.round.index == index
+    def follower(self, current: BucketBuffers) -> BucketBuffers | None:
+        """The bucket whose gather may start once ``current`` is on its way back."""
+        index = current.bucket.index + self.prefetch_count + 1
+        for buffers in self.buckets:
+            if buffers.bucket.group == current.bucket.group and (
+                buffers.bucket.index == index
             ):
                 return buffers
         return None
 
     def drain(self) -> None:
         """Waits for whatever is under way, after an error."""
-        for buffers in self.rounds:
+        for buffers in self.buckets:
             try:
                 buffers.wait()
             except Exception:  # the error that led here is the one to report

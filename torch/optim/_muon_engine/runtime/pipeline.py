@@ -1,7 +1,7 @@
-"""The rounds of one step, overlapped.
+"""The buckets of one step, overlapped.
 
-While round k is orthogonalized, ``prefetch_count`` later gathers are in flight and the updates of
-round k-1 are on their way back.
+While bucket k is orthogonalized, ``prefetch_count`` later gathers are in flight and the updates of
+bucket k-1 are on their way back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 from torch.optim._muon import _batches, _blend, _Hyper, _update_momentum, _Work
-from torch.optim._muon_engine import rounds
+from torch.optim._muon_engine.runtime import assembly
 from torch.optim._muon_engine.apply import apply_moves, Move
 from torch.optim._muon_engine.local import (
     join_gradient_placing,
@@ -29,17 +29,17 @@ from torch.optim._muon_engine.local import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from torch.optim._muon_engine.runtime.buffers import Exchange, RoundBuffers
-    from torch.optim._muon_engine.layouts import Rect
+    from torch.optim._muon_engine.runtime.buffers import Exchange, BucketBuffers
+    from torch.optim._muon_engine.layouts import Region
     from torch.optim._muon_engine.local import GradientPlacing
-    from torch.optim._muon_engine.schedule.buckets import Plan
+    from torch.optim._muon_engine.schedule.buckets import Schedule
 
 
 log = logging.getLogger("torch.optim.muon")
 
 # A holder's vote on a matrix. A rank whose piece is empty cannot tell whether there is a gradient.
 HAS_NONE, HAS_GRAD, ABSTAINS, IS_WRONG = 0, 1, 2, 3
-# With each flag goes a tag of the step and the round, so that exchanges which were paired wrongly show
+# With each flag goes a tag of the step and the bucket, so that exchanges which were paired wrongly show
 # themselves: beside two bits of vote or four of verdict, bfloat16 counts by ones up to 256.
 VOTES, VERDICTS = 4, 16
 # The owner's verdict, a sum over all votes: some had a gradient, some had none, some had a wrong one,
@@ -48,7 +48,7 @@ SOME_HAVE, SOME_LACK, SOME_WRONG, OUT_OF_STEP = 1, 2, 4, 8
 
 
 class Pipeline:
-    """Runs ``plan`` for one rank, step after step, over persistent buffers.
+    """Runs ``schedule`` for one rank, step after step, over persistent buffers.
 
     With ``deferred`` (any device but a CPU) the verdicts are not waited for: a rank acts on its own
     gradients, and a disagreement surfaces through :meth:`disagreements` of the next step.
@@ -56,14 +56,14 @@ class Pipeline:
 
     def __init__(
         self,
-        plan: Plan,
+        schedule: Schedule,
         exchange: Exchange,
         rank: int,
         placings: dict[int, GradientPlacing | None],
         *,
         deferred: bool,
     ) -> None:
-        self.plan = plan
+        self.schedule = schedule
         self.exchange = exchange
         self.rank = rank
         self.deferred = deferred
@@ -108,7 +108,7 @@ class Pipeline:
                 if is_at_odds(verdict):
                     at_odds[matrix] = verdict
                 elif verdict == SOME_HAVE:
-                    index = self.plan.layouts[matrix].key.index
+                    index = self.schedule.layouts[matrix].key.index
                     if work[index].momentum_buffer is None:
                         keep(index, new_momentum_buffer(work[index].param))
         return at_odds
@@ -158,7 +158,7 @@ class _Step:
         wrong: Collection[int],
     ) -> None:
         self.pipeline = pipeline
-        self.plan = pipeline.plan
+        self.schedule = pipeline.schedule
         self.rank = pipeline.rank
         self.work = work
         self.keep = keep
@@ -172,15 +172,15 @@ class _Step:
 
     def run(self) -> dict[int, int]:
         exchange = self.pipeline.exchange
-        for buffers in exchange.rounds:
-            if buffers.round.index <= exchange.prefetch_count:
+        for buffers in exchange.buckets:
+            if buffers.bucket.index <= exchange.prefetch_count:
                 self.gather(buffers)
-        previous: RoundBuffers | None = None
-        for buffers in exchange.rounds:
+        previous: BucketBuffers | None = None
+        for buffers in exchange.buckets:
             buffers.wait()
             self.orthogonalize(buffers)
             buffers.start_scatter()
-            if self.plan.one_owner_at_a_time and exchange.prefetch_count == 0:
+            if self.schedule.one_owner_at_a_time and exchange.prefetch_count == 0:
                 # For debugging, nothing overlaps.
                 self.finish(buffers)
                 following = exchange.follower(buffers)
@@ -199,17 +199,17 @@ class _Step:
         return self.at_odds
 
     def index_of(self, matrix: int) -> int:
-        return self.plan.layouts[matrix].key.index
+        return self.schedule.layouts[matrix].key.index
 
-    def gather(self, buffers: RoundBuffers) -> None:
-        """Updates the momentum of the round's matrices and sends this rank's pieces off."""
+    def gather(self, buffers: BucketBuffers) -> None:
+        """Updates the momentum of the bucket's matrices and sends this rank's pieces off."""
         if self.pipeline.deferred:
-            self.update_momenta(buffers.round.matrices)
-        for matrix in buffers.round.matrices:
+            self.update_momenta(buffers.bucket.matrices)
+        for matrix in buffers.bucket.matrices:
             self.update_momenta([matrix])
             self.log_phase("gather", matrix)
             if self.grads[self.index_of(matrix)] is not None:
-                rounds.pack(buffers, matrix, partial(self.blended, matrix))
+                assembly.pack(buffers, matrix, partial(self.blended, matrix))
         send = buffers.gather_send
         if send.matrices:
             tag = self.tag(buffers, VOTES)
@@ -220,7 +220,7 @@ class _Step:
         """Takes the gradients of ``matrices`` in, where that was not done yet.
 
         On a CPU it is done matrix by matrix, each then packed while it is in the cache; elsewhere for
-        a round at once, in few launches.
+        a bucket at once, in few launches.
         """
         together: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for index in dict.fromkeys(map(self.index_of, matrices)):
@@ -255,11 +255,11 @@ class _Step:
         self.grads[index] = local_gradient(param, grad)
         self.momentum[index] = local_part(buffer)
 
-    def blended(self, matrix: int, rect: Rect) -> Tensor:
+    def blended(self, matrix: int, region: Region) -> Tensor:
         """A rectangle of this rank's part of what is to be orthogonalized."""
         index = self.index_of(matrix)
-        momentum = rect.of_local(self.momentum[index])
-        grad = rect.of_local(self.grads[index])
+        momentum = region.of_local(self.momentum[index])
+        grad = region.of_local(self.grads[index])
         scratch = self.pipeline.scratch(momentum)
         return _blend(momentum, grad, self.work[index].hyper, out=scratch)
 
@@ -267,31 +267,31 @@ class _Step:
         index = self.index_of(matrix)
         if index in self.wrong:
             return IS_WRONG
-        if not any(r.numel for r in self.plan.layouts[matrix].held_by(self.rank)):
+        if not any(r.numel for r in self.schedule.layouts[matrix].shard_of(self.rank)):
             return ABSTAINS
         return HAS_NONE if self.grads[index] is None else HAS_GRAD
 
-    def tag(self, buffers: RoundBuffers, kinds: int) -> int:
-        """What a flag of ``kinds`` values is tagged with in this step and round.
+    def tag(self, buffers: BucketBuffers, kinds: int) -> int:
+        """What a flag of ``kinds`` values is tagged with in this step and bucket.
 
-        Tags repeat, verdicts' every 16 steps; neighbouring steps and rounds have different ones.
+        Tags repeat, verdicts' every 16 steps; neighbouring steps and buckets have different ones.
         """
-        return (5 * self.call + buffers.round.index + kinds) % (256 // kinds)
+        return (5 * self.call + buffers.bucket.index + kinds) % (256 // kinds)
 
     def votes(self, matrices: Sequence[int], device: torch.device) -> Tensor:
         return torch.tensor(
             [self.vote(m) for m in matrices], dtype=torch.int32, device=device
         )
 
-    def orthogonalize(self, buffers: RoundBuffers) -> None:
+    def orthogonalize(self, buffers: BucketBuffers) -> None:
         """Makes the updates of this rank's matrices and lays them out for their holders."""
-        owned = buffers.program.owned
+        owned = buffers.spec.owned
         if not owned:
             return
         self.reduce_votes(buffers)
         going = [matrix for matrix in owned if self.should_apply(matrix)]
         for hyper, same in self.by_hyper(going).items():
-            shapes = [self.plan.layouts[matrix].shape for matrix in same]
+            shapes = [self.schedule.layouts[matrix].shape for matrix in same]
             device = buffers.gather_recv.flat.device
             for batch in _batches(shapes, hyper.foreach, device):
                 self.orthogonalize_batch(buffers, [same[i] for i in batch], hyper)
@@ -307,27 +307,27 @@ class _Step:
         return found
 
     def orthogonalize_batch(
-        self, buffers: RoundBuffers, batch: Sequence[int], hyper: _Hyper
+        self, buffers: BucketBuffers, batch: Sequence[int], hyper: _Hyper
     ) -> None:
-        shape = self.plan.layouts[batch[0]].shape
+        shape = self.schedule.layouts[batch[0]].shape
         like = buffers.scatter_send.flat
         whole = self.pipeline.assembly(len(batch), shape, like)
         for matrix, out in zip(batch, whole, strict=True):
             own = partial(self.blended, matrix)
-            rounds.assemble(self.plan, self.rank, buffers, matrix, own, out)
+            assembly.assemble(self.schedule, self.rank, buffers, matrix, own, out)
             self.log_phase("orthogonalize", matrix)
         updates = _muon._orthogonalize(whole, hyper)
         for matrix, out, update in zip(batch, whole, updates, strict=True):
             if not update.is_contiguous():
                 # Turning a tall one once, as a whole, is faster than turning each piece of it.
                 update = out.copy_(update)
-            rounds.pack_update(buffers, matrix, update)
-            # Before the rest is sent: kept until after, updates would take a round's memory again.
+            assembly.pack_update(buffers, matrix, update)
+            # Before the rest is sent: kept until after, updates would take a bucket's memory again.
             self.apply_own(matrix, update)
 
-    def reduce_votes(self, buffers: RoundBuffers) -> None:
+    def reduce_votes(self, buffers: BucketBuffers) -> None:
         """Turns all ranks' votes on the owned matrices into verdicts, and sends these along."""
-        owned = list(buffers.program.owned)
+        owned = list(buffers.spec.owned)
         device = buffers.gather_recv.flat.device
         votes = self.votes(owned, device)[:, None]
         strayed = torch.zeros_like(votes, dtype=torch.bool)
@@ -364,12 +364,14 @@ class _Step:
 
     def apply_own(self, matrix: int, update: Tensor) -> None:
         """Applies what this rank made itself to its own piece."""
-        held = self.plan.layouts[matrix].held_by(self.rank)
-        moves = self.moves(matrix, [(rect, rect.of_matrix(update)) for rect in held])
+        held = self.schedule.layouts[matrix].shard_of(self.rank)
+        moves = self.moves(
+            matrix, [(region, region.of_matrix(update)) for region in held]
+        )
         apply_moves(moves, foreach=self.pipeline.deferred)
 
-    def finish(self, buffers: RoundBuffers) -> None:
-        """Waits for the round's updates and applies them."""
+    def finish(self, buffers: BucketBuffers) -> None:
+        """Waits for the bucket's updates and applies them."""
         buffers.wait()
         received = buffers.scatter_recv
         if received.matrices:
@@ -381,18 +383,18 @@ class _Step:
         for matrix in received.matrices:
             if not self.should_apply(matrix):
                 continue
-            if self.plan.receives(matrix, self.rank):
-                moves += self.moves(matrix, received.rects(matrix))
+            if self.schedule.receives(matrix, self.rank):
+                moves += self.moves(matrix, received.regions(matrix))
             else:
-                held = self.plan.layouts[matrix].held_by(self.rank)
-                moves += self.moves(matrix, [(rect, None) for rect in held])
+                held = self.schedule.layouts[matrix].shard_of(self.rank)
+                moves += self.moves(matrix, [(region, None) for region in held])
         apply_moves(moves, foreach=self.pipeline.deferred)
 
     def moves(
-        self, matrix: int, rects: Sequence[tuple[Rect, Tensor | None]]
+        self, matrix: int, regions: Sequence[tuple[Region, Tensor | None]]
     ) -> list[Move]:
         """What is to be applied of ``matrix`` here, whose momentum buffer is there from now on."""
-        layout = self.plan.layouts[matrix]
+        layout = self.schedule.layouts[matrix]
         param, _, buffer, hyper = self.work[layout.key.index]
         known = not self.pipeline.deferred
         if buffer is None and self.grads[layout.key.index] is None and known:
@@ -401,8 +403,8 @@ class _Step:
         local = local_part(param)
         self.log_phase("apply", matrix)
         return [
-            Move(rect.of_local(local), update, hyper, layout.shape, rect)
-            for rect, update in rects
+            Move(region.of_local(local), update, hyper, layout.shape, region)
+            for region, update in regions
         ]
 
     def log_phase(self, phase: str, matrix: int) -> None:
@@ -411,6 +413,6 @@ class _Step:
                 "rank %d: %s %s, owner %d",
                 self.rank,
                 phase,
-                self.plan.layouts[matrix].describe(),
-                self.plan.owners[matrix],
+                self.schedule.layouts[matrix].describe(),
+                self.schedule.owners[matrix],
             )

@@ -2,7 +2,7 @@
 
 Every rank computes it alike for the groups that it is in; no process group is needed.
 
-Vocabulary: a *round* is one exchange group's turn: its matrices are gathered to their owners by one
+Vocabulary: a *bucket* is one exchange group's turn: its matrices are gathered to their owners by one
 hop, orthogonalized, and scattered by another. A *segment* is what one rank sends another in a hop:
 the rectangles of each matrix in order, row-major and unpadded, then one flag for each matrix.
 """
@@ -14,7 +14,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple, TYPE_CHECKING
 
-from torch.optim._muon_engine.layouts import Layout, Rect, replica_sets
+from torch.optim._muon_engine.layouts import Layout, Region, replica_sets
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
 
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     import torch
 
 
-# Enough rounds to hide transfers behind orthogonalization; more would only add latency.
-MAX_ROUNDS = 4
-# What an owner gathers in a round stays below this, unless one matrix of the group is above.
-ROUND_BYTES = 256 * 1024**2
+# Enough buckets to hide transfers behind orthogonalization; more would only add latency.
+MAX_BUCKETS = 4
+# What an owner gathers in a bucket stays below this, unless one matrix of the group is above.
+BUCKET_BYTES = 256 * 1024**2
 # Rounds one after the other may take this many times the busiest owner's own work.
 MAX_STRETCH = 1.1
 
 
-class Chunk(NamedTuple):
-    """Rectangle ``rect`` of ``matrix``, held by ``rank``, at element ``offset`` of a hop's buffer."""
+class PackedRegion(NamedTuple):
+    """Rectangle ``region`` of ``matrix``, held by ``rank``, at element ``offset`` of a hop's buffer."""
 
     matrix: int
     rank: int
-    rect: Rect
+    region: Region
     offset: int
 
 
-class FlagSlot(NamedTuple):
+class Flag(NamedTuple):
     """The flag that ``rank`` sends (or is sent) about ``matrix``, at element ``offset``."""
 
     matrix: int
@@ -48,12 +48,12 @@ class FlagSlot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Side:
+class PackSpec:
     """One rank's half of a hop: a flat buffer, its split by peer, and what stands where in it."""
 
     splits: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-    flags: tuple[FlagSlot, ...]
+    regions: tuple[PackedRegion, ...]
+    flags: tuple[Flag, ...]
 
     @property
     def numel(self) -> int:
@@ -61,20 +61,20 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Program:
-    """What one rank does in one round."""
+class BucketSpec:
+    """What one rank does in one bucket."""
 
-    gather_send: Side
-    gather_recv: Side
-    scatter_send: Side
-    scatter_recv: Side
+    gather_send: PackSpec
+    gather_recv: PackSpec
+    scatter_send: PackSpec
+    scatter_recv: PackSpec
     # Matrices that this rank owns, and the rectangles of them that it holds itself.
     owned: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Round:
-    """``position`` orders the rounds of all groups; ``index`` counts those of one group."""
+class Bucket:
+    """``position`` orders the buckets of all groups; ``index`` counts those of one group."""
 
     group: tuple[int, ...]
     index: int
@@ -85,10 +85,10 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     layouts: tuple[Layout, ...]
     owners: tuple[int, ...]
-    rounds: tuple[Round, ...]
+    buckets: tuple[Bucket, ...]
     one_owner_at_a_time: bool = False
 
     @cached_property
@@ -109,54 +109,54 @@ class Plan:
             self.owners[matrix]
         )
 
-    def rounds_of(self, rank: int) -> tuple[Round, ...]:
-        return tuple(r for r in self.rounds if rank in r.group)
+    def buckets_of(self, rank: int) -> tuple[Bucket, ...]:
+        return tuple(r for r in self.buckets if rank in r.group)
 
-    def program(
-        self, round_: Round, rank: int, group_order: tuple[int, ...]
-    ) -> Program:
-        """``rank``'s part of ``round_``; buffers are ordered as ``group_order``, the collective's."""
-        return Program(
-            gather_send=self._side(round_, rank, group_order, gather=True, send=True),
-            gather_recv=self._side(round_, rank, group_order, gather=True, send=False),
-            scatter_send=self._side(round_, rank, group_order, gather=False, send=True),
+    def spec(
+        self, bucket: Bucket, rank: int, group_order: tuple[int, ...]
+    ) -> BucketSpec:
+        """``rank``'s part of ``bucket``; buffers are ordered as ``group_order``, the collective's."""
+        return BucketSpec(
+            gather_send=self._side(bucket, rank, group_order, gather=True, send=True),
+            gather_recv=self._side(bucket, rank, group_order, gather=True, send=False),
+            scatter_send=self._side(bucket, rank, group_order, gather=False, send=True),
             scatter_recv=self._side(
-                round_, rank, group_order, gather=False, send=False
+                bucket, rank, group_order, gather=False, send=False
             ),
-            owned=tuple(m for m in round_.matrices if self.owners[m] == rank),
+            owned=tuple(m for m in bucket.matrices if self.owners[m] == rank),
         )
 
     def _side(
         self,
-        round_: Round,
+        bucket: Bucket,
         rank: int,
         group_order: tuple[int, ...],
         *,
         gather: bool,
         send: bool,
-    ) -> Side:
+    ) -> PackSpec:
         splits: list[int] = []
-        chunks: list[Chunk] = []
-        flags: list[FlagSlot] = []
+        regions: list[PackedRegion] = []
+        flags: list[Flag] = []
         offset = 0
         for peer in group_order:
             start = offset
             # A gather runs from holder to owner, a scatter from owner to holder.
             owner, holder = (peer, rank) if gather == send else (rank, peer)
             if peer != rank:
-                shared = [m for m in round_.matrices if self.owners[m] == owner]
+                shared = [m for m in bucket.matrices if self.owners[m] == owner]
                 for matrix in shared:
                     travels = self.is_source if gather else self.receives
                     if not travels(matrix, holder):
                         continue
-                    for rect in self.layouts[matrix].held_by(holder):
-                        chunks.append(Chunk(matrix, holder, rect, offset))
-                        offset += rect.numel
+                    for region in self.layouts[matrix].shard_of(holder):
+                        regions.append(PackedRegion(matrix, holder, region, offset))
+                        offset += region.numel
                 for matrix in shared:
-                    flags.append(FlagSlot(matrix, holder, offset))
+                    flags.append(Flag(matrix, holder, offset))
                     offset += 1
             splits.append(offset - start)
-        return Side(tuple(splits), tuple(chunks), tuple(flags))
+        return PackSpec(tuple(splits), tuple(regions), tuple(flags))
 
 
 def _sources(layout: Layout, owner: int) -> set[int]:
@@ -174,19 +174,19 @@ def _sources(layout: Layout, owner: int) -> set[int]:
     }
 
 
-def make_plan(
+def make_schedule(
     layouts: list[Layout],
     owners: list[int],
     wire_dtype: torch.dtype,
     *,
     one_owner_at_a_time: bool = False,
-    max_rounds: int = MAX_ROUNDS,
-    round_bytes: int = ROUND_BYTES,
-) -> Plan:
-    """Cuts the work of each group into rounds.
+    max_buckets: int = MAX_BUCKETS,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Schedule:
+    """Cuts the work of each group into buckets.
 
-    Every owner works in every round; a group has no more than ``max_rounds`` rounds unless
-    ``round_bytes``, what one owner gathers in a round, asks for more.
+    Every owner works in every bucket; a group has no more than ``max_buckets`` buckets unless
+    ``bucket_bytes``, what one owner gathers in a bucket, asks for more.
     """
     for layout, owner in zip(layouts, owners, strict=True):
         if owner not in layout.ranks:
@@ -204,7 +204,7 @@ def make_plan(
     for (group, gather_dtype), members in sorted(
         families.items(), key=lambda item: (*_group_key(item[0][0]), str(item[0][1]))
     ):
-        limit = round_bytes // gather_dtype.itemsize
+        limit = bucket_bytes // gather_dtype.itemsize
         if one_owner_at_a_time:
             queues = [[m for m in members if owners[m] == rank] for rank in group]
             turns = [
@@ -213,22 +213,22 @@ def make_plan(
                 for part in _cut(queue, layouts, owners, 1, limit)
             ]
         else:
-            turns = list(enumerate(_cut(members, layouts, owners, max_rounds, limit)))
+            turns = list(enumerate(_cut(members, layouts, owners, max_buckets, limit)))
         drafts.extend(
             ((turn, *_group_key(group), i), group, part, gather_dtype)
             for i, (turn, part) in enumerate(turns)
         )
-    rounds: list[Round] = []
+    buckets: list[Bucket] = []
     counts: dict[tuple[int, ...], int] = {}
     for position, group, part, gather_dtype in sorted(
         drafts, key=lambda draft: (draft[0], str(draft[3]))
     ):
         index = counts.get(group, 0)
         counts[group] = index + 1
-        rounds.append(
-            Round(group, index, position, tuple(part), gather_dtype, wire_dtype)
+        buckets.append(
+            Bucket(group, index, position, tuple(part), gather_dtype, wire_dtype)
         )
-    return Plan(tuple(layouts), tuple(owners), tuple(rounds), one_owner_at_a_time)
+    return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
 
 
 def _group_key(group: tuple[int, ...]) -> tuple:
@@ -239,14 +239,14 @@ def _cut(
     members: list[int],
     layouts: list[Layout],
     owners: list[int],
-    max_rounds: int,
-    round_elements: int,
+    max_buckets: int,
+    bucket_elements: int,
 ) -> list[list[int]]:
-    """Distributes each owner's matrices over rounds in which every owner works.
+    """Distributes each owner's matrices over buckets in which every owner works.
 
-    A rank waits for a round's results, so rounds one after the other take as long as the busiest
-    owner of each. The number of rounds is ``max_rounds`` (or what the bound asks for), unless another
-    one lets the rounds take no longer than the busiest owner's own work.
+    A rank waits for a bucket's results, so buckets one after the other take as long as the busiest
+    owner of each. The number of buckets is ``max_buckets`` (or what the bound asks for), unless another
+    one lets the buckets take no longer than the busiest owner's own work.
     """
     if not members:
         return []
@@ -259,28 +259,28 @@ def _cut(
     # A matrix may be above the bound. Then other owners' buffers may be as large, and small matrices
     # find a place beside it.
     largest = max(layouts[m].numel for m in members)
-    limit = max(round_elements, min(round_elements + largest, largest * 3 // 2))
+    limit = max(bucket_elements, min(bucket_elements + largest, largest * 3 // 2))
     longest = max(map(len, queues.values()))
     least = max(
         -(-sum(layouts[m].numel for m in queue) // limit) for queue in queues.values()
     )
-    wanted = max(least, min(max_rounds, longest))
+    wanted = max(least, min(max_buckets, longest))
     work = [newton_schulz_flops(layout.shape) for layout in layouts]
     busiest = max(sum(work[m] for m in queue) for queue in queues.values())
     found: list[tuple[int, list[list[int]]]] = []
     fewer, more = range(wanted, least - 1, -1), range(1, 5)
-    for n_rounds in (*fewer, *(wanted + i * -(-wanted // 16) for i in more)):
-        spread = _spread(queues, layouts, work, n_rounds, limit)
+    for n_buckets in (*fewer, *(wanted + i * -(-wanted // 16) for i in more)):
+        spread = _spread(queues, layouts, work, n_buckets, limit)
         if spread is not None:
             found.append(spread)
         if spread is not None and spread[0] <= MAX_STRETCH * busiest:
             break
     else:
-        # Every owner's every matrix in a round of its own always fits.
+        # Every owner's every matrix in a bucket of its own always fits.
         found.append(_spread(queues, layouts, work, longest, limit))
-    _, rounds = min(found, key=lambda spread: (spread[0], len(spread[1])))
+    _, buckets = min(found, key=lambda spread: (spread[0], len(spread[1])))
     return [
-        part for whole in rounds for part in _within(whole, layouts, owners, 2 * limit)
+        part for whole in buckets for part in _within(whole, layouts, owners, 2 * limit)
     ]
 
 
@@ -288,33 +288,33 @@ def _spread(
     queues: dict[int, list[int]],
     layouts: list[Layout],
     work: list[int],
-    n_rounds: int,
+    n_buckets: int,
     limit: int,
 ) -> tuple[int, list[list[int]]] | None:
-    """``n_rounds`` rounds and the work of their busiest owners, added up; None if they are too few.
+    """``n_buckets`` buckets and the work of their busiest owners, added up; None if they are too few.
 
-    The busiest owner's matrices, cut into parts of equal work, say how long each round should take.
-    The other owners fill these rounds, and once more the rounds that came of it.
+    The busiest owner's matrices, cut into parts of equal work, say how long each bucket should take.
+    The other owners fill these buckets, and once more the buckets that came of it.
     """
     leader = max(
         queues, key=lambda owner: (sum(work[m] for m in queues[owner]), -owner)
     )
-    heights = [0] * n_rounds
+    heights = [0] * n_buckets
     total, before = max(1, sum(work[m] for m in queues[leader])), 0
     for m in queues[leader]:
-        # The round in whose share of the work the matrix's middle falls.
-        at = min(n_rounds - 1, n_rounds * (2 * before + work[m]) // (2 * total))
+        # The bucket in whose share of the work the matrix's middle falls.
+        at = min(n_buckets - 1, n_buckets * (2 * before + work[m]) // (2 * total))
         heights[at] += work[m]
         before += work[m]
     best: tuple[int, list[list[int]]] | None = None
     for _ in range(3):
-        rounds: list[list[int]] = [[] for _ in range(n_rounds)]
-        busiest = [0] * n_rounds
+        buckets: list[list[int]] = [[] for _ in range(n_buckets)]
+        busiest = [0] * n_buckets
         for queue in queues.values():
             # Rounds by the room that is left, the most first.
             room = [(-height, at) for at, height in enumerate(heights)]
             heapify(room)
-            free = [limit] * n_rounds
+            free = [limit] * n_buckets
             least, done = min(layouts[m].numel for m in queue), []
             for m in queue:
                 size, full = layouts[m].numel, []
@@ -326,13 +326,13 @@ def _spread(
                 left, at = room[0]
                 heapreplace(room, (left + work[m], at))
                 free[at] -= size
-                rounds[at].append(m)
+                buckets[at].append(m)
                 for one in full:
                     heappush(room, one)
             for left, at in (*room, *done):
                 busiest[at] = max(busiest[at], heights[at] + left)
         if best is None or sum(busiest) < best[0]:
-            best = sum(busiest), [part for part in rounds if part]
+            best = sum(busiest), [part for part in buckets if part]
         heights = busiest
     return best
 
@@ -340,9 +340,9 @@ def _spread(
 def _within(
     part: list[int], layouts: list[Layout], owners: list[int], limit: int
 ) -> list[list[int]]:
-    """``part``, or more rounds of it where some rank holds most of all matrices, and sends too much.
+    """``part``, or more buckets of it where some rank holds most of all matrices, and sends too much.
 
-    Each round then has one matrix more of each owner, as far as the bound allows.
+    Each bucket then has one matrix more of each owner, as far as the bound allows.
     """
     if _busiest_holder(part, layouts) <= limit:
         return [part]
@@ -365,10 +365,10 @@ def _busiest_holder(part: list[int], layouts: list[Layout]) -> int:
     for m in part:
         # Matrices that were read alike share one tuple of pieces.
         layout = layouts[m]
-        alike.setdefault((layout.ranks, id(layout.pieces)), [layout, 0])[1] += 1
+        alike.setdefault((layout.ranks, id(layout.shards)), [layout, 0])[1] += 1
     held: dict[int, int] = {}
     for layout, count in alike.values():
-        for rank, piece in zip(layout.ranks, layout.pieces, strict=True):
-            size = sum(rect.numel for rect in piece)
+        for rank, piece in zip(layout.ranks, layout.shards, strict=True):
+            size = sum(region.numel for region in piece)
             held[rank] = held.get(rank, 0) + count * size
     return max(held.values(), default=0)

@@ -39,8 +39,8 @@ def assign_owners(layouts: Iterable[Layout]) -> list[int]:
         layout = layouts[i]
         load, inbound = flops[layout.group], received[layout.group]
         missing = {
-            rank: layout.numel - sum(rect.numel for rect in piece)
-            for rank, piece in zip(layout.ranks, layout.pieces, strict=True)
+            rank: layout.numel - sum(region.numel for region in piece)
+            for rank, piece in zip(layout.ranks, layout.shards, strict=True)
         }
         owner = min(layout.group, key=lambda r: (load[r], inbound[r] + missing[r], r))
         load[owner] += newton_schulz_flops(layout.shape)

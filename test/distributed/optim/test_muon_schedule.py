@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""The plan of the distributed Muon as the pure function that it is: all ranks played in one process."""
+"""The schedule of the distributed Muon as the pure function that it is: all ranks played in one process."""
 
 import itertools
 import random
@@ -8,13 +8,13 @@ from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
 import torch
-from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Rect
+from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region
 from torch.optim._muon_engine.schedule.owners import (
     assign_owners,
     check_assignments,
     newton_schulz_flops,
 )
-from torch.optim._muon_engine.schedule.buckets import make_plan, ROUND_BYTES
+from torch.optim._muon_engine.schedule.buckets import make_schedule, BUCKET_BYTES
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -44,15 +44,15 @@ def grid_layout(key, shape, mesh_shape, group, cuts):
                 kept += parts[i].tolist() if i < len(parts) else []
             held[dim] = kept
         rows, columns = held
-        rects, local_row = [], 0
+        regions, local_row = [], 0
         for row, height in runs(rows):
             local_column = 0
             for column, width in runs(columns):
                 offset = local_row * len(columns) + local_column
-                rects.append(Rect(row, column, height, width, offset, len(columns)))
+                regions.append(Region(row, column, height, width, offset, len(columns)))
                 local_column += width
             local_row += height
-        pieces.append(tuple(rects))
+        pieces.append(tuple(regions))
     return Layout(key, shape, torch.float32, tuple(group), tuple(pieces), "a grid")
 
 
@@ -61,18 +61,18 @@ def flat_layout(key, shape, ranks, bounds):
     columns = shape[1]
     pieces = []
     for start, end in itertools.pairwise(bounds):
-        rects, at = [], start
+        regions, at = [], start
         while at < end:
             row, column = divmod(at, columns)
             if column or end - at < columns:
                 width = min(columns - column, end - at)
-                rects.append(Rect(row, column, 1, width, at - start, columns))
+                regions.append(Region(row, column, 1, width, at - start, columns))
                 at += width
             else:
                 height = (end - at) // columns
-                rects.append(Rect(row, 0, height, columns, at - start, columns))
+                regions.append(Region(row, 0, height, columns, at - start, columns))
                 at += height * columns
-        pieces.append(tuple(rects))
+        pieces.append(tuple(regions))
     return Layout(key, shape, torch.float32, tuple(ranks), tuple(pieces), "a flat one")
 
 
@@ -153,7 +153,8 @@ def row_layouts(shapes, world):
         step = -(-rows // world)
         cuts = [(min(rows, r * step), min(rows, r * step + step)) for r in range(world)]
         pieces[rows, columns] = tuple(
-            (Rect(a, 0, b - a, columns, 0, columns),) if b > a else () for a, b in cuts
+            (Region(a, 0, b - a, columns, 0, columns),) if b > a else ()
+            for a, b in cuts
         )
     return [
         Layout(Key(i), shape, torch.float32, tuple(range(world)), pieces[shape])
@@ -175,10 +176,10 @@ class World:
         self.local = {}
         for number, layout in enumerate(layouts):
             for rank in layout.ranks:
-                size = sum(rect.numel for rect in layout.held_by(rank))
+                size = sum(region.numel for region in layout.shard_of(rank))
                 storage = torch.full((size,), -1.0)
-                for rect in layout.held_by(rank):
-                    rect.of_local(storage).copy_(rect.of_matrix(self.whole[number]))
+                for region in layout.shard_of(rank):
+                    region.of_local(storage).copy_(region.of_matrix(self.whole[number]))
                 self.local[rank, number] = storage
 
     def all_to_all(self, group, sides, buffers):
@@ -198,58 +199,58 @@ class World:
         return {rank: torch.cat(pieces) for rank, pieces in received.items()}
 
     @staticmethod
-    def view(buffer, chunk):
-        rect = chunk.rect
-        flat = buffer[chunk.offset : chunk.offset + rect.numel]
-        return flat.view(rect.height, rect.width)
+    def view(buffer, packed):
+        region = packed.region
+        flat = buffer[packed.offset : packed.offset + region.numel]
+        return flat.view(region.height, region.width)
 
 
-class TestMuonPlan(TestCase):
-    def play(self, world, plan):
-        """Runs every round; checks that each matrix and each update arrives, each element once."""
+class TestMuonSchedule(TestCase):
+    def play(self, world, schedule):
+        """Runs every bucket; checks that each matrix and each update arrives, each element once."""
         updates = {key: torch.zeros_like(v) for key, v in world.local.items()}
         arrivals = {key: torch.zeros_like(v) for key, v in world.local.items()}
         owned_once = []
-        for round_ in plan.rounds:
-            group = round_.group
-            programs = {rank: plan.program(round_, rank, group) for rank in group}
+        for bucket in schedule.buckets:
+            group = bucket.group
+            specs = {rank: schedule.spec(bucket, rank, group) for rank in group}
 
             sent = {}
-            for rank, program in programs.items():
-                side = program.gather_send
+            for rank, spec in specs.items():
+                side = spec.gather_send
                 sent[rank] = torch.full((side.numel,), float("nan"))
-                for chunk in side.chunks:
-                    self.assertTrue(plan.is_source(chunk.matrix, rank))
-                    world.view(sent[rank], chunk).copy_(
-                        chunk.rect.of_local(world.local[rank, chunk.matrix])
+                for packed in side.regions:
+                    self.assertTrue(schedule.is_source(packed.matrix, rank))
+                    world.view(sent[rank], packed).copy_(
+                        packed.region.of_local(world.local[rank, packed.matrix])
                     )
                 for flag in side.flags:
                     sent[rank][flag.offset] = -rank - 1
                 self.assertFalse(sent[rank].isnan().any())
             received = world.all_to_all(
                 group,
-                {r: (p.gather_send, p.gather_recv) for r, p in programs.items()},
+                {r: (p.gather_send, p.gather_recv) for r, p in specs.items()},
                 sent,
             )
 
-            for rank, program in programs.items():
-                side = program.gather_recv
-                for matrix in program.owned:
+            for rank, spec in specs.items():
+                side = spec.gather_recv
+                for matrix in spec.owned:
                     owned_once.append(matrix)
-                    layout = plan.layouts[matrix]
+                    layout = schedule.layouts[matrix]
                     out = torch.zeros(layout.shape)
                     writes = torch.zeros(layout.shape)
-                    if plan.is_source(matrix, rank):
-                        for rect in layout.held_by(rank):
-                            rect.of_matrix(out).copy_(
-                                rect.of_local(world.local[rank, matrix])
+                    if schedule.is_source(matrix, rank):
+                        for region in layout.shard_of(rank):
+                            region.of_matrix(out).copy_(
+                                region.of_local(world.local[rank, matrix])
                             )
-                            rect.of_matrix(writes).add_(1)
-                    for chunk in side.chunks:
-                        if chunk.matrix == matrix:
-                            view = world.view(received[rank], chunk)
-                            chunk.rect.of_matrix(out).copy_(view)
-                            chunk.rect.of_matrix(writes).add_(1)
+                            region.of_matrix(writes).add_(1)
+                    for packed in side.regions:
+                        if packed.matrix == matrix:
+                            view = world.view(received[rank], packed)
+                            packed.region.of_matrix(out).copy_(view)
+                            packed.region.of_matrix(writes).add_(1)
                     self.assertEqual(out, world.whole[matrix])
                     self.assertEqual(writes, torch.ones(layout.shape))
                     flags = [f for f in side.flags if f.matrix == matrix]
@@ -261,37 +262,39 @@ class TestMuonPlan(TestCase):
                         value = received[rank][flag.offset].item()
                         self.assertEqual(value, -flag.rank - 1)
 
-            for rank, program in programs.items():
-                side = program.scatter_send
+            for rank, spec in specs.items():
+                side = spec.scatter_send
                 sent[rank] = torch.full((side.numel,), float("nan"))
-                for chunk in side.chunks:
-                    view = chunk.rect.of_matrix(-world.whole[chunk.matrix])
-                    world.view(sent[rank], chunk).copy_(view)
+                for packed in side.regions:
+                    view = packed.region.of_matrix(-world.whole[packed.matrix])
+                    world.view(sent[rank], packed).copy_(view)
                 for flag in side.flags:
                     sent[rank][flag.offset] = flag.matrix
                 self.assertFalse(sent[rank].isnan().any())
             received = world.all_to_all(
                 group,
-                {r: (p.scatter_send, p.scatter_recv) for r, p in programs.items()},
+                {r: (p.scatter_send, p.scatter_recv) for r, p in specs.items()},
                 sent,
             )
 
-            for rank, program in programs.items():
-                side = program.scatter_recv
-                for chunk in side.chunks:
-                    target = updates[rank, chunk.matrix]
-                    chunk.rect.of_local(target).copy_(world.view(received[rank], chunk))
-                    chunk.rect.of_local(arrivals[rank, chunk.matrix]).add_(1)
+            for rank, spec in specs.items():
+                side = spec.scatter_recv
+                for packed in side.regions:
+                    target = updates[rank, packed.matrix]
+                    packed.region.of_local(target).copy_(
+                        world.view(received[rank], packed)
+                    )
+                    packed.region.of_local(arrivals[rank, packed.matrix]).add_(1)
                 for flag in side.flags:
                     value = received[rank][flag.offset].item()
                     self.assertEqual(value, flag.matrix)
-                for matrix in program.owned:
-                    for rect in plan.layouts[matrix].held_by(rank):
-                        rect.of_local(updates[rank, matrix]).copy_(
-                            rect.of_matrix(-world.whole[matrix])
+                for matrix in spec.owned:
+                    for region in schedule.layouts[matrix].shard_of(rank):
+                        region.of_local(updates[rank, matrix]).copy_(
+                            region.of_matrix(-world.whole[matrix])
                         )
-                        rect.of_local(arrivals[rank, matrix]).add_(1)
-        self.assertEqual(sorted(owned_once), list(range(len(plan.layouts))))
+                        region.of_local(arrivals[rank, matrix]).add_(1)
+        self.assertEqual(sorted(owned_once), list(range(len(schedule.layouts))))
         for key, storage in world.local.items():
             self.assertEqual(updates[key], -storage)
             self.assertEqual(arrivals[key], torch.ones_like(storage))
@@ -307,29 +310,29 @@ class TestMuonPlan(TestCase):
             _, layouts = self.random_layouts(rng)
             for layout in layouts:
                 check_cover(layout)
-            plan = make_plan(
+            schedule = make_schedule(
                 layouts,
                 assign_owners(layouts),
                 torch.bfloat16,
                 one_owner_at_a_time=rng.random() < 0.3,
-                max_rounds=rng.choice((1, 2, 4)),
-                round_bytes=rng.choice((16, 300, 2**20)),
+                max_buckets=rng.choice((1, 2, 4)),
+                bucket_bytes=rng.choice((16, 300, 2**20)),
             )
-            self.play(World(layouts), plan)
+            self.play(World(layouts), schedule)
 
     def test_any_holder_may_own(self):
         for seed in range(50):
             rng = random.Random(seed)
             _, layouts = self.random_layouts(rng)
             owners = [rng.choice(layout.ranks) for layout in layouts]
-            self.play(World(layouts), make_plan(layouts, owners, torch.bfloat16))
+            self.play(World(layouts), make_schedule(layouts, owners, torch.bfloat16))
 
     def test_replicas_send_once_and_the_owner_s_own_first(self):
         # Two replicas, (0, 1) and (2, 3), of two halves.
         layout = grid_layout(Key(0), (8, 4), (2, 2), range(4), [(None, 1), (0, 1)])
         for owner in range(4):
-            plan = make_plan([layout], [owner], torch.bfloat16)
-            sources = [rank for rank in range(4) if plan.is_source(0, rank)]
+            schedule = make_schedule([layout], [owner], torch.bfloat16)
+            sources = [rank for rank in range(4) if schedule.is_source(0, rank)]
             self.assertEqual(sources, [0, 1] if owner < 2 else [2, 3])
 
     def test_what_travels_is_the_least_possible(self):
@@ -337,15 +340,15 @@ class TestMuonPlan(TestCase):
             rng = random.Random(seed)
             _, layouts = self.random_layouts(rng)
             owners = assign_owners(layouts)
-            plan = make_plan(layouts, owners, torch.bfloat16)
+            schedule = make_schedule(layouts, owners, torch.bfloat16)
             found = needed = 0
-            for round_ in plan.rounds:
-                for rank in round_.group:
-                    program = plan.program(round_, rank, round_.group)
-                    found += program.gather_send.numel + program.scatter_send.numel
+            for bucket in schedule.buckets:
+                for rank in bucket.group:
+                    spec = schedule.spec(bucket, rank, bucket.group)
+                    found += spec.gather_send.numel + spec.scatter_send.numel
             for layout, owner in zip(layouts, owners):
                 held = {
-                    rank: sum(rect.numel for rect in layout.held_by(rank))
+                    rank: sum(region.numel for region in layout.shard_of(rank))
                     for rank in layout.ranks
                 }
                 needed += layout.numel - held[owner]
@@ -372,7 +375,7 @@ class TestMuonPlan(TestCase):
                     replace(layout, key=Key(i, 0, f"w{layout.key.index}"))
                     for i, layout in enumerate(queues[group].pop(0) for group in turns)
                 ]
-                plan = make_plan(
+                schedule = make_schedule(
                     known,
                     assign_owners(known),
                     torch.bfloat16,
@@ -380,10 +383,13 @@ class TestMuonPlan(TestCase):
                 )
                 seen[rank] = [
                     (
-                        round_.group,
-                        [(known[m].key.name, plan.owners[m]) for m in round_.matrices],
+                        bucket.group,
+                        [
+                            (known[m].key.name, schedule.owners[m])
+                            for m in bucket.matrices
+                        ],
                     )
-                    for round_ in plan.rounds_of(rank)
+                    for bucket in schedule.buckets_of(rank)
                 ]
             for one, other in itertools.combinations(range(world), 2):
                 mine = [r for r in seen[one] if other in r[0]]
@@ -392,7 +398,7 @@ class TestMuonPlan(TestCase):
             self.assertNoCircle(seen.values(), f"seed {seed}")
 
     def assertNoCircle(self, sequences, message):
-        """There is one order of all rounds that each rank follows, so nobody waits in a circle."""
+        """There is one order of all buckets that each rank follows, so nobody waits in a circle."""
         after = TopologicalSorter()
         for sequence in sequences:
             counts = {}
@@ -412,8 +418,8 @@ class TestMuonPlan(TestCase):
             for _ in range(2):
                 _, layouts = self.random_layouts(random.Random(seed))
                 owners = assign_owners(layouts)
-                made.append(make_plan(layouts, owners, torch.bfloat16))
-            self.assertEqual(made[0].rounds, made[1].rounds)
+                made.append(make_schedule(layouts, owners, torch.bfloat16))
+            self.assertEqual(made[0].buckets, made[1].buckets)
             self.assertEqual(made[0].owners, made[1].owners)
 
     def equal_matrices(self, count, world=4, shape=(8, 8)):
@@ -423,46 +429,48 @@ class TestMuonPlan(TestCase):
         ]
 
     def test_few_rounds_whatever_the_number_of_matrices(self):
-        for count, rounds in [(1, 1), (4, 1), (8, 2), (16, 4), (100, 4)]:
+        for count, buckets in [(1, 1), (4, 1), (8, 2), (16, 4), (100, 4)]:
             layouts = self.equal_matrices(count)
-            plan = make_plan(layouts, assign_owners(layouts), torch.bfloat16)
-            self.assertEqual(len(plan.rounds), rounds, f"{count} matrices")
+            schedule = make_schedule(layouts, assign_owners(layouts), torch.bfloat16)
+            self.assertEqual(len(schedule.buckets), buckets, f"{count} matrices")
 
     def test_a_round_gives_owners_equal_work(self):
         layouts = self.equal_matrices(32)
-        plan = make_plan(layouts, assign_owners(layouts), torch.bfloat16)
-        for round_ in plan.rounds:
-            owners = sorted(plan.owners[m] for m in round_.matrices)
+        schedule = make_schedule(layouts, assign_owners(layouts), torch.bfloat16)
+        for bucket in schedule.buckets:
+            owners = sorted(schedule.owners[m] for m in bucket.matrices)
             self.assertEqual(owners, [0, 0, 1, 1, 2, 2, 3, 3])
 
     def test_rounds_are_bounded_in_bytes(self):
         layouts = self.equal_matrices(40)
         owners = assign_owners(layouts)
         for limit in (2**9, 2**10, 2**12):
-            plan = make_plan(layouts, owners, torch.bfloat16, round_bytes=limit)
-            self.play(World(layouts), plan)
-            for round_ in plan.rounds:
+            schedule = make_schedule(
+                layouts, owners, torch.bfloat16, bucket_bytes=limit
+            )
+            self.play(World(layouts), schedule)
+            for bucket in schedule.buckets:
                 for rank in range(4):
-                    program = plan.program(round_, rank, round_.group)
+                    spec = schedule.spec(bucket, rank, bucket.group)
                     for side in (
-                        program.gather_send,
-                        program.gather_recv,
-                        program.scatter_send,
-                        program.scatter_recv,
+                        spec.gather_send,
+                        spec.gather_recv,
+                        spec.scatter_send,
+                        spec.scatter_recv,
                     ):
                         pieces = side.numel - len(side.flags)
                         self.assertLessEqual(2 * pieces, limit)
         # What one matrix alone needs cannot be less, and no owner waits for another's.
-        plan = make_plan(layouts, owners, torch.bfloat16, round_bytes=1)
-        for round_ in plan.rounds:
-            self.assertEqual(sorted(owners[m] for m in round_.matrices), [0, 1, 2, 3])
-        self.play(World(layouts), plan)
+        schedule = make_schedule(layouts, owners, torch.bfloat16, bucket_bytes=1)
+        for bucket in schedule.buckets:
+            self.assertEqual(sorted(owners[m] for m in bucket.matrices), [0, 1, 2, 3])
+        self.play(World(layouts), schedule)
 
     def test_every_owner_works_in_every_round(self):
         """Rounds one after the other take hardly longer than the busiest owner's own work.
 
-        A matrix of 28672 x 8192 is above the bound of a round. When it had a round of its own, the
-        rounds of Llama 3 70B took 51 times as long on 64 ranks.
+        A matrix of 28672 x 8192 is above the bound of a bucket. When it had a bucket of its own, the
+        buckets of Llama 3 70B took 51 times as long on 64 ranks.
         """
         for name, shapes in MODELS.items():
             for world in (8, 16, 32, 64, 128, 256, 1024):
@@ -470,35 +478,37 @@ class TestMuonPlan(TestCase):
                     continue
                 layouts = row_layouts(shapes, world)
                 owners = assign_owners(layouts)
-                plan = make_plan(layouts, owners, torch.bfloat16)
+                schedule = make_schedule(layouts, owners, torch.bfloat16)
                 work = [newton_schulz_flops(layout.shape) for layout in layouts]
                 one_by_one, busy = 0, Counter()
-                for round_ in plan.rounds:
+                for bucket in schedule.buckets:
                     loads = Counter()
-                    for m in round_.matrices:
+                    for m in bucket.matrices:
                         loads[owners[m]] += work[m]
                     one_by_one += max(loads.values())
                     busy.update(loads)
                 alone = max(busy.values())
                 self.assertLessEqual(one_by_one, 1.1 * alone, f"{name} on {world}")
-                self.assertRoundsAreSmall(plan, f"{name} on {world}")
+                self.assertRoundsAreSmall(schedule, f"{name} on {world}")
 
-    def assertRoundsAreSmall(self, plan, message):
-        """An owner's part of a round is below the bound, or not much above the largest matrix."""
-        largest = max(layout.numel for layout in plan.layouts)
-        for round_ in plan.rounds:
+    def assertRoundsAreSmall(self, schedule, message):
+        """An owner's part of a bucket is below the bound, or not much above the largest matrix."""
+        largest = max(layout.numel for layout in schedule.layouts)
+        for bucket in schedule.buckets:
             gathered = Counter()
-            for m in round_.matrices:
-                gathered[plan.owners[m]] += plan.layouts[m].numel
+            for m in bucket.matrices:
+                gathered[schedule.owners[m]] += schedule.layouts[m].numel
             most = max(gathered.values())
-            self.assertLessEqual(most, max(ROUND_BYTES // 2, 1.5 * largest), message)
+            self.assertLessEqual(most, max(BUCKET_BYTES // 2, 1.5 * largest), message)
 
     def test_one_owner_at_a_time_in_rank_order(self):
         layouts = self.equal_matrices(10)
-        plan = make_plan(
+        schedule = make_schedule(
             layouts, assign_owners(layouts), torch.bfloat16, one_owner_at_a_time=True
         )
-        turns = [{plan.owners[m] for m in round_.matrices} for round_ in plan.rounds]
+        turns = [
+            {schedule.owners[m] for m in bucket.matrices} for bucket in schedule.buckets
+        ]
         self.assertEqual([len(turn) for turn in turns], [1] * len(turns))
         turns = [turn.pop() for turn in turns]
         self.assertEqual(turns, sorted(turns))
@@ -507,7 +517,7 @@ class TestMuonPlan(TestCase):
     def test_owner_without_a_piece_is_an_error(self):
         layouts = self.equal_matrices(2, world=2)
         with self.assertRaisesRegex(ValueError, r"rank 2 .*parameter 1 .*\[0, 1\]"):
-            make_plan(layouts, [0, 2], torch.bfloat16)
+            make_schedule(layouts, [0, 2], torch.bfloat16)
 
     # Owners
 
@@ -560,17 +570,17 @@ class TestMuonPlan(TestCase):
             ranks = tuple(range(len(pieces)))
             return Layout(Key(3, 0, "w"), shape, torch.float32, ranks, pieces, "here")
 
-        top, bottom = Rect(0, 0, 2, 6, 0, 6), Rect(2, 0, 2, 6, 0, 6)
+        top, bottom = Region(0, 0, 2, 6, 0, 6), Region(2, 0, 2, 6, 0, 6)
         check_cover(layout((top,), (bottom,)))
         check_cover(layout((top,), (bottom,), (top,), (bottom,)))
         check_cover(layout((top, bottom), ()))
         for wrong, pattern in [
             (layout((top,)), "hold 12 of 24 elements"),
             (layout((top,), ()), "hold 12 of 24 elements"),
-            (layout((top,), (Rect(1, 0, 3, 6, 0, 6),)), "overlap"),
-            (layout((top,), (Rect(2, 0, 2, 5, 0, 5),)), "hold 22 of 24"),
-            (layout((top,), (Rect(3, 0, 2, 6, 0, 6),)), "hold 24 of 24"),
-            (layout((top, bottom), (Rect(0, 1, 1, 1, 0, 1),)), "overlap"),
+            (layout((top,), (Region(1, 0, 3, 6, 0, 6),)), "overlap"),
+            (layout((top,), (Region(2, 0, 2, 5, 0, 5),)), "hold 22 of 24"),
+            (layout((top,), (Region(3, 0, 2, 6, 0, 6),)), "hold 24 of 24"),
+            (layout((top, bottom), (Region(0, 1, 1, 1, 0, 1),)), "overlap"),
         ]:
             with self.assertRaisesRegex(
                 ValueError, f"parameter 3 'w'.*{pattern}.*here"
