@@ -40,8 +40,11 @@ def make_wheel(folder, name, version, files):
         wheel.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
 
 
-# Each package as a wheel's file name spells it.
-MODULES = [re.split("[<=>]", name)[0].replace("-", "_") for name in env.PACKAGES]
+# Each package as a wheel's file name spells it, and the version that is asked for.
+MODULES = {
+    re.split("[<=>]", name)[0].replace("-", "_"): (name.split("==") + ["1.0"])[1]
+    for name in env.PACKAGES
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +57,8 @@ def shelf(tmp_path_factory, stock_muon):
         "torch/optim/_muon.py": stock_muon.decode(),
     }
     make_wheel(folder, "torch", "2.13.0", torch)
-    for name in MODULES:
-        make_wheel(folder, name, "1.0", {f"{name}.py": ""})
+    for name, version in MODULES.items():
+        make_wheel(folder, name, version, {f"{name}.py": ""})
     return folder
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from .target import Target
 
 
-# What the tests, the examples and verify import, beside torch, and the linter.
+# What the tests, the examples and verify import, beside torch, the linter, and the
+# type checker in upstream's version: each version of it finds other errors.
 # torch's run_tests() writes its reports with xmlrunner wherever CI is set.
 PACKAGES = (
     "numpy",
@@ -32,6 +33,7 @@ PACKAGES = (
     "jupytext",
     "matplotlib",
     "ruff",
+    "pyrefly==0.58.0",
     "unittest-xml-reporting<=3.2.0",
 )
 MARKER = ".muon_overlay_env.json"
