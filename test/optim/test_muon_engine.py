@@ -42,11 +42,9 @@ if dist.is_available():
         Replicate,
         Shard,
     )
-    from torch.optim._muon_engine.dtensor_functions import DTensorFunctions
     from torch.optim._muon_engine.layouts.dtensor import _cut, DTensorReader
     from torch.optim._muon_engine.layouts.fsdp1 import FlatMatrix
-    from torch.optim._muon_engine.group_functions import ParallelGroups
-    from torch.optim._muon_engine.layouts.groups import PieceReader
+    from torch.optim._muon_engine.layouts.groups import _LocalReader, ParallelGroups
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -521,7 +519,7 @@ class TestDTensorReader(TestCase):
                 dtensor = distribute_tensor(
                     self.numbered(shape), mesh, placements, src_data_rank=None
                 )
-                layout = reader.read(Key(0), dtensor)
+                layout = reader.read_dtensor(Key(0), dtensor)
                 self.assert_layout_tells_where(layout, rank, dtensor.to_local())
                 self.assertEqual(layout.shape, shape)
                 self.assertEqual(layout.group, tuple(range(world_size)))
@@ -545,7 +543,7 @@ class TestDTensorReader(TestCase):
                 )
             )
             fully_shard(module, mesh=mesh["dp"])
-            layout = DTensorReader().read(Key(0), module.weight.data)
+            layout = DTensorReader().read_dtensor(Key(0), module.weight.data)
             self.assert_layout_tells_where(
                 layout, rank, module.weight.to_local().detach()
             )
@@ -557,7 +555,7 @@ class TestDTensorReader(TestCase):
         dtensor = distribute_tensor(
             self.numbered((8, 3)), mesh, [Shard(0)], src_data_rank=None
         )
-        layout = DTensorReader().read(Key(0), dtensor)
+        layout = DTensorReader().read_dtensor(Key(0), dtensor)
         self.assertEqual(layout.ranks, (4, 5, 6, 7))
         self.assertEqual(layout.shard_of(5), (Region(2, 0, 2, 3, 0, 3),))
 
@@ -567,7 +565,7 @@ class TestDTensorReader(TestCase):
         dtensor = DTensor.from_local(
             torch.ones(4, 3), mesh, [Partial(), Shard(0)], run_check=False
         )
-        layout = DTensorReader().read(Key(0), dtensor)
+        layout = DTensorReader().read_dtensor(Key(0), dtensor)
         self.assertEqual(layout.shape, (8, 3))
         self.assertEqual(layout.contributions, (0, 0, 1, 1))
         self.assertTrue(layout.partial)
@@ -576,7 +574,7 @@ class TestDTensorReader(TestCase):
             other = DTensor.from_local(
                 torch.ones(4, 3), mesh, [Partial("max"), Shard(0)], run_check=False
             )
-            DTensorReader().read(Key(2, 0, "w"), other)
+            DTensorReader().read_dtensor(Key(2, 0, "w"), other)
 
     def test_mesh_without_this_rank(self):
         self.as_rank(2, 4)
@@ -585,7 +583,7 @@ class TestDTensorReader(TestCase):
             torch.ones(4, 3), mesh, [Shard(0)], run_check=False
         )
         with self.assertRaisesRegex(ValueError, "parameter 1.*not in the mesh"):
-            DTensorReader().read(Key(1), dtensor)
+            DTensorReader().read_dtensor(Key(1), dtensor)
 
     def test_local_tensor_of_another_size(self):
         self.as_rank(0, 2)
@@ -598,7 +596,7 @@ class TestDTensorReader(TestCase):
             stride=(3, 1),
         )
         with self.assertRaisesRegex(ValueError, r"local tensor has shape \(3, 3\)"):
-            DTensorReader().read(Key(0), dtensor)
+            DTensorReader().read_dtensor(Key(0), dtensor)
 
     def test_placement_of_an_unknown_kind(self):
         class Odd(Placement):
@@ -617,9 +615,9 @@ class TestDTensorReader(TestCase):
             torch.ones(4, 4), mesh, [Shard(0), Shard(1)], run_check=False
         )
         matrix = FlatMatrix("weight", (8, 8), (), dtensor._spec, True)
-        reader = PieceReader(ParallelGroups(), None)
+        reader = _LocalReader(ParallelGroups(), None)
         with self.assertRaisesRegex(ValueError, "weight.*mesh of 2 dim.*fully_shard"):
-            reader._tp_of_spec(Key(0), matrix)
+            reader._tp_of_spec(Key(0), matrix, matrix.tp)
 
     def test_meshes_of_different_device_types(self):
         self.as_rank(0, 2)
@@ -632,7 +630,7 @@ class TestDTensorReader(TestCase):
         other = mock.PropertyMock(side_effect=["cpu", "xpu"])
         with mock.patch.object(DeviceMesh, "device_type", other):
             with self.assertRaisesRegex(ValueError, "device types.*cpu.*xpu"):
-                DTensorFunctions().device_of(dtensors)
+                DTensorReader().device_of(dtensors)
 
 
 if __name__ == "__main__":

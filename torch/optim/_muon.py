@@ -1,18 +1,18 @@
 # mypy: allow-untyped-defs
 # mypy: disable-error-code=arg-type
-r"""Muon: momentum, orthogonalized by a Newton-Schulz iteration.
+r"""Implementation of the Muon optimizer.
 
-The pieces of one step exist once: :func:`_update_momentum`, :func:`_blend`, :func:`_newtonschulz`,
-:func:`_adjust_lr` and :func:`_apply_update`. The single process strings them together in
-:func:`_single_tensor_muon`; with a ``distributed_config`` the engine in ``torch.optim._muon_engine``
-strings the same ones together around its exchanges.
+The phases of a step are methods of :class:`_MuonFormulas`. One process runs them one after the other;
+with a ``distributed_config`` the engine in ``torch.optim._muon_engine`` runs the same ones between its
+collectives.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,68 +28,39 @@ from .optimizer import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping, Sequence
+    from collections.abc import MutableMapping, Sequence
 
     from torch.optim._muon_engine.config import DistributedConfig
+    from torch.optim._muon_engine.engine import Engine
+    from torch.optim._muon_engine.runtime import StepParam
 
 
 __all__ = ["Muon", "muon"]
 
 log = logging.getLogger("torch.optim.muon")
 
-# Keller Jordan's choice of the quintic's coefficients and of the step count, made to maximize the
-# slope at zero: https://kellerjordan.github.io/posts/muon/
+# Keller Jordan's coefficients and number of steps: https://kellerjordan.github.io/posts/muon/,
+# https://github.com/KellerJordan/Muon/blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbcbd/muon.py#L16
 EPS = 1e-7
 DEFAULT_A = 3.4445
 DEFAULT_B = -4.7750
 DEFAULT_C = 2.0315
 DEFAULT_NS_STEPS = 5
 
-# The iteration reads and writes this dtype, and so it is also what travels between ranks: for an
-# element that is only moved, rounding before the trip gives the same bits as rounding after it.
+# Newton-Schulz reads and writes this dtype, so it is also what travels between ranks: an element that
+# is only moved has the same bits, whether it is rounded before the trip or after it.
 _NS_DTYPE = torch.bfloat16
-
-# Unasked, matrices of one shape are orthogonalized together up to this short side (above it a CPU is
-# busy with one), with sides of whole tiles (the remainders of batched products may round otherwise).
-_BATCH_SHORT_SIDE = 256
-_BATCH_TILE = 32
+# One batched Newton-Schulz holds at most so many bytes of matrices; its workspace is four times that.
 _BATCH_BYTES = 64 * 1024**2
 
 _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 
 
-class _Hyper(NamedTuple):
-    """The hyperparameters of one parameter group, as one step reads them."""
-
-    lr: float | Tensor
-    weight_decay: float
-    momentum: float
-    nesterov: bool
-    ns_coefficients: tuple[float, float, float]
-    ns_steps: int
-    eps: float
-    adjust_lr_fn: str | None
-    foreach: bool | None = None
-
-
-class _Work(NamedTuple):
-    """One parameter of one step; ``grad`` is None where this rank has none."""
-
-    param: Tensor
-    grad: Tensor | None
-    momentum_buffer: Tensor | None
-    hyper: _Hyper
-
-
-def _check_ns(
-    shape: Sequence[int], ns_coefficients: tuple[float, float, float], ns_steps: int
-) -> None:
+def _check_ns(ns_coefficients: Sequence[float], ns_steps: int) -> None:
     if ns_steps >= 100:
         raise ValueError(
             "Number of steps must be less than 100 for computational efficiency"
         )
-    if len(shape) != 2:
-        raise ValueError("Input tensor gradient must be a 2D matrix")
     if len(ns_coefficients) != 3:
         raise ValueError("Coefficients must be a tuple of exactly 3 values")
 
@@ -100,21 +71,16 @@ def _newtonschulz(
     ns_steps: int,
     eps: float,
 ) -> Tensor:
-    """Orthogonalizes ``x`` without writing to it.
+    """Orthogonalizes ``x``, of shape (rows, columns) or (matrices, rows, columns), in its own dtype.
 
-    Two products serve each power: with :math:`G = XX^T` on the short side, a step is
-    :math:`aX + (bG + cG^2)X`.
-
-    Args:
-        x: one matrix, of shape (rows, columns), or several, of shape (matrices, rows, columns), of
-            dtype ``_NS_DTYPE``.
+    ``x`` is not written to.
     """
     a, b, c = ns_coefficients
     addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
     tall = x.size(-2) > x.size(-1)
     if tall:
         x = x.mT
-    # Frobenius bounds spectral: the iteration converges only from singular values in [0, 1].
+    # The iteration converges for singular values in [0, 1]; the Frobenius norm bounds them.
     x = x / _frobenius_norm(x).clamp(min=eps)
     for _ in range(ns_steps):
         gram = x @ x.mT
@@ -126,7 +92,7 @@ def _newtonschulz(
 def _frobenius_norm(x: Tensor) -> Tensor:
     if x.ndim == 2:
         return x.norm()
-    # One by one, since a reduction over a batch may add up in another order.
+    # One by one: a reduction over a batch may add up in another order.
     return torch.stack([matrix.norm() for matrix in x])[:, None, None]
 
 
@@ -135,8 +101,10 @@ def _zeropower_via_newtonschulz(
 ) -> Tensor:
     r"""Approximates the orthogonal factor :math:`UV^T` of ``grad`` :math:`= USV^T`.
 
-    The quintic is tuned for speed, not for convergence: after five steps the singular values lie in
-    about [0.3, 1.2] rather than at 1, which was found not to hurt training.
+    The quintic's coefficients maximize its slope at zero, so few steps suffice. The singular values
+    end up between about 0.3 and 1.2 instead of at 1, which does not hurt training. The method is Keller
+    Jordan's (https://github.com/KellerJordan/Muon/blob/master/muon.py), with suggestions by @jxbz,
+    @leloykun and @YouJiacheng.
 
     Args:
         grad (Tensor): the matrix, of shape (rows, columns). It is not written to.
@@ -147,33 +115,10 @@ def _zeropower_via_newtonschulz(
     Returns:
         Tensor of the shape of ``grad``, in bfloat16.
     """
-    _check_ns(grad.shape, ns_coefficients, ns_steps)
+    _check_ns(ns_coefficients, ns_steps)
+    if len(grad.shape) != 2:
+        raise ValueError("Input tensor gradient must be a 2D matrix")
     return _newtonschulz(grad.to(dtype=_NS_DTYPE), ns_coefficients, ns_steps, eps)
-
-
-def _batches(
-    shapes: Sequence[Sequence[int]], foreach: bool | None, device: torch.device
-) -> list[list[int]]:
-    """Splits the indices of ``shapes`` into lists that are orthogonalized together.
-
-    Without ``foreach`` being set, matrices share a batch only where that is faster and its bits are
-    those of one by one: small ones on one thread of a CPU. (Several threads, or a GPU, cut batched
-    products in other places, and so round otherwise.)
-    """
-    together: dict[tuple[int, ...], list[list[int]]] = {}
-    threads = torch.get_num_threads()
-    for index, shape in enumerate(shapes):
-        pays = device.type == "cpu" and min(shape) <= _BATCH_SHORT_SIDE
-        exact = threads == 1 and all(side % _BATCH_TILE == 0 for side in shape)
-        room = 1
-        if foreach or (foreach is None and pays and exact):
-            size = math.prod(shape) * _NS_DTYPE.itemsize
-            room = max(1, _BATCH_BYTES // max(1, size))
-        batches = together.setdefault(tuple(shape), [[]])
-        if len(batches[-1]) == room:
-            batches.append([])
-        batches[-1].append(index)
-    return [batch for batches in together.values() for batch in batches]
 
 
 def _adjust_lr(
@@ -197,39 +142,106 @@ def _adjust_lr(
     return lr * ratio
 
 
-def _update_momentum(momentum_buffer: Tensor, grad: Tensor, momentum: float) -> None:
-    momentum_buffer.lerp_(grad, 1 - momentum)
+class _MuonFormulas(NamedTuple):
+    """One parameter group's hyperparameters in one step, and the phases that they define."""
 
+    lr: float | Tensor
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_coefficients: tuple[float, float, float]
+    ns_steps: int
+    eps: float
+    adjust_lr_fn: str | None
+    foreach: bool | None = None
 
-def _blend(
-    momentum_buffer: Tensor, grad: Tensor, hyper: _Hyper, out: Tensor | None = None
-) -> Tensor:
-    """What is to be orthogonalized: the momentum, looked ahead through ``grad`` if nesterov."""
-    if not hyper.nesterov:
-        return momentum_buffer
-    return torch.lerp(grad, momentum_buffer, hyper.momentum, out=out)
+    @classmethod
+    def of_group(cls, group: MutableMapping[str, Any]) -> _MuonFormulas:
+        hyper = {name: group[name] for name in cls._fields}
+        # Checkpoints that went through JSON or YAML bring a list.
+        hyper["ns_coefficients"] = tuple(hyper["ns_coefficients"])
+        return cls(**{**hyper, "lr": _to_scalar(hyper["lr"])})
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What :meth:`orthogonalize` reads and writes."""
+        return _NS_DTYPE
 
-def _apply_update(
-    param: Tensor, update: Tensor | None, hyper: _Hyper, shape: Sequence[int]
-) -> None:
-    """Decays ``param`` and moves it; both may be pieces of a matrix of the global ``shape``."""
-    param.mul_(1 - hyper.lr * hyper.weight_decay)
-    if update is not None:
-        param.add_(update, alpha=-_adjust_lr(hyper.lr, hyper.adjust_lr_fn, shape))
+    @property
+    def compute_key(self) -> tuple:
+        """What :meth:`orthogonalize` depends on: matrices of equal keys may share a batch."""
+        return (self.ns_coefficients, self.ns_steps, self.eps, self.foreach)
+
+    def check(self) -> None:
+        _check_ns(self.ns_coefficients, self.ns_steps)
+
+    def signature(self) -> dict[str, str]:
+        """What the ranks compare. A Tensor may change between their reading it; its kind may not."""
+        return {
+            name: "a Tensor" if isinstance(value, Tensor) else str(value)
+            for name, value in self._asdict().items()
+        }
+
+    def accumulate(self, momentum_bufs: list[Tensor], grads: list[Tensor]) -> None:
+        """Takes gradients into momentum; all of them pieces or all of them wholes."""
+        if len(grads) == 1:
+            momentum_bufs[0].lerp_(grads[0], 1 - self.momentum)
+        else:
+            torch._foreach_lerp_(momentum_bufs, grads, 1 - self.momentum)
+
+    def prepare(
+        self, momentum_buf: Tensor, grad: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """What is to be orthogonalized: the momentum, looked ahead through ``grad`` if nesterov."""
+        if not self.nesterov:
+            return momentum_buf
+        return torch.lerp(grad, momentum_buf, self.momentum, out=out)
+
+    def orthogonalize(self, prepared: Tensor) -> Tensor:
+        """The update of one matrix, or of the (matrices, rows, columns) of one batch."""
+        if prepared.ndim == 2:
+            return _zeropower_via_newtonschulz(
+                prepared, self.ns_coefficients, self.ns_steps, self.eps
+            )
+        return _newtonschulz(prepared, self.ns_coefficients, self.ns_steps, self.eps)
+
+    def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
+        """How many matrices of ``shape`` the distributed step orthogonalizes together."""
+        if self.foreach is False or (self.foreach is None and device.type == "cpu"):
+            return 1
+        return max(1, _BATCH_BYTES // max(1, math.prod(shape) * _NS_DTYPE.itemsize))
+
+    def apply(
+        self, params: list[Tensor], updates: list[Tensor] | None, shape: Sequence[int]
+    ) -> None:
+        """Decays ``params`` and moves them: matrices, or pieces of matrices, of the global ``shape``."""
+        decay = 1 - self.lr * self.weight_decay
+        # A Tensor of one element is as good as a number, though the stubs do not say so.
+        alpha: Any = -_adjust_lr(self.lr, self.adjust_lr_fn, shape)
+        if len(params) > 1 and not isinstance(self.lr, Tensor):
+            torch._foreach_mul_(params, decay)
+            if updates is not None:
+                torch._foreach_add_(params, updates, alpha=alpha)
+            return
+        for i, param in enumerate(params):
+            param.mul_(decay)
+            if updates is not None:
+                param.add_(updates[i], alpha=alpha)
 
 
 def _storage_is_gone(param: Tensor) -> bool:
     """Whether ``param`` is what ``param.data = dtensor`` leaves behind.
 
     PyTorch accepts that assignment to a plain Parameter and ends with a tensor of the global shape
-    over a null pointer; the next kernel that touches it takes the process down.
+    over a null pointer. The next kernel that touches the tensor takes the process down.
     """
     if type(param) not in (Tensor, torch.nn.Parameter) or param.device.type == "meta":
         return False
     if torch._is_functional_tensor(param) or param.layout != torch.strided:
         return False
-    return param.numel() > 0 and param.data_ptr() == 0
+    # A storage that FSDP1 or the user freed has no bytes; the one of that assignment has.
+    has_bytes = param.untyped_storage().nbytes() > 0
+    return param.numel() > 0 and has_bytes and torch.Tensor.data_ptr(param) == 0
 
 
 class Muon(Optimizer):
@@ -244,8 +256,8 @@ class Muon(Optimizer):
         eps: float = EPS,
         ns_steps: int = DEFAULT_NS_STEPS,
         adjust_lr_fn: str | None = None,
+        distributed_config: DistributedConfig | Literal["auto"] | None = None,
         foreach: bool | None = None,
-        distributed_config: DistributedConfig | None = None,
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
@@ -259,11 +271,6 @@ class Muon(Optimizer):
             raise ValueError(
                 f"Adjust learning rate function {adjust_lr_fn} is not supported"
             )
-        if distributed_config is not None and not hasattr(distributed_config, "_claim"):
-            raise TypeError(
-                "distributed_config has to be a torch.optim.muon.DistributedConfig but is of type "
-                f"{type(distributed_config).__name__}"
-            )
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -275,78 +282,97 @@ class Muon(Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "foreach": foreach,
         }
-        # While the first groups arrive, a config is only announced: it is bound to all of them.
-        self._distributed_config: DistributedConfig | None = None
-        self._announced = distributed_config
+        self._distributed_config = _checked_config(distributed_config)
+        self._engine: Engine | None = None
         self._needs_config = False
         super().__init__(params, defaults)
-        self._announced = None
-        if distributed_config is not None:
-            error = distributed_config._claim(self)
-            try:
-                self._bind(distributed_config, error)
-            except BaseException:
-                if error is None:
-                    distributed_config._release()
-                raise
-            self._distributed_config = distributed_config
+        if self._distributed_config is not None:
+            self._build_engine(self._distributed_config)
 
-    def _bind(self, config: DistributedConfig, error: ValueError | None = None) -> None:
-        """Makes ``config`` ready for this optimizer's parameters, together with the other ranks."""
+    def _build_engine(self, config: DistributedConfig) -> None:
+        """Builds the engine for the parameters as they are now, together with the other ranks."""
         from torch.optim._muon_engine.engine import Engine
 
-        takes_flat = config._takes_flat_params()
-        start = 0
-        for group in self.param_groups:
-            error = error or self._problem_with(group, start, takes_flat)
-            start += len(group["params"])
-        params, names, hypers = self._engine_arguments()
-        first: dict[Tensor, int] = {}
-        for index, param in enumerate(params):
-            if first.setdefault(param, index) != index:
-                error = error or ValueError(
-                    f"parameters {first[param]} and {index} are the same tensor; give tied weights to Muon once"
-                )
-        former = config._engine if self._distributed_config is not None else None
-        # The error travels along instead of being raised here: the other ranks are waiting.
-        engine = Engine(config, params, names, hypers, error, former)
-        if former is not None:
-            engine.distrusted = former.check_trust(*self._distributed_work())
-        config._engine = engine
+        # A problem travels along instead of being raised here: the other ranks are waiting.
+        self._engine = Engine(
+            config, self._step_params(), self._find_problem(), self._engine
+        )
 
-    def _engine_arguments(
-        self,
-    ) -> tuple[list[Tensor], list[str | None], list[_Hyper]]:
-        params: list[Tensor] = []
-        names: list[str | None] = []
-        hypers: list[_Hyper] = []
-        for group in self.param_groups:
-            params.extend(group["params"])
-            names.extend(group.get("param_names", [None] * len(group["params"])))
-            hypers.extend([self._hyper(group)] * len(group["params"]))
-        return params, names, hypers
+    def _step_params(self) -> list[StepParam]:
+        from torch.optim._muon_engine.runtime import StepParam
 
-    @staticmethod
-    def _hyper(group: MutableMapping[str, Any]) -> _Hyper:
-        hyper = _Hyper(*(group[field] for field in _Hyper._fields))
-        # Checkpoints that went through JSON or YAML bring a list.
-        return hyper._replace(ns_coefficients=tuple(hyper.ns_coefficients))
+        found = []
+        for group in self.param_groups:
+            formulas = _MuonFormulas.of_group(group)
+            names = group.get("param_names", [None] * len(group["params"]))
+            for name, p in zip(names, group["params"], strict=False):
+                found.append(StepParam(p, name, p.grad, formulas))
+        return found
+
+    def _find_problem(self, first_group: int = 0) -> ValueError | None:
+        """What is wrong with the parameters of ``first_group`` and later groups."""
+        index = sum(len(g["params"]) for g in self.param_groups[:first_group])
+        seen: dict[Tensor, int] = {}
+        for group in self.param_groups[first_group:]:
+            names = group.get("param_names", [None] * len(group["params"]))
+            for name, param in zip(names, group["params"], strict=False):
+                which = f"parameter {index}" + (f" {name!r}" if name else "")
+                problem = self._problem_with(param, which)
+                if problem is not None:
+                    return problem
+                other = seen.setdefault(param, index)
+                if other != index and self._distributed_config is not None:
+                    return ValueError(
+                        f"parameters {other} and {index} are the same tensor; give tied weights to Muon once"
+                    )
+                index += 1
+        return None
+
+    def _problem_with(self, param: Tensor, which: str) -> ValueError | None:
+        if _storage_is_gone(param):
+            return ValueError(
+                f"{which}, of size {tuple(param.shape)}, has no storage. This is what "
+                "`param.data = dtensor` leaves of a plain Parameter. Write "
+                "`module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, placements))` instead, or "
+                "use distribute_module, parallelize_module or fully_shard"
+            )
+        # FSDP1 flattens parameters; only its reader knows the matrices inside.
+        if param.ndim == 2 or (param.ndim == 1 and self._takes_flat_params()):
+            return None
+        hint = ""
+        if getattr(param, "_fsdp_flattened", False):
+            hint = (
+                ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group="
+                "model.process_group, module=model)"
+            )
+        return ValueError(
+            f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} "
+            f"({which}){hint}"
+        )
+
+    def _takes_flat_params(self) -> bool:
+        if self._distributed_config is None:
+            return False
+        from torch.optim._muon_engine.callbacks import functions_of
+
+        functions = functions_of(self._distributed_config)
+        return functions is not None and functions.reader.takes_flat_params
 
     @property
     def assignments(self) -> dict[int, list[int]]:
-        """Global rank -> indices of the parameters it orthogonalizes; {} without a config."""
-        if self._distributed_config is None:
+        """Global rank -> indices of the parameters it orthogonalizes; {} without a config.
+
+        A flat FSDP1 parameter of several matrices stands under the owner of its first matrix.
+        """
+        if self._engine is None:
             return {}
-        return {
-            rank: list(owned)
-            for rank, owned in self._distributed_config._engine.assignments.items()
-        }
+        return {rank: list(owned) for rank, owned in self._engine.assignments.items()}
 
     @property
     def current_rank(self) -> int:
         """This process's global rank; 0 where there is no process group."""
-        if self._distributed_config is not None:
-            return self._distributed_config._engine.rank
+        if self._engine is not None:
+            return self._engine.rank
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank()
         return 0
@@ -363,8 +389,8 @@ class Muon(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("_distributed_config", None)
+        self.__dict__.setdefault("_engine", None)
         self.__dict__.setdefault("_needs_config", False)
-        self.__dict__.setdefault("_announced", None)
         self.defaults.setdefault("foreach", None)
         for group in self.param_groups:
             group.setdefault("foreach", None)
@@ -383,49 +409,16 @@ class Muon(Optimizer):
             ValueError: a parameter is not a matrix, or its storage was destroyed.
         """
         super().add_param_group(param_group)
-        if self._announced is not None:
-            return
         try:
-            if self._distributed_config is not None:
-                self._bind(self._distributed_config)
-            else:
-                start = sum(len(group["params"]) for group in self.param_groups[:-1])
-                error = self._problem_with(param_group, start)
-                if error is not None:
-                    raise error
+            if self._distributed_config is None:
+                problem = self._find_problem(len(self.param_groups) - 1)
+                if problem is not None:
+                    raise problem
+            elif self._engine is not None:
+                self._build_engine(self._distributed_config)
         except BaseException:
             self.param_groups.pop()
             raise
-
-    @staticmethod
-    def _problem_with(
-        group: MutableMapping[str, Any], start: int, takes_flat: bool = False
-    ) -> ValueError | None:
-        names = group.get("param_names", [None] * len(group["params"]))
-        for index, (param, name) in enumerate(
-            zip(group["params"], names, strict=True), start
-        ):
-            which = f"parameter {index}" + (f" {name!r}" if name is not None else "")
-            if _storage_is_gone(param):
-                return ValueError(
-                    f"{which}, of size {tuple(param.shape)}, has no storage. This is what "
-                    "`param.data = dtensor` leaves of a plain Parameter. Write "
-                    "`module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, placements))` instead, or "
-                    "use distribute_module, parallelize_module or fully_shard"
-                )
-            # FSDP1 flattens parameters; only its reader knows the matrices inside.
-            if param.ndim != 2 and not (takes_flat and param.ndim == 1):
-                hint = ""
-                if getattr(param, "_fsdp_flattened", False):
-                    hint = (
-                        ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group="
-                        "model.process_group, module=model)"
-                    )
-                return ValueError(
-                    f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} "
-                    f"({which}){hint}"
-                )
-        return None
 
     def _init_group(
         self,
@@ -437,7 +430,10 @@ class Muon(Optimizer):
         for p in group["params"]:
             if p.grad is None:
                 continue
-            _check_grad(p, p.grad)
+            if torch.is_complex(p):
+                raise RuntimeError("Muon does not support complex parameters")
+            if p.grad.is_sparse:
+                raise RuntimeError("Muon does not support sparse gradients")
             params_with_grad.append(p)
             grads.append(p.grad)
             state = self.state[p]
@@ -453,17 +449,18 @@ class Muon(Optimizer):
         """As :meth:`Optimizer.state_dict`; holds nothing of the ``distributed_config``.
 
         Raises:
-            RuntimeError: an earlier step failed, or is only now found to have had a gradient on some
-                holders of a parameter only, so that the ranks' states do not belong together.
+            RuntimeError: the last step is only now found to have had a gradient on some holders of a
+                parameter only. A failure that was raised already is a warning in the log, so that a
+                crash handler can save what there is.
         """
-        if self._distributed_config is not None:
-            self._distributed_config._engine.raise_if_distrusted(
-                *self._distributed_work()
-            )
+        if self._engine is not None:
+            if self._engine.failure:
+                log.warning("%s", self._engine.failure)
+            self._engine.raise_new_failure()
         return super().state_dict()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure=None):
         """Performs a single optimization step.
 
         With a ``distributed_config``, every rank that holds a piece of a parameter has to make this
@@ -473,11 +470,11 @@ class Muon(Optimizer):
             closure (Callable, optional): reevaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: the optimizer is a copy that lost its ``distributed_config``, or a parameter
-                has a gradient on some of its holders only.
+            RuntimeError: the optimizer is a copy that lost its ``distributed_config``, a parameter
+                has a gradient on some of its holders only, or parameters changed on some ranks only.
         """
-        if self._distributed_config is not None:
-            self._distributed_config._engine.begin_step()
+        if self._engine is not None:
+            self._engine.begin_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -488,9 +485,8 @@ class Muon(Optimizer):
                 "This Muon is a copy of one with a distributed_config, which cannot be copied or pickled. "
                 "Build a new Muon with distributed_config=... and give it this one's state_dict()"
             )
-        if self._distributed_config is not None:
-            self._follow_changed_params()
-            self._distributed_config._engine.step(*self._distributed_work())
+        if self._engine is not None:
+            self._distributed_step(self._engine)
             return loss
 
         for group in self.param_groups:
@@ -504,68 +500,44 @@ class Muon(Optimizer):
                 params_with_grad,
                 grads,
                 muon_momentum_bufs,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                nesterov=group["nesterov"],
+                ns_coefficients=group["ns_coefficients"],
+                eps=group["eps"],
+                ns_steps=group["ns_steps"],
+                adjust_lr_fn=group["adjust_lr_fn"],
+                foreach=group["foreach"],
                 has_complex=has_complex,
-                **self._hyper(group)._asdict(),
             )
         return loss
 
-    def _follow_changed_params(self) -> None:
-        """Builds the engine anew where the parameters are not those that it was built for.
+    @torch._disable_dynamo
+    def _distributed_step(self, engine: Engine) -> None:
+        params = self._step_params()
+        if not engine.matches(params):
+            # Frameworks replace parameters, or what stands behind them, after construction.
+            engine = engine.rebuilt(params, self.state, self._find_problem())
+            self._engine = engine
+        engine.step(params, self.state)
 
-        Frameworks replace ``param_group["params"]`` or what stands behind a parameter after the
-        optimizer was built. Momentum is kept where the parameter still has its shape.
-        """
-        former = self._distributed_config._engine
-        params, _, _ = self._engine_arguments()
-        if former.matches(params):
-            return
-        former.meet_to_rebuild(params)
-        present = set(map(id, params))
-        at_same_place = dict(zip(map(id, params), former.params, strict=False))
-        for param in params:
-            old = at_same_place.get(id(param), param)
-            if param not in self.state and id(old) not in present and old in self.state:
-                self.state[param] = self.state.pop(old)
-            buffer = self.state.get(param, {}).get("momentum_buffer")
-            if buffer is None:
-                continue
-            if buffer.shape != param.shape:
-                del self.state[param]["momentum_buffer"]
-            elif buffer.dtype != param.dtype or buffer.device != param.device:
-                self.state[param]["momentum_buffer"] = buffer.to(
-                    device=param.device, dtype=param.dtype
-                )
-        for old in former.params:
-            if id(old) not in present:
-                self.state.pop(old, None)
-        self._bind(self._distributed_config)
-        log.info(
-            "parameters of this Muon were changed after it was built; their owners are assigned anew"
+
+def _checked_config(
+    config: DistributedConfig | str | None,
+) -> DistributedConfig | None:
+    if config is None:
+        return None
+    from torch.optim.muon import create_dtensor_config, DistributedConfig
+
+    if config == "auto":
+        return create_dtensor_config()
+    if not isinstance(config, DistributedConfig):
+        raise TypeError(
+            'distributed_config has to be a torch.optim.muon.DistributedConfig or "auto" but is '
+            + (repr(config) if isinstance(config, str) else type(config).__name__)
         )
-
-    def _distributed_work(self) -> tuple[list[_Work], Callable[[int, Tensor], None]]:
-        """Every parameter with its gradient, if any, and where a new momentum buffer is kept."""
-        params: list[Tensor] = []
-        work: list[_Work] = []
-        for group in self.param_groups:
-            hyper = self._hyper(group)
-            hyper = hyper._replace(lr=_to_scalar(hyper.lr))
-            for p in group["params"]:
-                state = self.state.get(p, {})
-                params.append(p)
-                work.append(_Work(p, p.grad, state.get("momentum_buffer"), hyper))
-
-        def keep(index: int, momentum_buffer: Tensor) -> None:
-            self.state[params[index]]["momentum_buffer"] = momentum_buffer
-
-        return work, keep
-
-
-def _check_grad(param: Tensor, grad: Tensor) -> None:
-    if torch.is_complex(param):
-        raise RuntimeError("Muon does not support complex parameters")
-    if grad.is_sparse:
-        raise RuntimeError("Muon does not support sparse gradients")
+    return config
 
 
 Muon.__doc__ = (
@@ -625,12 +597,12 @@ Muon.__doc__ = (
             (default: {DEFAULT_NS_STEPS})
         adjust_lr_fn (str, optional): one of "original", "match_rms_adamw" and "spectral_unclamped";
             None means "original" (default: None)
-        foreach (bool, optional): orthogonalizes matrices of one shape together, which small matrices
-            gain from. None does so where it is faster and gives the same bits, False never, True
-            always: an update may then differ by what batched products round otherwise, about 1 % of
-            its Frobenius norm at most in what was measured (default: None)
-        distributed_config (DistributedConfig, optional): how the pieces of each matrix meet. One
-            config serves one optimizer. (default: None)
+        distributed_config (DistributedConfig or "auto", optional): how the pieces of each matrix meet;
+            "auto" means :func:`torch.optim.muon.create_dtensor_config` (default: None)
+        foreach (bool, optional): whether to orthogonalize matrices of equal shape with one batched
+            product. An update may differ from the for-loop's in rounding, by about 1 % of its
+            Frobenius norm in what was measured. None means False, but True for accelerators with a
+            ``distributed_config`` (default: None)
 
     Example:
         >>> # xdoctest: +SKIP
@@ -671,24 +643,33 @@ def _single_tensor_muon(
     eps: float,
     adjust_lr_fn: str | None,
     has_complex: bool,
+    foreach: bool | None = False,
     distributed_config: DistributedConfig | None = None,
 ) -> None:
-    _multi_tensor_muon(
-        params,
-        grads,
-        muon_momentum_bufs,
-        foreach=False,
-        lr=lr,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        nesterov=nesterov,
-        ns_coefficients=ns_coefficients,
-        ns_steps=ns_steps,
-        eps=eps,
-        adjust_lr_fn=adjust_lr_fn,
-        has_complex=has_complex,
-        distributed_config=distributed_config,
+    if has_complex:
+        raise ValueError("Complex parameters are not supported")
+    formulas = _MuonFormulas(
+        _to_scalar(lr),
+        weight_decay,
+        momentum,
+        nesterov,
+        ns_coefficients,
+        ns_steps,
+        eps,
+        adjust_lr_fn,
+        foreach,
     )
+    if distributed_config is not None:
+        _distributed_muon(
+            params, grads, muon_momentum_bufs, formulas, distributed_config
+        )
+        return
+    for param, grad, buf in zip(params, grads, muon_momentum_bufs, strict=True):
+        if grad.ndim != 2:
+            raise ValueError("Param gradient must be a 2D matrix")
+        formulas.accumulate([buf], [grad])
+        update = formulas.orthogonalize(formulas.prepare(buf, grad))
+        formulas.apply([param], [update], param.shape)
 
 
 def _multi_tensor_muon(
@@ -696,7 +677,6 @@ def _multi_tensor_muon(
     grads: list[Tensor],
     muon_momentum_bufs: list[Tensor],
     *,
-    foreach: bool | None,
     lr: float | Tensor,
     weight_decay: float,
     momentum: float,
@@ -706,97 +686,82 @@ def _multi_tensor_muon(
     eps: float,
     adjust_lr_fn: str | None,
     has_complex: bool,
-    distributed_config: DistributedConfig | None = None,
 ) -> None:
+    """As :func:`_single_tensor_muon`, with one batched Newton-Schulz for matrices of one shape."""
     if has_complex:
         raise ValueError("Complex parameters are not supported")
-    hyper = _Hyper(
+    formulas = _MuonFormulas(
         _to_scalar(lr),
         weight_decay,
         momentum,
         nesterov,
-        tuple(ns_coefficients),
+        ns_coefficients,
         ns_steps,
         eps,
         adjust_lr_fn,
-        foreach,
+        True,
     )
-    if distributed_config is not None:
-        _distributed_muon(params, grads, muon_momentum_bufs, hyper, distributed_config)
-        return
+    formulas.check()
     for grad, buf in zip(grads, muon_momentum_bufs, strict=True):
         if grad.ndim != 2:
             raise ValueError("Param gradient must be a 2D matrix")
-        _update_momentum(buf, grad, momentum)
-    for batch in _batches_of(grads, muon_momentum_bufs, foreach):
-        blends = [_blend(muon_momentum_bufs[i], grads[i], hyper) for i in batch]
-        stacked = (
-            blends[0][None]
-            if len(batch) == 1
-            else torch.stack([blend.to(dtype=_NS_DTYPE) for blend in blends])
-        )
-        for i, update in zip(batch, _orthogonalize(stacked, hyper), strict=True):
-            _apply_update(params[i], update, hyper, params[i].shape)
+        formulas.accumulate([buf], [grad])
+    for batch in _batches(grads, muon_momentum_bufs, formulas):
+        first = grads[batch[0]]
+        if len(batch) == 1:
+            prepared = formulas.prepare(muon_momentum_bufs[batch[0]], first)
+            updates = [formulas.orthogonalize(prepared)]
+        else:
+            shape = (len(batch), *first.shape)
+            stacked = torch.empty(shape, dtype=_NS_DTYPE, device=first.device)
+            for i, out in zip(batch, stacked, strict=True):
+                out.copy_(formulas.prepare(muon_momentum_bufs[i], grads[i]))
+            updates = list(formulas.orthogonalize(stacked).unbind())
+        formulas.apply([params[i] for i in batch], updates, first.shape)
 
 
-def _batches_of(
-    grads: Sequence[Tensor], bufs: Sequence[Tensor], foreach: bool | None
+def _batches(
+    grads: Sequence[Tensor], bufs: Sequence[Tensor], formulas: _MuonFormulas
 ) -> list[list[int]]:
-    # Wrapper types orthogonalize in ways of their own, a compiler fuses better than a batch does, and
-    # stacking would change the strides, and so the products, of what is not contiguous.
-    if foreach is False or torch.compiler.is_compiling():
-        return [[i] for i in range(len(grads))]
-    plain = all(
-        type(t) in (Tensor, torch.nn.Parameter) and t.is_contiguous()
-        for t in (*grads, *bufs)
-    )
-    if not plain or len({grad.device for grad in grads}) != 1:
-        return [[i] for i in range(len(grads))]
-    return _batches([grad.shape for grad in grads], foreach, grads[0].device)
-
-
-def _orthogonalize(matrices: Tensor, hyper: _Hyper) -> Sequence[Tensor]:
-    """The updates of ``matrices``, of shape (matrices, rows, columns)."""
-    if len(matrices) == 1:
-        return [
-            _zeropower_via_newtonschulz(
-                matrices[0], hyper.ns_coefficients, hyper.ns_steps, hyper.eps
-            )
-        ]
-    _check_ns(matrices.shape[1:], hyper.ns_coefficients, hyper.ns_steps)
-    return _newtonschulz(
-        matrices, hyper.ns_coefficients, hyper.ns_steps, hyper.eps
-    ).unbind()
+    """The indices of matrices that are orthogonalized together."""
+    alike: dict[tuple, list[list[int]]] = {}
+    for i, (grad, buf) in enumerate(zip(grads, bufs, strict=True)):
+        room = formulas.batch_size(grad.shape, grad.device)
+        key: tuple = (grad.shape, grad.dtype, grad.device)
+        # Wrapper types orthogonalize in ways of their own, and stacking would change strides.
+        if any(type(t) is not Tensor or not t.is_contiguous() for t in (grad, buf)):
+            key = (i,)
+        batches = alike.setdefault(key, [[]])
+        if len(batches[-1]) == room:
+            batches.append([])
+        batches[-1].append(i)
+    return [batch for batches in alike.values() for batch in batches]
 
 
 def _distributed_muon(
     params: list[Tensor],
-    grads: list[Tensor | None],
+    grads: Sequence[Tensor | None],
     muon_momentum_bufs: list[Tensor],
-    hyper: _Hyper,
+    formulas: _MuonFormulas,
     config: DistributedConfig,
 ) -> None:
+    """One step of the functional form. Its engine is kept in ``config.state`` for the next call."""
     from torch.optim._muon_engine.engine import Engine
+    from torch.optim._muon_engine.runtime import StepParam
 
-    hypers = [hyper] * len(params)
-    former = config._engine
-    if former is None or not former.matches(params):
-        if config._serves_an_optimizer():
-            raise ValueError(
-                "this distributed_config serves a live Muon, with other parameters than these; make one for each"
-            )
-        if former is not None:
-            former.meet_to_rebuild(params)
-        config._engine = Engine(config, params, [None] * len(params), hypers)
-    config._engine.begin_step()
-    # A caller of the functional form brings its own buffers, so none is ever made here.
-    config._engine.step(
-        [
-            _Work(*one)
-            for one in zip(params, grads, muon_momentum_bufs, hypers, strict=True)
-        ],
-        lambda index, momentum_buffer: None,
-    )
+    given = zip(params, grads, muon_momentum_bufs, strict=True)
+    step_params, states = [], {}
+    for param, grad, buf in given:
+        step_params.append(StepParam(param, None, grad, formulas))
+        states[param] = {"momentum_buffer": buf}
+    engine = config.state.get("_muon_engine")
+    if engine is None:
+        engine = Engine(config, step_params)
+    elif not engine.matches(step_params):
+        engine = engine.rebuilt(step_params, states)
+    config.state["_muon_engine"] = engine
+    engine.begin_step()
+    engine.step(step_params, states)
 
 
 @_disable_dynamo_if_unsupported(single_tensor_fn=_single_tensor_muon)
@@ -817,11 +782,18 @@ def muon(
     has_complex: bool,
     distributed_config: DistributedConfig | None = None,
 ) -> None:
-    _multi_tensor_muon(
+    # A compiler fuses the loop better than it does a batch.
+    batched = foreach and distributed_config is None
+    if batched and not torch.compiler.is_compiling():
+        func = _multi_tensor_muon
+    else:
+        func = functools.partial(
+            _single_tensor_muon, foreach=foreach, distributed_config=distributed_config
+        )
+    func(
         params,
         grads,
         muon_momentum_bufs,
-        foreach=foreach,
         lr=lr,
         weight_decay=weight_decay,
         momentum=momentum,
@@ -831,7 +803,6 @@ def muon(
         eps=eps,
         adjust_lr_fn=adjust_lr_fn,
         has_complex=has_complex,
-        distributed_config=distributed_config,
     )
 
 

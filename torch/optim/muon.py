@@ -4,26 +4,24 @@ Muon orthogonalizes whole momentum matrices, while FSDP, TP and the like leave e
 piece. Given a :class:`DistributedConfig`, :class:`torch.optim.Muon` brings the pieces of each matrix
 to exactly one owner, orthogonalizes it there once, and sends every rank its piece of the update.
 
-Importing this module does not import ``torch.distributed``.
+Importing this module does not import ``torch.distributed``: each function imports what it needs.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, TYPE_CHECKING
 
 from torch import nn, Tensor
 from torch.optim._muon import Muon  # noqa: F401
 from torch.optim._muon_engine.config import DistributedConfig
-from torch.optim._muon_engine.dtensor_functions import DTensorFunctions
-from torch.optim._muon_engine.functions import STATE_KEY
-from torch.optim._muon_engine.group_functions import GroupFunctions, ParallelGroups
-from torch.optim._muon_engine.model import split_by_shape, tp_dim_of
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch.distributed import ProcessGroup
+    from torch.optim._muon_engine.layouts import Reader
 
 
 __all__ = [
@@ -50,7 +48,7 @@ def create_dtensor_config(
             orthogonalized (default: 1)
 
     Returns:
-        DistributedConfig: for one optimizer. Its ``state["is_dtensor"]`` is True, and after
+        DistributedConfig: its ``state["is_dtensor"]`` is True, and after
         construction of the optimizer ``state["param_metadata"][i]`` holds ``device_mesh`` and
         ``placements`` of each DTensor.
 
@@ -62,15 +60,10 @@ def create_dtensor_config(
         ...     matrices, lr=0.02, distributed_config=create_dtensor_config()
         ... )
     """
-    built = DTensorFunctions()
-    return DistributedConfig(
-        assign_fn=built.assign,
-        gather_fn=built.gather,
-        redistribute_fn=built.redistribute,
-        state={"is_dtensor": True, "param_metadata": {}, STATE_KEY: built},
-        async_gpu_parallelism=async_gpu_parallelism,
-        prefetch_count=prefetch_count,
-    )
+    from torch.optim._muon_engine.layouts.dtensor import DTensorReader
+
+    state = {"is_dtensor": True, "param_metadata": {}}
+    return _config(DTensorReader(), state, async_gpu_parallelism, prefetch_count)
 
 
 def create_auto_config(
@@ -137,7 +130,7 @@ def create_auto_config(
             parameter that FSDP1 was told to ignore is each rank's own (default: None)
 
     Returns:
-        DistributedConfig: for one optimizer.
+        DistributedConfig: its ``state`` holds the groups and what is said of them.
 
     Raises:
         ValueError: two names of one thing are given, or ``ep_process_group`` without
@@ -167,7 +160,7 @@ def create_auto_config(
             "ep_process_group needs expert_assignments, a dict of parameter index -> expert id ({} if this optimizer "
             "holds no expert): without it, experts would be taken for replicas of each other"
         )
-    state = {
+    state: dict[str, Any] = {
         "is_dtensor": False,
         "param_metadata": {},
         "fsdp_process_group": fsdp,
@@ -184,23 +177,36 @@ def create_auto_config(
         state["tp_dim_default"] = tp_dim
     elif tp_dim is not None:
         state["tp_dim_per_param"] = dict(tp_dim)
-    built = state[STATE_KEY] = GroupFunctions(
-        ParallelGroups(
-            fsdp=fsdp,
-            tp=tp_process_group,
-            ddp=ddp,
-            ep=ep_process_group,
-            cp=cp_process_group,
-            tp_dims=state.get("tp_dim_per_param"),
-            tp_dim_default=state.get("tp_dim_default"),
-            experts=state["expert_assignments"],
-            module=module,
-        )
+    from torch.optim._muon_engine.layouts.groups import GroupReader, ParallelGroups
+
+    groups = ParallelGroups(
+        fsdp=fsdp,
+        tp=tp_process_group,
+        ddp=ddp,
+        ep=ep_process_group,
+        cp=cp_process_group,
+        tp_dims=state.get("tp_dim_per_param"),
+        tp_dim_default=state.get("tp_dim_default"),
+        experts=state["expert_assignments"],
+        module=module,
     )
+    return _config(GroupReader(groups), state, async_gpu_parallelism, prefetch_count)
+
+
+def _config(
+    reader: Reader,
+    state: dict[str, Any],
+    async_gpu_parallelism: bool,
+    prefetch_count: int,
+) -> DistributedConfig:
+    # Here, and in the factories, because the engine imports torch.distributed.
+    from torch.optim._muon_engine.callbacks import ConfigFunctions, STATE_KEY
+
+    functions = state[STATE_KEY] = ConfigFunctions(reader)
     return DistributedConfig(
-        assign_fn=built.assign,
-        gather_fn=built.gather,
-        redistribute_fn=built.redistribute,
+        assign_fn=functions.assign,
+        gather_fn=functions.gather,
+        redistribute_fn=functions.redistribute,
         state=state,
         async_gpu_parallelism=async_gpu_parallelism,
         prefetch_count=prefetch_count,
@@ -221,7 +227,7 @@ def detect_tp_dims_from_model(
 
     Looks at a ``tp_dim`` or ``partition_dim`` attribute (-1 says that the parameter is not cut, and
     leaves it out), then at a DTensor's innermost shard; what shows neither is taken to be cut along
-    dimension 0.
+    dimension 0, with a warning.
 
     Args:
         module_or_params (nn.Module or iterable of Tensor): what the optimizer is built from, in that
@@ -231,10 +237,19 @@ def detect_tp_dims_from_model(
     Returns:
         dict[int, int]: parameter index -> dimension, as ``tp_dim_per_param`` takes it.
     """
+    from torch.optim._muon_engine.layouts.groups import tp_dim_of
+
     if isinstance(module_or_params, nn.Module):
         module_or_params = module_or_params.parameters()
     found = {index: tp_dim_of(param) for index, param in enumerate(module_or_params)}
-    return {index: dim for index, dim in found.items() if dim is not None}
+    guessed = [index for index, dim in found.items() if dim is None]
+    if guessed:
+        warnings.warn(
+            f"nothing says how tensor parallelism cuts parameters {guessed}; dimension 0 is a guess. Mark them with a "
+            "tp_dim attribute, -1 for those that it does not cut",
+            stacklevel=2,
+        )
+    return {i: 0 if dim is None else dim for i, dim in found.items() if dim != -1}
 
 
 def partition_parameters(
@@ -262,6 +277,8 @@ def partition_parameters(
         ...     matrices, lr=0.02, distributed_config=create_dtensor_config()
         ... )
     """
+    from torch.optim._muon_engine.layouts.fsdp1 import split_by_shape
+
     return split_by_shape(module)
 
 

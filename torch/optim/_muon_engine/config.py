@@ -1,8 +1,7 @@
-"""What a user hands to ``Muon(distributed_config=...)``."""
+"""What a user hands to ``Muon(distributed_config=...)``: data, and the checks of data."""
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
@@ -11,7 +10,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
-    from torch.optim._muon_engine.functions import BuiltFunctions
 
 
 @dataclass
@@ -32,8 +30,8 @@ class DistributedConfig:
     Args:
         assign_fn (Callable[[list[Tensor], dict], dict[int, list[int]]]): maps the parameters and
             ``state`` to a dict of global rank -> indices that it orthogonalizes. Each index has to
-            appear exactly once. Called at construction, by ``add_param_group`` and when a frozen
-            parameter was unfrozen.
+            appear exactly once. Called at construction, by ``add_param_group`` and when parameters were
+            replaced, frozen or unfrozen.
         gather_fn (Callable[[Tensor, int, dict], Tensor | None]): takes this rank's piece of what is to
             be orthogonalized, the owner's global rank and ``state``; returns the whole matrix on the
             owner. Elsewhere it returns a tensor of the same shape, or None.
@@ -58,58 +56,10 @@ class DistributedConfig:
     prefetch_count: int = 1
 
     def __post_init__(self) -> None:
-        self._check_flags()
-        # Not fields: two configs that a user compares or copies differ in neither.
-        self._engine: Any = None
-        self._optimizer: weakref.ref | None = None
+        self.check()
 
-    def _check_flags(self) -> None:
+    def check(self) -> None:
+        """Raises ValueError where a flag makes no sense; users change flags between steps."""
         ahead = self.prefetch_count
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
             raise ValueError(f"prefetch_count has to be an int >= 0 but is {ahead!r}")
-
-    def _serves_an_optimizer(self) -> bool:
-        holder = self._built() or self
-        return holder._optimizer is not None and holder._optimizer() is not None
-
-    def _built(self) -> BuiltFunctions | None:
-        """The object behind the functions that a factory of ours made, while any of them is in use."""
-        from torch.optim._muon_engine.functions import BuiltFunctions, STATE_KEY
-
-        for fn in (self.gather_fn, self.redistribute_fn, self.assign_fn):
-            behind = getattr(fn, "__self__", None)
-            if isinstance(behind, BuiltFunctions):
-                return behind
-        # Wrapped by functions of the user's, all three: the state that they are handed still tells.
-        return self.state.get(STATE_KEY)
-
-    def _runs_on_engine(self) -> bool:
-        """Whether both functions that move data are the ones a factory of ours made."""
-        built = self._built()
-        return (
-            built is not None
-            and self.gather_fn == built.gather
-            and self.redistribute_fn == built.redistribute
-        )
-
-    def _takes_flat_params(self) -> bool:
-        built = self._built()
-        return built is not None and built.takes_flat_params
-
-    def _claim(self, optimizer: Any) -> ValueError | None:
-        """Ties the config to ``optimizer``, whose schedule it carries; returns why that cannot be.
-
-        Copies of a config share the object behind its functions, and so the claim.
-        """
-        holder = self._built() or self
-        other = holder._optimizer() if holder._optimizer is not None else None
-        if other is not None and other is not optimizer:
-            return ValueError(
-                "this distributed_config already serves another live Muon; make one config for each optimizer"
-            )
-        holder._optimizer = weakref.ref(optimizer)
-        return None
-
-    def _release(self) -> None:
-        (self._built() or self)._optimizer = None
-        self._engine = None

@@ -1,27 +1,27 @@
-"""Process groups that span the holders of a matrix."""
+"""Process groups over the holders of a matrix, and meetings of ranks without a collective."""
 
 from __future__ import annotations
 
 import hashlib
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from datetime import timedelta
 
     from torch.distributed import ProcessGroup
 
 
-# Rank tuple -> group made here. A group outlives the optimizers that asked for it: making one is a
-# rendezvous, and the backends free their resources only with the process group itself.
-_made: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
-# Rank tuple -> how many were made, which is the same on all of its ranks.
-_count: dict[tuple[int, ...], int] = {}
+# Groups made here, and how often ranks have met, for one default group after the other: a new world
+# begins anew. (A multi-threaded test world has a default group for each thread.) A made group outlives
+# the optimizers that asked for it, since backends free their resources only with the default group.
+_made = WeakIdKeyDictionary()
+_meetings = WeakIdKeyDictionary()
 
 
 def spanning_group(
@@ -29,11 +29,15 @@ def spanning_group(
 ) -> ProcessGroup:
     """The group of exactly ``ranks``: the framework's where it has one, else made by its members.
 
+    Every member has to call this for its groups in one order that all agree on.
+
     Args:
         ranks: sorted global ranks, this one among them.
         known: groups that the framework uses for these parameters; also give a made group its timeout.
 
-    Every member has to call this for its groups in one order that all agree on.
+    Raises:
+        ValueError: the group would have to be made, and its members would wait for it under different
+            names, which a torch without the overlay's patch gives them.
     """
     known = list(known)
     world = dist.group.WORLD
@@ -41,39 +45,22 @@ def spanning_group(
         if tuple(sorted(dist.get_process_group_ranks(group))) == ranks:
             return group
     backend = dist.get_backend_config(known[0] if known else None)
-    cached = _made.get((ranks, backend))
+    made = _made.setdefault(world, {})
+    cached = made.get((ranks, backend))
     if cached is not None and _is_alive(cached):
         return cached
-    with _named_alike(ranks):
-        # Only the members meet: other pipeline stages may be elsewhere in their spec.
-        made = dist.new_group(
-            list(ranks),
-            timeout=group_timeout(known),
-            backend=backend,
-            use_local_synchronization=True,
-        )
-    _made[ranks, backend] = made
-    return made
-
-
-@contextmanager
-def _named_alike(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Lets ``new_group`` name a group of ``ranks`` by these alone.
-
-    Members meet under the group's name, into which ``new_group`` mixes how many groups this rank has
-    (in 2.15: has seen made). Where members differ in that, as ranks of unequal pipeline stages or with
-    unequal experts do, each would wait under a name of its own until the timeout.
-    """
-    count = _count[ranks] = _count.get(ranks, 0) + 1
-    name = hashlib.sha1(
-        f"muon {count} {ranks}".encode(), usedforsecurity=False
-    ).hexdigest()
-    original = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    try:
-        yield
-    finally:
-        distributed_c10d._hash_ranks_to_str = original
+    timeout = group_timeout(known)
+    _check_names(ranks, timeout)
+    # Only the members meet: other pipeline stages may be elsewhere in their program.
+    group = dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc="muon",
+    )
+    made[ranks, backend] = group
+    return group
 
 
 def _is_alive(group: ProcessGroup) -> bool:
@@ -92,3 +79,61 @@ def group_timeout(known: Iterable[ProcessGroup]) -> timedelta | None:
             options = getattr(group._get_backend(device), "options", None)
             timeouts.append(getattr(options, "_timeout", None))
     return max((t for t in timeouts if t is not None), default=None)
+
+
+def _check_names(ranks: tuple[int, ...], timeout: timedelta | None) -> None:
+    """Raises where members would give the group different names, and so wait until the timeout."""
+    if hasattr(distributed_c10d, "_local_sync_group_name"):
+        return
+    # Without the patch, the name says how many groups a process has, which may differ among members.
+    name = distributed_c10d._hash_ranks_to_str(list(ranks))
+    names = meet(ranks, timeout, "makes a process group", name)
+    if len(set(names.values())) > 1:
+        raise ValueError(
+            f"ranks {list(ranks)} share matrices, and this torch cannot make a process group of them because they are "
+            "in different numbers of groups (pytorch issue #173608). Apply the overlay's patch of "
+            "distributed_c10d.py, or make the group on all ranks before: init_device_mesh with a dimension, or a "
+            f"flattened one, of just these {len(ranks)} ranks, and give Muon its groups"
+        )
+
+
+def meet(
+    ranks: tuple[int, ...], timeout: timedelta | None, purpose: str, value: str = ""
+) -> dict[int, str]:
+    """Waits over the store until all of ``ranks`` have come here, and returns their values.
+
+    A collective would pair up with whatever collective the others start next. A key in the store
+    pairs up with nothing.
+
+    Raises:
+        RuntimeError: some ranks did not come within ``timeout``; names them.
+    """
+    world = dist.group.WORLD
+    if len(ranks) == 1 or world is None or dist.get_backend(world) == "fake":
+        return dict.fromkeys(ranks, value)
+    store = distributed_c10d._get_default_store()
+    met = _meetings.setdefault(world, {})
+    number, me = met.get(ranks, 0), dist.get_rank()
+    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    keys = {rank: f"muon/{name}/{number}/{rank}" for rank in ranks}
+    # A value of the store must not be empty.
+    store.set(keys[me], f"={value}")
+    try:
+        if timeout is None:
+            store.wait(list(keys.values()))
+        else:
+            store.wait(list(keys.values()), timeout)
+    except RuntimeError as error:
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        # Else a later meeting would take this rank for one that has come.
+        store.delete_key(keys[me])
+        raise RuntimeError(
+            f"rank {me} {purpose}, and timed out waiting for ranks {missing}, which hold the same parameters, to do so "
+            "too. All ranks have to change their parameters alike, before the same step()"
+        ) from error
+    values = {rank: store.get(key).decode()[1:] for rank, key in keys.items()}
+    met[ranks] = number + 1
+    if number:
+        # All have met again, so nobody reads the keys of the last meeting any more.
+        store.delete_key(f"muon/{name}/{number - 1}/{me}")
+    return values

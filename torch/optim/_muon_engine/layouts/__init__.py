@@ -1,15 +1,20 @@
-"""Where the pieces of one matrix are."""
+"""Which rank stores which region of a matrix. What is special to a framework stays in here."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, Protocol, TYPE_CHECKING
+
+import torch.distributed as dist
 
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 class Region(NamedTuple):
@@ -73,6 +78,7 @@ class Key(NamedTuple):
     ``expert`` is the id of the expert that it belongs to, under expert parallelism.
     """
 
+    # pyrefly: ignore [bad-override]
     index: int
     sub: int = 0
     name: str | None = None
@@ -127,14 +133,82 @@ class Layout:
         return self.key.describe(self.shape)
 
 
+class Reader(Protocol):
+    """Asks a framework where the shards of its parameters are. It knows no config and no engine."""
+
+    # Whether a 1D parameter may be one that FSDP1 flattened.
+    takes_flat_params: bool
+
+    def read(
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str | None],
+        error: BaseException | None = None,
+    ) -> list[Layout]:
+        """The layouts of all matrices in ``params``, in an order that all who share some have alike.
+
+        A reader that asks other ranks tells them an ``error`` of this one, and raises it then.
+        """
+
+    def sharing(
+        self, params: Sequence[Tensor]
+    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
+        """Sorted ranks that share one of ``params``, as last read -> the framework's groups for it.
+
+        If :meth:`read` raised, only what is known without it. All ranks on which it raised must return
+        the same.
+        """
+
+    def meeting(
+        self, params: Sequence[Tensor]
+    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
+        """Sorted ranks that have to read ``params`` together -> their groups; known before reading."""
+
+    def device_of(self, params: Sequence[Tensor]) -> torch.device:
+        """Where the groups' collectives take their buffers."""
+
+    def describe_state(self, state: dict[str, Any]) -> None:
+        """Writes into a config's ``state`` what users are promised to find there."""
+
+    def check_index(self, tensor: Tensor, index: int) -> None:
+        """Raises IndexError where what the user said of parameter ``index`` cannot be."""
+
+    def whole(self, tensor: Tensor, index: int) -> Tensor:
+        """The full matrix of ``tensor``, on every caller."""
+
+    def piece(self, full: Tensor, index: int) -> Tensor:
+        """This rank's piece of ``full``, cut without communication."""
+
+
+def process_rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return 0
+
+
+def whole_layout(key: Key, param: Tensor) -> Layout:
+    """The layout of a matrix that this rank alone answers for, whole."""
+    if param.ndim != 2:
+        raise ValueError(
+            f"Muon only supports 2D parameters whereas we found {key.describe(param.shape)}"
+        )
+    rows, columns = param.shape
+    full = whole_regions(rows, columns)
+    return Layout(
+        key, (rows, columns), param.dtype, (process_rank(),), (full,), "a plain tensor"
+    )
+
+
 def replica_sets(
     layout: Layout,
 ) -> dict[tuple[int, tuple[Region, ...]], list[int]]:
     """Each distinct (contribution, piece) with the ranks that hold it, in the group's order."""
     holders: dict[tuple[int, tuple[Region, ...]], list[int]] = {}
     contributions = layout.contributions or (0,) * len(layout.ranks)
-    for rank, *held in zip(layout.ranks, contributions, layout.shards, strict=True):
-        holders.setdefault(tuple(held), []).append(rank)
+    for rank, of_sum, shard in zip(
+        layout.ranks, contributions, layout.shards, strict=True
+    ):
+        holders.setdefault((of_sum, shard), []).append(rank)
     return holders
 
 

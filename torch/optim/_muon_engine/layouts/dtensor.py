@@ -1,4 +1,7 @@
-"""DTensor -> layout."""
+"""DTensors: where their shards are, and this rank's part of them as plain tensors.
+
+A plain tensor comes through the same functions: it is its own local tensor.
+"""
 
 from __future__ import annotations
 
@@ -6,46 +9,62 @@ from itertools import product
 from typing import Any, TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
-from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim._muon_engine.layouts import (
+    check_cover,
+    Key,
+    Layout,
+    process_rank,
+    Region,
+    whole_layout,
+)
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
 
-def as_dtensor(tensor: Tensor) -> DTensor | None:
-    """``tensor`` where it is a DTensor; ``param.data`` is looked at too, as some users write."""
-    if isinstance(tensor, DTensor):
-        return tensor
-    if isinstance(tensor, torch.nn.Parameter) and isinstance(tensor.data, DTensor):
-        return tensor.data
-    return None
-
-
-def from_local(local: Tensor, like: Mapping[str, Any]) -> DTensor:
-    """The DTensor of ``like``'s mesh, placements, shape and stride whose local part is ``local``."""
-    return DTensor.from_local(
-        local,
-        like["device_mesh"],
-        like["placements"],
-        run_check=False,
-        shape=like["shape"],
-        stride=like["stride"],
-    )
-
-
 class DTensorReader:
-    """Reads layouts from DTensors. Equal shapes on equal placements share one calculation."""
+    """Reads the layouts of DTensors. A plain tensor is whole, and each rank's own.
+
+    Equal shapes on equal placements share one calculation.
+    """
+
+    takes_flat_params = False
 
     def __init__(self) -> None:
-        self._pieces: dict = {}
+        self._shards: dict = {}
+        # By index, what a piece outside of step() is cut into: as it was read or last gathered.
+        self._placed: dict[int, tuple[Layout, DTensor]] = {}
 
-    def read(self, key: Key, tensor: DTensor) -> Layout:
+    def read(
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str | None],
+        error: BaseException | None = None,
+    ) -> list[Layout]:
+        """The layouts of all matrices in ``params``; see :class:`Reader`."""
+        self.forget()
+        layouts = []
+        for index, (param, name) in enumerate(zip(params, names, strict=True)):
+            key = Key(index, 0, name)
+            if isinstance(param, DTensor):
+                layouts.append(self.read_dtensor(key, param))
+            else:
+                layouts.append(whole_layout(key, param))
+        return layouts
+
+    def forget(self) -> None:
+        # Another mesh may come to stand at a former one's address.
+        self._shards, self._placed = {}, {}
+
+    def read_dtensor(self, key: Key, tensor: DTensor) -> Layout:
         """The layout of ``tensor``.
 
         Raises:
@@ -61,26 +80,252 @@ class DTensorReader:
                 f"{where}: this rank is not in the mesh; give this optimizer only the parameters that the rank holds"
             )
         source = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
-        ranks = tuple(mesh.mesh.flatten().tolist())
-        contributions = _contributions(mesh, tensor.placements, where)
-        memo = (mesh, tensor.placements, tuple(tensor.shape))
-        pieces = self._pieces.get(memo)
-        fresh = pieces is None
+        if tensor.ndim != 2:
+            raise ValueError(f"{where}: Muon only supports 2D parameters")
+        rows, columns = tensor.shape
+        memo = (mesh, tensor.placements, rows, columns)
+        shards = self._shards.get(memo)
+        fresh = shards is None
         if fresh:
-            pieces = _pieces(mesh, tensor.placements, tuple(tensor.shape), where)
+            shards = _shards(mesh, tensor.placements, (rows, columns), where)
         layout = Layout(
-            key, tuple(tensor.shape), tensor.dtype, ranks, pieces, source, contributions
+            key,
+            (rows, columns),
+            tensor.dtype,
+            tuple(mesh.mesh.flatten().tolist()),
+            shards,
+            source,
+            _contributions(mesh, tensor.placements, where),
         )
         if fresh:
             check_cover(layout)
-            self._pieces[memo] = pieces
-        mine = layout.shard_of(torch.distributed.get_rank())
+            self._shards[memo] = shards
         local = tensor._local_tensor
+        mine = layout.shard_of(dist.get_rank())
         if sum(region.numel for region in mine) != local.numel():
             raise ValueError(
                 f"{where}: the local tensor has shape {tuple(local.shape)}, which the placements do not give"
             )
+        self._placed[key.index] = (layout, tensor)
         return layout
+
+    def sharing(
+        self, params: Sequence[Tensor]
+    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
+        """Sorted ranks that share one of ``params`` -> the mesh's groups for it."""
+        shared: dict[tuple[int, ...], list[ProcessGroup]] = {}
+        for param in params:
+            mesh = param.device_mesh if isinstance(param, DTensor) else None
+            if mesh is None or mesh.get_coordinate() is None:
+                shared.setdefault((process_rank(),), [])
+                continue
+            groups = shared.setdefault(tuple(sorted(mesh.mesh.flatten().tolist())), [])
+            groups += [g for g in mesh.get_all_groups() if g not in groups]
+        return shared
+
+    meeting = sharing
+
+    def device_of(self, params: Sequence[Tensor]) -> torch.device:
+        """Where collectives take their buffers."""
+        kinds: dict[str, torch.device] = {}
+        for param in params:
+            if isinstance(param, DTensor):
+                kind = param.device_mesh.device_type
+                kinds.setdefault(kind, param._local_tensor.device)
+        if len(kinds) > 1:
+            raise ValueError(
+                f"the parameters are on meshes of different device types: {sorted(kinds)}; give each type its own Muon"
+            )
+        for kind, device in kinds.items():
+            # Offloaded parameters live on the CPU, but their mesh talks between accelerators.
+            return device if device.type == kind else current_device(kind)
+        return params[0].device if len(params) else torch.device("cpu")
+
+    def describe_state(self, state: dict[str, Any]) -> None:
+        """Writes into a config's ``state`` what users are promised to find there."""
+        state["param_metadata"] = {
+            index: {
+                "device_mesh": dtensor.device_mesh,
+                "placements": dtensor.placements,
+                "shape": dtensor.shape,
+                "stride": dtensor.stride(),
+                "local_shape": dtensor._local_tensor.shape,
+            }
+            for index, (_, dtensor) in self._placed.items()
+        }
+
+    def check_index(self, tensor: Tensor, index: int) -> None:
+        """The user says nothing of single parameters here."""
+
+    # The round trip outside of step()
+
+    def whole(self, tensor: Tensor, index: int) -> Tensor:
+        """The full matrix of ``tensor``, on every caller."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        self.read_dtensor(Key(index), tensor)
+        return tensor.full_tensor()
+
+    def piece(self, full: Tensor, index: int) -> Tensor:
+        """This rank's piece of ``full``, cut without communication."""
+        if index not in self._placed:
+            return full
+        layout, like = self._placed[index]
+        local = full.new_zeros(like._local_tensor.shape)
+        return like_param(like, _cut_out(layout, full, local))
+
+
+def current_device(kind: str) -> torch.device:
+    """This process's device of type ``kind``."""
+    if kind == "cpu" or not torch.accelerator.is_available():
+        return torch.device(kind)
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _cut_out(layout: Layout, full: Tensor, local: Tensor) -> Tensor:
+    """Fills ``local`` with this rank's shard of ``full``; of contributions to a sum, the first has it."""
+    rank = process_rank()
+    if layout.contribution_of(rank) == 0:
+        for region in layout.shard_of(rank):
+            region.of_local(local).copy_(region.of_matrix(full))
+    return local
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The storage behind ``tensor`` on this rank, to be read or written in place."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    local = tensor._local_tensor
+    # A functional collective's result is a wrapper until somebody waits for it.
+    wait = getattr(local, "wait", None)
+    return (wait() if wait is not None else local).detach()
+
+
+def provenance(param: Tensor) -> tuple:
+    """What the layout of ``param`` is read from; where it differs later, the layout may be another."""
+    if not isinstance(param, DTensor):
+        return (is_frozen(param), param.shape, param.dtype, param.device)
+    local = param._local_tensor
+    return (
+        is_frozen(param),
+        param.device_mesh,
+        param.placements,
+        param.shape,
+        param.dtype,
+        local.shape,
+        local.device,
+    )
+
+
+def is_frozen(param: Tensor) -> bool:
+    """A Parameter that takes no gradients. A plain tensor here is given its gradient by hand."""
+    # Not a word of param.grad: what decides about the schedule must be the same on all ranks.
+    return isinstance(param, torch.nn.Parameter) and not param.requires_grad
+
+
+def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
+    """``grad`` on this rank, placed and typed as ``param`` is.
+
+    Placing it otherwise is the framework's collective: every rank has to have the gradient.
+    """
+    counts = True
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        if grad.placements != param.placements:
+            placements, counts = _target(param, grad)
+            grad = grad.redistribute(param.device_mesh, placements)
+    local = local_part(grad).to(param.dtype)
+    return local if counts else torch.zeros_like(local)
+
+
+def _target(param: DTensor, grad: DTensor) -> tuple[tuple[Placement, ...], bool]:
+    """Where a gradient is to be placed, and whether this rank's part of it counts.
+
+    Autograd gives the terms of a sum (a Partial parameter) one replicated gradient. It is the sum's,
+    so one of the terms takes it and the others take zeros; DTensor has no redistribution for that.
+    """
+    placements = list(param.placements)
+    counts = True
+    coordinate = param.device_mesh.get_coordinate()
+    pairs = zip(placements, grad.placements, strict=True)
+    for dim, (wanted, found) in enumerate(list(pairs)):
+        if wanted.is_partial() and not found.is_partial():
+            placements[dim] = Replicate()
+            counts = counts and coordinate is not None and coordinate[dim] == 0
+    return tuple(placements), counts
+
+
+def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
+    """Why ``grad`` cannot be used for ``param``; "" where it can."""
+    if grad.is_sparse:
+        return "Muon does not support sparse gradients"
+    shapes = (param.shape, grad.shape)
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        if param.device_mesh != grad.device_mesh:
+            return f"the parameter is on {param.device_mesh} and its gradient on {grad.device_mesh}"
+        if param.placements == grad.placements:
+            shapes = (param._local_tensor.shape, grad._local_tensor.shape)
+    elif isinstance(param, DTensor) or isinstance(grad, DTensor):
+        return (
+            f"the parameter is a {type(param).__name__} and its gradient a {type(grad).__name__}; both or none have to "
+            "be DTensors"
+        )
+    if shapes[0] != shapes[1]:
+        return f"the parameter has shape {tuple(shapes[0])} on this rank and its gradient {tuple(shapes[1])}"
+    return ""
+
+
+def like_param(param: Tensor, local: Tensor) -> Tensor:
+    """``local`` as a tensor of ``param``'s own type and placement."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def new_momentum_buffer(param: Tensor) -> Tensor:
+    """Zeros of ``param``'s type, placement and dtype."""
+    return like_param(param, torch.zeros_like(local_part(param)))
+
+
+def placed_like(param: Tensor, buffer: Tensor) -> bool:
+    """Whether ``buffer`` is of ``param``'s own type and placement."""
+    if isinstance(param, DTensor) and isinstance(buffer, DTensor):
+        return (
+            param.placements == buffer.placements
+            and param.device_mesh == buffer.device_mesh
+            and param.shape == buffer.shape
+        )
+    either = isinstance(param, DTensor) or isinstance(buffer, DTensor)
+    return not either and param.shape == buffer.shape
+
+
+def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
+    """A momentum ``buffer`` of another placement in ``param``'s own type and placement.
+
+    Every rank has loaded the same kind of state, or changed its parameters alike, so all of them come
+    here, or none.
+    """
+    if param.shape != buffer.shape:
+        raise ValueError(
+            f"the momentum buffer of {description} has shape {tuple(buffer.shape)}: load the whole one, or a DTensor "
+            "of it"
+        )
+    if isinstance(param, DTensor) and isinstance(buffer, DTensor):
+        if param.device_mesh == buffer.device_mesh:
+            return buffer.redistribute(param.device_mesh, param.placements)
+    if isinstance(buffer, DTensor):
+        buffer = buffer.full_tensor()
+    if not isinstance(param, DTensor):
+        return buffer
+    layout = DTensorReader().read_dtensor(Key(0), param)
+    local = torch.zeros_like(local_part(param), dtype=buffer.dtype)
+    return like_param(param, _cut_out(layout, buffer, local))
 
 
 def _contributions(
@@ -90,7 +335,7 @@ def _contributions(
     partial = [p.is_partial() for p in placements]
     if not any(partial):
         return ()
-    if any(p.is_partial() and p.reduce_op != "sum" for p in placements):
+    if any(p.is_partial() and not p.is_partial("sum") for p in placements):
         raise ValueError(
             f"{where}: of Partial parameters only Partial('sum') has a defined update; redistribute it first"
         )
@@ -103,13 +348,13 @@ def _contributions(
     return tuple(result)
 
 
-def _pieces(
+def _shards(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     where: str,
 ) -> tuple[tuple[Region, ...], ...]:
-    """For each rank of the flattened mesh, the rectangles that it holds."""
+    """For each rank of the flattened mesh, the regions that it holds."""
     by_dim = [
         _indices_by_coordinate(mesh, placements, shape, dim, where)
         for dim in range(len(shape))

@@ -1,9 +1,10 @@
-"""FSDP1's flat parameters -> pieces of matrices, from the flat parameters' own metadata."""
+"""FSDP1: the matrices inside its flat parameters, from their own metadata."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, TYPE_CHECKING
 
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim._muon_engine.layouts import Region
 
 
@@ -49,8 +50,6 @@ def is_flat_param(param: Tensor) -> bool:
 
 def units(module: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Each FSDP1 unit in ``module`` that has parameters, with its flat parameter."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         # A unit all of whose parameters went to nested units has none of its own.
         if unit._handle is not None:
@@ -85,7 +84,7 @@ def _matrices(flat: Any) -> tuple[FlatMatrix, ...]:
 def _matrix(flat: Any, number: int, offset: int | None) -> FlatMatrix:
     info, shape = flat._shard_param_infos[number], tuple(flat._shapes[number])
     regions: tuple[Region, ...] = ()
-    if info.in_shard and len(shape) == 2:
+    if info.in_shard and len(shape) == 2 and offset is not None:
         start, end = info.intra_param_start_idx, info.intra_param_end_idx + 1
         regions = tuple(interval_regions(start, end, shape[1], offset))
     return FlatMatrix(
@@ -147,3 +146,25 @@ def matrices_only(view: FlatView, described: str) -> Sequence[FlatMatrix]:
 def few(names: Sequence[str]) -> str:
     """The first of ``names``, for a message."""
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+
+
+def split_by_shape(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters of ``module`` that are matrices, and the others."""
+    known = views(module)
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for param in module.parameters():
+        view = known.get(param)
+        named = (
+            [(m.name, m.shape) for m in view.matrices] if view else [("", param.shape)]
+        )
+        are_matrices = [len(shape) == 2 for _, shape in named]
+        if any(are_matrices) and not all(are_matrices):
+            inside = [name for name, shape in named if len(shape) == 2]
+            beside = [name for name, shape in named if len(shape) != 2]
+            raise ValueError(
+                f"a flat parameter holds matrices ({few(inside)}) together with other parameters ({few(beside)}). "
+                "Wrap with use_orig_params=True, or wrap the others in units of their own"
+            )
+        (matrices if all(are_matrices) else others).append(param)
+    return matrices, others

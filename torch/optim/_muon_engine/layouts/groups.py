@@ -1,30 +1,265 @@
-"""What this rank knows by itself of parameters that process groups share."""
+"""Process groups: the user says who shares a parameter, the ranks tell each other how.
+
+A DTensor speaks for itself; groups can only add replicas of all of its mesh.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, TYPE_CHECKING
 
 import torch
-from torch.optim._muon_engine.layouts import fsdp1 as fsdp1_reader
-from torch.optim._muon_engine.functions import process_rank
-from torch.optim._muon_engine.layouts import whole_regions
-from torch.optim._muon_engine.model import tp_mark_of
+import torch.distributed as dist
+from torch import nn, Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim._muon_engine.layouts import (
+    Key,
+    Layout,
+    process_rank,
+    Region,
+    whole_regions,
+)
+from torch.optim._muon_engine.layouts import fsdp1
+from torch.optim._muon_engine.layouts.dtensor import (
+    current_device,
+    DTensorReader,
+    local_part,
+)
+from torch.optim._muon_engine.layouts.merge import (
+    GroupPlacement,
+    LocalMatrix,
+    merge,
+    Part,
+)
+from torch.optim._muon_engine.process_groups import spanning_group
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from torch import Tensor
     from torch.distributed import ProcessGroup
-    from torch.distributed.tensor import DTensor
-    from torch.optim._muon_engine.layouts.merge import Crossing, Piece
-    from torch.optim._muon_engine.layouts.fsdp1 import FlatMatrix, FlatView
-    from torch.optim._muon_engine.group_functions import ParallelGroups
-    from torch.optim._muon_engine.layouts import Key, Layout, Region
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
-class PieceReader:
-    """Reads one optimizer's parameters.
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The process groups that this rank is in, one for each kind of parallelism."""
+
+    fsdp: ProcessGroup | None = None
+    tp: ProcessGroup | None = None
+    ddp: ProcessGroup | None = None
+    ep: ProcessGroup | None = None
+    cp: ProcessGroup | None = None
+    # The dimension that TP cuts a parameter along, by its index; None where nothing was said.
+    tp_dims: Mapping[int, int] | None = None
+    tp_dim_default: int | None = None
+    experts: Mapping[int, int] = field(default_factory=dict)
+    # An FSDP1 model, which alone knows what its original parameters are slices of.
+    module: nn.Module | None = None
+
+    def shared_over(self) -> dict[str, ProcessGroup]:
+        """The groups of several ranks that share matrices; experts and stages share none."""
+        given = {"fsdp": self.fsdp, "tp": self.tp, "ddp": self.ddp, "cp": self.cp}
+        return {
+            name: group
+            for name, group in given.items()
+            if group is not None and dist.get_world_size(group) > 1
+        }
+
+    def tp_dim(self, index: int) -> int | None:
+        """The dimension that TP cuts parameter ``index`` along; None where it does not."""
+        return (self.tp_dims or {}).get(index, self.tp_dim_default)
+
+    def check_tp_dim(self, tensor: Tensor, index: int) -> None:
+        """Raises IndexError where the TP dimension of ``tensor`` is none of its dimensions."""
+        dim = self.tp_dim(index)
+        # A flat parameter's matrices have two dimensions each.
+        ndim = max(2, tensor.ndim)
+        if dim is not None and not -ndim <= dim < ndim:
+            raise IndexError(
+                f"tp_dim_per_param says dimension {dim} for parameter {index} of shape {tuple(tensor.shape)}, which "
+                f"has dimensions 0 to {ndim - 1}"
+            )
+
+    def ep_ranks(self) -> tuple[int, ...]:
+        return (process_rank(),) if self.ep is None else _ranks(self.ep)
+
+
+class GroupReader:
+    """Reads parameters that process groups share; see :class:`Reader`."""
+
+    takes_flat_params = True
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self.groups = groups
+        self.dtensors = DTensorReader()
+        # Ranks that share a matrix, as last read, and their groups; each parameter's.
+        self._sharing: dict[tuple[int, ...], list[ProcessGroup]] = {}
+        self._holders: dict[Tensor, set[tuple[int, ...]]] = {}
+        # By index: the layouts in a plain tensor, and the shape of this rank's part.
+        self._plain: dict[int, tuple[list[Layout], torch.Size]] = {}
+
+    def read(
+        self,
+        params: Sequence[Tensor],
+        names: Sequence[str | None],
+        error: BaseException | None = None,
+    ) -> list[Layout]:
+        self.dtensors.forget()
+        self._sharing, self._holders, self._plain = {}, {}, {}
+        found: list[LocalMatrix] = []
+        try:
+            if error is None:
+                found = self._local_matrices(params, names)
+        except Exception as problem:
+            # Told to the others before it is raised: they are on their way into the exchange.
+            error = problem
+        layouts = self._merge(found, error)
+        for matrix, layout in zip(found, layouts, strict=True):
+            param = params[layout.key.index]
+            self._holders.setdefault(param, set()).add(layout.group)
+            groups = self._sharing.setdefault(layout.group, [])
+            groups += [p.group for p in matrix.placements if p.group not in groups]
+            if not isinstance(param, DTensor):
+                shape = local_part(param).shape
+                self._plain.setdefault(layout.key.index, ([], shape))[0].append(layout)
+        # Ranks may hold the same experts in other orders, and all that share some count them alike.
+        return sorted(
+            layouts, key=lambda l: -1 if l.key.expert is None else l.key.expert
+        )
+
+    def _local_matrices(
+        self, params: Sequence[Tensor], names: Sequence[str | None]
+    ) -> list[LocalMatrix]:
+        local = _LocalReader(self.groups, len(params))
+        found: list[LocalMatrix] = []
+        for index, (param, name) in enumerate(zip(params, names, strict=True)):
+            key = Key(index, 0, name, self.groups.experts.get(index))
+            if isinstance(param, DTensor):
+                layout = self.dtensors.read_dtensor(key, param)
+                found.append(local.of_dtensor(layout, param))
+            else:
+                found.extend(local.of_plain(key, param))
+        for text in local.warnings:
+            warnings.warn(text, stacklevel=2)
+        return found
+
+    def _merge(
+        self, matrices: Sequence[LocalMatrix], error: BaseException | None
+    ) -> list[Layout]:
+        layouts, texts = merge(
+            matrices, self.groups.shared_over().items(), self.groups.ep_ranks(), error
+        )
+        for text in texts:
+            warnings.warn(text, stacklevel=2)
+        return layouts
+
+    def sharing(
+        self, params: Sequence[Tensor]
+    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
+        shared = self.dtensors.sharing(params)
+        if not self._sharing:
+            return shared
+        found = {ranks for param in params for ranks in self._holders.get(param, ())}
+        # A DTensor's replicas along other groups make its own mesh one of several parts.
+        return {
+            ranks: [
+                *(
+                    group
+                    for mesh in shared
+                    if set(mesh) <= set(ranks)
+                    for group in shared[mesh]
+                ),
+                *self._sharing[ranks],
+            ]
+            for ranks in found
+        }
+
+    def meeting(
+        self, params: Sequence[Tensor]
+    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
+        # The ranks tell sizes over all groups, whichever parameter changed.
+        given = self.groups.shared_over().values()
+        known = {tuple(sorted(_ranks(group))): [group] for group in given}
+        return {**self.dtensors.meeting(params), **known}
+
+    def device_of(self, params: Sequence[Tensor]) -> torch.device:
+        device = self.dtensors.device_of(params)
+        for groups in self._sharing.values():
+            for group in groups:
+                kinds = [torch.device(kind).type for kind in group._device_types]
+                if device.type not in kinds:
+                    # Offloaded parameters, of which only another device's copies can travel.
+                    return current_device(
+                        next((kind for kind in kinds if kind != "cpu"), "cpu")
+                    )
+        return device
+
+    def describe_state(self, state: dict[str, Any]) -> None:
+        self.dtensors.describe_state(state)
+
+    def check_index(self, tensor: Tensor, index: int) -> None:
+        self.groups.check_tp_dim(tensor, index)
+
+    # The round trip outside of step()
+
+    def whole(self, tensor: Tensor, index: int) -> Tensor:
+        if isinstance(tensor, DTensor):
+            return self.dtensors.whole(tensor, index)
+        layout = self._layout_of(tensor, index)
+        if len(layout.ranks) == 1:
+            return tensor
+        group = spanning_group(layout.group, self.groups.shared_over().values())
+        full = tensor.new_empty(layout.shape)
+        for rank, local in _everyones(tensor.detach(), group).items():
+            for region in layout.shard_of(rank):
+                region.of_matrix(full).copy_(region.of_local(local))
+        return full
+
+    def _layout_of(self, tensor: Tensor, index: int) -> Layout:
+        """What is known of parameter ``index``, else what the ranks find out about ``tensor``."""
+        layouts, shape = self._plain.get(index, ([], None))
+        if not layouts or (shape != tensor.shape and len(layouts) == 1):
+            local = _LocalReader(self.groups, None)
+            layouts = self._merge([*local.of_plain(Key(index), tensor)], None)
+            self._plain[index] = (layouts, tensor.shape)
+        if len(layouts) > 1:
+            raise ValueError(
+                f"parameter {index} is a flat one of {len(layouts)} matrices, which gather_fn and redistribute_fn "
+                "cannot hand over as one; they work where every FSDP unit holds a single matrix"
+            )
+        return layouts[0]
+
+    def piece(self, full: Tensor, index: int) -> Tensor:
+        if index not in self._plain:
+            return self.dtensors.piece(full, index)
+        layouts, shape = self._plain[index]
+        local = full.new_zeros(shape)
+        for region in layouts[0].shard_of(process_rank()):
+            region.of_local(local).copy_(region.of_matrix(full))
+        return local
+
+
+def _everyones(local: Tensor, group: ProcessGroup) -> dict[int, Tensor]:
+    """Each rank's local tensor, by rank; they differ in size, and so travel padded."""
+    shapes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shapes, tuple(local.shape), group=group)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    padded = local.new_zeros(max(sizes))
+    padded[: local.numel()].copy_(local.reshape(-1))
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=group)
+    return {
+        rank: flat[:size].view(shape)
+        for rank, flat, size, shape in zip(
+            _ranks(group), gathered, sizes, shapes, strict=True
+        )
+    }
+
+
+class _LocalReader:
+    """What this rank knows of one optimizer's parameters by itself.
 
     Args:
         groups: the groups and dimensions that the user gave.
@@ -35,54 +270,41 @@ class PieceReader:
         self.groups = groups
         self.shared = groups.shared_over()
         self.warnings: list[str] = []
-        self._views: dict[Tensor, FlatView] | None = None
+        self._views: dict[Tensor, fsdp1.FlatView] | None = None
         self._check_indices(count)
 
     def _check_indices(self, count: int | None) -> None:
+        if count is None:
+            return
         given = {"expert_assignments": self.groups.experts}
         if "tp" in self.shared:
             given["tp_dim_per_param"] = self.groups.tp_dims or {}
         for name, indices in given.items():
-            unknown = sorted(i for i in indices if count is not None and i >= count)
+            unknown = sorted(i for i in indices if i >= count)
             if unknown:
                 raise ValueError(
                     f"{name} names parameters {unknown}, but the optimizer's are 0 to {count - 1}. Indices count what "
                     "the optimizer is given, in that order, and not all of the model's parameters"
                 )
 
-    @staticmethod
-    def check_tp_dim(dim: int | None, tensor: Tensor, index: int) -> None:
-        """Raises IndexError where the TP dimension of ``tensor`` is none of its dimensions."""
-        # A flat parameter's matrices have two dimensions each.
-        ndim = max(2, tensor.ndim)
-        if dim is not None and not -ndim <= dim < ndim:
-            raise IndexError(
-                f"tp_dim_per_param says dimension {dim} for parameter {index} of shape {tuple(tensor.shape)}, which "
-                f"has dimensions 0 to {ndim - 1}"
-            )
-
     # DTensors
 
-    def of_dtensor(self, layout: Layout, dtensor: DTensor) -> Piece:
+    def of_dtensor(self, layout: Layout, dtensor: DTensor) -> LocalMatrix:
         """The DTensor's own layout; groups can only add replicas of all of its mesh."""
-        from torch.optim._muon_engine.layouts.merge import Crossing, Part, Piece
-
-        self.check_tp_dim(
-            self.groups.tp_dim(layout.key.index), dtensor, layout.key.index
-        )
+        self.groups.check_tp_dim(dtensor, layout.key.index)
         self._warn_about_dtensor(layout, dtensor)
-        crossings = []
+        placements = []
         if not layout.contributions:
-            crossings = [
-                Crossing(kind, self.shared[kind], lenient=True)
+            placements = [
+                GroupPlacement(kind, self.shared[kind], lenient=True)
                 for kind in ("ddp", "cp")
                 if kind in self.shared
             ]
-        return Piece(
+        return LocalMatrix(
             layout.key,
             layout.dtype,
             Part(layout.shape, tuple(zip(layout.ranks, layout.shards, strict=True))),
-            tuple(crossings),
+            tuple(placements),
             layout.source,
             layout.contributions,
         )
@@ -126,23 +348,23 @@ class PieceReader:
             self._warn(
                 layout,
                 f"ddp_process_group says that ranks {sorted(replicas)} hold replicas, its placements that ranks "
-                f"{sorted(inside)} hold different pieces",
+                f"{sorted(inside)} hold different shards",
             )
 
     def _warn(self, layout: Layout, what: str) -> None:
         self.warnings.append(
-            f"{layout.describe()}: {what}. The DTensor is believed: {layout.source}"
+            f"{layout.describe()}: {what}. The DTensor's placements count: {layout.source}"
         )
 
     # Plain tensors
 
-    def of_plain(self, key: Key, param: Tensor) -> Iterable[Piece]:
-        """The pieces of all matrices in ``param``."""
-        self.check_tp_dim(self.groups.tp_dim(key.index), param, key.index)
+    def of_plain(self, key: Key, param: Tensor) -> Iterable[LocalMatrix]:
+        """All matrices in ``param``."""
+        self.groups.check_tp_dim(param, key.index)
         view = self._view_of(key, param)
         if view is not None:
             described = key.describe(param.shape)
-            for sub, matrix in enumerate(fsdp1_reader.matrices_only(view, described)):
+            for sub, matrix in enumerate(fsdp1.matrices_only(view, described)):
                 yield self._of_flat(key._replace(sub=sub), param, matrix, view)
             return
         if param.ndim != 2:
@@ -157,9 +379,9 @@ class PieceReader:
             kinds = ("tp",) if key.index in (self.groups.tp_dims or {}) else ()
         groups = {kind: self.shared.get(kind) for kind in kinds}
         tp_dim = self._tp_dim(key, param) if groups.get("tp") is not None else None
-        crossings = self._crossings(groups, 0, tp_dim)
+        placements = self._placements(groups, 0, tp_dim)
         yield self._piece(
-            key, param, (rows, columns), whole_regions(rows, columns), crossings
+            key, param, (rows, columns), whole_regions(rows, columns), placements
         )
 
     def _piece(
@@ -168,35 +390,31 @@ class PieceReader:
         param: Tensor,
         shape: tuple[int, int],
         regions: tuple[Region, ...],
-        crossings: list[Crossing],
-    ) -> Piece:
-        from torch.optim._muon_engine.layouts.merge import Part, Piece
-
+        placements: list[GroupPlacement],
+    ) -> LocalMatrix:
         words = [
             f"{c.kind}" + (f" along dimension {c.dim}" if c.kind == "tp" else "")
-            for c in crossings
+            for c in placements
         ]
-        return Piece(
+        return LocalMatrix(
             key,
             param.dtype,
             Part(shape, ((process_rank(), regions),)),
-            tuple(crossings),
+            tuple(placements),
             f"process groups: {', '.join(words)}" if words else "a plain tensor",
         )
 
     @staticmethod
-    def _crossings(
+    def _placements(
         groups: dict[str, ProcessGroup | None],
         fsdp_dim: int | None,
         tp_dim: int | None,
-    ) -> list[Crossing]:
-        from torch.optim._muon_engine.layouts.merge import Crossing
-
+    ) -> list[GroupPlacement]:
         dims = {"fsdp": fsdp_dim, "tp": tp_dim}
         return [
-            Crossing(kind, group, dims.get(kind))
+            GroupPlacement(kind, group, dims.get(kind))
             for kind, group in groups.items()
-            if group is not None and torch.distributed.get_world_size(group) > 1
+            if group is not None and dist.get_world_size(group) > 1
         ]
 
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
@@ -216,30 +434,30 @@ class PieceReader:
             self.warnings.append(
                 f"{key.describe(param.shape)}: tp_dim_per_param says "
                 f"{'that TP does not cut it' if said is None else f'dimension {said}'}, its own tp_dim or partition_dim "
-                f"says {marked}. tp_dim_per_param is believed"
+                f"says {marked}. tp_dim_per_param counts"
             )
         return said
 
     # FSDP1
 
-    def _known_views(self) -> dict[Tensor, FlatView]:
+    def _known_views(self) -> dict[Tensor, fsdp1.FlatView]:
         if self._views is None:
             module = self.groups.module
-            self._views = {} if module is None else fsdp1_reader.views(module)
+            self._views = {} if module is None else fsdp1.views(module)
         return self._views
 
     def _is_ignored(self, param: Tensor) -> bool:
         """Whether an FSDP1 model leaves ``param`` alone: each rank then has it whole, for itself."""
         return self.groups.module is not None and bool(self._known_views())
 
-    def _view_of(self, key: Key, param: Tensor) -> FlatView | None:
-        if not fsdp1_reader.is_flattened(param):
+    def _view_of(self, key: Key, param: Tensor) -> fsdp1.FlatView | None:
+        if not fsdp1.is_flattened(param):
             return None
         view = self._known_views().get(param)
         if view is not None:
             return view
         described = key.describe(param.shape)
-        if not fsdp1_reader.is_flat_param(param):
+        if not fsdp1.is_flat_param(param):
             raise ValueError(
                 f"{described} is an original parameter of an FSDP1 model, which does not say what it is a slice of. "
                 "Give create_auto_config the wrapped model: module=model"
@@ -251,11 +469,11 @@ class PieceReader:
                 f"{described} is a flat parameter of an FSDP1 model; give create_auto_config "
                 "fsdp_process_group=model.process_group, or module=model"
             )
-        return fsdp1_reader.view_of_flat_param(param)
+        return fsdp1.view_of_flat_param(param)
 
     def _of_flat(
-        self, key: Key, param: Tensor, matrix: FlatMatrix, view: FlatView
-    ) -> Piece:
+        self, key: Key, param: Tensor, matrix: fsdp1.FlatMatrix, view: fsdp1.FlatView
+    ) -> LocalMatrix:
         groups: dict[str, ProcessGroup | None] = {
             kind: self.shared.get(kind) for kind in ("fsdp", "tp", "ddp", "cp")
         }
@@ -266,29 +484,29 @@ class PieceReader:
             if given is not None and _ranks(given) != _ranks(own):
                 self.warnings.append(
                     f"{key.describe(matrix.shape)}: {kind}_process_group has ranks {list(_ranks(given))}, its FSDP "
-                    f"unit's group has {list(_ranks(own))}. The unit is believed"
+                    f"unit's group has {list(_ranks(own))}. The unit's group counts"
                 )
             groups[kind] = own
         tp_dim = None
         if matrix.tp is not None:
-            groups["tp"], tp_dim = self._tp_of_spec(key, matrix)
+            groups["tp"], tp_dim = self._tp_of_spec(key, matrix, matrix.tp)
         elif groups["tp"] is not None:
             tp_dim = self._tp_dim(key, param)
         key = key._replace(name=key.name or matrix.name)
+        rows, columns = matrix.shape
         return self._piece(
             key,
             param,
-            matrix.shape,
+            (rows, columns),
             matrix.regions,
             # Each rank tells its part of the same matrix: nothing has to be put end to end.
-            self._crossings(groups, None, tp_dim),
+            self._placements(groups, None, tp_dim),
         )
 
     def _tp_of_spec(
-        self, key: Key, matrix: FlatMatrix
+        self, key: Key, matrix: fsdp1.FlatMatrix, spec: DTensorSpec
     ) -> tuple[ProcessGroup, int | None]:
         """Group and dimension of the TP that FSDP1 found when it flattened ``matrix``."""
-        spec = matrix.tp
         described = key._replace(name=key.name or matrix.name).describe(matrix.shape)
         if spec.mesh.ndim != 1:
             raise ValueError(
@@ -301,16 +519,42 @@ class PieceReader:
         if given is not None and _ranks(given) != _ranks(group):
             self.warnings.append(
                 f"{described}: tp_process_group has ranks {list(_ranks(given))}, its placement {placement} is over "
-                f"{list(_ranks(group))}. The placement is believed"
+                f"{list(_ranks(group))}. The placement counts"
             )
         said = self.groups.tp_dim(key.index)
         if said is not None and said % 2 != dim:
             self.warnings.append(
                 f"{described}: tp_dim_per_param says dimension {said}, its placement over ranks {list(_ranks(group))} "
-                f"is {placement}. The placement is believed"
+                f"is {placement}. The placement counts"
             )
         return group, dim
 
 
 def _ranks(group: ProcessGroup) -> tuple[int, ...]:
-    return tuple(torch.distributed.get_process_group_ranks(group))
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def tp_mark_of(param: Tensor) -> int | None:
+    """The dimension that a framework has marked ``param`` as cut along by TP; -1 for not cut at all."""
+    for mark in ("tp_dim", "partition_dim"):
+        dim = getattr(param, mark, None)
+        if isinstance(dim, int):
+            return max(dim, -1)
+    return None
+
+
+def tp_dim_of(param: Tensor) -> int | None:
+    """The dimension that ``param`` itself says TP cuts it along, by its mark or its placement.
+
+    -1 for not cut at all, as Megatron marks it; None where nothing says anything.
+    """
+    marked = tp_mark_of(param)
+    if marked is not None:
+        return marked
+    if isinstance(param, DTensor):
+        # TP is the innermost mesh dimension: what fully_shard adds stands before it.
+        for placement in reversed(param.placements):
+            dim = getattr(placement, "dim", None)
+            if dim is not None:
+                return dim % param.ndim
+    return None

@@ -1,6 +1,7 @@
-"""Ranks tell each other over process groups which pieces they hold, and put them together.
+"""Ranks tell each other over process groups what they hold, and put it together to layouts.
 
-Nothing about sizes is assumed: what stands where follows from what the members of each group report.
+A group does not say how a matrix was cut, so nothing about sizes is assumed. Cuts are undone in the
+reverse of the order in which they were made, with the sizes that the members of each group report.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import Counter
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.optim._muon_engine.agreement import exchange_objects, failure, reported
+from torch.optim._muon_engine.agreement import exchange, names_ranks
 from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region
 
 
@@ -21,8 +22,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# The order in which cuts are undone. FSDP cuts last, the piece that TP left; what remains are replicas.
+# The order in which cuts are undone. FSDP cuts last, the shard that TP left; what remains are replicas.
 KINDS = ("fsdp", "tp", "ddp", "cp")
+
+_IN_WORDS = {
+    "name": "its name",
+    "dtype": "its dtype",
+    "dim": "the dimension that it is cut along (None: not at all)",
+}
 
 
 class Part(NamedTuple):
@@ -32,23 +39,32 @@ class Part(NamedTuple):
     holders: tuple[tuple[int, tuple[Region, ...]], ...]
 
 
-class Crossing(NamedTuple):
+class GroupPlacement(NamedTuple):
     """A group over which a matrix is cut along ``dim``, or replicated where that is None."""
 
     kind: str
     group: ProcessGroup
     dim: int | None = None
-    # Of a DTensor, which is believed rather than the group.
+    # Of a DTensor, whose placements count rather than the group.
     lenient: bool = False
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(self.group))
 
-class Piece(NamedTuple):
-    """What this rank knows of one matrix, by itself."""
+    @property
+    def cuts(self) -> bool:
+        # FSDP1's regions are in the matrix's coordinates already: sharded, but not along a dimension.
+        return self.kind == "fsdp" or self.dim is not None
+
+
+class LocalMatrix(NamedTuple):
+    """What this rank knows of one matrix by itself."""
 
     key: Key
     dtype: torch.dtype
     part: Part
-    crossings: tuple[Crossing, ...]
+    placements: tuple[GroupPlacement, ...]
     source: str = ""
     contributions: tuple[int, ...] = ()
 
@@ -62,58 +78,58 @@ class _Told(NamedTuple):
     dim: int | None
 
 
-def discover(
-    pieces: Sequence[Piece],
+# What the members of a group call a matrix that they share: the expert's id, if it is an expert's, and
+# its number among those. Ranks may hold others beside these.
+_Name = tuple["int | None", int]
+
+
+def merge(
+    matrices: Sequence[LocalMatrix],
     groups: Iterable[tuple[str, ProcessGroup]],
     ep_ranks: tuple[int, ...],
     error: BaseException | None,
 ) -> tuple[list[Layout], list[str]]:
-    """The layout of each of ``pieces``, and warnings.
+    """The layout of each of ``matrices``, and warnings.
 
     Args:
-        pieces: in the order of their keys.
-        groups: kind and group, for those that are crossed even if no piece of this rank asks for it.
-        ep_ranks: the ranks of this rank's expert-parallel group, none of which holds a replica of its experts.
+        matrices: in the order of their keys.
+        groups: kind and group of those to go through, even if no matrix of this rank asks for it.
+        ep_ranks: the ranks of this rank's expert-parallel group, none of which has a replica of its experts.
         error: what went wrong on this rank so far. It is told to the others, who are waiting.
 
     Raises:
-        ValueError: groups contradict each other, or pieces do not tile a matrix; like ``error``, on
+        ValueError: groups contradict each other, or shards do not tile a matrix; like ``error``, on
             every rank that is linked to the one that found it.
     """
-    return _Discovery(pieces, groups, ep_ranks).run(error)
+    return _Merge(matrices, groups, ep_ranks).run(error)
 
 
-class _Discovery:
+class _Merge:
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        matrices: Sequence[LocalMatrix],
         groups: Iterable[tuple[str, ProcessGroup]],
         ep_ranks: tuple[int, ...],
     ) -> None:
-        self.shards = pieces
+        self.matrices = matrices
         self.ep_ranks = ep_ranks
-        self.parts = [piece.part for piece in pieces]
+        self.parts = [matrix.part for matrix in matrices]
         self.same_parts: dict[Part, Part] = {}
         self.warnings: list[str] = []
-        known = {
-            (kind, tuple(dist.get_process_group_ranks(group))): group
-            for kind, group in [
-                *groups,
-                *((c.kind, c.group) for piece in pieces for c in piece.crossings),
-            ]
-            if dist.get_world_size(group) > 1
-        }
+        given = [GroupPlacement(kind, group) for kind, group in groups]
+        given += [p for matrix in matrices for p in matrix.placements]
+        known = {(p.kind, p.ranks): p.group for p in given if len(p.ranks) > 1}
         # One order on all ranks: by kind, then larger groups first.
         self.order = [
-            (kind, ranks, known[kind, ranks])
-            for kind, ranks in sorted(
+            (*name, known[name])
+            for name in sorted(
                 known, key=lambda k: (KINDS.index(k[0]), -len(k[1]), sorted(k[1]))
             )
         ]
 
     def run(self, error: BaseException | None) -> tuple[list[Layout], list[str]]:
-        for crossed in self.order:
-            error = self.cross(*crossed, error)
+        for kind, ranks, group in self.order:
+            error = self.merge_over(kind, ranks, group, error)
         layouts: list[Layout] = []
         if error is None:
             try:
@@ -121,37 +137,28 @@ class _Discovery:
             except Exception as found:
                 error = found
         # Forth, back, forth: what a rank found reaches all that it is linked to through the groups.
-        for crossed in (*reversed(self.order), *self.order):
-            error = self.compare(*crossed, layouts, error)
+        for kind, ranks, group in (*reversed(self.order), *self.order):
+            error = self.compare(kind, ranks, group, layouts, error)
         if error is not None:
             raise error
         return layouts, self.warnings
 
-    def shared_over(self, kind: str, ranks: tuple[int, ...]) -> dict[tuple, int]:
-        """What members of a group call their common matrices -> this rank's number of it.
-
-        Counted among those of the same expert, for ranks may hold others beside these.
-        """
-        counts: dict[int | None, int] = {}
-        found = {}
-        for number, piece in enumerate(self.shards):
-            if self.crossing(number, kind, ranks) is not None:
-                count = counts.get(piece.key.expert, 0)
-                counts[piece.key.expert] = count + 1
-                found[piece.key.expert, count] = number
+    def shared_over(
+        self, kind: str, ranks: tuple[int, ...]
+    ) -> dict[_Name, tuple[int, GroupPlacement]]:
+        """This rank's matrices that a group shares, with its placement over the group."""
+        counts: Counter[int | None] = Counter()
+        found: dict[_Name, tuple[int, GroupPlacement]] = {}
+        for number, matrix in enumerate(self.matrices):
+            for placement in matrix.placements:
+                if placement.kind == kind and placement.ranks == ranks:
+                    expert = matrix.key.expert
+                    found[expert, counts[expert]] = number, placement
+                    counts[expert] += 1
+                    break
         return found
 
-    def crossing(
-        self, number: int, kind: str, ranks: tuple[int, ...]
-    ) -> Crossing | None:
-        for crossing in self.shards[number].crossings:
-            if crossing.kind == kind and ranks == tuple(
-                dist.get_process_group_ranks(crossing.group)
-            ):
-                return crossing
-        return None
-
-    def cross(
+    def merge_over(
         self,
         kind: str,
         ranks: tuple[int, ...],
@@ -160,25 +167,23 @@ class _Discovery:
     ) -> BaseException | None:
         """Exchanges over one group, and puts together what its members hold."""
         shared = self.shared_over(kind, ranks)
-        told = {}
-        for called, number in shared.items():
-            piece = self.shards[number]
-            crossing = self.crossing(number, kind, ranks)
-            # Experts go by their ids: ranks may name their modules each in its own way.
-            name = piece.key.name if piece.key.expert is None else None
-            told[called] = _Told(
-                name, str(piece.dtype), self.parts[number], crossing.dim
+        mine: dict[_Name, _Told] = {}
+        for name, (number, placement) in shared.items():
+            matrix = self.matrices[number]
+            mine[name] = _Told(
+                # Experts go by their ids: ranks may name their modules each in its own way.
+                matrix.key.name if matrix.key.expert is None else None,
+                str(matrix.dtype),
+                self.parts[number],
+                placement.dim,
             )
-        reports = exchange_objects(group, (reported(error), self.ep_ranks, told))
-        failed = failure(group, [report[0] for report in reports])
-        if error is not None or failed is not None:
-            return error or failed
+        reports, error = exchange(group, (self.ep_ranks, mine), error)
+        if error is not None:
+            return error
         try:
-            for called, number in shared.items():
-                dim = self.crossing(number, kind, ranks).dim
-                cuts = kind == "fsdp" or dim is not None
-                members = self.members(called, number, ranks, reports, cuts=cuts)
-                self.join(number, kind, ranks, members)
+            for name, (number, placement) in shared.items():
+                members = self.members(name, number, placement, ranks, reports)
+                self.join(number, placement, members)
             self.check_counts(ranks, reports)
         except Exception as found:
             # Whatever it is: the others go on to the next exchange.
@@ -187,30 +192,27 @@ class _Discovery:
 
     def members(
         self,
-        called: tuple,
+        name: _Name,
         number: int,
+        placement: GroupPlacement,
         ranks: tuple[int, ...],
-        reports: list,
-        *,
-        cuts: bool,
+        reports: Sequence[tuple],
     ) -> list[tuple[int, _Told]]:
-        """The ranks of a group that hold a piece of the same matrix, with what they tell of it.
+        """The ranks of a group that hold a shard of the same matrix, with what they tell of it.
 
-        With ``cuts`` the group shards, else it replicates, which ranks of one expert-parallel group
-        never do to an expert.
+        A group that replicates never has a replica of an expert on a rank of this rank's own
+        expert-parallel group.
         """
         holders = [
-            (rank, ep_ranks, told[called])
-            for rank, (_, ep_ranks, told) in zip(ranks, reports, strict=True)
-            if called in told
+            (rank, ep_ranks, told[name])
+            for rank, (ep_ranks, told) in zip(ranks, reports, strict=True)
+            if name in told
         ]
-        expert = self.shards[number].key.expert
-        if expert is None:
+        expert = self.matrices[number].key.expert
+        one_place = len({ep_ranks for _, ep_ranks, _ in holders}) == 1
+        if expert is None or (placement.cuts and one_place):
             return [(rank, told) for rank, _, told in holders]
-        if cuts and len({ep_ranks for _, ep_ranks, _ in holders}) == 1:
-            # One expert's shards are all in one place of the expert-parallel group.
-            return [(rank, told) for rank, _, told in holders]
-        if not cuts:
+        if not placement.cuts:
             me = dist.get_rank()
             holders = [h for h in holders if h[0] == me or h[0] not in self.ep_ranks]
         seen: dict[tuple[int, ...], int] = {}
@@ -224,70 +226,69 @@ class _Discovery:
                 )
         return [(rank, told) for rank, _, told in holders]
 
-    def check_counts(self, ranks: tuple[int, ...], reports: list) -> None:
+    def check_counts(self, ranks: tuple[int, ...], reports: Sequence[tuple]) -> None:
         """Raises unless all members of a group share as many matrices that are no expert's."""
-        counts = [sum(c[0] is None for c in told) for _, _, told in reports]
+        counts = [sum(expert is None for expert, _ in told) for _, told in reports]
         for rank, count in zip(ranks, counts, strict=True):
             if count != counts[0]:
-                raise ValueError(
-                    f"ranks disagree about the number of parameters that they share: {counts[0]} on rank {ranks[0]} "
-                    f"and {count} on rank {rank}. Ranks of a process group have to build their Muon from the same "
-                    "ones; those of experts are told apart by expert_assignments"
+                raise names_ranks(
+                    ValueError(
+                        f"ranks disagree about the number of parameters that they share: {counts[0]} on rank "
+                        f"{ranks[0]} and {count} on rank {rank}. Ranks of a process group have to build their Muon "
+                        "from the same ones; those of experts are told apart by expert_assignments"
+                    )
                 )
 
     def describe(self, number: int) -> str:
-        piece = self.shards[number]
-        return piece.key.describe(self.parts[number].shape)
+        return self.matrices[number].key.describe(self.parts[number].shape)
 
     def join(
         self,
         number: int,
-        kind: str,
-        ranks: tuple[int, ...],
-        members: list[tuple[int, _Told]],
+        placement: GroupPlacement,
+        members: Sequence[tuple[int, _Told]],
     ) -> None:
-        where = (
-            f"{self.describe(number)}, over {kind}_process_group (ranks {list(ranks)})"
-        )
-        crossing = self.crossing(number, kind, ranks)
+        """Replaces the part that is known of a matrix by what ``members`` hold together."""
+        where = f"{self.describe(number)}, over {placement.kind}_process_group (ranks {list(placement.ranks)})"
         first_rank, first = members[0]
         for rank, told in members[1:]:
-            for field in ("name", "dtype", "dim"):
+            for field, in_words in _IN_WORDS.items():
                 mine, its = getattr(first, field), getattr(told, field)
                 if mine != its:
-                    raise ValueError(
-                        f"ranks disagree about {where}: {_IN_WORDS[field]} is {mine} on rank {first_rank} and {its} "
-                        f"on rank {rank}"
+                    raise names_ranks(
+                        ValueError(
+                            f"ranks disagree about {where}: {in_words} is {mine} on rank {first_rank} and {its} on "
+                            f"rank {rank}"
+                        )
                     )
         parts = [told.part for _, told in members]
         try:
-            if crossing.dim is None:
+            if placement.dim is None:
                 # The ranks that share a context may be among those that FSDP shards over.
-                again = crossing.lenient or kind == "cp"
+                again = placement.lenient or placement.kind == "cp"
                 part = overlay(parts, again=again)
             else:
-                part = stack(parts, crossing.dim)
+                part = stack(parts, placement.dim)
             # Pickled once for all matrices that are cut alike.
             self.parts[number] = self.same_parts.setdefault(part, part)
         except ValueError as found:
-            if not crossing.lenient:
+            if not placement.lenient:
                 raise ValueError(f"{where}: {found}") from None
             self.warnings.append(
-                f"{where}: {found}. The DTensor's placements {self.shards[number].source} are believed"
+                f"{where}: {found}. The DTensor's placements count: {self.matrices[number].source}"
             )
 
     def layouts(self) -> list[Layout]:
         layouts = []
-        for piece, part in zip(self.shards, self.parts, strict=True):
-            ranks = tuple(rank for rank, _ in part.holders)
+        for matrix, part in zip(self.matrices, self.parts, strict=True):
             layout = Layout(
-                piece.key,
+                matrix.key,
                 part.shape,
-                piece.dtype,
-                ranks,
-                tuple(regions for _, regions in part.holders),
-                piece.source,
-                piece.contributions,
+                matrix.dtype,
+                tuple(rank for rank, _ in part.holders),
+                tuple(shard for _, shard in part.holders),
+                matrix.source,
+                matrix.contributions,
             )
             check_cover(layout)
             layouts.append(layout)
@@ -301,37 +302,28 @@ class _Discovery:
         layouts: Sequence[Layout],
         error: BaseException | None,
     ) -> BaseException | None:
-        """Raises no error of its own, but finds out whether all holders came to the same layouts."""
-        shared = self.shared_over(kind, ranks)
+        """Returns an error of this rank or another, or that holders came to different layouts."""
+        shared = self.shared_over(kind, ranks) if layouts else {}
         mine = {
-            called: (_digest(layouts[number]), list(layouts[number].group))
-            for called, number in shared.items()
-            if layouts
+            name: (_digest(layouts[number]), list(layouts[number].group))
+            for name, (number, _) in shared.items()
         }
-        reports = exchange_objects(group, (reported(error), mine))
-        failed = failure(group, [report[0] for report in reports])
-        if error is not None or failed is not None:
-            return error or failed
+        reports, error = exchange(group, mine, error)
+        if error is not None:
+            return error
         me = dist.get_rank()
-        for called, (digest, holders) in mine.items():
-            for rank, (_, its) in zip(ranks, reports, strict=True):
+        for name, (digest, holders) in mine.items():
+            for rank, its in zip(ranks, reports, strict=True):
                 # Of other ranks' experts, only those that this rank shares are its business.
-                if called not in its or rank not in holders:
+                if name not in its or rank not in holders:
                     continue
-                if its[called][0] != digest:
+                if its[name][0] != digest:
                     return ValueError(
-                        f"{self.describe(shared[called])}: the process groups contradict each other. As rank {me} sees "
-                        f"it, ranks {holders} hold it, but as rank {rank} does, ranks {its[called][1]}. Give groups of "
-                        "one grid of ranks, for example those of a DeviceMesh's dimensions"
+                        f"{self.describe(shared[name][0])}: the process groups contradict each other. As rank {me} "
+                        f"sees it, ranks {holders} hold it, but as rank {rank} does, ranks {its[name][1]}. Give groups "
+                        "of one grid of ranks, for example those of a DeviceMesh's dimensions"
                     )
         return None
-
-
-_IN_WORDS = {
-    "name": "its name",
-    "dtype": "its dtype",
-    "dim": "the dimension that it is cut along (None: not at all)",
-}
 
 
 def _digest(layout: Layout) -> str:
@@ -340,7 +332,7 @@ def _digest(layout: Layout) -> str:
 
 
 def stack(parts: Sequence[Part], dim: int) -> Part:
-    """Pieces of one matrix, cut along ``dim``, one after the other."""
+    """Shards along ``dim``, one after the other."""
     other = 1 - dim
     sizes = {part.shape[other] for part in parts}
     if len(sizes) != 1:
@@ -367,7 +359,7 @@ def stack(parts: Sequence[Part], dim: int) -> Part:
 
 
 def overlay(parts: Sequence[Part], *, again: bool = False) -> Part:
-    """Replicas, side by side; with ``again`` a replica may be what is known of those ranks already."""
+    """Replicas; with ``again`` a replica may be what is known of those ranks already."""
     shapes = [part.shape for part in parts]
     if len(set(shapes)) != 1:
         raise ValueError(f"replicas have different shapes: {shapes}")
@@ -383,7 +375,6 @@ def _check_each_once(holders: Sequence[tuple[int, tuple[Region, ...]]]) -> None:
     doubled = sorted(rank for rank, count in counts.items() if count > 1)
     if doubled:
         raise ValueError(
-            f"the process groups contradict each other: along this one ranks {doubled} are peers in a way that "
-            "another group already says otherwise. Two groups of one optimizer must have only this rank in common, "
-            "as the dimensions of a DeviceMesh do"
+            f"the process groups contradict each other: ranks {doubled} are in more than one of them. The groups must "
+            "form a grid, like the dimensions of a DeviceMesh: two of them have one rank in common"
         )

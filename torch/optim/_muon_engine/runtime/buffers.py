@@ -1,13 +1,14 @@
-"""Moves pieces to owners and updates back: one packed all-to-all a hop.
+"""The packed buffers of each bucket, and the two collectives that move them.
 
-Only the schedule decides what is sent, to whom and how much of it; gradients fill the buffers but
+The schedule alone decides what is sent, to whom and how much of it. Gradients fill the buffers and
 never change a call.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,23 +16,23 @@ from torch import Tensor
 
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from torch.distributed import ProcessGroup
-    from torch.optim._muon_engine.layouts import Region
+    from torch.optim._muon_engine.layouts import Layout, Region
     from torch.optim._muon_engine.schedule.buckets import (
-        PackedRegion,
-        Schedule,
-        BucketSpec,
         Bucket,
+        BucketSpec,
         PackSpec,
+        Schedule,
     )
 
 
-@dataclass
-class Slot:
-    """Buffers of one bucket in flight, in bytes.
+class Slot(NamedTuple):
+    """Memory of one bucket in flight, 1D, in bytes.
 
-    What a gather sends and what the scatter then receives share ``outer``: the first is over
-    before the second begins.
+    What a gather sends and what the scatter then receives share ``outer``: the first is over before
+    the second begins.
     """
 
     outer: Tensor
@@ -39,64 +40,64 @@ class Slot:
     updates: Tensor
 
 
-class PackedBuffer:
-    """One side of a hop over one buffer: flat, by packed and by flag."""
+class PackedRegionView(NamedTuple):
+    """A region in a buffer: the rank that holds it, and its view of shape (height, width)."""
 
-    def __init__(self, side: PackSpec, buffer: Tensor, dtype: torch.dtype) -> None:
-        self.flat = buffer[: side.numel * dtype.itemsize].view(dtype)
-        self.splits = list(side.splits)
-        self._regions: dict[int, list[tuple[Region, Tensor]]] = {}
-        self._holders: dict[int, list[int]] = {}
-        for packed in side.regions:
-            self._regions.setdefault(packed.matrix, []).append(
-                (packed.region, self._view(packed))
+    rank: int
+    region: Region
+    view: Tensor
+
+
+class PackedBuffer:
+    """One side of a gather or scatter over one slot: flat, by region and by flag."""
+
+    def __init__(self, spec: PackSpec, memory: Tensor) -> None:
+        self.flat = memory[: spec.nbytes].view(spec.dtype)
+        self.splits = list(spec.splits)
+        self._regions: dict[int, list[PackedRegionView]] = {}
+        for matrix, rank, region, offset in spec.regions:
+            flat = self.flat.narrow(0, offset, region.numel)
+            view = PackedRegionView(
+                rank, region, flat.view(region.height, region.width)
             )
-            self._holders.setdefault(packed.matrix, []).append(packed.rank)
+            self._regions.setdefault(matrix, []).append(view)
         places: dict[int, list[int]] = {}
-        for flag in side.flags:
+        for flag in spec.flags:
             places.setdefault(flag.matrix, []).append(flag.offset)
         self.matrices = list(places)
         # One row a matrix, one column a peer: all flags of a bucket are read or written at once.
-        self.flag_places = torch.tensor(
-            list(places.values()), dtype=torch.long, device=buffer.device
+        self._flag_places = torch.tensor(
+            list(places.values()), dtype=torch.long, device=memory.device
         )
 
-    def _view(self, packed: PackedRegion) -> Tensor:
-        region = packed.region
-        return self.flat[packed.offset : packed.offset + region.numel].view(
-            region.height, region.width
-        )
-
-    def regions(self, matrix: int) -> list[tuple[Region, Tensor]]:
-        """The rectangles of ``matrix`` in this buffer, each with its view of shape (height, width)."""
-        return self._regions.get(matrix, [])
-
-    def senders(self, matrix: int) -> list[int]:
-        """The ranks whose rectangles :meth:`regions` lists, in the same order."""
-        return self._holders.get(matrix, [])
+    def regions(self, matrix: int) -> Sequence[PackedRegionView]:
+        return self._regions.get(matrix, ())
 
     def read_flags(self) -> Tensor:
         """Flags of shape (matrices, peers)."""
-        return self.flat[self.flag_places]
+        return self.flat[self._flag_places]
 
     def write_flags(self, values: Tensor) -> None:
         """Writes ``values``, of shape (matrices,), for every peer."""
         if self.matrices:
-            self.flat[self.flag_places] = values.to(self.flat.dtype)[:, None]
+            self.flat[self._flag_places] = values.to(self.flat.dtype)[:, None]
 
 
 @dataclass
 class BucketBuffers:
-    """A bucket with its spec laid over a slot, and the work that is under way."""
+    """A bucket as this rank runs it: its buffers, and the collective that is under way."""
 
     bucket: Bucket
-    spec: BucketSpec
     group: ProcessGroup | None
+    # Matrices that this rank owns.
+    owned: tuple[int, ...]
     gather_send: PackedBuffer
     gather_recv: PackedBuffer
     scatter_send: PackedBuffer
     scatter_recv: PackedBuffer
-    work: dist.Work | None = field(default=None)
+    # The bucket of the same group whose gather may start once this one is on its way back.
+    follower: BucketBuffers | None = None
+    work: dist.Work | None = None
 
     def start_gather(self) -> None:
         self._start(self.gather_recv, self.gather_send)
@@ -107,7 +108,7 @@ class BucketBuffers:
     def _start(self, recv: PackedBuffer, send: PackedBuffer) -> None:
         if self.group is None:
             return
-        # The handle is kept until it is waited for: it alone keeps the buffers from reuse.
+        # A backend may give up a collective whose handle nobody keeps.
         self.work = dist.all_to_all_single(
             recv.flat,
             send.flat,
@@ -122,79 +123,118 @@ class BucketBuffers:
             work, self.work = self.work, None
             work.wait()
 
+    # Between the collectives. ``prepared`` gives a region of this rank's own shard, of shape
+    # (height, width), good until it is called again.
 
-class Exchange:
-    """The buckets of one rank, with persistent buffers: each group has a ring of slots."""
+    def pack(self, matrix: int, prepared: Callable[[Region], Tensor]) -> None:
+        """Writes what this rank sends of ``matrix`` to its owner."""
+        for _, region, view in self.gather_send.regions(matrix):
+            view.copy_(prepared(region))
+
+    def assemble(
+        self,
+        matrix: int,
+        layout: Layout,
+        own: Sequence[Region],
+        rank: int,
+        prepared: Callable[[Region], Tensor],
+        out: Tensor,
+    ) -> Tensor:
+        """Puts the whole matrix together on its owner.
+
+        Args:
+            own: the regions of the owner's shard that count; none where a replica's count.
+            out: shape (rows, columns), of the dtype of the orthogonalization; written to and returned.
+        """
+        received = self.gather_recv.regions(matrix)
+        if layout.partial:
+            return _sum_contributions(layout, received, own, rank, prepared, out)
+        for region in own:
+            region.of_matrix(out).copy_(prepared(region))
+        for _, region, view in received:
+            region.of_matrix(out).copy_(view)
+        return out
+
+    def pack_update(self, matrix: int, update: Tensor) -> None:
+        """Writes each holder's regions of ``update``, of shape (rows, columns)."""
+        for _, region, view in self.scatter_send.regions(matrix):
+            view.copy_(region.of_matrix(update))
+
+
+def _sum_contributions(
+    layout: Layout,
+    received: Sequence[PackedRegionView],
+    own: Sequence[Region],
+    rank: int,
+    prepared: Callable[[Region], Tensor],
+    out: Tensor,
+) -> Tensor:
+    """Adds contributions in their order, which is the same whoever owns the matrix."""
+    total = torch.zeros(layout.shape, dtype=layout.dtype, device=out.device)
+    parts: list[tuple[int, Region, Tensor | None]] = [
+        (layout.contribution_of(sender), region, view)
+        for sender, region, view in received
+    ]
+    parts += [(layout.contribution_of(rank), region, None) for region in own]
+    for _, region, view in sorted(parts, key=lambda part: part[0]):
+        region.of_matrix(total).add_(prepared(region) if view is None else view)
+    return out.copy_(total)
+
+
+class Buffers:
+    """The buckets of one rank over persistent memory: each group has a ring of slots."""
 
     def __init__(
         self,
         schedule: Schedule,
         rank: int,
-        groups: dict[tuple[int, ...], ProcessGroup | None],
+        groups: Mapping[tuple[int, ...], ProcessGroup | None],
         device: torch.device,
         prefetch_count: int,
     ) -> None:
         self.prefetch_count = prefetch_count
-        self.buckets: list[BucketBuffers] = []
-        specs: list[tuple[Bucket, BucketSpec]] = []
-        for bucket in schedule.buckets_of(rank):
+        rings: dict[tuple[int, ...], list[tuple[int, Bucket, BucketSpec]]] = {}
+        for place, bucket in enumerate(schedule.buckets):
+            if rank not in bucket.group:
+                continue
             group = groups[bucket.group]
             order = (
-                tuple(dist.get_process_group_ranks(group))
-                if group is not None
-                else bucket.group
+                tuple(dist.get_process_group_ranks(group)) if group else bucket.group
             )
-            specs.append((bucket, schedule.spec(bucket, rank, order)))
-        slots = {
-            group: self._ring([(r, p) for r, p in specs if r.group == group], device)
-            for group in {r.group for r, _ in specs}
-        }
-        for bucket, spec in specs:
-            ring = slots[bucket.group]
-            slot = ring[bucket.index % len(ring)]
-            self.buckets.append(
+            spec = schedule.spec(bucket, rank, order)
+            rings.setdefault(bucket.group, []).append((place, bucket, spec))
+        placed: list[tuple[int, BucketBuffers]] = []
+        for ranks, specs in rings.items():
+            slots = self._slots([spec for _, _, spec in specs], device)
+            ring = [
                 BucketBuffers(
                     bucket,
-                    spec,
-                    groups[bucket.group],
-                    PackedBuffer(spec.gather_send, slot.outer, bucket.gather_dtype),
-                    PackedBuffer(spec.gather_recv, slot.gathered, bucket.gather_dtype),
-                    PackedBuffer(spec.scatter_send, slot.updates, bucket.scatter_dtype),
-                    PackedBuffer(spec.scatter_recv, slot.outer, bucket.scatter_dtype),
+                    groups[ranks],
+                    spec.owned,
+                    PackedBuffer(spec.gather_send, slot.outer),
+                    PackedBuffer(spec.gather_recv, slot.gathered),
+                    PackedBuffer(spec.scatter_send, slot.updates),
+                    PackedBuffer(spec.scatter_recv, slot.outer),
                 )
-            )
+                for (_, bucket, spec), slot in zip(specs, itertools.cycle(slots))
+            ]
+            for buffers, follower in zip(ring, ring[prefetch_count + 1 :]):
+                buffers.follower = follower
+            placed += zip((place for place, _, _ in specs), ring)
+        # All groups in one order, of which each rank runs its part.
+        self.buckets = [buffers for _, buffers in sorted(placed, key=lambda p: p[0])]
 
-    def _ring(
-        self, specs: list[tuple[Bucket, BucketSpec]], device: torch.device
-    ) -> list[Slot]:
-        """Slots for ``prefetch_count`` gathers ahead, the bucket at hand and the one on its way back."""
-
-        def buffer(*sizes: int) -> Tensor:
-            return torch.empty(max(sizes), dtype=torch.uint8, device=device)
-
-        outer = [
-            max(
-                p.gather_send.numel * r.gather_dtype.itemsize,
-                p.scatter_recv.numel * r.scatter_dtype.itemsize,
-            )
-            for r, p in specs
+    def _slots(self, specs: Sequence[BucketSpec], device: torch.device) -> list[Slot]:
+        """Slots for the gathers ahead, the bucket at hand and the one on its way back."""
+        sizes = [
+            max(spec.nbytes[i] for spec in specs) for i in range(len(specs[0].nbytes))
         ]
-        gathered = [p.gather_recv.numel * r.gather_dtype.itemsize for r, p in specs]
-        updates = [p.scatter_send.numel * r.scatter_dtype.itemsize for r, p in specs]
         return [
-            Slot(buffer(*outer), buffer(*gathered), buffer(*updates))
+            Slot(
+                *(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+            )
             for _ in range(min(len(specs), self.prefetch_count + 2))
         ]
-
-    def follower(self, current: BucketBuffers) -> BucketBuffers | None:
-        """The bucket whose gather may start once ``current`` is on its way back."""
-        index = current.bucket.index + self.prefetch_count + 1
-        for buffers in self.buckets:
-            if buffers.bucket.group == current.bucket.group and (
-                buffers.bucket.index == index
-            ):
-                return buffers
-        return None
 
     def drain(self) -> None:
         """Waits for whatever is under way, after an error."""

@@ -1,10 +1,10 @@
 """The frozen schedule of a step: a pure function of layouts and owners.
 
-Every rank computes it alike for the groups that it is in; no process group is needed.
+Every rank computes it alike for the groups that it is in; no process group is needed. The buckets of all
+groups stand in one global order, of which each rank runs its part.
 
-Vocabulary: a *bucket* is one exchange group's turn: its matrices are gathered to their owners by one
-hop, orthogonalized, and scattered by another. A *segment* is what one rank sends another in a hop:
-the rectangles of each matrix in order, row-major and unpadded, then one flag for each matrix.
+What one rank sends another in a gather or scatter is one split: the regions of each matrix in order,
+row-major and unpadded, then one flag for each matrix.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 MAX_BUCKETS = 4
 # What an owner gathers in a bucket stays below this, unless one matrix of the group is above.
 BUCKET_BYTES = 256 * 1024**2
-# Rounds one after the other may take this many times the busiest owner's own work.
+# Buckets one after the other may take this many times the busiest owner's own work.
 MAX_STRETCH = 1.1
 
 
 class PackedRegion(NamedTuple):
-    """Rectangle ``region`` of ``matrix``, held by ``rank``, at element ``offset`` of a hop's buffer."""
+    """A region of ``matrix`` in the shard of ``rank``, at element ``offset`` of a packed buffer."""
 
     matrix: int
     rank: int
@@ -49,8 +49,9 @@ class Flag(NamedTuple):
 
 @dataclass(frozen=True)
 class PackSpec:
-    """One rank's half of a hop: a flat buffer, its split by peer, and what stands where in it."""
+    """One rank's side of a gather or scatter: its splits by peer, and what stands where in the buffer."""
 
+    dtype: torch.dtype
     splits: tuple[int, ...]
     regions: tuple[PackedRegion, ...]
     flags: tuple[Flag, ...]
@@ -59,26 +60,34 @@ class PackSpec:
     def numel(self) -> int:
         return sum(self.splits)
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """What one rank does in one bucket."""
+    """What one rank does in one bucket; ``owned`` are the matrices that it orthogonalizes."""
 
     gather_send: PackSpec
     gather_recv: PackSpec
     scatter_send: PackSpec
     scatter_recv: PackSpec
-    # Matrices that this rank owns, and the rectangles of them that it holds itself.
     owned: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> tuple[int, int, int]:
+        """Of the memory for what is sent and later received, gathered, and sent back."""
+        outer = max(self.gather_send.nbytes, self.scatter_recv.nbytes)
+        return outer, self.gather_recv.nbytes, self.scatter_send.nbytes
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """``position`` orders the buckets of all groups; ``index`` counts those of one group."""
+    """Matrices of one group that take the step together; ``index`` counts the group's buckets."""
 
     group: tuple[int, ...]
     index: int
-    position: tuple
     matrices: tuple[int, ...]
     gather_dtype: torch.dtype
     scatter_dtype: torch.dtype
@@ -86,6 +95,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Schedule:
+    """The buckets of all groups in their global order; matrices go by their place in ``layouts``."""
+
     layouts: tuple[Layout, ...]
     owners: tuple[int, ...]
     buckets: tuple[Bucket, ...]
@@ -99,7 +110,7 @@ class Schedule:
         )
 
     def is_source(self, matrix: int, rank: int) -> bool:
-        """Whether ``rank`` sends its piece of ``matrix`` to the owner (replicas need not)."""
+        """Whether the shard of ``rank`` goes into ``matrix``; of replicas, one does."""
         return rank in self._sources[matrix]
 
     def receives(self, matrix: int, rank: int) -> bool:
@@ -117,16 +128,22 @@ class Schedule:
     ) -> BucketSpec:
         """``rank``'s part of ``bucket``; buffers are ordered as ``group_order``, the collective's."""
         return BucketSpec(
-            gather_send=self._side(bucket, rank, group_order, gather=True, send=True),
-            gather_recv=self._side(bucket, rank, group_order, gather=True, send=False),
-            scatter_send=self._side(bucket, rank, group_order, gather=False, send=True),
-            scatter_recv=self._side(
+            gather_send=self._pack_spec(
+                bucket, rank, group_order, gather=True, send=True
+            ),
+            gather_recv=self._pack_spec(
+                bucket, rank, group_order, gather=True, send=False
+            ),
+            scatter_send=self._pack_spec(
+                bucket, rank, group_order, gather=False, send=True
+            ),
+            scatter_recv=self._pack_spec(
                 bucket, rank, group_order, gather=False, send=False
             ),
             owned=tuple(m for m in bucket.matrices if self.owners[m] == rank),
         )
 
-    def _side(
+    def _pack_spec(
         self,
         bucket: Bucket,
         rank: int,
@@ -156,14 +173,15 @@ class Schedule:
                     flags.append(Flag(matrix, holder, offset))
                     offset += 1
             splits.append(offset - start)
-        return PackSpec(tuple(splits), tuple(regions), tuple(flags))
+        dtype = bucket.gather_dtype if gather else bucket.scatter_dtype
+        return PackSpec(dtype, tuple(splits), tuple(regions), tuple(flags))
 
 
 def _sources(layout: Layout, owner: int) -> set[int]:
-    """The ranks whose pieces go to ``owner``: one for each distinct piece, its own replica's first.
+    """The ranks whose shards go to ``owner``: one for each distinct shard, its own replica's first.
 
-    Ranks that hold the same piece stand in the group's order, so the n-th of each set form the
-    n-th replica.
+    Ranks that hold the same shard stand in the group's order. The n-th of each set form the n-th
+    replica.
     """
     sets = replica_sets(layout)
     mine = next(holders for holders in sets.values() if owner in holders)
@@ -220,14 +238,12 @@ def make_schedule(
         )
     buckets: list[Bucket] = []
     counts: dict[tuple[int, ...], int] = {}
-    for position, group, part, gather_dtype in sorted(
+    for _, group, part, gather_dtype in sorted(
         drafts, key=lambda draft: (draft[0], str(draft[3]))
     ):
         index = counts.get(group, 0)
         counts[group] = index + 1
-        buckets.append(
-            Bucket(group, index, position, tuple(part), gather_dtype, wire_dtype)
-        )
+        buckets.append(Bucket(group, index, tuple(part), gather_dtype, wire_dtype))
     return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
 
 
@@ -275,9 +291,13 @@ def _cut(
             found.append(spread)
         if spread is not None and spread[0] <= MAX_STRETCH * busiest:
             break
-    else:
+    if not found:
         # Every owner's every matrix in a bucket of its own always fits.
-        found.append(_spread(queues, layouts, work, longest, limit))
+        alone = [
+            [queue[i] for queue in queues.values() if i < len(queue)]
+            for i in range(longest)
+        ]
+        found.append((0, alone))
     _, buckets = min(found, key=lambda spread: (spread[0], len(spread[1])))
     return [
         part for whole in buckets for part in _within(whole, layouts, owners, 2 * limit)
