@@ -1,8 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""Every kind of parallelism on 2, 4 and 8 processes, with every setting that may not change a bit."""
+"""Every kind of parallelism on 2, 4 and 8 processes, with the settings that may not change a bit."""
 
 import os
 import sys
+from itertools import product
 
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -46,20 +47,19 @@ if not dist.is_available():
 SHAPES = [(16, 8), (9, 13), (3, 20)] * 11
 
 
-@instantiate_parametrized_tests
-class Matrix(ModuleParity):
+KINDS = ["fsdp", "ddp", "tp", "fsdp_tp", "hsdp", "ep"]
+ASYNC, PREFETCH = [True, False], [0, 1, 2]
+
+
+class Kinds(ModuleParity):
     """Each case trains matrices cut by hand, the same as DTensors, and a module of the framework."""
 
-    @parametrize("async_parallel", [True, False])
-    @parametrize("prefetch", [0, 1, 2])
-    @parametrize("parallelism", ["fsdp", "ddp", "tp", "fsdp_tp", "hsdp", "ep"])
-    def test_matrix(self, parallelism, prefetch, async_parallel):
-        # Shows: testing/matrix, testing/p1/async
+    def check_kind(self, kind, async_parallel, prefetch):
         self.flags = {
             "async_gpu_parallelism": async_parallel,
             "prefetch_count": prefetch,
         }
-        getattr(self, f"check_{parallelism}")()
+        getattr(self, f"check_{kind}")()
 
     def check_both(self, strategy, placements, dims=None):
         """Pieces of process groups and DTensors, each against one process."""
@@ -147,6 +147,18 @@ class Matrix(ModuleParity):
         self.check(expert, config(2), 2, data_rank=self.rank, count=count)
 
 
+@instantiate_parametrized_tests
+class Matrix(Kinds):
+    """Every kind with every setting."""
+
+    @parametrize("async_parallel", ASYNC)
+    @parametrize("prefetch", PREFETCH)
+    @parametrize("parallelism", KINDS)
+    def test_matrix(self, parallelism, prefetch, async_parallel):
+        # Shows: testing/matrix, testing/p1/async
+        self.check_kind(parallelism, async_parallel, prefetch)
+
+
 @requires_gloo()
 class TestMuonMatrixOf2(GlooOnCPU, Matrix, MultiProcContinuousTest):
     world_size = 2
@@ -158,8 +170,19 @@ class TestMuonMatrixOf4(GlooOnCPU, Matrix, MultiProcContinuousTest):
 
 
 @requires_gloo()
-class TestMuonMatrixOf8(GlooOnCPU, Matrix, MultiProcContinuousTest):
+@instantiate_parametrized_tests
+class TestMuonMatrixOf8(GlooOnCPU, Kinds, MultiProcContinuousTest):
+    """Every kind and every setting, but not all of their pairs: eight processes are dear."""
+
     world_size = 8
+
+    @parametrize(
+        "parallelism,async_parallel,prefetch",
+        [(kind, *flags) for kind, flags in zip(KINDS, product(ASYNC, PREFETCH))],
+    )
+    def test_matrix(self, parallelism, async_parallel, prefetch):
+        # Shows: testing/matrix, testing/p1/async
+        self.check_kind(parallelism, async_parallel, prefetch)
 
 
 if __name__ == "__main__":
