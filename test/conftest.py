@@ -1,7 +1,13 @@
-"""Marks each test with its stage, so that `-m stage1` to `-m stage4` choose.
+"""Marks each test with its stage, so that `-m stage1` to `-m stage4` choose, and lets
+ranks start fast.
 
 Not for PyTorch, which has a conftest.py of its own: `apply` leaves this one here.
 """
+
+import itertools
+import multiprocessing
+import sys
+from multiprocessing import forkserver, util
 
 import pytest
 
@@ -37,3 +43,39 @@ def pytest_collection_modifyitems(items):
         folders = item.path.relative_to(item.config.rootpath / "test").parts
         stage = stage_of(folders[0], item.cls)
         item.add_marker(getattr(pytest.mark, stage))
+
+
+# Each rank would import these by itself: seconds, and more than most tests take.
+PRELOADED = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.testing._internal.common_distributed",
+]
+# What one server forks has one seed of string hashes. The ranks of a real job differ in it,
+# and code that goes through a set of names in another order on each has to fail here, too.
+SERVERS = 2
+
+
+def pytest_collection_finish():
+    """Has ranks forked from servers that have imported torch.
+
+    A test file that is started as a script spawns its ranks, as upstream does.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or sys.platform != "linux":
+        return
+    if torch.accelerator.is_available():
+        return  # What the server has asked of a device bars its forks from it.
+    servers = [forkserver.ForkServer() for _ in range(SERVERS)]
+    for server in servers:
+        server.set_forkserver_preload(PRELOADED)
+        # After the ranks have ended. It writes down its coverage, which is put together next.
+        util.Finalize(None, server._stop, exitpriority=-1)
+    turns = itertools.cycle(servers)
+
+    def connect(fds):
+        return next(turns).connect_to_new_process(fds)
+
+    forkserver.connect_to_new_process = connect
+    multiprocessing.set_start_method("forkserver", force=True)
