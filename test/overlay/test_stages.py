@@ -1,6 +1,7 @@
 """The stages of TESTING.md can be chosen."""
 
-import re
+import json
+import os
 import subprocess
 import sys
 
@@ -11,27 +12,50 @@ from tools.overlay.repo import ROOT
 STAGES = ["stage1", "stage2", "stage3", "stage4", "overlay"]
 
 
+# Writes down the markers of what `-m` chose, and what it left out.
+LISTS = """
+import json, os
+
+report = {"chosen": {}, "left out": []}
+
+def pytest_deselected(items):
+    report["left out"] += [item.nodeid for item in items]
+
+def pytest_collection_finish(session):
+    for item in session.items:
+        report["chosen"][item.nodeid] = [m.name for m in item.iter_markers()]
+    with open(os.environ["STAGES_REPORT"], "w") as file:
+        json.dump(report, file)
+"""
+
+
 @pytest.fixture(scope="module")
-def collected():
-    """The tests of each stage."""
-    found = {}
-    for stage in STAGES:
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
-        command += ["-p", "no:cacheprovider", "-m", stage, "test"]
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        found[stage] = {line for line in done.stdout.splitlines() if "::" in line}
-        total = int(re.search(r"/(\d+) tests collected", done.stdout)[1])
-    assert sum(map(len, found.values())) == total
-    return found
+def collected(tmp_path_factory):
+    """The markers of each test, collected once: that imports torch and all test files."""
+    folder = tmp_path_factory.mktemp("stages")
+    (folder / "lists_stages.py").write_text(LISTS)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
+    command += ["-p", "no:cacheprovider", "-p", "lists_stages"]
+    command += ["-m", " or ".join(STAGES), "test"]
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "STAGES_REPORT": str(folder / "report.json"),
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((folder / "report.json").read_text())
+    assert report["left out"] == []
+    return report["chosen"]
 
 
 def test_each_test_has_one_stage(collected):
     # Shows: testing/stages
-    every = set().union(*collected.values())
-    assert len(every) == sum(map(len, collected.values()))
+    assert collected
+    for test, markers in collected.items():
+        assert len(set(markers) & set(STAGES)) == 1, test
 
 
 @pytest.mark.parametrize(
@@ -49,7 +73,8 @@ def test_each_test_has_one_stage(collected):
 )
 def test_stages(collected, stage, test):
     # Shows: testing/stages
-    assert any(name.endswith(test) for name in collected[stage])
+    (markers,) = (m for name, m in collected.items() if name.endswith(test))
+    assert stage in markers
 
 
 def test_files_have_names_of_their_own():
