@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import _muon, Muon
 from torch.optim.muon import create_dtensor_config
@@ -486,7 +487,8 @@ class TestMuonPeerFailure(MultiProcessTestCase):
             store=store,
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(seconds=4),
+            # The ranks still import torch, which takes long on a busy machine.
+            timeout=timedelta(seconds=60),
         )
         mesh = init_device_mesh("cpu", (self.world_size,))
         params = [
@@ -499,6 +501,9 @@ class TestMuonPeerFailure(MultiProcessTestCase):
         for param in params:
             param.grad = torch.ones_like(param)
         optimizer.step()
+        # All ranks are here. From now on only the lost peer makes the others wait.
+        dist.barrier()
+        _set_pg_timeout(timedelta(seconds=4), mesh.get_group())
 
         if self.rank == 1:
             with mock.patch.object(
