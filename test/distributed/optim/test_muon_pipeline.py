@@ -3,7 +3,6 @@
 
 import os
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -159,12 +158,17 @@ class TestMuonPP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_stages_of_different_sizes_at_different_times(self):
         stage, _ = self.mesh().get_coordinate()
         shapes = [[(8, 6), (5, 7), (4, 4)], [(16, 4)]][stage]
-        # One stage has made two steps before the other has built its optimizer.
+        # One stage has made two steps before the other builds its optimizer. A key says so, for a
+        # collective would bring the stages together.
+        store = dist.distributed_c10d._get_default_store()
+        done = [f"rank {rank} has made two steps" for rank in (0, 1)]
         if stage:
-            time.sleep(1.0)
+            store.wait(done, self.timeout)
         made = Stage(1000 * stage, shapes, lambda i, whole: whole, self.config())
         for _ in range(2):
             made.step()
+        if not stage:
+            store.set(done[self.rank], "yes")
         self.assertEverywhere(made.problems())
         owned = made.optimizer.assignments
         ranks = dist.get_process_group_ranks(self.mesh()["dp"].get_group())
