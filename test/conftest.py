@@ -13,7 +13,13 @@ import pytest
 
 
 # What a single GPU could run as well: one process is as it always was.
-STAGE_2 = {"TestStockParity", "TestMuonCore", "TestCompile", "TestOptimizerDatabase"}
+STAGE_2 = {
+    "TestStockResults",
+    "TestStockParity",
+    "TestMuonCore",
+    "TestCompile",
+    "TestOptimizerDatabase",
+}
 # Processes from which on a test is of a large scale.
 LARGE = 8
 

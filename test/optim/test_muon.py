@@ -204,10 +204,119 @@ FEW_SHAPES = [(8, 8), (5, 24), (24, 5), (1, 3)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
+# Options, steps, tolerance, and the parameter that torch 2.13.0's own Muon ends with on a CPU.
+# "spectral_unclamped", which 2.13 lacks, is that of its Muon with the learning rate scaled by hand.
+#
+# Of the tolerances: matrices as small as these do not reach oneDNN, and so a CPU with AMX has the bits of
+# one without. Other libraries may round products in bfloat16 elsewhere. With each product rounded once
+# more, or added up in bfloat16, the results moved by 0.036 at most. A wrong formula moves them by 0.06 and
+# more. The last case rounds nothing that depends on an order.
+STOCK_RESULTS = {
+    "nesterov of a wide matrix": (
+        {"lr": 0.5, "weight_decay": 0.4, "momentum": 0.7},
+        3,
+        0.05,
+        [[-0.74332, 1.14195, 0.54977], [0.09955, 0.63342, -0.20098]],
+    ),
+    "no nesterov, tall": (
+        {"lr": 0.5, "weight_decay": 0.4, "momentum": 0.7, "nesterov": False},
+        3,
+        0.05,
+        [[-0.78704, 1.04981], [0.25308, 0.98386], [1.24130, -0.71239]],
+    ),
+    "original, tall": (
+        {"lr": 0.5, "weight_decay": 0.4, "momentum": 0.7, "adjust_lr_fn": "original"},
+        2,
+        0.05,
+        [
+            [-1.11544, 0.96522],
+            [0.71541, 1.12523],
+            [1.22377, -0.44988],
+            [-0.36774, 0.14604],
+        ],
+    ),
+    "match_rms_adamw": (
+        {
+            "lr": 1.25,
+            "weight_decay": 0.2,
+            "momentum": 0.7,
+            "adjust_lr_fn": "match_rms_adamw",
+        },
+        2,
+        0.05,
+        [[-0.80029, 0.56824, 0.68359, 0.80322], [0.82471, 0.05444, 0.12878, 0.20932]],
+    ),
+    "spectral_unclamped": (
+        {
+            "lr": 1.0,
+            "weight_decay": 0.2,
+            "momentum": 0.7,
+            "adjust_lr_fn": "spectral_unclamped",
+        },
+        2,
+        0.05,
+        [
+            [-1.17753, 0.71282, 0.84309, 0.61814, 0.74602, -0.04885],
+            [-0.37261, -0.28291, -0.19754, -0.72684, -0.63842, -0.97693],
+        ],
+    ),
+    "coefficients, steps and eps of its own": (
+        {
+            "lr": 0.5,
+            "weight_decay": 0.0,
+            "momentum": 0.7,
+            "eps": 4.0,
+            "ns_steps": 2,
+            "ns_coefficients": (2.0, -1.5, 0.5),
+        },
+        2,
+        1e-4,
+        [[-1.35352, 1.28857, 1.17322], [1.02051, 0.90137, 0.03247]],
+    ),
+}
+
+
+def stock_case(index, rows, columns):
+    """The parameter (index 0) and the gradient of each step, the same on any machine."""
+    numbers = 21 * torch.arange(rows * columns).reshape(rows, columns) + 15 * index
+    return (numbers % 11).to(torch.float32) / 4 - 1.25
+
+
+def run_stock_case(cls, options, steps, expected):
+    rows, columns = len(expected), len(expected[0])
+    param = nn.Parameter(stock_case(0, rows, columns))
+    optimizer = cls([param], **options)
+    for step in range(1, steps + 1):
+        param.grad = stock_case(step, rows, columns)
+        optimizer.step()
+    return param.detach()
+
+
+@instantiate_parametrized_tests
+class TestStockResults(TestCase):
+    """What stock computes, as numbers: where no stock is kept, nothing else shows it."""
+
+    # Shows: testing/p0/backward-compatibility
+
+    @parametrize("case", list(STOCK_RESULTS))
+    def test_results_of_stock(self, case):
+        options, steps, atol, expected = STOCK_RESULTS[case]
+        found = run_stock_case(Muon, options, steps, expected)
+        self.assertEqual(found, torch.tensor(expected), atol=atol, rtol=0)
+
+
 @needs_stock
 @instantiate_parametrized_tests
 class TestStockParity(Runs):
     # Shows: testing/p0/backward-compatibility
+
+    @parametrize("case", list(STOCK_RESULTS))
+    def test_results_that_are_numbers(self, case):
+        options, steps, atol, expected = STOCK_RESULTS[case]
+        if not stock_supports(options.get("adjust_lr_fn")):
+            self.skipTest(f"stock {torch.__version__} does not know it")
+        found = run_stock_case(stock().Muon, options, steps, expected)
+        self.assertEqual(found, torch.tensor(expected), atol=atol, rtol=0)
 
     @parametrize("dtype", DTYPES)
     @parametrize("nesterov", [True, False])
