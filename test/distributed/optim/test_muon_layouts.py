@@ -141,6 +141,40 @@ class TestMuonDTensorLayouts(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
         owned = [i for own in twins.optimizer.assignments.values() for i in own]
         self.assertEqual(sorted(owned), list(range(27)))
 
+    def test_each_option_of_a_group_is_used_for_its_matrices(self):
+        # Some have sides of whole tiles, so that matrices of several groups could share a batch.
+        placed = specs(mesh_of(4), [(S0,), (S1,)], [(32, 32), (8, 6)])
+        placed += specs(grid_of(2, 2), [(S0, S1), (R, S0)], [(32, 32), (5, 9)])
+        options = [
+            {},
+            {"lr": 0.3},
+            {"weight_decay": 0.7},
+            {"momentum": 0.5},
+            {"nesterov": False},
+            {"ns_coefficients": (2.0, -1.5, 0.5)},
+            # Larger than the norms, so that it is what divides.
+            {"eps": 100.0},
+            {"ns_steps": 2},
+            {"adjust_lr_fn": "match_rms_adamw"},
+            {"adjust_lr_fn": "spectral_unclamped"},
+        ]
+        count = len(placed)
+        twins = Twins(
+            placed * len(options),
+            groups=[
+                (range(i * count, (i + 1) * count), own)
+                for i, own in enumerate(options)
+            ],
+            # The same values and gradients in each group.
+            seeds=[*range(count)] * len(options),
+            lr=0.1,
+        )
+        self.assertTrainsAlike(twins, 2)
+        for i, own in enumerate(options[1:], 1):
+            others = twins.singles[i * count : (i + 1) * count]
+            # Nothing is shown by an option that makes no difference.
+            self.assertFalse(all(map(torch.equal, twins.singles, others)), f"{own}")
+
     def test_learning_rate_schedule(self):
         mesh = mesh_of(4)
         for lr in (0.1, torch.tensor(0.1)):
