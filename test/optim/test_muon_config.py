@@ -577,6 +577,41 @@ class TestAssignments(ConfigTestCase):
         self.assertEqual(seen[1:], [[(3, 3), (2, 2), (4, 4)]])
         self.assertEqual(optimizer.assignments, {0: [0, 1, 2]})
 
+    def test_errors_count_over_all_groups(self):
+        def groups(named, *bad):
+            made = []
+            for start in (0, 2):
+                params = make_params((4, 6), (6, 4))
+                pairs = [(f"w{start + i}", p) for i, p in enumerate(params)]
+                made.append({"params": pairs if named else params})
+            if bad:
+                param = nn.Parameter(torch.ones(bad))
+                made[1]["params"].append(("w4", param) if named else param)
+            return made
+
+        makes = (lambda: None, local_config, create_dtensor_config, create_auto_config)
+        for make, named in itertools.product(makes, (False, True)):
+            which = "parameter 4 'w4'" if named else "parameter 4"
+            pattern = rf"only supports 2D parameters.*\[3\].*\({which}[ )]"
+            with self.assertRaisesRegex(ValueError, pattern):
+                Muon(groups(named, 3), distributed_config=make())
+            optimizer = Muon(groups(named)[:1], distributed_config=make())
+            for _ in range(2):
+                # Nothing of a group that was refused is counted.
+                with self.assertRaisesRegex(ValueError, pattern):
+                    optimizer.add_param_group(groups(named, 3)[1])
+            optimizer.add_param_group(groups(named)[1])
+            optimizer.step()
+
+    def test_tied_weights_count_over_all_groups(self):
+        first, second, third = make_params((4, 6), (6, 4), (5, 5))
+        for make in (local_config, create_dtensor_config, create_auto_config):
+            optimizer = Muon([first], distributed_config=make())
+            optimizer.add_param_group({"params": [second]})
+            with self.assertWarns(UserWarning):
+                with self.assertRaisesRegex(ValueError, "parameters 2 and 3 are the"):
+                    optimizer.add_param_group({"params": [third, third]})
+
     def test_add_param_group(self):
         shapes = [(4, 6), (6, 4), (5, 5)]
         for make in (local_config, create_dtensor_config, create_auto_config):

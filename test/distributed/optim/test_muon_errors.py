@@ -105,6 +105,38 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             r"parameter 1 'w1'.*shape is \(7, 5\) on rank 0 and \(7, 6\) on rank 2",
         )
 
+    def groups(self, wrong=False):
+        """Two groups of two; ``wrong``: of another shape in the second one on rank 2."""
+        placed = self.placed()
+        if wrong and self.rank == 2:
+            placed[3] = placed[3]._replace(shape=(7, 6))
+        pairs = [(f"w{i}", parameter(spec, i)) for i, spec in enumerate(placed)]
+        return [{"params": pairs[:2]}, {"params": pairs[2:]}]
+
+    def test_indices_count_over_all_groups(self):
+        pattern = r"parameter 3 'w3'.*\(7, 5\) on rank 0 and \(7, 6\) on rank 2"
+        self.assertRaisesEverywhere(
+            lambda: Muon(
+                self.groups(wrong=True), distributed_config=create_dtensor_config()
+            ),
+            ValueError,
+            pattern,
+        )
+        optimizer = Muon(self.groups()[:1], distributed_config=create_dtensor_config())
+        self.assertRaisesEverywhere(
+            lambda: optimizer.add_param_group(self.groups(wrong=True)[1]),
+            ValueError,
+            pattern,
+        )
+        optimizer.add_param_group(self.groups()[1])
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for i, param in enumerate(params):
+            if i != 3 or self.rank != 1:
+                param.grad = torch.ones_like(param)
+        self.assertRaisesEverywhere(
+            optimizer.step, RuntimeError, r"gradient.*parameter 3 'w3'"
+        )
+
     def test_different_order(self):
         def change(pairs):
             return pairs[::-1] if self.rank == 1 else pairs
