@@ -324,13 +324,20 @@ class TestMuonFSDP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         return single, wrap(model, orig, units=(Block,), device_mesh=grid["a"])
 
     def test_tensor_parallel_with_original_parameters(self):
+        self.check_tensor_parallel({0: 0, 1: 1, 3: 0, 4: 1})
+
+    def test_tensor_parallel_with_dimensions_counted_from_the_end(self):
+        self.check_tensor_parallel({0: -2, 1: -1, 3: -2, 4: -1})
+
+    def check_tensor_parallel(self, dims):
+        """Without a warning, since ``dims`` are those of the DTensors that FSDP1 flattened."""
         single, model = self.tensor_parallel(True)
         run = Run.__new__(Run)
         run.orig, run.single, run.model, run.lr, run.steps = True, single, model, 0.1, 0
         run.config = create_auto_config(
             module=model,
             tp_process_group=grid_of(2, 2).get_group("b"),
-            tp_dim_per_param={0: 0, 1: 1, 3: 0, 4: 1},
+            tp_dim_per_param=dims,
         )
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
@@ -417,6 +424,69 @@ class TestMuonFSDP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                         for mine, its in ((flat.detach(), values), (buffer, momenta)):
                             expected = flat_piece(flat, its, prefix)
                             self.assertTrue(torch.equal(mine, expected), prefix)
+
+    def test_ignored_parameters_that_tp_cut_by_hand(self):
+        grid = grid_of(2, 2)
+        rows, column = grid.get_coordinate()
+        for orig, dim in itertools.product((False, True), (0, 1, -1, -2)):
+            shapes = [(6, 8), (8, 10), (7, 5)]
+            wholes = [full(i, shape) for i, shape in enumerate(shapes)]
+
+            def cut(whole, dim=dim):
+                return whole.chunk(2, dim)[column].clone()
+
+            # FSDP1 has the first, TP cut the second, and nobody the third.
+            values = [wholes[0], cut(wholes[1]), wholes[2]]
+            layers = []
+            for value in values:
+                layers.append(torch.nn.Linear(*value.shape[::-1], bias=False))
+                layers[-1].weight = torch.nn.Parameter(value.clone())
+            ignored = [layer.weight for layer in layers[1:]]
+            model = wrap(
+                torch.nn.Sequential(*layers),
+                orig,
+                units=None,
+                process_group=grid.get_group("a"),
+                ignored_states=ignored,
+            )
+            (managed,) = {*model.parameters()} - {*ignored}
+            optimizer = Muon(
+                [managed, *ignored],
+                lr=0.1,
+                distributed_config=create_auto_config(
+                    module=model,
+                    tp_process_group=grid.get_group("b"),
+                    tp_dim_per_param={1: dim},
+                ),
+            )
+            singles = [torch.nn.Parameter(whole.clone()) for whole in wholes]
+            single = Muon(singles, lr=0.1)
+
+            def pieces(tensors):
+                """What this rank has of whole ``tensors``."""
+                first = tensors[0].reshape(-1).chunk(2)[rows]
+                return [first.view(managed.shape), cut(tensors[1]), tensors[2]]
+
+            for step in range(1, 4):
+                for i, param in enumerate(singles):
+                    param.grad = full(100 * step + i, param.shape)
+                gradients = pieces([param.grad for param in singles])
+                for param, gradient in zip([managed, *ignored], gradients):
+                    param.grad = gradient.clone()
+                optimizer.step()
+                single.step()
+                momenta = [single.state[p]["momentum_buffer"] for p in singles]
+                with self.everywhere(f"{orig=} {dim=} {step=}"):
+                    for i, (param, value, momentum) in enumerate(
+                        zip(
+                            [managed, *ignored],
+                            pieces([p.detach() for p in singles]),
+                            pieces(momenta),
+                        )
+                    ):
+                        buffer = optimizer.state[param]["momentum_buffer"]
+                        self.assertTrue(torch.equal(param.detach(), value), f"{i}")
+                        self.assertTrue(torch.equal(buffer, momentum), f"{i}")
 
     # Errors
 
