@@ -3,12 +3,13 @@
 
 import os
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Muon
-from torch.optim.muon import create_dtensor_config
+from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
@@ -58,7 +59,7 @@ class PartialTwins:
 
     lr, weight_decay = 0.25, 0.5
 
-    def __init__(self, mesh, placements, **options):
+    def __init__(self, mesh, placements, config=None, **options):
         self.mesh, self.placements = mesh, placements
         partial = [dim for dim, p in enumerate(placements) if p.is_partial()]
         self.mine = self.coordinate(dist.get_rank(), partial)
@@ -80,7 +81,7 @@ class PartialTwins:
             "momentum": 0.5,
             **options,
         }
-        config = create_dtensor_config()
+        config = create_dtensor_config() if config is None else config
         self.optimizer = Muon(self.params, distributed_config=config, **options)
         owners = {i: r for r, own in self.optimizer.assignments.items() for i in own}
         self.updated = [self.coordinate(owners[i], partial) for i in range(len(SHAPES))]
@@ -163,6 +164,31 @@ class TestMuonPartial(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 for _ in range(3):
                     twins.step()
                     self.assertEverywhere(twins.problems(), f"{mesh} {placements}")
+
+    def test_partial_parameters_beside_process_groups(self):
+        # Contributions of a mesh are summed within it. Other replicas have a sum of their own.
+        grid = grid_of(2, 2)
+        for mesh, placements, replicas in [
+            (grid["b"], (P,), "a"),
+            (grid["a"], (P,), "b"),
+            (grid, (P, R), "b"),
+            (grid, (R, P), "a"),
+        ]:
+            ranks = sorted(mesh.mesh.flatten().tolist())
+            for kind in ("ddp", "cp"):
+                with warnings.catch_warnings():
+                    # The groups say nothing that the placements do not.
+                    warnings.simplefilter("error", UserWarning)
+                    config = create_auto_config(
+                        **{f"{kind}_process_group": grid.get_group(replicas)}
+                    )
+                    twins = PartialTwins(mesh, placements, config)
+                for step in range(3):
+                    twins.step()
+                    message = f"{mesh} {placements} {kind} {step=}"
+                    self.assertEverywhere(twins.problems(), message)
+                with self.everywhere():
+                    self.assertEqual(sorted(twins.optimizer.assignments), ranks)
 
     def test_each_matrix_is_orthogonalized_once(self):
         for mesh, placements in self.layouts():
