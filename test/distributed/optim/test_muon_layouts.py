@@ -28,6 +28,7 @@ from muon_test_helpers import (
     S1,
     Spec,
     specs,
+    Strategy,
     Twins,
 )
 
@@ -237,6 +238,40 @@ class TestMuonDTensorLayouts(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
                     if difference > 0.05 * moved + rounding:
                         problems.append(f"{tuple(single.shape)}: {difference / moved}")
                 self.assertEverywhere(problems, f"{dtype}")
+
+    def test_version_counters_show_what_a_step_writes(self):
+        # Autograd tells by them that a tensor it saved is no longer what it was.
+        strategy = Strategy(mesh_of(4), "fsdp")
+        shapes = [(8, 8), (4, 9), (16, 4)]
+        placed = specs(mesh_of(4), [(S0,), (S1,), (R,)], shapes)
+        placed += specs(grid_of(2, 2), [(S0, R), (S1, S0)], shapes)
+        placed += [Spec(shape, None, None) for shape in shapes]
+        for twins in (Twins(placed), strategy.twins(shapes)):
+            twins.step()
+            for missing in ((), (1,), ()):
+                momenta = [
+                    twins.optimizer.state[param]["momentum_buffer"]
+                    for param in twins.params
+                ]
+                before = [
+                    (param._version, momentum._version)
+                    for param, momentum in zip(twins.params, momenta, strict=True)
+                ]
+                saved = [param.square().sum() for param in twins.params]
+                twins.step(missing)
+                with self.everywhere(f"{missing=}"):
+                    for i, (param, momentum) in enumerate(
+                        zip(twins.params, momenta, strict=True)
+                    ):
+                        kind = f"{i}: {twins.specs[i].placements}"
+                        after = param._version, momentum._version
+                        if i in missing:
+                            self.assertEqual(after, before[i], kind)
+                            continue
+                        self.assertGreater(after[0], before[i][0], kind)
+                        self.assertGreater(after[1], before[i][1], kind)
+                        with self.assertRaisesRegex(RuntimeError, "inplace operation"):
+                            saved[i].backward()
 
     def test_closure(self):
         mesh = mesh_of(4)
