@@ -9,11 +9,15 @@ stays, and begins anew otherwise.
 
 import os
 import sys
+import time
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
@@ -28,6 +32,7 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from muon_test_helpers import (
     Cut,
+    everyone,
     full,
     GlooOnCPU,
     grid_of,
@@ -380,6 +385,36 @@ class ReplacedParameters(ParityAssertions):
             )
         ]
         self.assertSteps(sides, "sharded")
+
+    # Mistakes
+
+    def test_change_on_one_rank_only(self):
+        for steps in TIMES:
+            # A group of its own: it is of no use afterwards. By its name DTensor's caches tell its mesh
+            # from others of the same ranks.
+            group, name = dist.new_group(), f"changed after {steps}"
+            mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
+            sides = Sides.of([Spec(shape, mesh, (S0,)) for shape in SHAPES])
+            self.assertSteps(sides, "as it was,", steps)
+            changed = self.world_size - 1
+            if self.rank == changed:
+                pairs = list(sides.pairs)
+                pairs[1] = sides.replacement(1, pairs[1].spec)
+                sides.set_pairs(pairs)
+            dist.barrier()
+            _set_pg_timeout(timedelta(seconds=5), group)
+            start, message = time.monotonic(), None
+            try:
+                sides.step()
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+            outcomes = everyone((message, time.monotonic() - start))
+            for rank, (text, seconds) in enumerate(outcomes):
+                self.assertIsNotNone(text, f"rank {rank} of {outcomes}")
+                # Some more for a busy machine.
+                self.assertLess(seconds, 40, f"rank {rank} of {outcomes}")
+            for rank in range(changed):
+                self.assertRegex(outcomes[changed][0], rf"\b{rank}\b")
 
 
 @requires_gloo()
