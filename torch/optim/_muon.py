@@ -294,9 +294,10 @@ class Muon(Optimizer):
         from torch.optim._muon_engine.engine import Engine
 
         # A problem travels along instead of being raised here: the other ranks are waiting.
-        self._engine = Engine(
-            config, self._step_params(), self._find_problem(), self._engine
-        )
+        params, former = self._step_params(), self._engine
+        self._engine = Engine(config, params, self._find_problem(), former)
+        if former is not None:
+            former.hand_over_momentum(params, self.state)
 
     def _step_params(self) -> list[StepParam]:
         from torch.optim._muon_engine.runtime import StepParam
@@ -304,18 +305,24 @@ class Muon(Optimizer):
         found = []
         for group in self.param_groups:
             formulas = _MuonFormulas.of_group(group)
-            names = group.get("param_names", [None] * len(group["params"]))
-            for name, p in zip(names, group["params"], strict=False):
+            for name, p in self._named(group):
                 found.append(StepParam(p, name, p.grad, formulas))
         return found
+
+    @staticmethod
+    def _named(group: MutableMapping[str, Any]) -> list[tuple[str | None, Tensor]]:
+        names, params = group.get("param_names"), group["params"]
+        if names is None or len(names) != len(params):
+            # Somebody changed the list of parameters, and nobody knows whose the names are.
+            names = [None] * len(params)
+        return list(zip(names, params, strict=True))
 
     def _find_problem(self, first_group: int = 0) -> ValueError | None:
         """What is wrong with the parameters of ``first_group`` and later groups."""
         index = sum(len(g["params"]) for g in self.param_groups[:first_group])
         seen: dict[Tensor, int] = {}
         for group in self.param_groups[first_group:]:
-            names = group.get("param_names", [None] * len(group["params"]))
-            for name, param in zip(names, group["params"], strict=False):
+            for name, param in self._named(group):
                 which = f"parameter {index}" + (f" {name!r}" if name else "")
                 problem = self._problem_with(param, which)
                 if problem is not None:
@@ -457,6 +464,10 @@ class Muon(Optimizer):
             if self._engine.failure:
                 log.warning("%s", self._engine.failure)
             self._engine.raise_new_failure()
+            params = self._step_params()
+            if not self._engine.matches(params):
+                # Of a parameter that was replaced since, Optimizer.state_dict would know no index.
+                self._engine.hand_over_momentum(params, self.state)
         return super().state_dict()
 
     @torch.no_grad()

@@ -90,9 +90,10 @@ def exchange(
     try:
         dist.all_gather_object(values, (report, value), group=group)
     except RuntimeError as failed:
+        others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
         raise RuntimeError(
-            f"timed out waiting for ranks {dist.get_process_group_ranks(group)}, which share parameters with this one, "
-            "to build their Muon"
+            f"could not reach ranks {sorted(others)}, which share parameters with this one. One of them ended, failed, or "
+            f"did not build its Muon within the timeout: {failed}"
         ) from failed
     if error is None:
         ranks = dist.get_process_group_ranks(group)

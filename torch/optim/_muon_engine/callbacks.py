@@ -219,6 +219,8 @@ class SingleMatrix:
         return self._made
 
     def status(self, param: ParamState) -> GradStatus:
+        if param.unusable:
+            return GradStatus.UNUSABLE
         if not any(region.numel for region in self.shard):
             return GradStatus.EMPTY
         return GradStatus.PRESENT if param.has_grad else GradStatus.ABSENT
@@ -293,7 +295,7 @@ class CallbackStep:
         self,
         config: DistributedConfig,
         functions: ConfigFunctions | None,
-        params: Sequence[ParamState | None],
+        params: Mapping[int, ParamState],
         owners: Sequence[int],
         describe: Sequence[str],
         layouts: Sequence[Layout],
@@ -302,14 +304,14 @@ class CallbackStep:
     ) -> None:
         self.config = config
         self.functions = functions
-        # Frozen parameters take no part.
-        self.params = {i: p for i, p in enumerate(params) if p is not None}
+        # By index; frozen parameters take no part.
+        self.params = params
         self.owners = owners
         self.describe = describe
         self.layouts = {layout.key.index: layout for layout in layouts}
         self.rank = rank
         self.single = single
-        order = list(self.layouts) or list(range(len(params)))
+        order = list(self.layouts) or list(range(len(owners)))
         self.order = [index for index in order if index in self.params]
         self.gathered: dict[int, Tensor | None] = {}
 

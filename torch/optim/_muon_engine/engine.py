@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.optim._muon_engine.config import DistributedConfig
-    from torch.optim._muon_engine.layouts import Layout, Reader
+    from torch.optim._muon_engine.layouts import Layout
     from torch.optim._muon_engine.runtime import StepParam
 
 
@@ -85,18 +85,23 @@ class Engine:
         # What the layouts are read from, to be compared at every step.
         self._provenance = [provenance(tensor) for tensor in self.params]
         self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
-        self._pipelines: dict[tuple[bool, int], Pipeline] = {}
+        # For the flags as they last were; one at a time, since another's buffers would only hold memory.
+        self.pipeline: Pipeline | None = None
+        self._pipeline_flags: tuple[bool, int] | None = None
         self._singles: dict[int, SingleMatrix] = {}
         self.statuses = GradStatuses()
         # What went wrong in an earlier step, of which ranks may have made different parts.
         self.failure = ""
         self._steps = 0
         changed = self.params
+        gone: dict[tuple[int, ...], list[ProcessGroup]] = {}
         if former is not None:
             self._steps, self.failure = former._steps, former.failure
             self._groups = dict(former._groups)
-            changed = self._changed_since(former)
-        self._build(params, changed, error)
+            before = former.params, former._provenance
+            changed, _ = _changes(*before, self.params, self._provenance)
+            gone = former._gone_groups(self.params, self._provenance)
+        self._build(params, changed, gone, error)
         self.device = (
             self.functions.reader.device_of(self.params)
             if self.functions is not None
@@ -121,9 +126,10 @@ class Engine:
         self,
         params: Sequence[StepParam],
         changed: Sequence[Tensor],
+        gone: Mapping[tuple[int, ...], list[ProcessGroup]],
         error: BaseException | None,
     ) -> None:
-        """Reads and assigns; agrees with those who share one of ``changed``, and no others.
+        """Reads and assigns; agrees with those who share one of ``changed``, or shared one that is gone.
 
         Others are not called upon: they may not know of these parameters at all.
         """
@@ -136,7 +142,8 @@ class Engine:
         except Exception as found:
             error = found
         if self.functions is not None:
-            self._agree(self.functions.reader, params, changed, error)
+            shared = {**gone, **self.functions.reader.sharing(changed)}
+            self._agree(shared, params, error)
         elif error is not None:
             raise error
 
@@ -168,13 +175,11 @@ class Engine:
 
     def _agree(
         self,
-        reader: Reader,
+        known: Mapping[tuple[int, ...], list[ProcessGroup]],
         params: Sequence[StepParam],
-        changed: Sequence[Tensor],
         error: BaseException | None,
     ) -> None:
-        """Makes the groups and compares, with all who share one of ``changed``, what there is to do."""
-        known = reader.sharing(changed)
+        """Makes the groups of the ranks in ``known``, and compares with them what there is to do."""
         shared = []
         # Larger groups first, then by rank: members of several groups meet in one global order.
         for ranks in sorted(known, key=lambda ranks: (-len(ranks), ranks)):
@@ -237,31 +242,37 @@ class Engine:
         """
         tensors = [param.tensor for param in params]
         if self.functions is not None:
-            reader = self.functions.reader
-            groups = {**reader.sharing(self.params), **reader.meeting(tensors)}
+            now = [provenance(tensor) for tensor in tensors]
+            changed, _ = _changes(self.params, self._provenance, tensors, now)
+            groups = {
+                **self._gone_groups(tensors, now),
+                **self.functions.reader.meeting(changed),
+            }
             for ranks in sorted(groups, key=lambda ranks: (-len(ranks), ranks)):
                 if len(ranks) > 1:
                     timeout = group_timeout(groups[ranks])
                     meet(ranks, timeout, "found changed parameters in step()")
-        self._hand_over_momentum(tensors, states)
         engine = Engine(self.config, params, error, self)
+        self.hand_over_momentum(params, states)
         log.info(
-            "rank %d: parameters changed after this Muon was built. It assigned owners anew. It had %d parameters "
-            "and has %d, of which %d are as they were",
+            "rank %d: parameters changed after this Muon was built, from %d to %d of them; it assigned owners anew",
             self.rank,
             len(self.params),
             len(tensors),
-            len(tensors) - len(engine._changed_since(self)),
         )
         return engine
 
-    def _hand_over_momentum(
-        self, tensors: Sequence[Tensor], states: MutableMapping[Tensor, dict[str, Any]]
+    def hand_over_momentum(
+        self,
+        params: Sequence[StepParam],
+        states: MutableMapping[Tensor, dict[str, Any]],
     ) -> None:
+        """Gives the momentum of parameters that are gone to those that took their places."""
+        tensors = [param.tensor for param in params]
+        for old, new in _successors(self.params, tensors):
+            if old in states and new not in states:
+                states[new] = states[old]
         present = {id(tensor) for tensor in tensors}
-        for old, tensor in zip(self.params, tensors, strict=False):
-            if id(old) not in present and old in states and tensor not in states:
-                states[tensor] = states[old]
         for old in self.params:
             if id(old) not in present:
                 # Of a parameter that the optimizer does not have, state_dict() knows no index.
@@ -272,24 +283,29 @@ class Engine:
             if buffer is None:
                 continue
             if buffer.shape != tensor.shape:
+                log.warning(
+                    "a parameter of shape %s took the place of one of shape %s; its momentum begins anew",
+                    tuple(tensor.shape),
+                    tuple(buffer.shape),
+                )
                 del state["momentum_buffer"]
             elif buffer.dtype != tensor.dtype or buffer.device != tensor.device:
                 state["momentum_buffer"] = buffer.to(
                     device=tensor.device, dtype=tensor.dtype
                 )
 
-    def _changed_since(self, former: Engine) -> list[Tensor]:
-        """The parameters whose groups have to agree anew, because ``former`` was built for others."""
-        known = dict(zip(map(id, former.params), former._provenance, strict=True))
-        kept = [
-            id(tensor)
-            for tensor, now in zip(self.params, self._provenance, strict=True)
-            if known.get(id(tensor)) == now
-        ]
-        order = [id(tensor) for tensor in former.params if id(tensor) in set(kept)]
-        if order != kept or len(kept) < len(former.params):
-            return list(self.params)
-        return [tensor for tensor in self.params if id(tensor) not in set(kept)]
+    def _gone_groups(
+        self, tensors: Sequence[Tensor], provenances: Sequence[tuple]
+    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
+        """The ranks, and their group, that shared a parameter which is not among ``tensors`` as it was."""
+        _, gone = _changes(self.params, self._provenance, tensors, provenances)
+        indices = {id(tensor) for tensor in gone}
+        found: dict[tuple[int, ...], list[ProcessGroup]] = {}
+        for layout in self.layouts:
+            if id(self.params[layout.key.index]) in indices:
+                group = self._groups.get(layout.group)
+                found[layout.group] = [] if group is None else [group]
+        return found
 
     # Running
 
@@ -317,8 +333,6 @@ class Engine:
                 raise RuntimeError("Muon does not support complex parameters")
         prepared, problems = self._prepare(params, states)
         on_engine = self.functions is not None and self.functions.run(self.config)
-        if problems and not on_engine:
-            raise RuntimeError("; ".join(problems))
         self.statuses.begin(self._steps)
         pipeline = self._pipeline(params) if on_engine else None
         try:
@@ -327,6 +341,7 @@ class Engine:
                     pipeline.run(prepared)
                 else:
                     self._step_through_callbacks(prepared)
+            _count_versions(params, states)
             if problems:
                 raise RuntimeError("; ".join(problems))
             if self.device.type == "cpu":
@@ -337,7 +352,6 @@ class Engine:
                 self.failure = self.failure or f"{type(error).__name__}: {error}"
                 self.statuses.forget()
             raise
-        _count_versions(params, states)
 
     def raise_new_failure(self) -> None:
         """Raises RuntimeError where the last step, on an accelerator, is only now seen to have failed."""
@@ -358,17 +372,18 @@ class Engine:
         self,
         params: Sequence[StepParam],
         states: MutableMapping[Tensor, dict[str, Any]],
-    ) -> tuple[list[ParamState | None], list[str]]:
-        """What the step works on, and what is wrong with this rank's gradients.
+    ) -> tuple[dict[int, ParamState], list[str]]:
+        """What the step works on, by index, and what is wrong with this rank's gradients.
 
         Every momentum buffer is there from the first step on, whatever has a gradient, so that
         checkpoints are alike on all ranks.
         """
-        prepared: list[ParamState | None] = []
+        prepared: dict[int, ParamState] = {}
         problems = []
-        for index, (param, trained) in enumerate(zip(params, self.trained)):
+        for index, (param, trained) in enumerate(
+            zip(params, self.trained, strict=True)
+        ):
             if not trained:
-                prepared.append(None)
                 continue
             state = states[param.tensor]
             buffer = state.get("momentum_buffer")
@@ -383,14 +398,14 @@ class Engine:
                 problem = problem_with_gradient(param.tensor, param.grad)
             if problem:
                 problems.append(f"{self.describe[index]}: {problem}")
-            prepared.append(ParamState(param, buffer, bool(problem)))
+            prepared[index] = ParamState(param, buffer, bool(problem))
         return prepared, problems
 
     def _pipeline(self, params: Sequence[StepParam]) -> Pipeline:
         parallel = bool(self.config.async_gpu_parallelism)
         ahead = self.config.prefetch_count
-        made = self._pipelines.get((parallel, ahead))
-        if made is None:
+        if self.pipeline is None or self._pipeline_flags != (parallel, ahead):
+            self.pipeline = None
             trained = [
                 (layout, owner)
                 for layout, owner in zip(self.layouts, self.owners, strict=True)
@@ -403,18 +418,19 @@ class Engine:
                 one_owner_at_a_time=not parallel,
             )
             buffers = Buffers(schedule, self.rank, self._groups, self.device, ahead)
-            made = Pipeline(schedule, buffers, self.rank, self.device, self.statuses)
-            # One set of buffers at a time: another setting's would only hold memory.
-            self._pipelines = {(parallel, ahead): made}
-        return made
+            self.pipeline = Pipeline(
+                schedule, buffers, self.rank, self.device, self.statuses
+            )
+            self._pipeline_flags = (parallel, ahead)
+        return self.pipeline
 
-    def _step_through_callbacks(self, params: Sequence[ParamState | None]) -> None:
+    def _step_through_callbacks(self, params: Mapping[int, ParamState]) -> None:
         owner_of = self._owner_of()
         CallbackStep(
             self.config,
             self.functions,
             params,
-            [owner_of[i] for i in range(len(params))],
+            [owner_of[i] for i in range(len(self.params))],
             self.describe,
             self.layouts,
             self.rank,
@@ -435,6 +451,58 @@ class Engine:
                 self.statuses,
             )
         return made
+
+
+def _changes(
+    before: Sequence[Tensor],
+    provenance_before: Sequence[tuple],
+    now: Sequence[Tensor],
+    provenance_now: Sequence[tuple],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Tensors that are new or other than before, and those that are gone or were other.
+
+    All of both, where the rest stands in another order: owners and buckets depend on the order.
+    """
+    known = dict(zip(map(id, before), provenance_before, strict=True))
+    found = dict(zip(map(id, now), provenance_now, strict=True))
+    kept = [key for key, value in known.items() if found.get(key) == value]
+    same = set(kept)
+    if kept != [key for key in found if key in same]:
+        return list(now), list(before)
+    changed = [tensor for tensor in now if id(tensor) not in same]
+    return changed, [tensor for tensor in before if id(tensor) not in same]
+
+
+def _successors(
+    before: Sequence[Tensor], now: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Which tensor took which one's place: where as many came as went between two that stayed.
+
+    At the end more may have come, as ``add_param_group`` brings them.
+    """
+    kept = {id(tensor) for tensor in before} & {id(tensor) for tensor in now}
+
+    def gaps(tensors: Sequence[Tensor]) -> tuple[list[int], list[list[Tensor]]]:
+        stayed: list[int] = []
+        between: list[list[Tensor]] = [[]]
+        for tensor in tensors:
+            if id(tensor) in kept:
+                stayed.append(id(tensor))
+                between.append([])
+            else:
+                between[-1].append(tensor)
+        return stayed, between
+
+    (order_before, gone), (order_now, came) = gaps(before), gaps(now)
+    if order_before != order_now:
+        return []
+    came[-1] = came[-1][: len(gone[-1])]
+    return [
+        pair
+        for old, new in zip(gone, came, strict=True)
+        if len(old) == len(new)
+        for pair in zip(old, new, strict=True)
+    ]
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:

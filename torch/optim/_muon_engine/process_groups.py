@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -92,8 +93,8 @@ def _check_names(ranks: tuple[int, ...], timeout: timedelta | None) -> None:
         raise ValueError(
             f"ranks {list(ranks)} share matrices, and this torch cannot make a process group of them because they are "
             "in different numbers of groups (pytorch issue #173608). Apply the overlay's patch of "
-            "distributed_c10d.py, or make the group on all ranks before: init_device_mesh with a dimension, or a "
-            f"flattened one, of just these {len(ranks)} ranks, and give Muon its groups"
+            "distributed_c10d.py, or make the group before: flatten the dimensions of the DeviceMesh that these "
+            f"{len(ranks)} ranks form, as in mesh['shard', 'tp']._flatten(), on all ranks"
         )
 
 
@@ -118,15 +119,26 @@ def meet(
     keys = {rank: f"muon/{name}/{number}/{rank}" for rank in ranks}
     # A value of the store must not be empty.
     store.set(keys[me], f"={value}")
+    with suppress(RuntimeError):
+        store.delete_key(f"{keys[me]}/gone")
+    gone_before = {rank for rank in ranks if store.check([f"{keys[rank]}/gone"])}
     try:
         if timeout is None:
             store.wait(list(keys.values()))
         else:
             store.wait(list(keys.values()), timeout)
     except RuntimeError as error:
-        missing = [rank for rank, key in keys.items() if not store.check([key])]
-        # Else a later meeting would take this rank for one that has come.
-        store.delete_key(keys[me])
+        # Else a later meeting would take this rank for one that has come, or ranks that wait beside it
+        # would take it for one that has not.
+        store.set(f"{keys[me]}/gone", "=")
+        with suppress(RuntimeError):
+            store.delete_key(keys[me])
+        missing = [
+            rank
+            for rank, key in keys.items()
+            if not store.check([key])
+            and (rank in gone_before or not store.check([f"{key}/gone"]))
+        ]
         raise RuntimeError(
             f"rank {me} {purpose}, and timed out waiting for ranks {missing}, which hold the same parameters, to do so "
             "too. All ranks have to change their parameters alike, before the same step()"
@@ -135,5 +147,6 @@ def meet(
     met[ranks] = number + 1
     if number:
         # All have met again, so nobody reads the keys of the last meeting any more.
-        store.delete_key(f"muon/{name}/{number - 1}/{me}")
+        with suppress(RuntimeError):
+            store.delete_key(f"muon/{name}/{number - 1}/{me}")
     return values

@@ -120,7 +120,8 @@ class DTensorReader:
                 shared.setdefault((process_rank(),), [])
                 continue
             groups = shared.setdefault(tuple(sorted(mesh.mesh.flatten().tolist())), [])
-            groups += [g for g in mesh.get_all_groups() if g not in groups]
+            found = [*mesh.get_all_groups(), *_flattened_groups(mesh)]
+            groups += [group for group in found if group not in groups]
         return shared
 
     meeting = sharing
@@ -173,6 +174,13 @@ class DTensorReader:
         layout, like = self._placed[index]
         local = full.new_zeros(like._local_tensor.shape)
         return like_param(like, _cut_out(layout, full, local))
+
+
+def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
+    """The groups of meshes that somebody flattened out of the same root as ``mesh``."""
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    flattened = getattr(root, "_flatten_mapping", {}).values()
+    return [one.get_group() for one in flattened if one.get_coordinate() is not None]
 
 
 def current_device(kind: str) -> torch.device:
@@ -256,7 +264,7 @@ def _target(param: DTensor, grad: DTensor) -> tuple[tuple[Placement, ...], bool]
 
 def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
     """Why ``grad`` cannot be used for ``param``; "" where it can."""
-    if grad.is_sparse:
+    if grad.is_sparse or grad.layout != torch.strided:
         return "Muon does not support sparse gradients"
     shapes = (param.shape, grad.shape)
     if isinstance(param, DTensor) and isinstance(grad, DTensor):

@@ -97,6 +97,7 @@ class GroupReader:
         # Ranks that share a matrix, as last read, and their groups; each parameter's.
         self._sharing: dict[tuple[int, ...], list[ProcessGroup]] = {}
         self._holders: dict[Tensor, set[tuple[int, ...]]] = {}
+        self._last: list[Tensor] = []
         # By index: the layouts in a plain tensor, and the shape of this rank's part.
         self._plain: dict[int, tuple[list[Layout], torch.Size]] = {}
 
@@ -111,6 +112,7 @@ class GroupReader:
         found: list[LocalMatrix] = []
         try:
             if error is None:
+                self._check_order(params)
                 found = self._local_matrices(params, names)
         except Exception as problem:
             # Told to the others before it is raised: they are on their way into the exchange.
@@ -128,6 +130,19 @@ class GroupReader:
         return sorted(
             layouts, key=lambda l: -1 if l.key.expert is None else l.key.expert
         )
+
+    def _check_order(self, params: Sequence[Tensor]) -> None:
+        """What the user said by index does not follow a parameter to another index."""
+        former = {id(param): index for index, param in enumerate(self._last)}
+        said = {*(self.groups.tp_dims or {}), *self.groups.experts}
+        for index, param in enumerate(params):
+            before = former.get(id(param), index)
+            if before != index and said & {before, index}:
+                raise ValueError(
+                    f"{Key(index).describe(param.shape)} was parameter {before} before, and tp_dim_per_param and "
+                    "expert_assignments go by index. Build a new Muon with a new create_auto_config for this order"
+                )
+        self._last = list(params)
 
     def _local_matrices(
         self, params: Sequence[Tensor], names: Sequence[str | None]

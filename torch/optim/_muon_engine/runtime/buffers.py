@@ -98,11 +98,14 @@ class BucketBuffers:
     # The bucket of the same group whose gather may start once this one is on its way back.
     follower: BucketBuffers | None = None
     work: dist.Work | None = None
+    _phase: str = ""
 
     def start_gather(self) -> None:
+        self._phase = "gather"
         self._start(self.gather_recv, self.gather_send)
 
     def start_scatter(self) -> None:
+        self._phase = "scatter"
         self._start(self.scatter_recv, self.scatter_send)
 
     def _start(self, recv: PackedBuffer, send: PackedBuffer) -> None:
@@ -121,7 +124,14 @@ class BucketBuffers:
     def wait(self) -> None:
         if self.work is not None:
             work, self.work = self.work, None
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"the {self._phase} of bucket {self.bucket.index} among ranks {list(self.bucket.group)} failed. One "
+                    "of these ranks ended, failed before it, did not call step(), or changed its parameters alone: "
+                    f"{error}"
+                ) from error
 
     # Between the collectives. ``prepared`` gives a region of this rank's own shard, of shape
     # (height, width), good until it is called again.

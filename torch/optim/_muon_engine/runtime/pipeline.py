@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.optim._muon_engine.layouts.dtensor import local_gradient, local_part
-from torch.optim._muon_engine.runtime.grad_status import GradStatus, GradStatuses
+from torch.optim._muon_engine.runtime.grad_status import (
+    GradStatus,
+    GradStatuses,
+    Summary,
+)
 
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     from torch import Tensor
     from torch.optim._muon_engine.layouts import Region
@@ -156,18 +160,19 @@ class Pipeline:
         one_by_one = schedule.one_owner_at_a_time and buffers.prefetch_count == 0
         self._may_return = 0 if one_by_one else 1
 
-    def run(self, params: Sequence[ParamState | None]) -> None:
-        """Makes one step with ``params``, one for each index; None for what is not in the schedule."""
+    def run(self, params: Mapping[int, ParamState]) -> None:
+        """Makes one step with ``params``, by index."""
         for matrix in self.matrices.values():
-            param = params[matrix.layout.key.index]
-            if param is None:
-                raise RuntimeError(f"{matrix.layout.describe()} is not in this step")
-            matrix.param = param
+            matrix.param = params[matrix.layout.key.index]
         try:
             self._run()
         except BaseException:
             self.buffers.drain()
             raise
+        finally:
+            # Gradients are the user's to free.
+            for matrix in self.matrices.values():
+                del matrix.param
 
     def _run(self) -> None:
         buckets = self.buffers.buckets
@@ -221,13 +226,19 @@ class Pipeline:
         if not bucket.owned:
             return
         matrices = [self.matrices[number] for number in bucket.owned]
-        summary = self.statuses.summarize(
-            bucket.gather_recv,
-            bucket.scatter_send,
-            bucket.bucket.index,
-            [matrix.status for matrix in matrices],
-        )
-        self.statuses.keep([matrix.layout for matrix in matrices], summary)
+        if bucket.group is not None:
+            summary = self.statuses.summarize(
+                bucket.gather_recv,
+                bucket.scatter_send,
+                bucket.bucket.index,
+                [matrix.status for matrix in matrices],
+            )
+            self.statuses.keep([matrix.layout for matrix in matrices], summary)
+            if summary.device.type == "cpu":
+                # An owner whose own shard is empty learns here that nobody has a gradient. Elsewhere it
+                # would have to wait for the device, and orthogonalizes what nobody applies.
+                found = zip(matrices, summary.tolist(), strict=True)
+                matrices = [m for m, value in found if value & Summary.SOME_PRESENT]
         for batch in self.batches(matrices):
             self.orthogonalize_batch(bucket, batch)
 
