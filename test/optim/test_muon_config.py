@@ -3,10 +3,12 @@
 
 import copy
 import dataclasses
+import inspect
 import itertools
 import os
 import pickle
 import sys
+from unittest import mock
 
 import torch
 from torch import nn
@@ -177,36 +179,63 @@ class TestDistributedConfig(ConfigTestCase):
 
     def test_one_process_is_one_process(self):
         shapes = [(8, 6), (6, 8), (1, 5), (6, 8)]
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
             for options in ({"dtype": dtype}, {"dtype": dtype, "nesterov": False}):
                 expected = self.trained(None, *shapes, **options)
+                configs = [local_config()]
                 for make, (parallel, ahead) in itertools.product(
                     (create_dtensor_config, create_auto_config),
                     ((True, 1), (True, 3), (False, 0)),
                 ):
-                    config = make(async_gpu_parallelism=parallel, prefetch_count=ahead)
-                    self.assert_same_bits(
-                        self.trained(config, *shapes, **options), expected
+                    configs.append(
+                        make(async_gpu_parallelism=parallel, prefetch_count=ahead)
                     )
-                self.assert_same_bits(
-                    self.trained(local_config(), *shapes, **options), expected
-                )
+                for config in configs:
+                    found = self.trained(config, *shapes, **options)
+                    n = len(shapes)
+                    self.assert_moved_alike(found[:n], expected[:n], steps=3)
+                    self.assert_same_bits(found[n:], expected[n:])
 
-    def test_one_config_for_each_live_optimizer(self):
+    def test_one_config_serves_several_live_optimizers(self):
+        shapes = [(2, 2)], [(3, 4), (4, 3)], [(5, 3)] * 2
+        options = {"lr": 0.05}, {"lr": 0.2, "nesterov": False}, {"lr": 0.1}
         for make in (local_config, create_dtensor_config, create_auto_config):
-            config = make()
-            first = Muon(make_params((2, 2)), distributed_config=config)
-            with self.assertRaisesRegex(ValueError, "already serves"):
-                Muon(make_params((2, 2)), distributed_config=config)
-            # The attempt has not hurt the first one.
-            first.step()
-            self.assertEqual(first.assignments, {0: [0]})
-            del first
-            second = Muon(make_params((3, 2), (2, 2)), distributed_config=config)
-            second.step()
-            self.assertEqual(second.assignments, {0: [0, 1]})
+            results = []
+            for config in (None, make()):
+                params = [make_params(*s, seed=i) for i, s in enumerate(shapes)]
+                optimizers = [
+                    Muon(p, distributed_config=config, **o)
+                    for p, o in zip(params, options)
+                ]
+                # In turns, so that each step comes upon what another optimizer left.
+                for optimizer in (*optimizers, *reversed(optimizers), *optimizers):
+                    optimizer.step()
+                results.append([p.detach() for some in params for p in some])
+            self.assert_same_bits(*results)
+            self.assertEqual(
+                [optimizer.assignments for optimizer in optimizers],
+                [{0: [0]}, {0: [0, 1]}, {0: [0, 1]}],
+            )
 
-    def test_failed_construction_gives_the_config_back(self):
+    def test_optimizers_of_one_config_change_apart(self):
+        for make in (local_config, create_dtensor_config, create_auto_config):
+            results = []
+            for config in (None, make()):
+                params = make_params((4, 3), (3, 4), (5, 5), (2, 6))
+                first = Muon(params[:1], lr=0.05, distributed_config=config)
+                second = Muon(params[1:3], lr=0.1, distributed_config=config)
+                first.step()
+                second.step()
+                # Both are built anew, one after the other.
+                first.add_param_group({"params": params[3:]})
+                params[2].requires_grad_(False)
+                params[2].grad = None
+                for optimizer in (second, first, second):
+                    optimizer.step()
+                results.append([p.detach() for p in params])
+            self.assert_same_bits(*results)
+
+    def test_failed_construction_does_not_use_the_config_up(self):
         config = create_dtensor_config()
         kept = []
         for params, options in (
@@ -268,7 +297,12 @@ class TestDistributedConfig(ConfigTestCase):
             optimizer.step()
             self.assert_same_bits([idle], before[:1])
             self.assertNotEqual(other, before[1])
-            self.assertNotIn(idle, optimizer.state)
+            # The buffer is there all the same, so that checkpoints are alike on all ranks.
+            buffer = optimizer.state[idle]["momentum_buffer"]
+            self.assert_same_bits([buffer], [torch.zeros(3, 4)])
+        optimizer = Muon([idle, other])
+        optimizer.step()
+        self.assertNotIn(idle, optimizer.state)
 
     def test_functional_forms(self):
         options = {
@@ -296,6 +330,85 @@ class TestDistributedConfig(ConfigTestCase):
                 results.append(params + buffers)
             self.assert_same_bits(results[1], results[0])
             self.assert_same_bits(results[2], results[0])
+
+    def test_functional_form_with_a_muons_config(self):
+        options = {
+            "lr": 0.1,
+            "weight_decay": 0.1,
+            "momentum": 0.9,
+            "nesterov": True,
+            "ns_coefficients": (3.4445, -4.775, 2.0315),
+            "ns_steps": 5,
+            "eps": 1e-7,
+            "adjust_lr_fn": None,
+            "has_complex": False,
+        }
+        for make in (local_config, create_dtensor_config, create_auto_config):
+            results = []
+            for config in (None, make()):
+                owned = make_params((4, 4), (3, 5))
+                optimizer = Muon(owned, distributed_config=config)
+                others = [p.detach() for p in make_params((4, 4), (6, 2), seed=9)]
+                grads = [p.grad for p in make_params((4, 4), (6, 2), seed=9)]
+                buffers = [torch.zeros_like(p) for p in others]
+                for count in (2, 1, 2):
+                    optimizer.step()
+                    # Other parameters than at the last call, and than the optimizer's.
+                    _muon.muon(
+                        others[:count],
+                        grads[:count],
+                        buffers[:count],
+                        distributed_config=config,
+                        **options,
+                    )
+                results.append([p.detach() for p in owned] + others + buffers)
+                self.assertEqual(optimizer.assignments, {0: [0, 1]} if config else {})
+            self.assert_same_bits(*results)
+
+    def test_auto_is_the_config_for_dtensors(self):
+        shapes = [(4, 6), (6, 4)]
+        self.assert_same_bits(
+            self.trained("auto", *shapes), self.trained(None, *shapes)
+        )
+        optimizer = Muon(make_params(*shapes), distributed_config="auto")
+        self.assertEqual(optimizer.assignments, {0: [0, 1]})
+        config = optimizer._engine.config
+        self.assertIs(type(config), DistributedConfig)
+        self.assertIs(config.state["is_dtensor"], True)
+        # Each optimizer has one of its own.
+        other = Muon(make_params(*shapes), distributed_config="auto")
+        self.assertIsNot(other._engine.config, config)
+
+    def test_the_config_stands_before_foreach(self):
+        names = list(inspect.signature(Muon).parameters)
+        self.assertEqual(names[-2:], ["distributed_config", "foreach"])
+
+    def test_foreach_with_a_config(self):
+        # Four buckets of four matrices.
+        shapes = [(4, 6)] * 16
+        for foreach, accelerator, batched in (
+            (None, False, False),
+            (False, False, False),
+            (True, False, True),
+            (None, True, True),
+            (False, True, False),
+            (True, True, True),
+        ):
+            optimizer = Muon(
+                make_params(*shapes), distributed_config="auto", foreach=foreach
+            )
+            optimizer.step()
+            if accelerator:
+                # What tells accelerators apart is the type of this device; the tensors stay here.
+                engine = optimizer._engine
+                engine.device = engine.pipeline.device = torch.device("cuda")
+            with mock.patch.object(
+                _muon, "_newtonschulz", side_effect=_muon._newtonschulz
+            ) as seen:
+                optimizer.step()
+            found = [tuple(call.args[0].shape) for call in seen.call_args_list]
+            expected = [(4, 4, 6)] * 4 if batched else shapes
+            self.assertEqual(found, expected, f"{foreach=} {accelerator=}")
 
     def test_flags_and_functions_are_read_at_every_step(self):
         calls = []
@@ -474,9 +587,19 @@ class TestMuonErrors(ConfigTestCase):
                 optimizer.step()
 
     def test_a_config_of_another_kind(self):
-        for wrong in ({}, object(), create_auto_config):
-            with self.assertRaisesRegex(TypeError, "DistributedConfig.*of type"):
+        for wrong, words in (
+            ({}, "dict"),
+            (object(), "object"),
+            (create_auto_config, "function"),
+            ("Auto", "'Auto'"),
+        ):
+            with self.assertRaises(TypeError) as seen:
                 Muon(make_params((4, 4)), distributed_config=wrong)
+            self.assertEqual(
+                str(seen.exception),
+                "distributed_config has to be a torch.optim.muon.DistributedConfig "
+                f'or "auto" but is {words}',
+            )
 
     def test_prefetch_count(self):
         for wrong in (-1, 1.0, True, None, "2"):
@@ -488,33 +611,33 @@ class TestMuonErrors(ConfigTestCase):
             with self.assertRaisesRegex(ValueError, f"prefetch_count.*{wrong!r}"):
                 optimizer.step()
 
+    def test_an_error_that_sent_nothing_is_forgotten(self):
+        for make in (local_config, create_dtensor_config, create_auto_config):
+            results = []
+            for config in (None, make()):
+                params = make_params((4, 6), (6, 4))
+                optimizer = Muon(params, lr=0.05, distributed_config=config)
+                if config is not None:
+                    config.prefetch_count = -1
+                    with self.assertRaisesRegex(ValueError, "prefetch_count"):
+                        optimizer.step()
+                    config.prefetch_count = 2
+                    optimizer.param_groups[0]["ns_steps"] = 100
+                    with self.assertRaisesRegex(ValueError, "less than 100"):
+                        optimizer.step()
+                    optimizer.param_groups[0]["ns_steps"] = 5
+                optimizer.step()
+                # Nothing is said of the errors, either.
+                with self.assertNoLogs("torch.optim.muon", "WARNING"):
+                    optimizer.state_dict()
+                results.append([p.detach() for p in params])
+            self.assert_same_bits(*results)
+
     def test_assignments_of_another_kind(self):
         for wrong in ([[0]], {"0": [0]}, {0: ["0"]}, {0: [True]}, None):
             config = local_config(lambda params, state: wrong)
             with self.assertRaisesRegex(ValueError, "dict of rank -> list"):
                 Muon(make_params((4, 4)), distributed_config=config)
-
-    def test_functional_form_with_another_muons_config(self):
-        config = local_config()
-        optimizer = Muon(make_params((4, 4)), distributed_config=config)
-        (param,) = make_params((4, 4), seed=9)
-        with self.assertRaisesRegex(ValueError, "serves a live Muon, with other"):
-            _muon.muon(
-                [param],
-                [param.grad],
-                [torch.zeros_like(param)],
-                lr=0.1,
-                weight_decay=0.1,
-                momentum=0.9,
-                nesterov=True,
-                ns_coefficients=(3.4445, -4.775, 2.0315),
-                ns_steps=5,
-                eps=1e-7,
-                adjust_lr_fn=None,
-                has_complex=False,
-                distributed_config=config,
-            )
-        optimizer.step()
 
     def test_functions_of_a_factory_in_a_config_that_does_not_know_them(self):
         built = create_auto_config()

@@ -61,15 +61,18 @@ class TestModels(ConfigTestCase):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3, bias=False))
         model[0].weight.tp_dim = 1
         model[1].weight.partition_dim = 1
-        # What is not marked counts as cut along dimension 0.
-        self.assertEqual(detect_tp_dims_from_model(model), {0: 1, 1: 0, 2: 1})
+        # What is not marked counts as cut along dimension 0, which is said to be a guess.
+        with self.assertWarnsRegex(UserWarning, r"parameters \[1\];.*0 is a guess"):
+            self.assertEqual(detect_tp_dims_from_model(model), {0: 1, 1: 0, 2: 1})
         params = [model[1].weight, model[0].weight]
-        self.assertEqual(detect_tp_dims_from_model(params), {0: 1, 1: 1})
-        self.assertEqual(detect_tp_dims_from_model(iter(params)), {0: 1, 1: 1})
-        # Megatron's mark of what it does not cut.
-        model[1].weight.partition_dim = -1
-        self.assertEqual(detect_tp_dims_from_model(params), {1: 1})
-        self.assertEqual(detect_tp_dims_from_model([]), {})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.assertEqual(detect_tp_dims_from_model(params), {0: 1, 1: 1})
+            self.assertEqual(detect_tp_dims_from_model(iter(params)), {0: 1, 1: 1})
+            # Megatron's mark of what it does not cut.
+            model[1].weight.partition_dim = -1
+            self.assertEqual(detect_tp_dims_from_model(params), {1: 1})
+            self.assertEqual(detect_tp_dims_from_model([]), {})
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
@@ -227,16 +230,17 @@ class TestDTensorConfig(ConfigTestCase):
         def on(placements):
             return distribute_tensor(torch.randn(4, 6), mesh, placements)
 
-        found = detect_tp_dims_from_model(
-            [
-                on([Shard(0), Shard(1)]),
-                on([Shard(1), Shard(0)]),
-                on([Replicate(), Shard(-1)]),
-                on([Shard(1), Replicate()]),
-                on([Replicate(), Replicate()]),
-                torch.randn(2, 2),
-            ]
-        )
+        with self.assertWarnsRegex(UserWarning, r"parameters \[4, 5\];"):
+            found = detect_tp_dims_from_model(
+                [
+                    on([Shard(0), Shard(1)]),
+                    on([Shard(1), Shard(0)]),
+                    on([Replicate(), Shard(-1)]),
+                    on([Shard(1), Replicate()]),
+                    on([Replicate(), Replicate()]),
+                    torch.randn(2, 2),
+                ]
+            )
         self.assertEqual(found, {0: 1, 1: 0, 2: 1, 3: 1, 4: 0, 5: 0})
 
     def test_partition_parameters(self):

@@ -326,7 +326,8 @@ class TestUserFunctions(ConfigTestCase):
         self.assertEqual(pieces, [torch.zeros(3, 4)])
         self.assertEqual(len(wholes), 1)
         self.assert_same_bits([param], [before])
-        self.assertNotIn("momentum_buffer", optimizer.state.get(param, {}))
+        buffer = optimizer.state[param]["momentum_buffer"]
+        self.assert_same_bits([buffer], [torch.zeros(3, 4)])
         # With a buffer from an earlier step it is the same.
         param.grad = grad
         optimizer.step()

@@ -1,7 +1,8 @@
 """What the multi-process tests of torch.optim.Muon share.
 
-Every comparison here is made with one process, bit for bit: the twin of a distributed parameter is a
-plain one with the same values and the same gradients, under a Muon without a distributed_config.
+Every comparison here is made with one process: the twin of a distributed parameter is a plain one with
+the same values and the same gradients, under a Muon without a distributed_config. They are equal bit for
+bit; only parameters in bfloat16 may differ by a rounding.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
     distribute_tensor,
@@ -197,6 +199,22 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, atol=2e-3)
 
 
+def moved_alike(a: torch.Tensor, b: torch.Tensor, steps: int) -> bool:
+    """Whether parameters are equal after ``steps``.
+
+    Bit for bit, but for bfloat16: ATen's loop over a CPU tensor rounds ``param + alpha * update`` once
+    for most elements and twice for the remainder, and which elements are the remainder depends on the
+    shape of the tensor. So each step may differ by the rounding of its last addition.
+    """
+    if a.dtype != torch.bfloat16:
+        return equal(a, b)
+    # Half a unit in the last place of a parameter, and of a move of at most one half.
+    rounding = 2.0**-8 * b.float().abs() + 2.0**-10
+    return a.shape == b.shape and bool(
+        ((a.float() - b.float()).abs() <= 2 * steps * rounding).all()
+    )
+
+
 def held(spec: Spec | Cut) -> set[int]:
     """The elements of a matrix, counted row by row, that this rank's piece of it holds."""
     rows, columns = spec.shape
@@ -268,6 +286,26 @@ def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+@contextlib.contextmanager
+def without_local_names():
+    """As in a torch without the overlay's patch: the number of a rank's groups is in their names."""
+    name, new_group = "_local_sync_group_name", dist.new_group
+
+    def stock(ranks):
+        return distributed_c10d._process_group_name(list(ranks), use_hashed_name=True)
+
+    def stock_new_group(*args, **kwargs):
+        with mock.patch.object(distributed_c10d, name, stock, create=True):
+            return new_group(*args, **kwargs)
+
+    with (
+        mock.patch.object(distributed_c10d, name),
+        mock.patch.object(dist, "new_group", stock_new_group),
+    ):
+        delattr(distributed_c10d, name)
+        yield
 
 
 def all_placements(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
@@ -376,10 +414,6 @@ class Twins:
         self.single.step()
         self.optimizer.step(closure)
 
-    def is_linked(self) -> bool:
-        """Whether ranks that share a matrix may share another one with others."""
-        return len({getattr(spec, "mesh", None) for spec in self.specs}) > 1
-
     def problems(self) -> list[str]:
         """What this rank finds different from the single process."""
         found = []
@@ -387,12 +421,13 @@ class Twins:
             zip(self.params, self.singles, self.specs, strict=True)
         ):
             name = f"{i}: {spec.shape} {spec.placements} {spec.dtype}"
-            if not equal(local(param), local(place(single.detach(), spec))):
+            expected = local(place(single.detach(), spec))
+            if not moved_alike(local(param), expected, self.steps):
                 found.append(f"parameter {name}")
             mine = self.optimizer.state.get(param, {}).get("momentum_buffer")
             its = self.single.state.get(single, {}).get("momentum_buffer")
-            if its is None and mine is not None and self.is_linked():
-                # Zeros, which is what a buffer begins with, for the sake of checkpoints.
+            if its is None and mine is not None:
+                # All buffers are made in the first step, so that checkpoints are alike on all ranks.
                 if local(mine).any():
                     found.append(f"momentum {name}: {mine}")
             elif (mine is None) != (its is None):

@@ -282,6 +282,8 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             ({0: [0, 1, 2], 9: [3]}, ValueError, "rank 9"),
             ({0: [0, 1], 2: [2, 3]}, ValueError, "'w2'.*owner is 1.*and 2 on rank 3"),
             (ValueError("no idea"), ValueError, "no idea"),
+            (IndexError("no idea"), IndexError, "no idea"),
+            (NotImplementedError("no idea"), NotImplementedError, "no idea"),
         ]:
             config = self.assign(bad if self.rank == 3 else good)
             self.assertRaisesEverywhere(
@@ -289,6 +291,19 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 kind,
                 pattern,
             )
+
+    def test_one_rank_with_an_error_of_a_kind_of_its_own(self):
+        class Unheard(ValueError):
+            pass
+
+        config = self.assign(
+            Unheard("no idea") if self.rank == 3 else {0: [0, 1, 2, 3]}
+        )
+        found = everyone(
+            self.outcome(lambda: self.build(self.placed(), distributed_config=config))
+        )
+        told = ("RuntimeError", "rank 3 reports: no idea")
+        self.assertEqual(found, [told] * 3 + [("Unheard", "no idea")])
 
     def test_owner_that_holds_no_piece(self):
         pair = mesh_of(2)
@@ -472,13 +487,61 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.assertRaisesEverywhere(optimizer.step, RuntimeError, "[Rr]ebuild")
         self.assertEqual(snapshot([param]), before)
 
-    def test_one_config_serves_one_optimizer(self):
+    def test_one_config_serves_several_optimizers(self):
+        config = create_dtensor_config()
+        grid = specs(grid_of(2, 2), [(S0, S1), (R, S0)], [(9, 7), (4, 6)])
+        both = Twins(self.placed(), config), Twins(grid, config, seed=50)
+        wrong = self.placed()
+        if self.rank == 2:
+            wrong[0] = wrong[0]._replace(shape=(9, 9))
+        for step in range(3):
+            for twins in both:
+                twins.step()
+                self.assertParity(twins, f"step {step}")
+            # Nor does a third one, that fails, leave anything behind.
+            self.assertRaisesEverywhere(
+                lambda: self.build(wrong, distributed_config=config),
+                ValueError,
+                "ranks disagree",
+            )
+
+    def test_state_dict_of_a_failed_optimizer_is_a_warning(self):
+        optimizer = self.build([Spec((8, 8), mesh_of(4), (S0,))])
+        (param,) = optimizer.param_groups[0]["params"]
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        if self.rank == 2:
+            param.grad = None
+        self.assertRaisesEverywhere(optimizer.step, RuntimeError, "gradient.*'w0'")
+        buffer = optimizer.state[param]["momentum_buffer"]
+        with self.everywhere():
+            for _ in range(2):
+                with self.assertLogs("torch.optim.muon", "WARNING") as seen:
+                    saved = optimizer.state_dict()
+                self.assertRegex(seen.output[0], "gradient.*'w0'")
+                self.assertIs(saved["state"][0]["momentum_buffer"], buffer)
+        # It still does not go on.
+        param.grad = torch.ones_like(param)
+        self.assertRaisesEverywhere(optimizer.step, RuntimeError, "[Rr]ebuild")
+
+    def test_errors_that_sent_nothing_are_forgotten(self):
         twins = Twins(self.placed())
-        self.assertRaisesEverywhere(
-            lambda: self.build(self.placed(), distributed_config=twins.config),
-            ValueError,
-            "already serves another",
-        )
+        twins.step()
+        group = twins.optimizer.param_groups[0]
+        for where, name, wrong, right, pattern in (
+            (vars(twins.config), "prefetch_count", -1, 2, "prefetch_count"),
+            (group, "ns_steps", 100, 5, "less than 100"),
+        ):
+            where[name] = wrong
+            twins.set_gradients()
+            self.assertRaisesEverywhere(twins.optimizer.step, ValueError, pattern)
+            with self.everywhere():
+                with self.assertNoLogs("torch.optim.muon", "WARNING"):
+                    twins.optimizer.state_dict()
+            where[name] = right
+            twins.optimizer.step()
+            twins.single.step()
+            self.assertParity(twins, name)
         self.assertTrainsAlike(twins)
 
     def test_unsupported_gradients(self):

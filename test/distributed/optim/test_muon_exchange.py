@@ -2,6 +2,7 @@
 """What a step of the distributed Muon computes, sends and keeps: nothing twice, nothing in vain."""
 
 import contextlib
+import itertools
 import os
 import sys
 import weakref
@@ -10,7 +11,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.optim import _muon, Muon
-from torch.optim._muon_engine import engine as engine_step
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -80,6 +80,47 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key, size):
         self._seen.discard(key)
         self.live -= size
+
+
+class WatchedWork:
+    """The handle of a collective; notes whether somebody waited for it.
+
+    A handle that ``broke`` still waits, and then raises.
+    """
+
+    def __init__(self, work):
+        self.work = work
+        self.waits = 0
+        self.broke = False
+
+    def wait(self):
+        self.waits += 1
+        self.work.wait()
+        if self.broke:
+            raise RuntimeError("connection lost")
+
+
+@contextlib.contextmanager
+def watched_collectives():
+    """The handles of all that is exchanged from here on."""
+    works, original = [], dist.all_to_all_single
+
+    def watched(*args, **kwargs):
+        works.append(WatchedWork(original(*args, **kwargs)))
+        return works[-1]
+
+    with mock.patch.object(dist, "all_to_all_single", watched):
+        yield works
+
+
+def as_on_an_accelerator(optimizer):
+    """Has ``optimizer`` go on as one whose tensors are on an accelerator.
+
+    Its first step is over, so that its buffers, which are on the CPU, are there. What then differs is
+    that mismatches are looked at in the next step, and that a bucket's gradients are taken in together.
+    """
+    engine = optimizer._engine
+    engine.device = engine.pipeline.device = torch.device("cuda")
 
 
 @requires_gloo()
@@ -343,8 +384,10 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         twins.single.step()
         self.assertParity(twins)
         for i, param in enumerate(twins.params):
-            state = twins.optimizer.state.get(param, {})
-            self.assertEqual("momentum_buffer" in state, i not in missing)
+            # All buffers are there, so that checkpoints are alike on all ranks.
+            buffer = local(twins.optimizer.state[param]["momentum_buffer"])
+            if buffer.numel():
+                self.assertEqual(bool(buffer.any()), i not in missing)
             if i in missing:
                 start = full(twins.seed + i, twins.specs[i].shape)
                 self.assertTrue(
@@ -422,49 +465,157 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 8))
             twins.step()
             self.assertParity(twins)
-            before = [local(param.detach()).clone() for param in twins.params]
             twins.set_gradients()
             if self.rank == 2:
                 stray(twins)
             with self.everywhere(stray.__name__):
+                # Seen once the last bucket is through, so that parameters have moved by then.
                 with self.assertRaisesRegex(RuntimeError, "not in the same step"):
                     twins.optimizer.step()
-                if stray is leave_a_step:
-                    now = [local(param.detach()) for param in twins.params]
-                    self.assertEqual(now, before)
+                with self.assertRaisesRegex(RuntimeError, "[Rr]ebuild.*same step"):
+                    twins.optimizer.step()
 
-    def test_verdicts_that_are_not_waited_for(self):
-        """As on a GPU, where a step does not wait to hear what others have."""
-        made = engine_step.Pipeline
-
-        def deferred(*args, **kwargs):
-            return made(*args, **{**kwargs, "deferred": True})
-
-        with mock.patch.object(engine_step, "Pipeline", deferred):
-            grid = grid_of(2, 2)
-            placed = specs(grid, [(S0, R), (S0, S1)], [(8, 8), (16, 12), (9, 7)])
-            twins = Twins(placed, weight_decay=0.2)
+    def test_mismatches_on_an_accelerator_are_seen_in_the_next_step(self):
+        # A step does not wait for the device to hear what others have.
+        grid = grid_of(2, 2)
+        placed = specs(grid, [(S0, R), (S0, S1)], [(8, 8), (16, 12), (9, 7)])
+        for look in (lambda o: o.step(), lambda o: o.state_dict()):
+            twins = Twins(placed, weight_decay=0.2, foreach=False)
+            twins.step()
+            as_on_an_accelerator(twins.optimizer)
             missing = [(), (1,), (1,), ()]
             self.assertTrainsAlike(twins, 4, missing=lambda i: missing[i])
             twins.set_gradients(missing=(0,) if dist.get_rank() == 1 else ())
             with self.everywhere():
-                twins.optimizer.step()
-                with self.assertRaisesRegex(RuntimeError, r"parameter 0.* \(8, 8\)"):
+                with self.assertNoLogs("torch.optim.muon", "WARNING"):
                     twins.optimizer.step()
-                with self.assertRaisesRegex(RuntimeError, "Rebuild it"):
+                with self.assertRaisesRegex(RuntimeError, r"parameter 0.* \(8, 8\)"):
+                    look(twins.optimizer)
+                # Raised once, it is told and not raised again to whom saves what there is.
+                with self.assertLogs("torch.optim.muon", "WARNING") as seen:
                     twins.optimizer.state_dict()
+                self.assertRegex(seen.output[0], r"parameter 0.* \(8, 8\)")
+                with self.assertRaisesRegex(RuntimeError, "Rebuild it"):
+                    twins.optimizer.step()
+
+    def with_an_empty_shard(self, accelerator):
+        """The last of four ranks holds nothing of the first matrix. One step has been made."""
+        mesh = mesh_of(4)
+        twins = Twins(specs(mesh, [(S0,)], [(3, 9), (8, 8)]), foreach=False)
+        twins.step()
+        self.assertParity(twins)
+        self.assertEqual(local(twins.params[0]).numel() == 0, self.rank == 3)
+        if accelerator:
+            as_on_an_accelerator(twins.optimizer)
+        return twins
 
     def test_empty_shard_needs_no_gradient(self):
-        mesh = mesh_of(4)
-        twins = Twins(specs(mesh, [(S0,)], [(3, 9), (8, 8)]))
-        for _ in range(3):
+        for accelerator in (False, True):
+            twins = self.with_an_empty_shard(accelerator)
+            for _ in range(3):
+                twins.set_gradients()
+                if self.rank == 3:
+                    twins.params[0].grad = None
+                twins.single.step()
+                twins.optimizer.step()
+                self.assertParity(twins, f"{accelerator=}")
+            # On an accelerator the last step is looked at here.
+            with self.assertNoLogs("torch.optim.muon", "WARNING"):
+                twins.optimizer.state_dict()
+
+    def test_empty_shard_may_have_a_gradient_that_the_others_lack(self):
+        for accelerator in (False, True):
+            twins = self.with_an_empty_shard(accelerator)
+            for _ in range(3):
+                twins.set_gradients([0])
+                if self.rank == 3:
+                    twins.params[0].grad = torch.zeros_like(twins.params[0])
+                twins.single.step()
+                twins.optimizer.step()
+                self.assertParity(twins, f"{accelerator=}")
+            twins.optimizer.state_dict()
+
+    def test_rank_of_an_empty_shard_hears_of_a_mismatch(self):
+        for accelerator, lacking in itertools.product((False, True), (0, 1, 2)):
+            twins = self.with_an_empty_shard(accelerator)
             twins.set_gradients()
-            if self.rank == 3:
-                self.assertEqual(local(twins.params[0]).numel(), 0)
+            if self.rank in (lacking, 3):
                 twins.params[0].grad = None
-            twins.single.step()
-            twins.optimizer.step()
-            self.assertParity(twins)
+            with self.everywhere(f"{accelerator=} {lacking=}"):
+                if accelerator:
+                    twins.optimizer.step()
+                with self.assertRaisesRegex(RuntimeError, r"parameter 0 .*\(3, 9\)"):
+                    twins.optimizer.step()
+
+    # Errors in the middle of a step
+
+    def break_off(self, twins, phase, number, broken=False):
+        """Call ``number`` of ``phase`` raises, on all ranks alike, while collectives are in flight.
+
+        With ``broken``, whoever waits for these gets an error.
+        """
+        original, calls = getattr(_muon._MuonFormulas, phase), []
+        in_flight = []
+
+        def fail(formulas, *args, **kwargs):
+            calls.append(phase)
+            if len(calls) == number:
+                in_flight.extend(work for work in works if not work.waits)
+                for work in in_flight if broken else ():
+                    work.broke = True
+                raise LookupError(f"{phase} {number}")
+            return original(formulas, *args, **kwargs)
+
+        twins.set_gradients()
+        with watched_collectives() as works:
+            with mock.patch.object(_muon._MuonFormulas, phase, fail):
+                with self.assertRaisesRegex(LookupError, f"^{phase} {number}$"):
+                    twins.optimizer.step()
+        self.assertGreater(len(in_flight), 0)
+        # Waited for, each of them once.
+        self.assertEqual([work.waits for work in works], [1] * len(works))
+        for bucket in twins.optimizer._engine.pipeline.buffers.buckets:
+            self.assertIsNone(bucket.work)
+
+    def of_four_buckets(self, ahead):
+        """In each of four buckets each rank owns one matrix. One step has been made."""
+        twins = Twins(
+            specs(mesh_of(4), [(S0,)], [(8, 8)] * 16),
+            create_dtensor_config(prefetch_count=ahead),
+        )
+        twins.step()
+        self.assertParity(twins)
+        self.assertEqual(len(twins.optimizer._engine.pipeline.buffers.buckets), 4)
+        return twins
+
+    def test_error_in_the_middle_of_a_step_leaves_nothing_in_flight(self):
+        for ahead, phase, number in (
+            (0, "orthogonalize", 2),
+            (2, "orthogonalize", 1),
+            (2, "orthogonalize", 3),
+            (2, "prepare", 5),
+            (1, "apply", 3),
+        ):
+            message = f"{ahead=} {phase} {number}"
+            twins = self.of_four_buckets(ahead)
+            with self.everywhere(message):
+                self.break_off(twins, phase, number)
+            # The group is free for others: what they send meets nothing of the step.
+            sums = torch.full((3,), float(self.rank))
+            dist.all_reduce(sums, group=mesh_of(4).get_group())
+            with self.everywhere(message):
+                self.assertEqual(sums, torch.full((3,), 6.0))
+                with self.assertRaisesRegex(RuntimeError, f"ebuild.*{phase} {number}"):
+                    twins.optimizer.step()
+        # And for a Muon that takes the failed one's place.
+        self.assertTrainsAlike(Twins(twins.specs), 1)
+
+    def test_error_that_led_to_others_is_the_one_to_hear_of(self):
+        for ahead in (0, 2):
+            twins = self.of_four_buckets(ahead)
+            with self.everywhere(f"{ahead=}"):
+                self.break_off(twins, "orthogonalize", 3, broken=True)
+            self.assertEqual(everyone(self.rank), [0, 1, 2, 3])
 
     def test_frozen_parameter_is_not_in_the_exchange(self):
         mesh = mesh_of(4)

@@ -617,7 +617,11 @@ class TestMuonFSDP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             module=model, fsdp_process_group=grid_of(2, 2).get_group("a")
         )
         with self.everywhere():
-            with self.assertWarnsRegex(UserWarning, "fsdp_process_group.*believed"):
+            pattern = (
+                r"fsdp_process_group has ranks \[., .\], its FSDP unit's group has "
+                r"\[0, 1, 2, 3\]\. The unit's group counts"
+            )
+            with self.assertWarnsRegex(UserWarning, pattern):
                 Muon(model.parameters(), distributed_config=config)
 
 

@@ -252,10 +252,6 @@ class TestMuon2DParallelism(GlooOnCPU, ParityAssertions, MultiProcContinuousTest
         return Muon([("w0", param)], distributed_config=create_auto_config(**options))
 
     def check_warning(self, pattern, *placed, **options):
-        twins = Twins(
-            [Spec((8, 8), placed[1], placed[0])], create_auto_config(**options)
-        )
-        del twins
         with self.everywhere(pattern):
             with self.assertWarnsRegex(UserWarning, pattern):
                 self.build(*placed, **options)

@@ -175,7 +175,6 @@ class TestMuonGroups(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 for nesterov in (True, False):
                     twins = Twins(cuts, config, nesterov=nesterov, lr=0.1)
                     self.assertTrainsAlike(twins, 2, f"{strategy} {dtype}")
-                    del twins
 
     def test_pieces_that_are_not_contiguous(self):
         for strategy in strategies():
@@ -439,7 +438,7 @@ class TestMuonGroups(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                     traffic[rank][owner] += len(lacking)
         return traffic
 
-    def test_two_collectives_a_round_whatever_gradients_are_missing(self):
+    def test_two_collectives_a_bucket_whatever_gradients_are_missing(self):
         for strategy in strategies():
             twins = strategy.twins([(8, 8)] * 8)
             sequences = []

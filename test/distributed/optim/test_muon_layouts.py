@@ -341,7 +341,7 @@ class TestMuonDTensorLayouts(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
             self.assertTrainsAlike(twins, 2, f"prefetch {prefetch}")
 
     def test_second_group_on_half_of_the_ranks(self):
-        # Its rounds come between those that all ranks share, on ranks 0 and 1 only.
+        # Its buckets come between those that all ranks share, on ranks 0 and 1 only.
         placed = specs(mesh_of(4), [(S0,)], [(8, 8)] * 16)
         pair = specs(mesh_of(2), [(S0,)], [(8, 8)] * 8)
         for prefetch in (0, 1, 2):

@@ -43,7 +43,7 @@ if not dist.is_available():
     sys.exit(0)
 
 
-# Even for eight, uneven, fewer rows than ranks; and so many that they go in several rounds.
+# Even for eight, uneven, fewer rows than ranks; and so many that they go in several buckets.
 SHAPES = [(16, 8), (9, 13), (3, 20)] * 11
 
 
@@ -64,16 +64,16 @@ class Kinds(ModuleParity):
     def check_both(self, strategy, placements, dims=None):
         """Pieces of process groups and DTensors, each against one process."""
         by_groups = strategy.twins(SHAPES, dims=dims, flags=self.flags)
-        self.check_rounds(by_groups)
+        self.check_buckets(by_groups)
         specs = [Spec(shape, strategy.mesh, placements) for shape in SHAPES]
-        self.check_rounds(Twins(specs, self.dtensors()))
+        self.check_buckets(Twins(specs, self.dtensors()))
 
-    def check_rounds(self, twins):
+    def check_buckets(self, twins):
         self.assertTrainsAlike(twins, 2)
-        rounds = twins.config._engine._pipeline().schedule.buckets_of(self.rank)
-        # Fewer would leave nothing to prefetch. One after the other, each owner has a round.
+        buckets = twins.optimizer._engine.pipeline.schedule.buckets_of(self.rank)
+        # Fewer would leave nothing to prefetch. One after the other, each owner has a bucket.
         least = 3 if self.flags["async_gpu_parallelism"] else 2
-        self.assertGreaterEqual(len(rounds), least)
+        self.assertGreaterEqual(len(buckets), least)
 
     def dtensors(self):
         return create_dtensor_config(**self.flags)
@@ -136,7 +136,7 @@ class Kinds(ModuleParity):
         both = [*seeds, *range(len(SHAPES))]
         twins = Twins(cuts * 2, config(len(SHAPES)), seeds=both)
         if shards.size() > 1:
-            self.check_rounds(twins)
+            self.check_buckets(twins)
         else:
             # Each rank has an expert of its own, and nobody to share it with.
             self.assertTrainsAlike(twins, 2)

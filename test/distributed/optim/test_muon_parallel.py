@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.optim import Muon
+from torch.optim._muon_engine import process_groups
 from torch.optim._muon_engine.process_groups import spanning_group
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
@@ -25,6 +27,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -44,6 +47,7 @@ from muon_test_helpers import (
     Spec,
     specs,
     Twins,
+    without_local_names,
 )
 
 
@@ -374,6 +378,29 @@ class TestMuonEightRanks(
         twins = Twins(specs(part, [(S0, S1)], [(8, 8), (7, 5)]), seed=ranks[0])
         self.assertTrainsAlike(twins)
 
+    def test_different_numbers_of_groups_in_a_torch_without_the_patch(self):
+        """Members would wait for each other under different names. They are told what to do instead."""
+        names = ("p", "q", "r")
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)["p", "r"]
+        ranks = mesh.mesh.flatten().tolist()
+        for _ in range(self.rank % 3):
+            dist.new_group([self.rank], use_local_synchronization=True)
+        placed = [Spec((8, 8), mesh, (S0, S1)), Spec((7, 5), mesh, (R, S0))]
+        # As if no other test had made the group.
+        made = mock.patch.object(process_groups, "_made", WeakIdKeyDictionary())
+        with made, without_local_names():
+            with self.everywhere():
+                with self.assertRaisesRegex(ValueError, r"_flatten\(\), on all ranks"):
+                    Twins(placed)
+            group = mesh._flatten().get_group()
+            twins = Twins(placed, seed=ranks[0])
+            with Collectives() as seen:
+                twins.step()
+        with self.everywhere():
+            self.assertEqual({call.ranks for call in seen.calls}, {tuple(ranks)})
+            self.assertEqual(dist.get_process_group_ranks(group), ranks)
+        self.assertTrainsAlike(twins)
+
     def test_group_that_the_engine_makes_has_the_timeout_of_its_mesh(self):
         part = grid_of(2, 2, 2)["a", "b"]
         for group, seconds in zip(part.get_all_groups(), (37, 41)):
@@ -397,11 +424,11 @@ class TestMuonEightRanks(
 
     def test_group_that_was_destroyed_is_made_again(self):
         ranks = tuple(range(self.rank % 2, 8, 2))
-        made = spanning_group(ranks, [], torch.device("cpu"))
-        self.assertIs(spanning_group(ranks, [], torch.device("cpu")), made)
+        made = spanning_group(ranks, [])
+        self.assertIs(spanning_group(ranks, []), made)
         dist.barrier()
         dist.destroy_process_group(made)
-        again = spanning_group(ranks, [], torch.device("cpu"))
+        again = spanning_group(ranks, [])
         self.assertIsNot(again, made)
         total = torch.tensor([float(self.rank)])
         dist.all_reduce(total, group=again)

@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-"""new_group(use_local_synchronization=True): the members alone make a group, and meet under its name.
+"""Groups that their members alone make, and meetings of ranks over the store.
 
-torch.optim.Muon makes the groups of a matrix's holders so, of whom each may have had any number of
-groups before.
+torch.optim.Muon makes the groups of a matrix's holders by new_group(use_local_synchronization=True).
+Each of them may have had any number of groups before.
 """
 
 import os
@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.optim._muon_engine.process_groups import meet, spanning_group
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
@@ -22,7 +23,12 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import everyone, GlooOnCPU, ParityAssertions
+from muon_test_helpers import (
+    everyone,
+    GlooOnCPU,
+    ParityAssertions,
+    without_local_names,
+)
 
 
 if not dist.is_available():
@@ -47,10 +53,16 @@ def met(group):
 
 class LocalGroups(ParityAssertions):
     def make_unequal_numbers_of_groups(self):
-        for _ in range(self.rank):
-            made([self.rank])
+        self.make_groups_up_to(self.rank)
         counts = everyone(len(dist.distributed_c10d._world.pg_names))
         self.assertEqual(len(set(counts)), self.world_size)
+
+    def make_groups_up_to(self, more):
+        """This rank has as many groups as the one that has most, and ``more``."""
+        world = dist.distributed_c10d._world
+        most = max(everyone(len(world.pg_names)))
+        while len(world.pg_names) < most + more:
+            made([self.rank])
 
     def assertOneName(self, ranks, group, message=""):
         """All of ``ranks`` know the group by one name."""
@@ -128,6 +140,92 @@ class TestMuonProcessGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
         with self.everywhere():
             self.assertFalse(isinstance(made(ranks), dist.ProcessGroup))
             self.assertEqual(len(dist.distributed_c10d._world.pg_names), before)
+
+
+@requires_gloo()
+class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
+    """What Muon asks for: a group of exactly some ranks, and values of ranks without a collective."""
+
+    world_size = 4
+
+    def spanning(self, ranks, known=()):
+        return spanning_group(ranks, known) if self.rank in ranks else None
+
+    def outcome(self, call, ranks):
+        """What ``call`` raises on each of ``ranks``, by rank."""
+        found = ""
+        if self.rank in ranks:
+            try:
+                call()
+            except Exception as error:
+                found = f"{type(error).__name__}: {error}"
+        return {rank: told for rank, told in enumerate(everyone(found)) if told}
+
+    def test_a_group_that_is_there_is_taken(self):
+        all_ranks, pairs = (0, 1, 2, 3), ((0, 2), (1, 3))
+        given = [dist.new_group(pair, WAIT) for pair in pairs][self.rank % 2]
+        mine = pairs[self.rank % 2]
+        before = len(dist.distributed_c10d._world.pg_names)
+        with self.everywhere():
+            self.assertIs(spanning_group(all_ranks, []), dist.group.WORLD)
+            self.assertIs(spanning_group(mine, [given]), given)
+            self.assertEqual(len(dist.distributed_c10d._world.pg_names), before)
+
+    def test_a_group_is_made_once(self):
+        self.make_unequal_numbers_of_groups()
+        ranks = (0, 1, 3)
+        group = self.spanning(ranks)
+        self.assertMeet(ranks, group)
+        with self.everywhere():
+            self.assertIs(self.spanning(ranks), group)
+
+    def test_without_the_patch_unequal_numbers_are_an_error(self):
+        self.make_unequal_numbers_of_groups()
+        # No group of another test has these ranks.
+        ranks = (1, 2, 3)
+        with without_local_names():
+            found = self.outcome(lambda: spanning_group(ranks, []), ranks)
+        self.assertEqual(sorted(found), list(ranks))
+        for text in found.values():
+            self.assertRegex(
+                text, r"ValueError: ranks \[1, 2, 3\] share matrices.*173608"
+            )
+            self.assertRegex(text, "flatten .* these 3 ranks")
+        # Nobody is left waiting, and with the patch there is nothing to say.
+        self.assertMeet(ranks, self.spanning(ranks))
+
+    def test_without_the_patch_equal_numbers_will_do(self):
+        ranks = (0, 2, 3)
+        self.make_groups_up_to(0)
+        with without_local_names():
+            group = self.spanning(ranks)
+        self.assertMeet(ranks, group)
+
+    def test_values_of_those_who_meet(self):
+        for time in range(3):
+            for ranks in ((0, 1, 2, 3), (1, 3), (0, 2, 3)):
+                with self.everywhere(f"{ranks} {time}"):
+                    if self.rank in ranks:
+                        # Of others too, a value may be empty.
+                        value = "" if self.rank == 3 else f"{self.rank} at {time}"
+                        found = meet(ranks, WAIT, "is here", value)
+                        expected = {r: f"{r} at {time}" for r in ranks if r != 3}
+                        expected |= {3: ""} if 3 in ranks else {}
+                        self.assertEqual(found, expected)
+
+    def test_those_who_do_not_come_are_named(self):
+        ranks, late = (0, 1, 3), 1
+        wait = timedelta(seconds=2)
+        found = self.outcome(lambda: meet(ranks, wait, "is here"), {0, 3})
+        for rank in (0, 3):
+            self.assertRegex(
+                found[rank], rf"RuntimeError: rank {rank} is here.*ranks \[{late}\]"
+            )
+        self.assertEqual(sorted(found), [0, 3])
+        # Who waited in vain is not taken for one that came the next time.
+        found = self.outcome(lambda: meet(ranks, wait, "is here"), {late})
+        self.assertRegex(found[late], r"rank 1 is here.*ranks \[0, 3\]")
+        self.assertEqual(self.outcome(lambda: meet(ranks, WAIT, "is here"), ranks), {})
 
 
 @requires_gloo()

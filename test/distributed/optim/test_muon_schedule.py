@@ -356,7 +356,7 @@ class TestMuonSchedule(TestCase):
                 needed += 2 * (len(layout.ranks) - 1)
             self.assertEqual(found, needed, f"seed {seed}")
 
-    def test_every_rank_comes_to_the_same_rounds(self):
+    def test_every_rank_comes_to_the_same_buckets(self):
         for seed in range(100):
             rng = random.Random(seed)
             world, layouts = self.random_layouts(rng)
@@ -412,7 +412,7 @@ class TestMuonSchedule(TestCase):
         except CycleError as error:
             self.fail(f"{message}: {error.args[1]}")
 
-    def test_a_plan_is_the_same_each_time(self):
+    def test_a_schedule_is_the_same_each_time(self):
         for seed in range(20):
             made = []
             for _ in range(2):
@@ -428,7 +428,7 @@ class TestMuonSchedule(TestCase):
             for i in range(count)
         ]
 
-    def test_few_rounds_whatever_the_number_of_matrices(self):
+    def test_few_buckets_whatever_the_number_of_matrices(self):
         for count, buckets in [(1, 1), (4, 1), (8, 2), (16, 4), (100, 4)]:
             layouts = self.equal_matrices(count)
             schedule = make_schedule(layouts, assign_owners(layouts), torch.bfloat16)
@@ -441,7 +441,7 @@ class TestMuonSchedule(TestCase):
             owners = sorted(schedule.owners[m] for m in bucket.matrices)
             self.assertEqual(owners, [0, 0, 1, 1, 2, 2, 3, 3])
 
-    def test_rounds_are_bounded_in_bytes(self):
+    def test_buckets_are_bounded_in_bytes(self):
         layouts = self.equal_matrices(40)
         owners = assign_owners(layouts)
         for limit in (2**9, 2**10, 2**12):
@@ -466,8 +466,8 @@ class TestMuonSchedule(TestCase):
             self.assertEqual(sorted(owners[m] for m in bucket.matrices), [0, 1, 2, 3])
         self.play(World(layouts), schedule)
 
-    def test_every_owner_works_in_every_round(self):
-        """Rounds one after the other take hardly longer than the busiest owner's own work.
+    def test_every_owner_works_in_every_bucket(self):
+        """Buckets one after the other take hardly longer than the busiest owner's own work.
 
         A matrix of 28672 x 8192 is above the bound of a bucket. When it had a bucket of its own, the
         buckets of Llama 3 70B took 51 times as long on 64 ranks.
@@ -489,9 +489,9 @@ class TestMuonSchedule(TestCase):
                     busy.update(loads)
                 alone = max(busy.values())
                 self.assertLessEqual(one_by_one, 1.1 * alone, f"{name} on {world}")
-                self.assertRoundsAreSmall(schedule, f"{name} on {world}")
+                self.assertBucketsAreSmall(schedule, f"{name} on {world}")
 
-    def assertRoundsAreSmall(self, schedule, message):
+    def assertBucketsAreSmall(self, schedule, message):
         """An owner's part of a bucket is below the bound, or not much above the largest matrix."""
         largest = max(layout.numel for layout in schedule.layouts)
         for bucket in schedule.buckets:

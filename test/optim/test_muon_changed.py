@@ -3,7 +3,8 @@
 
 import torch
 from torch import nn
-from torch.optim import Muon
+from torch.optim import _muon, Muon
+from torch.optim._muon_engine.layouts import Region
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -111,6 +112,84 @@ class TestReplaced(TestCase):
             self.assertEqual(
                 optimizer.state[model.weight]["momentum_buffer"].dtype, dtype
             )
+
+    def test_named_parameter_is_appended(self):
+        """The list of names stays as it was, and so the new parameter was not trained."""
+        for place in (0, 1):
+            optimizers = []
+            for config in (create_dtensor_config(), None):
+                named = [(f"w{i}", nn.Parameter(matrix(i, 4, 6))) for i in range(2)]
+                optimizers.append(Muon(named, lr=0.1, distributed_config=config))
+            self.train(optimizers, 1)
+            for optimizer in optimizers:
+                params = optimizer.param_groups[0]["params"]
+                params.insert(2 * place, nn.Parameter(matrix(9, 3, 7)))
+            self.train(optimizers)
+
+    @parametrize("factory", FACTORIES)
+    def test_replaced_before_a_group_is_added(self, factory):
+        optimizers = self.pair(factory(), (8, 8), (6, 4))
+        self.train(optimizers, 1)
+        ours = optimizers[0]
+        old = ours.param_groups[0]["params"][1]
+        momentum = ours.state[old]["momentum_buffer"]
+        new = nn.Parameter(matrix(7, 6, 4))
+        ours.param_groups[0]["params"][1] = new
+        ours.add_param_group({"params": [nn.Parameter(matrix(8, 3, 3))]})
+        self.assertIs(ours.state[new]["momentum_buffer"], momentum)
+        self.assertNotIn(old, ours.state)
+        self.assertEqual(set(ours.state_dict()["state"]), {0, 1})
+
+    @parametrize("factory", FACTORIES)
+    def test_state_dict_between_a_change_and_the_next_step(self, factory):
+        (ours, _) = optimizers = self.pair(factory(), (8, 8), (6, 4))
+        self.train(optimizers, 1)
+        ours.param_groups[0]["params"][1] = nn.Parameter(matrix(7, 6, 4))
+        self.assertEqual(set(ours.state_dict()["state"]), {0, 1})
+        del ours.param_groups[0]["params"][0]
+        self.assertEqual(set(ours.state_dict()["state"]), {0})
+
+    def test_momentum_goes_to_nobody_where_it_is_not_plain_to_whom(self):
+        (ours, _) = optimizers = self.pair(create_dtensor_config(), *[(4, 4)] * 3)
+        self.train(optimizers, 1)
+        params = ours.param_groups[0]["params"]
+        params[:2] = [nn.Parameter(matrix(7, 4, 4))]
+        ours.step()
+        self.assertEqual(ours.state[params[0]]["momentum_buffer"], torch.zeros(4, 4))
+        self.assertTrue(ours.state[params[1]]["momentum_buffer"].any())
+
+    def test_what_is_said_by_index_does_not_follow_a_parameter(self):
+        config = create_auto_config(tp_dim_per_param={0: 0, 1: 1})
+        params = [nn.Parameter(matrix(i, 4, 4)) for i in range(2)]
+        optimizer = Muon(params, distributed_config=config)
+        optimizer.param_groups[0]["params"].reverse()
+        with self.assertRaisesRegex(ValueError, "was parameter 1 before.*by index"):
+            optimizer.step()
+
+    def test_region_that_a_local_tensor_does_not_hold(self):
+        region = Region(0, 0, 4, 8, 0, 8)
+        self.assertEqual(region.of_local(torch.ones(4, 8)).shape, (4, 8))
+        for local in (torch.ones(3, 8), torch.ones(31)):
+            with self.assertRaisesRegex(ValueError, "does not hold"):
+                region.of_local(local)
+
+    def test_batched_form_says_what_it_does_not_take(self):
+        options = {
+            "lr": 0.1,
+            "weight_decay": 0.0,
+            "momentum": 0.9,
+            "nesterov": True,
+            "ns_coefficients": (3.4445, -4.775, 2.0315),
+            "ns_steps": 5,
+            "eps": 1e-7,
+            "adjust_lr_fn": None,
+            "foreach": True,
+        }
+        with self.assertRaisesRegex(ValueError, "Complex"):
+            _muon.muon([], [], [], has_complex=True, **options)
+        flat = [torch.ones(4)]
+        with self.assertRaisesRegex(ValueError, "2D matrix"):
+            _muon.muon(flat, flat, flat, has_complex=False, **options)
 
     def test_it_is_said_once(self):
         optimizers = self.pair(create_dtensor_config(), (8, 8))

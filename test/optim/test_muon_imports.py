@@ -1,0 +1,148 @@
+# Owner(s): ["module: optimizer"]
+"""The imports within torch/optim/_muon_engine, read and not made: they go one way, types included."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from importlib.util import resolve_name
+from pathlib import Path
+
+import torch.optim
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+FOLDER = Path(torch.optim.__file__).parent / "_muon_engine"
+ENGINE = "torch.optim._muon_engine"
+
+# What each part may import of the others.
+MAY_IMPORT = {
+    "config": set(),
+    "agreement": set(),
+    "process_groups": set(),
+    "layouts": {"agreement", "process_groups"},
+    "schedule": {"layouts"},
+    "runtime": {"schedule", "layouts"},
+    "callbacks": {"runtime", "schedule", "layouts", "config"},
+    "engine": {
+        *("callbacks", "runtime", "schedule", "layouts"),
+        *("process_groups", "agreement", "config"),
+    },
+}
+
+
+def module_name(path):
+    parts = path.relative_to(FOLDER).with_suffix("").parts
+    return ".".join([ENGINE, *(part for part in parts if part != "__init__")])
+
+
+def known_modules():
+    return {module_name(path): path for path in sorted(FOLDER.rglob("*.py"))}
+
+
+def imports_of(source, package, known):
+    """The modules that ``source`` imports anywhere, inside functions and for type checkers too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            # What follows "import" may be a module as well.
+            within = {f"{base}.{alias.name}" for alias in node.names}
+            modules = {name for name in within if name in known}
+            found |= modules
+            if len(modules) < len(node.names):
+                found.add(base)
+    return found
+
+
+def graph():
+    """Module -> what it imports."""
+    known = known_modules()
+    found = {}
+    for name, path in known.items():
+        is_package = path.name == "__init__.py"
+        package = name if is_package else name.rpartition(".")[0]
+        found[name] = imports_of(path.read_text(), package, known)
+    return found
+
+
+def part_of(module):
+    """The file or folder of the engine's that ``module`` is in; "" for the engine's own package."""
+    return module[len(ENGINE) + 1 :].partition(".")[0]
+
+
+def problems(imports):
+    """What breaks the rule in ``imports``, module -> what it imports."""
+    found = []
+    for module, others in imports.items():
+        mine = part_of(module)
+        for other in sorted(others):
+            if other == ENGINE or other.startswith(f"{ENGINE}."):
+                its = part_of(other)
+                if its != mine and its not in MAY_IMPORT.get(mine, set()):
+                    found.append(f"{module} imports {other}")
+            elif other.startswith(("torch.optim._muon", "torch.optim.muon")):
+                found.append(f"{module} imports {other}, which is above it")
+    inside = {
+        module: {other for other in others if other in imports and other != module}
+        for module, others in imports.items()
+    }
+    try:
+        TopologicalSorter(inside).prepare()
+    except CycleError as error:
+        found.append(f"a circle: {' <- '.join(error.args[1])}")
+    return found
+
+
+class TestMuonImports(TestCase):
+    def test_imports_go_one_way(self):
+        imports = graph()
+        self.assertEqual(problems(imports), [])
+        # Nothing is shown by an empty folder, or by a part of which the rule knows nothing.
+        parts = {part_of(module) for module in imports} - {""}
+        self.assertEqual(parts, set(MAY_IMPORT))
+        for module, other in [
+            ("schedule.buckets", "layouts"),
+            ("runtime.buffers", "schedule.buckets"),
+            ("engine", "runtime.pipeline"),
+            ("engine", "callbacks"),
+        ]:
+            self.assertIn(f"{ENGINE}.{other}", imports[f"{ENGINE}.{module}"])
+
+    def test_the_optimizer_is_above_the_engine(self):
+        path = FOLDER.parent / "_muon.py"
+        imports = imports_of(path.read_text(), "torch.optim", known_modules())
+        self.assertIn(f"{ENGINE}.engine", imports)
+
+    def test_what_breaks_the_rule_is_found(self):
+        known = known_modules()
+        for where, source, pattern in [
+            ("layouts", "from torch.optim._muon_engine import engine", "imports"),
+            ("layouts.merge", "from ..schedule.owners import by_rank", "imports"),
+            ("schedule.owners", "import torch.optim._muon_engine.runtime", "imports"),
+            ("runtime", "from torch.optim._muon_engine import callbacks", "imports"),
+            ("config", "from torch.optim._muon_engine.layouts import Key", "imports"),
+            ("agreement", "from .layouts import Key", "imports"),
+            ("process_groups", "from .runtime.buffers import Slot", "imports"),
+            ("callbacks", "from torch.optim._muon_engine.engine import Engine", "circ"),
+            ("engine", "from torch.optim._muon import Muon", "above"),
+            ("engine", "from torch.optim import _muon", "above"),
+            ("schedule", "def f():\n    from torch.optim import muon", "above"),
+            (
+                "layouts",
+                "if TYPE_CHECKING:\n    from .dtensor import DTensorReader",
+                "circle",
+            ),
+        ]:
+            module = f"{ENGINE}.{where}"
+            is_package = known[module].name == "__init__.py"
+            package = module if is_package else module.rpartition(".")[0]
+            above = {f"torch.optim.{name}" for name in ("_muon", "muon")}
+            imports = graph()
+            imports[module] |= imports_of(source, package, {*known, *above})
+            found = problems(imports)
+            self.assertTrue(any(pattern in text for text in found), f"{source} {found}")
+
+
+if __name__ == "__main__":
+    run_tests()
