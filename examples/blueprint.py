@@ -4,15 +4,15 @@
 
 Muon turns the whole momentum matrix of each weight into a nearly orthogonal one. But
 in a large training no process has a whole matrix. Data parallelism (DP, of the kind
-that shards) and tensor parallelism (TP) leave each with a piece. So the pieces have
-to meet.
+that shards) and tensor parallelism (TP) leave each with a piece, its *shard*. So the
+shards have to meet.
 
 Jen Wei's [CPU-friendly tutorial][wei], the "blueprint", walks one way there:
 
     DP gather -> TP gather -> orthogonalize -> TP shard -> DP shard
 
 This is an answer to it, on the Muon of this repository. We walk the blueprint's way
-too, step by step. Then we watch a shorter one: every matrix has one owner. The pieces
+too, step by step. Then we watch a shorter one: every matrix has one owner. The shards
 go to the owner and nowhere else, and it orthogonalizes the matrix once for all.
 
 As a script, this starts eight processes by itself, and ends with a proof. The exit
@@ -103,10 +103,10 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.optim import _muon, Muon
+from torch.optim._muon_engine.layouts import Layout
 from torch.optim._muon_engine.layouts.dtensor import DTensorReader
-from torch.optim._muon_engine.layouts import Key, Layout
+from torch.optim._muon_engine.schedule.buckets import Bucket, make_schedule, Schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners
-from torch.optim._muon_engine.schedule.buckets import make_schedule, Schedule, Bucket
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -168,8 +168,8 @@ GRID = Grid(4, 2)
 # is a cut by rows, `S(1)` one by columns. `_S(0, 2)` is a cut of rows that another
 # dimension has cut in two before.
 #
-# The engine does not interpret them. Its *reader* asks DTensor which rectangle of each
-# matrix each rank holds. The answer is called a *layout*.
+# The engine does not interpret them. Its *reader* asks DTensor which rectangles of each
+# matrix each rank holds, its *regions*. The answer is called a *layout*.
 #
 # Up to chapter 5 all is arithmetic, and needs no process but this one. A process group
 # that only pretends stands in for the other ranks.
@@ -225,21 +225,21 @@ def aisles_of(blocks: nn.ModuleList) -> list[dict[str, Any]]:
 
 
 def layouts_of(grid: Grid) -> list[Layout]:
-    """Where the pieces are of each matrix, in the optimizer's order."""
+    """Where the shards of each matrix are, in the optimizer's order."""
     world = len(grid.ranks)
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", grid, mesh_dim_names=("dp", "tp"))
-        reader = DTensorReader()
         named = [pair for aisle in aisles_of(build(mesh)) for pair in aisle["params"]]
-        return [reader.read(Key(i, 0, name), p) for i, (name, p) in enumerate(named)]
+        names, params = zip(*named)
+        return DTensorReader().read(params, names)
     finally:
         dist.destroy_process_group()
 
 
 # %% tags=["active-ipynb"]
 # layouts = layouts_of(GRID)
-# tables.print_pieces(layouts)
+# tables.print_shards(layouts)
 
 # %% [markdown]
 # ## 3. Who owns what
@@ -259,32 +259,32 @@ def layouts_of(grid: Grid) -> list[Layout]:
 # %% [markdown]
 # ## 4. The schedule
 #
-# The matrices do not travel one by one, and not all at once, but in *rounds*. In a
-# round, each owner has about the same work. It has two exchanges, each of them one
-# `all_to_all_single` over all ranks:
+# The matrices do not travel one by one, and not all at once, but in *buckets*. In a
+# bucket, each owner has about the same work. A bucket has two collectives, each of them
+# one `all_to_all_single` over all ranks:
 #
-# - the *gather*: every rank sends each owner its pieces, rounded to bfloat16;
-# - the *return*: every owner sends each rank its pieces of the results.
+# - the *gather*: every rank sends each owner its shards, rounded to bfloat16;
+# - the *scatter*: every owner sends each rank its regions of the results.
 #
 # The schedule follows from layouts and owners alone. It is made once, before the first
 # step.
 #
 # What is the least that has to be sent? An owner lacks what it does not hold itself.
-# Each other rank lacks its piece of the result. The schedule sends just that, and with each
-# piece a flag of two bytes ("I have a gradient").
+# Each other rank lacks its part of the result. The schedule sends just that, and with
+# each shard a flag of two bytes ("I have a gradient").
 
 
 # %%
 def sent_by(schedule: Schedule, bucket: Bucket, rank: int) -> dict[str, list[int]]:
-    """Bytes that ``rank`` sends each of the ranks in the two exchanges of a round."""
-    program = schedule.spec(bucket, rank, bucket.group)
-    sides = {"gather": program.gather_send, "return": program.scatter_send}
+    """Bytes that ``rank`` sends each of the ranks in the two collectives of a bucket."""
+    spec = schedule.spec(bucket, rank, bucket.group)
+    sent = {"gather": spec.gather_send, "scatter": spec.scatter_send}
     width = _muon._NS_DTYPE.itemsize
-    return {hop: [n * width for n in side.splits] for hop, side in sides.items()}
+    return {what: [n * width for n in packed.splits] for what, packed in sent.items()}
 
 
 def lower_bound(schedule: Schedule, rank: int) -> int:
-    """Bytes that ``rank`` has to send: its pieces to owners; as an owner, the rest."""
+    """Bytes that ``rank`` has to send: its shards to owners; as an owner, the rest."""
     elements = 0
     for layout, owner in zip(schedule.layouts, schedule.owners):
         own = sum(region.numel for region in layout.shard_of(rank))
@@ -293,13 +293,13 @@ def lower_bound(schedule: Schedule, rank: int) -> int:
 
 
 def digest(schedule: Schedule) -> str:
-    """A fingerprint, by which the eight processes compare what they have planned."""
+    """A fingerprint, by which the eight processes compare their schedules."""
     return hashlib.sha256(repr(schedule).encode()).hexdigest()[:12]
 
 
 # %% tags=["active-ipynb"]
 # schedule = make_schedule(layouts, owners, _muon._NS_DTYPE)
-# tables.print_rounds(schedule)
+# tables.print_buckets(schedule)
 # tables.print_bytes(schedule, sent_by, lower_bound)
 
 # %% [markdown]
@@ -393,7 +393,7 @@ def run_of(entry: Entry, row: int, buckets: dict, grid: Grid) -> tuple[int, int]
 # A rank takes steps 2 to 5 for the matrices of which it stores a part.
 #
 # Why is the DP gather bucketed, but not the TP gather? Each call has a fixed cost, its
-# latency. Between machines that is high, so many small pieces share one call. Inside a
+# latency. Between machines that is high, so many small ones share one call. Inside a
 # machine it is low. And one by one, only one whole matrix is in memory at a time.
 #
 # In short, with the numbers of the steps; all of it is `LongWay`, in
@@ -439,7 +439,7 @@ def report_of(mesh: DeviceMesh) -> dict[str, Any]:
     for step in range(STEPS):
         take_step(alone, step, lambda name, matrix: matrix)
     whole = values_of(alone)
-    pieces = {n: tuple(shard(n, t) for t in pair) for n, pair in whole.items()}
+    expected = {n: tuple(shard(n, t) for t in pair) for n, pair in whole.items()}
 
     engines, differs = {}, {}
     for ahead in AHEAD:
@@ -452,16 +452,16 @@ def report_of(mesh: DeviceMesh) -> dict[str, Any]:
                 take_step(muon, step, shard)
         engines[ahead] = {
             "owned": muon.assignments[dist.get_rank()],
-            "schedule": digest(config._engine._pipeline().schedule),
+            "schedule": digest(muon._engine.pipeline.schedule),
             "calls": meter.newton_schulz / STEPS,
             "sent": sum(meter.wire.bytes.values()) / STEPS,
             "other": dict(meter.wire.other),
             "events": events,
         }
         way = f"engine, prefetch_count={ahead}"
-        differs[way] = first_difference(values_of(muon), pieces)
+        differs[way] = first_difference(values_of(muon), expected)
 
-    entries = master_plan(config._engine.layouts, grid)
+    entries = master_plan(muon._engine.layouts, grid)
     buckets = bucket_sizes(entries, grid)
     stores = partial(run_of, buckets=buckets, grid=grid)
     long = LongWay(
@@ -556,10 +556,10 @@ def print_ways(
 # %% [markdown]
 # ## 8. The engine's step, as it happened
 #
-# `prefetch_count` says how many later gathers are on their way while a round is
-# orthogonalized. With 0, the next gather starts only when a round's results are on
-# their way. With 1, round 1 travels while round 0 is computed. In brackets is what is
-# on its way: G is a gather, R a return.
+# `prefetch_count` says how many later gathers are on their way while a bucket is
+# orthogonalized. With 0, the next gather starts only when a bucket's results are on
+# their way. With 1, bucket 1 travels while bucket 0 is computed. In brackets is what is
+# on its way: G is a gather, S a scatter.
 
 # %% tags=["active-ipynb"]
 # tables.print_events(reports)
@@ -573,7 +573,7 @@ def print_ways(
 # - What travels is rounded to bfloat16. Newton-Schulz reads bfloat16 anyway, so this
 #   rounds earlier, but not more.
 # - The whole matrix goes through the same function as on one process.
-# - The learning rate is scaled by the shape of the matrix, never by that of a piece.
+# - The learning rate is scaled by the shape of the matrix, never by that of a shard.
 #
 # All of this holds for the long way as well.
 
@@ -607,7 +607,7 @@ def problems_in(
             if engine["sent"] != sent or engine["other"]:
                 found.append(f"{where}: {engine['sent']} bytes and {engine['other']}")
     if not tables.same_launches(reports):
-        found.append("the ranks start their exchanges in different orders")
+        found.append("the ranks start their collectives in different orders")
     return found
 
 
@@ -669,13 +669,13 @@ def main() -> int:
     tables.print_grid(grid)
     chapter(2, "What a rank holds")
     layouts = layouts_of(grid)
-    tables.print_pieces(layouts)
+    tables.print_shards(layouts)
     chapter(3, "Who owns what")
     owners = assign_owners(layouts)
     tables.print_owners(layouts, owners)
     chapter(4, "The schedule")
     schedule = make_schedule(layouts, owners, _muon._NS_DTYPE)
-    tables.print_rounds(schedule)
+    tables.print_buckets(schedule)
     tables.print_bytes(schedule, sent_by, lower_bound)
     chapter(5, "The long way")
     entries = master_plan(layouts, grid)

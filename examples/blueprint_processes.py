@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 from torch.optim import Muon
-from torch.optim._muon_engine.runtime import pipeline
 from torch.optim._muon_engine.runtime.buffers import BucketBuffers
+from torch.optim._muon_engine.runtime.pipeline import Pipeline
 
 
 SECONDS = 240  # for everything together
@@ -101,7 +101,7 @@ def overheard(events: list[Event]) -> Iterator[None]:
 
     Functions of the engine are wrapped from outside. They do what they always do.
     """
-    on_its_way: dict[int, str] = {}  # by round
+    on_its_way: dict[int, str] = {}  # by bucket
 
     def starts(thing: str) -> Callable[[BucketBuffers], None]:
         def note(buffers: BucketBuffers) -> None:
@@ -114,25 +114,27 @@ def overheard(events: list[Event]) -> Iterator[None]:
         thing = on_its_way.pop(buffers.bucket.index)
         events.append((f"{thing} is here", buffers.bucket.index, ""))
 
-    def orthogonalizes(step: Any, buffers: BucketBuffers, batch: Any, _: Any) -> None:
-        names = ", ".join(step.schedule.layouts[matrix].key.name for matrix in batch)
+    def orthogonalizes(_: Pipeline, buffers: BucketBuffers, batch: Any) -> None:
+        names = ", ".join(matrix.layout.key.name for matrix in batch)
         events.append(("Newton-Schulz", buffers.bucket.index, names))
 
-    def applies_own(step: Any, matrix: int, _: Tensor) -> None:
-        name = step.schedule.layouts[matrix].key.name
-        events.append(("apply own piece of", -1, name))
+    def applies_own(_: Pipeline, buffers: BucketBuffers, batch: Any) -> None:
+        for matrix in batch:
+            name = matrix.layout.key.name
+            events.append(("apply own shard of", buffers.bucket.index, name))
 
-    def applies(step: Any, buffers: BucketBuffers) -> None:
+    def applies(_: Pipeline, buffers: BucketBuffers) -> None:
         number, count = buffers.bucket.index, len(buffers.scatter_recv.matrices)
-        events.append(("apply", number, f"{count} pieces of return {number}"))
+        events.append(("apply", number, f"scatter {number} to {count} shards"))
 
     with (
         listen(BucketBuffers, "start_gather", before=starts("gather")),
-        listen(BucketBuffers, "start_scatter", before=starts("return")),
+        listen(BucketBuffers, "start_scatter", before=starts("scatter")),
         listen(BucketBuffers, "wait", after=arrives),
-        listen(pipeline._Step, "orthogonalize_batch", before=orthogonalizes),
-        listen(pipeline._Step, "apply_own", before=applies_own),
-        listen(pipeline._Step, "finish", after=applies),
+        listen(
+            Pipeline, "orthogonalize_batch", before=orthogonalizes, after=applies_own
+        ),
+        listen(Pipeline, "finish", after=applies),
     ):
         yield
 
@@ -189,7 +191,7 @@ def matrices_of(muon: Muon) -> dict[str, nn.Parameter]:
 
 
 def values_of(muon: Muon) -> Values:
-    """Parameter and momentum by name; of a DTensor, this rank's piece."""
+    """Parameter and momentum by name; of a DTensor, this rank's shard."""
 
     def here(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch.optim._muon_engine.layouts import Layout
+from torch.optim._muon_engine.schedule.buckets import Bucket, Schedule
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
-from torch.optim._muon_engine.schedule.buckets import Schedule, Bucket
 
 
-# Of a rank's engine: what happened, in which round, and to which matrix.
+# Of a rank's engine: what happened, in which bucket, and to which matrix.
 Event = tuple[str, int, str]
 Reports = list[dict[str, Any]]
 
@@ -41,7 +41,7 @@ def size(shape: Iterable[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def print_pieces(layouts: list[Layout]) -> None:
+def print_shards(layouts: list[Layout]) -> None:
     named = {layout.key.name: layout for layout in layouts}
     left, right = picture(named["0.qkv"]), picture(named["0.out"])
     for i in range(max(len(left), len(right))):
@@ -56,14 +56,14 @@ def picture(layout: Layout) -> list[str]:
     """The matrix as a map: which rank holds which rows and columns."""
     held = {
         (region.row, region.column): (rank, region)
-        for rank, piece in zip(layout.ranks, layout.shards)
-        for region in piece
+        for rank, shard in zip(layout.ranks, layout.shards)
+        for region in shard
     }
     _, first = held[0, 0]
-    piece = size((first.height, first.width))
+    shard = size((first.height, first.width))
     columns = sorted({column for _, column in held})
     lines = [
-        f"{layout.key.name} is {size(layout.shape)}, a piece {piece}",
+        f"{layout.key.name} is {size(layout.shape)}, a shard {shard}",
         "columns from    " + "".join(f"{column:<9}" for column in columns),
     ]
     for row in sorted({row for row, _ in held}):
@@ -92,9 +92,9 @@ def print_owners(layouts: list[Layout], owners: list[int]) -> None:
     show(f"{len(owners)} matrices, each with exactly one owner")
 
 
-def print_rounds(schedule: Schedule) -> None:
-    show(f"what each owner orthogonalizes, in {len(schedule.buckets)} rounds")
-    show(f"{'':8}" + "".join(f"round {r.index:<9}" for r in schedule.buckets))
+def print_buckets(schedule: Schedule) -> None:
+    show(f"what each owner orthogonalizes, in {len(schedule.buckets)} buckets")
+    show(f"{'':8}" + "".join(f"bucket {b.index:<8}" for b in schedule.buckets))
     for rank in schedule.buckets[0].group:
         cells = (
             ", ".join(
@@ -114,21 +114,21 @@ def print_bytes(
 ) -> None:
     ranks = schedule.buckets[0].group
     show()
-    show("bytes in the gather of round 1, from (down) to (across)")
+    show("bytes in the gather of bucket 1, from (down) to (across)")
     show(f"{'':8}" + "".join(f"{f'to {rank}':>7}" for rank in ranks))
     for rank in ranks:
         packets = sent_by(schedule, schedule.buckets[1], rank)["gather"]
         show(f"from {rank}  " + "".join(f"{packet or '-':>7}" for packet in packets))
-    heads = ("gathers", "returns", "sum", "least", "more")
+    heads = ("gathers", "scatters", "sum", "least", "more")
     show()
     show(f"{'bytes':8}" + "".join(f"{head:>10}" for head in heads))
     totals: Counter[str] = Counter()
     for rank in ranks:
         sent: Counter[str] = Counter()
         for bucket in schedule.buckets:
-            for hop, packets in sent_by(schedule, bucket, rank).items():
-                sent[f"{hop}s"] += sum(packets)
-        sent["sum"] = sent["gathers"] + sent["returns"]
+            for what, packets in sent_by(schedule, bucket, rank).items():
+                sent[f"{what}s"] += sum(packets)
+        sent["sum"] = sent["gathers"] + sent["scatters"]
         sent["least"] = lower_bound(schedule, rank)
         sent["more"] = sent["sum"] - sent["least"]
         totals += sent
@@ -197,12 +197,12 @@ def print_events(reports: Reports, rank: int = 0) -> None:
         show("".join(f"{cell:46}" for cell in cells))
     show()
     show(f"all ranks, {list(logs)[-1]}")
-    show("(G1 R1: gather, return 1 starts; g1 r1: is here; <..>: Newton-Schulz)")
+    show("(G1 S1: gather, scatter 1 starts; g1 s1: is here; <..>: Newton-Schulz)")
     for number, report in enumerate(reports):
         *_, engine = report["engine"].values()
         show(f"rank {number}  {in_short(engine['events'])}")
     show(
-        "all ranks start the same exchanges in the same order: "
+        "all ranks start the same collectives in the same order: "
         + ("yes" if same_launches(reports) else "NO")
     )
 
@@ -262,7 +262,7 @@ def print_proof(
     show()
     show(f"what was foreseen has come about: {'NO' if problems else 'yes'}")
     show(
-        "(groups, owners, schedule, Newton-Schulz calls, bytes, order of the exchanges)"
+        "(groups, owners, schedule, Newton-Schulz calls, bytes, order of the collectives)"
     )
     for problem in problems:
         show(f"- {problem}")
@@ -278,71 +278,71 @@ class Term(NamedTuple):
 TERMS = (
     Term(
         "dist_group, tp_group",
-        "the mesh's dimensions; one group of all who hold a matrix",
-        "groups.py: spanning_group",
+        "the mesh's dimensions; one of a matrix's holders",
+        "process_groups.py: spanning_group",
         "There, pieces cross two groups, one after the other. Here they cross one, "
-        "which spans the grid, so that a piece goes straight to its owner.",
+        "which spans the grid, so that a shard goes straight to its owner.",
     ),
     Term(
         "param_groups, buffer_idx (aisles)",
         "the matrices that the same ranks hold",
-        "plan.py: families",
+        "schedule/buckets.py: families",
         "There, each parameter group has a buffer. Here a parameter group has options "
-        "and nothing else: a round takes matrices of several.",
+        "and nothing else: a bucket takes matrices of several.",
     ),
     Term(
         "buckets, bucket_idx (pallets)",
-        "rounds",
-        "plan.py: Bucket",
-        "A bucket is filled in the order of the parameters. A round gives each owner "
-        "about the same FLOPs. There are at most four, unless one would be too large.",
+        "buckets",
+        "schedule/buckets.py: Bucket",
+        "There, a bucket is filled in the order of the parameters. Here, each owner has "
+        "work in it. There are about four, more where one would be too large.",
     ),
     Term(
         "dist_meta (master schedule)",
-        "a Layout says where the pieces are, a Schedule who sends what",
-        "layout.py: Layout",
-        "dist_meta has this rank's ranges. A layout has every rank's rectangles. The "
+        "a Layout: who holds what; a Schedule: who sends what",
+        "layouts/__init__.py: Layout",
+        "dist_meta has this rank's ranges. A layout has every rank's regions. The "
         "ranks compare theirs when the optimizer is built (agreement.py: agree).",
     ),
     Term(
         "global_buffer_size (virtual buffer)",
-        "none; what one round sends and receives is in a slot",
-        "exchange.py: Slot",
+        "none; what one bucket sends and receives is in a slot",
+        "runtime/buffers.py: Slot",
         "There, a step makes room for all TP slices, padded to a multiple of the DP "
-        "group's size. Slots are kept, have room for one round, and are not padded.",
+        "group's size. Slots are kept, have room for one bucket, and are not padded.",
     ),
     Term(
         "DP gather, TP gather",
-        "the gather of a round",
-        "exchange.py: start_gather",
-        "There, all get everything. Here the owner gets the pieces that it lacks, and "
+        "the gather of a bucket",
+        "runtime/buffers.py: start_gather",
+        "There, all get everything. Here the owner gets the shards that it lacks, and "
         "nobody else gets anything.",
     ),
     Term(
         "run math",
         "Newton-Schulz on the owner",
-        "pipeline.py: orthogonalize_batch",
+        "runtime/pipeline.py: orthogonalize_batch",
         "There, each rank that stores a part of a matrix orthogonalizes all of it. "
         "Here one rank does, once.",
     ),
     Term(
         "TP shard, DP shard",
-        "the return of a round",
-        "exchange.py: start_scatter",
+        "the scatter of a bucket",
+        "runtime/buffers.py: start_scatter",
         "There, it is slicing: each has the whole result already. Here the owner cuts "
-        "it and sends the pieces. That is the price of computing it once.",
+        "it and sends the regions. That is the price of computing it once.",
     ),
     Term(
         "bucket the slow DP gather, not the fast TP gather",
-        "both are in one round",
-        "plan.py: BUCKET_BYTES",
-        "Slow links ask for few calls, memory asks for small ones. Rounds settle that "
-        "for both at once, and one round travels while another is computed.",
+        "both are in one bucket",
+        "schedule/buckets.py: BUCKET_BYTES",
+        "Slow links ask for few calls, memory asks for small ones. Buckets settle that "
+        "for both at once, and one bucket travels while another is computed.",
     ),
     Term(
         "ZeRO-1",
-        "not a goal: momentum is placed as its parameter is",
-        "local.py: new_momentum_buffer",
+        "no goal: momentum lies as its parameter",
+        "layouts/dtensor.py: new_momentum_buffer",
         "There, momentum and the optimizer's copy of the weights are cut over DP; the "
         "model's own weights are not. Here FSDP2 cuts both, and DDP cuts neither.",
     ),
@@ -371,7 +371,7 @@ FIXES = (
     ),
     Fix(
         "Logic 2: the gathered matrix was still flat",
-        "Pieces are rectangles with a place in their matrix, and have to tile it.",
+        "Shards are regions with a place in their matrix, and have to tile it.",
         ("test_tilings", "test_gap", "test_overlap"),
     ),
     Fix(

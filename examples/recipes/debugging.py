@@ -221,7 +221,7 @@ def profile() -> str:
     mine = len(optimizer.assignments[dist.get_rank()])
     exchanges = events["c10d::alltoall_base_"].count // steps
     products = events["aten::mm"].count // steps
-    # There and back for a round of many matrices, and one X @ X.T for each iteration.
+    # There and back for a bucket of many matrices, and one X @ X.T for each iteration.
     check(exchanges < len(list(model.parameters())), f"{exchanges} exchanges")
     check(products == 5 * mine, f"{products} products for {mine} matrices")
     milliseconds = events["muon step"].cpu_time / 1000
@@ -281,7 +281,7 @@ def hang() -> str:
                 optimizer.step()
         except Stuck as stuck:
             said = str(stuck)
-        check("ranks [3]" in said and "exchange.py" in said, f"it says: {said!r}")
+        check("ranks [3]" in said and "buffers.py" in said, f"it says: {said!r}")
     dist.barrier()  # keeps the store, which rank 0 serves, until all are done
     return said
 

@@ -90,7 +90,7 @@ def test_bytes_are_the_least_and_flags(bench):
     # Half of each of three pairs of matrices goes to its owner, and half comes back.
     elements = 2 * (32 * 64 + 64 * 64 + 64 * 32)
     assert found["least_bytes"] == 2 * elements
-    assert found["ours-1"]["bytes"] == found["least_bytes"] + 2 * found["pieces"]
+    assert found["ours-1"]["bytes"] == found["least_bytes"] + 2 * found["shards"]
     assert found["allgather"]["calls"] == {"all_gather_into_tensor": 6}
     assert found["adamw"]["bytes"] == 0
 

@@ -133,7 +133,7 @@ def test_script():
         assert dp_group.split() == [str(r) for r in RANKS if r % 2 == int(column)]
         assert tp_group.split() == [str(r) for r in RANKS if r // 2 == int(row)]
 
-    # The owners of chapter 3 are those of the rounds in chapter 4, each matrix once.
+    # The owners of chapter 3 are those of the buckets in chapter 4, each matrix once.
     kinds = ("qkv", "out", "up", "down")
     owners = rows_of(chapter(out, 3), r" +block (\d) +(\d) +(\d) +(\d) +(\d)")
     owner_of = {
@@ -147,16 +147,16 @@ def test_script():
     assert len(named) == MATRICES
     assert dict(named) == owner_of
 
-    gathers, returns, total, least, more = numbers(chapter(out, 4), "all")
-    assert total == gathers + returns
-    # A flag of two bytes for each piece that travels, there and back.
+    gathers, scatters, total, least, more = numbers(chapter(out, 4), "all")
+    assert total == gathers + scatters
+    # A flag of two bytes for each shard that travels, there and back.
     assert more == total - least == 2 * 2 * MATRICES * (len(RANKS) - 1)
 
     measured = chapter(out, 7)
     steps = [line.split("->")[0].strip() for line in measured if "->" in line]
     assert steps == ["DP gather", "TP gather", "run math", "TP shard", "DP shard"]
-    calls, busiest, sent, ratio, exchanges = numbers(measured, "the engine")
-    assert (calls, busiest, exchanges) == (MATRICES, 3, 2 * 3)
+    calls, busiest, sent, ratio, collectives = numbers(measured, "the engine")
+    assert (calls, busiest, collectives) == (MATRICES, 3, 2 * 3)
     assert sent == total
     assert ratio < 1.01
     long_way = numbers(measured, "the long way")
@@ -169,8 +169,8 @@ def test_script():
     for rank, events in in_short:
         orthogonalized = re.findall(r"<(.*?)>", events)
         assert [owner_of[name] for name in orthogonalized] == [int(rank)] * 3
-        # A round further travels while one is computed.
-        assert re.match(r"G0 G1 g0 <\S+> R0 G2 g1", events)
+        # One more bucket travels while one is computed.
+        assert re.match(r"G0 G1 g0 <\S+> S0 G2 g1", events)
 
 
 def test_difference_is_found(tmp_path):
@@ -253,7 +253,7 @@ def test_chapters_of_script_and_notebook_are_the_same():
 def test_terms_say_where_they_live():
     # Shows: blueprint/aisles-pallets, blueprint/virtual-buffer
     tables = (EXAMPLES / "blueprint_tables.py").read_text()
-    places = re.findall(r"(\w+\.py): (\w+)", tables)
+    places = re.findall(r"([\w/]+\.py): (\w+)", tables)
     assert len(places) >= 10
     for file, name in places:
         assert re.search(rf"\b{name}\b", (ENGINE / file).read_text()), (file, name)

@@ -16,8 +16,8 @@ def summarize(
     results: Sequence[dict[str, Any]], names: Sequence[str]
 ) -> dict[str, Any]:
     """Bytes over all ranks and of the busiest one, beside the least that has to be sent."""
-    least, pieces = lower_bound(results)
-    summary: dict[str, Any] = {"least_bytes": least, "pieces": pieces}
+    least, shards = lower_bound(results)
+    summary: dict[str, Any] = {"least_bytes": least, "shards": shards}
     for name in names:
         of_ranks = [result["sent"][name] for result in results]
         total = sum(one["bytes"] for one in of_ranks)
@@ -32,7 +32,7 @@ def summarize(
 
 
 def lower_bound(results: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """The bytes that have to be sent, and the pieces that travel, over all ranks.
+    """The bytes that have to be sent, and the shards that travel, over all ranks.
 
     From where the framework put each element, and who owns each matrix, alone: what an owner lacks
     has to reach it once, and each other rank has to receive its own part of the update, in bf16.
@@ -43,7 +43,7 @@ def lower_bound(results: Sequence[dict[str, Any]]) -> tuple[int, int]:
         for rank, owned in results[0]["assignments"].items()
         for index in owned
     }
-    elements = pieces = 0
+    elements = shards = 0
     for index, (rows, columns) in enumerate(shapes):
         owner = owner_of[index]
         held = [tuple(result["held"][index]) for result in results]
@@ -51,5 +51,5 @@ def lower_bound(results: Sequence[dict[str, Any]]) -> tuple[int, int]:
         elements += rows * columns - sizes[owner]
         elements += sum(sizes) - sizes[owner]
         # Each rank tells the owner whether it has a gradient, and is told the outcome.
-        pieces += 2 * (len(held) - 1)
-    return elements * BF16_BYTES, pieces
+        shards += 2 * (len(held) - 1)
+    return elements * BF16_BYTES, shards

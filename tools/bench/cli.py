@@ -141,7 +141,7 @@ def run_step(args: argparse.Namespace) -> list[dict[str, Any]]:
         case.update(
             asdict(job),
             placed=results[0]["placed"],
-            rounds=results[0]["rounds"],
+            buckets=results[0]["buckets"],
             owned=[result["owned"] for result in results],
             figures=figures.summarize(results, able, cores(), args.reps),
             profile=[r["profile"] for r in results] if args.profile else None,

@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
     from torch.optim import Muon
+    from torch.optim._muon_engine.runtime.pipeline import Pipeline
 
 
-class Hop(NamedTuple):
+class AllToAll(NamedTuple):
     """One ``all_to_all_single`` of a step, as this rank calls it."""
 
     group: ProcessGroup
@@ -20,29 +21,29 @@ class Hop(NamedTuple):
     receive: tuple[int, ...]
 
 
-def hops_of(optimizer: Muon) -> list[Hop]:
-    """The collectives of a step, in the order of their rounds. ``optimizer`` has made a step."""
-    hops = []
-    for buffers in _pipeline(optimizer).exchange.buckets:
+def all_to_alls(optimizer: Muon) -> list[AllToAll]:
+    """The collectives of a step, in the order of their buckets. ``optimizer`` has made a step."""
+    calls = []
+    for buffers in _pipeline(optimizer).buffers.buckets:
         if buffers.group is None:
             continue
         for sent, received in (
             (buffers.gather_send, buffers.gather_recv),
             (buffers.scatter_send, buffers.scatter_recv),
         ):
-            hops.append(
-                Hop(
+            calls.append(
+                AllToAll(
                     buffers.group,
                     sent.flat.dtype,
                     tuple(sent.splits),
                     tuple(received.splits),
                 )
             )
-    return hops
+    return calls
 
 
-def blended_by(optimizer: Muon, rank: int) -> set[int]:
-    """The parameters of which ``rank`` contributes a piece to what is orthogonalized."""
+def prepared_by(optimizer: Muon, rank: int) -> set[int]:
+    """The parameters of which ``rank`` contributes its shard to what is orthogonalized."""
     schedule = _pipeline(optimizer).schedule
     return {
         layout.key.index
@@ -51,5 +52,8 @@ def blended_by(optimizer: Muon, rank: int) -> set[int]:
     }
 
 
-def _pipeline(optimizer: Muon):
-    return optimizer._distributed_config._engine._pipeline()
+def _pipeline(optimizer: Muon) -> Pipeline:
+    pipeline = optimizer._engine.pipeline
+    if pipeline is None:
+        raise ValueError("it has to make a step first, through the engine")
+    return pipeline

@@ -74,7 +74,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def make_parameters(layout: str, shapes: Sequence[Shape], world: int) -> list[Held]:
     """Random parameters with random gradients of the same placements.
 
-    Where the pieces are is not asked of the placements: each element starts as its own position in
+    Where the shards are is not asked of the placements: each element starts as its own position in
     its matrix, and what a framework leaves on this rank is then plain to see.
     """
     linears = nn.ModuleList(nn.Linear(c, r, bias=False) for r, c in shapes)

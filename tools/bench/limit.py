@@ -1,8 +1,8 @@
-"""What no implementation that orthogonalizes each matrix once can undercut, piece by piece.
+"""What no implementation that orthogonalizes each matrix once can undercut, part by part.
 
 The limit is (Newton-Schulz of all matrices, one by one, on one thread of one process while the
 others wait) / min(processes, cores), plus one blocking ``all_to_all_single`` after the other with
-the splits of the engine's own rounds, over buffers that are there already. The second limit adds the
+the splits of the engine's own buckets, over buffers that are there already. The second limit adds the
 elementwise passes that any implementation makes over this rank's own storage.
 """
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from torch.optim import Muon
 
-    from .engine_view import Hop
-    from .layouts import Held
     from .catalog import Shape
+    from .engine_view import AllToAll
+    from .layouts import Held
 
 
 class NewtonSchulz:
@@ -48,35 +48,35 @@ class NewtonSchulz:
 class Exchange:
     """Bare collectives: no packing, nothing overlapped."""
 
-    def __init__(self, hops: Sequence[Hop]) -> None:
+    def __init__(self, calls: Sequence[AllToAll]) -> None:
         self.calls = [
             (
-                hop,
-                torch.zeros(sum(hop.send), dtype=hop.dtype),
-                torch.zeros(sum(hop.receive), dtype=hop.dtype),
+                call,
+                torch.zeros(sum(call.send), dtype=call.dtype),
+                torch.zeros(sum(call.receive), dtype=call.dtype),
             )
-            for hop in hops
+            for call in calls
         ]
 
     def run(self) -> None:
-        for hop, sent, received in self.calls:
+        for call, sent, received in self.calls:
             dist.all_to_all_single(
-                received, sent, list(hop.receive), list(hop.send), group=hop.group
+                received, sent, list(call.receive), list(call.send), group=call.group
             )
 
 
-def fused(hops: Sequence[Hop]) -> list[Hop]:
-    """``hops`` with all rounds of a group in one: what does not depend on how work is cut."""
-    merged: dict[tuple, Hop] = {}
-    for i, hop in enumerate(hops):
-        key = (hop.group, hop.dtype, i % 2)
+def fused(calls: Sequence[AllToAll]) -> list[AllToAll]:
+    """``calls`` with all buckets of a group in one: what does not depend on how work is cut."""
+    merged: dict[tuple, AllToAll] = {}
+    for i, call in enumerate(calls):
+        key = (call.group, call.dtype, i % 2)
         before = merged.get(key)
         if before is not None:
-            hop = hop._replace(
-                send=_added(before.send, hop.send),
-                receive=_added(before.receive, hop.receive),
+            call = call._replace(
+                send=_added(before.send, call.send),
+                receive=_added(before.receive, call.receive),
             )
-        merged[key] = hop
+        merged[key] = call
     return list(merged.values())
 
 
@@ -87,24 +87,24 @@ def _added(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 class Elementwise:
     """Momentum, look-ahead into bf16, weight decay and the update, on this rank's storage.
 
-    The look-ahead is made of the pieces that travel or are needed here; a replica that neither owns
-    a matrix nor is asked for its piece has none to make.
+    The look-ahead is made of the shards that travel or are needed here; a replica that neither owns
+    a matrix nor is asked for its shard has none to make.
     """
 
     def __init__(self, held: Sequence[Held], optimizer: Muon) -> None:
-        blended = engine_view.blended_by(optimizer, dist.get_rank())
-        self.pieces: list[tuple[Tensor, ...]] = []
+        prepared = engine_view.prepared_by(optimizer, dist.get_rank())
+        self.shards: list[tuple[Tensor, ...]] = []
         for i, h in enumerate(held):
             momentum = h.part_of(optimizer.state[h.param]["momentum_buffer"])
             update = torch.randn_like(momentum).bfloat16()
-            blend = torch.empty_like(update) if i in blended else None
-            self.pieces.append((h.local, h.local_grad, momentum, blend, update))
+            ahead = torch.empty_like(update) if i in prepared else None
+            self.shards.append((h.local, h.local_grad, momentum, ahead, update))
 
     @torch.no_grad()
     def run(self) -> None:
-        for param, grad, momentum, blend, update in self.pieces:
+        for param, grad, momentum, ahead, update in self.shards:
             momentum.lerp_(grad, 1 - MOMENTUM)
-            if blend is not None:
-                torch.lerp(grad, momentum, MOMENTUM, out=blend)
+            if ahead is not None:
+                torch.lerp(grad, momentum, MOMENTUM, out=ahead)
             param.mul_(1 - LR * WEIGHT_DECAY)
             param.add_(update, alpha=-LR)

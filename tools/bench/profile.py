@@ -16,32 +16,38 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-ENGINE = "_muon_engine."
+PIPELINE, BUFFERS, GRAD_STATUS = (
+    f"_muon_engine.runtime.{name}" for name in ("pipeline", "buffers", "grad_status")
+)
 OTHER = "everything else"
 LAUNCH, WAIT_GATHER, WAIT_SCATTER = (
     "start collectives",
     "wait for gather",
     "wait for scatter",
 )
+STATUSES = "grad statuses and bookkeeping"
 
 # Where (module below torch.optim, dotted name) -> phase. A function's time is its own, without that of listed ones
 # that it calls.
 PHASES: dict[tuple[str, str], str] = {
-    (ENGINE + "pipeline", "_Step.update_momenta"): "momentum",
-    (ENGINE + "pipeline", "_Step.blended"): "blend",
-    (ENGINE + "rounds", "pack"): "pack",
-    (ENGINE + "pipeline", "_Step.gather"): "flags and bookkeeping",
-    (ENGINE + "pipeline", "_Step.reduce_votes"): "flags and bookkeeping",
-    (ENGINE + "pipeline", "_Step.record"): "flags and bookkeeping",
-    (ENGINE + "exchange", "RoundBuffers.start_gather"): LAUNCH,
-    (ENGINE + "exchange", "RoundBuffers.start_scatter"): LAUNCH,
-    (ENGINE + "rounds", "assemble"): "assemble",
-    ("_muon", "_orthogonalize"): "Newton-Schulz",
-    (ENGINE + "rounds", "pack_update"): "pack update",
-    (ENGINE + "pipeline", "apply_moves"): "apply",
+    (PIPELINE, "Pipeline.accumulate"): "momentum",
+    (PIPELINE, "MatrixState.prepared"): "prepare",
+    (BUFFERS, "BucketBuffers.pack"): "pack",
+    (PIPELINE, "Pipeline.gather"): STATUSES,
+    (GRAD_STATUS, "GradStatuses.send"): STATUSES,
+    (GRAD_STATUS, "GradStatuses.summarize"): STATUSES,
+    (GRAD_STATUS, "GradStatuses.keep"): STATUSES,
+    (GRAD_STATUS, "GradStatuses.receive"): STATUSES,
+    (GRAD_STATUS, "GradStatuses.mismatch"): STATUSES,
+    (BUFFERS, "BucketBuffers.start_gather"): LAUNCH,
+    (BUFFERS, "BucketBuffers.start_scatter"): LAUNCH,
+    (BUFFERS, "BucketBuffers.assemble"): "assemble",
+    ("_muon", "_MuonFormulas.orthogonalize"): "Newton-Schulz",
+    (BUFFERS, "BucketBuffers.pack_update"): "pack update",
+    (PIPELINE, "Pipeline.apply"): "apply",
 }
 # Its phase depends on what was started last on the same buffers.
-WAIT = (ENGINE + "exchange", "RoundBuffers.wait")
+WAIT = (BUFFERS, "BucketBuffers.wait")
 
 
 class Clock:

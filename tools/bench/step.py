@@ -55,7 +55,7 @@ def work(rank: int, world: int, job: Job) -> dict[str, Any]:
         **times,
         "profile": phases,
         "owned": len(ours.assignments[rank]),
-        "rounds": len(engine_view.hops_of(ours)) // 2,
+        "buckets": len(engine_view.all_to_alls(ours)) // 2,
         "placed": sorted({h.placed for h in held}),
     }
 
@@ -65,8 +65,8 @@ def _limit_parts(
 ) -> dict[str, Callable[[int], None]]:
     world = dist.get_world_size()
     newton_schulz = limit.NewtonSchulz(shapes)
-    hops = engine_view.hops_of(ours)
-    exchange, fused = limit.Exchange(hops), limit.Exchange(limit.fused(hops))
+    calls = engine_view.all_to_alls(ours)
+    exchange, fused = limit.Exchange(calls), limit.Exchange(limit.fused(calls))
     elementwise = limit.Elementwise(held, ours)
     owned = ours.assignments[rank]
 

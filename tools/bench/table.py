@@ -66,7 +66,7 @@ def step_case(case: dict[str, Any]) -> str:
         [
             title(case),
             f"limit {limit['limit']:.1f} ms = Newton-Schulz {limit['ns_alone']:.1f} / {share} + exchange "
-            f"{limit['exchange']:.1f} in {2 * case['rounds']} collectives (in one round: {limit['exchange_fused']:.1f}); "
+            f"{limit['exchange']:.1f} in {2 * case['buckets']} collectives (in one bucket: {limit['exchange_fused']:.1f}); "
             f"second {limit['second']:.1f} ms = that + elementwise {limit['elementwise']:.1f}",
             f"Newton-Schulz of all ranks at once takes {spread(figures['ns_at_once'])} of its share alone; other "
             f"programs had {100 * figures['others']:.0f} % of the {case['cores']} cores; the quietest {case['reps']} of "
@@ -172,7 +172,7 @@ def bytes_case(case: dict[str, Any]) -> str:
             title(case),
             f"least {figures['least_bytes'] / 1e6:.3f} MB over all ranks; ours sends "
             f"{figures[case['names'][0]]['bytes'] - figures['least_bytes']} bytes more, "
-            f"flags of {figures['pieces']} pieces",
+            f"flags of {figures['shards']} shards",
             render(head, rows),
         ]
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import matplotlib
 
@@ -25,10 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import empty, Replicate, Shard
 from torch.optim import _muon
 from torch.optim._muon_engine.layouts.dtensor import DTensorReader
-from torch.optim._muon_engine.layouts import Key, Region
-from torch.optim._muon_engine.schedule.owners import assign_owners
 from torch.optim._muon_engine.schedule.buckets import make_schedule, Schedule
+from torch.optim._muon_engine.schedule.owners import assign_owners
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+if TYPE_CHECKING:
+    from torch.optim._muon_engine.layouts import Region
+    from torch.optim._muon_engine.schedule.buckets import PackSpec
 
 
 RANKS = (0, 1, 2, 3)
@@ -74,11 +79,11 @@ class Route:
 def route(placements: tuple) -> Route:
     """The drawn matrix's route over a 2x2 mesh, as every rank would compute it."""
     mesh = init_device_mesh("cpu", (2, 2))
-    reader = DTensorReader()
-    layouts = [
-        reader.read(Key(i), empty(SHAPE, device_mesh=mesh, placements=list(placements)))
-        for i in range(COPIES)
+    params = [
+        empty(SHAPE, device_mesh=mesh, placements=list(placements))
+        for _ in range(COPIES)
     ]
+    layouts = DTensorReader().read(params, [None] * COPIES)
     schedule = make_schedule(layouts, assign_owners(layouts), _muon._NS_DTYPE)
     matrix = schedule.owners.index(OWNER)
     gather, scatter = [], []
@@ -86,26 +91,26 @@ def route(placements: tuple) -> Route:
         if matrix not in bucket.matrices:
             continue
         for rank in RANKS:
-            program = schedule.spec(bucket, rank, RANKS)
-            gather += trips(program.gather_send, matrix, rank)
-            scatter += trips(program.scatter_send, matrix, rank)
+            spec = schedule.spec(bucket, rank, RANKS)
+            gather += trips(spec.gather_send, matrix, rank)
+            scatter += trips(spec.scatter_send, matrix, rank)
     coordinates = {int(mesh.mesh[i, j]): (i, j) for i in (0, 1) for j in (0, 1)}
     return Route(schedule, matrix, coordinates, tuple(gather), tuple(scatter))
 
 
-def trips(side, matrix: int, sender: int) -> list[Trip]:
-    """What ``side``, the sending half of a hop, holds of ``matrix``, by receiver."""
+def trips(sent: PackSpec, matrix: int, sender: int) -> list[Trip]:
+    """What ``sender`` sends of ``matrix`` in a gather or scatter, by receiver."""
     result = []
     start = 0
-    for receiver, split in zip(RANKS, side.splits, strict=True):
+    for receiver, split in zip(RANKS, sent.splits, strict=True):
         here = range(start, start + split)
         start += split
         elements = sum(
-            chunk.region.numel
-            for chunk in side.regions
-            if chunk.matrix == matrix and chunk.offset in here
+            packed.region.numel
+            for packed in sent.regions
+            if packed.matrix == matrix and packed.offset in here
         )
-        flags = sum(f.matrix == matrix and f.offset in here for f in side.flags)
+        flags = sum(f.matrix == matrix and f.offset in here for f in sent.flags)
         if flags:
             result.append(Trip(sender, receiver, elements, flags))
     return result
@@ -123,9 +128,9 @@ class Panel:
         self.found = found
         self.layout = found.schedule.layouts[found.matrix]
         self.owner = found.schedule.owners[found.matrix]
-        # Replicas hold equal pieces, and have one colour.
-        pieces = list(dict.fromkeys(self.layout.shards))
-        self.hue_of = {piece: HUES[i] for i, piece in enumerate(pieces)}
+        # Replicas hold equal shards, and have one colour.
+        shards = dict.fromkeys(self.layout.shards)
+        self.hue_of = dict(zip(shards, HUES, strict=False))
         torch.manual_seed(3)
         self.momentum = torch.randn(SHAPE)
         self.update = _muon._zeropower_via_newtonschulz(
@@ -160,8 +165,8 @@ class Panel:
         self.arrow((self.BEFORE_NS + 0.95, y), (self.AFTER_NS - 0.95, y), INK, 2.0)
         middle = (self.BEFORE_NS + self.AFTER_NS) / 2
         axes.text(middle, y + 0.14, "NS", size=11, ha="center", color=INK)
-        self.own_piece(self.BEFORE, self.BEFORE_NS)
-        self.own_piece(self.AFTER_NS, self.AFTER)
+        self.own_shard(self.BEFORE, self.BEFORE_NS)
+        self.own_shard(self.AFTER_NS, self.AFTER)
         for trip in self.found.gather:
             self.trip(trip, trip.sender, self.BEFORE, self.BEFORE_NS, into_owner=True)
         for trip in self.found.scatter:
@@ -197,9 +202,9 @@ class Panel:
             )
         )
         shown = self.hue_of if holder is None else {self.layout.shard_of(holder): None}
-        for piece in shown:
-            for region in piece:
-                self.cells(left, top, region, values, self.hue_of[piece])
+        for shard in shown:
+            for region in shard:
+                self.cells(left, top, region, values, self.hue_of[shard])
 
     def cells(self, left: float, top: float, region: Region, values, hue: str) -> None:
         largest = values.abs().max()
@@ -232,7 +237,7 @@ class Panel:
             )
         )
 
-    def own_piece(self, start: float, end: float) -> None:
+    def own_shard(self, start: float, end: float) -> None:
         y = self.y(self.owner)
         hue = self.hue_of[self.layout.shard_of(self.owner)]
         into_owner = end == self.BEFORE_NS
@@ -302,16 +307,16 @@ class Panel:
 
     def totals(self) -> None:
         y = -0.5
-        for x, name, hop in (
+        for x, name, found in (
             (0.05, "gather", self.found.gather),
             (self.WIDTH / 2 + 0.2, "scatter", self.found.scatter),
         ):
-            self.axes.text(x, y, total(name, hop), size=11.5, color=INK)
+            self.axes.text(x, y, total(name, found), size=11.5, color=INK)
 
 
-def total(name: str, hop: tuple[Trip, ...]) -> str:
-    elements = sum(trip.elements for trip in hop)
-    flags = sum(trip.flags for trip in hop)
+def total(name: str, found: tuple[Trip, ...]) -> str:
+    elements = sum(trip.elements for trip in found)
+    flags = sum(trip.flags for trip in found)
     size = _muon._NS_DTYPE.itemsize
     return (
         f"{name}: {elements} elements + {flags} flags = "

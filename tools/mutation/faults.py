@@ -13,16 +13,19 @@ FSDP1 = f"{HERE}fsdp1.py::TestMuonFSDP::test_"
 ERRORS = f"{HERE}errors.py::TestMuonAgreement::test_"
 MODULES = f"{HERE}group_modules.py::TestMuonGroupErrors::test_"
 PARTIAL = f"{HERE}partial.py::TestMuonPartial::test_"
+STATE = f"{HERE}state.py::TestMuonState::test_"
+MEETING = f"{HERE}process_groups.py::TestMuonSpanningGroups::test_"
+SCHEDULE = f"{HERE}schedule.py::TestMuonSchedule::test_"
 
 FAULTS = (
     # Who owns what
     Fault(
         "two owners are swapped on one rank, after all have agreed",
         "_muon_engine/engine.py",
-        "                [owner for _, owner in chosen],\n",
+        "                [owner for _, owner in trained],\n",
         """                [
                     {0: 1, 1: 0}.get(owner, owner) if self.rank == 1 else owner
-                    for _, owner in chosen
+                    for _, owner in trained
                 ],
 """,
         (f"{ERRORS}nothing_changes_before_an_error_and_all_works_after_it",),
@@ -31,7 +34,7 @@ FAULTS = (
         "of equally busy ranks, each takes itself for the owner",
         "_muon_engine/schedule/owners.py",
         "        owner = min(layout.group, key=lambda r: (load[r], inbound[r] + missing[r], r))\n",
-        """        from torch.optim._muon_engine.functions import process_rank
+        """        from torch.optim._muon_engine.layouts import process_rank
 
         me = process_rank()
         owner = min(
@@ -55,47 +58,53 @@ FAULTS = (
         (f"{GROUPS}each_matrix_is_orthogonalized_once",),
     ),
     Fault(
-        "the result is sent to the ranks that were asked for pieces, and to no other replica",
+        "matrices go into buckets without a look at their work",
+        "_muon_engine/schedule/buckets.py",
+        "heapreplace(room, (left + work[m], at))",
+        "heapreplace(room, (left, at))",
+        (f"{SCHEDULE}a_round_gives_owners_equal_work",),
+    ),
+    # What travels
+    Fault(
+        "the result is sent to the ranks that were asked for shards, and to no other replica",
         "_muon_engine/schedule/buckets.py",
         "travels = self.is_source if gather else self.receives",
         "travels = self.is_source",
         (f"{LAYOUTS}parity_on_every_placement_of_a_2d_mesh",),
     ),
-    # What travels
     Fault(
-        "only the first rectangle of a piece is packed",
-        "_muon_engine/runtime/assembly.py",
-        "in buffers.gather_send.regions(matrix):",
-        "in buffers.gather_send.regions(matrix)[:1]:",
+        "only the first region of a shard is packed",
+        "_muon_engine/runtime/buffers.py",
+        "in self.gather_send.regions(matrix):",
+        "in self.gather_send.regions(matrix)[:1]:",
         (f"{FSDP1}flags",),
     ),
     Fault(
-        "only the first rectangle of the result is packed",
-        "_muon_engine/runtime/assembly.py",
-        "in buffers.scatter_send.regions(matrix):",
-        "in buffers.scatter_send.regions(matrix)[:1]:",
+        "only the first region of the result is packed",
+        "_muon_engine/runtime/buffers.py",
+        "in self.scatter_send.regions(matrix):",
+        "in self.scatter_send.regions(matrix)[:1]:",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
-        "pieces travel in their own dtype instead of bfloat16",
+        "shards travel in their own dtype instead of bfloat16",
         "_muon_engine/schedule/buckets.py",
         "gather_dtype = layout.dtype if layout.partial else wire_dtype",
         "gather_dtype = layout.dtype",
         (f"{EXCHANGE}bytes_of_wide_parameters_travel_rounded",),
     ),
     Fault(
-        "the owner orthogonalizes its own piece, with zeros for the others'",
-        "_muon_engine/runtime/assembly.py",
-        "        region.of_matrix(out).copy_(view)\n",
-        "        region.of_matrix(out).zero_()\n",
+        "the owner orthogonalizes its own shard, with zeros for the others'",
+        "_muon_engine/runtime/buffers.py",
+        "            region.of_matrix(out).copy_(view)\n",
+        "            region.of_matrix(out).zero_()\n",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
         "the momentum is sent without the look-ahead of nesterov",
         "_muon_engine/runtime/pipeline.py",
-        "assembly.pack(buffers, matrix, partial(self.blended, matrix))",
-        "momentum = self.momentum[self.index_of(matrix)]\n"
-        "                assembly.pack(buffers, matrix, lambda region: region.of_local(momentum))",
+        "        if self.param.grad is None:\n            return momentum\n",
+        "        if self.param.grad is not None:\n            return momentum\n",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
@@ -107,7 +116,7 @@ FAULTS = (
     ),
     Fault(
         "contributions to a sum are added as they come",
-        "_muon_engine/runtime/assembly.py",
+        "_muon_engine/runtime/buffers.py",
         "in sorted(parts, key=lambda part: part[0]):",
         "in parts:",
         (f"{PARTIAL}contributions_are_added_in_the_order_of_the_group",),
@@ -116,88 +125,73 @@ FAULTS = (
     Fault(
         "a group has one slot too few",
         "_muon_engine/runtime/buffers.py",
-        "range(min(len(programs), self.prefetch_count + 2))",
-        "range(min(len(programs), self.prefetch_count + 1))",
+        "range(min(len(specs), self.prefetch_count + 2))",
+        "range(min(len(specs), self.prefetch_count + 1))",
         (f"{LAYOUTS}parity_on_a_mesh_of_four",),
     ),
     Fault(
         "the next gather takes a slot before its updates are applied",
         "_muon_engine/runtime/pipeline.py",
-        """            if previous is not None:
-                self.finish(previous)
-            following = exchange.follower(buffers)
-            if following is not None:
-                self.gather(following)
-            previous = buffers
+        """            while len(returning) > self._may_return:
+                self.finish(returning.popleft())
+            if bucket.follower is not None:
+                self.gather(bucket.follower)
 """,
-        """            following = exchange.follower(buffers)
-            if following is not None:
-                self.gather(following)
-            if previous is not None:
-                self.finish(previous)
-            previous = buffers
+        """            if bucket.follower is not None:
+                self.gather(bucket.follower)
+            while len(returning) > self._may_return:
+                self.finish(returning.popleft())
 """,
         (f"{LAYOUTS}prefetch_and_async_change_nothing",),
     ),
     Fault(
-        "lookahead counts a rank's own rounds instead of each group's",
+        "prefetch counts a rank's own buckets instead of each group's",
         "_muon_engine/runtime/pipeline.py",
-        """        for buffers in exchange.buckets:
-            if buffers.bucket.index <= exchange.prefetch_count:
-                self.gather(buffers)
-        previous: BucketBuffers | None = None
-        for buffers in exchange.buckets:
-            buffers.wait()
-            self.orthogonalize(buffers)
-            buffers.start_scatter()
-            if self.schedule.one_owner_at_a_time and exchange.prefetch_count == 0:
-                # For debugging, nothing overlaps.
-                self.finish(buffers)
-                following = exchange.follower(buffers)
-                if following is not None:
-                    self.gather(following)
-                continue
-            # Its slot is the one that the next gather takes.
-            if previous is not None:
-                self.finish(previous)
-            following = exchange.follower(buffers)
-            if following is not None:
-                self.gather(following)
-            previous = buffers
+        """        for bucket in buckets:
+            if bucket.bucket.index <= self.buffers.prefetch_count:
+                self.gather(bucket)
+        returning: deque[BucketBuffers] = deque()
+        for bucket in buckets:
+            bucket.wait()
+            self.orthogonalize(bucket)
+            bucket.start_scatter()
+            returning.append(bucket)
+            # The next gather takes the slot of the bucket that is finished here.
+            while len(returning) > self._may_return:
+                self.finish(returning.popleft())
+            if bucket.follower is not None:
+                self.gather(bucket.follower)
 """,
-        """        ahead = exchange.prefetch_count + 1
-        for buffers in exchange.buckets[:ahead]:
-            self.gather(buffers)
-        previous: BucketBuffers | None = None
-        for number, buffers in enumerate(exchange.buckets):
-            buffers.wait()
-            self.orthogonalize(buffers)
-            buffers.start_scatter()
-            if previous is not None:
-                self.finish(previous)
-            for following in exchange.buckets[number + ahead : number + ahead + 1]:
+        """        ahead = self.buffers.prefetch_count + 1
+        for bucket in buckets[:ahead]:
+            self.gather(bucket)
+        returning: deque[BucketBuffers] = deque()
+        for number, bucket in enumerate(buckets):
+            bucket.wait()
+            self.orthogonalize(bucket)
+            bucket.start_scatter()
+            returning.append(bucket)
+            while len(returning) > self._may_return:
+                self.finish(returning.popleft())
+            for following in buckets[number + ahead : number + ahead + 1]:
                 self.gather(following)
-            previous = buffers
 """,
         (f"{LAYOUTS}second_group_on_half_of_the_ranks",),
     ),
     Fault(
         "a rank that has nothing to send leaves the collective out",
         "_muon_engine/runtime/buffers.py",
-        "        if self.group is None:\n            return\n        # The handle",
-        "        if self.group is None or not send.flat.numel():\n            return\n        # The handle",
+        "        if self.group is None:\n            return\n",
+        "        if self.group is None or not send.flat.numel():\n            return\n",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
         hangs_after=60,
     ),
     Fault(
-        "a rank without gradients for a round leaves the gather out",
+        "a rank without gradients for a bucket leaves the gather out",
         "_muon_engine/runtime/pipeline.py",
-        "        buffers.start_gather()\n",
-        """        if any(
-            self.grads[self.index_of(matrix)] is not None
-            for matrix in buffers.bucket.matrices
-        ):
-            buffers.start_gather()
+        "        bucket.start_gather()\n",
+        """        if any(matrix.param.has_grad for matrix in matrices):
+            bucket.start_gather()
 """,
         (f"{EXCHANGE}all_ranks_make_the_same_calls_with_and_without_gradients",),
     ),
@@ -208,66 +202,122 @@ FAULTS = (
         "tuple(range(dist.get_world_size(group)))",
         (f"{LAYOUTS}several_meshes_in_one_optimizer",),
     ),
+    Fault(
+        "a step that breaks off leaves its collectives in flight",
+        "_muon_engine/runtime/pipeline.py",
+        "            self.buffers.drain()\n            raise\n",
+        "            raise\n",
+        (f"{EXCHANGE}error_in_the_middle_of_a_step_leaves_nothing_in_flight",),
+    ),
     # Gradients and momentum
     Fault(
-        "a rank without a gradient abstains",
+        "a rank without a gradient says that its shard is empty",
         "_muon_engine/runtime/pipeline.py",
-        "return HAS_NONE if self.grads[index] is None else HAS_GRAD",
-        "return ABSTAINS if self.grads[index] is None else HAS_GRAD",
+        "return GradStatus.PRESENT if self.param.has_grad else GradStatus.ABSENT",
+        "return GradStatus.PRESENT if self.param.has_grad else GradStatus.EMPTY",
         (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_on_every_holder",),
+    ),
+    Fault(
+        "a rank whose shard is empty says that it has no gradient",
+        "_muon_engine/runtime/pipeline.py",
+        "            return GradStatus.EMPTY\n",
+        "            return GradStatus.ABSENT\n",
+        (f"{EXCHANGE}empty_shard_needs_no_gradient",),
+    ),
+    Fault(
+        "a rank applies what comes back, whatever its own status",
+        "_muon_engine/runtime/pipeline.py",
+        """            if not matrix.status.applies:
+                continue
+            matrix.log("apply")
+""",
+        """            matrix.log("apply")
+""",
+        (f"{EXCHANGE}no_gradient_on_any_rank_is_skipped",),
+    ),
+    Fault(
+        "a summary says what all statuses have in common",
+        "_muon_engine/runtime/grad_status.py",
+        "summary += int(bit) * which.any(dim=1)",
+        "summary += int(bit) * which.all(dim=1)",
+        (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_on_every_holder",),
+    ),
+    Fault(
+        "the owner keeps its summary to itself",
+        "_muon_engine/runtime/grad_status.py",
+        "returned.write_flags(summary + _SUMMARIES * self._tag(bucket, _SUMMARIES))",
+        "returned.write_flags(0 * summary + _SUMMARIES * self._tag(bucket, _SUMMARIES))",
+        (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_on_every_holder",),
+    ),
+    Fault(
+        "steps are not counted, so that their buckets are not told apart",
+        "_muon_engine/engine.py",
+        "        self._steps += 1\n",
+        "        self._steps = 1\n",
+        (f"{EXCHANGE}ranks_that_are_not_in_the_same_step",),
+    ),
+    Fault(
+        "tags are equal in all steps and buckets",
+        "_muon_engine/runtime/grad_status.py",
+        "return (5 * self._step + bucket + values) % (256 // values)",
+        "return values % (256 // values)",
+        (f"{EXCHANGE}ranks_that_are_not_in_the_same_step",),
     ),
     Fault(
         "the momentum of a flat parameter is updated once for each matrix in it",
         "_muon_engine/runtime/pipeline.py",
-        "            if index in self.grads:\n                continue\n            self.look_up(index)\n",
-        "            self.look_up(index)\n",
+        "        if self._accumulated or grad is None or self.unusable:\n",
+        "        if grad is None or self.unusable:\n",
         (f"{FSDP1}flags",),
     ),
     Fault(
-        "a rank whose piece is empty keeps no momentum",
-        "_muon_engine/runtime/pipeline.py",
-        "            self.keep(layout.key.index, new_momentum_buffer(param))\n",
-        "            pass\n",
-        (f"{EXCHANGE}empty_shard_needs_no_gradient",),
+        "momentum is kept where there is a gradient, and nowhere else",
+        "_muon_engine/engine.py",
+        '            state["momentum_buffer"] = buffer\n            problem = ""\n',
+        """            if param.grad is not None:
+                state["momentum_buffer"] = buffer
+            problem = ""
+""",
+        (f"{STATE}momentum_is_there_after_the_first_step_whatever_has_a_gradient",),
     ),
     Fault(
         "momentum is a plain tensor where the parameter is a DTensor",
-        "_muon_engine/local.py",
+        "_muon_engine/layouts/dtensor.py",
         "    return like_param(param, torch.zeros_like(local_part(param)))\n",
         "    return torch.zeros_like(local_part(param))\n",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     # The update
     Fault(
-        "the learning rate is scaled by the shape of the piece",
+        "the learning rate is scaled by the shape of the shard",
         "_muon_engine/runtime/pipeline.py",
-        "Move(region.of_local(local), update, hyper, layout.shape, region)",
-        "Move(region.of_local(local), update, hyper, tuple(local.shape), region)",
+        "formulas[key] = matrix.param.formulas, matrix.layout.shape",
+        "formulas[key] = matrix.param.formulas, tuple(local.shape)",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
         "weights decay on the owner only",
         "_muon_engine/runtime/pipeline.py",
-        "        local = local_part(param)\n        self.log_phase",
-        """        if self.schedule.owners[matrix] != self.rank:
-            hyper = hyper._replace(weight_decay=0.0)
-        local = local_part(param)
-        self.log_phase""",
+        "            how, shape = formulas[key]\n",
+        """            how, shape = formulas[key]
+            if matrix.owner != self.rank:
+                how = how._replace(weight_decay=0.0)
+""",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
-    ),
-    Fault(
-        "a bfloat16 piece is rounded as if it were the whole matrix",
-        "_muon_engine/apply.py",
-        "    if param.dtype != update.dtype:\n",
-        "    if param.dtype != update.dtype or region.numel:\n",
-        (f"{LAYOUTS}dtypes",),
     ),
     Fault(
         "the caller's autocast reaches the iteration",
         "_muon_engine/engine.py",
-        "with torch.autocast(self._kind, enabled=False):",
-        "with torch.no_grad():",
+        "    return torch.autocast(device.type, enabled=False)\n",
+        "    return nullcontext()\n",
         (f"{LAYOUTS}autocast_does_not_reach_the_iteration",),
+    ),
+    Fault(
+        "autograd is not told what a step has written",
+        "_muon_engine/engine.py",
+        "        torch.autograd.graph.increment_version(written)\n",
+        "        del written\n",
+        (f"{LAYOUTS}version_counters_show_what_a_step_writes",),
     ),
     # Who holds what
     Fault(
@@ -279,7 +329,7 @@ FAULTS = (
     ),
     Fault(
         "expert ids are not looked at, so that other experts are replicas",
-        "_muon_engine/group_functions.py",
+        "_muon_engine/layouts/groups.py",
         "Key(index, 0, name, self.groups.experts.get(index))",
         "Key(index, 0, name)",
         (f"{HERE}experts.py::TestMuonExpertParallel::test_ddp_over_all_ranks",),
@@ -292,7 +342,7 @@ FAULTS = (
         (f"{FSDP1}flags",),
     ),
     Fault(
-        "an FSDP1 piece is read as if it began with a row",
+        "an FSDP1 shard is read as if it began with a row",
         "_muon_engine/layouts/fsdp1.py",
         "offset + at - start, width)",
         "offset + (at - start) // columns * columns, width)",
@@ -302,23 +352,19 @@ FAULTS = (
     Fault(
         "an error of one rank is raised before the others know",
         "_muon_engine/engine.py",
-        """        if self.built is None:
-            if error is not None:
-                raise error
-            return
-""",
-        """        if error is not None:
+        "            error = found\n        if self.functions is not None:\n",
+        """            error = found
+        if error is not None:
             raise error
-        if self.built is None:
-            return
+        if self.functions is not None:
 """,
         (f"{ERRORS}one_rank_with_a_bad_assign_fn",),
     ),
     Fault(
         "what ranks know is not compared at construction",
         "_muon_engine/agreement.py",
-        "reports = exchange_objects(group, (reported(error), digest))",
-        'reports = exchange_objects(group, (reported(error), ""))',
+        "exchange(group, digest, error)",
+        'exchange(group, "", error)',
         (f"{ERRORS}different_hyperparameters",),
     ),
     Fault(
@@ -329,25 +375,43 @@ FAULTS = (
         (f"{ERRORS}error_at_an_end_of_a_chain_of_groups",),
     ),
     Fault(
-        "steps are not counted, so that their exchanges are not told apart",
-        "_muon_engine/engine.py",
-        "        self.calls += 1\n",
-        "        self.calls = 1\n",
-        (f"{EXCHANGE}ranks_that_are_not_in_the_same_step",),
-    ),
-    Fault(
-        "exchanges of another step or round are not noticed",
-        "_muon_engine/runtime/pipeline.py",
-        "            (OUT_OF_STEP, strayed),\n",
-        "",
-        (f"{EXCHANGE}ranks_that_are_not_in_the_same_step",),
-    ),
-    Fault(
         "holders that came to different layouts by process groups go on",
         "_muon_engine/layouts/merge.py",
-        "if its[called][0] != digest:",
+        "if its[name][0] != digest:",
         "if False:",
         (f"{MODULES}replicate_group_on_some_ranks_only",),
         hangs_after=60,
+    ),
+    # Parameters that change
+    Fault(
+        "changed parameters are not noticed",
+        "_muon_engine/engine.py",
+        "        return len(params) == len(self.params) and all(\n",
+        "        return bool(params) or all(\n",
+        (f"{HERE}replaced.py::TestMuonReplacedOnTwo::test_shards_become_replicas",),
+    ),
+    Fault(
+        "a parameter that takes another's place begins without momentum",
+        "_muon_engine/engine.py",
+        "        self.hand_over_momentum(params, states)\n",
+        "",
+        (f"{HERE}replaced.py::TestMuonReplacedOnTwo::test_equal_placements",),
+    ),
+    Fault(
+        "ranks that should meet do not wait for each other",
+        "_muon_engine/process_groups.py",
+        "    if len(ranks) == 1 or world is None",
+        "    if ranks or world is None",
+        (f"{MEETING}values_of_those_who_meet",),
+    ),
+    Fault(
+        "a rank that waited in vain is taken for one that came the next time",
+        "_muon_engine/process_groups.py",
+        """        with suppress(RuntimeError):
+            store.delete_key(keys[me])
+        missing = [
+""",
+        "        missing = [\n",
+        (f"{MEETING}those_who_do_not_come_are_named",),
     ),
 )

@@ -276,7 +276,7 @@ SECTIONS = (
             "notebook": "the notebook",
             "grid": "the DP x TP grid",
             "aisles-pallets": "parameter groups and buckets",
-            "virtual-buffer": "the plan and its buffers",
+            "virtual-buffer": "the schedule and its buffers",
             "data-flow": "DP gather, TP gather, orthogonalize, TP shard, DP shard",
             "buckets": "why the one is bucketed and the other is not",
             "fixes": "the bugs that it had to fix",
