@@ -85,3 +85,10 @@ def pytest_collection_finish():
 
     forkserver.connect_to_new_process = connect
     multiprocessing.set_start_method("forkserver", force=True)
+    common = sys.modules.get("torch.testing._internal.common_distributed")
+    if common is not None:
+        # It asks for "spawn" by name, whatever is set.
+        process = multiprocessing.get_context("forkserver").Process
+        common.MultiProcessTestCase._spawn_processes = lambda case: (
+            case._start_processes(process)
+        )
