@@ -140,9 +140,11 @@ def finish_tree(root, numbers):
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory, stock_tree, wheel):
-    """A checkout with torch.optim alone: enough for everything but importing it."""
+    """A checkout with torch.optim and what patches change: enough for all but importing it."""
     paths = [
         wheel.torch_dir / "__init__.py",
+        wheel.torch_dir / "distributed" / "distributed_c10d.py",
+        wheel.torch_dir / "testing" / "_internal" / "common_optimizers.py",
         *(wheel.torch_dir / "optim").rglob("*.py"),
     ]
     return stock_tree(tmp_path_factory.mktemp("small") / "pytorch", paths)
