@@ -170,7 +170,8 @@ class _MuonFormulas(NamedTuple):
     @property
     def compute_key(self) -> tuple:
         """What :meth:`orthogonalize` depends on: matrices of equal keys may share a batch."""
-        return (self.ns_coefficients, self.ns_steps, self.eps, self.foreach)
+        # The functional form may be given a list.
+        return (tuple(self.ns_coefficients), self.ns_steps, self.eps, self.foreach)
 
     def check(self) -> None:
         _check_ns(self.ns_coefficients, self.ns_steps)
