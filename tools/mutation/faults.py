@@ -213,8 +213,8 @@ FAULTS = (
     Fault(
         "a rank without a gradient says that its shard is empty",
         "_muon_engine/runtime/pipeline.py",
-        "return GradStatus.PRESENT if self.param.has_grad else GradStatus.ABSENT",
-        "return GradStatus.PRESENT if self.param.has_grad else GradStatus.EMPTY",
+        "return GradStatus.PRESENT if self.has_grad else GradStatus.ABSENT",
+        "return GradStatus.PRESENT if self.has_grad else GradStatus.EMPTY",
         (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_on_every_holder",),
     ),
     Fault(

@@ -19,7 +19,6 @@ from torch.optim._muon_engine.layouts.dtensor import (
     local_part,
 )
 from torch.optim._muon_engine.runtime.buffers import Buffers
-from torch.optim._muon_engine.runtime.grad_status import GradStatus, GradStatuses
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, by_rank
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torch.optim._muon_engine.config import DistributedConfig
     from torch.optim._muon_engine.layouts import Layout, Reader, Region
     from torch.optim._muon_engine.runtime.buffers import BucketBuffers
+    from torch.optim._muon_engine.runtime.grad_status import GradStatuses
     from torch.optim._muon_engine.runtime.pipeline import ParamState
     from torch.optim._muon_engine.schedule.buckets import Schedule
 
@@ -218,13 +218,6 @@ class SingleMatrix:
             self._made = schedule, buffers.buckets[0]
         return self._made
 
-    def status(self, param: ParamState) -> GradStatus:
-        if param.unusable:
-            return GradStatus.UNUSABLE
-        if not any(region.numel for region in self.shard):
-            return GradStatus.EMPTY
-        return GradStatus.PRESENT if param.has_grad else GradStatus.ABSENT
-
     def gather(self, piece: Tensor, param: ParamState) -> Tensor | None:
         """The whole matrix on its owner, None elsewhere."""
         schedule, bucket = self._bucket(param.formulas.dtype)
@@ -233,7 +226,7 @@ class SingleMatrix:
         def prepared(region: Region) -> Tensor:
             return region.of_local(local)
 
-        status = self.status(param)
+        status = param.status_of(self.shard)
         bucket.pack(0, prepared)
         send = bucket.gather_send
         self.statuses.send(send, 0, [status] * len(send.matrices))

@@ -51,6 +51,14 @@ class ParamState:
     def has_grad(self) -> bool:
         return self.param.grad is not None and not self.unusable
 
+    def status_of(self, shard: Sequence[Region]) -> GradStatus:
+        """The status of a matrix of which this rank holds ``shard``."""
+        if self.unusable:
+            return GradStatus.UNUSABLE
+        if not any(region.numel for region in shard):
+            return GradStatus.EMPTY
+        return GradStatus.PRESENT if self.has_grad else GradStatus.ABSENT
+
     def take_gradient(self) -> bool:
         """Whether there is a gradient that the momentum has not taken in yet."""
         grad = self.param.grad
@@ -74,7 +82,6 @@ class MatrixState:
         self.owner = schedule.owners[number]
         self.rank = rank
         self.shard = self.layout.shard_of(rank)
-        self.is_empty = not any(region.numel for region in self.shard)
         # Of replicas, one sends its shard; of contributions to a sum, one receives.
         self.own = self.shard if schedule.is_source(number, rank) else ()
         self.receives = schedule.receives(number, rank)
@@ -83,11 +90,7 @@ class MatrixState:
 
     @property
     def status(self) -> GradStatus:
-        if self.param.unusable:
-            return GradStatus.UNUSABLE
-        if self.is_empty:
-            return GradStatus.EMPTY
-        return GradStatus.PRESENT if self.param.has_grad else GradStatus.ABSENT
+        return self.param.status_of(self.shard)
 
     def prepared(self, memory: Scratch, region: Region) -> Tensor:
         """``region`` of what is to be orthogonalized, good until the next call."""
