@@ -287,7 +287,7 @@ def lower_bound(schedule: Schedule, rank: int) -> int:
     """Bytes that ``rank`` has to send: its shards to owners; as an owner, the rest."""
     elements = 0
     for layout, owner in zip(schedule.layouts, schedule.owners):
-        own = sum(region.numel for region in layout.shard_of(rank))
+        own = sum(region.numel for region in layout.shards.of(rank))
         elements += layout.numel - own if owner == rank else own
     return elements * _muon._NS_DTYPE.itemsize
 

@@ -14,7 +14,7 @@ from torch.optim._muon_engine.layouts import (
     Key,
     Layout,
     Region,
-    replica_sets,
+    Shards,
 )
 from torch.optim._muon_engine.schedule.owners import (
     assign_owners,
@@ -60,9 +60,8 @@ def row_layout(index, shape, ranks, shards=None):
     shards = shards or len(ranks)
     edges = [shape[0] * i // shards for i in range(shards + 1)]
     pieces = [rows_of(shape, *edges[i % shards :][:2]) for i in range(len(ranks))]
-    return Layout(
-        Key(index), tuple(shape), torch.float32, tuple(ranks), tuple(pieces), "made up"
-    )
+    held = Shards(tuple(ranks), tuple(pieces))
+    return Layout(Key(index), tuple(shape), torch.float32, held, "made up")
 
 
 def random_layouts(rng, count, ranks, shards=None):
@@ -82,15 +81,8 @@ def loads_of(layouts, owners, ranks):
 
 class TestCover(TestCase):
     def layout(self, shape, *pieces, contributions=()):
-        return Layout(
-            Key(3, 0, "w"),
-            shape,
-            torch.float32,
-            tuple(range(len(pieces))),
-            pieces,
-            "made up",
-            contributions,
-        )
+        shards = Shards(tuple(range(len(pieces))), pieces, contributions)
+        return Layout(Key(3, 0, "w"), shape, torch.float32, shards, "made up")
 
     def test_tilings(self):
         whole = rows_of((4, 6), 0, 4)
@@ -157,7 +149,7 @@ class TestCover(TestCase):
 
     def test_replica_sets(self):
         layout = row_layout(0, (4, 6), (5, 6, 7, 8), shards=2)
-        self.assertEqual(sorted(replica_sets(layout).values()), [[5, 7], [6, 8]])
+        self.assertEqual(layout.shards.replica_sets, ((5, 7), (6, 8)))
 
 
 class TestOwners(TestCase):
@@ -207,7 +199,7 @@ class TestOwners(TestCase):
 
     def test_fewest_bytes_where_the_load_is_equal(self):
         pieces = (rows_of((8, 8), 0, 1), rows_of((8, 8), 1, 8))
-        layout = Layout(Key(0), (8, 8), torch.float32, (4, 9), pieces)
+        layout = Layout(Key(0), (8, 8), torch.float32, Shards((4, 9), pieces))
         self.assertEqual(assign_owners([layout]), [9])
 
     def test_the_same_on_every_rank(self):
@@ -217,7 +209,12 @@ class TestOwners(TestCase):
             self.assertEqual(assign_owners(list(layouts)), owners)
         # Whichever order the framework lists the ranks in.
         turned = [
-            Layout(one.key, one.shape, one.dtype, one.ranks[::-1], one.shards[::-1])
+            Layout(
+                one.key,
+                one.shape,
+                one.dtype,
+                Shards(one.group[::-1], one.shards.regions[::-1]),
+            )
             for one in layouts
         ]
         self.assertEqual(assign_owners(turned), owners)
@@ -245,7 +242,7 @@ class TestOwners(TestCase):
             for i in range(30)
         ]
         for layout, owner in zip(layouts, assign_owners(layouts)):
-            self.assertIn(owner, layout.ranks)
+            self.assertIn(owner, layout.group)
         self.assertEqual(assign_owners([]), [])
 
     def test_by_rank(self):
@@ -363,16 +360,17 @@ class TestSchedule(TestCase):
             self.assert_every_matrix_once(schedule)
             for rank in range(4):
                 # What this rank knows gives the same buckets, in the same order.
-                mine = [i for i, one in enumerate(layouts) if rank in one.ranks]
+                mine = [i for i, one in enumerate(layouts) if rank in one.group]
                 known = self.schedule([layouts[i] for i in mine], **options)
                 self.assertEqual(
                     [
                         (r.group, r.index, [mine[m] for m in r.matrices])
-                        for r in known.buckets_of(rank)
+                        for r in known.buckets
                     ],
                     [
                         (r.group, r.index, list(r.matrices))
-                        for r in schedule.buckets_of(rank)
+                        for r in schedule.buckets
+                        if rank in r.group
                     ],
                 )
 
@@ -431,7 +429,7 @@ class TestSchedule(TestCase):
         for m, layout in enumerate(layouts):
             owner = schedule.owners[m]
             held = {
-                rank: sum(region.numel for region in layout.shard_of(rank))
+                rank: sum(region.numel for region in layout.shards.of(rank))
                 for rank in order
             }
             # No element enters its owner twice, nor where the owner has it already.
@@ -450,9 +448,8 @@ class TestSchedule(TestCase):
 
     def test_contributions_travel_in_their_own_dtype(self):
         whole = rows_of((4, 4), 0, 4)
-        partial = Layout(
-            Key(0), (4, 4), torch.float32, (0, 1), (whole, whole), "", (0, 1)
-        )
+        shards = Shards((0, 1), (whole, whole), contributions=(0, 1))
+        partial = Layout(Key(0), (4, 4), torch.float32, shards)
         schedule = make_schedule(
             [partial, row_layout(1, (4, 4), (0, 1))], [0, 1], torch.bfloat16
         )
@@ -498,7 +495,7 @@ class TestDTensorReader(TestCase):
         """Each rectangle of ``rank`` is where the layout says, in the matrix and in storage."""
         matrix = self.numbered(layout.shape)
         covered = torch.zeros_like(local)
-        for region in layout.shard_of(rank):
+        for region in layout.shards.of(rank):
             self.assertEqual(region.of_local(local), region.of_matrix(matrix))
             region.of_local(covered).add_(1)
         self.assertEqual(covered, torch.ones_like(local))
@@ -523,10 +520,10 @@ class TestDTensorReader(TestCase):
                 self.assert_layout_tells_where(layout, rank, dtensor.to_local())
                 self.assertEqual(layout.shape, shape)
                 self.assertEqual(layout.group, tuple(range(world_size)))
-                self.assertEqual(layout.contributions, ())
+                self.assertEqual(layout.shards.contributions, ())
                 # All ranks read the same.
                 known = first.setdefault((shape, placements), layout)
-                self.assertEqual(layout.shards, known.shards)
+                self.assertEqual(layout.shards.regions, known.shards.regions)
                 check_cover(layout)
 
     def test_fully_shard_over_tensor_parallel(self):
@@ -556,8 +553,8 @@ class TestDTensorReader(TestCase):
             self.numbered((8, 3)), mesh, [Shard(0)], src_data_rank=None
         )
         layout = DTensorReader().read_dtensor(Key(0), dtensor)
-        self.assertEqual(layout.ranks, (4, 5, 6, 7))
-        self.assertEqual(layout.shard_of(5), (Region(2, 0, 2, 3, 0, 3),))
+        self.assertEqual(layout.shards.ranks, (4, 5, 6, 7))
+        self.assertEqual(layout.shards.of(5), (Region(2, 0, 2, 3, 0, 3),))
 
     def test_partial(self):
         self.as_rank(1, 4)
@@ -567,9 +564,9 @@ class TestDTensorReader(TestCase):
         )
         layout = DTensorReader().read_dtensor(Key(0), dtensor)
         self.assertEqual(layout.shape, (8, 3))
-        self.assertEqual(layout.contributions, (0, 0, 1, 1))
-        self.assertTrue(layout.partial)
-        self.assertEqual(layout.shards[0], layout.shards[2])
+        self.assertEqual(layout.shards.contributions, (0, 0, 1, 1))
+        self.assertTrue(layout.shards.partial)
+        self.assertEqual(layout.shards.regions[0], layout.shards.regions[2])
         with self.assertRaisesRegex(ValueError, "parameter 2 'w'.*sum"):
             other = DTensor.from_local(
                 torch.ones(4, 3), mesh, [Partial("max"), Shard(0)], run_check=False

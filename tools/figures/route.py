@@ -129,7 +129,7 @@ class Panel:
         self.layout = found.schedule.layouts[found.matrix]
         self.owner = found.schedule.owners[found.matrix]
         # Replicas hold equal shards, and have one colour.
-        shards = dict.fromkeys(self.layout.shards)
+        shards = dict.fromkeys(self.layout.shards.regions)
         self.hue_of = dict(zip(shards, HUES, strict=False))
         torch.manual_seed(3)
         self.momentum = torch.randn(SHAPE)
@@ -201,7 +201,7 @@ class Panel:
                 zorder=2,
             )
         )
-        shown = self.hue_of if holder is None else {self.layout.shard_of(holder): None}
+        shown = self.hue_of if holder is None else {self.layout.shards.of(holder): None}
         for shard in shown:
             for region in shard:
                 self.cells(left, top, region, values, self.hue_of[shard])
@@ -239,12 +239,12 @@ class Panel:
 
     def own_shard(self, start: float, end: float) -> None:
         y = self.y(self.owner)
-        hue = self.hue_of[self.layout.shard_of(self.owner)]
+        hue = self.hue_of[self.layout.shards.of(self.owner)]
         into_owner = end == self.BEFORE_NS
         left = start + (0.95 if into_owner else 1.1)
         right = end - (1.1 if into_owner else 0.95)
         self.arrow((left, y), (right, y), hue, 1.4, dashed=True)
-        elements = sum(r.numel for r in self.layout.shard_of(self.owner))
+        elements = sum(r.numel for r in self.layout.shards.of(self.owner))
         self.label(((left + right) / 2, y + 0.2), f"{elements} stay", hue)
 
     def trip(
@@ -259,7 +259,7 @@ class Panel:
         a, b = (rank_y, edge) if into_owner else (edge, rank_y)
         if not into_owner:
             left, right = start + 1.1, end - 0.95
-        hue = self.hue_of[self.layout.shard_of(rank)]
+        hue = self.hue_of[self.layout.shards.of(rank)]
         width = 1.2 + 0.09 * trip.elements if trip.elements else 0.9
         colour = hue if trip.elements else FAINT
         self.arrow((left, a), (right, b), colour, width, dotted=not trip.elements)

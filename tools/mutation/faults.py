@@ -33,21 +33,22 @@ FAULTS = (
     Fault(
         "of equally busy ranks, each takes itself for the owner",
         "_muon_engine/schedule/owners.py",
-        "        owner = min(layout.group, key=lambda r: (load[r], inbound[r] + missing[r], r))\n",
+        "        place = int(received.masked_fill(busier, _NEVER).argmin())\n",
         """        from torch.optim._muon_engine.layouts import process_rank
 
-        me = process_rank()
-        owner = min(
-            layout.group, key=lambda r: (load[r], inbound[r] + missing[r], r != me, r)
-        )
+        received = received.masked_fill(busier, _NEVER)
+        place, me = int(received.argmin()), self.group.index(process_rank())
+        place = me if received[me] == received[place] else place
 """,
         (f"{LAYOUTS}assignments_are_one_owner_each_and_equal_on_all_ranks",),
     ),
     Fault(
         "owners are of the first replica only",
         "_muon_engine/schedule/owners.py",
-        "        owner = min(layout.group, key=",
-        "        owner = min(dict(zip(layout.shards[::-1], layout.ranks[::-1])).values(), key=",
+        "        owners[i] = loads[layout.group].give(flops[i], layout.numel, held[id(shards)])\n",
+        """        owner = loads[layout.group].give(flops[i], layout.numel, held[id(shards)])
+        owners[i] = shards.replicas_of(owner)[0]
+""",
         (f"{EXCHANGE}hsdp_orthogonalizes_once_and_not_per_replica",),
     ),
     Fault(
@@ -110,8 +111,8 @@ FAULTS = (
     Fault(
         "contributions to a sum are taken for replicas, so that one is sent",
         "_muon_engine/layouts/__init__.py",
-        "    contributions = layout.contributions or (0,) * len(layout.ranks)\n",
-        "    contributions = (0,) * len(layout.ranks)\n",
+        "        contributions = self.contributions or itertools.repeat(0)\n",
+        "        contributions = itertools.repeat(0)\n",
         (f"{PARTIAL}partial_parameters",),
     ),
     Fault(

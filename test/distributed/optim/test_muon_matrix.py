@@ -70,7 +70,7 @@ class Kinds(ModuleParity):
 
     def check_buckets(self, twins):
         self.assertTrainsAlike(twins, 2)
-        buckets = twins.optimizer._engine.pipeline.schedule.buckets_of(self.rank)
+        buckets = twins.optimizer._engine.pipeline.buffers.buckets
         # Fewer would leave nothing to prefetch. One after the other, each owner has a bucket.
         least = 3 if self.flags["async_gpu_parallelism"] else 2
         self.assertGreaterEqual(len(buckets), least)

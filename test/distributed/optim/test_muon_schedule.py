@@ -8,7 +8,13 @@ from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
 import torch
-from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region
+from torch.optim._muon_engine.layouts import (
+    check_cover,
+    Key,
+    Layout,
+    Region,
+    Shards,
+)
 from torch.optim._muon_engine.schedule.owners import (
     assign_owners,
     check_assignments,
@@ -53,7 +59,9 @@ def grid_layout(key, shape, mesh_shape, group, cuts):
                 local_column += width
             local_row += height
         pieces.append(tuple(regions))
-    return Layout(key, shape, torch.float32, tuple(group), tuple(pieces), "a grid")
+    return Layout(
+        key, shape, torch.float32, Shards(tuple(group), tuple(pieces)), "a grid"
+    )
 
 
 def flat_layout(key, shape, ranks, bounds):
@@ -73,7 +81,9 @@ def flat_layout(key, shape, ranks, bounds):
                 regions.append(Region(row, 0, height, columns, at - start, columns))
                 at += height * columns
         pieces.append(tuple(regions))
-    return Layout(key, shape, torch.float32, tuple(ranks), tuple(pieces), "a flat one")
+    return Layout(
+        key, shape, torch.float32, Shards(tuple(ranks), tuple(pieces)), "a flat one"
+    )
 
 
 def random_layout(rng, index, world):
@@ -152,12 +162,15 @@ def row_layouts(shapes, world):
     for rows, columns in set(shapes):
         step = -(-rows // world)
         cuts = [(min(rows, r * step), min(rows, r * step + step)) for r in range(world)]
-        pieces[rows, columns] = tuple(
-            (Region(a, 0, b - a, columns, 0, columns),) if b > a else ()
-            for a, b in cuts
+        pieces[rows, columns] = Shards(
+            tuple(range(world)),
+            tuple(
+                (Region(a, 0, b - a, columns, 0, columns),) if b > a else ()
+                for a, b in cuts
+            ),
         )
     return [
-        Layout(Key(i), shape, torch.float32, tuple(range(world)), pieces[shape])
+        Layout(Key(i), shape, torch.float32, pieces[shape])
         for i, shape in enumerate(shapes)
     ]
 
@@ -175,10 +188,10 @@ class World:
         ]
         self.local = {}
         for number, layout in enumerate(layouts):
-            for rank in layout.ranks:
-                size = sum(region.numel for region in layout.shard_of(rank))
+            for rank in layout.group:
+                size = sum(region.numel for region in layout.shards.of(rank))
                 storage = torch.full((size,), -1.0)
-                for region in layout.shard_of(rank):
+                for region in layout.shards.of(rank):
                     region.of_local(storage).copy_(region.of_matrix(self.whole[number]))
                 self.local[rank, number] = storage
 
@@ -241,7 +254,7 @@ class TestMuonSchedule(TestCase):
                     out = torch.zeros(layout.shape)
                     writes = torch.zeros(layout.shape)
                     if schedule.is_source(matrix, rank):
-                        for region in layout.shard_of(rank):
+                        for region in layout.shards.of(rank):
                             region.of_matrix(out).copy_(
                                 region.of_local(world.local[rank, matrix])
                             )
@@ -256,7 +269,7 @@ class TestMuonSchedule(TestCase):
                     flags = [f for f in side.flags if f.matrix == matrix]
                     self.assertEqual(
                         sorted(f.rank for f in flags),
-                        sorted(set(layout.ranks) - {rank}),
+                        sorted(set(layout.group) - {rank}),
                     )
                     for flag in flags:
                         value = received[rank][flag.offset].item()
@@ -289,7 +302,7 @@ class TestMuonSchedule(TestCase):
                     value = received[rank][flag.offset].item()
                     self.assertEqual(value, flag.matrix)
                 for matrix in spec.owned:
-                    for region in schedule.layouts[matrix].shard_of(rank):
+                    for region in schedule.layouts[matrix].shards.of(rank):
                         region.of_local(updates[rank, matrix]).copy_(
                             region.of_matrix(-world.whole[matrix])
                         )
@@ -324,7 +337,7 @@ class TestMuonSchedule(TestCase):
         for seed in range(50):
             rng = random.Random(seed)
             _, layouts = self.random_layouts(rng)
-            owners = [rng.choice(layout.ranks) for layout in layouts]
+            owners = [rng.choice(layout.group) for layout in layouts]
             self.play(World(layouts), make_schedule(layouts, owners, torch.bfloat16))
 
     def test_replicas_send_once_and_the_owner_s_own_first(self):
@@ -348,12 +361,12 @@ class TestMuonSchedule(TestCase):
                     found += spec.gather_send.numel + spec.scatter_send.numel
             for layout, owner in zip(layouts, owners):
                 held = {
-                    rank: sum(region.numel for region in layout.shard_of(rank))
-                    for rank in layout.ranks
+                    rank: sum(region.numel for region in layout.shards.of(rank))
+                    for rank in layout.group
                 }
                 needed += layout.numel - held[owner]
                 needed += sum(held.values()) - held[owner]
-                needed += 2 * (len(layout.ranks) - 1)
+                needed += 2 * (len(layout.group) - 1)
             self.assertEqual(found, needed, f"seed {seed}")
 
     def test_every_rank_comes_to_the_same_buckets(self):
@@ -367,7 +380,7 @@ class TestMuonSchedule(TestCase):
                 # order on all ranks, but between groups the order, and so the index, is a rank's own.
                 queues = {}
                 for layout in layouts:
-                    if rank in layout.ranks:
+                    if rank in layout.group:
                         queues.setdefault(layout.group, []).append(layout)
                 turns = [group for group, queue in queues.items() for _ in queue]
                 random.Random(1000 * seed + rank).shuffle(turns)
@@ -389,7 +402,8 @@ class TestMuonSchedule(TestCase):
                             for m in bucket.matrices
                         ],
                     )
-                    for bucket in schedule.buckets_of(rank)
+                    for bucket in schedule.buckets
+                    if rank in bucket.group
                 ]
             for one, other in itertools.combinations(range(world), 2):
                 mine = [r for r in seen[one] if other in r[0]]
@@ -567,8 +581,8 @@ class TestMuonSchedule(TestCase):
 
     def test_cover_is_checked(self):
         def layout(*pieces, shape=(4, 6)):
-            ranks = tuple(range(len(pieces)))
-            return Layout(Key(3, 0, "w"), shape, torch.float32, ranks, pieces, "here")
+            shards = Shards(tuple(range(len(pieces))), pieces)
+            return Layout(Key(3, 0, "w"), shape, torch.float32, shards, "here")
 
         top, bottom = Region(0, 0, 2, 6, 0, 6), Region(2, 0, 2, 6, 0, 6)
         check_cover(layout((top,), (bottom,)))

@@ -117,7 +117,7 @@ class ConfigFunctions:
         owned = by_rank(
             [layout.key.index for layout in layouts], self.owners(params, layouts)
         )
-        ranks = {rank for layout in layouts for rank in layout.ranks}
+        ranks = {rank for group in {l.group for l in layouts} for rank in group}
         return {rank: owned.get(rank, []) for rank in sorted(ranks)}
 
     def gather(self, tensor: Tensor, rank: int, state: dict[str, Any]) -> Tensor | None:
@@ -204,7 +204,7 @@ class SingleMatrix:
         self.device = device
         self.is_owner = owner == rank
         self.statuses = statuses
-        self.shard = self.layout.shard_of(rank)
+        self.shard = self.layout.shards.of(rank)
         self._groups = groups
         self._owner = owner
         self._made: tuple[Schedule, BucketBuffers] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -164,7 +163,7 @@ class Engine:
             owner_of = self._owner_of()
             self.owners = [owner_of[layout.key.index] for layout in self.layouts]
         for layout, owner in zip(self.layouts, self.owners, strict=True):
-            if owner not in layout.ranks:
+            if owner not in layout.shards:
                 raise ValueError(
                     f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; the ranks that "
                     f"do are {list(layout.group)}"
@@ -199,7 +198,6 @@ class Engine:
             if layout.group != ranks:
                 continue
             key = layout.key
-            shards = repr((layout.ranks, layout.shards, layout.contributions))
             fields = {
                 # No index: ranks with other experts or stages beside these count otherwise.
                 "name": f"expert {key.expert}"
@@ -208,7 +206,7 @@ class Engine:
                 "shape": str(layout.shape),
                 "dtype": str(layout.dtype),
                 "placement": layout.source,
-                "shards": hashlib.sha256(shards.encode()).hexdigest()[:12],
+                "shards": layout.shards.digest,
                 "requires_grad": str(self.trained[key.index]),
                 "owner": str(owner),
                 **params[key.index].formulas.signature(),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TYPE_CHECKING
 
 import torch.distributed as dist
@@ -91,24 +93,105 @@ class Key(NamedTuple):
         return f"parameter {self.index}{name}{sub}{expert} of shape {tuple(shape)}"
 
 
+class Shards:
+    """The shards of all ranks of a group, of one matrix or of many that were read alike.
+
+    Args:
+        ranks: global ranks, in the framework's order.
+        regions: for each of ``ranks`` the rectangles that it stores, in storage order; none where its
+            shard is empty. Replicas hold equal rectangles.
+        contributions: where the matrix is a sum of contributions that were never added up, which one
+            each of ``ranks`` holds a shard of; otherwise empty.
+
+    What follows from these is computed once: at real sizes there are many ranks and many matrices,
+    and no loop goes over both.
+    """
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        regions: tuple[tuple[Region, ...], ...],
+        contributions: tuple[int, ...] = (),
+    ) -> None:
+        self.ranks = ranks
+        self.regions = regions
+        self.contributions = contributions
+
+    @cached_property
+    def group(self) -> tuple[int, ...]:
+        """The ranks that share the matrix, in the order that all of them agree on."""
+        return tuple(sorted(self.ranks))
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """How many elements each of ``ranks`` stores."""
+        return tuple(sum(r.numel for r in regions) for regions in self.regions)
+
+    @cached_property
+    def replica_sets(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that store one (contribution, shard), for each distinct one, in the group's order."""
+        sets: dict[tuple[int, tuple[Region, ...]], list[int]] = {}
+        contributions = self.contributions or itertools.repeat(0)
+        for rank, of_sum, shard in zip(self.ranks, contributions, self.regions):
+            sets.setdefault((of_sum, shard), []).append(rank)
+        return tuple(map(tuple, sets.values()))
+
+    @cached_property
+    def _replica_number(self) -> dict[int, tuple[int, int]]:
+        """Rank -> its replica set, and its place in the set."""
+        return {
+            rank: (at, number)
+            for at, ranks in enumerate(self.replica_sets)
+            for number, rank in enumerate(ranks)
+        }
+
+    @cached_property
+    def digest(self) -> str:
+        content = repr((self.ranks, self.regions, self.contributions))
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+    @property
+    def partial(self) -> bool:
+        return len(set(self.contributions)) > 1
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._place
+
+    def of(self, rank: int) -> tuple[Region, ...]:
+        return self.regions[self._place[rank]]
+
+    def contribution_of(self, rank: int) -> int:
+        return self.contributions[self._place[rank]] if self.contributions else 0
+
+    def replicas_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that store what ``rank`` stores, itself among them."""
+        return self.replica_sets[self._replica_number[rank][0]]
+
+    def source(self, rank: int, owner: int) -> int:
+        """Which replica of ``rank``'s shard is exchanged with ``owner``: the one of the owner's replica.
+
+        The n-th ranks of all replica sets form the n-th replica.
+        """
+        replicas = self.replicas_of(rank)
+        return replicas[min(self._replica_number[owner][1], len(replicas) - 1)]
+
+
 @dataclass(frozen=True)
 class Layout:
-    """One matrix: its global shape and, for each rank of its group, what that rank holds.
+    """One matrix: its global shape, and which rank stores what of it.
 
-    ``ranks`` are global ranks in the framework's order; ``shards[i]`` are the rectangles of
-    ``ranks[i]``, in storage order, none where its shard is empty. Replicas hold equal pieces.
-    ``source`` says in words where the reader has this from, for error messages. Where the matrix is
-    a sum of contributions that were never added up, ``contributions[i]`` says which one
-    ``ranks[i]`` holds a piece of; otherwise the tuple is empty.
+    ``source`` says in words where the reader has this from, for error messages.
     """
 
     key: Key
     shape: tuple[int, int]
     dtype: torch.dtype
-    ranks: tuple[int, ...]
-    shards: tuple[tuple[Region, ...], ...]
+    shards: Shards
     source: str = ""
-    contributions: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -117,17 +200,7 @@ class Layout:
     @property
     def group(self) -> tuple[int, ...]:
         """The ranks that share the matrix, in the order that all of them agree on."""
-        return tuple(sorted(self.ranks))
-
-    @property
-    def partial(self) -> bool:
-        return len(set(self.contributions)) > 1
-
-    def shard_of(self, rank: int) -> tuple[Region, ...]:
-        return self.shards[self.ranks.index(rank)]
-
-    def contribution_of(self, rank: int) -> int:
-        return self.contributions[self.ranks.index(rank)] if self.contributions else 0
+        return self.shards.group
 
     def describe(self) -> str:
         return self.key.describe(self.shape)
@@ -194,46 +267,34 @@ def whole_layout(key: Key, param: Tensor) -> Layout:
         )
     rows, columns = param.shape
     full = whole_regions(rows, columns)
-    return Layout(
-        key, (rows, columns), param.dtype, (process_rank(),), (full,), "a plain tensor"
-    )
-
-
-def replica_sets(
-    layout: Layout,
-) -> dict[tuple[int, tuple[Region, ...]], list[int]]:
-    """Each distinct (contribution, piece) with the ranks that hold it, in the group's order."""
-    holders: dict[tuple[int, tuple[Region, ...]], list[int]] = {}
-    contributions = layout.contributions or (0,) * len(layout.ranks)
-    for rank, of_sum, shard in zip(
-        layout.ranks, contributions, layout.shards, strict=True
-    ):
-        holders.setdefault((of_sum, shard), []).append(rank)
-    return holders
+    shards = Shards((process_rank(),), (full,))
+    return Layout(key, (rows, columns), param.dtype, shards, "a plain tensor")
 
 
 def check_cover(layout: Layout) -> None:
-    """Raises ValueError unless the distinct pieces tile the matrix: no gap, no overlap."""
-    sets = replica_sets(layout)
-    for contribution in {contribution for contribution, _ in sets}:
-        pieces = [piece for which, piece in sets if which == contribution]
-        _check_tiles(layout, pieces)
+    """Raises ValueError unless the distinct shards tile the matrix: no gap, no overlap."""
+    shards = layout.shards
+    by_contribution: dict[int, list[Region]] = {}
+    for rank, *_ in shards.replica_sets:
+        regions = by_contribution.setdefault(shards.contribution_of(rank), [])
+        regions += (region for region in shards.of(rank) if region.numel)
+    for regions in by_contribution.values():
+        _check_tiles(layout, regions)
 
 
-def _check_tiles(layout: Layout, pieces: list[tuple[Region, ...]]) -> None:
-    regions = sorted(region for piece in pieces for region in piece if region.numel)
+def _check_tiles(layout: Layout, regions: list[Region]) -> None:
     rows, columns = layout.shape
     found = sum(region.numel for region in regions)
+    # Bands of rows from the top down. Each rectangle is looked at in its own bands only.
     edges = sorted({edge for r in regions for edge in (r.row, r.row + r.height)})
+    waiting = sorted(regions, reverse=True)
+    band: list[Region] = []
     for top, bottom in itertools.pairwise(edges):
-        # Sorted by row first, so a band's rectangles have to be put in column order again.
-        band = sorted(
-            (r.column, r.column + r.width)
-            for r in regions
-            if r.row < bottom and r.row + r.height > top
-        )
+        band = [r for r in band if r.row + r.height > top]
+        while waiting and waiting[-1].row < bottom:
+            band.append(waiting.pop())
         reach = 0
-        for left, right in band:
+        for left, right in sorted((r.column, r.column + r.width) for r in band):
             if left < reach:
                 raise ValueError(
                     f"{layout.describe()}: pieces overlap in rows {top} to {bottom}, column {left} ({layout.source})"

@@ -5,7 +5,7 @@ A plain tensor comes through the same functions: it is its own local tensor.
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import accumulate, product
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim._muon_engine.layouts import (
     Layout,
     process_rank,
     Region,
+    Shards,
     whole_layout,
 )
 
@@ -39,7 +40,8 @@ class DTensorReader:
     takes_flat_params = False
 
     def __init__(self) -> None:
-        self._shards: dict = {}
+        self._shards: dict[Any, Shards] = {}
+        self._ranks: dict[DeviceMesh, tuple[int, ...]] = {}
         # By index, what a piece outside of step() is cut into: as it was read or last gathered.
         self._placed: dict[int, tuple[Layout, DTensor]] = {}
 
@@ -62,7 +64,7 @@ class DTensorReader:
 
     def forget(self) -> None:
         # Another mesh may come to stand at a former one's address.
-        self._shards, self._placed = {}, {}
+        self._shards, self._ranks, self._placed = {}, {}, {}
 
     def read_dtensor(self, key: Key, tensor: DTensor) -> Layout:
         """The layout of ``tensor``.
@@ -86,22 +88,18 @@ class DTensorReader:
         memo = (mesh, tensor.placements, rows, columns)
         shards = self._shards.get(memo)
         fresh = shards is None
-        if fresh:
-            shards = _shards(mesh, tensor.placements, (rows, columns), where)
-        layout = Layout(
-            key,
-            (rows, columns),
-            tensor.dtype,
-            tuple(mesh.mesh.flatten().tolist()),
-            shards,
-            source,
-            _contributions(mesh, tensor.placements, where),
-        )
+        if shards is None:
+            shards = Shards(
+                self._ranks_of(mesh),
+                _regions_by_rank(mesh, tensor.placements, (rows, columns), where),
+                _contributions(mesh, tensor.placements, where),
+            )
+        layout = Layout(key, (rows, columns), tensor.dtype, shards, source)
         if fresh:
             check_cover(layout)
             self._shards[memo] = shards
         local = tensor._local_tensor
-        mine = layout.shard_of(dist.get_rank())
+        mine = shards.of(dist.get_rank())
         if sum(region.numel for region in mine) != local.numel():
             raise ValueError(
                 f"{where}: the local tensor has shape {tuple(local.shape)}, which the placements do not give"
@@ -109,17 +107,27 @@ class DTensorReader:
         self._placed[key.index] = (layout, tensor)
         return layout
 
+    def _ranks_of(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        """The ranks of ``mesh``, flattened; one tuple for all matrices on it."""
+        if mesh not in self._ranks:
+            self._ranks[mesh] = tuple(mesh.mesh.flatten().tolist())
+        return self._ranks[mesh]
+
     def sharing(
         self, params: Sequence[Tensor]
     ) -> dict[tuple[int, ...], list[ProcessGroup]]:
         """Sorted ranks that share one of ``params`` -> the mesh's groups for it."""
         shared: dict[tuple[int, ...], list[ProcessGroup]] = {}
+        # By address: many parameters are on one mesh object.
+        meshes: dict[int, DeviceMesh] = {}
         for param in params:
             mesh = param.device_mesh if isinstance(param, DTensor) else None
             if mesh is None or mesh.get_coordinate() is None:
                 shared.setdefault((process_rank(),), [])
-                continue
-            groups = shared.setdefault(tuple(sorted(mesh.mesh.flatten().tolist())), [])
+            else:
+                meshes[id(mesh)] = mesh
+        for mesh in meshes.values():
+            groups = shared.setdefault(tuple(sorted(self._ranks_of(mesh))), [])
             found = [*mesh.get_all_groups(), *_flattened_groups(mesh)]
             groups += [group for group in found if group not in groups]
         return shared
@@ -193,8 +201,8 @@ def current_device(kind: str) -> torch.device:
 def _cut_out(layout: Layout, full: Tensor, local: Tensor) -> Tensor:
     """Fills ``local`` with this rank's shard of ``full``; of contributions to a sum, the first has it."""
     rank = process_rank()
-    if layout.contribution_of(rank) == 0:
-        for region in layout.shard_of(rank):
+    if layout.shards.contribution_of(rank) == 0:
+        for region in layout.shards.of(rank):
             region.of_local(local).copy_(region.of_matrix(full))
     return local
 
@@ -356,26 +364,29 @@ def _contributions(
     return tuple(result)
 
 
-def _shards(
+def _regions_by_rank(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     where: str,
 ) -> tuple[tuple[Region, ...], ...]:
     """For each rank of the flattened mesh, the regions that it holds."""
-    by_dim = [
-        _indices_by_coordinate(mesh, placements, shape, dim, where)
-        for dim in range(len(shape))
-    ]
-    pieces = []
+    rows, columns = (
+        _runs_by_coordinate(mesh, placements, shape, dim, where) for dim in (0, 1)
+    )
+    # Replicas hold the same runs, and share what comes of them.
+    known: dict[tuple[int, int], tuple[Region, ...]] = {}
+    regions = []
     for coordinate in product(*(range(size) for size in mesh.shape)):
-        rows, columns = (runs[coordinate] for runs in by_dim)
-        stride = sum(length for _, length in columns)
-        pieces.append(tuple(_regions(rows, columns, stride)))
-    return tuple(pieces)
+        of_rows, of_columns = rows[coordinate], columns[coordinate]
+        pair = id(of_rows), id(of_columns)
+        if pair not in known:
+            known[pair] = _regions(of_rows, of_columns)
+        regions.append(known[pair])
+    return tuple(regions)
 
 
-def _indices_by_coordinate(
+def _runs_by_coordinate(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
@@ -394,13 +405,17 @@ def _indices_by_coordinate(
     order = _order_of_cuts(placements, mesh.shape, dim)
     for mesh_dim, placement in order:
         finer: dict[tuple[int, ...], Tensor] = {}
+        cuts: dict[int, list[Tensor]] = {}
         for coordinate, indices in held.items():
-            cut = _cut(placement, indices, dim, mesh.shape[mesh_dim], where)
-            for i, part in enumerate(cut):
+            if id(indices) not in cuts:
+                size = mesh.shape[mesh_dim]
+                cuts[id(indices)] = _cut(placement, indices, dim, size, where)
+            for i, part in enumerate(cuts[id(indices)]):
                 finer[(*coordinate, i)] = part
         held = finer
     # Coordinates that differ along a replicated dimension share one tensor, and so one search.
-    runs = {id(indices): _runs(indices.flatten()) for indices in held.values()}
+    distinct = {id(indices): indices.flatten() for indices in held.values()}
+    runs = dict(zip(distinct, _runs(list(distinct.values())), strict=True))
     place = {mesh_dim: at for at, (mesh_dim, _) in enumerate(order)}
     return {
         tuple(coordinate[place[i]] for i in range(mesh.ndim)): runs[id(indices)]
@@ -447,22 +462,30 @@ def _cut(
     return list(parts)
 
 
-def _runs(indices: Tensor) -> list[tuple[int, int]]:
-    """Maximal runs of consecutive integers, as (start, length), in order."""
-    if indices.numel() == 0:
-        return []
-    breaks = (indices.diff() != 1).nonzero().flatten().add(1).tolist()
-    starts = [0, *breaks]
-    ends = [*breaks, indices.numel()]
-    return [
-        (int(indices[start]), end - start)
-        for start, end in zip(starts, ends, strict=True)
-    ]
+def _runs(parts: list[Tensor]) -> list[list[tuple[int, int]]]:
+    """For each of ``parts`` its maximal runs of consecutive integers, as (start, length), in order."""
+    together = torch.cat(parts)
+    lengths = [part.numel() for part in parts]
+    breaks = (together.diff() != 1).nonzero().flatten().add(1).tolist()
+    ends = list(accumulate(lengths))
+    # A run ends where a part does, too, even if the next one goes on with the next integer.
+    edges = sorted({0, *breaks, *ends})
+    values = together[torch.tensor(edges[:-1], dtype=torch.long, device="cpu")].tolist()
+    found = zip(edges, edges[1:], values)
+    runs: list[list[tuple[int, int]]] = []
+    start, stop, value = next(found, (0, 0, 0))
+    for end in ends:
+        runs.append([])
+        while start < stop <= end:
+            runs[-1].append((value, stop - start))
+            start, stop, value = next(found, (end, end, 0))
+    return runs
 
 
 def _regions(
-    rows: list[tuple[int, int]], columns: list[tuple[int, int]], stride: int
-) -> list[Region]:
+    rows: list[tuple[int, int]], columns: list[tuple[int, int]]
+) -> tuple[Region, ...]:
+    stride = sum(width for _, width in columns)
     regions = []
     local_row = 0
     for row, height in rows:
@@ -472,4 +495,4 @@ def _regions(
             regions.append(Region(row, column, height, width, offset, stride))
             local_column += width
         local_row += height
-    return regions
+    return tuple(regions)

@@ -223,12 +223,12 @@ class GroupReader:
         if isinstance(tensor, DTensor):
             return self.dtensors.whole(tensor, index)
         layout = self._layout_of(tensor, index)
-        if len(layout.ranks) == 1:
+        if len(layout.group) == 1:
             return tensor
         group = spanning_group(layout.group, self.groups.shared_over().values())
         full = tensor.new_empty(layout.shape)
         for rank, local in _everyones(tensor.detach(), group).items():
-            for region in layout.shard_of(rank):
+            for region in layout.shards.of(rank):
                 region.of_matrix(full).copy_(region.of_local(local))
         return full
 
@@ -251,7 +251,7 @@ class GroupReader:
             return self.dtensors.piece(full, index)
         layouts, shape = self._plain[index]
         local = full.new_zeros(shape)
-        for region in layouts[0].shard_of(process_rank()):
+        for region in layouts[0].shards.of(process_rank()):
             region.of_local(local).copy_(region.of_matrix(full))
         return local
 
@@ -309,7 +309,7 @@ class _LocalReader:
         self.groups.check_tp_dim(dtensor, layout.key.index)
         self._warn_about_dtensor(layout, dtensor)
         placements = []
-        if not layout.contributions:
+        if not layout.shards.contributions:
             placements = [
                 GroupPlacement(kind, self.shared[kind], lenient=True)
                 for kind in ("ddp", "cp")
@@ -318,10 +318,10 @@ class _LocalReader:
         return LocalMatrix(
             layout.key,
             layout.dtype,
-            Part(layout.shape, tuple(zip(layout.ranks, layout.shards, strict=True))),
+            Part(layout.shape, tuple(zip(layout.shards.ranks, layout.shards.regions))),
             tuple(placements),
             layout.source,
-            layout.contributions,
+            layout.shards.contributions,
         )
 
     def _warn_about_dtensor(self, layout: Layout, dtensor: DTensor) -> None:
@@ -358,8 +358,8 @@ class _LocalReader:
                 )
 
         replicas = set(_ranks(self.shared["ddp"])) if "ddp" in self.shared else set()
-        inside = replicas & set(layout.ranks)
-        if len({layout.shard_of(rank) for rank in inside}) > 1:
+        inside = replicas & set(layout.group)
+        if len({layout.shards.of(rank) for rank in inside}) > 1:
             self._warn(
                 layout,
                 f"ddp_process_group says that ranks {sorted(replicas)} hold replicas, its placements that ranks "

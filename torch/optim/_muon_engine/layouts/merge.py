@@ -6,13 +6,18 @@ reverse of the order in which they were made, with the sizes that the members of
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.optim._muon_engine.agreement import exchange, names_ranks
-from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region
+from torch.optim._muon_engine.layouts import (
+    check_cover,
+    Key,
+    Layout,
+    Region,
+    Shards,
+)
 
 
 if TYPE_CHECKING:
@@ -280,17 +285,19 @@ class _Merge:
 
     def layouts(self) -> list[Layout]:
         layouts = []
+        known: dict[tuple, Shards] = {}
         for matrix, part in zip(self.matrices, self.parts, strict=True):
-            layout = Layout(
-                matrix.key,
-                part.shape,
-                matrix.dtype,
-                tuple(rank for rank, _ in part.holders),
-                tuple(shard for _, shard in part.holders),
-                matrix.source,
-                matrix.contributions,
-            )
-            check_cover(layout)
+            # Of matrices that are cut alike, join() kept one part.
+            alike = id(part), matrix.contributions
+            shards = known.get(alike)
+            if shards is None:
+                ranks = tuple(rank for rank, _ in part.holders)
+                regions = tuple(shard for _, shard in part.holders)
+                shards = Shards(ranks, regions, matrix.contributions)
+            layout = Layout(matrix.key, part.shape, matrix.dtype, shards, matrix.source)
+            if alike not in known:
+                check_cover(layout)
+                known[alike] = shards
             layouts.append(layout)
         return layouts
 
@@ -305,7 +312,7 @@ class _Merge:
         """Returns an error of this rank or another, or that holders came to different layouts."""
         shared = self.shared_over(kind, ranks) if layouts else {}
         mine = {
-            name: (_digest(layouts[number]), list(layouts[number].group))
+            name: (_digest(layouts[number]), _some_of(layouts[number].group))
             for name, (number, _) in shared.items()
         }
         reports, error = exchange(group, mine, error)
@@ -313,9 +320,10 @@ class _Merge:
             return error
         me = dist.get_rank()
         for name, (digest, holders) in mine.items():
+            shards = layouts[shared[name][0]].shards
             for rank, its in zip(ranks, reports, strict=True):
                 # Of other ranks' experts, only those that this rank shares are its business.
-                if name not in its or rank not in holders:
+                if name not in its or rank not in shards:
                     continue
                 if its[name][0] != digest:
                     return ValueError(
@@ -326,9 +334,14 @@ class _Merge:
         return None
 
 
-def _digest(layout: Layout) -> str:
-    content: Any = (layout.shape, layout.ranks, layout.shards, layout.contributions)
-    return hashlib.sha256(repr(content).encode()).hexdigest()
+def _digest(layout: Layout) -> tuple[tuple[int, int], str]:
+    return layout.shape, layout.shards.digest
+
+
+def _some_of(ranks: tuple[int, ...]) -> str:
+    """``ranks`` in a text whose length does not grow with them."""
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return f"{list(ranks[:16])}{more}"
 
 
 def stack(parts: Sequence[Part], dim: int) -> Part:

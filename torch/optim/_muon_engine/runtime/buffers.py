@@ -157,7 +157,7 @@ class BucketBuffers:
             out: shape (rows, columns), of the dtype of the orthogonalization; written to and returned.
         """
         received = self.gather_recv.regions(matrix)
-        if layout.partial:
+        if layout.shards.partial:
             return _sum_contributions(layout, received, own, rank, prepared, out)
         for region in own:
             region.of_matrix(out).copy_(prepared(region))
@@ -182,10 +182,10 @@ def _sum_contributions(
     """Adds contributions in their order, which is the same whoever owns the matrix."""
     total = torch.zeros(layout.shape, dtype=layout.dtype, device=out.device)
     parts: list[tuple[int, Region, Tensor | None]] = [
-        (layout.contribution_of(sender), region, view)
+        (layout.shards.contribution_of(sender), region, view)
         for sender, region, view in received
     ]
-    parts += [(layout.contribution_of(rank), region, None) for region in own]
+    parts += [(layout.shards.contribution_of(rank), region, None) for region in own]
     for _, region, view in sorted(parts, key=lambda part: part[0]):
         region.of_matrix(total).add_(prepared(region) if view is None else view)
     return out.copy_(total)

@@ -81,7 +81,7 @@ class MatrixState:
         self.layout = schedule.layouts[number]
         self.owner = schedule.owners[number]
         self.rank = rank
-        self.shard = self.layout.shard_of(rank)
+        self.shard = self.layout.shards.of(rank)
         # Of replicas, one sends its shard; of contributions to a sum, one receives.
         self.own = self.shard if schedule.is_source(number, rank) else ()
         self.receives = schedule.receives(number, rank)

@@ -9,17 +9,19 @@ row-major and unpadded, then one flag for each matrix.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple, TYPE_CHECKING
 
-from torch.optim._muon_engine.layouts import Layout, Region, replica_sets
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
 
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
+    from torch.optim._muon_engine.layouts import Layout, Region
 
 
 # Enough buckets to hide transfers behind orthogonalization; more would only add latency.
@@ -102,94 +104,60 @@ class Schedule:
     buckets: tuple[Bucket, ...]
     one_owner_at_a_time: bool = False
 
-    @cached_property
-    def _sources(self) -> tuple[frozenset[int], ...]:
-        return tuple(
-            frozenset(_sources(layout, owner))
-            for layout, owner in zip(self.layouts, self.owners, strict=True)
-        )
-
     def is_source(self, matrix: int, rank: int) -> bool:
         """Whether the shard of ``rank`` goes into ``matrix``; of replicas, one does."""
-        return rank in self._sources[matrix]
+        return self.layouts[matrix].shards.source(rank, self.owners[matrix]) == rank
 
     def receives(self, matrix: int, rank: int) -> bool:
         """Whether ``rank`` gets the update of ``matrix``; of contributions to a sum, one does."""
-        layout = self.layouts[matrix]
-        return layout.contribution_of(rank) == layout.contribution_of(
-            self.owners[matrix]
-        )
-
-    def buckets_of(self, rank: int) -> tuple[Bucket, ...]:
-        return tuple(r for r in self.buckets if rank in r.group)
+        shards, owner = self.layouts[matrix].shards, self.owners[matrix]
+        return shards.contribution_of(rank) == shards.contribution_of(owner)
 
     def spec(
         self, bucket: Bucket, rank: int, group_order: tuple[int, ...]
     ) -> BucketSpec:
         """``rank``'s part of ``bucket``; buffers are ordered as ``group_order``, the collective's."""
+        owned: dict[int, list[int]] = {}
+        for matrix in bucket.matrices:
+            owned.setdefault(self.owners[matrix], []).append(matrix)
+        mine = owned.get(rank, [])
+        # A gather runs from holder to owner, a scatter from owner to holder.
+        as_holder = [(peer, rank, owned.get(peer, ())) for peer in group_order]
+        as_owner = [(peer, peer, mine) for peer in group_order]
+        gather, scatter = bucket.gather_dtype, bucket.scatter_dtype
         return BucketSpec(
-            gather_send=self._pack_spec(
-                bucket, rank, group_order, gather=True, send=True
-            ),
-            gather_recv=self._pack_spec(
-                bucket, rank, group_order, gather=True, send=False
-            ),
-            scatter_send=self._pack_spec(
-                bucket, rank, group_order, gather=False, send=True
-            ),
-            scatter_recv=self._pack_spec(
-                bucket, rank, group_order, gather=False, send=False
-            ),
-            owned=tuple(m for m in bucket.matrices if self.owners[m] == rank),
+            gather_send=self._pack_spec(rank, as_holder, self.is_source, gather),
+            gather_recv=self._pack_spec(rank, as_owner, self.is_source, gather),
+            scatter_send=self._pack_spec(rank, as_owner, self.receives, scatter),
+            scatter_recv=self._pack_spec(rank, as_holder, self.receives, scatter),
+            owned=tuple(mine),
         )
 
     def _pack_spec(
         self,
-        bucket: Bucket,
         rank: int,
-        group_order: tuple[int, ...],
-        *,
-        gather: bool,
-        send: bool,
+        exchanged: Sequence[tuple[int, int, Sequence[int]]],
+        travels: Callable[[int, int], bool],
+        dtype: torch.dtype,
     ) -> PackSpec:
+        """Of what ``rank`` exchanges with each peer: the peer, the holder, and matrices of the owner."""
         splits: list[int] = []
         regions: list[PackedRegion] = []
         flags: list[Flag] = []
         offset = 0
-        for peer in group_order:
+        for peer, holder, matrices in exchanged:
             start = offset
-            # A gather runs from holder to owner, a scatter from owner to holder.
-            owner, holder = (peer, rank) if gather == send else (rank, peer)
             if peer != rank:
-                shared = [m for m in bucket.matrices if self.owners[m] == owner]
-                for matrix in shared:
-                    travels = self.is_source if gather else self.receives
-                    if not travels(matrix, holder):
-                        continue
-                    for region in self.layouts[matrix].shard_of(holder):
-                        regions.append(PackedRegion(matrix, holder, region, offset))
-                        offset += region.numel
-                for matrix in shared:
+                for matrix in matrices:
+                    if travels(matrix, holder):
+                        for region in self.layouts[matrix].shards.of(holder):
+                            regions.append(PackedRegion(matrix, holder, region, offset))
+                            offset += region.numel
+                for matrix in matrices:
                     flags.append(Flag(matrix, holder, offset))
                     offset += 1
             splits.append(offset - start)
-        dtype = bucket.gather_dtype if gather else bucket.scatter_dtype
         return PackSpec(dtype, tuple(splits), tuple(regions), tuple(flags))
-
-
-def _sources(layout: Layout, owner: int) -> set[int]:
-    """The ranks whose shards go to ``owner``: one for each distinct shard, its own replica's first.
-
-    Ranks that hold the same shard stand in the group's order. The n-th of each set form the n-th
-    replica.
-    """
-    sets = replica_sets(layout)
-    mine = next(holders for holders in sets.values() if owner in holders)
-    replica = mine.index(owner)
-    return {
-        owner if holders is mine else holders[min(replica, len(holders) - 1)]
-        for holders in sets.values()
-    }
 
 
 def make_schedule(
@@ -207,7 +175,7 @@ def make_schedule(
     ``bucket_bytes``, what one owner gathers in a bucket, asks for more.
     """
     for layout, owner in zip(layouts, owners, strict=True):
-        if owner not in layout.ranks:
+        if owner not in layout.shards:
             raise ValueError(
                 f"rank {owner} was assigned {layout.describe()} but holds no piece of it; its ranks are "
                 f"{list(layout.group)}"
@@ -215,7 +183,7 @@ def make_schedule(
     families: dict[tuple, list[int]] = {}
     for i, layout in enumerate(layouts):
         # Contributions are summed before they are rounded, so they travel in their own dtype.
-        gather_dtype = layout.dtype if layout.partial else wire_dtype
+        gather_dtype = layout.dtype if layout.shards.partial else wire_dtype
         families.setdefault((layout.group, gather_dtype), []).append(i)
 
     drafts: list[tuple[tuple, tuple[int, ...], list[int], torch.dtype]] = []
@@ -381,14 +349,10 @@ def _within(
 
 def _busiest_holder(part: list[int], layouts: list[Layout]) -> int:
     """Elements that the busiest rank holds of ``part``, and so sends at most."""
-    alike: dict[tuple, list] = {}
-    for m in part:
-        # Matrices that were read alike share one tuple of pieces.
-        layout = layouts[m]
-        alike.setdefault((layout.ranks, id(layout.shards)), [layout, 0])[1] += 1
-    held: dict[int, int] = {}
-    for layout, count in alike.values():
-        for rank, piece in zip(layout.ranks, layout.shards, strict=True):
-            size = sum(region.numel for region in piece)
-            held[rank] = held.get(rank, 0) + count * size
+    # Matrices that were read alike share one object.
+    alike = Counter(layouts[m].shards for m in part)
+    held: Counter[int] = Counter()
+    for shards, count in alike.items():
+        for rank, numel in zip(shards.ranks, shards.numels, strict=True):
+            held[rank] += count * numel
     return max(held.values(), default=0)

@@ -6,10 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from torch import Tensor
     from torch.optim._muon_engine.layouts import Layout
 
 
@@ -17,6 +20,28 @@ def newton_schulz_flops(shape: Sequence[int], ns_steps: int = 5) -> int:
     """Multiply-adds, doubled, of ``ns_steps`` iterations: three products on the short side."""
     short, long = sorted(shape)
     return ns_steps * (4 * short * short * long + 2 * short**3)
+
+
+class _Loads:
+    """What the ranks of one group have to do so far, one element a rank in the group's order."""
+
+    def __init__(self, group: tuple[int, ...]) -> None:
+        self.group = group
+        self.flops = torch.zeros(len(group), dtype=torch.int64, device="cpu")
+        self.received = torch.zeros_like(self.flops)
+
+    def give(self, flops: int, numel: int, held: Tensor) -> int:
+        """Gives a matrix, of which each rank holds ``held`` elements, to a rank, and returns that."""
+        # What it would have received is what decides between ranks of equal load; then the first.
+        received = self.received - held
+        busier = self.flops != self.flops.min()
+        place = int(received.masked_fill(busier, _NEVER).argmin())
+        self.flops[place] += flops
+        self.received[place] += numel - held[place]
+        return self.group[place]
+
+
+_NEVER = 2**62
 
 
 def assign_owners(layouts: Iterable[Layout]) -> list[int]:
@@ -28,24 +53,21 @@ def assign_owners(layouts: Iterable[Layout]) -> list[int]:
     """
     layouts = list(layouts)
     owners = [0] * len(layouts)
-    flops: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    received: dict[tuple[int, ...], dict[int, int]] = defaultdict(
-        lambda: defaultdict(int)
-    )
-    heaviest_first = sorted(
-        range(len(layouts)), key=lambda i: -newton_schulz_flops(layouts[i].shape)
-    )
-    for i in heaviest_first:
-        layout = layouts[i]
-        load, inbound = flops[layout.group], received[layout.group]
-        missing = {
-            rank: layout.numel - sum(region.numel for region in piece)
-            for rank, piece in zip(layout.ranks, layout.shards, strict=True)
-        }
-        owner = min(layout.group, key=lambda r: (load[r], inbound[r] + missing[r], r))
-        load[owner] += newton_schulz_flops(layout.shape)
-        inbound[owner] += missing[owner]
-        owners[i] = owner
+    loads: dict[tuple[int, ...], _Loads] = {}
+    held: dict[int, Tensor] = {}
+    flops = [newton_schulz_flops(layout.shape) for layout in layouts]
+    for i in sorted(range(len(layouts)), key=lambda i: -flops[i]):
+        layout, shards = layouts[i], layouts[i].shards
+        if id(shards) not in held:
+            by_rank = dict(zip(shards.ranks, shards.numels, strict=True))
+            held[id(shards)] = torch.tensor(
+                [by_rank[rank] for rank in shards.group],
+                dtype=torch.int64,
+                device="cpu",
+            )
+        if layout.group not in loads:
+            loads[layout.group] = _Loads(layout.group)
+        owners[i] = loads[layout.group].give(flops[i], layout.numel, held[id(shards)])
     return owners
 
 
