@@ -267,9 +267,15 @@ class TestMuonSchedule(TestCase):
                     self.assertEqual(out, world.whole[matrix])
                     self.assertEqual(writes, torch.ones(layout.shape))
                     flags = [f for f in side.flags if f.matrix == matrix]
+                    speaking = set(layout.group) - {rank}
+                    if bucket.relayed:
+                        # One of many replicas speaks for all.
+                        speaking = {
+                            r for r in speaking if schedule.is_source(matrix, r)
+                        }
                     self.assertEqual(
                         sorted(f.rank for f in flags),
-                        sorted(set(layout.group) - {rank}),
+                        sorted(speaking),
                     )
                     for flag in flags:
                         value = received[rank][flag.offset].item()
@@ -307,10 +313,49 @@ class TestMuonSchedule(TestCase):
                             region.of_matrix(-world.whole[matrix])
                         )
                         region.of_local(arrivals[rank, matrix]).add_(1)
+            self.play_relays(world, specs, received, updates, arrivals)
         self.assertEqual(sorted(owned_once), list(range(len(schedule.layouts))))
         for key, storage in world.local.items():
             self.assertEqual(updates[key], -storage)
             self.assertEqual(arrivals[key], torch.ones_like(storage))
+
+    def play_relays(self, world, specs, received, updates, arrivals):
+        """Broadcasts along replicas what their sources got back or made."""
+        queues = {rank: list(spec.relays) for rank, spec in specs.items()}
+        while any(queues.values()):
+            # One that all of its replicas come to next: else they would wait for each other.
+            relay = next(
+                relays[0]
+                for relays in queues.values()
+                if relays
+                and all(
+                    queues[rank] and queues[rank][0][:2] == relays[0][:2]
+                    for rank in relays[0].replicas
+                )
+            )
+            source = specs[relay.source]
+            got = {}
+            for side, buffer in (
+                (source.scatter_recv, received[relay.source]),
+                (source.kept, None),
+            ):
+                for packed in side.regions:
+                    # What the source keeps of its own, it has just made.
+                    got[packed.matrix, packed.region] = (
+                        packed.region.of_matrix(-world.whole[packed.matrix])
+                        if buffer is None
+                        else world.view(buffer, packed)
+                    )
+            for rank in relay.replicas:
+                self.assertEqual(queues[rank].pop(0).packed.splits, relay.packed.splits)
+                if rank == relay.source:
+                    continue
+                for packed in relay.packed.regions:
+                    target = updates[rank, packed.matrix]
+                    packed.region.of_local(target).copy_(
+                        got[packed.matrix, packed.region]
+                    )
+                    packed.region.of_local(arrivals[rank, packed.matrix]).add_(1)
 
     def random_layouts(self, rng):
         world = rng.choice((1, 2, 4, 8))
@@ -329,6 +374,7 @@ class TestMuonSchedule(TestCase):
                 torch.bfloat16,
                 one_owner_at_a_time=rng.random() < 0.3,
                 max_buckets=rng.choice((1, 2, 4)),
+                max_replicas=rng.choice((1, 2, 8)),
                 bucket_bytes=rng.choice((16, 300, 2**20)),
             )
             self.play(World(layouts), schedule)
@@ -353,20 +399,32 @@ class TestMuonSchedule(TestCase):
             rng = random.Random(seed)
             _, layouts = self.random_layouts(rng)
             owners = assign_owners(layouts)
-            schedule = make_schedule(layouts, owners, torch.bfloat16)
+            schedule = make_schedule(
+                layouts, owners, torch.bfloat16, max_replicas=rng.choice((1, 2, 8))
+            )
             found = needed = 0
+            relayed = set()
             for bucket in schedule.buckets:
+                relayed.update(bucket.matrices if bucket.relayed else ())
                 for rank in bucket.group:
                     spec = schedule.spec(bucket, rank, bucket.group)
                     found += spec.gather_send.numel + spec.scatter_send.numel
-            for layout, owner in zip(layouts, owners):
+                    for replicas, source, packed in spec.relays:
+                        found += (len(replicas) - 1) * packed.numel * (source == rank)
+            for matrix, (layout, owner) in enumerate(zip(layouts, owners)):
                 held = {
                     rank: sum(region.numel for region in layout.shards.of(rank))
                     for rank in layout.group
                 }
                 needed += layout.numel - held[owner]
                 needed += sum(held.values()) - held[owner]
-                needed += 2 * (len(layout.group) - 1)
+                # One flag from whoever exchanges with the owner, and one for every rank but the owner.
+                speaking = (
+                    len(layout.shards.replica_sets)
+                    if matrix in relayed
+                    else len(layout.group)
+                )
+                needed += speaking - 1 + len(layout.group) - 1
             self.assertEqual(found, needed, f"seed {seed}")
 
     def test_every_rank_comes_to_the_same_buckets(self):

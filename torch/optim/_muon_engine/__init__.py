@@ -20,6 +20,8 @@ The words, in the order of the data:
 - *owner*: the rank that orthogonalizes a matrix, out of its whole grid of shards and replicas.
 - *bucket*: matrices of one group of ranks that take the step together; every owner works in each.
 - *gather* and *scatter*: one packed all-to-all each, to the owners and back.
+- *relay*: of many replicas one, the *source*, exchanges a shard with the owner, and broadcasts what comes
+  back to the others.
 - *split*: what one rank sends another in it. *Spec*: which region stands where in its *buffer*.
 - *slot*: the memory of one bucket in flight. *Prefetch*: later buckets whose gathers are in flight.
 - *grad status*: whether a holder has a gradient; where holders differ, that is a *mismatch*.

@@ -213,7 +213,13 @@ class SingleMatrix:
 
     def _bucket(self, dtype: torch.dtype) -> tuple[Schedule, BucketBuffers]:
         if self._made is None or self._made[1].bucket.scatter_dtype != dtype:
-            schedule = make_schedule([self.layout], [self._owner], dtype)
+            # Waited for at once, a relay would only add a trip.
+            schedule = make_schedule(
+                [self.layout],
+                [self._owner],
+                dtype,
+                max_replicas=len(self.layout.group),
+            )
             buffers = Buffers(schedule, self.rank, self._groups, self.device, 0)
             self._made = schedule, buffers.buckets[0]
         return self._made
@@ -229,13 +235,14 @@ class SingleMatrix:
         status = param.status_of(self.shard)
         bucket.pack(0, prepared)
         send = bucket.gather_send
-        self.statuses.send(send, 0, [status] * len(send.matrices))
+        said = self.statuses.said([status], send.flat.device)
+        self.statuses.send(send, 0, said[: len(send.matrices)])
         bucket.start_gather()
         bucket.wait()
         if not self.is_owner:
             return None
         self._summary = self.statuses.summarize(
-            bucket.gather_recv, bucket.scatter_send, 0, [status]
+            bucket.gather_recv, [bucket.scatter_send], 0, [0], said
         )
         own = self.shard if schedule.is_source(0, self.rank) else ()
         out = torch.empty(

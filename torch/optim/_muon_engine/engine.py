@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch.optim._muon_engine.config import DistributedConfig
     from torch.optim._muon_engine.layouts import Layout
     from torch.optim._muon_engine.runtime import StepParam
+    from torch.optim._muon_engine.schedule.buckets import Schedule
 
 
 log = logging.getLogger("torch.optim.muon")
@@ -84,7 +85,11 @@ class Engine:
         # What the layouts are read from, to be compared at every step.
         self._provenance = [provenance(tensor) for tensor in self.params]
         self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
-        # For the flags as they last were; one at a time, since another's buffers would only hold memory.
+        # The framework's own groups among some of those ranks.
+        self._known: dict[tuple[int, ...], list[ProcessGroup]] = {}
+        # For the flags as they last were.
+        self._schedule: Schedule | None = None
+        # One at a time, since another's buffers would only hold memory.
         self.pipeline: Pipeline | None = None
         self._pipeline_flags: tuple[bool, int] | None = None
         self._singles: dict[int, SingleMatrix] = {}
@@ -96,7 +101,7 @@ class Engine:
         gone: dict[tuple[int, ...], list[ProcessGroup]] = {}
         if former is not None:
             self._steps, self.failure = former._steps, former.failure
-            self._groups = dict(former._groups)
+            self._groups, self._known = dict(former._groups), dict(former._known)
             before = former.params, former._provenance
             changed, _ = _changes(*before, self.params, self._provenance)
             gone = former._gone_groups(self.params, self._provenance)
@@ -143,6 +148,9 @@ class Engine:
         if self.functions is not None:
             shared = {**gone, **self.functions.reader.sharing(changed)}
             self._agree(shared, params, error)
+            if self.functions.run(self.config):
+                # Groups to relay in are made here, where all ranks are.
+                self._make_schedule(params)
         elif error is not None:
             raise error
 
@@ -186,6 +194,7 @@ class Engine:
                 self._groups[ranks] = None
                 continue
             group = self._groups[ranks] = spanning_group(ranks, known[ranks])
+            self._known[ranks] = known[ranks]
             signatures = self._signatures(ranks, params) if error is None else []
             shared.append((group, signatures))
         agree(shared, error)
@@ -404,23 +413,36 @@ class Engine:
         ahead = self.config.prefetch_count
         if self.pipeline is None or self._pipeline_flags != (parallel, ahead):
             self.pipeline = None
-            trained = [
-                (layout, owner)
-                for layout, owner in zip(self.layouts, self.owners, strict=True)
-                if self.trained[layout.key.index]
-            ]
-            schedule = make_schedule(
-                [layout for layout, _ in trained],
-                [owner for _, owner in trained],
-                params[0].formulas.dtype if params else torch.float32,
-                one_owner_at_a_time=not parallel,
-            )
+            schedule = self._schedule
+            if schedule is None or schedule.one_owner_at_a_time == parallel:
+                schedule = self._make_schedule(params)
             buffers = Buffers(schedule, self.rank, self._groups, self.device, ahead)
             self.pipeline = Pipeline(
                 schedule, buffers, self.rank, self.device, self.statuses
             )
             self._pipeline_flags = (parallel, ahead)
         return self.pipeline
+
+    def _make_schedule(self, params: Sequence[StepParam]) -> Schedule:
+        """The schedule for the flags as they are, and the groups that it relays in."""
+        trained = [
+            (layout, owner)
+            for layout, owner in zip(self.layouts, self.owners, strict=True)
+            if self.trained[layout.key.index]
+        ]
+        schedule = self._schedule = make_schedule(
+            [layout for layout, _ in trained],
+            [owner for _, owner in trained],
+            params[0].formulas.dtype if params else torch.float32,
+            one_owner_at_a_time=not self.config.async_gpu_parallelism,
+        )
+        # In the global order that groups are always made in.
+        relaying = schedule.replica_sets(self.rank)
+        for ranks in sorted(relaying, key=lambda ranks: (-len(ranks), ranks)):
+            if ranks not in self._groups:
+                known = [group for groups in self._known.values() for group in groups]
+                self._groups[ranks] = spanning_group(ranks, known)
+        return schedule
 
     def _step_through_callbacks(self, params: Mapping[int, ParamState]) -> None:
         owner_of = self._owner_of()

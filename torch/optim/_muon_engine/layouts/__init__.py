@@ -141,6 +141,11 @@ class Shards:
         return tuple(map(tuple, sets.values()))
 
     @cached_property
+    def replicas(self) -> int:
+        """How many ranks store the shard that most of them store."""
+        return max(map(len, self.replica_sets), default=0)
+
+    @cached_property
     def _replica_number(self) -> dict[int, tuple[int, int]]:
         """Rank -> its replica set, and its place in the set."""
         return {

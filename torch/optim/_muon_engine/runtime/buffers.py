@@ -1,4 +1,4 @@
-"""The packed buffers of each bucket, and the two collectives that move them.
+"""The packed buffers of each bucket, and the collectives that move them.
 
 The schedule alone decides what is sent, to whom and how much of it. Gradients fill the buffers and
 never change a call.
@@ -7,7 +7,8 @@ never change a call.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import NamedTuple, TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
     from torch.optim._muon_engine.layouts import Layout, Region
@@ -24,20 +25,25 @@ if TYPE_CHECKING:
         Bucket,
         BucketSpec,
         PackSpec,
+        Relay,
         Schedule,
     )
+
+
+# Broadcasts along replicas of which the results have memory at one time.
+RELAYS_IN_FLIGHT = 2
 
 
 class Slot(NamedTuple):
     """Memory of one bucket in flight, 1D, in bytes.
 
     What a gather sends and what the scatter then receives share ``outer``: the first is over before
-    the second begins.
+    the second begins. What an owner gathers and sends back shares ``inner`` where both are packed
+    alike: a matrix is put together before its update is written.
     """
 
     outer: Tensor
-    gathered: Tensor
-    updates: Tensor
+    inner: Tensor
 
 
 class PackedRegionView(NamedTuple):
@@ -65,10 +71,13 @@ class PackedBuffer:
         for flag in spec.flags:
             places.setdefault(flag.matrix, []).append(flag.offset)
         self.matrices = list(places)
-        # One row a matrix, one column a peer: all flags of a bucket are read or written at once.
-        self._flag_places = torch.tensor(
-            list(places.values()), dtype=torch.long, device=memory.device
-        )
+        # One row a matrix, one column a peer: all flags of a bucket are read or written at once. A
+        # matrix with fewer peers than another repeats its last one.
+        longest = max(map(len, places.values()), default=0)
+        rows = [
+            found + found[-1:] * (longest - len(found)) for found in places.values()
+        ]
+        self._flag_places = torch.tensor(rows, dtype=torch.long, device=memory.device)
 
     def regions(self, matrix: int) -> Sequence[PackedRegionView]:
         return self._regions.get(matrix, ())
@@ -76,6 +85,15 @@ class PackedBuffer:
     def read_flags(self) -> Tensor:
         """Flags of shape (matrices, peers)."""
         return self.flat[self._flag_places]
+
+    def flags_from(self, other: PackedBuffer) -> tuple[Tensor, Tensor]:
+        """Where the flags of matrices stand that both have, here and in ``other``; one peer a matrix."""
+        row = {matrix: place for place, matrix in enumerate(self.matrices)}
+        both = [(row[m], at) for at, m in enumerate(other.matrices) if m in row]
+        return (
+            self._flag_places[[mine for mine, _ in both]].flatten(),
+            other._flag_places[[theirs for _, theirs in both]].flatten(),
+        )
 
     def write_flags(self, values: Tensor) -> None:
         """Writes ``values``, of shape (matrices,), for every peer."""
@@ -95,6 +113,9 @@ class BucketBuffers:
     gather_recv: PackedBuffer
     scatter_send: PackedBuffer
     scatter_recv: PackedBuffer
+    # Of the updates that this rank makes, its own shards, which it relays.
+    kept: PackedBuffer
+    relays: list[RelayBuffer]
     # The bucket of the same group whose gather may start once this one is on its way back.
     follower: BucketBuffers | None = None
     work: dist.Work | None = None
@@ -124,14 +145,9 @@ class BucketBuffers:
     def wait(self) -> None:
         if self.work is not None:
             work, self.work = self.work, None
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"the {self._phase} of bucket {self.bucket.index} among ranks {list(self.bucket.group)} failed. One "
-                    "of these ranks ended, failed before it, did not call step(), or changed its parameters alone: "
-                    f"{error}"
-                ) from error
+            _wait(
+                work, f"{self._phase} of bucket {self.bucket.index}", self.bucket.group
+            )
 
     # Between the collectives. ``prepared`` gives a region of this rank's own shard, of shape
     # (height, width), good until it is called again.
@@ -167,8 +183,56 @@ class BucketBuffers:
 
     def pack_update(self, matrix: int, update: Tensor) -> None:
         """Writes each holder's regions of ``update``, of shape (rows, columns)."""
-        for _, region, view in self.scatter_send.regions(matrix):
-            view.copy_(region.of_matrix(update))
+        for buffer in (self.scatter_send, self.kept):
+            for _, region, view in buffer.regions(matrix):
+                view.copy_(region.of_matrix(update))
+
+
+@dataclass
+class RelayBuffer:
+    """A broadcast of one bucket along replicas, as this rank takes part in it."""
+
+    bucket: Bucket
+    relay: Relay
+    group: ProcessGroup | None
+    packed: PackedBuffer
+    work: dist.Work | None = None
+    # Where flags stand that come from each of several buffers.
+    _flags: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def pack(self, results: BucketBuffers) -> None:
+        """On the source: writes what came back to it, and what it made itself."""
+        origins = (results.scatter_recv, results.kept)
+        if not self._flags:
+            self._flags = [self.packed.flags_from(origin) for origin in origins]
+        for origin, (mine, theirs) in zip(origins, self._flags):
+            for matrix in self.packed.matrices:
+                found, wanted = origin.regions(matrix), self.packed.regions(matrix)
+                for (_, _, view), (_, _, target) in zip(found, wanted):
+                    target.copy_(view)
+            self.packed.flat[mine] = origin.flat[theirs]
+
+    def start(self) -> None:
+        if self.work is None:
+            self.work = dist.broadcast(
+                self.packed.flat, self.relay.source, group=self.group, async_op=True
+            )
+
+    def wait(self) -> None:
+        if self.work is not None:
+            work, self.work = self.work, None
+            what = f"relay of bucket {self.bucket.index} from rank {self.relay.source}"
+            _wait(work, what, self.relay.replicas)
+
+
+def _wait(work: dist.Work, what: str, ranks: Sequence[int]) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the {what} among ranks {list(ranks)} failed. One of these ranks ended, failed before it, did not call "
+            f"step(), or changed its parameters alone: {error}"
+        ) from error
 
 
 def _sum_contributions(
@@ -202,6 +266,7 @@ class Buffers:
         device: torch.device,
         prefetch_count: int,
     ) -> None:
+        self.device = device
         self.prefetch_count = prefetch_count
         rings: dict[tuple[int, ...], list[tuple[int, Bucket, BucketSpec]]] = {}
         for place, bucket in enumerate(schedule.buckets):
@@ -213,24 +278,28 @@ class Buffers:
             )
             spec = schedule.spec(bucket, rank, order)
             rings.setdefault(bucket.group, []).append((place, bucket, spec))
+        relays = [
+            spec.relays
+            for specs in rings.values()
+            for _, _, spec in specs
+            if spec.relays
+        ]
+        passing = _RelayMemory(relays, rank, device)
         placed: list[tuple[int, BucketBuffers]] = []
-        for ranks, specs in rings.items():
+        for specs in rings.values():
             slots = self._slots([spec for _, _, spec in specs], device)
             ring = [
-                BucketBuffers(
-                    bucket,
-                    groups[ranks],
-                    spec.owned,
-                    PackedBuffer(spec.gather_send, slot.outer),
-                    PackedBuffer(spec.gather_recv, slot.gathered),
-                    PackedBuffer(spec.scatter_send, slot.updates),
-                    PackedBuffer(spec.scatter_recv, slot.outer),
-                )
+                _bucket_buffers(bucket, groups, spec, slot, passing)
                 for (_, bucket, spec), slot in zip(specs, itertools.cycle(slots))
             ]
             for buffers, follower in zip(ring, ring[prefetch_count + 1 :]):
                 buffers.follower = follower
             placed += zip((place for place, _, _ in specs), ring)
+        # Replicas of which one speaks for all, and the matrices that it does so for.
+        self.replica_sets = [
+            (groups[ranks], matrices)
+            for ranks, matrices in sorted(schedule.replica_sets(rank).items())
+        ]
         # All groups in one order, of which each rank runs its part.
         self.buckets = [buffers for _, buffers in sorted(placed, key=lambda p: p[0])]
 
@@ -249,7 +318,61 @@ class Buffers:
     def drain(self) -> None:
         """Waits for whatever is under way, after an error."""
         for buffers in self.buckets:
-            try:
-                buffers.wait()
-            except Exception:  # the error that led here is the one to report
-                buffers.work = None
+            for one in (buffers, *buffers.relays):
+                # The error that led here is the one to report.
+                with suppress(Exception):
+                    one.wait()
+
+
+def _bucket_buffers(
+    bucket: Bucket,
+    groups: Mapping[tuple[int, ...], ProcessGroup | None],
+    spec: BucketSpec,
+    slot: Slot,
+    passing: _RelayMemory,
+) -> BucketBuffers:
+    updates = slot.inner[0 if spec.in_place else spec.gather_recv.nbytes :]
+    return BucketBuffers(
+        bucket,
+        groups[bucket.group],
+        spec.owned,
+        gather_send=PackedBuffer(spec.gather_send, slot.outer),
+        gather_recv=PackedBuffer(spec.gather_recv, slot.inner),
+        scatter_send=PackedBuffer(spec.scatter_send, updates),
+        scatter_recv=PackedBuffer(spec.scatter_recv, slot.outer),
+        kept=PackedBuffer(spec.kept, updates[spec.scatter_send.nbytes :]),
+        relays=[
+            RelayBuffer(bucket, relay, groups[relay.replicas], packed)
+            for relay, packed in passing.buffers(spec.relays)
+        ],
+    )
+
+
+class _RelayMemory:
+    """What a rank passes on of a bucket is packed as a whole, so that the slot is free at once.
+
+    What it is passed goes through a ring, each broadcast applied before the next but one.
+    """
+
+    def __init__(
+        self, relays: Iterable[Sequence[Relay]], rank: int, device: torch.device
+    ) -> None:
+        self.rank = rank
+        sent = received = 0
+        for of_bucket in relays:
+            sizes = [(relay.source == rank, relay.packed.nbytes) for relay in of_bucket]
+            sent = max(sent, sum(size for mine, size in sizes if mine))
+            received = max([received, *(size for mine, size in sizes if not mine)])
+        self._sent = torch.empty(sent, dtype=torch.uint8, device=device)
+        self._ring = [
+            torch.empty(received, dtype=torch.uint8, device=device)
+            for _ in range(RELAYS_IN_FLIGHT)
+        ]
+
+    def buffers(self, relays: Sequence[Relay]) -> Iterator[tuple[Relay, PackedBuffer]]:
+        """One for each of the ``relays`` of a bucket."""
+        free, ring = self._sent, itertools.cycle(self._ring)
+        for relay in relays:
+            mine = relay.source == self.rank
+            yield relay, PackedBuffer(relay.packed, free if mine else next(ring))
+            free = free[relay.packed.nbytes if mine else 0 :]

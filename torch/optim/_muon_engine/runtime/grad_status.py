@@ -3,20 +3,25 @@
 Gradients never decide which collectives run. Each holder sends a status of each matrix along with its
 shard; the owner sends a summary back along with the result. A rank acts on its own status. Where the
 holders of a matrix differ, all of them raise once the last bucket is through.
+
+Where only one of many replicas exchanges a shard with the owner, it speaks for all of them: what they say
+is put together first, by one small all-reduce a step.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
-from typing import TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
     from torch.optim._muon_engine.layouts import Key, Layout
     from torch.optim._muon_engine.runtime.buffers import PackedBuffer
 
@@ -36,9 +41,14 @@ class GradStatus(IntEnum):
         """Whether the holder applies the update that comes back."""
         return self in (GradStatus.PRESENT, GradStatus.EMPTY)
 
+    @property
+    def summary(self) -> Summary:
+        """Of this holder alone."""
+        return _SAID.get(self, Summary(0))
+
 
 class Summary(IntFlag):
-    """What the owner makes of all statuses of one matrix."""
+    """What several holders say of one matrix, and at last all of them."""
 
     SOME_PRESENT = 1
     SOME_ABSENT = 2
@@ -53,10 +63,16 @@ class Summary(IntFlag):
         )
 
 
-# With each status goes a tag of the step and bucket. Ranks in different steps would otherwise have
-# their pieces orthogonalized together where sizes happen to match. Beside four statuses or sixteen
-# summaries, bfloat16 counts by ones up to 256.
-_STATUSES, _SUMMARIES = 4, 16
+_SAID = {
+    GradStatus.PRESENT: Summary.SOME_PRESENT,
+    GradStatus.ABSENT: Summary.SOME_ABSENT,
+    GradStatus.UNUSABLE: Summary.SOME_UNUSABLE,
+}
+
+# With each summary goes a tag of the step and bucket. Ranks in different steps would otherwise have
+# their pieces orthogonalized together where sizes happen to match. Beside sixteen summaries there is room
+# for sixteen tags: bfloat16 counts by ones up to 256.
+_SUMMARIES = _TAGS = 16
 
 _MESSAGES = (
     (
@@ -76,6 +92,32 @@ _MESSAGES = (
 )
 
 
+def _bits(device: torch.device) -> Tensor:
+    return 1 << torch.arange(len(Summary), dtype=torch.int32, device=device)
+
+
+def _rows(matrices: Sequence[int], some: Sequence[int]) -> slice | list[int]:
+    """Where ``some`` of ``matrices`` stand among them."""
+    if list(matrices) == list(some):
+        return slice(None)
+    place = {matrix: row for row, matrix in enumerate(matrices)}
+    return [place[matrix] for matrix in some]
+
+
+class Joining(NamedTuple):
+    """An all-reduce under way: a row of bits for each matrix, then one of the step and its negative."""
+
+    values: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        """What all replicas say, shape (matrices,)."""
+        self.work.wait()
+        summaries = self.values[:-1].sum(dim=1, dtype=torch.int32)
+        strayed = (self.values[-1].sum() != 0).to(summaries.dtype)
+        return summaries | int(Summary.OUT_OF_STEP) * strayed
+
+
 class GradStatuses:
     """Writes and reads the statuses of one rank, and keeps the summaries until they are looked at."""
 
@@ -87,52 +129,63 @@ class GradStatuses:
         """``step`` counts this rank's calls of ``step()``."""
         self._step = step
 
-    def _tag(self, bucket: int, values: int) -> int:
+    def _tag(self, bucket: int, back: bool) -> int:
         """Differs between neighbouring steps and buckets; repeats, at the earliest after 16 steps."""
-        return (5 * self._step + bucket + values) % (256 // values)
+        return (5 * self._step + bucket + 7 * back) % _TAGS
 
-    def send(
-        self, buffer: PackedBuffer, bucket: int, statuses: Sequence[GradStatus]
-    ) -> None:
-        """Writes ``statuses``, in the order of ``buffer.matrices``, for the owners."""
-        if statuses:
-            values = torch.tensor(
-                statuses, dtype=torch.int32, device=buffer.flat.device
-            )
-            buffer.write_flags(values + _STATUSES * self._tag(bucket, _STATUSES))
+    def said(self, statuses: Sequence[GradStatus], device: torch.device) -> Tensor:
+        """What this rank says of its matrices: a summary of each, shape (matrices,)."""
+        summaries = [status.summary for status in statuses]
+        return torch.tensor(summaries, dtype=torch.int32, device=device)
+
+    def start_joining(self, said: Tensor, group: ProcessGroup | None) -> Joining:
+        """Puts together what all ranks of ``group``, replicas of each other, say of their matrices."""
+        bits = said[:, None] & _bits(said.device)
+        # The largest of both agree where all are in one step.
+        step = torch.tensor([[self._step, -self._step, 0, 0]], dtype=torch.int32)
+        values = torch.cat([bits, step.to(said.device)])
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group, async_op=True)
+        return Joining(values, work)
+
+    def send(self, buffer: PackedBuffer, bucket: int, said: Tensor) -> None:
+        """Writes ``said``, in the order of ``buffer.matrices``, for the owners."""
+        buffer.write_flags(said + _SUMMARIES * self._tag(bucket, back=False))
 
     def summarize(
         self,
         received: PackedBuffer,
-        returned: PackedBuffer,
+        returned: Sequence[PackedBuffer],
         bucket: int,
-        own: Sequence[GradStatus],
+        matrices: Sequence[int],
+        own: Tensor,
     ) -> Tensor:
-        """On the owner: sums up all statuses, and writes that for the holders."""
-        statuses = torch.tensor(own, dtype=torch.int32, device=received.flat.device)
-        statuses = statuses[:, None]
-        strayed = torch.zeros_like(statuses, dtype=torch.bool)
+        """On the owner of ``matrices``, which says ``own``: sums up, and writes that for the holders."""
+        said = own[:, None] & _bits(own.device)
         if received.matrices:
-            flags = received.read_flags().to(statuses.dtype)
-            strayed = flags // _STATUSES != self._tag(bucket, _STATUSES)
-            statuses = torch.cat([statuses, flags % _STATUSES], dim=1)
-        found = (
-            (Summary.SOME_PRESENT, statuses == GradStatus.PRESENT),
-            (Summary.SOME_ABSENT, statuses == GradStatus.ABSENT),
-            (Summary.SOME_UNUSABLE, statuses == GradStatus.UNUSABLE),
-            (Summary.OUT_OF_STEP, strayed),
-        )
-        summary = torch.zeros_like(statuses[:, 0])
-        for bit, which in found:
-            summary += int(bit) * which.any(dim=1)
-        returned.write_flags(summary + _SUMMARIES * self._tag(bucket, _SUMMARIES))
+            flags = received.read_flags().to(own.dtype)
+            strayed = flags // _SUMMARIES != self._tag(bucket, back=False)
+            strange = int(Summary.OUT_OF_STEP) * strayed.to(own.dtype)
+            flags = (flags % _SUMMARIES) | strange
+            # Of some matrices nobody else had anything to say.
+            rows = _rows(matrices, received.matrices)
+            theirs = (flags[:, :, None] & _bits(own.device)).amax(dim=1)
+            said[rows] = torch.maximum(said[rows], theirs)
+        summary = said.sum(dim=1, dtype=own.dtype)
+        for buffer in returned:
+            self._write_summary(
+                buffer, bucket, summary[_rows(matrices, buffer.matrices)]
+            )
         return summary
 
     def say_nothing(self, returned: PackedBuffer, bucket: int) -> None:
         """On an owner that was told no statuses: writes a summary without any."""
         nothing = torch.zeros(len(returned.matrices), dtype=torch.int32)
-        tag = _SUMMARIES * self._tag(bucket, _SUMMARIES)
-        returned.write_flags(nothing.to(returned.flat.device) + tag)
+        self._write_summary(returned, bucket, nothing.to(returned.flat.device))
+
+    def _write_summary(
+        self, buffer: PackedBuffer, bucket: int, summary: Tensor
+    ) -> None:
+        buffer.write_flags(summary + _SUMMARIES * self._tag(bucket, back=True))
 
     def receive(
         self, buffer: PackedBuffer, bucket: int, layouts: Sequence[Layout]
@@ -140,7 +193,7 @@ class GradStatuses:
         """On a holder of ``layouts``: takes the owners' summaries."""
         if buffer.matrices:
             flags = buffer.read_flags()[:, 0].to(torch.int32)
-            strayed = flags // _SUMMARIES != self._tag(bucket, _SUMMARIES)
+            strayed = flags // _SUMMARIES != self._tag(bucket, back=True)
             strange = int(Summary.OUT_OF_STEP)
             self.keep(layouts, torch.where(strayed, strange, flags % _SUMMARIES))
 

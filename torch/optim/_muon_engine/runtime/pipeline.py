@@ -9,11 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch.optim._muon_engine.layouts.dtensor import local_gradient, local_part
+from torch.optim._muon_engine.runtime.buffers import RELAYS_IN_FLIGHT
 from torch.optim._muon_engine.runtime.grad_status import (
     GradStatus,
     GradStatuses,
@@ -27,7 +30,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim._muon_engine.layouts import Region
     from torch.optim._muon_engine.runtime import Formulas, StepParam
-    from torch.optim._muon_engine.runtime.buffers import BucketBuffers, Buffers
+    from torch.optim._muon_engine.runtime.buffers import (
+        BucketBuffers,
+        Buffers,
+        PackedBuffer,
+        RelayBuffer,
+    )
+    from torch.optim._muon_engine.runtime.grad_status import Joining
     from torch.optim._muon_engine.schedule.buckets import Schedule
 
 
@@ -158,10 +167,15 @@ class Pipeline:
             for bucket in buffers.buckets
             for number in bucket.bucket.matrices
         }
+        self._relays: deque[RelayBuffer] = deque()
+        # What this rank says of its matrices, in their order, and where each of them stands in it.
+        self._said: Tensor
+        self._place = {number: place for place, number in enumerate(self.matrices)}
+        self._places: dict[tuple[int, ...], Tensor] = {}
+        self._joining: list[tuple[Tensor, Joining]] = []
         self._scratch = Scratch()
         # For debugging, with one owner at a time, nothing overlaps.
-        one_by_one = schedule.one_owner_at_a_time and buffers.prefetch_count == 0
-        self._may_return = 0 if one_by_one else 1
+        self._one_by_one = schedule.one_owner_at_a_time and buffers.prefetch_count == 0
 
     def run(self, params: Mapping[int, ParamState]) -> None:
         """Makes one step with ``params``, by index."""
@@ -170,31 +184,77 @@ class Pipeline:
         try:
             self._run()
         except BaseException:
-            self.buffers.drain()
+            self._drain()
             raise
         finally:
             # Gradients are the user's to free.
             for matrix in self.matrices.values():
                 del matrix.param
 
+    def _drain(self) -> None:
+        """Waits for whatever is under way, after an error."""
+        for _, joining in self._joining:
+            # The error that led here is the one to report.
+            with suppress(Exception):
+                joining.work.wait()
+        self._joining = []
+        self._relays.clear()
+        self.buffers.drain()
+
     def _run(self) -> None:
         buckets = self.buffers.buckets
+        self.say()
         for bucket in buckets:
             if bucket.bucket.index <= self.buffers.prefetch_count:
                 self.gather(bucket)
-        returning: deque[BucketBuffers] = deque()
+        # By group: ranks may have other buckets between two of the same group, and everyone in the
+        # group has to relay at the same place.
+        returning: dict[tuple[int, ...], BucketBuffers] = {}
         for bucket in buckets:
+            self.relay(leave=len(self._relays))
             bucket.wait()
             self.orthogonalize(bucket)
+            self.relay()
             bucket.start_scatter()
-            returning.append(bucket)
+            finished = returning.pop(bucket.bucket.group, None)
+            if self._one_by_one:
+                finished = bucket
+            else:
+                returning[bucket.bucket.group] = bucket
             # The next gather takes the slot of the bucket that is finished here.
-            while len(returning) > self._may_return:
-                self.finish(returning.popleft())
+            if finished is not None:
+                self.finish(finished)
             if bucket.follower is not None:
                 self.gather(bucket.follower)
-        while returning:
-            self.finish(returning.popleft())
+        for bucket in returning.values():
+            self.finish(bucket)
+        self.relay()
+
+    def say(self) -> None:
+        """Takes down what this rank says of its matrices, and has its replicas join in."""
+        matrices = self.matrices.values()
+        statuses = [matrix.status for matrix in matrices]
+        self._said = self.statuses.said(statuses, self.buffers.device)
+        for group, numbers in self.buffers.replica_sets:
+            places = self._places_of(numbers)
+            joining = self.statuses.start_joining(self._said[places], group)
+            self._joining.append((places, joining))
+
+    def said(self, matrices: Sequence[int]) -> Tensor:
+        """What this rank says of ``matrices``, or all of its replicas do."""
+        while self._joining:
+            places, joining = self._joining.pop()
+            self._said[places] = joining.wait()
+        return self._said[self._places_of(matrices)]
+
+    def _places_of(self, numbers: Sequence[int]) -> Tensor:
+        numbers = tuple(numbers)
+        if numbers not in self._places:
+            places = [self._place[number] for number in numbers]
+            self._places[numbers] = torch.tensor(
+                places, dtype=torch.long, device=self.buffers.device
+            )
+        return self._places[numbers]
 
     def gather(self, bucket: BucketBuffers) -> None:
         """Takes the gradients of the bucket's matrices in, and sends this rank's shards off."""
@@ -208,8 +268,7 @@ class Pipeline:
             if matrix.param.has_grad:
                 bucket.pack(matrix.number, partial(matrix.prepared, self._scratch))
         send = bucket.gather_send
-        statuses = [self.matrices[number].status for number in send.matrices]
-        self.statuses.send(send, bucket.bucket.index, statuses)
+        self.statuses.send(send, bucket.bucket.index, self.said(send.matrices))
         bucket.start_gather()
 
     def accumulate(self, matrices: Iterable[MatrixState]) -> None:
@@ -232,9 +291,10 @@ class Pipeline:
         if bucket.group is not None:
             summary = self.statuses.summarize(
                 bucket.gather_recv,
-                bucket.scatter_send,
+                [bucket.scatter_send, bucket.kept],
                 bucket.bucket.index,
-                [matrix.status for matrix in matrices],
+                bucket.owned,
+                self.said(bucket.owned),
             )
             self.statuses.keep([matrix.layout for matrix in matrices], summary)
             if summary.device.type == "cpu":
@@ -242,8 +302,11 @@ class Pipeline:
                 # would have to wait for the device, and orthogonalizes what nobody applies.
                 found = zip(matrices, summary.tolist(), strict=True)
                 matrices = [m for m, value in found if value & Summary.SOME_PRESENT]
-        for batch in self.batches(matrices):
+        batches, relays = self.batches(matrices), len(self._relays)
+        for done, batch in enumerate(batches, 1):
             self.orthogonalize_batch(bucket, batch)
+            # Evenly, so that the next ones are under way during the next batch.
+            self.relay(leave=relays - relays * done // len(batches))
 
     def batches(self, matrices: Iterable[MatrixState]) -> list[list[MatrixState]]:
         """Matrices of one shape and one kind of Newton-Schulz, as many as the formulas want."""
@@ -287,9 +350,32 @@ class Pipeline:
             self.apply([(matrix, region, moved) for region, moved in own])
 
     def finish(self, bucket: BucketBuffers) -> None:
-        """Waits for the bucket's results and applies them."""
+        """Waits for the bucket's results and applies them; what is to be relayed is packed."""
+        self.relay()
         bucket.wait()
-        received = bucket.scatter_recv
+        self.take(bucket, bucket.scatter_recv)
+        for relay in bucket.relays:
+            if relay.relay.source == self.rank:
+                relay.pack(bucket)
+        self._relays.extend(bucket.relays)
+
+    def relay(self, leave: int = 0) -> None:
+        """Passes results on along replicas until ``leave`` broadcasts are left.
+
+        Of those some are under way. All ranks start them in one order.
+        """
+        while self._relays:
+            for relay in islice(self._relays, RELAYS_IN_FLIGHT):
+                relay.start()
+            if len(self._relays) <= leave:
+                return
+            relay = self._relays.popleft()
+            relay.wait()
+            if relay.relay.source != self.rank:
+                self.take(relay, relay.packed)
+
+    def take(self, bucket: BucketBuffers | RelayBuffer, received: PackedBuffer) -> None:
+        """Applies what this rank has received."""
         matrices = [self.matrices[number] for number in received.matrices]
         layouts = [matrix.layout for matrix in matrices]
         self.statuses.receive(received, bucket.bucket.index, layouts)

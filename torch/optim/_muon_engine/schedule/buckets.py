@@ -30,6 +30,10 @@ MAX_BUCKETS = 4
 BUCKET_BYTES = 256 * 1024**2
 # Buckets one after the other may take this many times the busiest owner's own work.
 MAX_STRETCH = 1.1
+# Beyond so many replicas of a shard, an owner sends its result to one of them, which relays it.
+MAX_REPLICAS = 4
+# What one relay takes along, unless a single shard is above.
+RELAY_BYTES = 64 * 1024**2
 
 
 class PackedRegion(NamedTuple):
@@ -59,6 +63,10 @@ class PackSpec:
     flags: tuple[Flag, ...]
 
     @property
+    def matrices(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(flag.matrix for flag in self.flags))
+
+    @property
     def numel(self) -> int:
         return sum(self.splits)
 
@@ -67,32 +75,55 @@ class PackSpec:
         return self.numel * self.dtype.itemsize
 
 
+class Relay(NamedTuple):
+    """A broadcast along ``replicas`` of what ``source``, one of them, got back from owners."""
+
+    replicas: tuple[int, ...]
+    source: int
+    packed: PackSpec
+
+
 @dataclass(frozen=True)
 class BucketSpec:
-    """What one rank does in one bucket; ``owned`` are the matrices that it orthogonalizes."""
+    """What one rank does in one bucket; ``owned`` are the matrices that it orthogonalizes.
+
+    ``kept`` is what it relays of these itself. ``relays`` are those of its replicas, in their order.
+    """
 
     gather_send: PackSpec
     gather_recv: PackSpec
     scatter_send: PackSpec
     scatter_recv: PackSpec
     owned: tuple[int, ...]
+    kept: PackSpec
+    relays: tuple[Relay, ...]
 
     @property
-    def nbytes(self) -> tuple[int, int, int]:
-        """Of the memory for what is sent and later received, gathered, and sent back."""
+    def in_place(self) -> bool:
+        """Whether the update of a matrix goes where the matrix was gathered; not with direct replicas."""
+        return self.gather_recv == self.scatter_send
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Of the memory that shards leave from and come back to, and of the owner's."""
         outer = max(self.gather_send.nbytes, self.scatter_recv.nbytes)
-        return outer, self.gather_recv.nbytes, self.scatter_send.nbytes
+        inner = self.scatter_send.nbytes + self.kept.nbytes
+        return outer, inner if self.in_place else inner + self.gather_recv.nbytes
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices of one group that take the step together; ``index`` counts the group's buckets."""
+    """Matrices of one group that take the step together; ``index`` counts the group's buckets.
+
+    In a ``relayed`` one, of all replicas of a shard only one exchanges it with the owner.
+    """
 
     group: tuple[int, ...]
     index: int
     matrices: tuple[int, ...]
     gather_dtype: torch.dtype
     scatter_dtype: torch.dtype
+    relayed: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,40 +153,91 @@ class Schedule:
             owned.setdefault(self.owners[matrix], []).append(matrix)
         mine = owned.get(rank, [])
         # A gather runs from holder to owner, a scatter from owner to holder.
-        as_holder = [(peer, rank, owned.get(peer, ())) for peer in group_order]
-        as_owner = [(peer, peer, mine) for peer in group_order]
+        others = [() if peer == rank else owned.get(peer, ()) for peer in group_order]
+        as_holder = [(rank, matrices) for matrices in others]
+        as_owner = [(peer, () if peer == rank else mine) for peer in group_order]
         gather, scatter = bucket.gather_dtype, bucket.scatter_dtype
+        says = self.is_source if bucket.relayed else None
+        relays = self._relays(bucket, rank) if bucket.relayed else ()
+        relayed = {m for relay in relays for m in relay.packed.matrices}
+        kept = [m for m in mine if m in relayed]
         return BucketSpec(
-            gather_send=self._pack_spec(rank, as_holder, self.is_source, gather),
-            gather_recv=self._pack_spec(rank, as_owner, self.is_source, gather),
-            scatter_send=self._pack_spec(rank, as_owner, self.receives, scatter),
-            scatter_recv=self._pack_spec(rank, as_holder, self.receives, scatter),
+            gather_send=self._pack_spec(as_holder, gather, self.is_source, says),
+            gather_recv=self._pack_spec(as_owner, gather, self.is_source, says),
+            scatter_send=self._pack_spec(as_owner, scatter, self.receives, says),
+            scatter_recv=self._pack_spec(as_holder, scatter, self.receives, says),
             owned=tuple(mine),
+            kept=self._pack_spec([(rank, kept)], scatter, self.receives),
+            relays=relays,
         )
+
+    def _relays(self, bucket: Bucket, rank: int) -> tuple[Relay, ...]:
+        """Those along the replicas of ``rank``'s shards, in an order that all replicas have alike."""
+        found: dict[tuple[tuple[int, ...], int], list[list[int]]] = {}
+        room: dict[tuple[tuple[int, ...], int], int] = {}
+        for matrix in bucket.matrices:
+            shards = self.layouts[matrix].shards
+            replicas = shards.replicas_of(rank)
+            if len(replicas) == 1:
+                continue
+            route = replicas, shards.source(rank, self.owners[matrix])
+            size = sum(region.numel for region in shards.of(rank))
+            size *= bucket.scatter_dtype.itemsize
+            if room.get(route, -1) < size:
+                found.setdefault(route, []).append([])
+                room[route] = RELAY_BYTES
+            room[route] -= size
+            found[route][-1].append(matrix)
+        return tuple(
+            Relay(
+                tuple(sorted(replicas)),
+                source,
+                self._pack_spec([(rank, part)], bucket.scatter_dtype, self.receives),
+            )
+            for (replicas, source), parts in sorted(found.items())
+            for part in parts
+        )
+
+    def replica_sets(self, rank: int) -> dict[tuple[int, ...], list[int]]:
+        """Sorted ranks that relay to each other, ``rank`` among them -> the matrices in question."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for bucket in self.buckets:
+            if bucket.relayed and rank in bucket.group:
+                for matrix in bucket.matrices:
+                    replicas = self.layouts[matrix].shards.replicas_of(rank)
+                    if len(replicas) > 1:
+                        found.setdefault(replicas, []).append(matrix)
+        return {tuple(sorted(ranks)): matrices for ranks, matrices in found.items()}
 
     def _pack_spec(
         self,
-        rank: int,
-        exchanged: Sequence[tuple[int, int, Sequence[int]]],
-        travels: Callable[[int, int], bool],
+        exchanged: Sequence[tuple[int, Sequence[int]]],
         dtype: torch.dtype,
+        travels: Callable[[int, int], bool],
+        says: Callable[[int, int], bool] | None = None,
     ) -> PackSpec:
-        """Of what ``rank`` exchanges with each peer: the peer, the holder, and matrices of the owner."""
+        """One split for each holder and the matrices that it exchanges.
+
+        Args:
+            travels: whether regions of a matrix go from, or to, a holder.
+            says: whether a flag goes from, or to, it, and all else only then; by default always.
+        """
         splits: list[int] = []
         regions: list[PackedRegion] = []
         flags: list[Flag] = []
         offset = 0
-        for peer, holder, matrices in exchanged:
+        for holder, matrices in exchanged:
             start = offset
-            if peer != rank:
-                for matrix in matrices:
-                    if travels(matrix, holder):
-                        for region in self.layouts[matrix].shards.of(holder):
-                            regions.append(PackedRegion(matrix, holder, region, offset))
-                            offset += region.numel
-                for matrix in matrices:
-                    flags.append(Flag(matrix, holder, offset))
-                    offset += 1
+            if says is not None:
+                matrices = [m for m in matrices if says(m, holder)]
+            for matrix in matrices:
+                if travels(matrix, holder):
+                    for region in self.layouts[matrix].shards.of(holder):
+                        regions.append(PackedRegion(matrix, holder, region, offset))
+                        offset += region.numel
+            for matrix in matrices:
+                flags.append(Flag(matrix, holder, offset))
+                offset += 1
             splits.append(offset - start)
         return PackSpec(dtype, tuple(splits), tuple(regions), tuple(flags))
 
@@ -168,12 +250,16 @@ def make_schedule(
     one_owner_at_a_time: bool = False,
     max_buckets: int = MAX_BUCKETS,
     bucket_bytes: int = BUCKET_BYTES,
+    max_replicas: int | None = None,
 ) -> Schedule:
     """Cuts the work of each group into buckets.
 
     Every owner works in every bucket; a group has no more than ``max_buckets`` buckets unless
-    ``bucket_bytes``, what one owner gathers in a bucket, asks for more.
+    ``bucket_bytes``, what one owner gathers in a bucket, asks for more. Beyond ``max_replicas``
+    (default: ``MAX_REPLICAS``) results are relayed.
     """
+    if max_replicas is None:
+        max_replicas = MAX_REPLICAS
     for layout, owner in zip(layouts, owners, strict=True):
         if owner not in layout.shards:
             raise ValueError(
@@ -186,20 +272,23 @@ def make_schedule(
         gather_dtype = layout.dtype if layout.shards.partial else wire_dtype
         families.setdefault((layout.group, gather_dtype), []).append(i)
 
-    drafts: list[tuple[tuple, tuple[int, ...], list[int], torch.dtype]] = []
+    drafts: list[tuple[tuple, tuple[int, ...], _Part, torch.dtype]] = []
     for (group, gather_dtype), members in sorted(
         families.items(), key=lambda item: (*_group_key(item[0][0]), str(item[0][1]))
     ):
         limit = bucket_bytes // gather_dtype.itemsize
         if one_owner_at_a_time:
-            queues = [[m for m in members if owners[m] == rank] for rank in group]
+            queues: dict[int, list[int]] = {}
+            for m in members:
+                queues.setdefault(owners[m], []).append(m)
             turns = [
                 (rank, part)
-                for rank, queue in zip(group, queues, strict=True)
-                for part in _cut(queue, layouts, owners, 1, limit)
+                for rank in sorted(queues)
+                for part in _cut(queues[rank], layouts, owners, 1, limit, max_replicas)
             ]
         else:
-            turns = list(enumerate(_cut(members, layouts, owners, max_buckets, limit)))
+            parts = _cut(members, layouts, owners, max_buckets, limit, max_replicas)
+            turns = list(enumerate(parts))
         drafts.extend(
             ((turn, *_group_key(group), i), group, part, gather_dtype)
             for i, (turn, part) in enumerate(turns)
@@ -211,8 +300,17 @@ def make_schedule(
     ):
         index = counts.get(group, 0)
         counts[group] = index + 1
-        buckets.append(Bucket(group, index, tuple(part), gather_dtype, wire_dtype))
+        buckets.append(
+            Bucket(group, index, part.matrices, gather_dtype, wire_dtype, part.relayed)
+        )
     return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
+
+
+class _Part(NamedTuple):
+    """The matrices of a bucket to be."""
+
+    matrices: tuple[int, ...]
+    relayed: bool
 
 
 def _group_key(group: tuple[int, ...]) -> tuple:
@@ -225,15 +323,14 @@ def _cut(
     owners: list[int],
     max_buckets: int,
     bucket_elements: int,
-) -> list[list[int]]:
+    max_replicas: int,
+) -> list[_Part]:
     """Distributes each owner's matrices over buckets in which every owner works.
 
     A rank waits for a bucket's results, so buckets one after the other take as long as the busiest
     owner of each. The number of buckets is ``max_buckets`` (or what the bound asks for), unless another
     one lets the buckets take no longer than the busiest owner's own work.
     """
-    if not members:
-        return []
     queues: dict[int, list[int]] = {}
     for m in sorted(
         members,
@@ -267,9 +364,19 @@ def _cut(
         ]
         found.append((0, alone))
     _, buckets = min(found, key=lambda spread: (spread[0], len(spread[1])))
-    return [
-        part for whole in buckets for part in _within(whole, layouts, owners, 2 * limit)
-    ]
+    parts = []
+    for whole in buckets:
+        held = _Held(layouts).most(whole)
+        replicas = max(layouts[m].shards.replicas for m in whole)
+        # Directly, what replicas get stands in three buffers: theirs, and twice in the owners'.
+        if replicas > max_replicas or (replicas > 1 and 3 * held > 2 * limit):
+            parts.append(_Part(tuple(whole), True))
+        elif held <= 2 * limit:
+            parts.append(_Part(tuple(whole), False))
+        else:
+            split = _within(whole, layouts, owners, 2 * limit)
+            parts += [_Part(tuple(part), False) for part in split]
+    return parts
 
 
 def _spread(
@@ -328,31 +435,36 @@ def _spread(
 def _within(
     part: list[int], layouts: list[Layout], owners: list[int], limit: int
 ) -> list[list[int]]:
-    """``part``, or more buckets of it where some rank holds most of all matrices, and sends too much.
+    """``part`` as several buckets, where some rank holds most of all matrices, and sends too much.
 
     Each bucket then has one matrix more of each owner, as far as the bound allows.
     """
-    if _busiest_holder(part, layouts) <= limit:
-        return [part]
-    turn: dict[int, int] = {}
+    turn: Counter[int] = Counter()
     turns = []
     for m in part:
-        turn[owners[m]] = turn.get(owners[m], 0) + 1
+        turn[owners[m]] += 1
         turns.append((turn[owners[m]], m))
-    parts: list[list[int]] = [[]]
+    parts: list[list[int]] = []
+    held = _Held(layouts)
     for _, m in sorted(turns):
-        if parts[-1] and _busiest_holder([*parts[-1], m], layouts) > limit:
+        if not parts or held.most([m]) > limit:
             parts.append([])
+            held = _Held(layouts)
+            held.most([m])
         parts[-1].append(m)
     return parts
 
 
-def _busiest_holder(part: list[int], layouts: list[Layout]) -> int:
-    """Elements that the busiest rank holds of ``part``, and so sends at most."""
-    # Matrices that were read alike share one object.
-    alike = Counter(layouts[m].shards for m in part)
-    held: Counter[int] = Counter()
-    for shards, count in alike.items():
-        for rank, numel in zip(shards.ranks, shards.numels, strict=True):
-            held[rank] += count * numel
-    return max(held.values(), default=0)
+class _Held:
+    """Elements that each rank holds of the matrices of a bucket, and so sends or gets at most."""
+
+    def __init__(self, layouts: list[Layout]) -> None:
+        self.layouts = layouts
+        self.held: Counter[int] = Counter()
+
+    def most(self, more: Sequence[int]) -> int:
+        """What the busiest rank holds once ``more`` are among them."""
+        for shards, count in Counter(self.layouts[m].shards for m in more).items():
+            for rank, numel in zip(shards.ranks, shards.numels, strict=True):
+                self.held[rank] += count * numel
+        return max(self.held.values(), default=0)
