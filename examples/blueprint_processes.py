@@ -21,7 +21,11 @@ from blueprint_tables import Event
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing import start_processes
+from torch.multiprocessing import (
+    get_all_start_methods,
+    get_context,
+    start_processes,
+)
 from torch.optim import Muon
 from torch.optim._muon_engine.runtime.buffers import BucketBuffers
 from torch.optim._muon_engine.runtime.pipeline import Pipeline
@@ -42,7 +46,12 @@ def run(job: Job, dp: int, tp: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         with deaf_children():
             context = start_processes(
-                worker, (job, dp, tp, folder), nprocs=dp * tp, join=False, daemon=True
+                worker,
+                (job, dp, tp, folder),
+                nprocs=dp * tp,
+                join=False,
+                daemon=True,
+                start_method=start_method(),
             )
         try:
             deadline = time.monotonic() + SECONDS
@@ -55,6 +64,21 @@ def run(job: Job, dp: int, tp: int) -> list[dict[str, Any]]:
                 process.join()
         files = (Path(folder, str(rank)) for rank in range(dp * tp))
         return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def start_method() -> str:
+    """Forks from a process that has imported torch, which takes seconds, where that can be."""
+    if "forkserver" not in get_all_start_methods():
+        return "spawn"
+    context = get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+    )
+    # A first one waits for all that. Who is ended while a worker starts would not know it.
+    first = context.Process(daemon=True)
+    first.start()
+    first.join()
+    return "forkserver"
 
 
 @contextmanager
