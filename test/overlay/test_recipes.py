@@ -1,6 +1,7 @@
 """The recipes hold, all of them; one that does not is found."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -140,32 +141,64 @@ def test_all_hold():
     assert ": gather " not in err  # what debugging.debug_mode logs
 
 
-def test_list():
-    code, out, err = run_recipes("--list")
+# What each list of arguments gives, all in one process, since importing torch takes seconds.
+ASKED = """
+import contextlib, io, json, runpy, sys
+
+path, *asked = sys.argv[1:]
+answers = []
+for words in asked:
+    sys.argv = [path, *words.split()]
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    answers.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(answers))
+"""
+SELECTIONS = {
+    "context": {"context.split_sequences"},
+    "ddp.unconfigured": {"ddp.unconfigured"},
+    "examples/7b": {"experts.sharded"},
+}
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """The exit code and output for each list of arguments."""
+    asked = ["--list", *(f"--list {name}" for name in SELECTIONS), "examples/99"]
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED, str(EXAMPLES / "recipes"), *asked],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=True,
+    )
+    return dict(zip(asked, json.loads(done.stdout), strict=True))
+
+
+def test_list(answers):
+    code, out, err = answers["--list"]
     assert code == 0, err
     for name, shown in defined().items():
         lines = rf"^{re.escape(name)}, \d+ process.*\n    {', '.join(shown)}$"
         assert re.search(lines, out, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("context", {"context.split_sequences"}),
-        ("ddp.unconfigured", {"ddp.unconfigured"}),
-        ("examples/7b", {"experts.sharded"}),
-    ],
-)
-def test_selection(name, expected):
-    code, out, err = run_recipes("--list", name)
+@pytest.mark.parametrize(("name", "expected"), SELECTIONS.items())
+def test_selection(answers, name, expected):
+    code, out, err = answers[f"--list {name}"]
     assert code == 0, err
     assert set(re.findall(r"^(\w+\.\w+),", out, re.MULTILINE)) == expected
 
 
-def test_unknown_name():
-    code, _, err = run_recipes("examples/99")
-    assert code == 1
-    assert "there is no examples/99" in err
+def test_unknown_name(answers):
+    # With a text instead of a number Python prints it and exits with 1.
+    code, out, _ = answers["examples/99"]
+    assert code == "recipes: there is no examples/99; see --list"
+    assert out == ""
 
 
 def test_what_does_not_hold_is_found(tmp_path):
