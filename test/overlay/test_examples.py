@@ -1,6 +1,7 @@
 """The examples run, under torchrun too, and say what they should."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -34,10 +35,44 @@ runpy.run_path({str(EXAMPLES / "train_moe.py")!r}, run_name="__main__")
 """
 
 
-def run_example(script, *options, processes=4):
+# In the place of torchrun: forks its processes after torch is imported, which takes seconds.
+FORKS = """
+import os, runpy, sys
+
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+
+count, sys.argv = int(sys.argv[1]), sys.argv[2:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+children, pipes = [], []
+for rank in range(count):
+    reads, writes = os.pipe()
+    if child := os.fork():
+        children.append(child)
+        pipes.append(writes)
+        continue
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": os.read(reads, 10).decode()}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit()
+
+# Not before, since it has threads.
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+for pipe in pipes:
+    os.write(pipe, str(store.port).encode())
+codes = [os.waitpid(child, 0)[1] for child in children]
+sys.exit(1 if any(codes) else 0)
+"""
+
+
+def run_example(script, *options, processes=4, torchrun=False):
     """Exit code and output of an example, no process of which outlives this."""
     command = [sys.executable]
-    if processes > 1:
+    if processes > 1 and not torchrun:
+        command += ["-c", FORKS, str(processes)]
+    elif processes > 1:
         # A rendezvous of its own, for runs of the tests beside each other.
         command += ["-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", "localhost:0"]
@@ -55,7 +90,10 @@ def run_example(script, *options, processes=4):
             out, err = process.communicate(timeout=SECONDS)
         except BaseException:
             # torchrun ends its processes, which are in sessions of their own.
-            process.send_signal(signal.SIGTERM)
+            if torchrun:
+                process.send_signal(signal.SIGTERM)
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
             process.communicate(timeout=60)
             raise
     return process.returncode, out, err
@@ -88,6 +126,7 @@ def test_gpt(alone, tmp_path, parallel):
         parallel,
         *files(tmp_path),
         processes=2,
+        torchrun=parallel == "ddp",
     )
     assert code == 0, err
     assert "Warning" not in err
