@@ -57,6 +57,7 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.testing._internal.common_distributed",
+    "frozen_imports",
 ]
 # What one server forks has one seed of string hashes. The ranks of a real job differ in it,
 # and code that goes through a set of names in another order on each has to fail here, too.
