@@ -78,6 +78,15 @@ def git_identity():
             os.environ[key] = value
 
 
+@pytest.fixture(scope="module", autouse=True)
+def not_measured():
+    """What these tests start is slower under a tracer, and other tests execute the same lines
+    of the optimizer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def wheel():
     """The torch of the interpreter that runs the tests."""
