@@ -44,11 +44,22 @@ def stage_of(folder, case):
     return "stage2" if name in STAGE_2 else "stage1"
 
 
-def pytest_collection_modifyitems(items):
+# Before pytest-xdist, which reads the groups.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
     for item in items:
         folders = item.path.relative_to(item.config.rootpath / "test").parts
         stage = stage_of(folders[0], item.cls)
         item.add_marker(getattr(pytest.mark, stage))
+        # Each worker of pytest-xdist would start the processes that a class shares, and do what
+        # a file of the overlay's tests prepares.
+        if hasattr(item.cls, "world_size"):
+            item.add_marker(pytest.mark.xdist_group(item.cls.__qualname__))
+        elif stage == "overlay":
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    if hasattr(config, "workerinput"):
+        # The files that take longest come first: none is left for one worker at the end.
+        items.sort(key=lambda item: item.get_closest_marker("overlay") is None)
 
 
 # Each rank would import these by itself: seconds, and more than most tests take.

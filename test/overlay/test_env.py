@@ -232,8 +232,9 @@ def test_all_tests_have_to_cover_enough(ready, tool, tests, covered):
     done = tool("test", root=overlay, env={**os.environ, **codes})
     assert done.code == (tests or covered)
     limits = ["--no-limits"] if tests else []
+    workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
     assert calls(record) == [
-        ["-m", "coverage", "run", "-m", "pytest"],
+        ["-m", "coverage", "run", "-m", "pytest", *workers],
         ["-m", "tools.coverage", *limits],
     ]
 

@@ -29,6 +29,7 @@ PACKAGES = (
     "numpy",
     "expecttest",
     "pytest",
+    "pytest-xdist",
     "coverage",
     "jupytext",
     "matplotlib",

@@ -31,7 +31,8 @@ def _measured(python: Path, args: list[str], root: Path, folder: Path) -> int:
         # Not the copies that tests of the overlay make.
         "MUON_MEASURED": str(find_wheel(python).root / "torch" / "optim"),
     }
-    command = ["-m", "coverage", "run", "-m", "pytest", *args]
+    chosen = args or ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
+    command = ["-m", "coverage", "run", "-m", "pytest", *chosen]
     code = env.run_in(python, command, root, timeout=None, variables=variables)
     report = ["-m", "tools.coverage"]
     if args or code:
