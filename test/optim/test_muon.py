@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import inspect
 import itertools
+import json
 import math
 import pickle
 import subprocess
@@ -199,6 +200,8 @@ class Runs(TestCase):
         return params
 
 
+# Options that the first release did not have.
+NEW_FLAGS = {"foreach", "ns_algorithm"}
 SHAPES = [(8, 8), (16, 48), (48, 16), (1, 7), (7, 1), (1, 1), (33, 31), (64, 5)]
 FEW_SHAPES = [(8, 8), (5, 24), (24, 5), (1, 3)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -539,7 +542,7 @@ class TestStockParity(Runs):
             )
             saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
             if first is not Muon:
-                self.assertNotIn("foreach", saved["param_groups"][0])
+                self.assertFalse(NEW_FLAGS & saved["param_groups"][0].keys())
             fresh = [nn.Parameter(p.detach().clone()) for p in params]
             restored = second(fresh)
             restored.load_state_dict(saved)
@@ -558,8 +561,12 @@ class TestStockParity(Runs):
         groups, others = mine.state_dict(), other.state_dict()
         self.assertEqual(groups["state"][0].keys(), others["state"][0].keys())
         new = groups["param_groups"][0].keys() - others["param_groups"][0].keys()
-        self.assertLessEqual(new, {"foreach"})
-        lines = [line for line in repr(mine).splitlines() if "foreach" not in line]
+        self.assertLessEqual(new, NEW_FLAGS)
+        lines = [
+            line
+            for line in repr(mine).splitlines()
+            if line.split(":")[0].strip() not in NEW_FLAGS
+        ]
         self.assertEqual(lines, repr(other).splitlines())
 
     def test_signatures_begin_alike(self):
@@ -581,9 +588,8 @@ class TestStockParity(Runs):
             )
             self.assertEqual({key: mine.get(key) for key in other}, other)
             self.assertEqual(list(mine)[: len(other)], list(other))
-            self.assertLessEqual(
-                mine.keys() - other.keys(), {"foreach", "distributed_config"}
-            )
+            new = mine.keys() - other.keys()
+            self.assertLessEqual(new, {"distributed_config", *NEW_FLAGS})
 
     def test_schedulers(self):
         def make(kind, optimizer):
@@ -885,13 +891,14 @@ class TestMuonCore(Runs):
         old = optimizer.__getstate__()
         old = {key: old[key] for key in ("defaults", "state", "param_groups")}
         old = copy.deepcopy(old)
-        del old["defaults"]["foreach"]
-        for group in old["param_groups"]:
-            del group["foreach"]
+        for group in (old["defaults"], *old["param_groups"]):
+            for flag in NEW_FLAGS:
+                del group[flag]
         restored = Muon.__new__(Muon)
         restored.__setstate__(old)
-        self.assertIsNone(restored.defaults["foreach"])
-        self.assertIsNone(restored.param_groups[0]["foreach"])
+        for group in (restored.defaults, *restored.param_groups):
+            self.assertIsNone(group["foreach"])
+            self.assertEqual(group["ns_algorithm"], "quintic")
         param = restored.param_groups[0]["params"][0]
         before = param.detach().clone()
         param.grad = torch.ones(2, 3)
@@ -918,6 +925,165 @@ class TestMuonCore(Runs):
         params, _, optimizer = self.run_steps(Muon, SHAPES, foreach=None)
         self.assert_bitwise(params, expected)
         self.assertIn("foreach", optimizer.param_groups[0])
+
+
+def spectrum(kind, rows, columns):
+    """A matrix of seeded noise with singular values of a ``kind``."""
+    matrix = torch.randn(rows, columns)
+    if kind == "flat":
+        return matrix
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    ranks = torch.arange(1, len(s) + 1)
+    if kind == "decaying":
+        return u @ torch.diag(ranks**-1.5) @ v
+    # A few directions far above the noise, as momentum has them.
+    return u @ torch.diag(torch.where(ranks > 8, 1e-3, 1.0)) @ v
+
+
+class TestGramNewtonSchulz(TestCase):
+    """``ns_algorithm="gram"``, and coefficients for each step."""
+
+    # The first five of https://arxiv.org/abs/2505.16932, with the safety factor for bfloat16.
+    POLAR_EXPRESS = [
+        (a / 1.01, b / 1.01**3, c / 1.01**5)
+        for a, b, c in [
+            (8.28721201814563, -23.595886519098837, 17.300387312530933),
+            (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+            (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+            (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+            (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        ]
+    ]
+
+    @staticmethod
+    def exact(x, triples):
+        """The polynomials applied to the singular values, in float64."""
+        u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
+        s = s / s.norm()
+        for a, b, c in triples:
+            s = a * s + b * s**3 + c * s**5
+        return u @ torch.diag(s) @ v
+
+    def distances(self, x, coefficients, triples):
+        expected = self.exact(x, triples)
+        for algorithm in ("quintic", "gram"):
+            result = ours._zeropower_via_newtonschulz(
+                x, coefficients, len(triples), ours.EPS, algorithm
+            )
+            yield float((result.double() - expected).norm() / expected.norm())
+
+    def test_distance_from_the_exact_polynomial(self):
+        torch.manual_seed(0)
+        one = (ours.DEFAULT_A, ours.DEFAULT_B, ours.DEFAULT_C)
+        for shape in ((64, 96), (96, 384), (512, 64)):
+            for coefficients, triples in (
+                (one, [one] * 5),
+                (self.POLAR_EXPRESS, self.POLAR_EXPRESS),
+            ):
+                for kind in ("flat", "decaying", "low rank"):
+                    x = spectrum(kind, *shape).bfloat16()
+                    quintic, gram = self.distances(x, coefficients, triples)
+                    # Both round to bfloat16 on the way, the Gram matrix what is small the most.
+                    bound = max(0.05, 2 * quintic)
+                    self.assertLessEqual(gram, bound, f"{shape} {kind} {quintic}")
+
+    def test_nearly_square_matrices_keep_the_quintic(self):
+        torch.manual_seed(0)
+        for shape in ((8, 8), (8, 11), (11, 8), (1, 1)):
+            x = torch.randn(shape)
+            results = [
+                ours._zeropower_via_newtonschulz(
+                    x, (3.4, -4.7, 2.0), 5, 1e-7, algorithm
+                )
+                for algorithm in ("quintic", "gram")
+            ]
+            self.assertTrue(torch.equal(*results))
+        x = torch.randn(8, 12)
+        results = [
+            ours._zeropower_via_newtonschulz(x, (3.4, -4.7, 2.0), 5, 1e-7, algorithm)
+            for algorithm in ("quintic", "gram")
+        ]
+        self.assertFalse(torch.equal(*results))
+
+    def test_one_tuple_for_each_step(self):
+        torch.manual_seed(0)
+        one = (3.4445, -4.775, 2.0315)
+        for shape in ((8, 8), (4, 32), (32, 4), (3, 8, 16)):
+            x = torch.randn(shape).bfloat16()
+            for algorithm in ("quintic", "gram"):
+                for steps in (0, 1, 2, 3, 4, 7):
+                    alike = ours._newtonschulz(x, [one] * steps, steps, 1e-7, algorithm)
+                    expected = ours._newtonschulz(x, one, steps, 1e-7, algorithm)
+                    self.assertTrue(torch.equal(alike, expected) or not steps)
+        params = [nn.Parameter(torch.randn(6, 4))]
+        optimizer = Muon(params, ns_coefficients=self.POLAR_EXPRESS)
+        params[0].grad = torch.randn(6, 4)
+        # As JSON gives it back.
+        state = json.loads(json.dumps(optimizer.state_dict()["param_groups"]))
+        optimizer.param_groups[0]["ns_coefficients"] = state[0]["ns_coefficients"]
+        before = params[0].detach().clone()
+        optimizer.step()
+        self.assertNotEqual(before, params[0])
+
+    def test_batch(self):
+        torch.manual_seed(0)
+        x = torch.randn(3, 8, 40).bfloat16()
+        together = ours._newtonschulz(x, (3.4445, -4.775, 2.0315), 5, 1e-7, "gram")
+        for matrix, update in zip(x, together):
+            alone = ours._newtonschulz(
+                matrix, (3.4445, -4.775, 2.0315), 5, 1e-7, "gram"
+            )
+            # A batched product may round otherwise.
+            self.assertLess((alone - update).norm() / alone.norm(), 0.02)
+
+    def test_option(self):
+        torch.manual_seed(0)
+        shapes = [(8, 8), (4, 16), (16, 4)]
+        start = [torch.randn(shape) for shape in shapes]
+        grads = [torch.randn(shape) for shape in shapes]
+        trained = {}
+        for algorithm in ("quintic", "gram"):
+            params = [nn.Parameter(p.clone()) for p in start]
+            optimizer = Muon(params, lr=0.1, ns_algorithm=algorithm)
+            for p, g in zip(params, grads):
+                p.grad = g
+            optimizer.step()
+            trained[algorithm] = params
+            buffers = [torch.zeros_like(g) for g in grads]
+            copies = [p.clone() for p in start]
+            ours.muon(
+                copies,
+                grads,
+                buffers,
+                foreach=None,
+                lr=0.1,
+                weight_decay=0.1,
+                momentum=0.95,
+                nesterov=True,
+                ns_coefficients=(ours.DEFAULT_A, ours.DEFAULT_B, ours.DEFAULT_C),
+                ns_steps=5,
+                eps=ours.EPS,
+                adjust_lr_fn=None,
+                has_complex=False,
+                ns_algorithm=algorithm,
+            )
+            self.assertTrue(all(map(torch.equal, copies, params)))
+        same = list(map(torch.equal, *trained.values()))
+        self.assertEqual(same, [True, False, False])
+
+    def test_errors(self):
+        params = [nn.Parameter(torch.ones(2, 3))]
+        with self.assertRaisesRegex(
+            ValueError, "ns_algorithm .*'quintic', 'gram'.*'g'"
+        ):
+            Muon(params, ns_algorithm="g")
+        optimizer = Muon(params, ns_coefficients=[(1, 2, 3)] * 4)
+        params[0].grad = torch.ones(2, 3)
+        with self.assertRaisesRegex(ValueError, "4 tuples and ns_steps is 5"):
+            optimizer.step()
+        optimizer = Muon(params, ns_coefficients=[(1, 2)] * 5)
+        with self.assertRaisesRegex(ValueError, "exactly 3 values"):
+            optimizer.step()
 
 
 class TestMuonErrors(TestCase):
