@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "process_groups": set(),
     "layouts": {"agreement", "process_groups"},
     "schedule": {"layouts"},
-    "runtime": {"schedule", "layouts"},
+    "runtime": {"schedule", "layouts", "process_groups"},
     "callbacks": {"runtime", "schedule", "layouts", "config"},
     "engine": {
         *("callbacks", "runtime", "schedule", "layouts"),

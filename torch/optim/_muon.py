@@ -685,7 +685,9 @@ Muon.__doc__ = (
     Where FSDP, TP and the like leave ranks with pieces, pass a ``distributed_config`` from
     :func:`torch.optim.muon.create_dtensor_config` or :func:`torch.optim.muon.create_auto_config`: each
     matrix is then gathered to one owner rank, orthogonalized there once as a whole, and its update
-    sent back to every shard and replica.
+    sent back to every shard and replica. All ranks that share matrices then construct it at the same
+    place of the program: they compare what they mean to do, make process groups where the framework
+    has none, and on accelerators connect to their peers by a first tiny exchange.
     """
     + rf"""
     Args:

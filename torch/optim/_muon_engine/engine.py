@@ -22,6 +22,7 @@ from torch.optim._muon_engine.layouts.dtensor import (
 )
 from torch.optim._muon_engine.process_groups import (
     group_timeout,
+    is_dry_run,
     meet,
     spanning_group,
 )
@@ -111,6 +112,8 @@ class Engine:
             if self.functions is not None
             else torch.device("cpu")
         )
+        if self._schedule is not None and self.device.type != "cpu":
+            self._pipeline(params).buffers.connect()
 
     def _set_rank(self) -> None:
         state = self.config.state
@@ -372,7 +375,8 @@ class Engine:
 
     def _raise_mismatch(self) -> None:
         mismatch = self.statuses.mismatch()
-        if mismatch:
+        # In a dry run no other rank says anything.
+        if mismatch and not is_dry_run():
             raise RuntimeError(mismatch)
 
     def _prepare(

@@ -82,6 +82,11 @@ def group_timeout(known: Iterable[ProcessGroup]) -> timedelta | None:
     return max((t for t in timeouts if t is not None), default=None)
 
 
+def is_dry_run() -> bool:
+    """Whether the world is of the fake backend, whose collectives bring nothing."""
+    return dist.is_initialized() and dist.get_backend() == "fake"
+
+
 def _check_names(ranks: tuple[int, ...], timeout: timedelta | None) -> None:
     """Raises where members would give the group different names, and so wait until the timeout."""
     if hasattr(distributed_c10d, "_local_sync_group_name"):
@@ -110,7 +115,7 @@ def meet(
         RuntimeError: some ranks did not come within ``timeout``; names them.
     """
     world = dist.group.WORLD
-    if len(ranks) == 1 or world is None or dist.get_backend(world) == "fake":
+    if len(ranks) == 1 or world is None or is_dry_run():
         return dict.fromkeys(ranks, value)
     store = distributed_c10d._get_default_store()
     met = _meetings.setdefault(world, {})

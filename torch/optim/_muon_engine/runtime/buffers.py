@@ -14,6 +14,7 @@ from typing import NamedTuple, TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim._muon_engine.process_groups import is_dry_run
 
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ class BucketBuffers:
     def _start(self, recv: PackedBuffer, send: PackedBuffer) -> None:
         if self.group is None:
             return
+        if is_dry_run() and not (recv.flat.numel() and send.flat.numel()):
+            return  # The fake backend refuses an empty side.
         # A backend may give up a collective whose handle nobody keeps.
         self.work = dist.all_to_all_single(
             recv.flat,
@@ -314,6 +317,37 @@ class Buffers:
             )
             for _ in range(min(len(specs), self.prefetch_count + 2))
         ]
+
+    def connect(self) -> None:
+        """Makes the first collective of each group, tiny, while all ranks are at one place.
+
+        Backends of accelerators connect two ranks when they first exchange something. Made in the middle of
+        a step, with other collectives under way, connections have deadlocked.
+        """
+        exchanging: dict[tuple[int, ...], list[BucketBuffers]] = {}
+        relaying: dict[tuple[int, ...], RelayBuffer] = {}
+        for bucket in self.buckets:
+            if bucket.group is not None:
+                exchanging.setdefault(bucket.bucket.group, []).append(bucket)
+            for relay in bucket.relays:
+                relaying.setdefault(relay.relay.replicas, relay)
+        for _, buckets in sorted(exchanging.items(), key=lambda item: item[0]):
+            sides = [(b.gather_send, b.gather_recv) for b in buckets]
+            sides += [(b.scatter_send, b.scatter_recv) for b in buckets]
+            sent, received = (
+                [int(any(splits)) for splits in zip(*(side.splits for side in some))]
+                for some in zip(*sides)
+            )
+            dist.all_to_all_single(
+                torch.empty(sum(received), dtype=torch.uint8, device=self.device),
+                torch.zeros(sum(sent), dtype=torch.uint8, device=self.device),
+                output_split_sizes=received,
+                input_split_sizes=sent,
+                group=buckets[0].group,
+            )
+        for ranks, relay in sorted(relaying.items(), key=lambda item: item[0]):
+            first = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            dist.broadcast(first, ranks[0], group=relay.group)
 
     def drain(self) -> None:
         """Waits for whatever is under way, after an error."""
