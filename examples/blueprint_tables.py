@@ -56,7 +56,7 @@ def picture(layout: Layout) -> list[str]:
     """The matrix as a map: which rank holds which rows and columns."""
     held = {
         (region.row, region.column): (rank, region)
-        for rank, shard in zip(layout.ranks, layout.shards)
+        for rank, shard in zip(layout.shards.ranks, layout.shards.regions)
         for region in shard
     }
     _, first = held[0, 0]

@@ -2,6 +2,7 @@
 """Layouts, owners and schedules of distributed Muon: pure functions, so no process has to be started."""
 
 import itertools
+import math
 import random
 import unittest
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Muon
 from torch.optim._muon_engine.layouts import (
     check_cover,
     Key,
@@ -42,6 +44,7 @@ if dist.is_available():
         Replicate,
         Shard,
     )
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.optim._muon_engine.layouts.dtensor import _cut, DTensorReader
     from torch.optim._muon_engine.layouts.fsdp1 import FlatMatrix
     from torch.optim._muon_engine.layouts.groups import _LocalReader, ParallelGroups
@@ -466,11 +469,7 @@ class TestSchedule(TestCase):
         self.assertFalse(schedule.receives(0, 1))
 
 
-@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
-@instantiate_parametrized_tests
-class TestDTensorReader(TestCase):
-    SHAPES = [(8, 6), (7, 5), (1, 6), (3, 2), (5, 1)]
-
+class FakeWorld(TestCase):
     def as_rank(self, rank, world_size):
         """A process group that answers for ``rank`` without any other process."""
         if dist.is_initialized():
@@ -483,6 +482,55 @@ class TestDTensorReader(TestCase):
         if dist.is_initialized():
             dist.destroy_process_group()
         super().tearDown()
+
+
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+class TestDryRuns(FakeWorld):
+    """Any rank of a world steps alone over the fake backend, to see what memory it would need."""
+
+    def dtensor(self, shape, mesh, placements):
+        local, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+        return DTensor.from_local(
+            torch.ones(local),
+            mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=(shape[1], 1),
+        )
+
+    def test_any_rank_steps(self):
+        # DTensor keeps equal meshes apart by nothing, so each world has a shape of its own.
+        for shape, rank in (
+            ((4,), 0),
+            ((3,), 2),
+            ((1024,), 5),
+            ((512,), 511),
+            ((64, 16), 1023),
+            ((32, 16), 5),
+        ):
+            world = math.prod(shape)
+            self.as_rank(rank, world)
+            mesh = DeviceMesh("cpu", torch.arange(world).view(shape))
+            placements = (*[Replicate()] * (len(shape) - 1), Shard(0))
+            params = [
+                nn.Parameter(self.dtensor(size, mesh, placements))
+                for size in [(32, 8), (16, 48), (7, 5)] * 3
+            ]
+            optimizer = Muon(params, distributed_config="auto")
+            for _ in range(2):
+                for p in params:
+                    p.grad = self.dtensor(p.shape, mesh, placements)
+                optimizer.step()
+            buffers = optimizer._engine.pipeline.buffers
+            self.assertGreater(len(buffers.buckets), 0)
+            buffers.connect()
+
+
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+@instantiate_parametrized_tests
+class TestDTensorReader(FakeWorld):
+    SHAPES = [(8, 6), (7, 5), (1, 6), (3, 2), (5, 1)]
 
     def mesh(self, shape, names=None):
         size = torch.Size(shape).numel()

@@ -16,17 +16,19 @@ PARTIAL = f"{HERE}partial.py::TestMuonPartial::test_"
 STATE = f"{HERE}state.py::TestMuonState::test_"
 MEETING = f"{HERE}process_groups.py::TestMuonSpanningGroups::test_"
 SCHEDULE = f"{HERE}schedule.py::TestMuonSchedule::test_"
+RELAYS = f"{HERE}relays.py::TestMuonRelays::test_"
+GRAM = "test/optim/test_muon.py::TestGramNewtonSchulz::test_"
 
 FAULTS = (
     # Who owns what
     Fault(
         "two owners are swapped on one rank, after all have agreed",
         "_muon_engine/engine.py",
-        "                [owner for _, owner in trained],\n",
-        """                [
-                    {0: 1, 1: 0}.get(owner, owner) if self.rank == 1 else owner
-                    for _, owner in trained
-                ],
+        "            [owner for _, owner in trained],\n",
+        """            [
+                {0: 1, 1: 0}.get(owner, owner) if self.rank == 1 else owner
+                for _, owner in trained
+            ],
 """,
         (f"{ERRORS}nothing_changes_before_an_error_and_all_works_after_it",),
     ),
@@ -69,8 +71,8 @@ FAULTS = (
     Fault(
         "the result is sent to the ranks that were asked for shards, and to no other replica",
         "_muon_engine/schedule/buckets.py",
-        "travels = self.is_source if gather else self.receives",
-        "travels = self.is_source",
+        "self._pack_spec(as_owner, scatter, self.receives, says)",
+        "self._pack_spec(as_owner, scatter, self.is_source, says)",
         (f"{LAYOUTS}parity_on_every_placement_of_a_2d_mesh",),
     ),
     Fault(
@@ -83,14 +85,14 @@ FAULTS = (
     Fault(
         "only the first region of the result is packed",
         "_muon_engine/runtime/buffers.py",
-        "in self.scatter_send.regions(matrix):",
-        "in self.scatter_send.regions(matrix)[:1]:",
+        "            for _, region, view in buffer.regions(matrix):\n",
+        "            for _, region, view in buffer.regions(matrix)[:1]:\n",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
         "shards travel in their own dtype instead of bfloat16",
         "_muon_engine/schedule/buckets.py",
-        "gather_dtype = layout.dtype if layout.partial else wire_dtype",
+        "gather_dtype = layout.dtype if layout.shards.partial else wire_dtype",
         "gather_dtype = layout.dtype",
         (f"{EXCHANGE}bytes_of_wide_parameters_travel_rounded",),
     ),
@@ -133,49 +135,26 @@ FAULTS = (
     Fault(
         "the next gather takes a slot before its updates are applied",
         "_muon_engine/runtime/pipeline.py",
-        """            while len(returning) > self._may_return:
-                self.finish(returning.popleft())
+        """            if finished is not None:
+                self.finish(finished)
             if bucket.follower is not None:
                 self.gather(bucket.follower)
 """,
         """            if bucket.follower is not None:
                 self.gather(bucket.follower)
-            while len(returning) > self._may_return:
-                self.finish(returning.popleft())
+            if finished is not None:
+                self.finish(finished)
 """,
         (f"{LAYOUTS}prefetch_and_async_change_nothing",),
     ),
     Fault(
         "prefetch counts a rank's own buckets instead of each group's",
         "_muon_engine/runtime/pipeline.py",
-        """        for bucket in buckets:
-            if bucket.bucket.index <= self.buffers.prefetch_count:
+        """            if bucket.bucket.index <= self.buffers.prefetch_count:
                 self.gather(bucket)
-        returning: deque[BucketBuffers] = deque()
-        for bucket in buckets:
-            bucket.wait()
-            self.orthogonalize(bucket)
-            bucket.start_scatter()
-            returning.append(bucket)
-            # The next gather takes the slot of the bucket that is finished here.
-            while len(returning) > self._may_return:
-                self.finish(returning.popleft())
-            if bucket.follower is not None:
-                self.gather(bucket.follower)
 """,
-        """        ahead = self.buffers.prefetch_count + 1
-        for bucket in buckets[:ahead]:
-            self.gather(bucket)
-        returning: deque[BucketBuffers] = deque()
-        for number, bucket in enumerate(buckets):
-            bucket.wait()
-            self.orthogonalize(bucket)
-            bucket.start_scatter()
-            returning.append(bucket)
-            while len(returning) > self._may_return:
-                self.finish(returning.popleft())
-            for following in buckets[number + ahead : number + ahead + 1]:
-                self.gather(following)
+        """            if buckets.index(bucket) <= self.buffers.prefetch_count:
+                self.gather(bucket)
 """,
         (f"{LAYOUTS}second_group_on_half_of_the_ranks",),
     ),
@@ -206,7 +185,7 @@ FAULTS = (
     Fault(
         "a step that breaks off leaves its collectives in flight",
         "_muon_engine/runtime/pipeline.py",
-        "            self.buffers.drain()\n            raise\n",
+        "            self._drain()\n            raise\n",
         "            raise\n",
         (f"{EXCHANGE}error_in_the_middle_of_a_step_leaves_nothing_in_flight",),
     ),
@@ -239,15 +218,15 @@ FAULTS = (
     Fault(
         "a summary says what all statuses have in common",
         "_muon_engine/runtime/grad_status.py",
-        "summary += int(bit) * which.any(dim=1)",
-        "summary += int(bit) * which.all(dim=1)",
+        "said[rows] = torch.maximum(said[rows], theirs)",
+        "said[rows] = torch.minimum(said[rows], theirs)",
         (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_on_every_holder",),
     ),
     Fault(
         "the owner keeps its summary to itself",
         "_muon_engine/runtime/grad_status.py",
-        "returned.write_flags(summary + _SUMMARIES * self._tag(bucket, _SUMMARIES))",
-        "returned.write_flags(0 * summary + _SUMMARIES * self._tag(bucket, _SUMMARIES))",
+        "buffer.write_flags(summary + _SUMMARIES * self._tag(bucket, back=True))",
+        "buffer.write_flags(0 * summary + _SUMMARIES * self._tag(bucket, back=True))",
         (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_on_every_holder",),
     ),
     Fault(
@@ -260,8 +239,8 @@ FAULTS = (
     Fault(
         "tags are equal in all steps and buckets",
         "_muon_engine/runtime/grad_status.py",
-        "return (5 * self._step + bucket + values) % (256 // values)",
-        "return values % (256 // values)",
+        "return (5 * self._step + bucket + 7 * back) % _TAGS",
+        "return 7 * back",
         (f"{EXCHANGE}ranks_that_are_not_in_the_same_step",),
     ),
     Fault(
@@ -414,5 +393,42 @@ FAULTS = (
 """,
         "        missing = [\n",
         (f"{MEETING}those_who_do_not_come_are_named",),
+    ),
+    # Many replicas
+    Fault(
+        "what a source relays is what the slot held before",
+        "_muon_engine/runtime/pipeline.py",
+        "            if relay.relay.source == self.rank:\n                relay.pack(bucket)\n",
+        "            if relay.relay.source == self.rank and not bucket.owned:\n                relay.pack(bucket)\n",
+        (f"{RELAYS}any_placement",),
+    ),
+    Fault(
+        "a source speaks for itself and not for its replicas",
+        "_muon_engine/runtime/pipeline.py",
+        "            self._said[places] = joining.wait()\n",
+        "            joining.wait()\n",
+        (f"{RELAYS}gradient_that_one_replica_lacks",),
+    ),
+    Fault(
+        "the memory of two relays is one",
+        "_muon_engine/runtime/buffers.py",
+        "        free, ring = self._sent, itertools.cycle(self._ring)\n",
+        "        free, ring = self._sent, itertools.cycle(self._ring[:1])\n",
+        (f"{RELAYS}any_placement",),
+    ),
+    Fault(
+        "updates for replicas are written where matrices were gathered",
+        "_muon_engine/schedule/buckets.py",
+        "        return self.gather_recv == self.scatter_send\n",
+        "        return True\n",
+        (f"{LAYOUTS}parity_on_every_placement_of_a_2d_mesh",),
+    ),
+    # Newton-Schulz
+    Fault(
+        "all steps follow the first Gram matrix",
+        "_muon.py",
+        "        if growth > _GRAM_GROWTH:\n",
+        "        if growth == math.inf:\n",
+        (f"{GRAM}distance_from_the_exact_polynomial",),
     ),
 )

@@ -85,6 +85,17 @@ class TestMuonDTensorLayouts(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
                 )
                 self.assertTrainsAlike(twins, 2, f"{dtype} nesterov={nesterov}")
 
+    def test_kinds_of_newton_schulz(self):
+        mesh, grid = mesh_of(4), grid_of(2, 2)
+        layout = specs(mesh, [(S0,), (R,)], [(8, 24), (30, 7), (9, 9)])
+        layout += specs(grid, [(S1, S0)], [(8, 24), (30, 7)])
+        by_step = [(4.0, -6.0, 3.0), (3.4, -4.7, 2.0), (1.9, -1.3, 0.4)]
+        for options in (
+            {"ns_algorithm": "gram"},
+            {"ns_algorithm": "gram", "ns_steps": 3, "ns_coefficients": by_step},
+        ):
+            self.assertTrainsAlike(Twins(layout, **options), 2, str(options))
+
     def test_autocast_does_not_reach_the_iteration(self):
         twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)]))
         twins.set_gradients()

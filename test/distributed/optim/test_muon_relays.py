@@ -171,6 +171,22 @@ class TestMuonRelays(Relays, MultiProcContinuousTest):
             with self.assertRaisesRegex(RuntimeError, "not in the same step"):
                 twins.optimizer.step()
 
+    def test_first_connections(self):
+        grid = grid_of(4, 2)
+        twins = Twins(specs(grid, [(R, S0)], [(16, 8)] * 8))
+        twins.step()
+        with Collectives() as seen:
+            # What the constructor does on accelerators.
+            twins.optimizer._engine.pipeline.buffers.connect()
+        names = [call.name for call in seen.calls]
+        problems = [] if names == ["alltoall_base_", "broadcast_"] else [names]
+        partners = {
+            rank for rank, n in zip(seen.calls[0].ranks, seen.calls[0].sent) if n
+        }
+        if partners != set(grid["b"].mesh.tolist()) - {self.rank}:
+            problems.append(f"connects to {partners}")
+        self.assertEverywhere(problems)
+
     def test_few_replicas_are_served_directly(self):
         layout = specs(grid_of(2, 4), [(R, S0)], SHAPES)
         with mock.patch.object(buckets, "MAX_REPLICAS", 2):
