@@ -337,10 +337,12 @@ class Engine:
             )
         self.raise_new_failure()
         self.config.check()
-        for param in params:
-            param.formulas.check()
-            if torch.is_complex(param.tensor):
-                raise RuntimeError("Muon does not support complex parameters")
+        for formulas in {
+            id(param.formulas): param.formulas for param in params
+        }.values():
+            formulas.check()
+        if any(torch.is_complex(param.tensor) for param in params):
+            raise RuntimeError("Muon does not support complex parameters")
         prepared, problems = self._prepare(params, states)
         on_engine = self.functions is not None and self.functions.run(self.config)
         self.statuses.begin(self._steps)

@@ -45,12 +45,16 @@ class Region(NamedTuple):
 
     def of_matrix(self, matrix: Tensor) -> Tensor:
         """The view of ``matrix``, of shape (rows, columns), that this rectangle covers."""
+        if matrix.shape == (self.height, self.width):
+            return matrix
         return matrix[
             self.row : self.row + self.height, self.column : self.column + self.width
         ]
 
     def of_local(self, local: Tensor) -> Tensor:
         """The view, of shape (height, width), of the local tensor that holds this rectangle."""
+        if local.shape == (self.height, self.width):
+            return local
         if self.end > local.numel():
             raise ValueError(
                 f"a local tensor of shape {tuple(local.shape)} does not hold {self}: it is not the one that the layout "

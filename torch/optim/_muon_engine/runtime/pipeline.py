@@ -129,6 +129,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._flat: dict[Hashable, Tensor] = {}
+        self._last: dict[Hashable, Tensor] = {}
 
     def get(
         self,
@@ -138,12 +139,16 @@ class Scratch:
         device: torch.device,
     ) -> Tensor:
         """A tensor of ``shape``, good until the next call with this purpose."""
+        key = (purpose, dtype, device)
+        last = self._last.get(key)
+        if last is not None and last.shape == shape:
+            return last
         numel = math.prod(shape)
-        flat = self._flat.get((purpose, dtype, device))
+        flat = self._flat.get(key)
         if flat is None or flat.numel() < numel:
-            flat = torch.empty(numel, dtype=dtype, device=device)
-            self._flat[purpose, dtype, device] = flat
-        return flat.narrow(0, 0, numel).view(shape)
+            flat = self._flat[key] = torch.empty(numel, dtype=dtype, device=device)
+        view = self._last[key] = flat.narrow(0, 0, numel).view(shape)
+        return view
 
 
 class Pipeline:
@@ -328,7 +333,8 @@ class Pipeline:
         whole = self._scratch.get(
             "whole", (len(batch), *shape), dtype, bucket.scatter_send.flat.device
         )
-        for matrix, out in zip(batch, whole, strict=True):
+        wholes = whole.unbind()
+        for matrix, out in zip(batch, wholes, strict=True):
             prepared = partial(matrix.prepared, self._scratch)
             bucket.assemble(
                 matrix.number, matrix.layout, matrix.own, self.rank, prepared, out
@@ -336,10 +342,10 @@ class Pipeline:
             matrix.log("orthogonalize")
         formulas = batch[0].param.formulas
         if len(batch) == 1:
-            updates: Iterable[Tensor] = [formulas.orthogonalize(whole[0])]
+            updates: Iterable[Tensor] = [formulas.orthogonalize(wholes[0])]
         else:
-            updates = formulas.orthogonalize(whole)
-        for matrix, out, update in zip(batch, whole, updates, strict=True):
+            updates = formulas.orthogonalize(whole).unbind()
+        for matrix, out, update in zip(batch, wholes, updates, strict=True):
             if not update.is_contiguous():
                 # Turning a tall one once, as a whole, is faster than turning each region of it.
                 update = out.copy_(update)
@@ -392,19 +398,21 @@ class Pipeline:
         self.apply(moves)
 
     def apply(self, moves: Iterable[tuple[MatrixState, Region, Tensor | None]]) -> None:
-        """Decays and moves regions of parameters; on accelerators in few launches."""
+        """Decays and moves regions of parameters: one by one on a CPU, else in few launches."""
         alike: dict[Hashable, list[tuple[Tensor, Tensor | None]]] = {}
         formulas: dict[Hashable, tuple[Formulas, tuple[int, int]]] = {}
         for matrix, region, update in moves:
-            local, key = matrix.local(region), (id(matrix.param.formulas),)
-            key = (*key, matrix.layout.shape, update is None)
-            if local.device.type == "cpu":
-                key = (*key, len(alike))
-            if update is not None:
+            local, how = matrix.local(region), matrix.param.formulas
+            shape = matrix.layout.shape
+            if update is not None and update.device != local.device:
                 # Offloaded parameters: the exchange was between accelerators.
                 update = update.to(local.device)
+            if local.device.type == "cpu":
+                how.apply([local], None if update is None else [update], shape)
+                continue
+            key = (id(how), shape, update is None)
             alike.setdefault(key, []).append((local, update))
-            formulas[key] = matrix.param.formulas, matrix.layout.shape
+            formulas[key] = how, shape
         for key, found in alike.items():
             how, shape = formulas[key]
             updates = [update for _, update in found if update is not None]
