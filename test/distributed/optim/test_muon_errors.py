@@ -208,6 +208,32 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 f"{next(iter(flags))} is .* on rank 0 and .* on rank 1",
             )
 
+    def test_flags_changed_on_one_rank_only(self):
+        # A group of its own: it is of no use afterwards.
+        group = dist.new_group()
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("flags",))
+        twins = Twins(specs(mesh, [(S0,)], [(8, 8), (16, 4), (4, 4), (8, 2), (4, 8)]))
+        twins.step()
+        # All may change them, but alike.
+        twins.config.prefetch_count = 2 if self.rank else 0
+        self.assertRaisesEverywhere(
+            twins.step,
+            ValueError,
+            r"changed alike on all ranks.*\b0: '\(True, 0\)', 1: '\(True, 2\)'",
+        )
+        twins = Twins(twins.specs, create_dtensor_config(prefetch_count=1))
+        twins.step()
+        dist.barrier()
+        _set_pg_timeout(timedelta(seconds=3), group)
+        if self.rank == 2:
+            twins.config.async_gpu_parallelism = False
+        outcomes = everyone(self.outcome(twins.step))
+        for rank, outcome in enumerate(outcomes):
+            self.assertEqual(
+                (outcome or ("",))[0], "RuntimeError", f"{rank} {outcomes}"
+            )
+        self.assertRegex(outcomes[2][1], r"config changed, and .* ranks \[0, 1, 3\]")
+
     def test_frozen_on_one_rank_only(self):
         def change(pairs):
             pairs[2][1].requires_grad_(self.rank != 1)

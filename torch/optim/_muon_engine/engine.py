@@ -92,7 +92,8 @@ class Engine:
         self._schedule: Schedule | None = None
         # One at a time, since another's buffers would only hold memory.
         self.pipeline: Pipeline | None = None
-        self._pipeline_flags: tuple[bool, int] | None = None
+        # As all ranks agreed on them.
+        self._flags = self._read_flags()
         self._singles: dict[int, SingleMatrix] = {}
         self.statuses = GradStatuses()
         # What went wrong in an earlier step, of which ranks may have made different parts.
@@ -103,6 +104,8 @@ class Engine:
         if former is not None:
             self._steps, self.failure = former._steps, former.failure
             self._groups, self._known = dict(former._groups), dict(former._known)
+            # Ranks that share no changed parameter are not asked here.
+            self._flags = former._flags
             before = former.params, former._provenance
             changed, _ = _changes(*before, self.params, self._provenance)
             gone = former._gone_groups(self.params, self._provenance)
@@ -415,10 +418,12 @@ class Engine:
         return prepared, problems
 
     def _pipeline(self, params: Sequence[StepParam]) -> Pipeline:
-        parallel = bool(self.config.async_gpu_parallelism)
-        ahead = self.config.prefetch_count
-        if self.pipeline is None or self._pipeline_flags != (parallel, ahead):
-            self.pipeline = None
+        flags = self._read_flags()
+        if flags != self._flags:
+            self._agree_about_flags(flags)
+            self._flags, self.pipeline = flags, None
+        if self.pipeline is None:
+            parallel, ahead = flags
             schedule = self._schedule
             if schedule is None or schedule.one_owner_at_a_time == parallel:
                 schedule = self._make_schedule(params)
@@ -426,8 +431,31 @@ class Engine:
             self.pipeline = Pipeline(
                 schedule, buffers, self.rank, self.device, self.statuses
             )
-            self._pipeline_flags = (parallel, ahead)
         return self.pipeline
+
+    def _read_flags(self) -> tuple[bool, int]:
+        return bool(self.config.async_gpu_parallelism), self.config.prefetch_count
+
+    def _agree_about_flags(self, flags: tuple[bool, int]) -> None:
+        """Waits for the ranks that share matrices to have changed the flags of their configs alike.
+
+        With other flags a rank starts other collectives, or in another order.
+        """
+        groups = {layout.group for layout in self.layouts if len(layout.group) > 1}
+        for ranks in sorted(groups, key=lambda ranks: (-len(ranks), ranks)):
+            group = self._groups[ranks]
+            timeout = group_timeout([group] if group is not None else [])
+            found = meet(
+                ranks,
+                timeout,
+                "found async_gpu_parallelism or prefetch_count of its config changed",
+                str(flags),
+            )
+            if len(set(found.values())) > 1:
+                raise ValueError(
+                    "async_gpu_parallelism and prefetch_count have to be changed alike on all ranks, but are now, by rank: "
+                    f"{found}"
+                )
 
     def _make_schedule(self, params: Sequence[StepParam]) -> Schedule:
         """The schedule for the flags as they are, and the groups that it relays in."""

@@ -146,7 +146,7 @@ def meet(
         ]
         raise RuntimeError(
             f"rank {me} {purpose}, and timed out waiting for ranks {missing}, which hold the same parameters, to do so "
-            "too. All ranks have to change their parameters alike, before the same step()"
+            "too. All of these ranks have to do it before the same step()"
         ) from error
     values = {rank: store.get(key).decode()[1:] for rank, key in keys.items()}
     met[ranks] = number + 1
