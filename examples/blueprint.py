@@ -105,7 +105,8 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import _muon, Muon
 from torch.optim._muon_engine.layouts import Layout
 from torch.optim._muon_engine.layouts.dtensor import DTensorReader
-from torch.optim._muon_engine.schedule.buckets import Bucket, make_schedule, Schedule
+from torch.optim._muon_engine.schedule.buckets import make_schedule
+from torch.optim._muon_engine.schedule.specs import Bucket, Schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch.optim._muon_engine.layouts import Layout
-from torch.optim._muon_engine.schedule.buckets import Bucket, Schedule
+from torch.optim._muon_engine.schedule.specs import Bucket, Schedule
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
 
 
@@ -293,7 +293,7 @@ TERMS = (
     Term(
         "buckets, bucket_idx (pallets)",
         "buckets",
-        "schedule/buckets.py: Bucket",
+        "schedule/specs.py: Bucket",
         "There, a bucket is filled in the order of the parameters. Here, each owner has "
         "work in it. There are about four, more where one would be too large.",
     ),

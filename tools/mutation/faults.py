@@ -70,7 +70,7 @@ FAULTS = (
     # What travels
     Fault(
         "the result is sent to the ranks that were asked for shards, and to no other replica",
-        "_muon_engine/schedule/buckets.py",
+        "_muon_engine/schedule/specs.py",
         "self._pack_spec(as_owner, scatter, self.receives, says)",
         "self._pack_spec(as_owner, scatter, self.is_source, says)",
         (f"{LAYOUTS}parity_on_every_placement_of_a_2d_mesh",),
@@ -418,7 +418,7 @@ FAULTS = (
     ),
     Fault(
         "updates for replicas are written where matrices were gathered",
-        "_muon_engine/schedule/buckets.py",
+        "_muon_engine/schedule/specs.py",
         "        return self.gather_recv == self.scatter_send\n",
         "        return True\n",
         (f"{LAYOUTS}parity_on_every_placement_of_a_2d_mesh",),

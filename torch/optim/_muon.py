@@ -506,7 +506,10 @@ class Muon(Optimizer):
             param_group (dict): the parameters and the options that are special to them.
 
         Raises:
-            ValueError: a parameter is not a matrix, or its storage was destroyed.
+            AssertionError: the config's ``assign_fn`` leaves an index out, or gives it to several ranks.
+            ValueError: a parameter is not a matrix, its storage was destroyed, it is given twice, or the
+                ranks disagree about it.
+            RuntimeError: a rank that has to make this call did not within the timeout of its group.
         """
         super().add_param_group(param_group)
         try:
@@ -574,8 +577,12 @@ class Muon(Optimizer):
             closure (Callable, optional): reevaluates the model and returns the loss.
 
         Raises:
+            ValueError: a hyperparameter or a flag of the config makes no sense, or ranks changed these flags
+                differently.
             RuntimeError: the optimizer is a copy that lost its ``distributed_config``, a parameter
-                has a gradient on some of its holders only, or parameters changed on some ranks only.
+                has a gradient on some of its holders only, or one that is complex, sparse or of another
+                shape; parameters or flags changed on some ranks only; a rank did not make this call; or an
+                earlier step failed, after which parameters of the ranks may not belong together.
         """
         if self._engine is not None:
             self._engine.begin_step()

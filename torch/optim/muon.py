@@ -52,6 +52,9 @@ def create_dtensor_config(
         construction of the optimizer ``state["param_metadata"][i]`` holds ``device_mesh`` and
         ``placements`` of each DTensor.
 
+    Raises:
+        ValueError: ``prefetch_count`` is not an int of at least 0.
+
     Example:
         >>> # xdoctest: +SKIP
         >>> fully_shard(model)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.optim._muon_engine.schedule import buckets
+from torch.optim._muon_engine.schedule import buckets, specs as packing
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -50,7 +50,7 @@ class Relays(GlooOnCPU, ParityAssertions):
     @classmethod
     def _init_pg(cls, rank, world_size, rdvz_file):
         # These processes make the tests of this class only.
-        buckets.MAX_REPLICAS, buckets.RELAY_BYTES = 1, 200
+        buckets.MAX_REPLICAS, packing.RELAY_BYTES = 1, 200
         super()._init_pg(rank, world_size, rdvz_file)
 
     def check(self, twins, message="", **kwargs):

@@ -43,12 +43,16 @@ def agree(
         error: what went wrong on this rank so far. It comes here instead of being raised, so that
             this rank, too, goes through every exchange before it leaves.
     """
+    alone = len(shared) == 1
+    linked = False
     for group, signatures in shared:
-        error = _compare(group, signatures, error)
-    # A group compared early does not know yet what a later one found. There and back again, what
-    # one rank knows reaches all that it is linked to through the groups.
-    for group, _ in (*shared, *reversed(shared)):
-        _, error = exchange(group, None, error)
+        others, error = _compare(group, signatures, alone, error)
+        linked = linked or others
+    if linked:
+        # A group compared early does not know yet what a later one found. There and back again, what
+        # one rank knows reaches all that it is linked to through the groups.
+        for group, _ in (*shared, *reversed(shared)):
+            _, error = exchange(group, None, error)
     if error is not None:
         raise error
 
@@ -56,18 +60,27 @@ def agree(
 def _compare(
     group: ProcessGroup,
     signatures: Sequence[Signature],
+    alone: bool,
     error: BaseException | None,
-) -> BaseException | None:
-    """This rank's own error, else that of a rank of ``group``, else how their signatures differ."""
+) -> tuple[bool, BaseException | None]:
+    """Whether a rank of ``group`` is linked to others, and what is wrong.
+
+    That is this rank's own error, else that of a rank of ``group``, else how their signatures differ.
+
+    Args:
+        alone: whether this is the only group of this rank.
+    """
     fields = [signature.fields for signature in signatures]
     digest = hashlib.sha256(repr(fields).encode()).hexdigest()
-    digests, error = exchange(group, digest, error)
+    told, error = exchange(group, (digest, alone), error)
+    linked = not all(alone for _, alone in told)
     # Every rank sees the same digests, and so does or does not go on to the second exchange.
-    if error is None and len(set(digests)) > 1:
+    if error is None and len({digest for digest, _ in told}) > 1:
         everyone, error = exchange(group, list(signatures), None)
         ranks = dist.get_process_group_ranks(group)
-        return error or names_ranks(ValueError(_first_difference(ranks, everyone)))
-    return error
+        difference = _first_difference(ranks, everyone)
+        error = error or names_ranks(ValueError(difference))
+    return linked, error
 
 
 def names_ranks(error: BaseException) -> BaseException:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.optim._muon_engine.runtime.buffers import BucketBuffers
     from torch.optim._muon_engine.runtime.grad_status import GradStatuses
     from torch.optim._muon_engine.runtime.pipeline import ParamState
-    from torch.optim._muon_engine.schedule.buckets import Schedule
+    from torch.optim._muon_engine.schedule.specs import Schedule
 
 
 # Where ``state`` names the ConfigFunctions that it belongs to, for wrappers that hide them.

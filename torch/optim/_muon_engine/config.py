@@ -46,6 +46,9 @@ class DistributedConfig:
             debugging: one owner after the other, in rank order (default: True)
         prefetch_count (int, optional): number of later exchanges in flight while one is
             orthogonalized; each takes memory (default: 1)
+
+    Raises:
+        ValueError: ``prefetch_count`` is not an int of at least 0.
     """
 
     assign_fn: Callable[[list[Tensor], dict[str, Any]], dict[int, list[int]]]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.optim._muon_engine.config import DistributedConfig
     from torch.optim._muon_engine.layouts import Layout
     from torch.optim._muon_engine.runtime import StepParam
-    from torch.optim._muon_engine.schedule.buckets import Schedule
+    from torch.optim._muon_engine.schedule.specs import Schedule
 
 
 log = logging.getLogger("torch.optim.muon")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
     from torch.optim._muon_engine.layouts import Layout, Region
-    from torch.optim._muon_engine.schedule.buckets import (
+    from torch.optim._muon_engine.schedule.specs import (
         Bucket,
         BucketSpec,
         PackSpec,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         RelayBuffer,
     )
     from torch.optim._muon_engine.runtime.grad_status import Joining
-    from torch.optim._muon_engine.schedule.buckets import Schedule
+    from torch.optim._muon_engine.schedule.specs import Schedule
 
 
 log = logging.getLogger("torch.optim.muon")
