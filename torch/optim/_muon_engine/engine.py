@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.optim._muon_engine.agreement import agree, Signature
 from torch.optim._muon_engine.callbacks import CallbackStep, functions_of, SingleMatrix
@@ -109,7 +110,9 @@ class Engine:
             before = former.params, former._provenance
             changed, _ = _changes(*before, self.params, self._provenance)
             gone = former._gone_groups(self.params, self._provenance)
-        self._build(params, changed, gone, error)
+        # In a dry run with fake tensors, too, indices and loads have values.
+        with unset_fake_temporarily():
+            self._build(params, changed, gone, error)
         self.device = (
             self.functions.reader.device_of(self.params)
             if self.functions is not None
@@ -379,9 +382,12 @@ class Engine:
             raise
 
     def _raise_mismatch(self) -> None:
+        if is_dry_run():
+            # No other rank says anything, and fake tensors have no values.
+            self.statuses.forget()
+            return
         mismatch = self.statuses.mismatch()
-        # In a dry run no other rank says anything.
-        if mismatch and not is_dry_run():
+        if mismatch:
             raise RuntimeError(mismatch)
 
     def _prepare(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.optim._muon_engine.layouts.dtensor import local_gradient, local_part
+from torch.optim._muon_engine.process_groups import is_dry_run
 from torch.optim._muon_engine.runtime.buffers import RELAYS_IN_FLIGHT
 from torch.optim._muon_engine.runtime.grad_status import (
     GradStatus,
@@ -302,7 +303,7 @@ class Pipeline:
                 self.said(bucket.owned),
             )
             self.statuses.keep([matrix.layout for matrix in matrices], summary)
-            if summary.device.type == "cpu":
+            if summary.device.type == "cpu" and not is_dry_run():
                 # An owner whose own shard is empty learns here that nobody has a gradient. Elsewhere it
                 # would have to wait for the device, and orthogonalizes what nobody applies.
                 found = zip(matrices, summary.tolist(), strict=True)
