@@ -200,6 +200,22 @@ class TestOwners(TestCase):
         ]
         self.assertEqual(sorted(assign_owners(replicated)), list(range(8)))
 
+    def test_work_for_a_wider_group_counts(self):
+        # A dense matrix of all ranks goes to rank 0, so that rank 1 gets the experts of both.
+        dense, experts = row_layout(0, (32, 32), (0, 1, 2, 3)), []
+        for i in range(1, 9):
+            experts.append(row_layout(i, (8, 8), (0, 1) if i % 2 else (2, 3)))
+        owners = assign_owners([dense, *experts])
+        self.assertEqual(owners[0], 0)
+        self.assertEqual(owners[1::2], [1] * 4)
+        self.assertEqual(sorted(owners[2::2]), [2, 2, 3, 3])
+        # Ranks 2 and 3 know nothing of the others' experts.
+        self.assertEqual(assign_owners([dense, *experts[1::2]])[1:], owners[2::2])
+        # A chain of groups counts each matrix once.
+        middle = [row_layout(i, (16, 16), (0, 1)) for i in range(9, 11)]
+        owners = assign_owners([dense, *middle, *experts])
+        self.assertEqual(owners[1:3], [1, 1])
+
     def test_fewest_bytes_where_the_load_is_equal(self):
         pieces = (rows_of((8, 8), 0, 1), rows_of((8, 8), 1, 8))
         layout = Layout(Key(0), (8, 8), torch.float32, Shards((4, 9), pieces))

@@ -27,14 +27,13 @@ from torch.distributed.tensor import empty, Replicate, Shard
 from torch.optim import _muon
 from torch.optim._muon_engine.layouts.dtensor import DTensorReader
 from torch.optim._muon_engine.schedule.buckets import make_schedule
-from torch.optim._muon_engine.schedule.specs import Schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 if TYPE_CHECKING:
     from torch.optim._muon_engine.layouts import Region
-    from torch.optim._muon_engine.schedule.specs import PackSpec
+    from torch.optim._muon_engine.schedule.specs import PackSpec, Schedule
 
 
 RANKS = (0, 1, 2, 3)

@@ -35,21 +35,21 @@ FAULTS = (
     Fault(
         "of equally busy ranks, each takes itself for the owner",
         "_muon_engine/schedule/owners.py",
-        "        place = int(received.masked_fill(busier, _NEVER).argmin())\n",
+        "        place = int((received - held).masked_fill(busier, _NEVER).argmin())\n",
         """        from torch.optim._muon_engine.layouts import process_rank
 
-        received = received.masked_fill(busier, _NEVER)
-        place, me = int(received.argmin()), self.group.index(process_rank())
-        place = me if received[me] == received[place] else place
+        found = (received - held).masked_fill(busier, _NEVER)
+        place, me = int(found.argmin()), self.group.index(process_rank())
+        place = me if found[me] == found[place] else place
 """,
         (f"{LAYOUTS}assignments_are_one_owner_each_and_equal_on_all_ranks",),
     ),
     Fault(
         "owners are of the first replica only",
         "_muon_engine/schedule/owners.py",
-        "        owners[i] = loads[layout.group].give(flops[i], layout.numel, held[id(shards)])\n",
-        """        owner = loads[layout.group].give(flops[i], layout.numel, held[id(shards)])
-        owners[i] = shards.replicas_of(owner)[0]
+        "            owners[i] = loads.give(flops[i], layouts[i].numel, held[id(shards)])\n",
+        """            owner = loads.give(flops[i], layouts[i].numel, held[id(shards)])
+            owners[i] = shards.replicas_of(owner)[0]
 """,
         (f"{EXCHANGE}hsdp_orthogonalizes_once_and_not_per_replica",),
     ),

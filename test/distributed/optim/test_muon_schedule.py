@@ -269,9 +269,12 @@ class TestMuonSchedule(TestCase):
                     flags = [f for f in side.flags if f.matrix == matrix]
                     speaking = set(layout.group) - {rank}
                     if bucket.relayed:
-                        # One of many replicas speaks for all.
+                        # One of many replicas speaks for all, and an empty shard says nothing.
                         speaking = {
-                            r for r in speaking if schedule.is_source(matrix, r)
+                            r
+                            for r in speaking
+                            if schedule.is_source(matrix, r)
+                            and not layout.shards.is_empty(r)
                         }
                     self.assertEqual(
                         sorted(f.rank for f in flags),
@@ -418,13 +421,17 @@ class TestMuonSchedule(TestCase):
                 }
                 needed += layout.numel - held[owner]
                 needed += sum(held.values()) - held[owner]
-                # One flag from whoever exchanges with the owner, and one for every rank but the owner.
-                speaking = (
-                    len(layout.shards.replica_sets)
-                    if matrix in relayed
-                    else len(layout.group)
-                )
-                needed += speaking - 1 + len(layout.group) - 1
+                if matrix in relayed:
+                    # A flag from each source and back, and on to its replicas.
+                    sets = [
+                        ranks
+                        for ranks in layout.shards.replica_sets
+                        if not layout.shards.is_empty(ranks[0])
+                    ]
+                    needed += 2 * sum(owner not in ranks for ranks in sets)
+                    needed += sum(len(ranks) - 1 for ranks in sets)
+                else:
+                    needed += 2 * (len(layout.group) - 1)
             self.assertEqual(found, needed, f"seed {seed}")
 
     def test_every_rank_comes_to_the_same_buckets(self):

@@ -146,8 +146,9 @@ class Shards:
 
     @cached_property
     def replicas(self) -> int:
-        """How many ranks store the shard that most of them store."""
-        return max(map(len, self.replica_sets), default=0)
+        """How many ranks store the shard that most of them store, of those that are not empty."""
+        stored = (ranks for ranks in self.replica_sets if not self.is_empty(ranks[0]))
+        return max(map(len, stored), default=0)
 
     @cached_property
     def _replica_number(self) -> dict[int, tuple[int, int]]:
@@ -172,6 +173,9 @@ class Shards:
 
     def of(self, rank: int) -> tuple[Region, ...]:
         return self.regions[self._place[rank]]
+
+    def is_empty(self, rank: int) -> bool:
+        return not self.numels[self._place[rank]]
 
     def contribution_of(self, rank: int) -> int:
         return self.contributions[self._place[rank]] if self.contributions else 0

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor
-    from torch.optim._muon_engine.layouts import Layout
+    from torch.optim._muon_engine.layouts import Layout, Shards
 
 
 def newton_schulz_flops(shape: Sequence[int], ns_steps: int = 5) -> int:
@@ -23,21 +23,26 @@ def newton_schulz_flops(shape: Sequence[int], ns_steps: int = 5) -> int:
 
 
 class _Loads:
-    """What the ranks of one group have to do so far, one element a rank in the group's order."""
+    """What the ranks of one group have to do so far, of shape (2, ranks): FLOPs, elements to receive."""
 
-    def __init__(self, group: tuple[int, ...]) -> None:
+    def __init__(self, group: tuple[int, ...], others: Iterable[_Loads]) -> None:
         self.group = group
-        self.flops = torch.zeros(len(group), dtype=torch.int64, device="cpu")
-        self.received = torch.zeros_like(self.flops)
+        self.before = torch.zeros(2, len(group), dtype=torch.int64, device="cpu")
+        for other in others:
+            place = {rank: i for i, rank in enumerate(other.group)}
+            if all(rank in place for rank in group):
+                places = [place[rank] for rank in group]
+                self.before += (other.load - other.before)[:, places]
+        self.load = self.before.clone()
 
     def give(self, flops: int, numel: int, held: Tensor) -> int:
         """Gives a matrix, of which each rank holds ``held`` elements, to a rank, and returns that."""
+        busy, received = self.load
         # What it would have received is what decides between ranks of equal load; then the first.
-        received = self.received - held
-        busier = self.flops != self.flops.min()
-        place = int(received.masked_fill(busier, _NEVER).argmin())
-        self.flops[place] += flops
-        self.received[place] += numel - held[place]
+        busier = busy != busy.min()
+        place = int((received - held).masked_fill(busier, _NEVER).argmin())
+        busy[place] += flops
+        received[place] += numel - held[place]
         return self.group[place]
 
 
@@ -48,27 +53,34 @@ def assign_owners(layouts: Iterable[Layout]) -> list[int]:
     """One owner for each layout, out of its whole group: shards, replicas and TP alike.
 
     Heaviest first, each to the rank with the fewest FLOPs so far, then the fewest bytes to receive.
-    Loads are counted within a group only: ranks of one group may differ in the other groups that
-    they are in, and each must come to the same answer from what all of the group know.
+    A group counts what its ranks do for groups that all of them are in (dense matrices, where it has
+    experts), and nothing else: ranks may differ in the other groups that they are in, and each must come
+    to the same answer from what all of the group know.
     """
     layouts = list(layouts)
     owners = [0] * len(layouts)
-    loads: dict[tuple[int, ...], _Loads] = {}
-    held: dict[int, Tensor] = {}
     flops = [newton_schulz_flops(layout.shape) for layout in layouts]
+    members: dict[tuple[int, ...], list[int]] = {}
     for i in sorted(range(len(layouts)), key=lambda i: -flops[i]):
-        layout, shards = layouts[i], layouts[i].shards
-        if id(shards) not in held:
-            by_rank = dict(zip(shards.ranks, shards.numels, strict=True))
-            held[id(shards)] = torch.tensor(
-                [by_rank[rank] for rank in shards.group],
-                dtype=torch.int64,
-                device="cpu",
-            )
-        if layout.group not in loads:
-            loads[layout.group] = _Loads(layout.group)
-        owners[i] = loads[layout.group].give(flops[i], layout.numel, held[id(shards)])
+        members.setdefault(layouts[i].group, []).append(i)
+    groups: list[_Loads] = []
+    held: dict[int, Tensor] = {}
+    for group in sorted(members, key=lambda group: (-len(group), group)):
+        loads = _Loads(group, groups)
+        groups.append(loads)
+        for i in members[group]:
+            shards = layouts[i].shards
+            if id(shards) not in held:
+                held[id(shards)] = _held(shards)
+            owners[i] = loads.give(flops[i], layouts[i].numel, held[id(shards)])
     return owners
+
+
+def _held(shards: Shards) -> Tensor:
+    """How many elements each rank of the group holds, in the group's order."""
+    by_rank = dict(zip(shards.ranks, shards.numels, strict=True))
+    numels = [by_rank[rank] for rank in shards.group]
+    return torch.tensor(numels, dtype=torch.int64, device="cpu")
 
 
 def by_rank(indices: Sequence[int], owners: Sequence[int]) -> dict[int, list[int]]:

@@ -100,7 +100,8 @@ class BucketSpec:
 class Bucket:
     """Matrices of one group that take the step together; ``index`` counts the group's buckets.
 
-    In a ``relayed`` one, of all replicas of a shard only one exchanges it with the owner.
+    In a ``relayed`` one, of all replicas of a shard only one exchanges it with the owner, and ranks
+    whose shard is empty take no part.
     """
 
     group: tuple[int, ...]
@@ -124,6 +125,11 @@ class Schedule:
         """Whether the shard of ``rank`` goes into ``matrix``; of replicas, one does."""
         return self.layouts[matrix].shards.source(rank, self.owners[matrix]) == rank
 
+    def _speaks(self, matrix: int, rank: int) -> bool:
+        # Empty shards look like replicas, and there may be thousands.
+        is_empty = self.layouts[matrix].shards.is_empty(rank)
+        return not is_empty and self.is_source(matrix, rank)
+
     def receives(self, matrix: int, rank: int) -> bool:
         """Whether ``rank`` gets the update of ``matrix``; of contributions to a sum, one does."""
         shards, owner = self.layouts[matrix].shards, self.owners[matrix]
@@ -142,7 +148,7 @@ class Schedule:
         as_holder = [(rank, matrices) for matrices in others]
         as_owner = [(peer, () if peer == rank else mine) for peer in group_order]
         gather, scatter = bucket.gather_dtype, bucket.scatter_dtype
-        says = self.is_source if bucket.relayed else None
+        says = self._speaks if bucket.relayed else None
         relays = self._relays(bucket, rank) if bucket.relayed else ()
         relayed = {m for relay in relays for m in relay.packed.matrices}
         kept = [m for m in mine if m in relayed]
@@ -163,7 +169,7 @@ class Schedule:
         for matrix in bucket.matrices:
             shards = self.layouts[matrix].shards
             replicas = shards.replicas_of(rank)
-            if len(replicas) == 1:
+            if len(replicas) == 1 or shards.is_empty(rank):
                 continue
             route = replicas, shards.source(rank, self.owners[matrix])
             size = sum(region.numel for region in shards.of(rank))
@@ -189,8 +195,9 @@ class Schedule:
         for bucket in self.buckets:
             if bucket.relayed and rank in bucket.group:
                 for matrix in bucket.matrices:
-                    replicas = self.layouts[matrix].shards.replicas_of(rank)
-                    if len(replicas) > 1:
+                    shards = self.layouts[matrix].shards
+                    replicas = shards.replicas_of(rank)
+                    if len(replicas) > 1 and not shards.is_empty(rank):
                         found.setdefault(replicas, []).append(matrix)
         return {tuple(sorted(ranks)): matrices for ranks, matrices in found.items()}
 
