@@ -2,7 +2,9 @@
 """The schedule of the distributed Muon as the pure function that it is: all ranks played in one process."""
 
 import itertools
+import os
 import random
+import sys
 from collections import Counter
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
@@ -22,6 +24,10 @@ from torch.optim._muon_engine.schedule.owners import (
 )
 from torch.optim._muon_engine.schedule.buckets import make_schedule, BUCKET_BYTES
 from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_model_shapes import MODELS
 
 
 def runs(indices):
@@ -110,50 +116,6 @@ def random_layout(rng, index, world):
 
 def size_of(mesh_shape):
     return torch.Size(mesh_shape).numel()
-
-
-def llama(layers, hidden, kv, inner):
-    return [
-        shape
-        for _ in range(layers)
-        for shape in (
-            (hidden, hidden),
-            (kv, hidden),
-            (kv, hidden),
-            (hidden, hidden),
-            (inner, hidden),
-            (inner, hidden),
-            (hidden, inner),
-        )
-    ]
-
-
-def deepseek(layers, experts, hidden=7168, inner=2048):
-    """DeepSeek-V3 with ``experts`` routed experts, each matrix by itself."""
-    attention = [
-        (1536, hidden),
-        (24576, 1536),
-        (576, hidden),
-        (32768, 512),
-        (hidden, 16384),
-    ]
-    dense = [(18432, hidden), (18432, hidden), (hidden, 18432)]
-    expert = [(inner, hidden), (inner, hidden), (hidden, inner)]
-    sparse = [*expert * (experts + 1), (experts, hidden)]
-    return [
-        shape
-        for layer in range(layers)
-        for shape in (*attention, *(dense if layer < 3 else sparse))
-    ]
-
-
-# Hidden matrices, from the models' public configurations.
-MODELS = {
-    "GPT-2": [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12,
-    "Llama 3 8B": llama(32, 4096, 1024, 14336),
-    "Llama 3 70B": llama(80, 8192, 1024, 28672),
-    "DeepSeek-V3": deepseek(61, 256),
-}
 
 
 def row_layouts(shapes, world):
@@ -551,9 +513,10 @@ class TestMuonSchedule(TestCase):
         A matrix of 28672 x 8192 is above the bound of a bucket. When it had a bucket of its own, the
         buckets of Llama 3 70B took 51 times as long on 64 ranks.
         """
-        for name, shapes in MODELS.items():
+        for name, model in MODELS.items():
+            shapes = model.shapes
             for world in (8, 16, 32, 64, 128, 256, 1024):
-                if len(shapes) * world > 10**6:
+                if len(shapes) * world > 6 * 10**5:
                     continue
                 layouts = row_layouts(shapes, world)
                 owners = assign_owners(layouts)

@@ -1,0 +1,86 @@
+"""Shapes of the matrices that Muon gets of public models; the tests and the bench share them.
+
+A shape is (out, in), as ``torch.nn.Linear`` holds its weight. Experts are matrices of their own.
+Embeddings, output heads, norms and biases are AdamW's.
+"""
+
+from typing import NamedTuple
+
+
+Shape = tuple[int, int]
+
+
+class Model(NamedTuple):
+    """``dense`` are the matrices outside of experts, ``expert`` those of one routed expert."""
+
+    dense: list[Shape]
+    expert: list[Shape] = []
+    n_experts: int = 0
+
+    @property
+    def shapes(self) -> list[Shape]:
+        return self.dense + self.expert * self.n_experts
+
+
+def gpt2(layers: int, hidden: int) -> Model:
+    inner = 4 * hidden
+    block = [(3 * hidden, hidden), (hidden, hidden), (inner, hidden), (hidden, inner)]
+    return Model(block * layers)
+
+
+def feed_forward(hidden: int, inner: int) -> list[Shape]:
+    """Gate, up and down."""
+    return [(inner, hidden), (inner, hidden), (hidden, inner)]
+
+
+def grouped_attention(hidden: int, q: int, kv: int) -> list[Shape]:
+    """Query, key, value and output; ``q`` and ``kv`` are rows of all heads."""
+    return [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)]
+
+
+def latent_attention(hidden: int, heads: int) -> list[Shape]:
+    """Multi-head latent attention: queries through 1536, keys and values through 512 + 64."""
+    return [
+        (1536, hidden),
+        (heads * (128 + 64), 1536),
+        (512 + 64, hidden),
+        (heads * (128 + 128), 512),
+        (hidden, heads * 128),
+    ]
+
+
+def llama(layers: int, hidden: int, kv: int, inner: int) -> Model:
+    attention = grouped_attention(hidden, hidden, kv)
+    return Model([*attention, *feed_forward(hidden, inner)] * layers)
+
+
+def deepseek(layers: int, heads: int, experts: int, dense_layers: int) -> Model:
+    """The first layers dense, the others with a shared expert and a router."""
+    hidden, inner = 7168, 2048
+    sparse_layers = layers - dense_layers
+    shared = [*feed_forward(hidden, inner), (experts, hidden)]
+    return Model(
+        latent_attention(hidden, heads) * layers
+        + feed_forward(hidden, 18432) * dense_layers
+        + shared * sparse_layers,
+        feed_forward(hidden, inner) * sparse_layers,
+        experts,
+    )
+
+
+# By the config.json of these model cards: openai-community/gpt2, meta-llama/Meta-Llama-3-8B,
+# meta-llama/Meta-Llama-3-70B, meta-llama/Llama-3.1-405B, Qwen/Qwen3-235B-A22B,
+# deepseek-ai/DeepSeek-V3 (without its multi-token prediction), moonshotai/Kimi-K2-Instruct.
+MODELS = {
+    "GPT-2 124M": gpt2(12, 768),
+    "Llama 3 8B": llama(32, 4096, 8 * 128, 14336),
+    "Llama 3 70B": llama(80, 8192, 8 * 128, 28672),
+    "Llama 3 405B": llama(126, 16384, 8 * 128, 53248),
+    "Qwen3-235B-A22B": Model(
+        [*grouped_attention(4096, 64 * 128, 4 * 128), (128, 4096)] * 94,
+        feed_forward(4096, 1536) * 94,
+        128,
+    ),
+    "DeepSeek-V3": deepseek(61, 128, 256, 3),
+    "Kimi K2": deepseek(61, 64, 384, 1),
+}
