@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Muon
     from torch.optim._muon_engine.runtime.pipeline import Pipeline
+    from torch.optim._muon_engine.schedule.buckets import Schedule
 
 
 class AllToAll(NamedTuple):
@@ -40,6 +41,11 @@ def all_to_alls(optimizer: Muon) -> list[AllToAll]:
                 )
             )
     return calls
+
+
+def schedule(optimizer: Muon) -> Schedule:
+    """The buckets of a step, for all ranks. ``optimizer`` has made a step."""
+    return _pipeline(optimizer).schedule
 
 
 def prepared_by(optimizer: Muon, rank: int) -> set[int]:

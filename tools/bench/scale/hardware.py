@@ -1,0 +1,30 @@
+"""What a simulated step runs on. Bandwidths are of one rank and one direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A cluster of equal nodes; FLOP/s, bytes/s and seconds.
+
+    Compute: H100 SXM, 989e12 dense bfloat16 FLOP/s (NVIDIA's data sheet), at ``utilization``.
+    Inside a node: NVLink, 900e9 bytes/s in both directions together (same data sheet).
+    Between nodes: one 400 Gb/s InfiniBand adapter for each GPU (NVIDIA's DGX H100 data sheet).
+    Latencies: what NCCL's own model (src/graph/tuning.cc) takes for a hop of a ring of small messages.
+    """
+
+    peak_flops: float = 989e12
+    utilization: float = 0.5
+    intra_bandwidth: float = 450e9
+    inter_bandwidth: float = 50e9
+    intra_latency: float = 0.47e-6
+    inter_latency: float = 2.7e-6
+    # Between the last byte sent and the result: a collective's own, which leaves the links free.
+    flight: float = 0.0
+    gpus_per_node: int = 8
+
+    @property
+    def flops(self) -> float:
+        return self.peak_flops * self.utilization

@@ -1,0 +1,161 @@
+"""All figures of one case."""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.optim._muon_engine.runtime.buffers import RELAYS_IN_FLIGHT
+from torch.optim._muon_engine.schedule.buckets import make_schedule, Schedule
+from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
+
+from . import alternatives
+from .messages import IN, OUT
+from .plan import make_plan
+from .timeline import simulate, Step
+
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .cases import Case
+    from .hardware import Hardware
+    from .plan import Plan
+
+
+def schedule_of(case: Case) -> Schedule:
+    layouts = case.layouts()
+    return make_schedule(layouts, assign_owners(layouts), torch.bfloat16)
+
+
+def report(case: Case, hardware: Hardware, prefetch: int) -> dict[str, Any]:
+    """Times in seconds, sizes in bytes."""
+    schedule = schedule_of(case)
+    plan = make_plan(schedule, case.world, hardware.gpus_per_node)
+    step = simulate(plan, hardware, prefetch)
+    nbytes = link_bytes(plan)
+    result = {
+        "model": case.model,
+        "mesh": case.mesh,
+        "ranks": case.world,
+        "matrices": len(schedule.layouts),
+        "owners": len(set(schedule.owners)),
+        "buckets": max(b.bucket.index for turn in plan.turns for b in turn) + 1,
+        "relays": sum(len(b.relays) for turn in plan.turns for b in turn),
+        "step": step.seconds,
+        **_limits(schedule, case.world, nbytes, hardware),
+        **_use(step),
+        **_volume(plan, nbytes),
+        **_memory(schedule, plan, prefetch),
+        **_others(case, schedule, hardware, prefetch),
+    }
+    result["ratio"] = result["step"] / result["ideal"]
+    return result
+
+
+def _limits(
+    schedule: Schedule, world: int, nbytes: NDArray, hardware: Hardware
+) -> dict[str, float]:
+    """What no distribution of whole matrices undercuts, and the largest matrix's trip alone."""
+    flops = [newton_schulz_flops(layout.shape) for layout in schedule.layouts]
+    largest = max(range(len(flops)), key=flops.__getitem__)
+    bandwidths = np.array([hardware.intra_bandwidth, hardware.inter_bandwidth])
+    limits = {
+        "share": sum(flops) / world / hardware.flops,
+        "largest": flops[largest] / hardware.flops,
+        "wire": float((nbytes.mean(2) / bandwidths).max()),
+    }
+    trip = alternatives.trip(
+        schedule.layouts[largest], schedule.owners[largest], hardware
+    )
+    return {**limits, "ideal": max(limits.values()), "trip": trip}
+
+
+def _use(step: Step) -> dict[str, float]:
+    return {
+        "busiest": float(step.busy.max()),
+        "idle": 1 - float(step.busy.mean()) / step.seconds,
+    }
+
+
+def link_bytes(plan: Plan) -> NDArray:
+    """What each rank's links carry, relays included, shape (out or in, intra or inter, ranks)."""
+    total = np.zeros((2, 2, plan.world))
+    for turn in plan.turns:
+        for bucket in turn:
+            total[:, :, bucket.ranks] += bucket.gather.nbytes + bucket.scatter.nbytes
+            for wave in bucket.relays:
+                kind = int(wave.between_nodes(plan.gpus_per_node))
+                nbytes = np.broadcast_to(wave.nbytes[:, None], wave.ranks.shape)
+                # Of the chain that a ring is cut to, all but its last rank send.
+                share = 1 - 1 / wave.ranks.shape[1]
+                total[OUT, kind, wave.ranks] += share * nbytes
+                others = np.arange(wave.ranks.shape[1]) != wave.source
+                total[IN, kind, wave.ranks] += others * nbytes
+    return total
+
+
+def _volume(plan: Plan, nbytes: NDArray) -> dict[str, float]:
+    out, into = nbytes[OUT].sum(0), nbytes[IN].sum(0)
+    peers, messages, sent = np.zeros(plan.world), 0.0, 0.0
+    for turn in plan.turns:
+        for bucket in turn:
+            peers[bucket.ranks] = np.maximum(peers[bucket.ranks], bucket.peers)
+            for side in (bucket.gather, bucket.scatter):
+                messages += side.messages[OUT].sum()
+                sent += side.nbytes[OUT].sum()
+    return {
+        "out_mean": float(out.mean()),
+        "out_max": float(out.max()),
+        "in_mean": float(into.mean()),
+        "in_max": float(into.max()),
+        "peers_mean": float(peers.mean()),
+        "peers_max": int(peers.max()),
+        "message": sent / messages if messages else 0.0,
+    }
+
+
+def _memory(schedule: Schedule, plan: Plan, prefetch: int) -> dict[str, float]:
+    """Buffers of the rank with most, and the float32 parameters of the rank with most of these."""
+    slots: dict[tuple[int, ...], tuple[NDArray, NDArray, int]] = {}
+    sent, received = np.zeros(plan.world), np.zeros(plan.world)
+    for turn in plan.turns:
+        for bucket in turn:
+            key = bucket.bucket.group
+            ranks, largest, count = slots.get(key, (bucket.ranks, bucket.slot, 0))
+            slots[key] = ranks, np.maximum(largest, bucket.slot), count + 1
+            own = np.zeros(plan.world)
+            for wave in bucket.relays:
+                is_source = np.arange(wave.ranks.shape[1]) == wave.source
+                nbytes = np.broadcast_to(wave.nbytes[:, None], wave.ranks.shape)
+                own[wave.ranks] += is_source * nbytes
+                before = received[wave.ranks]
+                received[wave.ranks] = np.maximum(before, ~is_source * nbytes)
+            sent = np.maximum(sent, own)
+    buffers = sent + RELAYS_IN_FLIGHT * received
+    for ranks, largest, count in slots.values():
+        buffers[ranks] += min(count, prefetch + 2) * largest.sum(0)
+    params = np.zeros(plan.world)
+    for layout in schedule.layouts:
+        params[list(layout.shards.ranks)] += layout.shards.numels
+    return {
+        "buffers": float(buffers.max()),
+        "parameters": float(params.max()) * torch.float32.itemsize,
+    }
+
+
+def _others(
+    case: Case, schedule: Schedule, hardware: Hardware, prefetch: int
+) -> dict[str, float | None]:
+    replica = case.one_replica()
+    alone = None
+    if replica is not None:
+        plan = make_plan(schedule_of(replica), replica.world, hardware.gpus_per_node)
+        alone = simulate(plan, hardware, prefetch).seconds
+    return {
+        "all_gather": alternatives.all_gather(schedule.layouts, hardware),
+        "each_replica": alone,
+        "one_at_a_time": alternatives.one_at_a_time(schedule, hardware),
+        "two_level": alternatives.two_level(schedule, case.world, hardware, prefetch),
+    }
