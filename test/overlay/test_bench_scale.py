@@ -1,7 +1,9 @@
 """The simulated step: by hand where it is small, and beside the engine's own specs and order."""
 
 import importlib.util
+import json
 import pathlib
+import sys
 
 import pytest
 
@@ -17,11 +19,13 @@ import numpy as np
 import torch
 from tools.bench import fleet
 from tools.bench.models import Model
-from tools.bench.scale import meshes, messages
-from tools.bench.scale.cases import Case
+from tools.bench.scale import meshes, messages, page, table
+from tools.bench.scale.cases import Case, CASES
 from tools.bench.scale.hardware import Hardware
 from tools.bench.scale.plan import make_plan
+from tools.bench.scale.report import report
 from tools.bench.scale.timeline import simulate
+from tools.overlay.repo import ROOT
 from torch.optim._muon_engine.layouts import check_cover
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
@@ -189,3 +193,53 @@ def test_order_is_the_engine_s():
             assert found["order"] == found["simulated_order"]
             phases = [phase for phase, _ in found["order"]]
             assert phases.count("gather") == phases.count("scatter") > 1
+
+
+def test_command(shell, tmp_path):
+    out = tmp_path / "report.json"
+    command = [sys.executable, "-m", "tools.bench", "scale", "--models", "GPT-2 124M"]
+    printed = shell(*command, "--utilization", "0.25", "--out", out, cwd=ROOT).out
+    fsdp, hsdp = json.loads(out.read_text())["cases"]
+    assert (fsdp["ranks"], hsdp["ranks"]) == (8, 64)
+    assert fsdp["share"] == pytest.approx(2 * 3.847e-4, rel=1e-3)
+    for case in (fsdp, hsdp):
+        assert case["ideal"] <= case["step"] < case["one_at_a_time"]
+    # One update a replica is broadcast, and fewer matrices than ranks leave ranks idle.
+    assert fsdp["relays"] == 0 < hsdp["relays"]
+    assert hsdp["idle"] > 0.5 > fsdp["idle"]
+    assert "GPT-2 124M, HSDP 8 x 8, 64 ranks" in printed
+
+
+def test_broadcasts_among_empty_shards_are_told_apart():
+    """Eight rows over 16 ranks: half of them are replicas of nothing, and pass on flags alone."""
+    layouts = meshes.fsdp(Model([(8, 16)]), 16)
+    (plan,) = make_plan(schedule_of(layouts), 16, 8).turns[0]
+    (wave,) = plan.relays
+    assert wave.empty
+    assert wave.ranks.tolist() == [list(range(8, 16))]
+    assert wave.nbytes.tolist() == [2]
+
+
+def test_page_says_what_is_beyond_the_aim():
+    case = report(Case("GPT-2 124M", "hsdp", 8, 8), Hardware(), prefetch=1)
+    assert case["ratio"] > table.AIM
+    text = page.body([case])
+    assert "Fewer matrices than ranks: the largest, 3072 x 768, takes" in " ".join(
+        text.split()
+    )
+    assert "peers; there" not in text
+
+
+def test_page_without_a_place_is_an_error(tmp_path):
+    (tmp_path / "bench.md").write_text("no place\n")
+    with pytest.raises(ValueError, match="has no lines"):
+        page.write(tmp_path, [], Hardware(), prefetch=1)
+    assert (tmp_path / "bench.md").read_text() == "no place\n"
+
+
+def test_the_page_has_all_cases():
+    text = (ROOT / "docs" / "bench.md").read_text()
+    part = text.partition(page.BEGIN)[2].partition(page.END)[0]
+    for case in CASES:
+        words = f"{case.model}, {case.mesh}, {case.world} ranks"
+        assert part.count(words) >= 2, words

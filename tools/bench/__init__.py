@@ -2,5 +2,6 @@
 
 ``python -m tools.bench step`` and ``python -m tools.bench bytes``, by an interpreter whose torch has
 the overlay. A time here means nothing by itself: what is reported are ratios, each of two times
-taken in the same processes and the same repetition.
+taken in the same processes and the same repetition. ``python -m tools.bench scale`` simulates a step on
+hundreds of ranks.
 """

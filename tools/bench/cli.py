@@ -13,6 +13,7 @@ from typing import Any, TYPE_CHECKING
 
 from . import bound, figures, fleet, table
 from .catalog import fits, Job, LAYOUTS, names_for, WORKLOADS
+from .scale import cli as scale
 from .stock import stock_path
 
 
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
         "bytes", parents=[shared], help="count what a step sends"
     )
     counted.set_defaults(run=run_bytes)
+    scale.add_parser(commands)
     return result
 
 

@@ -23,11 +23,13 @@ class Wave(NamedTuple):
         ranks: global ranks, shape (sets, replicas).
         source: which replica has what the others get.
         nbytes: for each set.
+        empty: whether only flags travel.
     """
 
     ranks: NDArray
     source: int
     nbytes: NDArray
+    empty: bool
 
     def between_nodes(self, gpus_per_node: int) -> bool:
         return len(np.unique(self.ranks[0] // gpus_per_node)) > 1
@@ -46,6 +48,10 @@ class _Sets(NamedTuple):
 
     ranks: NDArray
     numels: dict[int, NDArray]
+
+    @property
+    def empty(self) -> bool:
+        return not any(numels.any() for numels in self.numels.values())
 
 
 def waves(
@@ -81,7 +87,7 @@ def waves(
             room[source] -= size
             parts[source][-1] += (sets.numels[shards] + 1) * size_of
         result += [
-            Wave(sets.ranks, source, nbytes)
+            Wave(sets.ranks, source, nbytes, sets.empty)
             for source, of_source in sorted(parts.items())
             for nbytes in of_source
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TYPE_CHECKING
 
 import numpy as np
@@ -17,21 +18,27 @@ from .timeline import simulate, Step
 
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from .cases import Case
     from .hardware import Hardware
     from .plan import Plan
+    from .relays import Wave
 
 
-def schedule_of(case: Case) -> Schedule:
+def schedule_of(case: Case, max_replicas: int | None = None) -> Schedule:
     layouts = case.layouts()
-    return make_schedule(layouts, assign_owners(layouts), torch.bfloat16)
+    owners = assign_owners(layouts)
+    return make_schedule(layouts, owners, torch.bfloat16, max_replicas=max_replicas)
 
 
-def report(case: Case, hardware: Hardware, prefetch: int) -> dict[str, Any]:
+def report(
+    case: Case, hardware: Hardware, prefetch: int, max_replicas: int | None = None
+) -> dict[str, Any]:
     """Times in seconds, sizes in bytes."""
-    schedule = schedule_of(case)
+    schedule = schedule_of(case, max_replicas)
     plan = make_plan(schedule, case.world, hardware.gpus_per_node)
     step = simulate(plan, hardware, prefetch)
     nbytes = link_bytes(plan)
@@ -44,6 +51,9 @@ def report(case: Case, hardware: Hardware, prefetch: int) -> dict[str, Any]:
         "buckets": max(b.bucket.index for turn in plan.turns for b in turn) + 1,
         "relays": sum(len(b.relays) for turn in plan.turns for b in turn),
         "step": step.seconds,
+        # In those among ranks that hold no elements only flags travel.
+        "without_empty": _without(plan, hardware, prefetch, lambda w: w.empty),
+        "without_broadcasts": _without(plan, hardware, prefetch, lambda w: True),
         **_limits(schedule, case.world, nbytes, hardware),
         **_use(step),
         **_volume(plan, nbytes),
@@ -69,7 +79,23 @@ def _limits(
     trip = alternatives.trip(
         schedule.layouts[largest], schedule.owners[largest], hardware
     )
-    return {**limits, "ideal": max(limits.values()), "trip": trip}
+    return {
+        **limits,
+        "ideal": max(limits.values()),
+        "trip": trip,
+        "largest_shape": schedule.layouts[largest].shape,
+    }
+
+
+def _without(
+    plan: Plan, hardware: Hardware, prefetch: int, leave_out: Callable[[Wave], bool]
+) -> float:
+    """The step without some of its broadcasts."""
+    turns = [
+        [replace(b, relays=[w for w in b.relays if not leave_out(w)]) for b in turn]
+        for turn in plan.turns
+    ]
+    return simulate(replace(plan, turns=turns), hardware, prefetch).seconds
 
 
 def _use(step: Step) -> dict[str, float]:

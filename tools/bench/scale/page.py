@@ -1,0 +1,56 @@
+"""The simulation's part of docs/bench.md, and its picture."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any, TYPE_CHECKING
+
+from . import table
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from .hardware import Hardware
+
+BEGIN, END = "<!-- tools.bench scale -->\n", "<!-- end of tools.bench scale -->\n"
+
+
+def write(
+    docs: Path, cases: Sequence[dict[str, Any]], hardware: Hardware, prefetch: int
+) -> None:
+    """Raises ValueError where the page has no place for it."""
+    from . import figure
+
+    path = docs / "bench.md"
+    before, begin, rest = path.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} has no lines {BEGIN!r} and {END!r}")
+    path.write_text(before + begin + body(cases) + end + after)
+    figure.draw(docs / "figures" / "scale.png", hardware, prefetch)
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, width=110, subsequent_indent=indent)
+
+
+def body(cases: Sequence[dict[str, Any]]) -> str:
+    blocks = [
+        textwrap.indent(text, "    ")
+        for text in (table.times(cases), table.volumes(cases))
+    ]
+    many = [c for c in cases if c["peers_max"] > table.MANY_PEERS]
+    gains = [1 - c["two_level"] / c["step"] for c in many]
+    words = "\n".join(_wrapped(f"- {line}", "  ") for line in table.beyond(cases))
+    parts = ["", *blocks]
+    if many:
+        parts.append(
+            _wrapped(
+                f"In {len(many)} of {len(cases)} cases a rank has more than {table.MANY_PEERS} peers; there two "
+                f"levels would save {100 * min(gains):.0f} to {100 * max(gains):.0f} %."
+            )
+        )
+    parts += [f"Above {table.AIM} of the ideal:", words, ""]
+    return "\n\n".join(parts)[1:-1]

@@ -1,0 +1,142 @@
+"""The simulation's figures as plain text."""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from ..table import render
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+AIM = 1.15
+MANY_PEERS = 512
+LIMITS = {
+    "share": "a rank's share of the work",
+    "largest": "Newton-Schulz of the largest matrix",
+    "wire": "the mean rank's bytes",
+}
+
+
+def title(case: dict[str, Any]) -> str:
+    return f"{case['model']}, {case['mesh']}, {case['ranks']} ranks"
+
+
+def progress(case: dict[str, Any]) -> str:
+    return f"{title(case)}: {milliseconds(case['step'])} ms"
+
+
+def milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{1e3 * seconds:.2f}" if seconds < 0.01 else f"{1e3 * seconds:.0f}"
+
+
+def times(cases: Sequence[dict[str, Any]]) -> str:
+    head = [
+        "ms",
+        "matrices an owner",
+        "step",
+        "ideal",
+        "step / ideal",
+        "idle",
+        "all-gather",
+        "an owner a replica",
+        "one matrix at a time",
+        "two levels",
+    ]
+    rows = [
+        [
+            title(case),
+            f"{case['matrices'] / case['owners']:.1f}",
+            milliseconds(case["step"]),
+            milliseconds(case["ideal"]),
+            f"{case['ratio']:.2f}",
+            f"{100 * case['idle']:.0f} %",
+            milliseconds(case["all_gather"]),
+            milliseconds(case["each_replica"]),
+            milliseconds(case["one_at_a_time"]),
+            f"{milliseconds(case['two_level'])} ({case['two_level'] / case['step']:.2f})",
+        ]
+        for case in cases
+    ]
+    return render(head, rows)
+
+
+def volumes(cases: Sequence[dict[str, Any]]) -> str:
+    head = [
+        "GB a rank (mean, busiest)",
+        "out",
+        "in",
+        "peers (mean, most)",
+        "KB a message",
+        "buffers",
+        "parameters",
+        "buckets",
+        "broadcasts",
+    ]
+    rows = [
+        [
+            title(case),
+            f"{case['out_mean'] / 1e9:.2f} {case['out_max'] / 1e9:.2f}",
+            f"{case['in_mean'] / 1e9:.2f} {case['in_max'] / 1e9:.2f}",
+            f"{case['peers_mean']:.0f} {case['peers_max']}",
+            f"{case['message'] / 1e3:.0f}",
+            f"{case['buffers'] / 1e9:.2f}",
+            f"{case['parameters'] / 1e9:.2f}",
+            str(case["buckets"]),
+            str(case["relays"]),
+        ]
+        for case in cases
+    ]
+    return render(head, rows)
+
+
+def in_words(case: dict[str, Any]) -> str:
+    """What a step's time goes to beyond its ideal."""
+    rows, columns = case["largest_shape"]
+    busiest = case["busiest"] / case["share"]
+    empty = case["step"] - case["without_empty"]
+    shards = case["without_empty"] - case["without_broadcasts"]
+    found = [f"{title(case)}: {case['ratio']:.2f} of {ideal_in_words(case)}."]
+    if case["matrices"] < case["ranks"]:
+        found.append(
+            f"Fewer matrices than ranks: the largest, {rows} x {columns}, takes {milliseconds(case['trip'])} ms "
+            f"alone, of which its Newton-Schulz is {milliseconds(case['largest'])} ms."
+        )
+    elif busiest > 1.01:
+        found.append(f"The busiest owner has {busiest:.2f} times the mean's work.")
+    if shards > 0.01 * case["step"]:
+        found.append(f"Broadcasts along replicas add {milliseconds(shards)} ms.")
+    if empty > 0.01 * case["step"]:
+        found.append(
+            f"Broadcasts of flags among empty shards add {milliseconds(empty)} ms."
+        )
+    return " ".join(found)
+
+
+def ideal_in_words(case: dict[str, Any]) -> str:
+    name = max(LIMITS, key=case.__getitem__)
+    return f"{milliseconds(case['ideal'])} ms, {LIMITS[name]}"
+
+
+def beyond(cases: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each case that misses the aim."""
+    return [in_words(case) for case in cases if case["ratio"] > AIM]
+
+
+def check(cases: Sequence[dict[str, Any]]) -> str:
+    head = ["", "wire ms", "prefetch", "measured ms", "simulated ms", "ratio"]
+    rows = [
+        [
+            case["layout"],
+            f"{case['delay_ms']:g}",
+            str(case["prefetch"]),
+            f"{1e3 * case['measured']:.0f}",
+            f"{1e3 * case['simulated']:.0f}",
+            f"{case['measured'] / case['simulated']:.2f}",
+        ]
+        for case in cases
+    ]
+    return render(head, rows)
