@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any, TYPE_CHECKING
 
@@ -56,6 +57,7 @@ def report(
         "without_broadcasts": _without(plan, hardware, prefetch, lambda w: True),
         **_limits(schedule, case.world, nbytes, hardware),
         **_use(step),
+        "stretch": stretch(schedule),
         **_volume(plan, nbytes),
         **_memory(schedule, plan, prefetch),
         **_others(case, schedule, hardware, prefetch),
@@ -103,6 +105,20 @@ def _use(step: Step) -> dict[str, float]:
         "busiest": float(step.busy.max()),
         "idle": 1 - float(step.busy.mean()) / step.seconds,
     }
+
+
+def stretch(schedule: Schedule) -> float:
+    """Buckets one after the other over their busiest owner's own work, of the group with most of it."""
+    one_by_one: Counter[tuple[int, ...]] = Counter()
+    alone: dict[tuple[int, ...], Counter[int]] = {}
+    for bucket in schedule.buckets:
+        loads: Counter[int] = Counter()
+        for matrix in bucket.matrices:
+            shape = schedule.layouts[matrix].shape
+            loads[schedule.owners[matrix]] += newton_schulz_flops(shape)
+        one_by_one[bucket.group] += max(loads.values())
+        alone.setdefault(bucket.group, Counter()).update(loads)
+    return max(one_by_one[group] / max(alone[group].values()) for group in alone)
 
 
 def link_bytes(plan: Plan) -> NDArray:

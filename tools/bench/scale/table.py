@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 AIM = 1.15
 MANY_PEERS = 512
+# What the engine's make_schedule aims at.
+MAX_STRETCH = 1.1
 LIMITS = {
     "share": "a rank's share of the work",
     "largest": "Newton-Schulz of the largest matrix",
@@ -107,6 +109,10 @@ def in_words(case: dict[str, Any]) -> str:
         )
     elif busiest > 1.01:
         found.append(f"The busiest owner has {busiest:.2f} times the mean's work.")
+    if case["stretch"] > MAX_STRETCH:
+        found.append(
+            f"Its buckets one after the other take {case['stretch']:.2f} times the busiest owner's work."
+        )
     if shards > 0.01 * case["step"]:
         found.append(f"Broadcasts along replicas add {milliseconds(shards)} ms.")
     if empty > 0.01 * case["step"]:
