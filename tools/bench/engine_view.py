@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Muon
     from torch.optim._muon_engine.runtime.pipeline import Pipeline
-    from torch.optim._muon_engine.schedule.buckets import Schedule
+    from torch.optim._muon_engine.schedule.specs import Schedule
 
 
 class AllToAll(NamedTuple):

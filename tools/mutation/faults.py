@@ -271,17 +271,17 @@ FAULTS = (
     Fault(
         "the learning rate is scaled by the shape of the shard",
         "_muon_engine/runtime/pipeline.py",
-        "formulas[key] = matrix.param.formulas, matrix.layout.shape",
-        "formulas[key] = matrix.param.formulas, tuple(local.shape)",
+        "            shape = matrix.layout.shape\n",
+        "            shape = tuple(local.shape)\n",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
         "weights decay on the owner only",
         "_muon_engine/runtime/pipeline.py",
-        "            how, shape = formulas[key]\n",
-        """            how, shape = formulas[key]
-            if matrix.owner != self.rank:
-                how = how._replace(weight_decay=0.0)
+        "                how.apply([local], None if update is None else [update], shape)\n",
+        """                if matrix.owner != self.rank:
+                    how = how._replace(weight_decay=0.0)
+                how.apply([local], None if update is None else [update], shape)
 """,
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
@@ -343,8 +343,8 @@ FAULTS = (
     Fault(
         "what ranks know is not compared at construction",
         "_muon_engine/agreement.py",
-        "exchange(group, digest, error)",
-        'exchange(group, "", error)',
+        "exchange(group, (digest, alone), error)",
+        'exchange(group, ("", alone), error)',
         (f"{ERRORS}different_hyperparameters",),
     ),
     Fault(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-    from torch.optim._muon_engine.schedule.buckets import Bucket, Schedule
+    from torch.optim._muon_engine.schedule.specs import Bucket, Schedule
 
 # Owner and rank, as places in the group: a rank that exchanges something with the owner.
 Pairs = tuple["NDArray", "NDArray"]
@@ -132,11 +132,13 @@ def volume_of(
     for key, count in counts.items():
         one = vectors[key]
         sources = one.sources(owners) if one.sets else True
-        # A flag goes with each shard, and only from sources where others are relayed to.
-        said = sources if bucket.relayed else True
+        # A flag goes with each shard, and only from sources that hold something where others are
+        # relayed to.
+        said = sources & (one.numels > 0) if bucket.relayed else True
         volume.gather[:] += count[:, None] * (one.numels * sources + said)
         volume.scatter[:] += count[:, None] * ((one.numels + 1) * said)
-        kept += count * (one.numels + 1)[owners] * (one.replicas[owners] > 1)
+        relays = (one.replicas[owners] > 1) & (one.numels[owners] > 0)
+        kept += count * (one.numels + 1)[owners] * relays
     for side, dtype in zip(volume, (bucket.gather_dtype, bucket.scatter_dtype)):
         side[np.arange(len(owners)), owners] = 0
         side *= dtype.itemsize

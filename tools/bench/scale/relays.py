@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple, TYPE_CHECKING
 
 import numpy as np
-from torch.optim._muon_engine.schedule.buckets import RELAY_BYTES
+from torch.optim._muon_engine.schedule.specs import RELAY_BYTES
 
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch.optim._muon_engine.schedule.buckets import Bucket, Schedule
+    from torch.optim._muon_engine.schedule.specs import Bucket, Schedule
 
     from .hardware import Hardware
     from .shards import Vectors
@@ -23,13 +23,11 @@ class Wave(NamedTuple):
         ranks: global ranks, shape (sets, replicas).
         source: which replica has what the others get.
         nbytes: for each set.
-        empty: whether only flags travel.
     """
 
     ranks: NDArray
     source: int
     nbytes: NDArray
-    empty: bool
 
     def between_nodes(self, gpus_per_node: int) -> bool:
         return len(np.unique(self.ranks[0] // gpus_per_node)) > 1
@@ -48,10 +46,6 @@ class _Sets(NamedTuple):
 
     ranks: NDArray
     numels: dict[int, NDArray]
-
-    @property
-    def empty(self) -> bool:
-        return not any(numels.any() for numels in self.numels.values())
 
 
 def waves(
@@ -87,7 +81,7 @@ def waves(
             room[source] -= size
             parts[source][-1] += (sets.numels[shards] + 1) * size_of
         result += [
-            Wave(sets.ranks, source, nbytes, sets.empty)
+            Wave(sets.ranks, source, nbytes)
             for source, of_source in sorted(parts.items())
             for nbytes in of_source
         ]

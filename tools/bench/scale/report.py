@@ -9,7 +9,7 @@ from typing import Any, TYPE_CHECKING
 import numpy as np
 import torch
 from torch.optim._muon_engine.runtime.buffers import RELAYS_IN_FLIGHT
-from torch.optim._muon_engine.schedule.buckets import make_schedule, Schedule
+from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
 
 from . import alternatives
@@ -19,14 +19,13 @@ from .timeline import simulate, Step
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch.optim._muon_engine.schedule.specs import Schedule
 
     from numpy.typing import NDArray
 
     from .cases import Case
     from .hardware import Hardware
     from .plan import Plan
-    from .relays import Wave
 
 
 def schedule_of(case: Case, max_replicas: int | None = None) -> Schedule:
@@ -52,9 +51,7 @@ def report(
         "buckets": max(b.bucket.index for turn in plan.turns for b in turn) + 1,
         "relays": sum(len(b.relays) for turn in plan.turns for b in turn),
         "step": step.seconds,
-        # In those among ranks that hold no elements only flags travel.
-        "without_empty": _without(plan, hardware, prefetch, lambda w: w.empty),
-        "without_broadcasts": _without(plan, hardware, prefetch, lambda w: True),
+        "without_broadcasts": _without_relays(plan, hardware, prefetch),
         **_limits(schedule, case.world, nbytes, hardware),
         **_use(step),
         "stretch": stretch(schedule),
@@ -89,14 +86,9 @@ def _limits(
     }
 
 
-def _without(
-    plan: Plan, hardware: Hardware, prefetch: int, leave_out: Callable[[Wave], bool]
-) -> float:
-    """The step without some of its broadcasts."""
-    turns = [
-        [replace(b, relays=[w for w in b.relays if not leave_out(w)]) for b in turn]
-        for turn in plan.turns
-    ]
+def _without_relays(plan: Plan, hardware: Hardware, prefetch: int) -> float:
+    """The step as if nothing had to be relayed."""
+    turns = [[replace(bucket, relays=[]) for bucket in turn] for turn in plan.turns]
     return simulate(replace(plan, turns=turns), hardware, prefetch).seconds
 
 

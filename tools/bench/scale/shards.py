@@ -50,7 +50,10 @@ class Vectors:
             places = np.searchsorted(ranks, members)
             number[places] = np.arange(size)
             replicas[places] = size
-            found.append(ReplicaSets(members, numels[places[:, 0]]))
+            held = numels[places[:, 0]]
+            if held.any():
+                # Ranks with empty shards relay nothing to each other.
+                found.append(ReplicaSets(members[held > 0], held[held > 0]))
         return cls(ranks, numels, number, replicas, tuple(found))
 
     def sources(self, owners: NDArray) -> NDArray:

@@ -99,8 +99,7 @@ def in_words(case: dict[str, Any]) -> str:
     """What a step's time goes to beyond its ideal."""
     rows, columns = case["largest_shape"]
     busiest = case["busiest"] / case["share"]
-    empty = case["step"] - case["without_empty"]
-    shards = case["without_empty"] - case["without_broadcasts"]
+    shards = case["step"] - case["without_broadcasts"]
     found = [f"{title(case)}: {case['ratio']:.2f} of {ideal_in_words(case)}."]
     if case["matrices"] < case["ranks"]:
         found.append(
@@ -115,10 +114,6 @@ def in_words(case: dict[str, Any]) -> str:
         )
     if shards > 0.01 * case["step"]:
         found.append(f"Broadcasts along replicas add {milliseconds(shards)} ms.")
-    if empty > 0.01 * case["step"]:
-        found.append(
-            f"Broadcasts of flags among empty shards add {milliseconds(empty)} ms."
-        )
     return " ".join(found)
 
 

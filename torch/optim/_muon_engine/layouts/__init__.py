@@ -121,6 +121,9 @@ class Shards:
         self.regions = regions
         self.contributions = contributions
 
+    def __repr__(self) -> str:
+        return f"Shards({len(self.ranks)} ranks, {self.digest})"
+
     @cached_property
     def group(self) -> tuple[int, ...]:
         """The ranks that share the matrix, in the order that all of them agree on."""
