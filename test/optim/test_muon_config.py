@@ -379,9 +379,9 @@ class TestDistributedConfig(ConfigTestCase):
         other = Muon(make_params(*shapes), distributed_config="auto")
         self.assertIsNot(other._engine.config, config)
 
-    def test_the_config_stands_before_foreach(self):
+    def test_new_arguments_stand_last(self):
         names = list(inspect.signature(Muon).parameters)
-        self.assertEqual(names[-2:], ["distributed_config", "foreach"])
+        self.assertEqual(names[-3:], ["distributed_config", "foreach", "ns_algorithm"])
 
     def test_foreach_with_a_config(self):
         # Four buckets of four matrices.

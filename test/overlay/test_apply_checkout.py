@@ -259,7 +259,7 @@ def test_export_and_git_am_give_the_same_tree(checkout, small, tool, shell, tmp_
         "optim: distributed Muon",
         "optim: document distributed Muon",
         "distributed: name a locally synchronized group by its own ranks",
-        "testing: Muon's option `foreach` came after its release",
+        "testing: Muon's options `foreach` and `ns_algorithm` came later",
     ]
     # The same from a tree without the overlay, and from an installed torch.
     third = tmp_path / "third"
