@@ -21,9 +21,11 @@ MAY_IMPORT = {
     "layouts": {"agreement", "process_groups"},
     "schedule": {"layouts"},
     "runtime": {"schedule", "layouts", "process_groups"},
+    "hints": {"layouts", "runtime"},
+    "debugging": {"agreement", "layouts", "runtime"},
     "callbacks": {"runtime", "schedule", "layouts", "config"},
     "engine": {
-        *("callbacks", "runtime", "schedule", "layouts"),
+        *("callbacks", "debugging", "hints", "runtime", "schedule", "layouts"),
         *("process_groups", "agreement", "config"),
     },
 }

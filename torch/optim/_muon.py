@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import zlib
 from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from torch.optim._muon_engine.config import DistributedConfig
     from torch.optim._muon_engine.engine import Engine
+    from torch.optim._muon_engine.layouts import Reader
     from torch.optim._muon_engine.runtime import StepParam
 
 
@@ -255,6 +257,15 @@ class _MuonFormulas(NamedTuple):
         how = self.ns_steps, self.eps, self.ns_algorithm
         return (coefficients, *how, self.foreach)
 
+    @property
+    def digest(self) -> int:
+        """Of the values that hold in this step; a Tensor is read where that costs no synchronization."""
+        values = self._asdict() | {"foreach": None}
+        if isinstance(self.lr, Tensor):
+            is_read = type(self.lr) is Tensor and self.lr.is_cpu
+            values["lr"] = float(self.lr) if is_read else None
+        return zlib.crc32(repr(values).encode())
+
     def check(self) -> None:
         _check_ns(self.ns_coefficients, self.ns_steps, self.ns_algorithm)
 
@@ -280,12 +291,21 @@ class _MuonFormulas(NamedTuple):
             return momentum_buf
         return torch.lerp(grad, momentum_buf, self.momentum, out=out)
 
+    def prepare_together(
+        self, momentum_bufs: list[Tensor], grads: list[Tensor]
+    ) -> Sequence[Tensor]:
+        """Like :meth:`prepare`, for many in few launches."""
+        if not self.nesterov:
+            return momentum_bufs
+        return torch._foreach_lerp(grads, momentum_bufs, self.momentum)
+
     def orthogonalize(self, prepared: Tensor) -> Tensor:
         """The update of one matrix, or of the (matrices, rows, columns) of one batch."""
         how = self.ns_coefficients, self.ns_steps, self.eps, self.ns_algorithm
         if prepared.ndim == 2:
             return _zeropower_via_newtonschulz(prepared, *how)
-        return _newtonschulz(prepared, *how)
+        stack = prepared.to(_NS_DTYPE).reshape(-1, *prepared.shape[-2:])
+        return _newtonschulz(stack, *how).reshape(prepared.shape)
 
     def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
         """How many matrices of ``shape`` the distributed step orthogonalizes together."""
@@ -348,6 +368,7 @@ class Muon(Optimizer):
         adjust_lr_fn: str | None = None,
         distributed_config: DistributedConfig | Literal["auto"] | None = None,
         foreach: bool | None = None,
+        allow_batched_matrices: bool = False,
         ns_algorithm: str = "quintic",
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -375,6 +396,7 @@ class Muon(Optimizer):
             "foreach": foreach,
             "ns_algorithm": ns_algorithm,
         }
+        self._allow_batched_matrices = allow_batched_matrices
         self._distributed_config = _checked_config(distributed_config)
         self._engine: Engine | None = None
         self._needs_config = False
@@ -386,11 +408,18 @@ class Muon(Optimizer):
         """Builds the engine for the parameters as they are now, together with the other ranks."""
         from torch.optim._muon_engine.engine import Engine
 
+        self._prepare_reader()
         # A problem travels along instead of being raised here: the other ranks are waiting.
         params, former = self._step_params(), self._engine
         self._engine = Engine(config, params, self._find_problem(), former)
         if former is not None:
             former.hand_over_momentum(params, self.state)
+
+    def _prepare_reader(self) -> None:
+        """Several optimizers may share a config, and so its reader."""
+        reader = self._reader()
+        if reader is not None:
+            reader.takes_stacks = self._allow_batched_matrices
 
     def _step_params(self) -> list[StepParam]:
         from torch.optim._muon_engine.runtime import StepParam
@@ -437,7 +466,10 @@ class Muon(Optimizer):
                 "use distribute_module, parallelize_module or fully_shard"
             )
         # FSDP1 flattens parameters; only its reader knows the matrices inside.
-        if param.ndim == 2 or (param.ndim == 1 and self._takes_flat_params()):
+        reader = self._reader()
+        is_flat = param.ndim == 1 and reader is not None and reader.takes_flat_params
+        is_stack = param.ndim > 2 and self._allow_batched_matrices
+        if param.ndim == 2 or is_flat or is_stack:
             return None
         hint = ""
         if getattr(param, "_fsdp_flattened", False):
@@ -445,28 +477,46 @@ class Muon(Optimizer):
                 ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group="
                 "model.process_group, module=model)"
             )
+        elif param.ndim > 2:
+            hint = ". allow_batched_matrices=True takes it as a stack of matrices of its last two dimensions"
         return ValueError(
             f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} "
             f"({which}){hint}"
         )
 
-    def _takes_flat_params(self) -> bool:
+    def _reader(self) -> Reader | None:
+        """What reads the layouts of this optimizer's parameters, if a factory's config does."""
         if self._distributed_config is None:
-            return False
+            return None
         from torch.optim._muon_engine.callbacks import functions_of
 
         functions = functions_of(self._distributed_config)
-        return functions is not None and functions.reader.takes_flat_params
+        return None if functions is None else functions.reader
 
     @property
     def assignments(self) -> dict[int, list[int]]:
         """Global rank -> indices of the parameters it orthogonalizes; {} without a config.
 
-        A flat FSDP1 parameter of several matrices stands under the owner of its first matrix.
+        A parameter of several matrices, a flat one of FSDP1 or a stack, stands under the owner of its
+        first matrix; :attr:`matrix_owners` has all of them.
         """
         if self._engine is None:
             return {}
         return {rank: list(owned) for rank, owned in self._engine.assignments.items()}
+
+    @property
+    def matrix_owners(self) -> dict[tuple[int, int], int]:
+        """(Parameter index, matrix in it) -> the global rank that orthogonalizes it; {} without a config.
+
+        A flat FSDP1 parameter and a stack have several matrices, each with an owner of its own.
+        """
+        if self._engine is None:
+            return {}
+        layouts, owners = self._engine.layouts, self._engine.owners
+        return {
+            (layout.key.index, layout.key.sub): owner
+            for layout, owner in zip(layouts, owners, strict=True)
+        }
 
     @property
     def current_rank(self) -> int:
@@ -484,6 +534,7 @@ class Muon(Optimizer):
         state["_needs_config"] = (
             self._needs_config or self._distributed_config is not None
         )
+        state["_allow_batched_matrices"] = self._allow_batched_matrices
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -491,6 +542,7 @@ class Muon(Optimizer):
         self.__dict__.setdefault("_distributed_config", None)
         self.__dict__.setdefault("_engine", None)
         self.__dict__.setdefault("_needs_config", False)
+        self.__dict__.setdefault("_allow_batched_matrices", False)
         for group in (self.defaults, *self.param_groups):
             group.setdefault("foreach", None)
             group.setdefault("ns_algorithm", "quintic")
@@ -622,6 +674,7 @@ class Muon(Optimizer):
                 adjust_lr_fn=group["adjust_lr_fn"],
                 foreach=group["foreach"],
                 has_complex=has_complex,
+                allow_batched_matrices=self._allow_batched_matrices,
             )
         return loss
 
@@ -630,6 +683,7 @@ class Muon(Optimizer):
         params = self._step_params()
         if not engine.matches(params):
             # Frameworks replace parameters, or what stands behind them, after construction.
+            self._prepare_reader()
             engine = engine.rebuilt(params, self.state, self._find_problem())
             self._engine = engine
         engine.step(params, self.state)
@@ -718,6 +772,11 @@ Muon.__doc__ = (
             product. An update may differ from the for-loop's in rounding, by about 1 % of its
             Frobenius norm in what was measured. None means False, but True for accelerators with a
             ``distributed_config`` (default: None)
+        allow_batched_matrices (bool, optional): whether a parameter of three or more dimensions is
+            taken as a stack of matrices of its last two, such as the (experts, out, in) of a mixture of
+            experts. Each matrix of a stack is orthogonalized by itself, with a learning rate scaled by
+            its own shape, and with a ``distributed_config`` each has its own owner. Accelerators
+            iterate a stack at once, unless ``foreach`` is False (default: False)
         ns_algorithm (str, optional): "quintic" iterates on the matrix. "gram" iterates on its small
             Gram matrix where one side is at least {_GRAM_RATIO} times the other: four products of the
             long side in five steps instead of ten, and another rounding (default: "quintic")
@@ -765,6 +824,7 @@ def _single_tensor_muon(
     has_complex: bool,
     ns_algorithm: str = "quintic",
     foreach: bool | None = False,
+    allow_batched_matrices: bool = False,
     distributed_config: DistributedConfig | None = None,
 ) -> None:
     if has_complex:
@@ -786,12 +846,15 @@ def _single_tensor_muon(
             params, grads, muon_momentum_bufs, formulas, distributed_config
         )
         return
+    if allow_batched_matrices:
+        params, grads, muon_momentum_bufs = map(
+            _unstacked, (params, grads, muon_momentum_bufs)
+        )
     for param, grad, buf in zip(params, grads, muon_momentum_bufs, strict=True):
-        if grad.ndim != 2:
-            raise ValueError("Param gradient must be a 2D matrix")
+        _check_is_matrix(grad, allow_batched_matrices)
         formulas.accumulate([buf], [grad])
         update = formulas.orthogonalize(formulas.prepare(buf, grad))
-        formulas.apply([param], [update], param.shape)
+        formulas.apply([param], [update], param.shape[-2:])
 
 
 def _multi_tensor_muon(
@@ -809,6 +872,7 @@ def _multi_tensor_muon(
     adjust_lr_fn: str | None,
     has_complex: bool,
     ns_algorithm: str = "quintic",
+    allow_batched_matrices: bool = False,
 ) -> None:
     """As :func:`_single_tensor_muon`, with one batched Newton-Schulz for matrices of one shape."""
     if has_complex:
@@ -826,9 +890,12 @@ def _multi_tensor_muon(
         ns_algorithm,
     )
     formulas.check()
+    if allow_batched_matrices:
+        params, grads, muon_momentum_bufs = map(
+            _unstacked, (params, grads, muon_momentum_bufs)
+        )
     for grad, buf in zip(grads, muon_momentum_bufs, strict=True):
-        if grad.ndim != 2:
-            raise ValueError("Param gradient must be a 2D matrix")
+        _check_is_matrix(grad, allow_batched_matrices)
         formulas.accumulate([buf], [grad])
     for batch in _batches(grads, muon_momentum_bufs, formulas):
         first = grads[batch[0]]
@@ -841,7 +908,24 @@ def _multi_tensor_muon(
             for i, out in zip(batch, stacked, strict=True):
                 out.copy_(formulas.prepare(muon_momentum_bufs[i], grads[i]))
             updates = list(formulas.orthogonalize(stacked).unbind())
-        formulas.apply([params[i] for i in batch], updates, first.shape)
+        formulas.apply([params[i] for i in batch], updates, first.shape[-2:])
+
+
+def _unstacked(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The matrices of stacks as views; a DTensor stays whole, since its views may be copies."""
+    found: list[Tensor] = []
+    for tensor in tensors:
+        is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+        if tensor.ndim > 2 and is_plain:
+            found += _unstacked(tensor.detach().unbind())
+        else:
+            found.append(tensor)
+    return found
+
+
+def _check_is_matrix(grad: Tensor, allow_batched_matrices: bool) -> None:
+    if grad.ndim != 2 and not (allow_batched_matrices and grad.ndim > 2):
+        raise ValueError("Param gradient must be a 2D matrix")
 
 
 def _batches(
@@ -905,8 +989,12 @@ def muon(
     adjust_lr_fn: str | None,
     has_complex: bool,
     ns_algorithm: str = "quintic",
+    allow_batched_matrices: bool = False,
     distributed_config: DistributedConfig | None = None,
 ) -> None:
+    if foreach is None and allow_batched_matrices and not torch.compiler.is_compiling():
+        # Accelerators iterate a stack at once.
+        foreach = any(p.ndim > 2 and p.device.type != "cpu" for p in params)
     # A compiler fuses the loop better than it does a batch.
     batched = foreach and distributed_config is None
     if batched and not torch.compiler.is_compiling():
@@ -929,6 +1017,7 @@ def muon(
         adjust_lr_fn=adjust_lr_fn,
         has_complex=has_complex,
         ns_algorithm=ns_algorithm,
+        allow_batched_matrices=allow_batched_matrices,
     )
 
 

@@ -14,12 +14,14 @@ import os
 import re
 import sys
 import traceback
+import weakref
 from datetime import timedelta
 from typing import Any, NamedTuple, TYPE_CHECKING
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
@@ -256,6 +258,39 @@ class Collectives(TorchDispatchMode):
 
     def names(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(call.name, call.ranks) for call in self.calls]
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes alive at once, of storages that operators under this mode made."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
+            self._look_at(tensor, is_new=False)
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            self._look_at(tensor, is_new=True)
+        return result
+
+    def _look_at(self, tensor, is_new):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes() if is_new else 0
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key, size):
+        self._seen.discard(key)
+        self.live -= size
 
 
 class NewtonSchulzCalls:

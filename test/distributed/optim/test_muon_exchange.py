@@ -5,7 +5,6 @@ import contextlib
 import itertools
 import os
 import sys
-import weakref
 from unittest import mock
 
 import torch
@@ -17,7 +16,6 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -30,6 +28,7 @@ from muon_test_helpers import (
     GlooOnCPU,
     grid_of,
     held,
+    LiveBytes,
     local,
     mesh_of,
     NewtonSchulzCalls,
@@ -47,39 +46,6 @@ from muon_test_helpers import (
 if not dist.is_available():
     print("torch.distributed not available, skipping tests", file=sys.stderr)
     sys.exit(0)
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes alive at once, of storages that operators under this mode made."""
-
-    def __init__(self):
-        super().__init__()
-        self.live = self.peak = 0
-        self._seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
-            self._look_at(tensor, is_new=False)
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            self._look_at(tensor, is_new=True)
-        return result
-
-    def _look_at(self, tensor, is_new):
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes() if is_new else 0
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key, size):
-        self._seen.discard(key)
-        self.live -= size
 
 
 class WatchedWork:

@@ -22,6 +22,8 @@ The words, in the order of the data:
 - *gather* and *scatter*: one packed all-to-all each, to the owners and back.
 - *relay*: of many replicas one, the *source*, exchanges a shard with the owner, and broadcasts what comes
   back to the others.
+- *hop*: one of the two all-to-alls of a gather or scatter where a rank would have too many peers: one
+  within its *node*, one along its *rail*, the ranks at its place of each node.
 - *split*: what one rank sends another in it. *Spec*: which region stands where in its *buffer*.
 - *slot*: the memory of one bucket in flight. *Prefetch*: later buckets whose gathers are in flight.
 - *grad status*: whether a holder has a gradient; where holders differ, that is a *mismatch*.

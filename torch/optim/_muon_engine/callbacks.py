@@ -18,7 +18,12 @@ from torch.optim._muon_engine.layouts.dtensor import (
     like_param,
     local_part,
 )
-from torch.optim._muon_engine.runtime.buffers import Buffers
+from torch.optim._muon_engine.layouts import listed, process_rank
+from torch.optim._muon_engine.runtime.buffers import (
+    add_contributions,
+    Buffers,
+    copy_all,
+)
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, by_rank
 
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
     from torch.optim._muon_engine.config import DistributedConfig
-    from torch.optim._muon_engine.layouts import Layout, Reader, Region
+    from torch.optim._muon_engine.layouts import Layout, Reader
     from torch.optim._muon_engine.runtime.buffers import BucketBuffers
     from torch.optim._muon_engine.runtime.grad_status import GradStatuses
     from torch.optim._muon_engine.runtime.pipeline import ParamState
@@ -118,6 +123,13 @@ class ConfigFunctions:
             [layout.key.index for layout in layouts], self.owners(params, layouts)
         )
         ranks = {rank for group in {l.group for l in layouts} for rank in group}
+        # A stack of matrices of which this rank holds none is nobody's work here.
+        held = {layout.key.index for layout in layouts}
+        none = [index for index in range(len(params)) if index not in held]
+        if none:
+            me = process_rank()
+            ranks.add(me)
+            owned[me] = sorted([*owned.get(me, []), *none])
         return {rank: owned.get(rank, []) for rank in sorted(ranks)}
 
     def gather(self, tensor: Tensor, rank: int, state: dict[str, Any]) -> Tensor | None:
@@ -228,14 +240,14 @@ class SingleMatrix:
         """The whole matrix on its owner, None elsewhere."""
         schedule, bucket = self._bucket(param.formulas.dtype)
         local = local_part(piece)
-
-        def prepared(region: Region) -> Tensor:
-            return region.of_local(local)
-
         status = param.status_of(self.shard)
-        bucket.pack(0, prepared)
         send = bucket.gather_send
-        said = self.statuses.said([status], send.flat.device)
+        copy_all(
+            [(view, region.of_local(local)) for _, region, view in send.regions(0)]
+        )
+        # Values are compared where all matrices of a step go together.
+        digest = 0 if self.statuses.compares_values else param.formulas.digest
+        said = self.statuses.said([status], [digest], send.flat.device)
         self.statuses.send(send, 0, said[: len(send.matrices)])
         bucket.start_gather()
         bucket.wait()
@@ -248,7 +260,13 @@ class SingleMatrix:
         out = torch.empty(
             self.layout.shape, dtype=param.formulas.dtype, device=self.device
         )
-        return bucket.assemble(0, self.layout, own, self.rank, prepared, out)
+        pieces = [(region, region.of_local(local)) for region in own]
+        if self.layout.shards.partial:
+            add_contributions(bucket, 0, self.layout, pieces, self.rank, out)
+        else:
+            mine = [(region.of_matrix(out), piece) for region, piece in pieces]
+            copy_all(mine + bucket.received(0, out))
+        return out
 
     def redistribute(self, update: Tensor | None, param: ParamState) -> Tensor:
         """This rank's piece of ``update``, which only the owner has to have."""
@@ -267,14 +285,13 @@ class SingleMatrix:
             else:
                 self.statuses.keep([self.layout], self._summary)
             self._summary = None
-            bucket.pack_update(0, update)
-            for region in self.shard:
-                region.of_local(piece).copy_(region.of_matrix(update))
+            own = [(r.of_local(piece), r.of_matrix(update)) for r in self.shard]
+            copy_all(own + bucket.returned(0, update))
         bucket.start_scatter()
         bucket.wait()
         self.statuses.receive(bucket.scatter_recv, 0, [self.layout])
-        for _, region, view in bucket.scatter_recv.regions(0):
-            region.of_local(piece).copy_(view)
+        received = bucket.scatter_recv.regions(0)
+        copy_all([(region.of_local(piece), view) for _, region, view in received])
         return like_param(param.param.tensor, piece)
 
 
@@ -289,6 +306,7 @@ class CallbackStep:
         owners: by index.
         layouts: as far as a factory's functions know them.
         single: gives the exchange of one parameter, for a factory's function beside a user's.
+        is_first: whether this is the first step, in which pieces are looked at.
     """
 
     def __init__(
@@ -301,9 +319,12 @@ class CallbackStep:
         layouts: Sequence[Layout],
         rank: int,
         single: Callable[[int], SingleMatrix],
+        is_first: bool = False,
     ) -> None:
         self.config = config
         self.functions = functions
+        self.is_first = is_first
+        self.zeros: list[str] = []
         # By index; frozen parameters take no part.
         self.params = params
         self.owners = owners
@@ -351,7 +372,21 @@ class CallbackStep:
             if following:
                 self.gather(following.pop(0))
             if self.params[index].has_grad:
+                self.look_at(index, update)
                 self.apply(index, update, whole)
+        if self.zeros:
+            warnings.warn(
+                "redistribute_fn gave this rank exactly zeros as its piece of the update of matrices that other ranks own, "
+                "so replicas will hold other values than their owners. It has to send the owner's result to every rank "
+                f"that holds a piece, as broadcast or scatter do: {listed(self.zeros)}",
+                stacklevel=2,
+            )
+
+    def look_at(self, index: int, update: Tensor) -> None:
+        """Notes a piece that nobody seems to have sent."""
+        own = self.owners[index] == self.rank
+        if self.is_first and not own and update.numel() and not update.any():
+            self.zeros.append(self.describe[index])
 
     def _group(self, index: int) -> tuple[int, ...] | None:
         return self.layouts[index].group if index in self.layouts else None

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
+from torch.optim._muon_engine import debugging
 from torch.optim._muon_engine.agreement import agree, Signature
 from torch.optim._muon_engine.callbacks import CallbackStep, functions_of, SingleMatrix
+from torch.optim._muon_engine.hints import Hints
 from torch.optim._muon_engine.layouts import Key, process_rank
 from torch.optim._muon_engine.layouts.dtensor import (
     is_frozen,
@@ -22,15 +24,17 @@ from torch.optim._muon_engine.layouts.dtensor import (
     provenance,
 )
 from torch.optim._muon_engine.process_groups import (
+    absent,
     group_timeout,
     is_dry_run,
     meet,
+    ranks_per_node,
     spanning_group,
 )
-from torch.optim._muon_engine.runtime.buffers import Buffers
+from torch.optim._muon_engine.runtime.buffers import Buffers, ExchangeError
 from torch.optim._muon_engine.runtime.grad_status import GradStatuses
 from torch.optim._muon_engine.runtime.pipeline import ParamState, Pipeline
-from torch.optim._muon_engine.schedule.buckets import make_schedule
+from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.owners import check_assignments
 
 
@@ -97,6 +101,7 @@ class Engine:
         self._flags = self._read_flags()
         self._singles: dict[int, SingleMatrix] = {}
         self.statuses = GradStatuses()
+        self.hints = Hints()
         # What went wrong in an earlier step, of which ranks may have made different parts.
         self.failure = ""
         self._steps = 0
@@ -104,6 +109,8 @@ class Engine:
         gone: dict[tuple[int, ...], list[ProcessGroup]] = {}
         if former is not None:
             self._steps, self.failure = former._steps, former.failure
+            self.hints = former.hints
+            self.hints.parameters_changed()
             self._groups, self._known = dict(former._groups), dict(former._known)
             # Ranks that share no changed parameter are not asked here.
             self._flags = former._flags
@@ -158,7 +165,7 @@ class Engine:
             shared = {**gone, **self.functions.reader.sharing(changed)}
             self._agree(shared, params, error)
             if self.functions.run(self.config):
-                # Groups to relay in are made here, where all ranks are.
+                # Further groups are made here, where all ranks are.
                 self._make_schedule(params)
         elif error is not None:
             raise error
@@ -231,6 +238,8 @@ class Engine:
                 "prefetch_count": str(self.config.prefetch_count),
                 "async_gpu_parallelism": str(self.config.async_gpu_parallelism),
             }
+            if len(ranks) > buckets.MAX_PEERS:
+                fields["ranks per node"] = str(ranks_per_node())
             found.append(Signature(layout.describe(), tuple(fields.items())))
         return found
 
@@ -350,10 +359,15 @@ class Engine:
         if any(torch.is_complex(param.tensor) for param in params):
             raise RuntimeError("Muon does not support complex parameters")
         prepared, problems = self._prepare(params, states)
+        self.hints.look(params, self.layouts, self.rank, self.world_size)
         on_engine = self.functions is not None and self.functions.run(self.config)
         self.statuses.begin(self._steps)
         pipeline = self._pipeline(params) if on_engine else None
         try:
+            if pipeline is not None and debugging.is_on():
+                debugging.compare_gradients(
+                    self.layouts, prepared, self._groups, self.rank
+                )
             with _without_autocast(self.device):
                 if pipeline is not None:
                     pipeline.run(prepared)
@@ -364,12 +378,25 @@ class Engine:
                 raise RuntimeError("; ".join(problems))
             if self.device.type == "cpu":
                 self._raise_mismatch()
+        except ExchangeError as error:
+            missing = absent(error.ranks, f"step {self._steps}")
+            self._fail(error)
+            if not missing:
+                raise
+            raise RuntimeError(
+                f"{error}. Ranks {missing} did not come to this step(), or do not run any more. Where a GradScaler skipped "
+                "it on them because of an inf in their own gradients, use ShardedGradScaler of "
+                "torch.distributed.fsdp.sharded_grad_scaler, which skips it on all"
+            ) from error
         except BaseException as error:
-            # What a framework of the user's can go on from is the user's to say.
-            if self.functions is not None:
-                self.failure = self.failure or f"{type(error).__name__}: {error}"
-                self.statuses.forget()
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        # What a framework of the user's can go on from is the user's to say.
+        if self.functions is not None:
+            self.failure = self.failure or f"{type(error).__name__}: {error}"
+            self.statuses.forget()
 
     def raise_new_failure(self) -> None:
         """Raises RuntimeError where the last step, on an accelerator, is only now seen to have failed."""
@@ -464,21 +491,23 @@ class Engine:
                 )
 
     def _make_schedule(self, params: Sequence[StepParam]) -> Schedule:
-        """The schedule for the flags as they are, and the groups that it relays in."""
+        """The schedule for the flags as they are, and the groups that it has collectives in."""
         trained = [
             (layout, owner)
             for layout, owner in zip(self.layouts, self.owners, strict=True)
             if self.trained[layout.key.index]
         ]
-        schedule = self._schedule = make_schedule(
+        schedule = self._schedule = buckets.make_schedule(
             [layout for layout, _ in trained],
             [owner for _, owner in trained],
             params[0].formulas.dtype if params else torch.float32,
             one_owner_at_a_time=not self.config.async_gpu_parallelism,
+            ranks_per_node=ranks_per_node(),
+            slots=self.config.prefetch_count + 2,
         )
         # In the global order that groups are always made in.
-        relaying = schedule.replica_sets(self.rank)
-        for ranks in sorted(relaying, key=lambda ranks: (-len(ranks), ranks)):
+        further = schedule.further_groups(self.rank)
+        for ranks in sorted(further, key=lambda ranks: (-len(ranks), ranks)):
             if ranks not in self._groups:
                 known = [group for groups in self._known.values() for group in groups]
                 self._groups[ranks] = spanning_group(ranks, known)
@@ -495,6 +524,7 @@ class Engine:
             self.layouts,
             self.rank,
             self._single,
+            self._steps == 1,
         ).run()
 
     def _single(self, index: int) -> SingleMatrix:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.weak import WeakIdKeyDictionary
@@ -13,8 +16,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from datetime import timedelta
-
     from torch.distributed import ProcessGroup
 
 
@@ -43,7 +44,7 @@ def spanning_group(
     known = list(known)
     world = dist.group.WORLD
     for group in [*known, *([world] if world is not None else [])]:
-        if tuple(sorted(dist.get_process_group_ranks(group))) == ranks:
+        if tuple(dist.get_process_group_ranks(group)) == ranks:
             return group
     backend = dist.get_backend_config(known[0] if known else None)
     made = _made.setdefault(world, {})
@@ -82,6 +83,14 @@ def group_timeout(known: Iterable[ProcessGroup]) -> timedelta | None:
     return max((t for t in timeouts if t is not None), default=None)
 
 
+def ranks_per_node() -> int:
+    """How many consecutive ranks are near each other, as the launcher says, or by the accelerators here."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if here.isdecimal():
+        return max(1, int(here))
+    return max(1, torch.accelerator.device_count())
+
+
 def is_dry_run() -> bool:
     """Whether the world is of the fake backend, whose collectives bring nothing."""
     return dist.is_initialized() and dist.get_backend() == "fake"
@@ -101,6 +110,23 @@ def _check_names(ranks: tuple[int, ...], timeout: timedelta | None) -> None:
             "distributed_c10d.py, or make the group before: flatten the dimensions of the DeviceMesh that these "
             f"{len(ranks)} ranks form, as in mesh['shard', 'tp']._flatten(), on all ranks"
         )
+
+
+def absent(ranks: tuple[int, ...], what: str, patience: float = 5.0) -> list[int]:
+    """Which of ``ranks`` do not say within ``patience`` seconds that ``what`` happened to them, too.
+
+    After a collective failed, only the store is left to ask over; [] where that has gone as well.
+    """
+    name = hashlib.sha256(repr((ranks, what)).encode()).hexdigest()[:16]
+    keys = {rank: f"muon/failed/{name}/{rank}" for rank in ranks}
+    try:
+        store = distributed_c10d._get_default_store()
+        store.set(keys[dist.get_rank()], "=")
+        with suppress(RuntimeError):
+            store.wait(list(keys.values()), timedelta(seconds=patience))
+        return [rank for rank, key in keys.items() if not store.check([key])]
+    except (RuntimeError, ValueError):
+        return []
 
 
 def meet(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TYPE_CHECKING
@@ -55,6 +56,16 @@ class Region(NamedTuple):
         """The view, of shape (height, width), of the local tensor that holds this rectangle."""
         if local.shape == (self.height, self.width):
             return local
+        if local.ndim > 2 and local.numel():
+            # A stack of matrices, of which this is in one.
+            at, offset = divmod(self.offset, local.shape[-2] * local.shape[-1])
+            matrix = local
+            for size in (
+                math.prod(local.shape[i:-2]) for i in range(1, local.ndim - 1)
+            ):
+                matrix = matrix[at // size]
+                at %= size
+            return self._replace(offset=offset).of_local(matrix)
         if self.end > local.numel():
             raise ValueError(
                 f"a local tensor of shape {tuple(local.shape)} does not hold {self}: it is not the one that the layout "
@@ -227,6 +238,8 @@ class Reader(Protocol):
 
     # Whether a 1D parameter may be one that FSDP1 flattened.
     takes_flat_params: bool
+    # Whether a parameter may be a stack of matrices, as the optimizer says.
+    takes_stacks: bool
 
     def read(
         self,
@@ -269,22 +282,44 @@ class Reader(Protocol):
         """This rank's piece of ``full``, cut without communication."""
 
 
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The first of ``names``, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def process_rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return 0
 
 
-def whole_layout(key: Key, param: Tensor) -> Layout:
-    """The layout of a matrix that this rank alone answers for, whole."""
-    if param.ndim != 2:
+def whole_layouts(key: Key, param: Tensor) -> list[Layout]:
+    """The layouts of matrices that this rank alone answers for, whole: one, or those of a stack."""
+    if param.ndim < 2:
         raise ValueError(
             f"Muon only supports 2D parameters whereas we found {key.describe(param.shape)}"
         )
-    rows, columns = param.shape
-    full = whole_regions(rows, columns)
-    shards = Shards((process_rank(),), (full,))
-    return Layout(key, (rows, columns), param.dtype, shards, "a plain tensor")
+    rows, columns = param.shape[-2:]
+    found = []
+    for sub in range(math.prod(param.shape[:-2])):
+        full = moved(whole_regions(rows, columns), sub * rows * columns)
+        shards = Shards((process_rank(),), (full,))
+        found.append(
+            Layout(
+                key._replace(sub=sub) if sub else key,
+                (rows, columns),
+                param.dtype,
+                shards,
+                "a plain tensor",
+            )
+        )
+    return found
+
+
+def moved(regions: tuple[Region, ...], offset: int) -> tuple[Region, ...]:
+    """``regions``, held ``offset`` elements further on."""
+    return tuple(region._replace(offset=region.offset + offset) for region in regions)
 
 
 def check_cover(layout: Layout) -> None:

@@ -5,6 +5,7 @@ A plain tensor comes through the same functions: it is its own local tensor.
 
 from __future__ import annotations
 
+import warnings
 from itertools import accumulate, product
 from typing import Any, TYPE_CHECKING
 
@@ -16,10 +17,12 @@ from torch.optim._muon_engine.layouts import (
     check_cover,
     Key,
     Layout,
+    listed,
+    moved,
     process_rank,
     Region,
     Shards,
-    whole_layout,
+    whole_layouts,
 )
 
 
@@ -38,12 +41,14 @@ class DTensorReader:
     """
 
     takes_flat_params = False
+    takes_stacks = False
 
     def __init__(self) -> None:
-        self._shards: dict[Any, Shards] = {}
+        self._shards: dict[Any, dict[int, Shards]] = {}
         self._ranks: dict[DeviceMesh, tuple[int, ...]] = {}
         # By index, what a piece outside of step() is cut into: as it was read or last gathered.
-        self._placed: dict[int, tuple[Layout, DTensor]] = {}
+        self._placed: dict[int, tuple[list[Layout], DTensor]] = {}
+        self._plain: set[int] = set()
 
     def read(
         self,
@@ -57,17 +62,41 @@ class DTensorReader:
         for index, (param, name) in enumerate(zip(params, names, strict=True)):
             key = Key(index, 0, name)
             if isinstance(param, DTensor):
-                layouts.append(self.read_dtensor(key, param))
+                layouts += self.read_all(key, param)
             else:
-                layouts.append(whole_layout(key, param))
+                self._plain.add(index)
+                layouts += whole_layouts(key, param)
+        cut = [
+            Key(index, 0, name).describe(param.shape)
+            for index, (param, name) in enumerate(zip(params, names, strict=True))
+            if not isinstance(param, DTensor) and tp_mark_of(param) in (0, 1)
+        ]
+        if (
+            cut
+            and process_rank() == 0
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+        ):
+            warnings.warn(
+                "these are marked as cut by tensor parallelism (tp_dim, partition_dim), but they are plain tensors, which "
+                "create_dtensor_config takes for whole matrices. Use create_auto_config(tp_process_group=...), which "
+                f"reads the marks: {listed(cut)}",
+                stacklevel=2,
+            )
         return layouts
 
     def forget(self) -> None:
         # Another mesh may come to stand at a former one's address.
         self._shards, self._ranks, self._placed = {}, {}, {}
+        self._plain = set()
 
     def read_dtensor(self, key: Key, tensor: DTensor) -> Layout:
-        """The layout of ``tensor``.
+        """The layout of ``tensor``, which is one matrix; see :meth:`read_all`."""
+        (layout,) = self.read_all(key, tensor)
+        return layout
+
+    def read_all(self, key: Key, tensor: DTensor) -> list[Layout]:
+        """The layouts of the matrices of ``tensor`` of which this rank has a part.
 
         Raises:
             ValueError: the mesh lacks this rank, a placement is of a kind that cannot be read, or the
@@ -82,30 +111,51 @@ class DTensorReader:
                 f"{where}: this rank is not in the mesh; give this optimizer only the parameters that the rank holds"
             )
         source = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
-        if tensor.ndim != 2:
+        if tensor.ndim < 2:
             raise ValueError(f"{where}: Muon only supports 2D parameters")
-        rows, columns = tensor.shape
-        memo = (mesh, tensor.placements, rows, columns)
-        shards = self._shards.get(memo)
-        fresh = shards is None
-        if shards is None:
-            shards = Shards(
-                self._ranks_of(mesh),
-                _regions_by_rank(mesh, tensor.placements, (rows, columns), where),
-                _contributions(mesh, tensor.placements, where),
-            )
-        layout = Layout(key, (rows, columns), tensor.dtype, shards, source)
+        memo = (mesh, tensor.placements, *tensor.shape)
+        fresh = memo not in self._shards
         if fresh:
-            check_cover(layout)
-            self._shards[memo] = shards
-        local = tensor._local_tensor
-        mine = shards.of(dist.get_rank())
-        if sum(region.numel for region in mine) != local.numel():
+            self._shards[memo] = self._read_shards(tensor, where)
+        rows, columns = tensor.shape[-2:]
+        layouts = []
+        for sub, shards in self._shards[memo].items():
+            one = key._replace(sub=sub) if sub else key
+            layout = Layout(one, (rows, columns), tensor.dtype, shards, source)
+            if fresh:
+                check_cover(layout)
+            layouts.append(layout)
+        local, rank = tensor._local_tensor, dist.get_rank()
+        held = sum(r.numel for layout in layouts for r in layout.shards.of(rank))
+        if held != local.numel():
             raise ValueError(
                 f"{where}: the local tensor has shape {tuple(local.shape)}, which the placements do not give"
             )
-        self._placed[key.index] = (layout, tensor)
-        return layout
+        self._placed[key.index] = (layouts, tensor)
+        return layouts
+
+    def _read_shards(self, tensor: DTensor, where: str) -> dict[int, Shards]:
+        """Matrix of the stack -> its shards, as far as this rank is among their ranks."""
+        mesh, placements, shape = (
+            tensor.device_mesh,
+            tensor.placements,
+            tuple(tensor.shape),
+        )
+        ranks = self._ranks_of(mesh)
+        contributions = _contributions(mesh, placements, where)
+        if len(shape) == 2:
+            regions = _regions_by_rank(mesh, placements, shape, where)
+            return {0: Shards(ranks, regions, contributions)}
+        held = _stacks_by_rank(mesh, placements, shape, where)
+        mine = held[ranks.index(dist.get_rank())]
+        return {
+            sub: Shards(
+                tuple(rank for rank, has in zip(ranks, held) if sub in has),
+                tuple(has[sub] for has in held if sub in has),
+                tuple(c for c, has in zip(contributions, held) if sub in has),
+            )
+            for sub in mine
+        }
 
     def _ranks_of(self, mesh: DeviceMesh) -> tuple[int, ...]:
         """The ranks of ``mesh``, flattened; one tuple for all matrices on it."""
@@ -130,7 +180,25 @@ class DTensorReader:
             groups = shared.setdefault(tuple(sorted(self._ranks_of(mesh))), [])
             found = [*mesh.get_all_groups(), *_flattened_groups(mesh)]
             groups += [group for group in found if group not in groups]
+        for param in params:
+            if isinstance(param, DTensor) and param.ndim > 2:
+                of_mesh = shared.get(tuple(sorted(self._ranks_of(param.device_mesh))))
+                for ranks in self._ranks_of_stack(param):
+                    shared.setdefault(ranks, list(of_mesh or ()))
         return shared
+
+    def _ranks_of_stack(self, tensor: DTensor) -> set[tuple[int, ...]]:
+        """The sorted ranks of each matrix of a stack; none where it cannot be read, on all ranks alike."""
+        mesh, placements = tensor.device_mesh, tensor.placements
+        memo = (mesh, placements, *tensor.shape)
+        if mesh.get_coordinate() is None:
+            return set()
+        try:
+            if memo not in self._shards:
+                self._shards[memo] = self._read_shards(tensor, "")
+        except ValueError:
+            return set()
+        return {shards.group for shards in self._shards[memo].values()}
 
     meeting = sharing
 
@@ -171,17 +239,23 @@ class DTensorReader:
     def whole(self, tensor: Tensor, index: int) -> Tensor:
         """The full matrix of ``tensor``, on every caller."""
         if not isinstance(tensor, DTensor):
+            self._plain.add(index)
             return tensor
-        self.read_dtensor(Key(index), tensor)
+        self.read_all(Key(index), tensor)
         return tensor.full_tensor()
 
     def piece(self, full: Tensor, index: int) -> Tensor:
         """This rank's piece of ``full``, cut without communication."""
-        if index not in self._placed:
+        if index in self._plain or not dist.is_initialized():
             return full
-        layout, like = self._placed[index]
+        if index not in self._placed:
+            raise ValueError(
+                f"nothing is known of parameter {index} yet, so redistribute_fn cannot tell which piece of the matrix is this "
+                "rank's: call assign_fn or gather_fn before"
+            )
+        layouts, like = self._placed[index]
         local = full.new_zeros(like._local_tensor.shape)
-        return like_param(like, _cut_out(layout, full, local))
+        return like_param(like, cut_out(layouts, full, local))
 
 
 def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
@@ -198,12 +272,15 @@ def current_device(kind: str) -> torch.device:
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
-def _cut_out(layout: Layout, full: Tensor, local: Tensor) -> Tensor:
-    """Fills ``local`` with this rank's shard of ``full``; of contributions to a sum, the first has it."""
+def cut_out(layouts: Sequence[Layout], full: Tensor, local: Tensor) -> Tensor:
+    """Fills ``local`` with this rank's shards of ``full``; of contributions to a sum, the first has them."""
     rank = process_rank()
-    if layout.shards.contribution_of(rank) == 0:
-        for region in layout.shards.of(rank):
-            region.of_local(local).copy_(region.of_matrix(full))
+    stack = full.reshape(-1, *full.shape[-2:])
+    for layout in layouts:
+        if layout.shards.contribution_of(rank) == 0:
+            matrix = stack[layout.key.sub]
+            for region in layout.shards.of(rank):
+                region.of_local(local).copy_(region.of_matrix(matrix))
     return local
 
 
@@ -231,6 +308,15 @@ def provenance(param: Tensor) -> tuple:
         local.shape,
         local.device,
     )
+
+
+def tp_mark_of(param: Tensor) -> int | None:
+    """The dimension that a framework has marked ``param`` as cut along by TP; -1 for not cut at all."""
+    for mark in ("tp_dim", "partition_dim"):
+        dim = getattr(param, mark, None)
+        if isinstance(dim, int):
+            return max(dim, -1)
+    return None
 
 
 def is_frozen(param: Tensor) -> bool:
@@ -339,9 +425,9 @@ def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
         buffer = buffer.full_tensor()
     if not isinstance(param, DTensor):
         return buffer
-    layout = DTensorReader().read_dtensor(Key(0), param)
+    layouts = DTensorReader().read_all(Key(0), param)
     local = torch.zeros_like(local_part(param), dtype=buffer.dtype)
-    return like_param(param, _cut_out(layout, buffer, local))
+    return like_param(param, cut_out(layouts, buffer, local))
 
 
 def _contributions(
@@ -386,6 +472,39 @@ def _regions_by_rank(
     return tuple(regions)
 
 
+def _stacks_by_rank(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    where: str,
+) -> list[dict[int, tuple[Region, ...]]]:
+    """For each rank of the flattened mesh, the matrices of a stack that it holds, and their regions.
+
+    A stack of three and more dimensions has matrices of its last two, numbered row-major.
+    """
+    runs = [
+        _runs_by_coordinate(mesh, placements, shape, dim, where)
+        for dim in range(len(shape))
+    ]
+    found = []
+    for coordinate in product(*(range(size) for size in mesh.shape)):
+        *leading, rows, columns = (of_dim[coordinate] for of_dim in runs)
+        regions = _regions(rows, columns)
+        numel = sum(region.numel for region in regions)
+        indices = [
+            [i for start, length in held for i in range(start, start + length)]
+            for held in leading
+        ]
+        held: dict[int, tuple[Region, ...]] = {}
+        for at, index in enumerate(product(*indices)):
+            sub = 0
+            for i, size in zip(index, shape):
+                sub = sub * size + i
+            held[sub] = moved(regions, at * numel)
+        found.append(held)
+    return found
+
+
 def _runs_by_coordinate(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
@@ -399,7 +518,7 @@ def _runs_by_coordinate(
     for uneven, empty and strided shards are theirs alone.
     """
     vector = torch.arange(shape[dim], device="cpu").reshape(
-        [-1 if d == dim else 1 for d in (0, 1)]
+        [-1 if d == dim else 1 for d in range(len(shape))]
     )
     held: dict[tuple[int, ...], Tensor] = {(): vector}
     order = _order_of_cuts(placements, mesh.shape, dim)

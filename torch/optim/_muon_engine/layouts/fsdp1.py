@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -26,6 +28,8 @@ class FlatMatrix(NamedTuple):
     tp: DTensorSpec | None
     # Whether FSDP flattened it row by row, and not in another order of its memory.
     contiguous: bool
+    # The elements of it that are held, counted row by row: first, one after the last, where they stand.
+    held: tuple[int, int, int] = (0, 0, 0)
 
 
 class FlatView(NamedTuple):
@@ -83,17 +87,42 @@ def _matrices(flat: Any) -> tuple[FlatMatrix, ...]:
 
 def _matrix(flat: Any, number: int, offset: int | None) -> FlatMatrix:
     info, shape = flat._shard_param_infos[number], tuple(flat._shapes[number])
-    regions: tuple[Region, ...] = ()
-    if info.in_shard and len(shape) == 2 and offset is not None:
-        start, end = info.intra_param_start_idx, info.intra_param_end_idx + 1
-        regions = tuple(interval_regions(start, end, shape[1], offset))
+    held = (0, 0, 0)
+    if info.in_shard and offset is not None:
+        held = info.intra_param_start_idx, info.intra_param_end_idx + 1, offset
     return FlatMatrix(
         flat._fqns[number],
         shape,
-        regions,
+        _regions_of(held, shape) if len(shape) == 2 else (),
         flat._param_extensions[number],
         flat._contiguities[number],
+        held,
     )
+
+
+def _regions_of(
+    held: tuple[int, int, int], shape: tuple[int, ...]
+) -> tuple[Region, ...]:
+    start, end, offset = held
+    return tuple(interval_regions(start, end, shape[1], offset))
+
+
+def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:
+    """The matrices of a stack, each with its part of the interval that this rank holds."""
+    if stack.tp is not None:
+        raise ValueError(
+            f"{stack.name!r} of shape {stack.shape} is a stack of matrices that tensor parallelism has cut, which Muon does "
+            "not take from FSDP1; use fully_shard"
+        )
+    start, end, offset = stack.held
+    shape = stack.shape[-2:]
+    numel = math.prod(shape)
+    for sub in range(math.prod(stack.shape[:-2])):
+        first, last = max(start, sub * numel), min(end, (sub + 1) * numel)
+        held = (0, 0, 0)
+        if last > first:
+            held = first - sub * numel, last - sub * numel, offset + first - start
+        yield stack._replace(shape=shape, held=held, regions=_regions_of(held, shape))
 
 
 def interval_regions(
@@ -114,12 +143,17 @@ def interval_regions(
         at += height * width
 
 
-def matrices_only(view: FlatView, described: str) -> Sequence[FlatMatrix]:
-    """The matrices of ``view``.
+def matrices_only(
+    view: FlatView, described: str, takes_stacks: bool
+) -> Sequence[FlatMatrix]:
+    """The matrices of ``view``, those of stacks one by one.
 
     Raises:
         ValueError: it holds something else, too.
     """
+    if takes_stacks:
+        each = [_unstacked(m) if len(m.shape) > 2 else (m,) for m in view.matrices]
+        view = view._replace(matrices=tuple(itertools.chain(*each)))
     others = [m.name for m in view.matrices if len(m.shape) != 2]
     if others and len(others) < len(view.matrices):
         matrices = [m.name for m in view.matrices if len(m.shape) == 2]

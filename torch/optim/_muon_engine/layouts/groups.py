@@ -5,6 +5,7 @@ A DTensor speaks for itself; groups can only add replicas of all of its mesh.
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
@@ -16,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim._muon_engine.layouts import (
     Key,
     Layout,
+    listed,
+    moved,
     process_rank,
     Region,
     whole_regions,
@@ -23,8 +26,10 @@ from torch.optim._muon_engine.layouts import (
 from torch.optim._muon_engine.layouts import fsdp1
 from torch.optim._muon_engine.layouts.dtensor import (
     current_device,
+    cut_out,
     DTensorReader,
     local_part,
+    tp_mark_of,
 )
 from torch.optim._muon_engine.layouts.merge import (
     GroupPlacement,
@@ -90,6 +95,7 @@ class GroupReader:
     """Reads parameters that process groups share; see :class:`Reader`."""
 
     takes_flat_params = True
+    takes_stacks = False
 
     def __init__(self, groups: ParallelGroups) -> None:
         self.groups = groups
@@ -147,18 +153,28 @@ class GroupReader:
     def _local_matrices(
         self, params: Sequence[Tensor], names: Sequence[str | None]
     ) -> list[LocalMatrix]:
-        local = _LocalReader(self.groups, len(params))
+        local = _LocalReader(self.groups, len(params), self.takes_stacks)
         found: list[LocalMatrix] = []
         for index, (param, name) in enumerate(zip(params, names, strict=True)):
             key = Key(index, 0, name, self.groups.experts.get(index))
             if isinstance(param, DTensor):
-                layout = self.dtensors.read_dtensor(key, param)
-                found.append(local.of_dtensor(layout, param))
+                for layout in self.dtensors.read_all(key, param):
+                    found.append(local.of_dtensor(layout, param))
             else:
                 found.extend(local.of_plain(key, param))
-        for text in local.warnings:
-            warnings.warn(text, stacklevel=2)
+        self._warn_once(local.warnings)
         return found
+
+    def _warn_once(self, found: Sequence[tuple[str, str]]) -> None:
+        """One warning for all parameters of which there is one thing to say, on the first of the ranks."""
+        shared = self.groups.shared_over().values()
+        if any(min(_ranks(group)) < process_rank() for group in shared):
+            return
+        named: dict[str, list[str]] = {}
+        for who, what in found:
+            named.setdefault(what, []).append(who)
+        for what, who in named.items():
+            warnings.warn(f"{listed(who)}: {what}", stacklevel=2)
 
     def _merge(
         self, matrices: Sequence[LocalMatrix], error: BaseException | None
@@ -236,13 +252,13 @@ class GroupReader:
         """What is known of parameter ``index``, else what the ranks find out about ``tensor``."""
         layouts, shape = self._plain.get(index, ([], None))
         if not layouts or (shape != tensor.shape and len(layouts) == 1):
-            local = _LocalReader(self.groups, None)
+            local = _LocalReader(self.groups, None, self.takes_stacks)
             layouts = self._merge([*local.of_plain(Key(index), tensor)], None)
             self._plain[index] = (layouts, tensor.shape)
         if len(layouts) > 1:
             raise ValueError(
-                f"parameter {index} is a flat one of {len(layouts)} matrices, which gather_fn and redistribute_fn "
-                "cannot hand over as one; they work where every FSDP unit holds a single matrix"
+                f"parameter {index} is one of {len(layouts)} matrices, which gather_fn and redistribute_fn "
+                "cannot hand over as one; of a flat parameter they work where every FSDP unit holds a single matrix"
             )
         return layouts[0]
 
@@ -250,10 +266,7 @@ class GroupReader:
         if index not in self._plain:
             return self.dtensors.piece(full, index)
         layouts, shape = self._plain[index]
-        local = full.new_zeros(shape)
-        for region in layouts[0].shards.of(process_rank()):
-            region.of_local(local).copy_(region.of_matrix(full))
-        return local
+        return cut_out(layouts, full, full.new_zeros(shape))
 
 
 def _everyones(local: Tensor, group: ProcessGroup) -> dict[int, Tensor]:
@@ -279,12 +292,20 @@ class _LocalReader:
     Args:
         groups: the groups and dimensions that the user gave.
         count: the number of parameters; None where a single one is looked at.
+        takes_stacks: whether FSDP1 may have flattened stacks of matrices.
     """
 
-    def __init__(self, groups: ParallelGroups, count: int | None) -> None:
+    def __init__(
+        self,
+        groups: ParallelGroups,
+        count: int | None,
+        takes_stacks: bool = False,
+    ) -> None:
         self.groups = groups
+        self.takes_stacks = takes_stacks
         self.shared = groups.shared_over()
-        self.warnings: list[str] = []
+        # Of which matrix, and what.
+        self.warnings: list[tuple[str, str]] = []
         self._views: dict[Tensor, fsdp1.FlatView] | None = None
         self._check_indices(count)
 
@@ -368,7 +389,10 @@ class _LocalReader:
 
     def _warn(self, layout: Layout, what: str) -> None:
         self.warnings.append(
-            f"{layout.describe()}: {what}. The DTensor's placements count: {layout.source}"
+            (
+                layout.describe(),
+                f"{what}. The DTensor's placements count: {layout.source}",
+            )
         )
 
     # Plain tensors
@@ -379,25 +403,38 @@ class _LocalReader:
         view = self._view_of(key, param)
         if view is not None:
             described = key.describe(param.shape)
-            for sub, matrix in enumerate(fsdp1.matrices_only(view, described)):
+            matrices = fsdp1.matrices_only(view, described, self.takes_stacks)
+            for sub, matrix in enumerate(matrices):
                 yield self._of_flat(key._replace(sub=sub), param, matrix, view)
             return
-        if param.ndim != 2:
+        if param.ndim < 2:
             raise ValueError(
                 f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} "
                 f"({key.describe(param.shape)})"
             )
-        rows, columns = param.shape
         kinds: tuple[str, ...] = ("fsdp", "tp", "ddp", "cp")
         if self._is_ignored(param):
             # FSDP does nothing for it, but TP may have cut it all the same.
             kinds = ("tp",) if key.index in (self.groups.tp_dims or {}) else ()
         groups = {kind: self.shared.get(kind) for kind in kinds}
         tp_dim = self._tp_dim(key, param) if groups.get("tp") is not None else None
+        stacked = param.ndim - 2
+        if stacked:
+            # FSDP cuts a stack along its first dimension, so its ranks hold other matrices each.
+            groups["fsdp"] = None
+            if tp_dim is not None:
+                groups["tp"] = groups["tp"] if tp_dim >= stacked else None
+                tp_dim -= stacked
+        rows, columns = param.shape[-2:]
         placements = self._placements(groups, 0, tp_dim)
-        yield self._piece(
-            key, param, (rows, columns), whole_regions(rows, columns), placements
-        )
+        for sub in range(math.prod(param.shape[:-2])):
+            yield self._piece(
+                key._replace(sub=sub) if sub else key,
+                param,
+                (rows, columns),
+                moved(whole_regions(rows, columns), sub * rows * columns),
+                placements,
+            )
 
     def _piece(
         self,
@@ -444,12 +481,15 @@ class _LocalReader:
             )
         if nothing_said:
             return None if marked == -1 else marked
-        said = None if said is None else said % 2
+        said = None if said is None else said % max(2, param.ndim)
         if marked is not None and marked != (-1 if said is None else said):
             self.warnings.append(
-                f"{key.describe(param.shape)}: tp_dim_per_param says "
-                f"{'that TP does not cut it' if said is None else f'dimension {said}'}, its own tp_dim or partition_dim "
-                f"says {marked}. tp_dim_per_param counts"
+                (
+                    key.describe(param.shape),
+                    "tp_dim_per_param says "
+                    f"{'that TP does not cut it' if said is None else f'dimension {said}'}, its own tp_dim or partition_dim "
+                    f"says {marked}. tp_dim_per_param counts",
+                )
             )
         return said
 
@@ -498,8 +538,11 @@ class _LocalReader:
             given = groups[kind]
             if given is not None and _ranks(given) != _ranks(own):
                 self.warnings.append(
-                    f"{key.describe(matrix.shape)}: {kind}_process_group has ranks {list(_ranks(given))}, its FSDP "
-                    f"unit's group has {list(_ranks(own))}. The unit's group counts"
+                    (
+                        key.describe(matrix.shape),
+                        f"{kind}_process_group has ranks {list(_ranks(given))}, its FSDP "
+                        f"unit's group has {list(_ranks(own))}. The unit's group counts",
+                    )
                 )
             groups[kind] = own
         tp_dim = None
@@ -533,29 +576,26 @@ class _LocalReader:
         given = self.shared.get("tp")
         if given is not None and _ranks(given) != _ranks(group):
             self.warnings.append(
-                f"{described}: tp_process_group has ranks {list(_ranks(given))}, its placement {placement} is over "
-                f"{list(_ranks(group))}. The placement counts"
+                (
+                    described,
+                    f"tp_process_group has ranks {list(_ranks(given))}, its placement {placement} is over "
+                    f"{list(_ranks(group))}. The placement counts",
+                )
             )
         said = self.groups.tp_dim(key.index)
         if said is not None and said % 2 != dim:
             self.warnings.append(
-                f"{described}: tp_dim_per_param says dimension {said}, its placement over ranks {list(_ranks(group))} "
-                f"is {placement}. The placement counts"
+                (
+                    described,
+                    f"tp_dim_per_param says dimension {said}, its placement over ranks {list(_ranks(group))} "
+                    f"is {placement}. The placement counts",
+                )
             )
         return group, dim
 
 
 def _ranks(group: ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
-
-
-def tp_mark_of(param: Tensor) -> int | None:
-    """The dimension that a framework has marked ``param`` as cut along by TP; -1 for not cut at all."""
-    for mark in ("tp_dim", "partition_dim"):
-        dim = getattr(param, mark, None)
-        if isinstance(dim, int):
-            return max(dim, -1)
-    return None
 
 
 def tp_dim_of(param: Tensor) -> int | None:

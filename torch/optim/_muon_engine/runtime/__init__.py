@@ -29,6 +29,10 @@ class Formulas(Protocol):
     def compute_key(self) -> Hashable:
         """Matrices of equal keys may be orthogonalized in one batch."""
 
+    @property
+    def digest(self) -> int:
+        """Of the hyperparameters as they are in this step; equal on all ranks that share a matrix."""
+
     def check(self) -> None:
         """Raises ValueError where the hyperparameters make no sense."""
 
@@ -42,6 +46,11 @@ class Formulas(Protocol):
         self, momentum_buf: Tensor, grad: Tensor, out: Tensor | None = None
     ) -> Tensor:
         """What is to be orthogonalized; may write it to ``out``."""
+
+    def prepare_together(
+        self, momentum_bufs: list[Tensor], grads: list[Tensor]
+    ) -> Sequence[Tensor]:
+        """Like :meth:`prepare`, for many in few launches."""
 
     def orthogonalize(self, prepared: Tensor) -> Tensor:
         """The update of a (rows, columns) or of several (matrices, rows, columns)."""

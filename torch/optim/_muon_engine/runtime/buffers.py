@@ -7,18 +7,19 @@ never change a call.
 from __future__ import annotations
 
 import itertools
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim._muon_engine.process_groups import is_dry_run
+from torch.optim._muon_engine.runtime.exchange import all_to_all, TwoLevelExchange
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch.distributed import ProcessGroup
     from torch.optim._muon_engine.layouts import Layout, Region
@@ -28,11 +29,14 @@ if TYPE_CHECKING:
         PackSpec,
         Relay,
         Schedule,
+        TwoLevel,
     )
 
 
 # Broadcasts along replicas of which the results have memory at one time.
 RELAYS_IN_FLIGHT = 2
+
+_INT_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Slot(NamedTuple):
@@ -40,11 +44,13 @@ class Slot(NamedTuple):
 
     What a gather sends and what the scatter then receives share ``outer``: the first is over before
     the second begins. What an owner gathers and sends back shares ``inner`` where both are packed
-    alike: a matrix is put together before its update is written.
+    alike: a matrix is put together before its update is written. ``staging`` is for what a rank passes on
+    in an exchange of two levels.
     """
 
     outer: Tensor
     inner: Tensor
+    staging: Tensor
 
 
 class PackedRegionView(NamedTuple):
@@ -56,10 +62,11 @@ class PackedRegionView(NamedTuple):
 
 
 class PackedBuffer:
-    """One side of a gather or scatter over one slot: flat, by region and by flag."""
+    """One side of a gather or scatter: flat, by region and by flag, from byte ``start`` of ``memory``."""
 
-    def __init__(self, spec: PackSpec, memory: Tensor) -> None:
-        self.flat = memory[: spec.nbytes].view(spec.dtype)
+    def __init__(self, spec: PackSpec, memory: Tensor, start: int = 0) -> None:
+        # Views that fake tensors of any device have, for dry runs.
+        self.flat = memory.narrow(0, start, spec.nbytes).view(spec.dtype)
         self.splits = list(spec.splits)
         self._regions: dict[int, list[PackedRegionView]] = {}
         for matrix, rank, region, offset in spec.regions:
@@ -79,13 +86,24 @@ class PackedBuffer:
             found + found[-1:] * (longest - len(found)) for found in places.values()
         ]
         self._flag_places = torch.tensor(rows, dtype=torch.long, device=memory.device)
+        self._rows, self._flags = rows, spec.flags
 
     def regions(self, matrix: int) -> Sequence[PackedRegionView]:
         return self._regions.get(matrix, ())
 
+    def flag_ranks(self) -> list[list[int]]:
+        """By whom flags are said, or to whom, a list for each of ``matrices``."""
+        said = {flag.offset: flag.rank for flag in self._flags}
+        return [[said[at] for at in row] for row in self._rows]
+
+    @property
+    def _ints(self) -> Tensor:
+        # A float is exact for fewer integers than it has bits, and copies of it keep the bits.
+        return self.flat.view(_INT_OF_SIZE[self.flat.itemsize])
+
     def read_flags(self) -> Tensor:
-        """Flags of shape (matrices, peers)."""
-        return self.flat[self._flag_places]
+        """Flags of shape (matrices, peers), of 16 bits each."""
+        return self._ints[self._flag_places].to(torch.int32) & 0xFFFF
 
     def flags_from(self, other: PackedBuffer) -> tuple[Tensor, Tensor]:
         """Where the flags of matrices stand that both have, here and in ``other``; one peer a matrix."""
@@ -99,7 +117,8 @@ class PackedBuffer:
     def write_flags(self, values: Tensor) -> None:
         """Writes ``values``, of shape (matrices,), for every peer."""
         if self.matrices:
-            self.flat[self._flag_places] = values.to(self.flat.dtype)[:, None]
+            ints = self._ints
+            ints[self._flag_places] = values.to(ints.dtype).unsqueeze(1)
 
 
 @dataclass
@@ -117,78 +136,64 @@ class BucketBuffers:
     # Of the updates that this rank makes, its own shards, which it relays.
     kept: PackedBuffer
     relays: list[RelayBuffer]
+    gather_hops: TwoLevel | None = None
+    scatter_hops: TwoLevel | None = None
+    two_level: TwoLevelExchange | None = None
     # The bucket of the same group whose gather may start once this one is on its way back.
     follower: BucketBuffers | None = None
     work: dist.Work | None = None
     _phase: str = ""
 
     def start_gather(self) -> None:
-        self._phase = "gather"
-        self._start(self.gather_recv, self.gather_send)
+        self._start("gather", self.gather_recv, self.gather_send, self.gather_hops)
 
     def start_scatter(self) -> None:
-        self._phase = "scatter"
-        self._start(self.scatter_recv, self.scatter_send)
+        self._start("scatter", self.scatter_recv, self.scatter_send, self.scatter_hops)
 
-    def _start(self, recv: PackedBuffer, send: PackedBuffer) -> None:
+    def _start(
+        self, phase: str, recv: PackedBuffer, send: PackedBuffer, hops: TwoLevel | None
+    ) -> None:
+        self._phase = phase
         if self.group is None:
             return
-        if is_dry_run() and not (recv.flat.numel() and send.flat.numel()):
-            return  # The fake backend refuses an empty side.
-        # A backend may give up a collective whose handle nobody keeps.
-        self.work = dist.all_to_all_single(
-            recv.flat,
-            send.flat,
-            output_split_sizes=recv.splits,
-            input_split_sizes=send.splits,
-            group=self.group,
-            async_op=True,
-        )
+        if hops is None or self.two_level is None:
+            self.work = all_to_all(
+                recv.flat, send.flat, recv.splits, send.splits, self.group
+            )
+            return
+        with self._named():
+            start = getattr(self.two_level, phase)
+            self.work = start(hops, recv.flat, send.flat)
 
     def wait(self) -> None:
         if self.work is not None:
             work, self.work = self.work, None
-            _wait(
-                work, f"{self._phase} of bucket {self.bucket.index}", self.bucket.group
-            )
+            with self._named():
+                work.wait()
 
-    # Between the collectives. ``prepared`` gives a region of this rank's own shard, of shape
-    # (height, width), good until it is called again.
+    def _named(self) -> AbstractContextManager[None]:
+        what = f"{self._phase} of bucket {self.bucket.index}"
+        return _named(what, self.bucket.group)
 
-    def pack(self, matrix: int, prepared: Callable[[Region], Tensor]) -> None:
-        """Writes what this rank sends of ``matrix`` to its owner."""
-        for _, region, view in self.gather_send.regions(matrix):
-            view.copy_(prepared(region))
+    # Between the collectives: pairs of a target and its source, for :func:`copy_all`.
 
-    def assemble(
-        self,
-        matrix: int,
-        layout: Layout,
-        own: Sequence[Region],
-        rank: int,
-        prepared: Callable[[Region], Tensor],
-        out: Tensor,
-    ) -> Tensor:
-        """Puts the whole matrix together on its owner.
+    def received(self, matrix: int, out: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Regions of ``out``, of shape (rows, columns), and what came of ``matrix`` for them."""
+        found = self.gather_recv.regions(matrix)
+        return [(region.of_matrix(out), view) for _, region, view in found]
 
-        Args:
-            own: the regions of the owner's shard that count; none where a replica's count.
-            out: shape (rows, columns), of the dtype of the orthogonalization; written to and returned.
-        """
-        received = self.gather_recv.regions(matrix)
-        if layout.shards.partial:
-            return _sum_contributions(layout, received, own, rank, prepared, out)
-        for region in own:
-            region.of_matrix(out).copy_(prepared(region))
-        for _, region, view in received:
-            region.of_matrix(out).copy_(view)
-        return out
+    def returned(self, matrix: int, update: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Where each holder's regions of ``update``, of shape (rows, columns), go."""
+        sent = [*self.scatter_send.regions(matrix), *self.kept.regions(matrix)]
+        return [(view, region.of_matrix(update)) for _, region, view in sent]
 
-    def pack_update(self, matrix: int, update: Tensor) -> None:
-        """Writes each holder's regions of ``update``, of shape (rows, columns)."""
-        for buffer in (self.scatter_send, self.kept):
-            for _, region, view in buffer.regions(matrix):
-                view.copy_(region.of_matrix(update))
+
+def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copies sources to their targets, in few launches."""
+    # Foreach functions refuse empty lists.
+    if pairs:
+        targets, sources = zip(*pairs)
+        torch._foreach_copy_(targets, sources)
 
 
 @dataclass
@@ -209,11 +214,16 @@ class RelayBuffer:
         if not self._flags:
             self._flags = [self.packed.flags_from(origin) for origin in origins]
         for origin, (mine, theirs) in zip(origins, self._flags):
-            for matrix in self.packed.matrices:
-                found, wanted = origin.regions(matrix), self.packed.regions(matrix)
-                for (_, _, view), (_, _, target) in zip(found, wanted):
-                    target.copy_(view)
-            self.packed.flat[mine] = origin.flat[theirs]
+            copy_all(
+                [
+                    (target.view, found.view)
+                    for matrix in self.packed.matrices
+                    for found, target in zip(
+                        origin.regions(matrix), self.packed.regions(matrix)
+                    )
+                ]
+            )
+            self.packed._ints[mine] = origin._ints[theirs]
 
     def start(self) -> None:
         if self.work is None:
@@ -225,37 +235,55 @@ class RelayBuffer:
         if self.work is not None:
             work, self.work = self.work, None
             what = f"relay of bucket {self.bucket.index} from rank {self.relay.source}"
-            _wait(work, what, self.relay.replicas)
+            with _named(what, self.relay.replicas):
+                work.wait()
 
 
-def _wait(work: dist.Work, what: str, ranks: Sequence[int]) -> None:
+class ExchangeError(RuntimeError):
+    """A collective among ``ranks`` failed."""
+
+    def __init__(self, text: str, ranks: Sequence[int]) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
+@contextmanager
+def _named(what: str, ranks: Sequence[int]) -> Iterator[None]:
+    """Says in the errors of a backend which exchange failed."""
     try:
-        work.wait()
+        yield
     except RuntimeError as error:
-        raise RuntimeError(
+        raise ExchangeError(
             f"the {what} among ranks {list(ranks)} failed. One of these ranks ended, failed before it, did not call "
-            f"step(), or changed its parameters alone: {error}"
+            f"step(), or changed its parameters alone: {error}",
+            ranks,
         ) from error
 
 
-def _sum_contributions(
+def add_contributions(
+    bucket: BucketBuffers,
+    matrix: int,
     layout: Layout,
-    received: Sequence[PackedRegionView],
-    own: Sequence[Region],
+    own: Sequence[tuple[Region, Tensor]],
     rank: int,
-    prepared: Callable[[Region], Tensor],
     out: Tensor,
-) -> Tensor:
-    """Adds contributions in their order, which is the same whoever owns the matrix."""
+) -> None:
+    """Adds contributions to ``matrix`` in their order, which is the same whoever owns the matrix.
+
+    Args:
+        own: what the owner contributes itself, a tensor for each of its regions.
+        out: shape (rows, columns), of the dtype of the orthogonalization.
+    """
     total = torch.zeros(layout.shape, dtype=layout.dtype, device=out.device)
-    parts: list[tuple[int, Region, Tensor | None]] = [
-        (layout.shards.contribution_of(sender), region, view)
-        for sender, region, view in received
+    of = layout.shards.contribution_of
+    parts = [
+        (of(sender), region, view)
+        for sender, region, view in bucket.gather_recv.regions(matrix)
     ]
-    parts += [(layout.shards.contribution_of(rank), region, None) for region in own]
-    for _, region, view in sorted(parts, key=lambda part: part[0]):
-        region.of_matrix(total).add_(prepared(region) if view is None else view)
-    return out.copy_(total)
+    parts += [(of(rank), region, tensor) for region, tensor in own]
+    for _, region, tensor in sorted(parts, key=lambda part: part[0]):
+        region.of_matrix(total).add_(tensor)
+    out.copy_(total)
 
 
 class Buffers:
@@ -308,14 +336,16 @@ class Buffers:
 
     def _slots(self, specs: Sequence[BucketSpec], device: torch.device) -> list[Slot]:
         """Slots for the gathers ahead, the bucket at hand and the one on its way back."""
-        sizes = [
-            max(spec.nbytes[i] for spec in specs) for i in range(len(specs[0].nbytes))
-        ]
+        count = min(len(specs), self.prefetch_count + 2)
         return [
+            # As its largest bucket needs; the schedule knows which buckets share a slot.
             Slot(
-                *(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+                *(
+                    torch.empty(max(sizes), dtype=torch.uint8, device=device)
+                    for sizes in zip(*(spec.nbytes for spec in specs[at::count]))
+                )
             )
-            for _ in range(min(len(specs), self.prefetch_count + 2))
+            for at in range(count)
         ]
 
     def connect(self) -> None:
@@ -332,22 +362,38 @@ class Buffers:
             for relay in bucket.relays:
                 relaying.setdefault(relay.relay.replicas, relay)
         for _, buckets in sorted(exchanging.items(), key=lambda item: item[0]):
-            sides = [(b.gather_send, b.gather_recv) for b in buckets]
-            sides += [(b.scatter_send, b.scatter_recv) for b in buckets]
-            sent, received = (
-                [int(any(splits)) for splits in zip(*(side.splits for side in some))]
-                for some in zip(*sides)
-            )
-            dist.all_to_all_single(
-                torch.empty(sum(received), dtype=torch.uint8, device=self.device),
-                torch.zeros(sum(sent), dtype=torch.uint8, device=self.device),
-                output_split_sizes=received,
-                input_split_sizes=sent,
-                group=buckets[0].group,
-            )
+            self._connect_exchange(buckets)
         for ranks, relay in sorted(relaying.items(), key=lambda item: item[0]):
             first = torch.zeros(1, dtype=torch.uint8, device=self.device)
             dist.broadcast(first, ranks[0], group=relay.group)
+
+    def _connect_exchange(self, buckets: Sequence[BucketBuffers]) -> None:
+        """A byte to each rank that one of ``buckets``, of one group, exchanges something with."""
+        sides: dict[ProcessGroup | None, list[tuple[Sequence[int], ...]]] = {}
+        for b in buckets:
+            for recv, send, hops in (
+                (b.gather_recv, b.gather_send, b.gather_hops),
+                (b.scatter_recv, b.scatter_send, b.scatter_hops),
+            ):
+                if hops is None or b.two_level is None:
+                    sides.setdefault(b.group, []).append((recv.splits, send.splits))
+                    continue
+                for hop in (hops.first, hops.second):
+                    group = b.two_level.groups[hop.ranks]
+                    sides.setdefault(group, []).append((hop.receives, hop.sends))
+        for group, found in sides.items():
+            received, sent = (
+                [int(any(splits)) for splits in zip(*side)] for side in zip(*found)
+            )
+            work = all_to_all(
+                torch.empty(sum(received), dtype=torch.uint8, device=self.device),
+                torch.zeros(sum(sent), dtype=torch.uint8, device=self.device),
+                received,
+                sent,
+                group,
+            )
+            if work is not None:
+                work.wait()
 
     def drain(self) -> None:
         """Waits for whatever is under way, after an error."""
@@ -365,20 +411,25 @@ def _bucket_buffers(
     slot: Slot,
     passing: _RelayMemory,
 ) -> BucketBuffers:
-    updates = slot.inner[0 if spec.in_place else spec.gather_recv.nbytes :]
+    back = 0 if spec.in_place else spec.gather_recv.nbytes
     return BucketBuffers(
         bucket,
         groups[bucket.group],
         spec.owned,
         gather_send=PackedBuffer(spec.gather_send, slot.outer),
         gather_recv=PackedBuffer(spec.gather_recv, slot.inner),
-        scatter_send=PackedBuffer(spec.scatter_send, updates),
+        scatter_send=PackedBuffer(spec.scatter_send, slot.inner, back),
         scatter_recv=PackedBuffer(spec.scatter_recv, slot.outer),
-        kept=PackedBuffer(spec.kept, updates[spec.scatter_send.nbytes :]),
+        kept=PackedBuffer(spec.kept, slot.inner, back + spec.scatter_send.nbytes),
         relays=[
             RelayBuffer(bucket, relay, groups[relay.replicas], packed)
             for relay, packed in passing.buffers(spec.relays)
         ],
+        gather_hops=spec.gather_hops,
+        scatter_hops=spec.scatter_hops,
+        two_level=TwoLevelExchange(groups, slot.outer, slot.staging)
+        if bucket.node_size > 1
+        else None,
     )
 
 
@@ -405,8 +456,10 @@ class _RelayMemory:
 
     def buffers(self, relays: Sequence[Relay]) -> Iterator[tuple[Relay, PackedBuffer]]:
         """One for each of the ``relays`` of a bucket."""
-        free, ring = self._sent, itertools.cycle(self._ring)
+        start, ring = 0, itertools.cycle(self._ring)
         for relay in relays:
-            mine = relay.source == self.rank
-            yield relay, PackedBuffer(relay.packed, free if mine else next(ring))
-            free = free[relay.packed.nbytes if mine else 0 :]
+            if relay.source == self.rank:
+                yield relay, PackedBuffer(relay.packed, self._sent, start)
+                start += relay.packed.nbytes
+            else:
+                yield relay, PackedBuffer(relay.packed, next(ring))

@@ -4,6 +4,10 @@ Gradients never decide which collectives run. Each holder sends a status of each
 shard; the owner sends a summary back along with the result. A rank acts on its own status. Where the
 holders of a matrix differ, all of them raise once the last bucket is through.
 
+A flag is an integer in the bits of one element of what travels: a :class:`Summary`, a tag of the step
+and bucket, and a digest. In the first step the digest is of the shard's values, which replicas have to
+have alike; then it is of the hyperparameters, which somebody may have changed on some ranks only.
+
 Where only one of many replicas exchanges a shard with the owner, it speaks for all of them: what they say
 is put together first, by one small all-reduce a step.
 """
@@ -54,13 +58,13 @@ class Summary(IntFlag):
     SOME_ABSENT = 2
     SOME_UNUSABLE = 4
     OUT_OF_STEP = 8
+    OTHER_OPTIONS = 16
+    OTHER_VALUES = 32
 
     @property
     def is_mismatch(self) -> bool:
         both = Summary.SOME_PRESENT | Summary.SOME_ABSENT
-        return bool(self & (Summary.SOME_UNUSABLE | Summary.OUT_OF_STEP)) or (
-            self & both == both
-        )
+        return self & both == both or bool(self & ~both)
 
 
 _SAID = {
@@ -69,16 +73,29 @@ _SAID = {
     GradStatus.UNUSABLE: Summary.SOME_UNUSABLE,
 }
 
-# With each summary goes a tag of the step and bucket. Ranks in different steps would otherwise have
-# their pieces orthogonalized together where sizes happen to match. Beside sixteen summaries there is room
-# for sixteen tags: bfloat16 counts by ones up to 256.
-_SUMMARIES = _TAGS = 16
+# Where a flag has its tag and its digest: 6, 3 and 7 of 16 bits. Without the tag, ranks in different steps
+# would have their pieces orthogonalized together where sizes happen to match.
+_TAG = 1 << len(Summary)
+_TAGS = 8
+_DIGEST = _TAG * _TAGS
+DIGESTS = (1 << 16) // _DIGEST
 
 _MESSAGES = (
     (
         Summary.OUT_OF_STEP,
         "the ranks are not in the same step: one of them left a step() that the others made, or made one more. Found "
         "when these were exchanged: ",
+    ),
+    (
+        Summary.OTHER_VALUES,
+        "ranks that are replicas of each other hold other values of these. Usually they are no replicas: "
+        "ZeroRedundancyOptimizer hands each rank matrices of its own, so give it no distributed_config. Else "
+        "broadcast the parameters before the first step, as DistributedDataParallel does: ",
+    ),
+    (
+        Summary.OTHER_OPTIONS,
+        "the ranks make this step with other hyperparameters for these. A scheduler or a checkpoint changed lr, momentum "
+        "or another option on some ranks only; compare param_groups of all of them: ",
     ),
     (
         Summary.SOME_UNUSABLE,
@@ -92,10 +109,6 @@ _MESSAGES = (
 )
 
 
-def _bits(device: torch.device) -> Tensor:
-    return 1 << torch.arange(len(Summary), dtype=torch.int32, device=device)
-
-
 def _rows(matrices: Sequence[int], some: Sequence[int]) -> slice | list[int]:
     """Where ``some`` of ``matrices`` stand among them."""
     if list(matrices) == list(some):
@@ -105,17 +118,25 @@ def _rows(matrices: Sequence[int], some: Sequence[int]) -> slice | list[int]:
 
 
 class Joining(NamedTuple):
-    """An all-reduce under way: a row of bits for each matrix, then one of the step and its negative."""
+    """An all-reduce under way: a row of bits and digests for each matrix, then one of the step.
+
+    Digests and the step stand with their negatives: the largest of both agree where all ranks do.
+    """
 
     values: Tensor
     work: dist.Work
+    differs: Summary
 
     def wait(self) -> Tensor:
         """What all replicas say, shape (matrices,)."""
         self.work.wait()
-        summaries = self.values[:-1].sum(dim=1, dtype=torch.int32)
-        strayed = (self.values[-1].sum() != 0).to(summaries.dtype)
-        return summaries | int(Summary.OUT_OF_STEP) * strayed
+        bits, digests = self.values.split([len(Summary), 2], dim=1)
+        apart = (digests.sum(dim=1) != 0).to(torch.int32)
+        said = bits.sum(dim=1, dtype=torch.int32) | int(self.differs) * apart
+        said = said + _DIGEST * digests.select(1, 0)
+        matrices = len(said) - 1
+        strayed = apart.narrow(0, matrices, 1)
+        return said.narrow(0, 0, matrices) | int(Summary.OUT_OF_STEP) * strayed
 
 
 class GradStatuses:
@@ -123,33 +144,67 @@ class GradStatuses:
 
     def __init__(self) -> None:
         self._step = 0
+        self._bits: dict[torch.device, Tensor] = {}
         self._pending: list[tuple[Sequence[Layout], Tensor, torch.Event | None]] = []
 
     def begin(self, step: int) -> None:
         """``step`` counts this rank's calls of ``step()``."""
         self._step = step
 
+    @property
+    def compares_values(self) -> bool:
+        """Whether digests are of the values of this step's shards, and not of its hyperparameters."""
+        return self._step == 1
+
     def _tag(self, bucket: int, back: bool) -> int:
-        """Differs between neighbouring steps and buckets; repeats, at the earliest after 16 steps."""
+        """Differs between neighbouring steps and buckets; repeats, at the earliest after 8 steps."""
         return (5 * self._step + bucket + 7 * back) % _TAGS
 
-    def said(self, statuses: Sequence[GradStatus], device: torch.device) -> Tensor:
-        """What this rank says of its matrices: a summary of each, shape (matrices,)."""
-        summaries = [status.summary for status in statuses]
-        return torch.tensor(summaries, dtype=torch.int32, device=device)
+    def bits(self, device: torch.device) -> Tensor:
+        """One for each member of :class:`Summary`."""
+        if device not in self._bits:
+            each = torch.arange(len(Summary), dtype=torch.int32, device=device)
+            self._bits[device] = 1 << each
+        return self._bits[device]
+
+    def said(
+        self,
+        statuses: Sequence[GradStatus],
+        digests: list[int] | Tensor,
+        device: torch.device,
+    ) -> Tensor:
+        """What this rank says of its matrices: summaries and ``digests``, shape (matrices,)."""
+        said = [int(status.summary) for status in statuses]
+        if isinstance(digests, list):
+            # Together on the host, for one copy to the device.
+            said = [bits + _DIGEST * (d % DIGESTS) for bits, d in zip(said, digests)]
+        found = torch.tensor(said, dtype=torch.int32, device=device)
+        if isinstance(digests, torch.Tensor):
+            found = found + _DIGEST * (digests % DIGESTS).to(torch.int32)
+        return found
 
     def start_joining(self, said: Tensor, group: ProcessGroup | None) -> Joining:
         """Puts together what all ranks of ``group``, replicas of each other, say of their matrices."""
-        bits = said[:, None] & _bits(said.device)
-        # The largest of both agree where all are in one step.
-        step = torch.tensor([[self._step, -self._step, 0, 0]], dtype=torch.int32)
-        values = torch.cat([bits, step.to(said.device)])
+        bits = said.unsqueeze(1) & self.bits(said.device)
+        digests = (said // _DIGEST).unsqueeze(1)
+        step = [[0] * len(Summary) + [self._step, -self._step]]
+        values = torch.cat(
+            [
+                torch.cat([bits, digests, -digests], dim=1),
+                torch.tensor(step, dtype=torch.int32).to(said.device),
+            ]
+        )
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group, async_op=True)
-        return Joining(values, work)
+        return Joining(values, work, self._differs)
+
+    @property
+    def _differs(self) -> Summary:
+        """What it means where digests differ."""
+        return Summary.OTHER_VALUES if self.compares_values else Summary.OTHER_OPTIONS
 
     def send(self, buffer: PackedBuffer, bucket: int, said: Tensor) -> None:
         """Writes ``said``, in the order of ``buffer.matrices``, for the owners."""
-        buffer.write_flags(said + _SUMMARIES * self._tag(bucket, back=False))
+        buffer.write_flags(said + _TAG * self._tag(bucket, back=False))
 
     def summarize(
         self,
@@ -158,17 +213,35 @@ class GradStatuses:
         bucket: int,
         matrices: Sequence[int],
         own: Tensor,
+        replicas: Tensor | None = None,
     ) -> Tensor:
-        """On the owner of ``matrices``, which says ``own``: sums up, and writes that for the holders."""
-        said = own[:, None] & _bits(own.device)
+        """On the owner of ``matrices``, which says ``own``: sums up, and writes that for the holders.
+
+        Args:
+            replicas: where values are compared, for each flag of ``received`` the place of another with
+                the same values, of shape (matrices, peers); the place after the last is the owner's.
+        """
+        said = own.unsqueeze(1) & self.bits(own.device)
         if received.matrices:
-            flags = received.read_flags().to(own.dtype)
-            strayed = flags // _SUMMARIES != self._tag(bucket, back=False)
-            strange = int(Summary.OUT_OF_STEP) * strayed.to(own.dtype)
-            flags = (flags % _SUMMARIES) | strange
-            # Of some matrices nobody else had anything to say.
+            flags = received.read_flags()
             rows = _rows(matrices, received.matrices)
-            theirs = (flags[:, :, None] & _bits(own.device)).amax(dim=1)
+            strayed = flags // _TAG % _TAGS != self._tag(bucket, back=False)
+            mine, digests = (own[rows] // _DIGEST).unsqueeze(1), flags // _DIGEST
+            if not self.compares_values:
+                apart = digests != mine
+            elif replicas is None:
+                apart = torch.zeros_like(strayed)
+            else:
+                every = torch.cat([digests, mine], dim=1)
+                apart = digests != every.gather(1, replicas)
+            apart &= ~strayed
+            flags = (
+                flags
+                | int(Summary.OUT_OF_STEP) * strayed.to(flags.dtype)
+                | int(self._differs) * apart.to(flags.dtype)
+            )
+            # Of some matrices nobody else had anything to say.
+            theirs = (flags.unsqueeze(2) & self.bits(own.device)).amax(dim=1)
             said[rows] = torch.maximum(said[rows], theirs)
         summary = said.sum(dim=1, dtype=own.dtype)
         for buffer in returned:
@@ -185,17 +258,17 @@ class GradStatuses:
     def _write_summary(
         self, buffer: PackedBuffer, bucket: int, summary: Tensor
     ) -> None:
-        buffer.write_flags(summary + _SUMMARIES * self._tag(bucket, back=True))
+        buffer.write_flags(summary + _TAG * self._tag(bucket, back=True))
 
     def receive(
         self, buffer: PackedBuffer, bucket: int, layouts: Sequence[Layout]
     ) -> None:
         """On a holder of ``layouts``: takes the owners' summaries."""
         if buffer.matrices:
-            flags = buffer.read_flags()[:, 0].to(torch.int32)
-            strayed = flags // _SUMMARIES != self._tag(bucket, back=True)
+            flags = buffer.read_flags().select(1, 0)
+            strayed = flags // _TAG != self._tag(bucket, back=True)
             strange = int(Summary.OUT_OF_STEP)
-            self.keep(layouts, torch.where(strayed, strange, flags % _SUMMARIES))
+            self.keep(layouts, torch.where(strayed, strange, flags % _TAG))
 
     def keep(self, layouts: Sequence[Layout], summary: Tensor) -> None:
         """Has ``summary``, one entry a layout, looked at by :meth:`mismatch`."""

@@ -10,14 +10,17 @@ import logging
 import math
 from collections import deque
 from contextlib import suppress
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch.optim._muon_engine.layouts.dtensor import local_gradient, local_part
 from torch.optim._muon_engine.process_groups import is_dry_run
-from torch.optim._muon_engine.runtime.buffers import RELAYS_IN_FLIGHT
+from torch.optim._muon_engine.runtime.buffers import (
+    add_contributions,
+    copy_all,
+    RELAYS_IN_FLIGHT,
+)
 from torch.optim._muon_engine.runtime.grad_status import (
     GradStatus,
     GradStatuses,
@@ -43,6 +46,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("torch.optim.muon")
 
+# What accelerators look ahead at one time, in momentum's dtype, unless a region is larger.
+PREPARED_BYTES = 64 * 1024**2
+
 
 class ParamState:
     """A parameter during one step: its local tensors. Several matrices may share it (FSDP1)."""
@@ -60,6 +66,11 @@ class ParamState:
     @property
     def has_grad(self) -> bool:
         return self.param.grad is not None and not self.unusable
+
+    @property
+    def blended(self) -> Tensor:
+        """What nesterov looks ahead through; nothing comes of the momentum itself."""
+        return self.momentum if self.grad is None else self.grad
 
     def status_of(self, shard: Sequence[Region]) -> GradStatus:
         """The status of a matrix of which this rank holds ``shard``."""
@@ -92,6 +103,7 @@ class MatrixState:
         self.owner = schedule.owners[number]
         self.rank = rank
         self.shard = self.layout.shards.of(rank)
+        self.replicas = self.layout.shards.replicas_of(rank)
         # Of replicas, one sends its shard; of contributions to a sum, one receives.
         self.own = self.shard if schedule.is_source(number, rank) else ()
         self.receives = schedule.receives(number, rank)
@@ -240,11 +252,54 @@ class Pipeline:
         """Takes down what this rank says of its matrices, and has its replicas join in."""
         matrices = self.matrices.values()
         statuses = [matrix.status for matrix in matrices]
-        self._said = self.statuses.said(statuses, self.buffers.device)
+        digests: list[int] | Tensor
+        if self.statuses.compares_values:
+            digests = self._digests_of_values()
+        else:
+            # One for each of few groups of parameters.
+            kinds = {id(m.param.formulas): m.param.formulas for m in matrices}
+            found = {key: formulas.digest for key, formulas in kinds.items()}
+            digests = [found[id(m.param.formulas)] for m in matrices]
+        self._said = self.statuses.said(statuses, digests, self.buffers.device)
         for group, numbers in self.buffers.replica_sets:
             places = self._places_of(numbers)
             joining = self.statuses.start_joining(self._said[places], group)
             self._joining.append((places, joining))
+
+    def _digests_of_values(self) -> list[int] | Tensor:
+        """Of this rank's shards, as far as they have replicas; zeros of others."""
+        found = []
+        matrices = self.matrices.values()
+        if not any(len(matrix.replicas) > 1 for matrix in matrices):
+            return [0] * len(matrices)
+        for matrix in matrices:
+            total = torch.zeros((), dtype=torch.int64, device=self.buffers.device)
+            for region in matrix.shard if len(matrix.replicas) > 1 else ():
+                total = total + digest_of(matrix.local(region)).to(total.device)
+            found.append(total)
+        return torch.stack(found)
+
+    def _equals(self, bucket: BucketBuffers) -> Tensor | None:
+        """Which flags come from replicas, for :meth:`GradStatuses.summarize`."""
+        received = bucket.gather_recv
+        if not self.statuses.compares_values or not received.matrices:
+            return None
+        rows = []
+        for number, ranks in zip(received.matrices, received.flag_ranks(), strict=True):
+            shards = self.matrices[number].layout.shards
+            # The first of each set stands for all; the owner stands after the last.
+            first: dict[tuple[int, ...], int] = {
+                shards.replicas_of(self.rank): len(ranks)
+            }
+            rows.append(
+                [
+                    at
+                    if shards.is_empty(rank)
+                    else first.setdefault(shards.replicas_of(rank), at)
+                    for at, rank in enumerate(ranks)
+                ]
+            )
+        return torch.tensor(rows, dtype=torch.long, device=self.buffers.device)
 
     def said(self, matrices: Sequence[int]) -> Tensor:
         """What this rank says of ``matrices``, or all of its replicas do."""
@@ -265,17 +320,36 @@ class Pipeline:
     def gather(self, bucket: BucketBuffers) -> None:
         """Takes the gradients of the bucket's matrices in, and sends this rank's shards off."""
         matrices = [self.matrices[number] for number in bucket.bucket.matrices]
-        if self.device.type != "cpu":
-            # In few launches. A CPU goes matrix by matrix, each packed while it is in the cache.
-            self.accumulate(matrices)
-        for matrix in matrices:
-            self.accumulate([matrix])
-            matrix.log("gather")
-            if matrix.param.has_grad:
-                bucket.pack(matrix.number, partial(matrix.prepared, self._scratch))
+        # A CPU goes matrix by matrix, each packed while it is in the cache; others in few launches.
+        one_by_one = self.device.type == "cpu"
+        for some in [[m] for m in matrices] if one_by_one else [matrices]:
+            self.accumulate(some)
+            packed = []
+            for matrix in some:
+                matrix.log("gather")
+                if matrix.param.has_grad:
+                    found = bucket.gather_send.regions(matrix.number)
+                    packed += [(matrix, region, view) for _, region, view in found]
+            self.copy_prepared(packed)
         send = bucket.gather_send
         self.statuses.send(send, bucket.bucket.index, self.said(send.matrices))
         bucket.start_gather()
+
+    def copy_prepared(
+        self, targets: Iterable[tuple[MatrixState, Region, Tensor]]
+    ) -> None:
+        """Writes regions of what is to be orthogonalized to where they are wanted."""
+        if self.device.type == "cpu":
+            for matrix, region, target in targets:
+                target.copy_(matrix.prepared(self._scratch, region))
+            return
+        for some in _bounded(targets):
+            formulas = some[0][0].param.formulas
+            sources = formulas.prepare_together(
+                [region.of_local(matrix.param.momentum) for matrix, region, _ in some],
+                [region.of_local(matrix.param.blended) for matrix, region, _ in some],
+            )
+            copy_all(list(zip((target for _, _, target in some), sources)))
 
     def accumulate(self, matrices: Iterable[MatrixState]) -> None:
         together: dict[int, list[ParamState]] = {}
@@ -301,6 +375,7 @@ class Pipeline:
                 bucket.bucket.index,
                 bucket.owned,
                 self.said(bucket.owned),
+                self._equals(bucket),
             )
             self.statuses.keep([matrix.layout for matrix in matrices], summary)
             if summary.device.type == "cpu" and not is_dry_run():
@@ -335,26 +410,53 @@ class Pipeline:
             "whole", (len(batch), *shape), dtype, bucket.scatter_send.flat.device
         )
         wholes = whole.unbind()
-        for matrix, out in zip(batch, wholes, strict=True):
-            prepared = partial(matrix.prepared, self._scratch)
-            bucket.assemble(
-                matrix.number, matrix.layout, matrix.own, self.rank, prepared, out
-            )
-            matrix.log("orthogonalize")
+        self.assemble(bucket, batch, wholes)
         formulas = batch[0].param.formulas
         if len(batch) == 1:
-            updates: Iterable[Tensor] = [formulas.orthogonalize(wholes[0])]
+            updates = [formulas.orthogonalize(wholes[0])]
         else:
-            updates = formulas.orthogonalize(whole).unbind()
-        for matrix, out, update in zip(batch, wholes, updates, strict=True):
+            updates = list(formulas.orthogonalize(whole).unbind())
+        for i, update in enumerate(updates):
             if not update.is_contiguous():
                 # Turning a tall one once, as a whole, is faster than turning each region of it.
-                update = out.copy_(update)
-            bucket.pack_update(matrix.number, update)
-            # Now, while the update is there: the owner's own part of it does not travel.
+                updates[i] = wholes[i].copy_(update)
+        made = list(zip(batch, updates, strict=True))
+        copy_all(
+            [pair for m, update in made for pair in bucket.returned(m.number, update)]
+        )
+        # Now, while updates are there: the owner's own part of one does not travel.
+        for matrix in batch:
             matrix.log("apply")
-            own = [(region, region.of_matrix(update)) for region in matrix.shard]
-            self.apply([(matrix, region, moved) for region, moved in own])
+        self.apply(
+            (matrix, region, region.of_matrix(update))
+            for matrix, update in made
+            for region in matrix.shard
+        )
+
+    def assemble(
+        self,
+        bucket: BucketBuffers,
+        batch: Sequence[MatrixState],
+        wholes: Sequence[Tensor],
+    ) -> None:
+        """Puts matrices together from what came and what this rank holds itself."""
+        held: list[tuple[MatrixState, Region, Tensor]] = []
+        came: list[tuple[Tensor, Tensor]] = []
+        for matrix, out in zip(batch, wholes, strict=True):
+            if matrix.layout.shards.partial:
+                own = [
+                    (region, matrix.prepared(self._scratch, region).clone())
+                    for region in matrix.own
+                ]
+                add_contributions(
+                    bucket, matrix.number, matrix.layout, own, self.rank, out
+                )
+            else:
+                held += [(matrix, r, r.of_matrix(out)) for r in matrix.own]
+                came += bucket.received(matrix.number, out)
+            matrix.log("orthogonalize")
+        self.copy_prepared(held)
+        copy_all(came)
 
     def finish(self, bucket: BucketBuffers) -> None:
         """Waits for the bucket's results and applies them; what is to be relayed is packed."""
@@ -418,3 +520,29 @@ class Pipeline:
             how, shape = formulas[key]
             updates = [update for _, update in found if update is not None]
             how.apply([local for local, _ in found], updates or None, shape)
+
+
+def _bounded(
+    targets: Iterable[tuple[MatrixState, Region, Tensor]],
+) -> list[list[tuple[MatrixState, Region, Tensor]]]:
+    """Those of one kind of formulas together, up to ``PREPARED_BYTES`` of them."""
+    made: list[list[tuple[MatrixState, Region, Tensor]]] = []
+    last: dict[int, tuple[int, int]] = {}
+    for target in targets:
+        matrix, region, _ = target
+        nbytes = region.numel * matrix.layout.dtype.itemsize
+        at, room = last.get(id(matrix.param.formulas), (0, -1))
+        if nbytes > room:
+            at, room = len(made), max(nbytes, PREPARED_BYTES)
+            made.append([])
+        made[at].append(target)
+        last[id(matrix.param.formulas)] = at, room - nbytes
+    return made
+
+
+def digest_of(values: Tensor) -> Tensor:
+    """A few bits of a sum over the bits of ``values``: an integer without dimensions, on their device."""
+    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    total = values.view(ints[values.itemsize]).sum(dtype=torch.int64)
+    # A few elements that differ in a sign or an exponent change high bits only.
+    return (total ^ (total >> 7) ^ (total >> 14) ^ (total >> 23)) & 0xFFFF

@@ -15,7 +15,7 @@ from torch.optim._muon_engine.schedule.specs import Bucket, Schedule
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
     from torch.optim._muon_engine.layouts import Layout
@@ -29,6 +29,9 @@ BUCKET_BYTES = 256 * 1024**2
 MAX_STRETCH = 1.1
 # Beyond so many replicas of a shard, an owner sends its result to one of them, which relays it.
 MAX_REPLICAS = 4
+# Beyond so many connections of a rank, which cost it memory and a network adapter its queues, an exchange
+# takes two levels.
+MAX_PEERS = 512
 
 
 def make_schedule(
@@ -40,12 +43,15 @@ def make_schedule(
     max_buckets: int = MAX_BUCKETS,
     bucket_bytes: int = BUCKET_BYTES,
     max_replicas: int | None = None,
+    ranks_per_node: int = 1,
+    slots: int = 3,
 ) -> Schedule:
     """Cuts the work of each group into buckets.
 
     Every owner works in every bucket; a group has no more than ``max_buckets`` buckets unless
     ``bucket_bytes``, what one owner gathers in a bucket, asks for more. Beyond ``max_replicas``
-    (default: ``MAX_REPLICAS``) results are relayed.
+    (default: ``MAX_REPLICAS``) results are relayed. Ranks that follow each other, ``ranks_per_node`` of
+    them, are near each other. ``slots`` buckets of a group have memory at one time.
     """
     if max_replicas is None:
         max_replicas = MAX_REPLICAS
@@ -73,10 +79,14 @@ def make_schedule(
             turns = [
                 (rank, part)
                 for rank in sorted(queues)
-                for part in _cut(queues[rank], layouts, owners, 1, limit, max_replicas)
+                for part in _cut(
+                    queues[rank], layouts, owners, 1, limit, max_replicas, slots
+                )
             ]
         else:
-            parts = _cut(members, layouts, owners, max_buckets, limit, max_replicas)
+            parts = _cut(
+                members, layouts, owners, max_buckets, limit, max_replicas, slots
+            )
             turns = list(enumerate(parts))
         drafts.extend(
             ((turn, *_group_key(group), i), group, part, gather_dtype)
@@ -89,10 +99,26 @@ def make_schedule(
     ):
         index = counts.get(group, 0)
         counts[group] = index + 1
+        node_size = _node_size(group, _peers(part, layouts), ranks_per_node)
         buckets.append(
-            Bucket(group, index, part.matrices, gather_dtype, wire_dtype, part.relayed)
+            Bucket(
+                group,
+                index,
+                part.matrices,
+                gather_dtype,
+                wire_dtype,
+                part.relayed,
+                node_size,
+            )
         )
     return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
+
+
+class _Spread(NamedTuple):
+    """Buckets, and the work of their busiest owners, added up."""
+
+    work: int
+    buckets: list[list[int]]
 
 
 class _Part(NamedTuple):
@@ -100,6 +126,34 @@ class _Part(NamedTuple):
 
     matrices: tuple[int, ...]
     relayed: bool
+
+
+def _peers(part: _Part, layouts: list[Layout]) -> int:
+    """With how many ranks an owner exchanges something, at most."""
+    distinct = {layouts[m].shards for m in part.matrices}
+    if not part.relayed:
+        return max(len(shards.ranks) for shards in distinct) - 1
+    return max(
+        sum(not shards.is_empty(ranks[0]) for ranks in shards.replica_sets)
+        for shards in distinct
+    )
+
+
+def _node_size(group: tuple[int, ...], peers: int, ranks_per_node: int) -> int:
+    """How many ranks of ``group`` count as one node; 1 where all exchange directly.
+
+    A node, or as many nodes together as it takes for a rank to have ``MAX_PEERS`` peers in both levels.
+    """
+    count = len(group)
+    found = Counter(rank // ranks_per_node for rank in group)
+    here = min(found.values())
+    together = here if here == max(found.values()) else 1
+    sizes = [s for s in range(together, count, together) if count % s == 0]
+
+    def more(size: int) -> tuple[int, int]:
+        return max(0, size + count // size - 2 - MAX_PEERS), size
+
+    return min(sizes, key=more, default=1) if peers > MAX_PEERS else 1
 
 
 def _group_key(group: tuple[int, ...]) -> tuple:
@@ -113,6 +167,7 @@ def _cut(
     max_buckets: int,
     bucket_elements: int,
     max_replicas: int,
+    slots: int,
 ) -> list[_Part]:
     """Distributes each owner's matrices over buckets in which every owner works.
 
@@ -126,36 +181,68 @@ def _cut(
         key=lambda m: (-newton_schulz_flops(layouts[m].shape), layouts[m].shape, m),
     ):
         queues.setdefault(owners[m], []).append(m)
-    # A matrix may be above the bound. Then other owners' buffers may be as large, and small matrices
-    # find a place beside it.
     largest = max(layouts[m].numel for m in members)
-    limit = max(bucket_elements, min(bucket_elements + largest, largest * 3 // 2))
+    common = max(bucket_elements, min(bucket_elements + largest, largest * 3 // 2))
     longest = max(map(len, queues.values()))
     least = max(
-        -(-sum(layouts[m].numel for m in queue) // limit) for queue in queues.values()
+        -(-sum(layouts[m].numel for m in queue) // common) for queue in queues.values()
     )
     wanted = max(least, min(max_buckets, longest))
     work = [newton_schulz_flops(layout.shape) for layout in layouts]
     busiest = max(sum(work[m] for m in queue) for queue in queues.values())
-    found: list[tuple[int, list[list[int]]]] = []
-    fewer, more = range(wanted, least - 1, -1), range(1, 5)
-    for n_buckets in (*fewer, *(wanted + i * -(-wanted // 16) for i in more)):
-        spread = _spread(queues, layouts, work, n_buckets, limit)
-        if spread is not None:
-            found.append(spread)
-        if spread is not None and spread[0] <= MAX_STRETCH * busiest:
-            break
-    if not found:
+    more = [wanted + i * -(-wanted // 16) for i in range(1, 5)]
+
+    def spread(counts: Iterable[int], wide: int, others: int) -> _Spread | None:
+        """The first that is short enough, else the shortest; every slot but one has ``others``' limit."""
+        best = None
+        for count in counts:
+            limits = [others if at % slots else wide for at in range(count)]
+            found = _spread(queues, layouts, work, limits)
+            if found is not None and (best is None or found.work < best.work):
+                best = found
+            if best is not None and best.work <= MAX_STRETCH * busiest:
+                break
+        return best
+
+    # A matrix may be above the bound. Then other owners' buffers may be as large, and small matrices
+    # find a place beside it.
+    best = spread((*range(wanted, least - 1, -1), *more), common, common)
+    if best is None:
         # Every owner's every matrix in a bucket of its own always fits.
         alone = [
             [queue[i] for queue in queues.values() if i < len(queue)]
             for i in range(longest)
         ]
-        found.append((0, alone))
-    _, buckets = min(found, key=lambda spread: (spread[0], len(spread[1])))
+        best = _Spread(sum(max(work[m] for m in part) for part in alone), alone)
+    if best.work > MAX_STRETCH * busiest:
+        # A large matrix takes longer than what fits beside it. So buckets of one slot are larger, and
+        # those of the other slots not above the bound.
+        wide = bucket_elements + slots * largest
+        counts = (*range(wanted, max(1, wanted // 2) - 1, -1), *more)
+        wider = spread(counts, wide, bucket_elements)
+        best = wider if wider is not None and wider.work < best.work else best
+    return _parts(best.buckets, layouts, owners, common, max_replicas)
+
+
+def _parts(
+    buckets: list[list[int]],
+    layouts: list[Layout],
+    owners: list[int],
+    common: int,
+    max_replicas: int,
+) -> list[_Part]:
+    """Says of each bucket whether it is relayed, and cuts those of which some rank sends too much.
+
+    Args:
+        common: elements that an owner gathers in a bucket at most; some may be larger.
+    """
     parts = []
     for whole in buckets:
         held = _Held(layouts).most(whole)
+        gathered: Counter[int] = Counter()
+        for m in whole:
+            gathered[owners[m]] += layouts[m].numel
+        limit = max(common, *gathered.values())
         replicas = max(layouts[m].shards.replicas for m in whole)
         # Directly, what replicas get stands in three buffers: theirs, and twice in the owners'.
         if replicas > max_replicas or (replicas > 1 and 3 * held > 2 * limit):
@@ -172,17 +259,20 @@ def _spread(
     queues: dict[int, list[int]],
     layouts: list[Layout],
     work: list[int],
-    n_buckets: int,
-    limit: int,
-) -> tuple[int, list[list[int]]] | None:
-    """``n_buckets`` buckets and the work of their busiest owners, added up; None if they are too few.
+    limits: list[int],
+) -> _Spread | None:
+    """The buckets of all owners' matrices; None if they are too few.
 
     The busiest owner's matrices, cut into parts of equal work, say how long each bucket should take.
     The other owners fill these buckets, and once more the buckets that came of it.
+
+    Args:
+        limits: elements that an owner gathers in each bucket at most.
     """
     leader = max(
         queues, key=lambda owner: (sum(work[m] for m in queues[owner]), -owner)
     )
+    n_buckets = len(limits)
     heights = [0] * n_buckets
     total, before = max(1, sum(work[m] for m in queues[leader])), 0
     for m in queues[leader]:
@@ -190,7 +280,12 @@ def _spread(
         at = min(n_buckets - 1, n_buckets * (2 * before + work[m]) // (2 * total))
         heights[at] += work[m]
         before += work[m]
-    best: tuple[int, list[list[int]]] | None = None
+    if len(set(limits)) > 1:
+        longest = sorted(heights, reverse=True)
+        widest = sorted(range(n_buckets), key=lambda at: -limits[at])
+        for at, height in zip(widest, longest):
+            heights[at] = height
+    best: _Spread | None = None
     for _ in range(3):
         buckets: list[list[int]] = [[] for _ in range(n_buckets)]
         busiest = [0] * n_buckets
@@ -198,7 +293,7 @@ def _spread(
             # Rounds by the room that is left, the most first.
             room = [(-height, at) for at, height in enumerate(heights)]
             heapify(room)
-            free = [limit] * n_buckets
+            free = list(limits)
             least, done = min(layouts[m].numel for m in queue), []
             for m in queue:
                 size, full = layouts[m].numel, []
@@ -215,8 +310,8 @@ def _spread(
                     heappush(room, one)
             for left, at in (*room, *done):
                 busiest[at] = max(busiest[at], heights[at] + left)
-        if best is None or sum(busiest) < best[0]:
-            best = sum(busiest), [part for part in buckets if part]
+        if best is None or sum(busiest) < best.work:
+            best = _Spread(sum(busiest), [part for part in buckets if part])
         heights = busiest
     return best
 

@@ -6,12 +6,13 @@ row-major and unpadded, then one flag for each matrix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
     from torch.optim._muon_engine.layouts import Layout, Region
@@ -60,6 +61,34 @@ class PackSpec:
         return self.numel * self.dtype.itemsize
 
 
+class Hop(NamedTuple):
+    """One rank's part of an all-to-all among ``ranks``: elements to and from each of them."""
+
+    ranks: tuple[int, ...]
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+
+
+class TwoLevel(NamedTuple):
+    """A gather or scatter in two hops, one within nodes and one along rails.
+
+    A rail has the ranks at the same place of each node. What a holder sends an owner goes by way of the
+    rank of its node that stands on the owner's rail, and comes back the same way. So a rank has
+    connections with its node and its rail only, however many ranks there are.
+
+    ``passed`` are the elements that arrive by the first hop and leave by the second: a row for each
+    rank that they come from, a column for each that they go to.
+    """
+
+    first: Hop
+    passed: tuple[tuple[int, ...], ...]
+    second: Hop
+
+    @property
+    def numel(self) -> int:
+        return sum(sum(row) for row in self.passed)
+
+
 class Relay(NamedTuple):
     """A broadcast along ``replicas`` of what ``source``, one of them, got back from owners."""
 
@@ -82,6 +111,8 @@ class BucketSpec:
     owned: tuple[int, ...]
     kept: PackSpec
     relays: tuple[Relay, ...]
+    gather_hops: TwoLevel | None = None
+    scatter_hops: TwoLevel | None = None
 
     @property
     def in_place(self) -> bool:
@@ -89,11 +120,23 @@ class BucketSpec:
         return self.gather_recv == self.scatter_send
 
     @property
-    def nbytes(self) -> tuple[int, int]:
-        """Of the memory that shards leave from and come back to, and of the owner's."""
-        outer = max(self.gather_send.nbytes, self.scatter_recv.nbytes)
+    def nbytes(self) -> tuple[int, int, int]:
+        """Of the memory that shards leave from and come back to, of the owner's, and of what is passed on."""
+        outer = max(self.gather_send.nbytes, self.scatter_recv.nbytes, self.passed)
         inner = self.scatter_send.nbytes + self.kept.nbytes
-        return outer, inner if self.in_place else inner + self.gather_recv.nbytes
+        if not self.in_place:
+            inner += self.gather_recv.nbytes
+        return outer, inner, self.passed
+
+    @property
+    def passed(self) -> int:
+        """Bytes that this rank passes on between two hops."""
+        if self.gather_hops is None or self.scatter_hops is None:
+            return 0
+        return max(
+            self.gather_hops.numel * self.gather_send.dtype.itemsize,
+            self.scatter_hops.numel * self.scatter_send.dtype.itemsize,
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +144,8 @@ class Bucket:
     """Matrices of one group that take the step together; ``index`` counts the group's buckets.
 
     In a ``relayed`` one, of all replicas of a shard only one exchanges it with the owner, and ranks
-    whose shard is empty take no part.
+    whose shard is empty take no part. Where ``node_size``, the ranks of the group that count as one
+    node, is more than one, the exchange takes two levels.
     """
 
     group: tuple[int, ...]
@@ -110,6 +154,22 @@ class Bucket:
     gather_dtype: torch.dtype
     scatter_dtype: torch.dtype
     relayed: bool = False
+    node_size: int = 1
+
+    def node_and_rail(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ranks of the group that stand on ``rank``'s node, and those at its place of each node."""
+        place = self.group.index(rank)
+        at = place % self.node_size
+        return (
+            self.group[place - at : place - at + self.node_size],
+            self.group[at :: self.node_size],
+        )
+
+    @property
+    def by_rail(self) -> tuple[int, ...]:
+        """The group, one rail after the other."""
+        rails = (self.group[at :: self.node_size] for at in range(self.node_size))
+        return tuple(itertools.chain.from_iterable(rails))
 
 
 @dataclass(frozen=True)
@@ -143,16 +203,22 @@ class Schedule:
         for matrix in bucket.matrices:
             owned.setdefault(self.owners[matrix], []).append(matrix)
         mine = owned.get(rank, [])
+        two_level = bucket.node_size > 1
         # A gather runs from holder to owner, a scatter from owner to holder.
-        others = [() if peer == rank else owned.get(peer, ()) for peer in group_order]
-        as_holder = [(rank, matrices) for matrices in others]
-        as_owner = [(peer, () if peer == rank else mine) for peer in group_order]
+        as_holder = [
+            (rank, () if peer == rank else owned.get(peer, ()))
+            for peer in (bucket.by_rail if two_level else group_order)
+        ]
+        as_owner = [
+            (peer, () if peer == rank else mine)
+            for peer in (bucket.group if two_level else group_order)
+        ]
         gather, scatter = bucket.gather_dtype, bucket.scatter_dtype
         says = self._speaks if bucket.relayed else None
         relays = self._relays(bucket, rank) if bucket.relayed else ()
         relayed = {m for relay in relays for m in relay.packed.matrices}
         kept = [m for m in mine if m in relayed]
-        return BucketSpec(
+        spec = BucketSpec(
             gather_send=self._pack_spec(as_holder, gather, self.is_source, says),
             gather_recv=self._pack_spec(as_owner, gather, self.is_source, says),
             scatter_send=self._pack_spec(as_owner, scatter, self.receives, says),
@@ -161,6 +227,64 @@ class Schedule:
             kept=self._pack_spec([(rank, kept)], scatter, self.receives),
             relays=relays,
         )
+        return self._in_two_levels(bucket, rank, spec, owned) if two_level else spec
+
+    def _in_two_levels(
+        self,
+        bucket: Bucket,
+        rank: int,
+        spec: BucketSpec,
+        owned: Mapping[int, Sequence[int]],
+    ) -> BucketSpec:
+        node, rail = bucket.node_and_rail(rank)
+        says = self._speaks if bucket.relayed else None
+
+        def passed(travels: Callable[[int, int], bool]) -> list[tuple[int, ...]]:
+            """Elements between each holder of the node and each owner on the rail."""
+            return [
+                self._pack_spec(
+                    [
+                        (holder, () if owner == holder else owned.get(owner, ()))
+                        for owner in rail
+                    ],
+                    bucket.gather_dtype,
+                    travels,
+                    says,
+                ).splits
+                for holder in node
+            ]
+
+        gathered, scattered = passed(self.is_source), passed(self.receives)
+        by_rail, by_node = len(rail), len(node)
+        return replace(
+            spec,
+            gather_hops=TwoLevel(
+                Hop(node, _sums(spec.gather_send.splits, by_rail), _totals(gathered)),
+                tuple(gathered),
+                Hop(
+                    rail,
+                    _totals(zip(*gathered)),
+                    _sums(spec.gather_recv.splits, by_node),
+                ),
+            ),
+            scatter_hops=TwoLevel(
+                Hop(
+                    rail,
+                    _sums(spec.scatter_send.splits, by_node),
+                    _totals(zip(*scattered)),
+                ),
+                tuple(zip(*scattered)),
+                Hop(node, _totals(scattered), _sums(spec.scatter_recv.splits, by_rail)),
+            ),
+        )
+
+    def further_groups(self, rank: int) -> set[tuple[int, ...]]:
+        """Ranks among which ``rank`` has collectives beside its groups': replicas, nodes and rails."""
+        found = set(self.replica_sets(rank))
+        for bucket in self.buckets:
+            if bucket.node_size > 1 and rank in bucket.group:
+                found.update(bucket.node_and_rail(rank))
+        return found
 
     def _relays(self, bucket: Bucket, rank: int) -> tuple[Relay, ...]:
         """Those along the replicas of ``rank``'s shards, in an order that all replicas have alike."""
@@ -232,3 +356,12 @@ class Schedule:
                 offset += 1
             splits.append(offset - start)
         return PackSpec(dtype, tuple(splits), tuple(regions), tuple(flags))
+
+
+def _totals(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(sum(row) for row in rows)
+
+
+def _sums(splits: Sequence[int], length: int) -> tuple[int, ...]:
+    """Of ``length`` splits at a time."""
+    return _totals(splits[i : i + length] for i in range(0, len(splits), length))

@@ -1,0 +1,139 @@
+# Owner(s): ["oncall: distributed"]
+"""The path of accelerators without one: fake tensors, a stand-in for their device, and the fake backend.
+
+The device "lazy" has no kernels and needs none. An operation that reads a value on the host raises.
+"""
+
+import os
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Muon
+from torch.optim._muon_engine.runtime.pipeline import PREPARED_BYTES
+from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES
+from torch.optim.muon import create_dtensor_config
+from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_model_shapes import MODELS
+from muon_test_helpers import LiveBytes
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that start a kernel or a collective, by name."""
+
+    # What they return is made on the host, or is memory without content.
+    QUIET = ("device", "empty", "empty_like", "_record_function")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        if not func.is_view and not name.startswith(self.QUIET):
+            self.count[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class TestMuonDryRun(TestCase):
+    def tearDown(self):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        super().tearDown()
+
+    @contextmanager
+    def fake_world(self, rank, *sizes):
+        """As ``rank`` of a mesh of ``sizes``, with fake tensors."""
+        world = torch.Size(sizes).numel()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        self.mesh = DeviceMesh("lazy", torch.arange(world).view(sizes))
+        # The stand-in records no events; what would wait for them reads values.
+        with FakeTensorMode(), mock.patch("torch.Event"):
+            yield
+        dist.destroy_process_group()
+
+    def dtensor(self, shape, placements):
+        with unset_fake_temporarily():
+            local, _ = compute_local_shape_and_global_offset(
+                shape, self.mesh, placements
+            )
+        return DTensor.from_local(
+            torch.empty(local, device="lazy:0"),
+            self.mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=(shape[1], 1),
+        )
+
+    def params(self, shapes, placements):
+        return [nn.Parameter(self.dtensor(shape, placements)) for shape in shapes]
+
+    def give_gradients(self, params):
+        for param in params:
+            param.grad = self.dtensor(param.shape, param.placements)
+
+    def test_launches_do_not_grow_with_matrices_or_ranks(self):
+        """A launch took tens of microseconds for each shard of each matrix once."""
+        found = []
+        for sizes, rank, count in (((4,), 0, 16), ((4,), 3, 64), ((16,), 15, 256)):
+            with self.fake_world(rank, *sizes):
+                params = self.params([(512, 256)] * count, [Shard(0)])
+                muon = Muon(params, distributed_config="auto")
+                for _ in range(2):
+                    self.give_gradients(params)
+                    with Launches() as launches:
+                        muon.step()
+                buckets = muon._engine.pipeline.buffers.buckets
+                self.assertEqual(len(buckets), 4)
+                self.assertEqual(launches.count["alltoall_base_"], 8)
+                found.append(launches.count)
+        # One matrix is iterated by mm and addmm, several by bmm and baddbmm.
+        products = ("mm", "addmm", "bmm", "baddbmm", "_unsafe_view", "stack")
+        for count in found:
+            self.assertEqual(sum(count[name] for name in products[:4]), 4 * 15)
+            for name in products:
+                del count[name]
+        totals = [sum(count.values()) for count in found]
+        self.assertEqual(len(set(totals[1:])), 1, f"{found}")
+        self.assertLess(max(totals), 4 * 70, f"{found}")
+
+    def test_memory_at_real_sizes(self):
+        shapes = MODELS["Llama 3 8B"].shapes
+        largest = max(2 * rows * columns for rows, columns in shapes)
+        for prefetch, sizes, placements in (
+            (0, (8, 8), [Replicate(), Shard(0)]),
+            (1, (64,), [Shard(0)]),
+            (2, (64,), [Replicate()]),
+        ):
+            with self.fake_world(5, *sizes):
+                params = self.params(shapes, placements)
+                config = create_dtensor_config(prefetch_count=prefetch)
+                with LiveBytes() as alive:
+                    muon = Muon(params, distributed_config=config)
+                    self.give_gradients(params)
+                    muon.step()
+            given = 2 * sum(param.to_local().nbytes for param in params)
+            # Gathered and sent back, each slot; then one part more of what is relayed.
+            bound = 2 * (prefetch + 3) * (BUCKET_BYTES + largest)
+            # Newton-Schulz has the matrix, its iterate and one to come, and two squares; looking
+            # ahead has some regions in momentum's dtype.
+            bound += 5 * largest + PREPARED_BYTES
+            self.assertLess(alive.peak, given + bound, f"{sizes} {prefetch}")
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,270 @@
+# Owner(s): ["oncall: distributed"]
+"""Mistakes that once were silent: what is said of them, how often, and on which ranks."""
+
+import os
+import sys
+import warnings
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import Muon
+from torch.optim._muon_engine import hints
+from torch.optim._muon_engine.schedule import buckets
+from torch.optim.muon import create_auto_config, create_dtensor_config
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    requires_gloo,
+)
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_test_helpers import (
+    Collectives,
+    everyone,
+    full,
+    GlooOnCPU,
+    grid_of,
+    mesh_of,
+    ParityAssertions,
+    R,
+    S0,
+    specs,
+    Twins,
+)
+
+
+@requires_gloo()
+class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    world_size = 4
+
+    def whole(self, *shapes):
+        return [nn.Parameter(full(i, shape)) for i, shape in enumerate(shapes)]
+
+    def give_gradients(self, params):
+        for i, param in enumerate(params):
+            param.grad = full(90 + i, param.shape)
+
+    def assertWarnedOnce(self, warned, text):
+        """On the first rank, and on no other."""
+        texts = [str(one.message) for one in warned]
+        count = sum(text in one for one in texts)
+        self.assertEverywhere([] if count == int(self.rank == 0) else texts or ["none"])
+
+    def assertFailsEverywhere(self, call, pattern):
+        with self.everywhere():
+            with self.assertRaisesRegex(RuntimeError, pattern):
+                call()
+
+    # Nothing is distributed
+
+    def test_nothing_is_distributed(self):
+        params = self.whole((4, 6), (5, 3))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            muon = Muon(params, distributed_config=create_dtensor_config())
+            for _ in range(3):
+                self.give_gradients(params)
+                muon.step()
+        self.assertWarnedOnce(warned, "each process trains its own")
+
+    def test_sharded_before_the_first_step_is_no_mistake(self):
+        layout = specs(mesh_of(4), [(S0,)], [(8, 6)])
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            self.assertTrainsAlike(Twins(layout), 2)
+        self.assertEverywhere([str(one.message) for one in warned])
+
+    def test_built_before_fully_shard(self):
+        model = nn.Linear(8, 12, bias=False)
+        muon = Muon(model.parameters(), distributed_config="auto")
+        fully_shard(model, mesh=mesh_of(4))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for _ in range(hints.STEPS_WITHOUT_ANY + 2):
+                model(torch.ones(2, 8)).sum().backward()
+                muon.step()
+        self.assertWarnedOnce(warned, "no parameter of this Muon has had a gradient")
+
+    def test_marked_shards_under_a_dtensor_config(self):
+        params = self.whole((4, 6), (5, 3))
+        params[1].tensor_model_parallel, params[1].partition_dim = True, 0
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            Muon(params, distributed_config=create_dtensor_config())
+        self.assertWarnedOnce(warned, "create_auto_config(tp_process_group=")
+
+    def test_parameter_that_is_never_trained(self):
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 6)] * 4))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for _ in range(hints.STEPS_WITHOUT_ONE + 3):
+                twins.set_gradients(missing=[2])
+                twins.optimizer.step()
+        self.assertWarnedOnce(warned, "are not trained")
+        if self.rank == 0:
+            (text,) = {
+                str(one.message) for one in warned if "trained" in str(one.message)
+            }
+            self.assertRegex(text, r"parameter 2 of shape \(8, 6\)$")
+
+    # Replicas that are none
+
+    def replicas(self, **options):
+        """Of equal shapes, of which rank 2 has other values."""
+        params = self.whole((4, 6), (5, 3))
+        if self.rank == 2:
+            params[1].data += 1
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        self.give_gradients(params)
+        return Muon(params, distributed_config=config, **options)
+
+    @parametrize("max_replicas", [1, 4])
+    def test_replicas_with_other_values(self, max_replicas):
+        with mock.patch.object(buckets, "MAX_REPLICAS", max_replicas):
+            muon = self.replicas()
+        self.assertFailsEverywhere(
+            muon.step, r"ZeroRedundancyOptimizer.*: parameter 1 of shape \(5, 3\)$"
+        )
+
+    def test_replicas_of_shards_with_other_values(self):
+        grid = grid_of(2, 2)
+        local = full(0, (4, 6)) + (self.rank == 3)
+        param = nn.Parameter(DTensor.from_local(local, grid, (R, S0), run_check=False))
+        param.grad = DTensor.from_local(
+            torch.ones(4, 6), grid, (R, S0), run_check=False
+        )
+        muon = Muon([param], distributed_config="auto")
+        self.assertFailsEverywhere(
+            muon.step, "replicas of each other hold other values"
+        )
+
+    def test_values_are_compared_once_and_send_nothing(self):
+        twins = Twins(specs(mesh_of(4), [(R,)], [(8, 6)] * 4))
+        calls = []
+        for _ in range(3):
+            with Collectives() as seen:
+                twins.step()
+            calls.append(seen.calls)
+        self.assertEverywhere([] if calls[0] == calls[1] == calls[2] else calls)
+        self.assertParity(twins)
+
+    def test_zero_redundancy_optimizer(self):
+        params = self.whole(*[(6, 6)] * 8)
+        zero = ZeroRedundancyOptimizer(
+            params,
+            optimizer_class=Muon,
+            lr=0.1,
+            distributed_config=create_auto_config(ddp_process_group=dist.group.WORLD),
+        )
+        self.give_gradients(params)
+        self.assertFailsEverywhere(zero.step, "ZeroRedundancyOptimizer hands each rank")
+
+    def test_gradients_that_are_not_averaged(self):
+        params = self.whole((4, 6), (5, 3))
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        muon = Muon(params, distributed_config=config)
+        level = dist.get_debug_level()
+        dist.set_debug_level(dist.DebugLevel.INFO)
+        try:
+            self.give_gradients(params)
+            muon.step()
+            before = [param.detach().clone() for param in params]
+            self.give_gradients(params)
+            params[0].grad += self.rank
+            self.assertFailsEverywhere(
+                muon.step, r"other gradients.*: parameter 0 of shape \(4, 6\) on ranks"
+            )
+        finally:
+            dist.set_debug_level(level)
+        moved = [not torch.equal(*pair) for pair in zip(params, before)]
+        self.assertEverywhere(["moved"] if any(moved) else [])
+
+    # Functions of the user's
+
+    def test_functions_that_send_nothing(self):
+        params = self.whole((4, 6), (5, 3), (3, 3), (2, 7))
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        config.gather_fn = config.redistribute_fn = lambda tensor, rank, state: tensor
+        muon = Muon(params, distributed_config=config)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                self.give_gradients(params)
+                muon.step()
+        texts = [str(one.message) for one in warned]
+        found = sum("exactly zeros" in text for text in texts)
+        self.assertEverywhere([] if found == 1 else texts or ["none"])
+
+    def test_piece_of_a_parameter_that_nothing_is_known_of(self):
+        config = create_dtensor_config()
+        with self.everywhere():
+            with self.assertRaisesRegex(ValueError, "call assign_fn or gather_fn"):
+                config.redistribute_fn(full(0, (8, 6)), 0, config.state)
+
+    # Hyperparameters
+
+    @parametrize("max_replicas", [1, 4])
+    def test_learning_rate_of_one_rank(self, max_replicas):
+        for layout in (
+            specs(mesh_of(4), [(S0,)], [(8, 6)] * 3),
+            specs(mesh_of(4), [(R,)], [(8, 6)] * 3),
+            specs(grid_of(2, 2), [(R, S0)], [(8, 6)] * 3),
+        ):
+            with mock.patch.object(buckets, "MAX_REPLICAS", max_replicas):
+                twins = Twins(layout)
+            for _ in range(2):
+                twins.step()
+            if self.rank == 1:
+                twins.optimizer.param_groups[0]["lr"] *= 0.5
+            twins.set_gradients()
+            self.assertFailsEverywhere(
+                twins.optimizer.step, "other hyperparameters.*parameter 0 .*parameter 2"
+            )
+
+    def test_schedulers_of_all_ranks(self):
+        twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 6)] * 3))
+        for step in range(4):
+            for optimizer in (twins.optimizer, twins.single):
+                optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+                optimizer.param_groups[0]["momentum"] = 0.9 + 0.01 * step
+            twins.step()
+            self.assertParity(twins)
+
+    # A step that one rank skips
+
+    def test_step_that_one_rank_skips(self):
+        group = dist.new_group(timeout=timedelta(seconds=4))
+        params = [nn.Parameter(full(self.rank, (2, 6)))]
+        muon = Muon(
+            params, distributed_config=create_auto_config(fsdp_process_group=group)
+        )
+        self.give_gradients(params)
+        muon.step()
+        outcome = "skipped"
+        if self.rank != 2:
+            self.give_gradients(params)
+            try:
+                muon.step()
+            except RuntimeError as error:
+                outcome = str(error)
+        for rank, found in enumerate(everyone(outcome)):
+            if rank != 2:
+                self.assertRegex(found, r"Ranks \[2\] did not come.*ShardedGradScaler")
+
+
+instantiate_parametrized_tests(TestMuonMistakes)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,184 @@
+# Owner(s): ["oncall: distributed"]
+"""Many peers: what holders and owners exchange goes through nodes first, then along rails."""
+
+import os
+import sys
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import DeviceMesh
+from torch.optim._muon_engine.schedule import buckets
+from torch.optim.muon import create_dtensor_config
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    requires_gloo,
+)
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_test_helpers import (
+    all_placements,
+    Collectives,
+    everyone,
+    GlooOnCPU,
+    grid_of,
+    mesh_of,
+    ParityAssertions,
+    R,
+    S0,
+    S1,
+    Spec,
+    specs,
+    Strategy,
+    Twins,
+)
+
+
+SHAPES = [(16, 8), (9, 13), (3, 20), (5, 1)] * 3
+
+
+class TwoLevels(GlooOnCPU, ParityAssertions):
+    """As if more than two peers were too many, and a node held two or four ranks."""
+
+    @classmethod
+    def _init_pg(cls, rank, world_size, rdvz_file):
+        # These processes make the tests of this class only.
+        buckets.MAX_PEERS = 2
+        super()._init_pg(rank, world_size, rdvz_file)
+
+    def nodes_of(self, size):
+        return mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(size))
+
+    def check(self, twins, message="", **kwargs):
+        self.assertTrainsAlike(twins, 2, message, **kwargs)
+        found = twins.optimizer._engine.pipeline.buffers.buckets
+        hops = [b.gather_hops is not None for b in found]
+        self.assertTrue(any(everyone(any(hops))), f"{message}: no second hop")
+
+
+@requires_gloo()
+class TestMuonTwoLevels(TwoLevels, MultiProcContinuousTest):
+    world_size = 8
+
+    @parametrize("ranks_per_node", [2, 4])
+    def test_any_placement(self, ranks_per_node):
+        grid = grid_of(2, 2, 2)
+        with self.nodes_of(ranks_per_node):
+            for layout in (
+                specs(mesh_of(8), [(S0,), (S1,)], SHAPES),
+                specs(grid_of(2, 4), all_placements(grid_of(2, 4)), SHAPES[:4]),
+                specs(grid, all_placements(grid), SHAPES[:1]),
+                # Fewer rows than ranks; groups within groups.
+                specs(mesh_of(8), [(S0,)], [(5, 3), (1, 1)])
+                + specs(grid["b", "c"], [(S0, S1)], SHAPES),
+            ):
+                self.check(Twins(layout), str({spec.placements for spec in layout}))
+
+    def test_process_groups(self):
+        with self.nodes_of(2):
+            for strategy in (
+                Strategy(mesh_of(8), "fsdp"),
+                Strategy(grid_of(4, 2), "fsdp", "tp"),
+                Strategy(grid_of(2, 2, 2), "ddp", "fsdp", "tp"),
+            ):
+                self.check(strategy.twins(SHAPES), str(strategy))
+
+    def test_results_are_relayed_afterwards(self):
+        layout = specs(grid_of(2, 4), [(R, S0), (R, S1)], SHAPES)
+        with self.nodes_of(2), mock.patch.object(buckets, "MAX_REPLICAS", 1):
+            twins = Twins(layout)
+            self.check(twins)
+        found = twins.optimizer._engine.pipeline.buffers.buckets
+        self.assertTrue(any(everyone(any(b.relays for b in found))))
+
+    def test_settings_change_nothing(self):
+        layout = specs(mesh_of(8), [(S0,), (S1,)], SHAPES)
+        with self.nodes_of(4):
+            for dtype in (torch.float64, torch.bfloat16):
+                narrow = [Spec(s.shape, s.mesh, s.placements, dtype) for s in layout]
+                self.check(Twins(narrow, lr=0.02), f"{dtype}")
+            for parallel in (True, False):
+                for ahead in (0, 1, 3):
+                    config = create_dtensor_config(parallel, ahead)
+                    twins = Twins(layout, config, foreach=parallel)
+                    self.check(twins, f"{parallel} {ahead}")
+
+    def test_missing_gradients(self):
+        layout = specs(mesh_of(8), [(S0,), (S1,)], SHAPES)
+        with self.nodes_of(2):
+            self.check(Twins(layout), missing=lambda step: (step, 5, 13))
+
+    def test_gradient_that_one_rank_lacks(self):
+        with self.nodes_of(2):
+            twins = Twins(specs(mesh_of(8), [(S0,)], [(16, 8)] * 4))
+        twins.set_gradients()
+        if self.rank == 5:
+            twins.params[2].grad = None
+        with self.everywhere():
+            with self.assertRaisesRegex(
+                RuntimeError, r"some have none.*: parameter 2 of shape \(16, 8\)$"
+            ):
+                twins.optimizer.step()
+
+    def test_a_rank_exchanges_with_its_node_and_its_rail_only(self):
+        with self.nodes_of(4):
+            twins = Twins(specs(mesh_of(8), [(S0,)], [(16, 8)] * 8))
+        with Collectives() as seen:
+            twins.step()
+        with Collectives() as first:
+            # What the constructor does on accelerators.
+            twins.optimizer._engine.pipeline.buffers.connect()
+        node, rail = self.rank // 4, self.rank % 4
+        near = {4 * node + place for place in range(4)}
+        across = {rail, 4 + rail}
+        problems = []
+        for calls in (first.calls, seen.calls):
+            partners = [
+                {rank for rank, sent in zip(call.ranks, call.sent) if sent}
+                for call in calls
+            ]
+            problems += [p for p in partners if not (p <= near or p <= across)]
+        # Within the node, then along the rail, and back the same way.
+        hops = [set(call.ranks) for call in seen.calls]
+        if hops != [near, across, across, near]:
+            problems.append(f"collectives among {hops}")
+        self.assertEverywhere(problems)
+        self.assertParity(twins)
+
+    def test_a_group_that_forms_no_nodes_exchanges_directly(self):
+        # Seven ranks have no equal nodes.
+        mesh, problems = DeviceMesh("cpu", range(7)), []
+        if self.rank < 7:
+            with self.nodes_of(2):
+                twins = Twins(specs(mesh, [(S0,)], SHAPES))
+            twins.step()
+            found = twins.optimizer._engine.pipeline.buffers.buckets
+            problems += [b.bucket.index for b in found if b.gather_hops is not None]
+        self.assertEverywhere(problems)
+
+
+@requires_gloo()
+class TestMuonTwoLevelsOfSixteen(TwoLevels, MultiProcContinuousTest):
+    world_size = 16
+
+    def test_fsdp_and_hsdp(self):
+        for ranks_per_node in (2, 4):
+            with self.nodes_of(ranks_per_node):
+                for mesh, placements in (
+                    (mesh_of(16), (S0,)),
+                    (grid_of(2, 8), (R, S0)),
+                    (grid_of(4, 4), (S0, S1)),
+                ):
+                    self.check(Twins(specs(mesh, [placements], SHAPES)))
+
+
+instantiate_parametrized_tests(TestMuonTwoLevels)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,105 @@
+"""Warnings about what is probably a mistake, each once and on one rank. No step waits for them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from torch.optim._muon_engine.layouts import listed
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim._muon_engine.layouts import Layout
+    from torch.optim._muon_engine.runtime import StepParam
+
+
+# Steps after which nothing, or one parameter, having had a gradient is no accident.
+STEPS_WITHOUT_ANY = 3
+STEPS_WITHOUT_ONE = 20
+
+_BUILT_TOO_EARLY = (
+    "If the model was sharded after this Muon was built (fully_shard, parallelize_module, Fabric.setup), the model has "
+    "other parameters now: build Muon from these"
+)
+
+
+class Hints:
+    """What one optimizer has seen of its steps so far."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._steps = 0
+        self._trains = False
+        # Indices of parameters that have not had a gradient yet; None before the first step.
+        self._without: set[int] | None = None
+        self._first: dict[int, Layout] = {}
+
+    def parameters_changed(self) -> None:
+        """Indices mean other parameters now."""
+        self._steps, self._trains, self._without = 0, False, None
+
+    def look(
+        self,
+        params: Sequence[StepParam],
+        layouts: Sequence[Layout],
+        rank: int,
+        world_size: int,
+    ) -> None:
+        """Looks at the parameters and gradients of a step; ``layouts`` has frozen ones, too."""
+        self._steps += 1
+        if self._without is None:
+            self._look_at_layouts(layouts, rank, world_size)
+            # A rank whose shard is empty may have no gradient, and only one rank speaks: of what nobody
+            # shares, such as whole tensors, the first of all.
+            shared = any(len(layout.group) > 1 for layout in layouts)
+            self._first = {
+                layout.key.index: layout
+                for layout in layouts
+                if params[layout.key.index].tensor.requires_grad
+                and not layout.shards.is_empty(rank)
+                and rank == (min(layout.group) if shared else 0)
+            }
+            self._without = set(self._first)
+        if not self._without:
+            return
+        self._without = {i for i in self._without if params[i].grad is None}
+        if not self._without:
+            return
+        anything = any(param.grad is not None for param in params)
+        self._trains = self._trains or anything
+        if not self._trains and self._steps >= STEPS_WITHOUT_ANY:
+            self._say(
+                f"no parameter of this Muon has had a gradient in its {self._steps} steps, so it trains nothing. "
+                f"{_BUILT_TOO_EARLY}"
+            )
+        elif self._trains and self._steps >= STEPS_WITHOUT_ONE:
+            named = [self._first[i].describe() for i in sorted(self._without)]
+            self._say(
+                f"these have had no gradient in {self._steps} steps, though others have, and are not trained; freeze "
+                f"them with requires_grad_(False) if that is meant: {listed(named)}"
+            )
+        else:
+            return
+        self._without = set()
+
+    def _look_at_layouts(
+        self, layouts: Sequence[Layout], rank: int, world_size: int
+    ) -> None:
+        if any(len(layout.group) > 1 for layout in layouts) or not layouts:
+            return
+        if world_size > 1 and rank == 0:
+            self._say(
+                f"there are {world_size} processes, and none of the parameters of this Muon is shared by any of them: "
+                f"each process trains its own. {_BUILT_TOO_EARLY}. Under DDP use "
+                "create_auto_config(ddp_process_group=...); give it the groups of another framework that cut plain "
+                "tensors. Where each pipeline stage has one process, all is well"
+            )
+
+    def _say(self, text: str) -> None:
+        # By its beginning: numbers in the text change.
+        kind = text[:24]
+        if kind not in self._said:
+            self._said.add(kind)
+            warnings.warn(text, stacklevel=2)
