@@ -381,7 +381,8 @@ class TestDistributedConfig(ConfigTestCase):
 
     def test_new_arguments_stand_last(self):
         names = list(inspect.signature(Muon).parameters)
-        self.assertEqual(names[-3:], ["distributed_config", "foreach", "ns_algorithm"])
+        new = ["distributed_config", "foreach", "allow_batched_matrices"]
+        self.assertEqual(names[-4:], [*new, "ns_algorithm"])
 
     def test_foreach_with_a_config(self):
         # Four buckets of four matrices.
