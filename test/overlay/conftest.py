@@ -8,12 +8,13 @@ import importlib.util
 import os
 import pathlib
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 
 import pytest
-from tools.overlay import manifest, payload, target, versions
+from tools.overlay import cli, manifest, payload, target, versions
 from tools.overlay.repo import ROOT
 
 
@@ -251,6 +252,21 @@ def tool():
         return run(sys.executable, face, *args, env=env, check=False, timeout=timeout)
 
     return call
+
+
+@pytest.fixture
+def face(capsys):
+    """The command line without an interpreter of its own."""
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(*args):
+        capsys.readouterr()
+        code = cli.main([str(word) for word in args])
+        done = capsys.readouterr()
+        return Result(code, done.out, done.err)
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,11 @@ from tools.overlay.errors import Refused, WorkFailed, WrongTarget
 from tools.overlay.repo import ROOT
 
 
+def torch_files():
+    """What an installed torch gets: no tests."""
+    return {r: t for r, t in payload.read(ROOT).items() if r.startswith("torch/")}
+
+
 @pytest.fixture
 def site(installed):
     return target.find_wheel(installed)
@@ -19,7 +24,7 @@ def site(installed):
 def test_writes_every_torch_file_and_no_test(site, installed, tool, stock_muon):
     done = tool("apply", "--python", installed)
     assert (done.code, done.err) == (0, "")
-    expected = payload.read(ROOT, only_torch=True)
+    expected = torch_files()
     assert "torch/optim/_muon.py" in expected
     for rel, text in expected.items():
         assert (site.root / rel).read_bytes() == text
@@ -48,7 +53,7 @@ def test_twice_says_so_and_changes_nothing(site, installed, tool, snapshot):
 
 
 def test_many_files_are_counted_and_few_are_named(site, installed, tool):
-    count = len(payload.read(ROOT, only_torch=True))
+    count = len(torch_files())
     assert count > 5
     first = tool("apply", "--python", installed).out
     assert f"wrote {count} files: {count} in torch/" in first
@@ -139,9 +144,10 @@ def test_local_changes_are_refused_by_name(site, installed, tool, snapshot, rel)
     assert done.code == 3
     assert f"  {rel}\n" in done.err
     assert snapshot(site.root) == before
-    # There is no git to undo them with.
-    reinstall = f"{installed} -m pip install --force-reinstall --no-deps torch=="
-    assert (f"{reinstall}2.13.0+cpu\n" in done.err) == rel.endswith("_muon.py")
+    # There is no git to undo them with, and not each torch came from pip's own index.
+    again = "install torch 2.13.0+cpu anew, with the program and from the index"
+    assert (again in done.err) == rel.endswith("_muon.py")
+    assert "pip install" not in done.err
     assert (f"rm {site.root}/{rel}\n" in done.err) == rel.endswith("/muon.py")
 
 
@@ -191,31 +197,6 @@ def test_failure_half_way_leaves_it_as_it_was(site, snapshot, monkeypatch, faili
     assert status.status(site, ROOT).state == "current"
 
 
-def test_kill_half_way_is_put_right_by_the_next_command(site, snapshot, shell, capsys):
-    before = snapshot(site.root)
-    code = (
-        "import os, signal, sys; sys.path.insert(0, sys.argv[1])\n"
-        "import pathlib\n"
-        "from tools.overlay import apply, target, transaction\n"
-        "from tools.overlay.repo import ROOT\n"
-        "real, calls = os.replace, []\n"
-        "def replace(*names):\n"
-        "    calls.append(names)\n"
-        "    if len(calls) == 5: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    real(*names)\n"
-        "transaction.os.replace = replace\n"
-        "apply.apply(target.find_wheel(sys.argv[2]), ROOT)\n"
-    )
-    done = shell(sys.executable, "-c", code, ROOT, site.python, check=False)
-    assert done.code == -9
-    assert (site.torch_dir / ".muon_overlay/journal.json").is_file()
-    assert snapshot(site.root) != before
-    assert status.status(site, ROOT).state == "interrupted"
-    assert revert.revert(site) is None
-    assert "cut off half way: undone" in capsys.readouterr().out
-    assert snapshot(site.root) == before
-
-
 def test_no_write_permission(site, snapshot, monkeypatch):
     # A stand-in, because root may write whatever the permission bits say.
     before = snapshot(site.root)
@@ -243,17 +224,6 @@ def test_no_write_permission_for_real(site, installed, tool, snapshot):
     assert done.code == 1
     assert "Permission denied" in done.err
     assert snapshot(site.root) == before
-
-
-@pytest.mark.parametrize("version", ["2.10.0", "2.16.0"])
-def test_other_versions_are_not_touched(make_installed, tool, snapshot, version):
-    python = make_installed(version, "other")
-    before = snapshot(python.parent)
-    done = tool("apply", "--python", python)
-    assert done.code == 2
-    assert "2.11 to 2.15" in done.err
-    assert version in done.err
-    assert snapshot(python.parent) == before
 
 
 def test_torch_is_never_imported(site, installed, tool):

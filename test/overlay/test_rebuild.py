@@ -149,8 +149,7 @@ def test_failure_half_way_takes_everything_out(
     monkeypatch.setattr(parts, "_lend_one", full)
     with pytest.raises(WorkFailed, match="No space left on device"):
         parts.lend(there, small_wheel)
-    after = snapshot(there.root)
-    assert {r: t for r, t in after.items() if not r.startswith("torch/.muon")} == before
+    assert snapshot(there.root) == before
 
 
 def test_files_built_since_stay(there, small_wheel):
@@ -184,6 +183,112 @@ def test_pth(there, small_wheel):
     assert not path.exists()
 
 
+def test_refused_revert_leaves_the_parts(there, small_wheel, face, snapshot):
+    """B7: the refusal came after the compiled parts were gone."""
+    face("apply", "--checkout", there.root)
+    parts.lend(there, small_wheel)
+    (there.root / "torch/optim/_muon.py").write_text("# edited\n")
+    before = snapshot(there.root)
+    done = face("revert", "--checkout", there.root)
+    assert (done.code, "Nothing was touched" in done.err) == (3, True)
+    assert snapshot(there.root) == before
+
+
+def test_copy_that_was_cut_off_is_no_part(there, small_wheel, monkeypatch):
+    """B8: half a library is never there under its own name."""
+    real = parts.shutil.copy2
+
+    def half(source, place):
+        real(source, place)
+        if source.name == "libtorch.so":
+            assert place.name == "libtorch.so.muon-new"
+            place.write_text("half")
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(parts.shutil, "copy2", half)
+    with pytest.raises(KeyboardInterrupt):
+        parts.lend(there, small_wheel, copy=True)
+    monkeypatch.undo()
+    assert not (there.root / "torch/lib").exists()
+    parts.lend(there, small_wheel, copy=True)
+    assert (there.root / "torch/lib/libtorch.so").read_text() == "torch/lib/libtorch.so"
+
+
+def test_pth_is_not_for_this_repositorys_environment(
+    there, small_wheel, monkeypatch, snapshot
+):
+    """B10: `env`, `test` and a second `rebuild` would find the checkout there."""
+    monkeypatch.setattr(rebuild, "ROOT", small_wheel.root.parent)
+    before = snapshot(there.root)
+    with pytest.raises(WrongTarget, match="this repository's own environment"):
+        rebuild.from_wheel(there, small_wheel, pth=True)
+    assert snapshot(there.root) == before
+    assert not list(small_wheel.root.glob("*.pth"))
+
+
+def test_rebuild_twice_with_pth(there, small_wheel, make_script, tmp_path, monkeypatch):
+    """B10: the wheel is found behind the checkout that --pth put before it."""
+    monkeypatch.setattr(rebuild, "_import_from", lambda *args: "not tried")
+    site = small_wheel.root
+    python = make_script(
+        tmp_path / "with-site",
+        f'exec "{sys.executable}" -S -E -c "import site, sys; site.addsitedir({str(site)!r}); '
+        'exec(sys.argv[1])" "$2"\n',
+    )
+    wheel = target.find_wheel(python)
+    assert wheel.root == site
+    rebuild.from_wheel(there, wheel, pth=True)
+    assert target.origin(python) == there.root / "torch/__init__.py"
+    again = target.find_wheel(python)
+    assert again.root == site
+    rebuild.from_wheel(there, again, pth=True)
+    parts.remove(there)
+    assert target.origin(python) == site / "torch/__init__.py"
+
+
+def test_links_to_an_environment_that_was_made_again(
+    there, small_wheel, monkeypatch, git_status
+):
+    """B11: what a link leads to says nothing about whose link it is."""
+
+    def other_device(*args, **kwargs):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(parts.os, "link", other_device)
+    count = parts.lend(there, small_wheel)
+    (small_wheel.root / "torch/_C.so").write_text("of another installation")
+    assert parts.remove(there) == count
+    assert not os.path.lexists(there.root / "torch/_C.so")
+    assert git_status(there.root) == ""
+
+
+def test_second_wheel_has_more_files(there, small_wheel, git_status):
+    """B12: what comes later is hidden, too."""
+    parts.lend(there, small_wheel)
+    (small_wheel.root / "torch/later.pyi").write_text("later")
+    assert parts.lend(there, small_wheel) == 1
+    assert (there.root / "torch/later.pyi").is_file()
+    assert git_status(there.root) == ""
+
+
+def test_linked_work_trees_hide_their_own(
+    there, small_wheel, shell, git_status, tmp_path, face
+):
+    """B15: `revert` in one does not uncover what lies in the other."""
+    place = tmp_path / "linked"
+    shell("git", "worktree", "add", "-q", "--detach", place, cwd=there.root)
+    other = target.find_checkout(place)
+    for tree in (there, other):
+        face("apply", "--checkout", tree.root, "--commit")
+        parts.lend(tree, small_wheel)
+    assert face("revert", "--checkout", there.root, "--commit").code == 0
+    assert git_status(place) == ""
+    shell("git", "add", "--all", cwd=place)
+    assert git_status(place) == ""
+    assert face("revert", "--checkout", place, "--commit").code == 0
+    assert "muon" not in there.exclude.read_text()
+
+
 @pytest.fixture
 def builders(tmp_path, make_script):
     """A folder for PATH: a python that records how it is called, cmake, ninja."""
@@ -201,7 +306,7 @@ def builders(tmp_path, make_script):
         f'"{sys.executable}" -S -E -c "{code}" "$@"\n'
         "echo compiling; echo error: no compiler >&2; exit ${BUILD_EXIT:-0}\n",
     )
-    for name in ("cmake", "ninja"):
+    for name in ("cmake", "ninja", "g++"):
         make_script(folder / name, "exit 0\n")
     return folder, record
 
@@ -235,29 +340,57 @@ def test_source_that_fails_shows_the_end_of_its_log(checkout, tool, builders):
     assert done.code == 1
     assert "exit code 7" in done.err
     assert "error: no compiler" in done.err
-    log = checkout / "torch/.muon_overlay/source-build.log"
+    log = checkout / ".git/muon_overlay/source-build.log"
     assert str(log) in done.err
     assert "compiling" in log.read_text()
 
 
-@pytest.mark.parametrize("missing", ["cmake", "ninja"])
-def test_source_without_its_tools(
-    checkout, tool, builders, missing, snapshot, tmp_path
-):
-    folder, record = builders
-    (folder / missing).unlink()
-    # A PATH of that folder and git alone: the machine may have a cmake of its own.
+def source_alone(tool, checkout, folder):
+    """With a PATH of that folder and git alone: the machine may have a cmake of its own."""
     for name in ("git", "sh"):
         os.symlink(f"/usr/bin/{name}", folder / name)
-    before = snapshot(checkout)
-    done = tool(
+    return tool(
         "rebuild", "--checkout", checkout, "--mode", "source",
         env={**os.environ, "PATH": str(folder)},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("cmake", "cmake on PATH"),
+        ("ninja", "ninja on PATH"),
+        ("g++", "a C++ compiler on PATH"),
+    ],
+)
+def test_source_without_its_tools(checkout, tool, builders, missing, words, snapshot):
+    folder, record = builders
+    (folder / missing).unlink()
+    before = snapshot(checkout)
+    done = source_alone(tool, checkout, folder)
     assert done.code == 2
-    assert f"needs {missing} on PATH" in done.err
+    assert f"  it needs {words}" in done.err
+    assert done.err.count("it needs") == 1
     assert not record.exists()
     assert snapshot(checkout) == before
+
+
+def test_source_without_submodules_and_packages(checkout, tool, shell, builders):
+    folder, record = builders
+    where = ["-c", "protocol.file.allow=always", "submodule", "add", "-q", "./"]
+    shell("git", *where, "third_party/x", cwd=checkout)
+    shell("git", "submodule", "deinit", "-q", "-f", "--all", cwd=checkout)
+    (checkout / "requirements-build.txt").write_text(
+        "# what the build needs\nsetuptools>=70\nno-such.package_x\ncmake>=3.27\n"
+    )
+    done = source_alone(tool, checkout, folder)
+    assert done.code == 2
+    update = f"git -C {checkout} submodule update --init --recursive"
+    assert f"  it needs the submodules: {update}\n" in done.err
+    # That interpreter runs without its site-packages, so it has no setuptools either.
+    assert "  it needs the packages setuptools no-such-package-x: " in done.err
+    assert f"pip install -r {checkout}/requirements-build.txt\n" in done.err
+    assert not record.exists()
 
 
 def built(checkout, shell, folder, make_script):

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools.overlay import apply, lock, revert, status
+from tools.overlay import apply, revert, status
 from tools.overlay.errors import INTERRUPTED, OverlayError, Refused
 from tools.overlay.repo import ROOT
 from tools.overlay.target import find_wheel
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 def _with_overlay(args: argparse.Namespace, found: machine.Machine) -> int:
     target = find_wheel(args.python)
-    with lock.held(target.root):
+    with target.held():
         before = status.status(target, ROOT).state
         if before not in ("none", "current"):
             raise Refused(
@@ -78,7 +78,7 @@ def _with_overlay(args: argparse.Namespace, found: machine.Machine) -> int:
         code, result = _run(args)
     finally:
         if before == "none":
-            with lock.held(target.root):
+            with target.held():
                 revert.revert(target, commit=False)
     words = f"{found.words()}\n\n{summary.text(result)}"
     print(f"\n{words}")

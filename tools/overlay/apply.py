@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from . import exclude, git, manifest, patches, payload, transaction
-from .errors import Refused, WorkFailed
+from . import git, manifest, patches, payload, stock, transaction, versions
+from .errors import Refused, WorkFailed, WrongTarget
 from .manifest import Entry, Manifest
+from .payload import sha256
 from .target import Checkout, Target
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
+
+    from .patches import Patch
 
 
 COMMIT_MESSAGE = """optim: distributed Muon
@@ -30,6 +33,7 @@ class Report:
     changed: list[str]
     removed: list[str]
     skipped: list[str]  # in words, one line each
+    warnings: list[str] = dataclasses.field(default_factory=list)
     commit: str | None = None
 
 
@@ -42,80 +46,59 @@ class Wanted:
     skipped: list[str]
 
 
-def kept_original(target: Target, found: Manifest | None, rel: str) -> bytes | None:
-    """The text before the overlay: kept, or still in place."""
-    entry = found.files.get(rel) if found else None
-    if entry is None or _sha(target.read(rel)) != entry.sha256:
-        return target.read(rel)
-    if entry.original is None:
-        return None
-    kept = manifest.folder(target.torch_dir) / entry.original
-    if not kept.is_file():
-        raise WorkFailed(f"{kept} is gone: the original of {rel} cannot be restored")
-    return kept.read_bytes()
-
-
-def wanted(target: Target, root: Path, found: Manifest | None) -> Wanted:
-    only_torch = target.kind == "wheel"
-    texts = payload.read(root, only_torch=only_torch)
+def wanted(
+    target: Target,
+    texts: dict[str, bytes],
+    series: list[Patch],
+    base: Mapping[str, bytes | None],
+) -> Wanted:
+    """The whole files, and the hunks in the texts of ``base``."""
     out = Wanted(dict(texts), [], [])
     hunked: dict[str, bytes] = {}
-    for patch in patches.series(root, target.version):
+    for patch in series:
         bases = {}
         for rel in patch.paths:
-            base = hunked.get(rel) or kept_original(target, found, rel)
-            if base is not None and not (only_torch and not rel.startswith("torch/")):
-                bases[rel] = base
+            text = hunked.get(rel) or base.get(rel)
+            if text is not None and target.takes(rel):
+                bases[rel] = text
         lacking = [rel for rel in patch.paths if rel not in bases]
         for rel in lacking:
             out.skipped.append(
                 f"{patch.name} skipped for {rel}: {target.words} has none"
             )
-        if bases:
-            hunked.update(patches.patched(patch, bases))
+        try:
+            if bases:
+                hunked.update(patches.patched(patch, bases))
+        except WrongTarget as error:
+            if versions.supported(target.version):
+                raise WrongTarget(f"{error}. Nothing was touched.") from None
+            out.skipped.append(f"{patch.name} skipped: {error}")
+            bases = {}
         state = "skipped" if not bases else "partly" if lacking else "applied"
         out.patches.append({"name": patch.name, "state": state})
     out.texts.update(hunked)
     return out
 
 
-def _touches(target: Target, root: Path) -> list[str]:
-    """Every path that the overlay would write on this target."""
-    only_torch = target.kind == "wheel"
-    hunked = (rel for p in patches.series(root, target.version) for rel in p.paths)
-    rels = [*payload.discover(root), *(r for r in hunked if target.read(r) is not None)]
-    return [rel for rel in rels if rel.startswith("torch/") or not only_torch]
-
-
-def _sha(data: bytes | None) -> str | None:
-    return None if data is None else payload.sha256(data)
-
-
-def refuse_local_changes(
+def check_changes(
     target: Target,
     found: Manifest | None,
     rels: Iterable[str],
-    texts: dict[str, bytes],
+    originals: Mapping[str, bytes | None],
+    texts: Mapping[str, bytes],
     doing: str,
-) -> set[str]:
-    """Raise, with their names, if other people's changes would be lost.
-
-    Returns those paths that hold the target's own content.
-    """
-    rels = list(rels)
-    stock = target.stock(rels)
+) -> None:
+    """Raise, with their names, if other people's changes would be lost."""
     lost = []
     for rel in rels:
-        now = _sha(target.read(rel))
+        now = sha256(target.read(rel))
         entry = found.files.get(rel) if found else None
-        known = {entry.sha256, entry.original_sha256} if entry else set()
-        # Put there by hand, with nothing under it that could be lost.
-        same = (
-            now is not None
-            and now == _sha(texts.get(rel))
-            and not _replaces(target, rel)
+        ours = entry is not None and now == entry.sha256
+        safe = rel in originals and now in (
+            sha256(originals[rel]),
+            sha256(texts.get(rel, originals[rel])),
         )
-        if rel not in stock and now not in known and not same:
+        if not (ours or safe):
             lost.append(rel)
     if lost:
         raise Refused(
@@ -123,99 +106,104 @@ def refuse_local_changes(
             + "".join(f"  {rel}\n" for rel in lost)
             + f"{target.way_out(lost, found)}\nNothing was touched."
         )
-    return stock
 
 
-def _replaces(target: Target, rel: str) -> bool:
-    """Whether stock torch has a file of its own at this path."""
-    if isinstance(target, Checkout):
-        return bool(target.tracked([rel]))
-    return rel == "torch/optim/_muon.py"
-
-
-def apply(target: Target, root: Path, *, commit: bool = False) -> Report:
-    if transaction.recover(target.torch_dir):
-        print("an earlier command was cut off half way: undone")
+def apply(
+    target: Target, root: Path, *, commit: bool = False, force: bool = False
+) -> Report:
     found = target.manifest()
     before = found.files if found else {}
-    touched = dict.fromkeys([*_touches(target, root), *before])
-    whole = payload.read(root, only_torch=target.kind == "wheel")
-    stock = refuse_local_changes(target, found, touched, whole, "the overlay writes")
-    want = wanted(target, root, found)
-    stale = [rel for rel in before if rel not in want.texts]
+    whole = {r: t for r, t in payload.read(root).items() if target.takes(r)}
+    series = patches.series(root, target.version)
+    hunked = [rel for patch in series for rel in patch.paths if target.takes(rel)]
+    touched = list(dict.fromkeys([*whole, *hunked, *before]))
+    originals = target.originals(found, touched)
+    warnings = []
+    if not versions.supported(target.version):
+        said = stock.untested(target.words, target.version, originals)
+        if not force:
+            raise WrongTarget(
+                f"{said}\n`apply --force` goes on all the same. Nothing was touched."
+            )
+        warnings.append(said)
+    # Ours in place, with no original to take the hunks against: it has them already.
+    ours = {r for r, e in before.items() if sha256(target.read(r)) == e.sha256}
+    base = {rel: target.read(rel) for rel in ours} | originals
+    want = wanted(target, whole, series, base)
+    check_changes(target, found, touched, originals, want.texts, "the overlay writes")
 
     new = Manifest(target.version, target.kind, patches=want.patches)
     new.commit = found.commit if found else None
     changes: dict[Path, bytes | None] = {}
-    report = Report([], [], want.skipped)
-    keep = manifest.folder(target.torch_dir)
+    report = Report([], [], want.skipped, warnings)
+    copies = manifest.folder(target.torch_dir)
     for rel, text in want.texts.items():
         now = target.read(rel)
-        entry = before.get(rel)
-        if entry is not None and (rel not in stock or _sha(now) == entry.sha256):
-            base, base_sha = entry.original, entry.original_sha256
+        if rel not in originals:
+            new.files[rel] = dataclasses.replace(before[rel], sha256=sha256(text))
         else:
-            old = now if rel in stock or _replaces(target, rel) else None
-            base = None if old is None else manifest.kept_name(rel)
-            base_sha = _sha(old)
-            if old is not None:
-                changes[keep / manifest.kept_name(rel)] = old
-        new.files[rel] = Entry(payload.sha256(text), base, base_sha)
-        if now != text:
-            changes[target.root / rel] = text
-            report.changed.append(rel)
-    for rel in stale:
-        entry = before[rel]
-        old = keep / entry.original if entry.original else None
-        if target.read(rel) is not None or old is not None:
-            changes[target.root / rel] = old.read_bytes() if old else None
-        if old is not None:
-            changes[old] = None
-        report.removed.append(rel)
+            old = originals[rel]
+            copy = manifest.copy_name(rel) if old is not None else None
+            if copy:
+                changes[copies / copy] = old
+            new.files[rel] = Entry(sha256(text), copy, sha256(old))
+        if sha256(now) == sha256(text):
+            continue
+        changes[target.root / rel] = text
+        report.changed.append(rel)
+        if rel in whole and now is not None and now == originals.get(rel):
+            if not stock.known(rel, now):
+                warnings.append(
+                    f"{rel} there is of no release that this overlay knows. It is "
+                    "replaced whole; `revert` puts it back"
+                )
+    for rel in before:
+        if rel not in want.texts:
+            _take_back(target, rel, before[rel], originals, changes)
+            report.removed.append(rel)
 
     if found is None and not report.changed and isinstance(target, Checkout):
         # The exported series, or a branch that has it: git keeps the originals.
         return report
-    changes[keep / "manifest.json"] = new.dump()
-    changes = {p: t for p, t in changes.items() if _differs(p, t)}
+    changes[target.keep / "manifest.json"] = new.dump()
     if isinstance(target, Checkout):
-        lines = [f"/torch/{manifest.FOLDER}/"]
-        changes |= exclude.changed(target.exclude_file(), "kept files", lines)
+        changes[copies / ".gitignore"] = b"*\n"
+    changes = {p: t for p, t in changes.items() if _differs(p, t)}
     if changes:
-        transaction.commit(target.torch_dir, changes)
-        tidy(target, [*report.changed, *report.removed])
+        transaction.commit(target, changes)
     if commit and isinstance(target, Checkout):
-        report.commit = _commit(target, new, [*want.texts, *stale])
+        report.commit = _commit(target, new, [*want.texts, *report.removed])
     return report
+
+
+def _take_back(
+    target: Target,
+    rel: str,
+    entry: Entry,
+    originals: Mapping[str, bytes | None],
+    changes: dict[Path, bytes | None],
+) -> None:
+    """An older overlay brought it, and this one has it no more."""
+    if sha256(target.read(rel)) == entry.sha256:
+        if rel not in originals:
+            raise Refused(
+                f"nobody knows what stood at {rel} in {target.words} before the overlay. "
+                "Nothing was touched."
+            )
+        changes[target.root / rel] = originals[rel]
+    if entry.original:
+        changes[manifest.folder(target.torch_dir) / entry.original] = None
 
 
 def _differs(path: Path, text: bytes | None) -> bool:
     return (path.read_bytes() if path.is_file() else None) != text
 
 
-def tidy(target: Target, rels: Iterable[str]) -> None:
-    """Drop the bytecode of replaced files and the folders that are now empty."""
-    for rel in rels:
-        path = target.root / rel
-        cache = path.parent / "__pycache__"
-        for compiled in cache.glob(f"{path.stem}.*.pyc"):
-            compiled.unlink(missing_ok=True)
-        for parent in (cache, *path.parents):
-            if parent in (target.root, target.torch_dir):
-                break
-            try:
-                parent.rmdir()
-            except OSError:
-                if parent.exists():
-                    break
-
-
 def _commit(target: Checkout, new: Manifest, rels: list[str]) -> str | None:
     sha = commit_paths(target, rels, COMMIT_MESSAGE)
     if sha:
         new.commit = sha
-        path = manifest.folder(target.torch_dir) / "manifest.json"
-        transaction.commit(target.torch_dir, {path: new.dump()})
+        transaction.write(target, target.keep / "manifest.json", new.dump())
     return sha
 
 

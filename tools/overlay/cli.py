@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from . import apply, env, errors, export, lock, rebuild, revert, status, tests
+from . import apply, env, errors, export, rebuild, revert, status, tests
 from . import verify, versions
 from .errors import OverlayError, WrongTarget
 from .repo import ROOT
-from .target import Checkout, Target, find_checkout, find_wheel
+from .target import Target, Wheel, find_checkout, find_wheel
 
 
 CODES = """\
@@ -123,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     _target_options(sub, required=True)
     sub.add_argument("--commit", action="store_true", help="commit it in the checkout")
+    sub.add_argument(
+        "--force", action="store_true", help="go on with a torch that is not supported"
+    )
     _verbose_option(sub)
 
     sub = command(
@@ -251,8 +255,10 @@ def _apply(args: argparse.Namespace) -> int:
     if args.commit and not args.checkout:
         raise WrongTarget("--commit goes with --checkout")
     target = _target(args)
-    with lock.held(target.root):
-        report = apply.apply(target, ROOT, commit=args.commit)
+    with target.held():
+        report = apply.apply(target, ROOT, commit=args.commit, force=args.force)
+    for line in report.warnings:
+        print(f"warning: {line}", file=sys.stderr)
     if report.changed or report.removed or args.verbose:
         for line in report.skipped:
             print(line)
@@ -273,11 +279,12 @@ def _rebuild(args: argparse.Namespace) -> int:
         raise WrongTarget("--copy and --pth go with --mode wheel")
     if args.mode == "wheel" and args.force:
         raise WrongTarget("--force goes with --mode source")
-    with lock.held(target.root):
+    with target.held():
         if args.mode == "source":
             rebuild.from_source(target, args.python, force=args.force)
-        else:
-            wheel = find_wheel(_python(args))
+            return 0
+        wheel = find_wheel(_python(args))
+        with wheel.held():
             rebuild.from_wheel(target, wheel, copy=args.copy, pth=args.pth)
     return 0
 
@@ -295,21 +302,32 @@ def _revert(args: argparse.Namespace) -> int:
     if args.commit and not args.checkout:
         raise WrongTarget("--commit goes with --checkout")
     target = _target(args)
-    with lock.held(target.root):
+    with target.held():
         report = revert.revert(target, commit=args.commit)
     if report is None:
         print(f"nothing to revert: {target.words} has no overlay")
         return 0
     _show(report.restored, "restored", verbose=args.verbose)
     _show(report.removed, "removed", verbose=args.verbose)
+    if isinstance(target, Wheel):
+        _show(report.left, f"left as torch {target.version} has it:", verbose=True)
     if report.parts:
         print(f"removed {report.parts} compiled parts that a wheel had lent")
+    if report.elsewhere:
+        print(
+            f"nothing else to revert: this branch has no overlay. The commit that has it, "
+            f"{report.elsewhere[:12]}, is on another one"
+        )
+        return 0
     if report.commit:
         print(f"committed as {report.commit[:12]}")
-    elif report.committed_before and isinstance(target, Checkout):
+    elif report.committed_before:
+        where = shlex.quote(str(target.root))
         print(
-            f"the overlay was committed as {report.committed_before[:12]}; its undoing is "
-            "in the work tree and not committed"
+            "the overlay is committed; its undoing is in the work tree and not committed.\n"
+            f"To commit it: setup_overlay.py revert --checkout {where} --commit\n"
+            "Without these changes in the work tree git can do both:\n"
+            f"  git -C {where} revert {' '.join(report.committed_before)}"
         )
     print(f"reverted {target.words}")
     return 0
@@ -317,9 +335,14 @@ def _revert(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     target = _target(args)
-    for path in export.export(target, ROOT, args.out.resolve()):
+    with target.held():
+        report = export.export(target, ROOT, args.out.expanduser().resolve())
+    for path in report.written:
         print(path)
-    print(f"for a pristine torch {target.version}: git am {args.out}/*.patch")
+    for line in report.skipped:
+        print(line)
+    out = shlex.quote(str(args.out.expanduser()))
+    print(f"for {report.base}: git am {out}/*.patch")
     return 0
 
 

@@ -108,7 +108,8 @@ def ensure(root: Path, version: str | None = None, *, quiet: bool = False) -> Pa
     version = version or versions.PINNED
     versions.check_supported(version)
     env = folder(root, version)
-    with lock.held(env):
+    # Not the environment's own folder, which comes and goes.
+    with lock.held(root):
         started = time.monotonic()
         state = _state(env)
         if state == "foreign":
@@ -124,8 +125,7 @@ def ensure(root: Path, version: str | None = None, *, quiet: bool = False) -> Pa
             _install(env, version)
         python = python_of(env)
         target = find_wheel(python)
-        # `apply --python` on this environment holds the target, not the folder.
-        with lock.held(target.root):
+        with target.held():
             report = _apply(target, root, env)
         if not quiet:
             made = "found" if state == "ready" else "made"

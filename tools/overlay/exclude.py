@@ -1,11 +1,13 @@
 """Our own lines in a checkout's ``.git/info/exclude``.
 
-What the overlay keeps or links there must never show up in ``git status`` or in
-somebody's ``git add .``, and upstream's .gitignore is not ours to change.
+What the overlay links there must never show up in ``git status`` or in somebody's
+``git add .``, and upstream's .gitignore is not ours to change. Linked work trees share
+the file, so that each has a block of its own.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 
@@ -34,11 +36,14 @@ def with_block(text: str, name: str, lines: list[str]) -> str:
     return "".join(line + "\n" for line in kept)
 
 
-def changed(path: Path, name: str, lines: list[str]) -> dict[Path, bytes | None]:
-    """The change as a transaction takes it; empty if there is nothing to do."""
+def update(path: Path, name: str, lines: list[str]) -> None:
     text = path.read_text() if path.is_file() else ""
     new = with_block(text, name, lines)
-    return {} if new == text else {path: new.encode()}
+    if new != text:
+        path.parent.mkdir(exist_ok=True)
+        half = path.with_name(path.name + ".muon-new")
+        half.write_text(new)
+        os.replace(half, path)
 
 
 def escaped(rel: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import email.utils
 import re
 import tempfile
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import git, patches, payload
-from .apply import COMMIT_MESSAGE, kept_original
+from .apply import COMMIT_MESSAGE
 from .errors import WorkFailed, WrongTarget
+from .target import Checkout
 
 
 if TYPE_CHECKING:
@@ -72,22 +74,48 @@ def _whole_files(base: dict[str, bytes], texts: dict[str, bytes]) -> bytes:
         return done.stdout
 
 
-def export(target: Target, root: Path, out: Path) -> list[Path]:
-    """Write the series to ``out``; the files written, in order."""
-    found = target.manifest()
-    texts = payload.read(root, only_torch=False)
-    base = {}
-    for rel in texts:
-        text = kept_original(target, found, rel)
-        if text is not None:
-            base[rel] = text
-    if base.get("torch/optim/_muon.py") == texts["torch/optim/_muon.py"]:
+@dataclasses.dataclass
+class Report:
+    written: list[Path]
+    base: str  # what `git am` takes the series onto, in words
+    skipped: list[str]
+
+
+def export(target: Target, root: Path, out: Path) -> Report:
+    """Write the series to ``out``."""
+    texts = payload.read(root)
+    series = patches.series(root, target.version)
+    rels = list(dict.fromkeys([*texts, *(rel for p in series for rel in p.paths)]))
+    if isinstance(target, Checkout):
+        commit, _ = target.commits()
+        if commit is None:
+            raise WrongTarget(
+                f"{target.words} has the overlay in git, and its history does not reach "
+                "back to a commit without it, which the series would be for. Deepen the "
+                "clone (git fetch --unshallow), or name another target"
+            )
+        base = target.at(commit, rels)
+        words = f"{target.words} at {commit}"
+    else:
+        base = target.originals(target.manifest(), rels)
+        words = f"a pristine torch {target.version}"
+    unknown = [rel for rel in rels if target.takes(rel) and rel not in base]
+    if unknown:
         raise WorkFailed(
-            f"{target.words} has no stock torch/optim/_muon.py to take the difference "
-            "from: it carries the overlay with no record of what was replaced"
+            f"{target.words} has no stock {', '.join(unknown)} to take the difference from: "
+            "it carries the overlay, or edits, with no record of what was replaced"
         )
-    mails = [(COMMIT_MESSAGE, _whole_files(base, texts))]
-    for patch in patches.series(root, target.version):
+    whole = {rel: text for rel in texts if (text := base.get(rel)) is not None}
+    mails = [(COMMIT_MESSAGE, _whole_files(whole, texts))]
+    skipped = []
+    for patch in series:
+        there = {rel: t for rel in patch.paths if (t := base.get(rel)) is not None}
+        if len(there) < len(patch.paths) and isinstance(target, Checkout):
+            skipped.append(f"{patch.name} skipped: {target.words} lacks its files")
+            continue
+        if there and patches.patched(patch, there) == there:
+            skipped.append(f"{patch.name} skipped: {target.words} has it already")
+            continue
         mails.append((patch.message, patch.hunks))
     author = _author(root)
     try:
@@ -104,4 +132,4 @@ def export(target: Target, root: Path, out: Path) -> list[Path]:
         path = out / f"{number:04d}-{slug}.patch"
         path.write_bytes(_mail(number, len(mails), author, message, diff))
         written.append(path)
-    return written
+    return Report(written, words, skipped)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import WorkFailed
@@ -15,6 +12,7 @@ from .errors import WorkFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 try:
     import fcntl
@@ -22,16 +20,27 @@ except ImportError:  # not a Unix: two commands at once are then the user's care
     fcntl = None  # type: ignore[assignment]
 
 
+def _open(folder: Path) -> int:
+    """The folder itself: no file is left there, and whoever may read it may wait for it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pass
+    except OSError:
+        # Some network file systems lock nothing but files that are open for writing.
+        os.close(handle)
+        return os.open(folder / ".muon_overlay.lock", os.O_CREAT | os.O_RDWR, 0o666)
+    return handle
+
+
 @contextlib.contextmanager
-def held(what: Path, *, wait_s: float = 1800) -> Iterator[None]:
-    """Hold the target; the kernel lets go of it even if this process is killed."""
+def held(folder: Path, *, wait_s: float = 1800) -> Iterator[None]:
+    """Hold the folder; the kernel lets go of it even if this process is killed."""
     if fcntl is None:
         yield
         return
-    key = hashlib.sha256(str(what.resolve()).encode()).hexdigest()[:16]
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    path = Path(tempfile.gettempdir()) / f"muon-overlay-{user}-{key}.lock"
-    handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    handle = _open(folder)
     try:
         said = False
         started = time.monotonic()
@@ -41,9 +50,9 @@ def held(what: Path, *, wait_s: float = 1800) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() - started > wait_s:
-                    raise WorkFailed(f"another command holds {what}") from None
+                    raise WorkFailed(f"another command holds {folder}") from None
                 if not said:
-                    print(f"waiting: another command works on {what}", flush=True)
+                    print(f"waiting: another command works on {folder}", flush=True)
                     said = True
                 time.sleep(0.2)
         yield

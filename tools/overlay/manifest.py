@@ -1,9 +1,11 @@
 """What the overlay wrote to a target, and what it replaced there.
 
-``<torch>/.muon_overlay/manifest.json`` names every file with the sha256 of what
-was written; what stood there before lies beside it under ``original/`` (files of
-the torch package) and ``original-tree/`` (the others, in a checkout). A program
-that runs on the target finds both from ``torch.__file__``.
+``manifest.json`` names every file with the sha256 of what was written. For an
+installed torch it lies in ``<torch>/.muon_overlay``, for a checkout in the git
+directory of its work tree, where neither ``git clean`` nor ``git add`` finds it.
+What stood in torch/ before lies in ``<torch>/.muon_overlay/original``: programs that
+run on the target find it from ``torch.__file__``. In a checkout those are copies to
+look at; git has the originals.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import shlex
 from pathlib import Path
 
 from .errors import WorkFailed
@@ -23,8 +26,8 @@ FORMAT = 1
 @dataclasses.dataclass
 class Entry:
     sha256: str
-    original: str | None  # below the folder; None: the target had no such file
-    original_sha256: str | None
+    original: str | None  # below the folder; None: no copy is there
+    original_sha256: str | None  # None: the target had no such file
 
 
 @dataclasses.dataclass
@@ -44,15 +47,15 @@ def folder(torch_dir: Path) -> Path:
     return torch_dir / FOLDER
 
 
-def kept_name(rel: str) -> str:
-    """Where the original of a file is kept, below the folder."""
+def copy_name(rel: str) -> str | None:
+    """Where a copy of the original lies, below the folder."""
     if rel.startswith("torch/"):
         return "original/" + rel.removeprefix("torch/")
-    return "original-tree/" + rel
+    return None
 
 
-def load(torch_dir: Path) -> Manifest | None:
-    path = folder(torch_dir) / "manifest.json"
+def load(keep: Path) -> Manifest | None:
+    path = keep / "manifest.json"
     if not path.is_file():
         return None
     try:
@@ -63,14 +66,17 @@ def load(torch_dir: Path) -> Manifest | None:
         return Manifest(files=files, **data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WorkFailed(
-            f"{path} cannot be read ({error}); it was written by another version of "
-            "this overlay or is damaged. Reinstall torch (or restore the checkout), "
-            f"remove {path.parent} and apply again."
+            f"{path} cannot be read ({error!r}); it was written by another version of "
+            "this overlay or is damaged. Nothing was touched. Keep the folder until the "
+            "files of torch are their own again: reinstall torch as it was installed, or "
+            "restore them with git. Then\n"
+            f"  rm {shlex.quote(str(path))}\n"
+            "and apply again."
         ) from None
 
 
 def original(path: str | Path, torch_dir: Path | None = None) -> Path:
-    """The kept stock file that stood at ``path`` before the overlay.
+    """The copy of the stock file that stood at ``path`` before the overlay.
 
     ``path`` is as in PyTorch (``torch/optim/_muon.py``) or absolute; ``torch_dir``
     defaults to the package that ``import torch`` would find in this interpreter.
@@ -83,8 +89,7 @@ def original(path: str | Path, torch_dir: Path | None = None) -> Path:
     path = Path(path)
     if path.is_absolute():
         path = path.relative_to(torch_dir.parent)
-    found = load(torch_dir)
-    entry = found.files.get(path.as_posix()) if found else None
-    if entry is None or entry.original is None:
+    kept = folder(torch_dir) / (copy_name(path.as_posix()) or "none")
+    if not kept.is_file():
         raise FileNotFoundError(f"the overlay of {torch_dir} replaced no {path}")
-    return folder(torch_dir) / entry.original
+    return kept

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import exclude, manifest, transaction
@@ -17,18 +19,51 @@ from .errors import Refused, WorkFailed
 
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterable
 
-    from .target import Checkout, Wheel
-
-
-def _record(target: Checkout) -> Path:
-    return manifest.folder(target.torch_dir) / "parts.json"
+    from .target import Checkout, Target, Wheel
 
 
-def load(target: Checkout) -> dict | None:
+PTH = "muon_overlay_checkout.pth"
+
+
+def _record(target: Target) -> Path:
+    return target.keep / "parts.json"
+
+
+def load(target: Target) -> dict | None:
     path = _record(target)
-    return json.loads(path.read_text()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text())
+        for was in record["files"].values():
+            _ = was["size"], was["mtime_ns"], was["source"]
+        _ = record["pth"], [record["files"][rel] for rel in record["unsure"]]
+        return record
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        root = shlex.quote(str(target.root))
+        raise WorkFailed(
+            f"{path} is damaged ({error!r}): which files of torch/ came from a wheel is "
+            "not known. Nothing was touched. Look at what this lists:\n"
+            f"  git -C {root} clean -ndX -- torch\n"
+            "If nothing of it is yours, remove it by -fdX in the place of -ndX, then\n"
+            f"  rm {shlex.quote(str(path))}"
+        ) from None
+
+
+def _save(target: Checkout, record: dict) -> None:
+    """With ``unsure``: what may be there half, until a later record says that it is."""
+    transaction.write(target, _record(target), json.dumps(record).encode())
+
+
+def recover(target: Target) -> bool:
+    """Take out what a command that was cut off had begun to bring or to take out."""
+    record = load(target)
+    if record is None or not record["unsure"]:
+        return False
+    _remove(target, record, record["unsure"])
+    return True
 
 
 def own_build(target: Checkout) -> list[str]:
@@ -65,22 +100,26 @@ def lacking(target: Checkout, wheel: Wheel) -> list[str]:
     return found
 
 
-def _ignored(target: Checkout, rels: list[str]) -> list[str]:
-    """Patterns that hide those paths: the topmost folder that is all ours, or the file."""
+def _ignored(target: Checkout, rels: Iterable[str]) -> list[str]:
+    """Patterns that hide those paths: the topmost folder that git has nothing of, or the file."""
+    folders = set()
+    for path in target.tracked(["torch"]):
+        pieces = path.split("/")
+        folders |= {"/".join(pieces[:depth]) for depth in range(1, len(pieces))}
     lines: dict[str, None] = {}
-    known: dict[str, bool] = {}
     for rel in rels:
         pieces = rel.split("/")
-        for depth in range(1, len(pieces)):
-            folder = "/".join(pieces[:depth])
-            if folder not in known:
-                known[folder] = (target.root / folder).is_dir()
-            if not known[folder]:
-                lines[exclude.escaped(folder) + "/"] = None
-                break
-        else:
-            lines[exclude.escaped(rel)] = None
+        above = ("/".join(pieces[:depth]) for depth in range(1, len(pieces)))
+        top = next((folder for folder in above if folder not in folders), None)
+        lines[exclude.escaped(rel) if top is None else exclude.escaped(top) + "/"] = (
+            None
+        )
     return list(lines)
+
+
+def _hide(target: Checkout, rels: Iterable[str]) -> None:
+    name = f"compiled parts, {target.git_dir.name}"
+    exclude.update(target.exclude, name, _ignored(target, rels))
 
 
 def lend(target: Checkout, wheel: Wheel, *, copy: bool = False) -> int:
@@ -92,46 +131,45 @@ def lend(target: Checkout, wheel: Wheel, *, copy: bool = False) -> int:
             "remove it with `git clean` first. Nothing was touched."
         )
     rels = lacking(target, wheel)
-    before = load(target)
-    files: dict[str, dict] = dict(before["files"]) if before else {}
-    record = {"python": str(wheel.python), "torch": wheel.version, "files": files}
+    record = load(target) or {"files": {}, "pth": None}
+    record["unsure"] = rels
     for rel in rels:
         stat = (wheel.root / rel).stat()
-        files[rel] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    changes: dict[Path, bytes | None] = {_record(target): json.dumps(record).encode()}
-    lines = _ignored(target, list(files)) if before is None else None
-    if lines is not None:
-        changes |= exclude.changed(
-            target.exclude_file(),
-            "compiled parts",
-            [*lines, f"/torch/{manifest.FOLDER}/"],
-        )
-    # The record first: a kill half way leaves nothing that `revert` does not know.
-    transaction.commit(target.torch_dir, changes)
+        record["files"][rel] = {
+            "size": stat.st_size,
+            "mtime_ns": stat.st_mtime_ns,
+            "source": str((wheel.root / rel).resolve()),
+        }
+    # The record first: a kill half way leaves nothing that the next command does not know.
+    _save(target, record)
     try:
+        _hide(target, record["files"])
         for rel in rels:
             _lend_one(wheel.root / rel, target.root / rel, copy)
     except BaseException as error:
-        remove(target)
+        _remove(target, record, rels)
         if isinstance(error, OSError):
             raise WorkFailed(
                 f"cannot bring {error.filename}: {error.strerror}. "
                 "The checkout is as it was."
             ) from None
         raise
+    _save(target, record | {"unsure": []})
     return len(rels)
 
 
 def _lend_one(source: Path, place: Path, copy: bool) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
-    if copy:
-        shutil.copy2(source, place)
+    if not copy:
+        try:
+            os.link(source, place, follow_symlinks=True)
+        except OSError:
+            # Another file system: a symbolic link still costs no gigabyte.
+            os.symlink(source.resolve(), place)
         return
-    try:
-        os.link(source, place, follow_symlinks=True)
-    except OSError:
-        # Another file system: a symbolic link still costs no gigabyte.
-        os.symlink(source.resolve(), place)
+    half = transaction.beside(place)
+    shutil.copy2(source, half)
+    os.replace(half, place)
 
 
 def remove(target: Checkout) -> int:
@@ -139,29 +177,42 @@ def remove(target: Checkout) -> int:
     record = load(target)
     if record is None:
         return 0
+    record["unsure"] = list(record["files"])
+    _save(target, record)
+    return _remove(target, record, record["unsure"])
+
+
+def _is_ours(path: Path, was: dict) -> bool:
+    if path.is_symlink():  # whatever has become of the wheel
+        return os.readlink(path) == was["source"]
+    stat = path.lstat()
+    return (stat.st_size, stat.st_mtime_ns) == (was["size"], was["mtime_ns"])
+
+
+def _remove(target: Checkout, record: dict, rels: list[str]) -> int:
     count = 0
     folders = set()
-    for rel, was in record["files"].items():
+    for rel in rels:
         path = target.root / rel
-        if not os.path.lexists(path):
-            continue
-        try:
-            stat = path.stat()
-            ours = (stat.st_size, stat.st_mtime_ns) == (was["size"], was["mtime_ns"])
-        except FileNotFoundError:
-            ours = True  # a symbolic link whose wheel is gone
-        if ours:
+        transaction.beside(path).unlink(missing_ok=True)
+        if os.path.lexists(path) and _is_ours(path, record["files"][rel]):
             path.unlink()
             count += 1
-            folders.add(path.parent)
+        folders.add(path.parent)
     for folder in sorted(folders, key=lambda p: len(p.parts), reverse=True):
         _remove_empty(folder, target.torch_dir)
-    pth = record.get("pth")
-    if pth and os.path.exists(pth):
-        os.unlink(pth)
-    changes: dict[Path, bytes | None] = {_record(target): None}
-    changes |= exclude.changed(target.exclude_file(), "compiled parts", [])
-    transaction.commit(target.torch_dir, changes)
+    gone = set(rels)
+    left = {rel: was for rel, was in record["files"].items() if rel not in gone}
+    _hide(target, left)
+    if left:
+        _save(target, record | {"files": left, "unsure": []})
+        return count
+    path, line = record["pth"] or (None, None)
+    # One of another checkout may stand there by now.
+    if path and os.path.isfile(path) and Path(path).read_text() == line:
+        os.unlink(path)
+    _record(target).unlink()
+    transaction.remove_if_empty(target.keep)
     return count
 
 
@@ -178,13 +229,10 @@ def _remove_empty(folder: Path, stop: Path) -> None:
 
 def install_pth(target: Checkout, wheel: Wheel) -> Path:
     """Make that interpreter import the checkout even without PYTHONPATH."""
-    path = wheel.root / "muon_overlay_checkout.pth"
+    path = wheel.root / PTH
     # A plain path line would come after site-packages, where the wheel's torch is.
     line = f"import sys; sys.path.insert(0, {str(target.root)!r})\n"
-    record = load(target) or {}
-    record["pth"] = str(path)
-    transaction.commit(
-        target.torch_dir,
-        {path: line.encode(), _record(target): json.dumps(record).encode()},
-    )
+    record = load(target) or {"files": {}, "unsure": []}
+    _save(target, record | {"pth": [str(path), line]})
+    transaction.write(wheel, path, line.encode())
     return path

@@ -70,7 +70,8 @@ def patched(patch: Patch, texts: dict[str, bytes]) -> dict[str, bytes]:
         for rel, text in texts.items():
             path = scratch / rel
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text)
+            # The hunks have the line ends of this repository, whatever git wrote there.
+            path.write_bytes(text.replace(b"\r\n", b"\n"))
         only = [f"--include={rel}" for rel in texts]
         command = ["apply", "--whitespace=nowarn", *only]
         # A tree that took the exported series by `git am` has the hunks already.
@@ -82,7 +83,10 @@ def patched(patch: Patch, texts: dict[str, bytes]) -> dict[str, bytes]:
             if done.returncode:
                 words = done.stderr.decode(errors="replace").strip()
                 raise WrongTarget(
-                    f"patches/{patch.name} does not fit this torch: {words}. "
-                    "Nothing was touched."
+                    f"patches/{patch.name} does not fit this torch: {words}"
                 )
-        return {rel: (scratch / rel).read_bytes() for rel in texts}
+        out = {rel: (scratch / rel).read_bytes() for rel in texts}
+        return {
+            rel: new.replace(b"\n", b"\r\n") if b"\r\n" in texts[rel] else new
+            for rel, new in out.items()
+        }

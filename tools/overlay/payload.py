@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 ROOTS = ("torch", "test/optim", "test/distributed/optim")
 
 
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def sha256(data: bytes | None) -> str | None:
+    """Of the text, with the line ends that it has here: git may change them there."""
+    if data is None:
+        return None
+    return hashlib.sha256(data.replace(b"\r\n", b"\n")).hexdigest()
 
 
 def _is_source(path: Path) -> bool:
@@ -39,10 +42,6 @@ def discover(root: Path) -> dict[str, Path]:
     return found
 
 
-def read(root: Path, *, only_torch: bool) -> dict[str, bytes]:
-    """The texts themselves; a wheel takes ``torch/`` only, its tests stay here."""
-    return {
-        rel: path.read_bytes()
-        for rel, path in discover(root).items()
-        if not only_torch or rel.startswith("torch/")
-    }
+def read(root: Path) -> dict[str, bytes]:
+    """The texts themselves."""
+    return {rel: path.read_bytes() for rel, path in discover(root).items()}

@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import time
 from pathlib import Path
 
-from . import git, manifest, parts, progress, versions
+from . import git, parts, progress, versions
 from .errors import WorkFailed, WrongTarget
-from .target import Checkout, Wheel, find_interpreter, origin
+from .repo import ROOT
+from .target import Checkout, Wheel, ask_python, find_interpreter, origin
 
+
+TEST = "test/distributed/optim/test_muon.py"
+TEST_NEEDS = ("expecttest", "numpy")
 
 # A full build takes an hour or two where there are many cores, a day where not.
 BUILD_TIMEOUT_S = 36 * 3600
+
+# As upstream documents it.
+COMMAND = ("-m", "pip", "install", "--no-build-isolation", "-v", "-e", ".")
+
+# Names alone: which versions will do, pip and the build say better.
+_LACKING = """
+import importlib.metadata as m, re
+found = {{re.sub("[-_.]+", "-", d.metadata["Name"] or "").lower() for d in m.distributions()}}
+for line in {!r}.splitlines():
+    name = re.match(r"[A-Za-z0-9._-]+", line)
+    if name and ";" not in line:
+        name = re.sub("[-_.]+", "-", name[0]).lower()
+        if name not in found | {{"cmake", "ninja"}}:
+            print(name, end=" ")
+"""
 
 _PYTHON_ONLY = re.compile(
     r"(docs|test|benchmarks|\.github|\.ci)/.*|(torch|functorch)/.*\.pyi?|[^/]*\.md"
@@ -30,6 +50,12 @@ def from_wheel(
             f"{target.words} and {wheel.words} are not the same version: their compiled "
             "parts would not fit. Give --python an interpreter with torch "
             f"{'.'.join(map(str, versions.release(target.version)))}."
+        )
+    if pth and wheel.root.is_relative_to(ROOT):
+        raise WrongTarget(
+            "--pth would have this repository's own environment import the checkout: its "
+            "tests would run there. Give --python another interpreter, or leave --pth "
+            "away. Nothing was touched."
         )
     _say_native_changes(target, wheel)
     started = time.monotonic()
@@ -48,8 +74,20 @@ def from_wheel(
     print(f"import torch gives {where} ({time.monotonic() - started:.1f} s)")
     if pth:
         print(f"installed {parts.install_pth(target, wheel)}; `revert` removes it")
-    else:
-        print(f"use it: PYTHONPATH={target.root} {wheel.python}")
+    _say_how_to_use_it(target, wheel, pth)
+
+
+def _say_how_to_use_it(target: Checkout, wheel: Wheel, pth: bool) -> None:
+    root, python = shlex.quote(str(target.root)), shlex.quote(str(wheel.python))
+    path = "" if pth else f"PYTHONPATH={root} "
+    if not (target.root / TEST).is_file():
+        print(f"use it:\n  {path}{python}")
+        return
+    code = "import importlib.util as u; print(*[m for m in {!r} if not u.find_spec(m)])"
+    lacks = ask_python(wheel.python, code.format(TEST_NEEDS)).split()
+    if lacks:
+        print(f"the tests need more:\n  {python} -m pip install {' '.join(lacks)}")
+    print(f"run its tests:\n  cd {root} && {path}{python} {TEST}")
 
 
 def _import_from(target: Checkout, python: Path) -> str:
@@ -101,8 +139,8 @@ def _say_native_changes(target: Checkout, wheel: Wheel) -> None:
     changed = native_changes(target, commit) if commit else None
     if changed is None:
         print(
-            "note: the checkout does not have the commit that the wheel was built of, "
-            "so nobody can say whether its C++ sources are the same"
+            "note: this clone does not have the commit that the wheel was built of, so the "
+            "C++ sources were not compared. Only who changes C++ needs --mode source"
         )
     elif changed:
         names = ", ".join(changed[:5])
@@ -135,11 +173,12 @@ def from_source(target: Checkout, python: str | None, *, force: bool = False) ->
         print(f"the existing build of {target.root} is used again: {reason}")
         return
     path = os.pathsep.join([os.environ.get("PATH", ""), str(found.parent)])
-    missing = [tool for tool in ("cmake", "ninja") if not shutil.which(tool, path=path)]
+    missing = _missing(target, found, path)
     if missing:
         raise WrongTarget(
-            f"a source build needs {' and '.join(missing)} on PATH: pip install "
-            f"{' '.join(missing)}, or use --mode wheel. Nothing was touched."
+            "a source build cannot start:\n"
+            + "".join(f"  it needs {line}\n" for line in missing)
+            + "Or use --mode wheel. Nothing was touched."
         )
     lent = parts.remove(target)
     if lent:
@@ -149,22 +188,11 @@ def from_source(target: Checkout, python: str | None, *, force: bool = False) ->
         "options: "
         + (" ".join(given) or "none (USE_CUDA=0 and the like are passed on)")
     )
-    command = [
-        str(found),
-        "-m",
-        "pip",
-        "install",
-        "--no-build-isolation",
-        "-v",
-        "-e",
-        ".",
-    ]
-    log = manifest.folder(target.torch_dir) / "source-build.log"
-    _hide_log(target)
+    log = target.keep / "source-build.log"
     log.parent.mkdir(exist_ok=True)
     log.write_text("")
     code = progress.run(
-        command,
+        [str(found), *COMMAND],
         "building PyTorch from source",
         log,
         timeout=BUILD_TIMEOUT_S,
@@ -179,11 +207,28 @@ def from_source(target: Checkout, python: str | None, *, force: bool = False) ->
     print(f"built; the log is {log}")
 
 
-def _hide_log(target: Checkout) -> None:
-    from . import exclude, transaction
+def _missing(target: Checkout, python: Path, path: str) -> list[str]:
+    """What upstream's build needs and is not there, each with the command that brings it."""
+    lines = []
+    pip = f"{shlex.quote(str(python))} -m pip install"
+    tools = [tool for tool in ("cmake", "ninja") if not shutil.which(tool, path=path)]
+    if tools:
+        lines.append(f"{' and '.join(tools)} on PATH: {pip} {' '.join(tools)}")
+    if not any(shutil.which(c, path=path) for c in _compilers()):
+        lines.append("a C++ compiler on PATH: g++ or clang++, or name it in CXX")
+    empty = git.git(target.root, "submodule", "status", check=False).stdout.decode()
+    if any(line.startswith("-") for line in empty.splitlines()):
+        update = "submodule update --init --recursive"
+        lines.append(f"the submodules: git -C {shlex.quote(str(target.root))} {update}")
+    named = target.root / "requirements-build.txt"
+    if named.is_file():
+        lacks = ask_python(python, _LACKING.format(named.read_text())).strip()
+        if lacks:
+            place = shlex.quote(str(named))
+            lines.append(f"the packages {lacks}: {pip} -r {place}")
+    return lines
 
-    changes = exclude.changed(
-        target.exclude_file(), "kept files", [f"/torch/{manifest.FOLDER}/"]
-    )
-    if changes:
-        transaction.commit(target.torch_dir, changes)
+
+def _compilers() -> list[str]:
+    named = os.environ.get("CXX", "").split()
+    return named[:1] or ["c++", "g++", "clang++", "cl"]

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from . import manifest, parts, payload, transaction
+from .payload import sha256
 from .target import Checkout, Target
 
 
@@ -32,31 +33,18 @@ class Status:
         return dataclasses.asdict(self)
 
 
-def committed(target: Checkout) -> bool:
-    """Whether git has the overlay's own modules, which upstream does not have."""
-    return bool(target.tracked(["torch/optim/muon.py", "torch/optim/_muon_engine"]))
-
-
 def status(target: Target, root: Path) -> Status:
-    if transaction.pending(target.torch_dir):
-        return Status(
-            str(target.root), target.version, target.kind, "interrupted", {}, [], {}
-        )
+    out = Status(str(target.root), target.version, target.kind, "none", {}, [], {})
+    if transaction.pending(target):
+        out.state = "interrupted"
+        return out
     found = target.manifest()
-    here = payload.read(root, only_torch=target.kind == "wheel")
-    lent = parts.load(target) if isinstance(target, Checkout) else None
-    out = Status(
-        target=str(target.root),
-        torch=target.version,
-        kind=target.kind,
-        state="none",
-        files={},
-        patches=[],
-        originals={},
-        compiled_parts=len(lent["files"]) if lent else 0,
-    )
+    here = {r: t for r, t in payload.read(root).items() if target.takes(r)}
+    in_git = isinstance(target, Checkout) and bool(target.commits()[1])
+    if isinstance(target, Checkout):
+        out.compiled_parts = len((parts.load(target) or {"files": ()})["files"])
     if found is None:
-        if isinstance(target, Checkout) and committed(target):
+        if in_git:
             out.state = "committed"
             for rel, text in here.items():
                 now = target.read(rel)
@@ -65,34 +53,40 @@ def status(target: Target, root: Path) -> Status:
         return out
     out.patches = found.patches
     out.commit = found.commit
-    keep = manifest.folder(target.torch_dir)
     for rel, entry in found.files.items():
         data = target.read(rel)
-        now = None if data is None else payload.sha256(data)
-        if now is None:
-            word = "missing"
-        elif now == entry.original_sha256 and now != entry.sha256:
-            word = "original"
-        elif now != entry.sha256:
-            word = "changed"
-        elif rel in here and data != here[rel]:
-            word = "outdated"
+        now = sha256(data)
+        if now == entry.sha256:
+            word = "current" if data == here.get(rel, data) else "outdated"
+        elif now == entry.original_sha256:
+            word = "missing" if now is None else "original"
         else:
-            word = "current"
+            word = "missing" if now is None else "changed"
         out.files[rel] = word
-        if entry.original:
-            out.originals[rel] = str(keep / entry.original)
+        copy = manifest.folder(target.torch_dir) / (entry.original or "none")
+        if copy.is_file():
+            out.originals[rel] = str(copy)
+    if (
+        not in_git
+        and found.commit
+        and not {"current", "outdated"} & set(out.files.values())
+    ):
+        # Another branch, which has files of its own.
+        out.state, out.files, out.patches = "none", {}, []
+        return out
     for rel in here:
         out.files.setdefault(rel, "outdated")
-    for rel, entry in found.files.items():
+    for rel in found.files:
         # Added by an older overlay, and no longer part of this one.
-        if rel not in here and entry.original is None:
+        if rel not in here and found.files[rel].original_sha256 is None:
             out.files[rel] = "outdated"
-    for word in ("changed", "missing", "original", "outdated"):
-        if word in out.files.values():
-            out.state = "outdated" if word == "outdated" else "changed"
-            return out
-    out.state = "current"
+    kinds = set(out.files.values())
+    if kinds & {"changed", "missing", "original"}:
+        out.state = "changed"
+    elif "outdated" in kinds:
+        out.state = "outdated"
+    else:
+        out.state = "current"
     return out
 
 
@@ -119,7 +113,8 @@ def words(status: Status, *, verbose: bool = False) -> str:
         f"holds {_WORDS[status.state]}",
     ]
     if status.commit:
-        lines.append(f"committed as {status.commit[:12]}")
+        here = "" if status.state != "none" else ", which this branch does not have"
+        lines.append(f"committed as {status.commit[:12]}{here}")
     for rel, word in sorted(status.files.items()):
         kept = "  (original kept)" if rel in status.originals else ""
         if verbose or word != "current":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -10,12 +11,16 @@ import re
 import shlex
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import git, manifest, versions
+from . import git, lock, manifest, parts, stock, transaction, versions
 from .errors import WorkFailed, WrongTarget
+from .payload import sha256
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 # Asked of the interpreter itself; never `import torch`, which takes seconds and
@@ -23,7 +28,8 @@ from .errors import WorkFailed, WrongTarget
 _WHERE = """
 import importlib.metadata, importlib.util, json
 spec = importlib.util.find_spec("torch")
-found = {"origin": spec.origin if spec else None, "version": None, "record": None}
+found = {"origin": spec.origin if spec else None}
+found |= {"version": None, "record": None, "site": None}
 try:
     dist = importlib.metadata.distribution("torch")
 except importlib.metadata.PackageNotFoundError:
@@ -31,8 +37,13 @@ except importlib.metadata.PackageNotFoundError:
 else:
     found["version"] = dist.version
     found["record"] = dist.read_text("RECORD")
+    found["site"] = str(dist.locate_file(""))
 print(json.dumps(found))
 """
+
+
+# The first entry is the current folder, which may have a torch/ or a json.py of anybody.
+_ALONE = "import sys; sys.path[:] = [p for p in sys.path if p]\n"
 
 
 def ask_python(python: str | Path, code: str, *, timeout: float = 120) -> str:
@@ -41,11 +52,11 @@ def ask_python(python: str | Path, code: str, *, timeout: float = 120) -> str:
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     try:
         done = subprocess.run(
-            [str(python), "-c", code],
+            [str(python), "-c", _ALONE + code],
             capture_output=True,
             text=True,
             env=env,
-            cwd=tempfile.gettempdir(),
+            cwd=Path(python).parent,
             stdin=subprocess.DEVNULL,
             timeout=timeout,
         )
@@ -103,21 +114,42 @@ class Target:
 
     kind: str
     words: str  # how messages call it
+    keep: Path  # where the record lies
+    lock: Path  # the folder that one command at a time may hold
 
     def __init__(self, root: Path, version: str) -> None:
         self.root = root
         self.torch_dir = root / "torch"
         self.version = version
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Work on it alone, after what a killed command left half done is undone."""
+        with lock.held(self.lock):
+            # One after the other: a record may be half written, its files half there.
+            if transaction.recover(self) | parts.recover(self):
+                print("an earlier command was cut off half way: undone")
+            yield
+
     def read(self, rel: str) -> bytes | None:
         path = self.root / rel
         return path.read_bytes() if path.is_file() else None
 
-    def manifest(self) -> manifest.Manifest | None:
-        return manifest.load(self.torch_dir)
+    def takes(self, rel: str) -> bool:
+        """Whether the overlay brings this file to it; an installed torch has no tests."""
+        return self.kind == "checkout" or rel.startswith("torch/")
 
-    def stock(self, rels: list[str]) -> set[str]:
-        """Those paths whose present content is the target's own, unchanged."""
+    def manifest(self) -> manifest.Manifest | None:
+        return manifest.load(self.keep)
+
+    def originals(
+        self, found: manifest.Manifest | None, rels: list[str]
+    ) -> dict[str, bytes | None]:
+        """What this tree has at those paths without the overlay (None: no such file).
+
+        A path is left out if nobody knows. What merely is there does not count, nor what
+        stood there when the tree was of another version.
+        """
         raise NotImplementedError
 
     def way_out(self, rels: list[str], found: manifest.Manifest | None) -> str:
@@ -133,44 +165,81 @@ class Wheel(Target):
     ) -> None:
         super().__init__(root, version)
         self.python = python
+        self.keep = manifest.folder(self.torch_dir)
+        self.lock = self.torch_dir
         self.words = f"torch {version} in {root}"
-        self._hashes = dict(_record_lines(record)) if record else None
+        hashes = dict(_record_lines(record)) if record else {}
+        # conda and distributions keep no RECORD, an editable build lists no files of torch.
+        self._hashes = hashes if "torch/__init__.py" in hashes else None
 
-    def stock(self, rels: list[str]) -> set[str]:
-        found = set()
+    def originals(
+        self, found: manifest.Manifest | None, rels: list[str]
+    ) -> dict[str, bytes | None]:
+        out: dict[str, bytes | None] = {}
         for rel in rels:
-            data = self.read(rel)
-            if self._hashes is None:
-                # conda and distributions keep no RECORD: what is there when there is
-                # no manifest has to count as theirs. Its text is kept either way.
-                clean = data is None or self.manifest() is None
-            elif data is None:
-                clean = rel not in self._hashes
-            else:
-                clean = self._hashes.get(rel) == _record_hash(data)
-            if clean:
-                found.add(rel)
-        return found
+            now = self.read(rel)
+            entry = found.files.get(rel) if found else None
+            copy = self.keep / (manifest.copy_name(rel) or "none")
+            kept = copy.read_bytes() if copy.is_file() else None
+            same_torch = found is not None and found.torch == self.version
+            if self._own(rel, now, entry, same_torch):
+                out[rel] = now
+            elif kept is not None and (same_torch or self._of_release(rel, kept)):
+                out[rel] = kept
+            elif entry and entry.original:
+                continue
+            elif entry or rel not in (self._hashes or stock.KNOWN):
+                out[rel] = None
+        return out
+
+    def _of_release(self, rel: str, data: bytes) -> bool:
+        if self._hashes is not None:
+            return self._hashes.get(rel) == _record_hash(data)
+        minor = ".".join(map(str, versions.release(self.version)[:2]))
+        return minor in (stock.known(rel, data) or "")
+
+    def _own(
+        self,
+        rel: str,
+        data: bytes | None,
+        entry: manifest.Entry | None,
+        same_torch: bool,
+    ) -> bool:
+        """Whether torch was installed with this text there."""
+        if self._hashes is not None:
+            return (
+                rel not in self._hashes if data is None else self._of_release(rel, data)
+            )
+        if stock.known(rel, data):
+            return True
+        if entry is None:
+            # Nothing better is known, and a copy of it is kept either way.
+            return data is None or b"_muon_engine" not in data
+        return not same_torch and sha256(data) != entry.sha256
 
     def way_out(self, rels: list[str], found: manifest.Manifest | None) -> str:
-        entries = found.files if found else {}
-        added, own = [], []
+        known = self.originals(found, rels)
+        added, kept, lost = [], [], []
         for rel in rels:
-            entry = entries.get(rel)
-            replaced = entry.original if entry else rel in (self._hashes or {})
-            (own if replaced else added).append(rel)
+            place = shlex.quote(str(self.root / rel))
+            copy = self.keep / (manifest.copy_name(rel) or "none")
+            if rel in known and known[rel] is None:
+                added.append(place)
+            elif rel in known and copy.is_file():
+                kept.append(f"  cp {shlex.quote(str(copy))} {place}")
+            else:
+                lost.append(rel)
         lines = [
             "Keep what you need of them elsewhere, then, as there is no git there:"
         ]
-        if own:
+        if lost:
             lines.append(
-                f"  {self.python} -m pip install --force-reinstall --no-deps "
-                f"torch=={self.version}"
+                f"  install torch {self.version} anew, with the program and from the index "
+                "that it came from"
             )
+        lines += kept
         if added:
-            # pip does not know these, so it would leave them where they are.
-            names = " ".join(shlex.quote(str(self.root / rel)) for rel in added)
-            lines.append(f"  rm {names}")
+            lines.append(f"  rm {' '.join(added)}")
         return "\n".join(lines)
 
 
@@ -202,77 +271,142 @@ def find_wheel(python: str | Path) -> Wheel:
         raise WrongTarget(
             f"{where} has no torch; {where} -m pip install torch=={versions.PINNED}"
         )
-    torch_dir = Path(found["origin"]).parent
-    root = torch_dir.parent
+    root = Path(found["origin"]).parent.parent
+    if found["site"] and (Path(found["site"]) / parts.PTH).is_file():
+        root = Path(found["site"])  # `rebuild --pth` put a checkout before it
     if (root / "version.txt").is_file() and (root / ".git").exists():
         raise WrongTarget(
             f"the torch of {python} is the checkout {root}; use --checkout {root}"
         )
-    version = found["version"] or _from_version_file(torch_dir)
+    version = found["version"] or _from_version_file(root / "torch")
     if version is None:
         raise WrongTarget(f"cannot tell the version of the torch in {root}")
-    versions.check_supported(version, f"the torch of {python}")
     return Wheel(where, root, version, found["record"])
 
 
 class Checkout(Target):
     kind = "checkout"
+    # Where commits bring the overlay's own modules, and what all of those name.
+    _OWN = ("torch/optim/_muon.py", "torch/optim/muon.py", "torch/optim/_muon_engine")
+    _MARK = "_muon_engine"
 
-    def __init__(self, root: Path, version: str) -> None:
+    def __init__(self, root: Path, version: str, git_dir: Path, common: Path) -> None:
         super().__init__(root, version)
         self.words = f"PyTorch {version} checkout {root}"
+        # Of this work tree alone; linked ones share the rest of .git.
+        self.git_dir = git_dir
+        self.keep = git_dir / "muon_overlay"
+        self.lock = common
+        self.exclude = common / "info" / "exclude"
+
+    def dirty(self, rels: list[str]) -> set[str]:
+        """Changed, staged, deleted, conflicting or untracked among these paths."""
+        if not rels:
+            return set()
+        entries = git.lines(
+            self.root, "status", "--porcelain", "-z", "--no-renames",
+            "--untracked-files=all", "--ignored=matching", "--", *rels,
+        )  # fmt: skip
+        dirty = {entry[3:] for entry in entries}
+        # git names a wholly ignored folder once, with a slash, not its files.
+        folders = tuple(name for name in dirty if name.endswith("/"))
+        return {rel for rel in rels if rel in dirty or rel.startswith(folders)}
+
+    def commits(self) -> tuple[str | None, list[str]]:
+        """The newest commit here without the overlay, and those since that changed it.
+
+        None: the history that this clone has does not reach back to one.
+        """
+        since: list[str] = []
+        at = "HEAD"
+        while self._holds(at):
+            last = self._git("log", "-1", "--format=%H", at, "--", *self._OWN)
+            since.append(last)
+            at = f"{last}^"
+            if git.git(
+                self.root, "rev-parse", "-q", "--verify", at, check=False
+            ).returncode:
+                return None, since
+        return self._git("rev-parse", at), since
+
+    def _holds(self, commit: str) -> bool:
+        command = ["grep", "-q", "-e", self._MARK, commit, "--", *self._OWN]
+        return git.git(self.root, *command, check=False).returncode == 0
+
+    def _git(self, *args: str) -> str:
+        return git.git(self.root, *args).stdout.decode().strip()
+
+    def at(self, commit: str, rels: list[str]) -> dict[str, bytes | None]:
+        """The texts of a commit, as git would write them into the work tree."""
+        command = ["ls-tree", "-r", "--name-only", "-z", commit, "--", *rels]
+        there = set(git.lines(self.root, *command)) if rels else set()
+        smudged = ("cat-file", "--filters")
+        return {
+            rel: git.git(self.root, *smudged, f"{commit}:{rel}").stdout
+            if rel in there
+            else None
+            for rel in rels
+        }
+
+    def originals(
+        self, found: manifest.Manifest | None, rels: list[str]
+    ) -> dict[str, bytes | None]:
+        base, since = self.commits()
+        if base is None:
+            return {}
+        out = self.at(base, [*rels, "version.txt"])
+        version = out.pop("version.txt")
+        if since and version != self.read("version.txt"):
+            return {}  # upstream's files have moved on under the overlay
+        if not since:
+            clean = set(rels) - self.dirty(rels)
+            out |= {rel: self.read(rel) for rel in clean}  # whatever git's filters do
+        return out
+
+    def way_out(self, rels: list[str], found: manifest.Manifest | None) -> str:
+        where = shlex.quote(str(self.root))
+        base, since = self.commits()
+        if since:
+            return (
+                "They may be edits of the overlay: `setup_overlay.py pull --checkout "
+                f"{where}` takes these into this repository. Else git undoes the overlay's "
+                f"commits, newest first:\n  git -C {where} revert {' '.join(since)}"
+            )
+        return (
+            "Edits of the overlay's files are taken into this repository by\n"
+            f"  setup_overlay.py pull --checkout {where}\n"
+            "Commit or undo any other change there first."
+        )
 
     def tracked(self, rels: list[str]) -> set[str]:
         return (
             set(git.lines(self.root, "ls-files", "-z", "--", *rels)) if rels else set()
         )
 
-    def dirty(self, rels: list[str]) -> set[str]:
-        """Changed, staged, deleted, conflicting or untracked among these paths."""
-        if not rels:
-            return set()
-        command = ["status", "--porcelain", "-z", "--no-renames"]
-        entries = git.lines(
-            self.root,
-            *command,
-            "--untracked-files=all",
-            "--ignored=matching",
-            "--",
-            *rels,
-        )
-        return {entry[3:] for entry in entries}
-
-    def stock(self, rels: list[str]) -> set[str]:
-        dirty = self.dirty(rels)
-        # git names a wholly ignored folder once, with a slash, not its files.
-        folders = tuple(name for name in dirty if name.endswith("/"))
-        return {r for r in rels if r not in dirty and not r.startswith(folders)}
-
-    def way_out(self, rels: list[str], found: manifest.Manifest | None) -> str:
-        return "Commit or undo them there first."
-
     def head(self) -> str:
-        return git.git(self.root, "rev-parse", "HEAD").stdout.decode().strip()
-
-    def exclude_file(self) -> Path:
-        # Asked of git: in a linked work tree .git is a file, the exclude is shared.
-        out = git.git(self.root, "rev-parse", "--git-path", "info/exclude").stdout
-        return self.root / out.decode().strip()
+        return self._git("rev-parse", "HEAD")
 
 
 def find_checkout(where: str | Path) -> Checkout:
-    root = Path(where).resolve()
+    root = Path(where).expanduser().resolve()
     lacks = f"{root} is not a PyTorch checkout"
     if not root.is_dir():
         raise WrongTarget(f"{root}: no such folder")
     for rel in ("version.txt", "torch/__init__.py", "torch/optim/_muon.py"):
         if not (root / rel).is_file():
             raise WrongTarget(f"{lacks}: it has no {rel}")
-    done = git.git(root, "rev-parse", "--show-toplevel", check=False)
-    if done.returncode or Path(done.stdout.decode().strip()).resolve() != root:
-        raise WrongTarget(f"{lacks}: it is not the top of a git work tree")
+    names = ("--show-toplevel", "--absolute-git-dir", "--git-common-dir")
+    done = git.git(root, "rev-parse", *names, check=False)
+    found = done.stdout.decode().splitlines()
+    if done.returncode or Path(found[0]).resolve() != root:
+        # git's own words: they may name a setting, such as safe.directory.
+        words = done.stderr.decode(errors="replace").strip()
+        raise WrongTarget(
+            f"{lacks}: it is not the top of a git work tree"
+            + (f"\n{words}" * bool(words))
+        )
     if git.git(root, "rev-parse", "--verify", "HEAD", check=False).returncode:
         raise WrongTarget(f"{lacks}: it has no commit yet")
     version = (root / "version.txt").read_text().strip()
-    versions.check_supported(version, f"the checkout {root}")
-    return Checkout(root, version)
+    # --git-common-dir is relative to the folder that was asked.
+    return Checkout(root, version, Path(found[1]), (root / found[2]).resolve())

@@ -1,9 +1,10 @@
 """Many files changed as one.
 
 Every new text is first written beside its place; a journal with the old texts is
-on disk before the first rename. Whatever then happens, an error, ctrl-C or a
-kill, ``recover`` puts the old texts back: at once, or when the next command
-looks at the target.
+on disk before the first rename. Whatever then happens, an error, ctrl-C, a kill or
+a power cut, ``recover`` puts the old texts back: at once, or when the next command
+looks at the target. Names in the journal are relative, because the tree may be
+moved meanwhile.
 """
 
 from __future__ import annotations
@@ -11,123 +12,215 @@ from __future__ import annotations
 import base64
 import json
 import os
-from pathlib import Path
+import shlex
+from typing import TYPE_CHECKING
 
-from . import manifest
-from .errors import WorkFailed
-
-
-_SUFFIX = ".muon-new"
+from .errors import Refused, WorkFailed
+from .payload import sha256
 
 
-def _journal(torch_dir: Path) -> Path:
-    return manifest.folder(torch_dir) / "journal.json"
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .target import Target
 
 
-def _missing_parents(path: Path) -> list[Path]:
-    found = []
-    parent = path.parent
-    while not parent.exists():
-        found.append(parent)
-        parent = parent.parent
-    return found
+def beside(path: Path) -> Path:
+    return path.with_name(path.name + ".muon-new")
 
 
-def _write_beside(path: Path, data: bytes, mode: int | None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + _SUFFIX)
-    with open(beside, "wb") as file:
-        file.write(data)
-    if mode is not None:
-        os.chmod(beside, mode)
-
-
-def _put(path: Path, data: bytes, mode: int | None) -> None:
-    _write_beside(path, data, mode)
-    os.replace(path.with_name(path.name + _SUFFIX), path)
+def _journal(target: Target) -> Path:
+    return target.keep / "journal.json"
 
 
 def _flush(path: Path) -> None:
-    # The journal alone: it is what a machine that goes down half way must find.
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
-
-
-def commit(torch_dir: Path, changes: dict[Path, bytes | None]) -> None:
-    """Write all ``changes`` (None: remove the file) or none of them."""
-    journal = _journal(torch_dir)
-    new_folders: dict[str, None] = {}
-    for path in [journal, *changes]:
-        new_folders.update(dict.fromkeys(map(str, _missing_parents(path))))
-    old = {}
+    """Have the disk hold it: a file's text, or the names in a folder."""
+    if os.name == "nt" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
     try:
-        for path in changes:
-            if path.is_file():
-                text = base64.b64encode(path.read_bytes()).decode()
-                old[str(path)] = {"text": text, "mode": path.stat().st_mode & 0o7777}
-            else:
-                old[str(path)] = None
-        record = {"old": old, "folders": list(new_folders)}
-        _put(journal, json.dumps(record).encode(), None)
-        _flush(journal)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def _make_folder(target: Target, path: Path) -> None:
+    if not path.is_dir():
+        _make_folder(target, path.parent)
+        path.mkdir()
+        # As readable as the rest, whatever this user's umask is.
+        path.chmod(target.torch_dir.stat().st_mode & 0o7777)
+
+
+def _write_beside(target: Target, path: Path, data: bytes, mode: int | None) -> None:
+    _make_folder(target, path.parent)
+    place = beside(path)
+    place.write_bytes(data)
+    sibling = target.torch_dir / "__init__.py"
+    place.chmod(sibling.stat().st_mode & 0o666 if mode is None else mode)
+    _flush(place)
+
+
+def write(target: Target, path: Path, data: bytes) -> None:
+    """One file, whole or not at all."""
+    mode = path.stat().st_mode & 0o7777 if path.is_file() else None
+    _write_beside(target, path, data, mode)
+    os.replace(beside(path), path)
+    _flush(path.parent)
+
+
+def _name(target: Target, path: Path) -> str:
+    for top, folder in (("keep", target.keep), ("root", target.root)):
+        if path.is_relative_to(folder):
+            return f"{top}/{path.relative_to(folder).as_posix()}"
+    raise ValueError(f"{path} is not of {target.words}")
+
+
+def _place(target: Target, name: str) -> Path:
+    top, _, rel = name.partition("/")
+    return {"keep": target.keep, "root": target.root}[top] / rel
+
+
+def _missing_parents(path: Path) -> list[Path]:
+    return [parent for parent in path.parents if not parent.exists()]
+
+
+def _refuse_folders(changes: dict[Path, bytes | None]) -> None:
+    for path, data in changes.items():
+        above = next(parent for parent in path.parents if os.path.lexists(parent))
+        if path.is_dir() or (data is not None and not above.is_dir()):
+            taken = path if path.is_dir() else above
+            kind = "folder" if path.is_dir() else "file"
+            raise Refused(
+                f"{taken} is a {kind}, where the overlay has something else. Move it "
+                "away and try again. Nothing was touched."
+            )
+
+
+def commit(target: Target, changes: dict[Path, bytes | None]) -> None:
+    """Write all ``changes`` (None: remove the file) or none of them."""
+    _refuse_folders(changes)
+    journal = _journal(target)
+    if journal.exists():
+        raise WorkFailed(f"{journal} is of a command that was cut off; try again")
+    folders = {p: None for path in [journal, *changes] for p in _missing_parents(path)}
+    files = {}
+    for path, data in changes.items():
+        old = _read(path)
+        files[_name(target, path)] = {
+            "new": sha256(data),
+            "old": None if old is None else base64.b64encode(old).decode(),
+            "mode": None if old is None else path.stat().st_mode & 0o7777,
+        }
+    record = {"files": files, "folders": [str(_name(target, p)) for p in folders]}
+    try:
+        write(target, journal, json.dumps(record).encode())
         for path, data in changes.items():
             if data is not None:
-                before = old[str(path)]
-                _write_beside(path, data, before["mode"] if before else None)
+                _write_beside(target, path, data, files[_name(target, path)]["mode"])
         for path, data in changes.items():
             if data is None:
                 path.unlink(missing_ok=True)
             else:
-                os.replace(path.with_name(path.name + _SUFFIX), path)
+                os.replace(beside(path), path)
+        for path in changes:
+            _tidy(target, path)
+        for folder in {path.parent for path in changes}:
+            if folder.is_dir():
+                _flush(folder)
         journal.unlink()
+        remove_if_empty(journal.parent)
     except OSError as error:
-        back = _undo(torch_dir)
-        what = f"cannot write {error.filename or torch_dir}: {error.strerror or error}"
-        raise WorkFailed(f"{what}. {back}") from None
+        back = _undo(target)
+        what = f"cannot write {error.filename or target.root}"
+        raise WorkFailed(f"{what}: {error.strerror or error}. {back}") from None
     except BaseException:
-        _undo(torch_dir)
+        _undo(target)
         raise
 
 
-def _undo(torch_dir: Path) -> str:
+def _tidy(target: Target, path: Path) -> None:
+    """Drop the bytecode of what was there and the folders that are now empty."""
+    cache = path.parent / "__pycache__"
+    for compiled in cache.glob(f"{path.stem}.*.pyc"):
+        compiled.unlink(missing_ok=True)
+    remove_if_empty(cache)
+    parent = path.parent
+    while parent not in (target.root, target.torch_dir, target.keep):
+        remove_if_empty(parent)
+        if parent.exists():
+            break
+        parent = parent.parent
+
+
+def _undo(target: Target) -> str:
     try:
-        recover(torch_dir)
+        recover(target)
     except OSError as error:
         return f"Putting the old files back failed too ({error}); run `revert` again."
     return "The target is as it was."
 
 
-def pending(torch_dir: Path) -> bool:
+def pending(target: Target) -> bool:
     """Whether a commit was cut off, so that the target is neither old nor new."""
-    return _journal(torch_dir).is_file()
+    return _journal(target).exists()
 
 
-def recover(torch_dir: Path) -> bool:
+def _load(journal: Path) -> tuple[dict, list]:
+    try:
+        record = json.loads(journal.read_text())
+        files = {
+            name: (
+                file["new"],
+                None if file["old"] is None else base64.b64decode(file["old"]),
+                file["mode"],
+            )
+            for name, file in record["files"].items()
+        }
+        return files, list(record["folders"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WorkFailed(
+            f"{journal} is damaged ({error!r}): a command was cut off, and which files it "
+            "had changed cannot be read. Nothing was touched. The other commands look at "
+            "each file before they change it, so go on with\n"
+            f"  rm {shlex.quote(str(journal))}\n"
+            "and then `status`, `apply` or `revert`."
+        ) from None
+
+
+def recover(target: Target) -> bool:
     """Put back what a commit that did not end left; whether there was one."""
-    journal = _journal(torch_dir)
-    if not journal.is_file():
+    journal = _journal(target)
+    if not journal.exists():
         # Stopped before the journal was in place: at most its own half is there.
-        journal.with_name(journal.name + _SUFFIX).unlink(missing_ok=True)
-        _remove_if_empty(journal.parent)
+        beside(journal).unlink(missing_ok=True)
+        remove_if_empty(journal.parent)
         return False
-    record = json.loads(journal.read_text())
-    for name, before in record["old"].items():
-        path = Path(name)
-        path.with_name(path.name + _SUFFIX).unlink(missing_ok=True)
-        if before is None:
+    files, folders = _load(journal)
+    for name, (new, old, mode) in files.items():
+        path = _place(target, name)
+        beside(path).unlink(missing_ok=True)
+        now = _read(path)
+        # What is neither the old nor the new text came later: it is somebody's.
+        if now == old or sha256(now) != new or path.is_dir():
+            continue
+        if old is None:
             path.unlink(missing_ok=True)
         else:
-            text = base64.b64decode(before["text"])
-            if not path.is_file() or path.read_bytes() != text:
-                _put(path, text, before["mode"])
+            _write_beside(target, path, old, mode)
+            os.replace(beside(path), path)
     journal.unlink()
     # Deepest first, and only folders that this commit made.
-    for name in sorted(record["folders"], key=len, reverse=True):
-        _remove_if_empty(Path(name))
+    for name in sorted(folders, key=len, reverse=True):
+        remove_if_empty(_place(target, name))
     return True
 
 
-def _remove_if_empty(path: Path) -> None:
+def remove_if_empty(path: Path) -> None:
     try:
         path.rmdir()
     except OSError:

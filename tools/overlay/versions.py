@@ -36,12 +36,15 @@ def release(version: str) -> tuple[int, int, int]:
     return int(major), int(minor), int(patch)
 
 
-def check_supported(version: str, where: str = "") -> None:
-    if not OLDEST <= release(version)[:2] <= NEWEST:
-        found = f"{where} is torch {version}" if where else f"asked for torch {version}"
+def supported(version: str) -> bool:
+    return OLDEST <= release(version)[:2] <= NEWEST
+
+
+def check_supported(version: str) -> None:
+    if not supported(version):
         raise WrongTarget(
-            f"{found}; this overlay supports torch {supported_words()}. "
-            "Nothing was touched."
+            f"asked for torch {version}; this overlay supports torch "
+            f"{supported_words()}. Nothing was touched."
         )
 
 
