@@ -110,7 +110,7 @@ def half(checkout, tiny):
     return there
 
 
-@pytest.mark.parametrize("command", ["apply", "revert", "rebuild", "export"])
+@pytest.mark.parametrize("command", ["apply", "revert", "rebuild", "export", "pull"])
 def test_each_command_undoes_what_a_killed_one_left(
     half, installed, face, git_status, tmp_path, command
 ):

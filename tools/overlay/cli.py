@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from . import apply, env, errors, export, rebuild, revert, status, tests
+from . import apply, env, errors, export, pull, rebuild, revert, status, tests
 from . import verify, versions
 from .errors import OverlayError, WrongTarget
 from .repo import ROOT
@@ -181,6 +181,16 @@ def _parser() -> argparse.ArgumentParser:
     _verbose_option(sub)
 
     sub = command(
+        "pull",
+        "take edits made in a checkout back into this repository",
+        "Files of the overlay that were edited or added in the checkout replace those here,\n"
+        "and edits of files that upstream owns become hunks in patches/. Refuses where both\n"
+        "sides were edited. `git diff` here then shows what came.",
+        "  python setup_overlay.py pull --checkout ~/pytorch",
+    )
+    sub.add_argument("--checkout", required=True, metavar="DIR", help="the checkout")
+
+    sub = command(
         "export",
         "write the overlay as a git am series",
         "Writes mails that `git am` takes onto a pristine PyTorch tree of the same version\n"
@@ -330,6 +340,20 @@ def _revert(args: argparse.Namespace) -> int:
             f"  git -C {where} revert {' '.join(report.committed_before)}"
         )
     print(f"reverted {target.words}")
+    return 0
+
+
+def _pull(args: argparse.Namespace) -> int:
+    target = find_checkout(args.checkout)
+    with target.held():
+        report = pull.pull(target, ROOT)
+    _show(report.taken, "took", verbose=True)
+    for rel in report.missing:
+        print(f"{rel} is not there any more; delete it here, too, if that is meant")
+    if report.taken:
+        print(f"`git -C {shlex.quote(str(ROOT))} diff` shows what came")
+    else:
+        print(f"nothing to take: {target.words} has no edits of the overlay")
     return 0
 
 
