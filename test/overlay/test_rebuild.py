@@ -10,14 +10,6 @@ from tools.overlay.errors import Refused, WorkFailed, WrongTarget
 from tools.overlay.repo import ROOT
 
 
-IMPORT = (
-    "import torch; from torch.optim.muon import create_dtensor_config; "
-    "from torch.optim import Muon; import torch.optim._muon as m; "
-    "p = torch.nn.Parameter(torch.ones(4, 4)); p.grad = torch.eye(4); "
-    "Muon([p], lr=0.1).step(); print(torch.__file__); print(m.__file__)"
-)
-
-
 @pytest.fixture(scope="module")
 def tree(stock_tree, tmp_path_factory, wheel):
     """A checkout of all Python sources; every test leaves it clean."""
@@ -30,38 +22,61 @@ def without_bytecode(files):
 
 
 class TestWheel:
-    def test_apply_rebuild_import_revert(
-        self, tree, wheel, tool, shell, git_status, snapshot, monkeypatch, capsys
-    ):
+    def test_contributors_day(
+        self, tree, wheel, tool, shell, git_status, snapshot, overlay, monkeypatch, capsys,
+        tmp_path,
+    ):  # fmt: skip
         before = without_bytecode(snapshot(tree))
         exclude = (tree / ".git/info/exclude").read_text()
-        assert tool("apply", "--checkout", tree, "--commit").code == 0
-        done = tool(
-            "rebuild", "--checkout", tree, "--mode", "wheel", "--python", sys.executable
-        )
-        assert done.code == 0, done.err
-        assert f"import torch gives {tree}/torch/__init__.py" in done.out
 
-        env = {**os.environ, "PYTHONPATH": str(tree)}
-        found = shell(sys.executable, "-c", IMPORT, env=env, cwd=tree).out.splitlines()
-        assert found == [f"{tree}/torch/__init__.py", f"{tree}/torch/optim/_muon.py"]
+        def day(command, *args):
+            done = tool(command, "--checkout", tree, *args, root=overlay)
+            assert (done.code, done.err) == (0, ""), done
+            return done.out
+
+        committed = day("apply", "--commit").split("committed as ")[1].split()[0]
+        shown = day("rebuild", "--mode", "wheel", "--python", sys.executable)
+        assert f"import torch gives {tree}/torch/__init__.py" in shown
         assert git_status(tree) == ""
         # Not one gigabyte was copied.
         library = next((tree / "torch/lib").glob("libtorch_cpu.*"))
         assert library.is_symlink() or library.stat().st_nlink > 1
-        assert (tree / "torch/version.py").is_file()
-
-        monkeypatch.setattr(rebuild, "_import_from", lambda *args: "seen above")
-        rebuild.from_wheel(target.find_checkout(tree), wheel)
+        with monkeypatch.context() as patch:
+            patch.setattr(rebuild, "_import_from", lambda *args: "seen above")
+            rebuild.from_wheel(target.find_checkout(tree), wheel)
         assert "in place already" in capsys.readouterr().out
-        shown = json.loads(tool("status", "--checkout", tree, "--json").out)
-        assert shown["state"] == "current"
-        assert shown["compiled_parts"] > 100
 
-        assert tool("revert", "--checkout", tree, "--commit").code == 0
+        # The line that was printed runs the tests there, with what is edited there.
+        module = tree / "torch/optim/muon.py"
+        module.write_text(module.read_text() + "print('edited', __file__)\n")
+        (line,) = (ln for ln in shown.splitlines() if ln.endswith("test_muon.py"))
+        one = "TestDTensorConfig.test_dtensor_config_creation"
+        done = shell("sh", "-c", f"{line} {one}", env=os.environ)
+        assert f"edited {module}\n" in done.out
+        assert "Ran 1 test" in done.err
+
+        refused = tool("apply", "--checkout", tree, root=overlay)
+        assert (refused.code, "  torch/optim/muon.py\n" in refused.err) == (3, True)
+        assert f"pull --checkout {tree}" in refused.err
+        assert "took torch/optim/muon.py\n" in day("pull")
+        edited = (overlay / "torch/optim/muon.py").read_bytes()
+        assert edited == module.read_bytes()
+        assert "nothing to do" in day("apply")
+        state = json.loads(day("status", "--json"))
+        assert (state["state"], state["compiled_parts"] > 100) == ("current", True)
+
+        shown = day("revert")
+        assert f"  git -C {tree} revert {committed}" in shown
+        assert without_bytecode(snapshot(tree)) == before
+        assert "committed as" in day("revert", "--commit")
+        assert (tree / ".git/info/exclude").read_text() == exclude
+        assert day("export", "--out", tmp_path / "series").endswith("/series/*.patch\n")
+        shell("git", "checkout", "-q", "-b", "fresh", cwd=tree)
+        shell("git", "am", *sorted((tmp_path / "series").iterdir()), cwd=tree)
+        assert module.read_bytes() == edited
+        shell("git", "checkout", "-q", "main", cwd=tree)
         assert git_status(tree) == ""
         assert without_bytecode(snapshot(tree)) == before
-        assert (tree / ".git/info/exclude").read_text() == exclude
 
     def test_without_the_overlay_nothing_of_it_leaks(self, tree, wheel, git_status):
         """The interpreter's torch has the overlay; the checkout shall stay stock."""
@@ -338,7 +353,7 @@ def test_source_that_fails_shows_the_end_of_its_log(checkout, tool, builders):
     folder, record = builders
     done = source(tool, checkout, folder, BUILD_EXIT="7")
     assert done.code == 1
-    assert "exit code 7" in done.err
+    assert "exit code 7\nerror: no compiler\n" in done.err
     assert "error: no compiler" in done.err
     log = checkout / ".git/muon_overlay/source-build.log"
     assert str(log) in done.err
@@ -375,11 +390,12 @@ def test_source_without_its_tools(checkout, tool, builders, missing, words, snap
     assert snapshot(checkout) == before
 
 
-def test_source_without_submodules_and_packages(checkout, tool, shell, builders):
+def test_source_without_submodules_and_packages(checkout, tool, builders):
     folder, record = builders
-    where = ["-c", "protocol.file.allow=always", "submodule", "add", "-q", "./"]
-    shell("git", *where, "third_party/x", cwd=checkout)
-    shell("git", "submodule", "deinit", "-q", "-f", "--all", cwd=checkout)
+    (checkout / ".gitmodules").write_text(
+        '[submodule "x"]\n\tpath = third_party/x\n\turl = ../x\n'
+    )
+    (checkout / "third_party/x").mkdir(parents=True)
     (checkout / "requirements-build.txt").write_text(
         "# what the build needs\nsetuptools>=70\nno-such.package_x\ncmake>=3.27\n"
     )

@@ -201,10 +201,19 @@ def from_source(target: Checkout, python: str | None, *, force: bool = False) ->
     )
     if code:
         raise WorkFailed(
-            f"the build failed with exit code {code}; its last lines:\n"
-            f"{progress.tail(log, 40)}\nall of it: {log}"
+            f"the build failed with exit code {code}\n{_first_error(log)}its last lines:\n"
+            f"{progress.tail(log, 20)}\nall of it: {log}"
         )
     print(f"built; the log is {log}")
+
+
+def _first_error(log: Path) -> str:
+    """What cmake or the compiler said; pip's own lines after it say only that they did."""
+    lines = log.read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines):
+        if re.search(r"CMake Error|^FAILED: |(fatal )?error: (?!subprocess)", line):
+            return "\n".join(lines[number : number + 5]) + "\n...\n"
+    return ""
 
 
 def _missing(target: Checkout, python: Path, path: str) -> list[str]:
@@ -216,8 +225,10 @@ def _missing(target: Checkout, python: Path, path: str) -> list[str]:
         lines.append(f"{' and '.join(tools)} on PATH: {pip} {' '.join(tools)}")
     if not any(shutil.which(c, path=path) for c in _compilers()):
         lines.append("a C++ compiler on PATH: g++ or clang++, or name it in CXX")
-    empty = git.git(target.root, "submodule", "status", check=False).stdout.decode()
-    if any(line.startswith("-") for line in empty.splitlines()):
+    modules = target.root / ".gitmodules"
+    text = modules.read_text() if modules.is_file() else ""
+    folders = [target.root / rel for rel in re.findall(r"(?m)^\s*path = (.+)$", text)]
+    if not all(folder.is_dir() and any(folder.iterdir()) for folder in folders):
         update = "submodule update --init --recursive"
         lines.append(f"the submodules: git -C {shlex.quote(str(target.root))} {update}")
     named = target.root / "requirements-build.txt"
