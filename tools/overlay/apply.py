@@ -37,47 +37,39 @@ class Report:
     commit: str | None = None
 
 
-@dataclasses.dataclass
-class Wanted:
-    """What the target shall hold, and how it gets there."""
-
-    texts: dict[str, bytes]
-    patches: list[dict[str, str]]
-    skipped: list[str]
-
-
 def wanted(
     target: Target,
-    texts: dict[str, bytes],
+    whole: dict[str, bytes],
     series: list[Patch],
     base: Mapping[str, bytes | None],
-) -> Wanted:
-    """The whole files, and the hunks in the texts of ``base``."""
-    out = Wanted(dict(texts), [], [])
+) -> tuple[dict[str, bytes], dict[str, str], list[str]]:
+    """What the target shall hold, the state of each patch, and why some are skipped."""
     hunked: dict[str, bytes] = {}
+    states: dict[str, str] = {}
+    skipped: list[str] = []
     for patch in series:
         bases = {}
         for rel in patch.paths:
             text = hunked.get(rel) or base.get(rel)
             if text is not None and target.takes(rel):
                 bases[rel] = text
-        lacking = [rel for rel in patch.paths if rel not in bases]
-        for rel in lacking:
-            out.skipped.append(
-                f"{patch.name} skipped for {rel}: {target.words} has none"
-            )
+            else:
+                skipped.append(
+                    f"{patch.name} skipped for {rel}: {target.words} has none"
+                )
+        partly = len(bases) < len(patch.paths)
         try:
             if bases:
                 hunked.update(patches.patched(patch, bases))
         except WrongTarget as error:
             if versions.supported(target.version):
                 raise WrongTarget(f"{error}. Nothing was touched.") from None
-            out.skipped.append(f"{patch.name} skipped: {error}")
+            skipped.append(f"{patch.name} skipped: {error}")
             bases = {}
-        state = "skipped" if not bases else "partly" if lacking else "applied"
-        out.patches.append({"name": patch.name, "state": state})
-    out.texts.update(hunked)
-    return out
+        states[patch.name] = (
+            "skipped" if not bases else "partly" if partly else "applied"
+        )
+    return whole | hunked, states, skipped
 
 
 def check_changes(
@@ -129,15 +121,19 @@ def apply(
     # Ours in place, with no original to take the hunks against: it has them already.
     ours = {r for r, e in before.items() if sha256(target.read(r)) == e.sha256}
     base = {rel: target.read(rel) for rel in ours} | originals
-    want = wanted(target, whole, series, base)
-    check_changes(target, found, touched, originals, want.texts, "the overlay writes")
+    want, states, skipped = wanted(target, whole, series, base)
+    check_changes(target, found, touched, originals, want, "the overlay writes")
 
-    new = Manifest(target.version, target.kind, patches=want.patches)
+    new = Manifest(
+        target.version,
+        target.kind,
+        patches=[{"name": name, "state": state} for name, state in states.items()],
+    )
     new.commit = found.commit if found else None
     changes: dict[Path, bytes | None] = {}
-    report = Report([], [], want.skipped, warnings)
+    report = Report([], [], skipped, warnings)
     copies = manifest.folder(target.torch_dir)
-    for rel, text in want.texts.items():
+    for rel, text in want.items():
         now = target.read(rel)
         if rel not in originals:
             new.files[rel] = dataclasses.replace(before[rel], sha256=sha256(text))
@@ -158,7 +154,7 @@ def apply(
                     "replaced whole; `revert` puts it back"
                 )
     for rel in before:
-        if rel not in want.texts:
+        if rel not in want:
             _take_back(target, rel, before[rel], originals, changes)
             report.removed.append(rel)
 
@@ -172,7 +168,7 @@ def apply(
     if changes:
         transaction.commit(target, changes)
     if commit and isinstance(target, Checkout):
-        report.commit = _commit(target, new, [*want.texts, *report.removed])
+        report.commit = _commit(target, new, [*want, *report.removed])
     return report
 
 

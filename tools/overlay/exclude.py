@@ -8,6 +8,7 @@ the file, so that each has a block of its own.
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 
@@ -15,30 +16,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-_BEGIN = "# >>> distributed muon overlay ({name})"
-_END = "# <<< distributed muon overlay ({name})"
-
-
-def with_block(text: str, name: str, lines: list[str]) -> str:
-    """The file's text with our block replaced; no lines: without the block."""
-    begin, end = _BEGIN.format(name=name), _END.format(name=name)
-    kept: list[str] = []
-    inside = False
-    for line in text.splitlines():
-        if line == begin:
-            inside = True
-        elif line == end:
-            inside = False
-        elif not inside:
-            kept.append(line)
-    if lines:
-        kept += [begin, *lines, end]
-    return "".join(line + "\n" for line in kept)
-
-
 def update(path: Path, name: str, lines: list[str]) -> None:
+    """Put our block of that name into the file; no lines: take it out."""
+    begin, end = (
+        f"# {sign} distributed muon overlay ({name})" for sign in (">>>", "<<<")
+    )
     text = path.read_text() if path.is_file() else ""
-    new = with_block(text, name, lines)
+    kept = re.sub(rf"(?ms)^{re.escape(begin)}\n.*?^{re.escape(end)}\n", "", text)
+    if kept and not kept.endswith("\n"):
+        kept += "\n"
+    block = [begin, *lines, end] if lines else []
+    new = kept + "".join(line + "\n" for line in block)
     if new != text:
         path.parent.mkdir(exist_ok=True)
         half = path.with_name(path.name + ".muon-new")

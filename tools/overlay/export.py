@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import email.utils
 import re
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import git, patches, payload
@@ -16,6 +14,8 @@ from .target import Checkout
 
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .target import Target
 
 
@@ -43,35 +43,6 @@ def _mail(number: int, count: int, author: str, message: str, diff: bytes) -> by
     )
     text = head + (body.strip() + "\n\n" if body.strip() else "") + "---\n\n"
     return text.encode() + diff + b"-- \noverlay\n"
-
-
-def _whole_files(base: dict[str, bytes], texts: dict[str, bytes]) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="muon-export-") as name:
-        scratch = Path(name)
-        who = ["-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgSign=false"]
-        raw = ["-c", "core.autocrlf=false", "-c", "core.hooksPath=/dev/null"]
-        git.git(scratch, "init", "--quiet")
-        for files in (base, texts):
-            for rel, text in files.items():
-                (scratch / rel).parent.mkdir(parents=True, exist_ok=True)
-                (scratch / rel).write_bytes(text)
-            git.git(scratch, *raw, "add", "--all", "--force", ".")
-            if files is base:
-                git.git(
-                    scratch,
-                    *who,
-                    *raw,
-                    "commit",
-                    "--quiet",
-                    "--allow-empty",
-                    "-m",
-                    "base",
-                )
-        done = git.git(
-            scratch, "diff", "--cached", "--binary", "--full-index", "--no-renames",
-            "--no-ext-diff", "--no-color", "--src-prefix=a/", "--dst-prefix=b/",
-        )  # fmt: skip
-        return done.stdout
 
 
 @dataclasses.dataclass
@@ -106,7 +77,7 @@ def export(target: Target, root: Path, out: Path) -> Report:
             "it carries the overlay, or edits, with no record of what was replaced"
         )
     whole = {rel: text for rel in texts if (text := base.get(rel)) is not None}
-    mails = [(COMMIT_MESSAGE, _whole_files(whole, texts))]
+    mails = [(COMMIT_MESSAGE, git.difference(whole, texts, "--binary", "--full-index"))]
     skipped = []
     for patch in series:
         there = {rel: t for rel in patch.paths if (t := base.get(rel)) is not None}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import WorkFailed, WrongTarget
 
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping
 
 
 TIMEOUT = 300
@@ -47,6 +49,26 @@ def git(
         words = done.stderr.decode(errors="replace").strip()
         raise WorkFailed(f"git {' '.join(args[:2])} failed in {where}: {words}")
     return done
+
+
+def difference(
+    before: Mapping[str, bytes], after: Mapping[str, bytes], *options: str
+) -> bytes:
+    """From one set of texts to another, as a patch."""
+    with tempfile.TemporaryDirectory(prefix="muon-diff-") as name:
+        for side, texts in (("a", before), ("b", after)):
+            (Path(name) / side).mkdir()
+            for rel, text in texts.items():
+                path = Path(name) / side / rel
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(text)
+        plain = ("--no-renames", "--no-ext-diff", "--no-color", "--no-prefix")
+        done = git(
+            Path(name), "diff", "--no-index", *plain, *options, "a", "b", check=False
+        )
+        if done.returncode > 1:
+            raise WorkFailed(f"git diff failed: {done.stderr.decode(errors='replace')}")
+        return done.stdout
 
 
 def lines(where: Path, *args: str) -> list[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import git, patches, payload
@@ -15,6 +13,8 @@ from .payload import sha256
 
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .patches import Patch
     from .target import Checkout
 
@@ -139,20 +139,15 @@ def _edited_patch(
 
 def _hunks(rel: str, base: bytes, now: bytes) -> bytes:
     """With as little context as leads to one place: later versions differ around it."""
-    with tempfile.TemporaryDirectory(prefix="muon-pull-") as name:
-        for side, text in (("a", base), ("b", now)):
-            (Path(name) / side).write_bytes(text.replace(b"\r\n", b"\n"))
-        for context in (1, 2, 3):
-            plain = ("--no-ext-diff", "--no-color", "--text", f"-U{context}")
-            done = git.git(
-                Path(name), "diff", "--no-index", *plain, "a", "b", check=False
-            )
-            start = done.stdout.index(b"@@ ")
-            hunks = re.sub(rb"(?m)^(@@ [^@]*@@).*$", rb"\1", done.stdout[start:])
-            if all(base.count(old) == 1 for old in _before(hunks)):
-                break
-    path = rel.encode()
-    return b"--- a/" + path + b"\n+++ b/" + path + b"\n" + hunks
+    base, now = (text.replace(b"\r\n", b"\n") for text in (base, now))
+    for context in (1, 2, 3):
+        found = git.difference({rel: base}, {rel: now}, "--text", f"-U{context}")
+        hunks = re.sub(
+            rb"(?m)^(@@ [^@]*@@).*$", rb"\1", found[found.index(b"--- a/") :]
+        )
+        if all(base.count(old) == 1 for old in _before(hunks)):
+            break
+    return hunks
 
 
 def _before(hunks: bytes) -> list[bytes]:

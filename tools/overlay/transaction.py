@@ -85,10 +85,6 @@ def _place(target: Target, name: str) -> Path:
     return {"keep": target.keep, "root": target.root}[top] / rel
 
 
-def _missing_parents(path: Path) -> list[Path]:
-    return [parent for parent in path.parents if not parent.exists()]
-
-
 def _refuse_folders(changes: dict[Path, bytes | None]) -> None:
     for path, data in changes.items():
         above = next(parent for parent in path.parents if os.path.lexists(parent))
@@ -107,7 +103,6 @@ def commit(target: Target, changes: dict[Path, bytes | None]) -> None:
     journal = _journal(target)
     if journal.exists():
         raise WorkFailed(f"{journal} is of a command that was cut off; try again")
-    folders = {p: None for path in [journal, *changes] for p in _missing_parents(path)}
     files = {}
     for path, data in changes.items():
         old = _read(path)
@@ -116,9 +111,8 @@ def commit(target: Target, changes: dict[Path, bytes | None]) -> None:
             "old": None if old is None else base64.b64encode(old).decode(),
             "mode": None if old is None else path.stat().st_mode & 0o7777,
         }
-    record = {"files": files, "folders": [str(_name(target, p)) for p in folders]}
     try:
-        write(target, journal, json.dumps(record).encode())
+        write(target, journal, json.dumps({"files": files}).encode())
         for path, data in changes.items():
             if data is not None:
                 _write_beside(target, path, data, files[_name(target, path)]["mode"])
@@ -170,18 +164,16 @@ def pending(target: Target) -> bool:
     return _journal(target).exists()
 
 
-def _load(journal: Path) -> tuple[dict, list]:
+def _load(journal: Path) -> dict[str, tuple]:
     try:
-        record = json.loads(journal.read_text())
-        files = {
+        return {
             name: (
                 file["new"],
                 None if file["old"] is None else base64.b64decode(file["old"]),
                 file["mode"],
             )
-            for name, file in record["files"].items()
+            for name, file in json.loads(journal.read_text())["files"].items()
         }
-        return files, list(record["folders"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WorkFailed(
             f"{journal} is damaged ({error!r}): a command was cut off, and which files it "
@@ -200,23 +192,21 @@ def recover(target: Target) -> bool:
         beside(journal).unlink(missing_ok=True)
         remove_if_empty(journal.parent)
         return False
-    files, folders = _load(journal)
-    for name, (new, old, mode) in files.items():
+    for name, (new, old, mode) in _load(journal).items():
         path = _place(target, name)
         beside(path).unlink(missing_ok=True)
         now = _read(path)
         # What is neither the old nor the new text came later: it is somebody's.
-        if now == old or sha256(now) != new or path.is_dir():
-            continue
+        if now != old and sha256(now) == new and not path.is_dir():
+            if old is None:
+                path.unlink(missing_ok=True)
+            else:
+                _write_beside(target, path, old, mode)
+                os.replace(beside(path), path)
         if old is None:
-            path.unlink(missing_ok=True)
-        else:
-            _write_beside(target, path, old, mode)
-            os.replace(beside(path), path)
+            _tidy(target, path)
     journal.unlink()
-    # Deepest first, and only folders that this commit made.
-    for name in sorted(folders, key=len, reverse=True):
-        remove_if_empty(_place(target, name))
+    remove_if_empty(journal.parent)
     return True
 
 
