@@ -305,3 +305,28 @@ def test_record_that_is_lost_is_found_again(installed, stock_muon):
     (site.keep / "original/optim/_muon.py").write_text("# damaged\n")
     with pytest.raises(Refused, match="_muon.py"):
         apply.apply(site, ROOT)
+
+
+def test_undone_by_git_as_offered(checkout, face, shell, git_status):
+    """What `revert` offers works, and the record does not outlive it."""
+    face("apply", "--checkout", checkout, "--commit")
+    offer = face("revert", "--checkout", checkout).out
+    (line,) = [ln for ln in offer.splitlines() if ln.startswith("  git -C")]
+    face("apply", "--checkout", checkout)  # a second thought
+    assert git_status(checkout) == ""
+    shell(*shlex.split(line), "--no-edit", cwd=checkout)
+    assert shell("git", "diff", "HEAD~2", cwd=checkout).out == ""
+    assert face("revert", "--checkout", checkout).code == 0
+    done = face("revert", "--checkout", checkout)
+    assert "nothing to revert" in done.out
+
+
+def test_undoing_that_could_not_be_committed(checkout, face, make_script, git_status):
+    """`revert --commit` can be repeated where a hook refused it, or a kill came between."""
+    face("apply", "--checkout", checkout, "--commit")
+    hook = make_script(checkout / ".git/hooks/pre-commit", "echo no >&2; exit 1\n")
+    assert face("revert", "--checkout", checkout, "--commit").code == 1
+    hook.unlink()
+    done = face("revert", "--checkout", checkout, "--commit")
+    assert (done.code, "committed as" in done.out) == (0, True)
+    assert git_status(checkout) == ""

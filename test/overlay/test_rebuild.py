@@ -277,6 +277,19 @@ def test_links_to_an_environment_that_was_made_again(
     assert git_status(there.root) == ""
 
 
+def test_parts_go_where_git_has_the_overlay(there, small_wheel, face, shell, tmp_path):
+    """There is no record of `apply`, as after `git am`."""
+    face("apply", "--checkout", there.root, "--commit")
+    shell("git", "clone", "-q", there.root, tmp_path / "clone")
+    clone = target.find_checkout(tmp_path / "clone")
+    parts.lend(clone, small_wheel)
+    done = face("revert", "--checkout", clone.root)
+    assert (done.code, "compiled parts" in done.out) == (0, True)
+    assert f"git -C {clone.root} revert" in done.out
+    assert not (clone.root / "torch/lib").exists()
+    assert face("revert", "--checkout", clone.root).code == 2
+
+
 def test_second_wheel_has_more_files(there, small_wheel, git_status):
     """B12: what comes later is hidden, too."""
     parts.lend(there, small_wheel)

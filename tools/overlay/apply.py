@@ -218,7 +218,7 @@ def commit_paths(target: Checkout, rels: list[str], message: str) -> str | None:
         git.git(target.root, "reset", "--quiet", "--", *dirty, check=False)
         words = done.stderr.decode(errors="replace").strip() or "no message"
         raise WorkFailed(
-            f"git commit failed: {words}\nThe files are in place, not committed; "
-            "`revert` undoes them."
+            f"git commit failed: {words}\nThe files are in place and not committed; the "
+            "same command tries again."
         )
     return target.head()

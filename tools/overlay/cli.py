@@ -323,11 +323,8 @@ def _revert(args: argparse.Namespace) -> int:
         _show(report.left, f"left as torch {target.version} has it:", verbose=True)
     if report.parts:
         print(f"removed {report.parts} compiled parts that a wheel had lent")
-    if report.elsewhere:
-        print(
-            f"nothing else to revert: this branch has no overlay. The commit that has it, "
-            f"{report.elsewhere[:12]}, is on another one"
-        )
+    if report.stays:
+        print(report.stays)
         return 0
     if report.commit:
         print(f"committed as {report.commit[:12]}")

@@ -31,7 +31,7 @@ class Report:
     left: list[str] = dataclasses.field(default_factory=list)
     commit: str | None = None
     committed_before: list[str] = dataclasses.field(default_factory=list)
-    elsewhere: str | None = None  # a commit of another branch that has the overlay
+    stays: str | None = None  # what is not undone, in words
 
 
 def revert(target: Target, *, commit: bool = False) -> Report | None:
@@ -58,36 +58,53 @@ def revert(target: Target, *, commit: bool = False) -> Report | None:
             continue
         changes[target.root / rel] = originals[rel]
         (report.removed if originals[rel] is None else report.restored).append(rel)
-    if found.commit and not changes and not report.committed_before:
-        report.elsewhere = found.commit  # the record stays for that branch
+    if _elsewhere(target, found) and not changes:
+        # The record stays for that branch.
+        report.stays = (
+            "nothing else to revert: this branch has no overlay. The commit that has it, "
+            f"{(found.commit or '')[:12]}, is on another one"
+        )
     else:
         copies = manifest.folder(target.torch_dir).rglob("*")
         changes |= {path: None for path in copies if path.is_file()}
-        if commit or not report.committed_before:
-            changes[target.keep / "manifest.json"] = None
-        transaction.commit(target, changes)
+        record: dict[Path, bytes | None] = {target.keep / "manifest.json": None}
+        # Until the undoing is committed, too, a later `revert --commit` needs it.
+        done = not report.committed_before
+        transaction.commit(target, changes | (record if done else {}))
     if isinstance(target, Checkout):
         if not report.committed_before:
             # What somebody staged of the overlay goes, too.
             git.git(target.root, "reset", "--quiet", "--", *found.files, check=False)
         elif commit:
             report.commit = commit_paths(target, list(found.files), COMMIT_MESSAGE)
+            transaction.commit(target, record)
         report.parts = parts.remove(target)
     return report
 
 
+def _elsewhere(target: Target, found: manifest.Manifest) -> bool:
+    """Whether the commit that has the overlay is in no history of this branch."""
+    if not found.commit or not isinstance(target, Checkout):
+        return False
+    ask = ("merge-base", "--is-ancestor", found.commit, "HEAD")
+    return git.git(target.root, *ask, check=False).returncode != 0
+
+
 def _without_record(target: Target, report: Report) -> None:
-    if isinstance(target, Checkout) and report.committed_before:
+    if not isinstance(target, Checkout):
+        return
+    report.parts = parts.remove(target)
+    if report.committed_before:
         root = shlex.quote(str(target.root))
-        raise WrongTarget(
+        report.stays = (
             f"{target.words} has the overlay in git, without a record of `apply`. "
             "git undoes it; find its commits with\n"
             f"  git -C {root} log --oneline -- torch/optim/muon.py docs/source/optim.md\n"
             "and give them, newest first, to\n"
             f"  git -C {root} revert"
         )
-    if isinstance(target, Checkout):
-        report.parts = parts.remove(target)
+        if not report.parts:
+            raise WrongTarget(report.stays)
 
 
 def _moved_on(
