@@ -6,9 +6,19 @@ import shutil
 import sys
 
 import pytest
-from tools.overlay import apply, manifest, payload, revert, status, target, transaction
+from tools.overlay import (
+    apply,
+    interpreter,
+    manifest,
+    payload,
+    revert,
+    status,
+    target,
+    transaction,
+)
 from tools.overlay.errors import Refused, WorkFailed, WrongTarget
 from tools.overlay.repo import ROOT
+from tools.overlay.wheel import record_hash
 
 
 def torch_files():
@@ -269,9 +279,9 @@ def test_relative_python_and_folder(
         assert (done.code, done.err) == (0, "")
         assert f"wheel {installed.parent}/site-packages\n" in done.out
     # A link is not followed: an environment's python is one.
-    assert target.find_interpreter("./link") == tmp_path / "link"
+    assert interpreter.find_interpreter("./link") == tmp_path / "link"
     monkeypatch.setenv("PATH", "venv/bin")
-    assert target.find_interpreter("python") == tmp_path / "venv/bin/python"
+    assert interpreter.find_interpreter("python") == tmp_path / "venv/bin/python"
 
 
 def test_checkout_given_as_an_installed_torch(tool, tmp_path, checkout, make_script):
@@ -309,7 +319,7 @@ def test_patches_reach_a_wheel(site, overlay, stock_muon):
     record = next(site.root.glob("*.dist-info/RECORD"))
     path.write_text("one\ntwo\nthree\n")
     lines = [ln for ln in record.read_text().splitlines() if "optim/__init__" not in ln]
-    digest = target._record_hash(path.read_bytes())
+    digest = record_hash(path.read_bytes())
     lines.append(f"torch/optim/__init__.py,{digest},14")
     record.write_text("\n".join(lines) + "\n")
     text = (

@@ -8,6 +8,7 @@ import pytest
 from tools.overlay import apply, stock, target
 from tools.overlay.errors import Refused
 from tools.overlay.repo import ROOT
+from tools.overlay.wheel import record_hash
 
 
 OTHER = "# Muon as another release has it\n"
@@ -26,7 +27,7 @@ def upgrade(site, version, text):
         names = [
             line.split(",")[0] for line in (info / "RECORD").read_text().splitlines()
         ]
-        rows = [f"{n},{target._record_hash((site / n).read_bytes())},1" for n in names]
+        rows = [f"{n},{record_hash((site / n).read_bytes())},1" for n in names]
         (info / "RECORD").write_text("\n".join(rows) + "\n")
 
 

@@ -5,7 +5,7 @@ import os
 import sys
 
 import pytest
-from tools.overlay import parts, rebuild, target
+from tools.overlay import interpreter, parts, rebuild, target
 from tools.overlay.errors import Refused, WorkFailed, WrongTarget
 from tools.overlay.repo import ROOT
 
@@ -253,12 +253,12 @@ def test_rebuild_twice_with_pth(there, small_wheel, make_script, tmp_path, monke
     wheel = target.find_wheel(python)
     assert wheel.root == site
     rebuild.from_wheel(there, wheel, pth=True)
-    assert target.origin(python) == there.root / "torch/__init__.py"
+    assert interpreter.origin(python) == there.root / "torch/__init__.py"
     again = target.find_wheel(python)
     assert again.root == site
     rebuild.from_wheel(there, again, pth=True)
     parts.remove(there)
-    assert target.origin(python) == site / "torch/__init__.py"
+    assert interpreter.origin(python) == site / "torch/__init__.py"
 
 
 def test_links_to_an_environment_that_was_made_again(

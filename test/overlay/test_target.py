@@ -4,7 +4,7 @@ import os
 import tempfile
 
 import pytest
-from tools.overlay import apply, lock, target
+from tools.overlay import apply, interpreter, lock, target
 from tools.overlay.errors import WorkFailed
 from tools.overlay.repo import ROOT
 
@@ -25,7 +25,7 @@ def test_probe_imports_nothing_from_where_it_runs(
     # Not from the interpreter's own folder either.
     (trap / "torch").rename(installed.parent / "torch")
     assert target.find_wheel(installed).root == found.root
-    assert "executed" not in target.ask_python(
+    assert "executed" not in interpreter.ask_python(
         installed, "import json; print(json.__file__)"
     )
     assert "executed" not in capfd.readouterr().err

@@ -9,11 +9,16 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import git, parts, progress, versions
 from .errors import WorkFailed, WrongTarget
+from .interpreter import ask_python, find_interpreter, origin
 from .repo import ROOT
-from .target import Checkout, Wheel, ask_python, find_interpreter, origin
+
+
+if TYPE_CHECKING:
+    from .target import Checkout, Wheel
 
 
 TEST = "test/distributed/optim/test_muon.py"
