@@ -133,3 +133,19 @@ def test_history_that_is_cut_off(there, ours, shell, tmp_path):
     shell("git", "clone", "-q", "--depth=1", f"file://{there.root}", place)
     with pytest.raises(WorkFailed, match="does not reach back"):
         pull.pull(target.find_checkout(place), ours)
+
+
+def test_older_overlay_without_a_record_is_brought_up_to_date(
+    there, ours, shell, git_status, tmp_path
+):
+    """A fork's branch has it, and a colleague's clone: its texts are no edits."""
+    apply.apply(there, ours, commit=True)
+    shell("git", "clone", "-q", there.root, tmp_path / "clone")
+    clone = target.find_checkout(tmp_path / "clone")
+    append(ours / "torch/optim/muon.py", "# newer\n")
+    shell("git", "commit", "-qam", "newer", cwd=ours)
+    assert pull.pull(clone, ours).taken == []
+    assert apply.apply(clone, ours, commit=True).changed == ["torch/optim/muon.py"]
+    revert.revert(clone, commit=True)
+    assert git_status(clone.root) == ""
+    assert shell("git", "diff", "HEAD~3", cwd=clone.root).out == ""

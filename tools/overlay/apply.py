@@ -79,18 +79,25 @@ def check_changes(
     originals: Mapping[str, bytes | None],
     texts: Mapping[str, bytes],
     doing: str,
+    root: Path | None = None,
 ) -> None:
-    """Raise, with their names, if other people's changes would be lost."""
+    """Raise, with their names, if other people's changes would be lost.
+
+    With this repository's ``root``, its own older texts are none of these.
+    """
     lost = []
     for rel in rels:
-        now = sha256(target.read(rel))
+        text = target.read(rel)
+        now = sha256(text)
         entry = found.files.get(rel) if found else None
         ours = entry is not None and now == entry.sha256
         safe = rel in originals and now in (
             sha256(originals[rel]),
             sha256(texts.get(rel, originals[rel])),
         )
-        if not (ours or safe):
+        if ours or safe:
+            continue
+        if not (rel in originals and root and text and git.has_had(root, rel, text)):
             lost.append(rel)
     if lost:
         raise Refused(
@@ -122,7 +129,7 @@ def apply(
     ours = {r for r, e in before.items() if sha256(target.read(r)) == e.sha256}
     base = {rel: target.read(rel) for rel in ours} | originals
     want, states, skipped = wanted(target, whole, series, base)
-    check_changes(target, found, touched, originals, want, "the overlay writes")
+    check_changes(target, found, touched, originals, want, "the overlay writes", root)
 
     new = Manifest(
         target.version,
@@ -158,9 +165,9 @@ def apply(
             _take_back(target, rel, before[rel], originals, changes)
             report.removed.append(rel)
 
-    if found is None and not report.changed and isinstance(target, Checkout):
-        # The exported series, or a branch that has it: git keeps the originals.
-        return report
+    if isinstance(target, Checkout) and not (found or report.changed):
+        if target.commits()[1]:
+            return report  # the exported series, or a clone of a branch that has it
     changes[target.keep / "manifest.json"] = new.dump()
     if isinstance(target, Checkout):
         changes[copies / ".gitignore"] = b"*\n"

@@ -71,6 +71,23 @@ def difference(
         return done.stdout
 
 
+def has_had(root: Path, rel: str, text: bytes) -> bool:
+    """Whether a commit of that repository has this text at that path."""
+    text = text.replace(b"\r\n", b"\n")
+    name = git(root, "hash-object", "--stdin", data=text).stdout.decode().strip()
+    found = git(
+        root,
+        "log",
+        "-1",
+        "--format=%h",
+        f"--find-object={name}",
+        "--",
+        rel,
+        check=False,
+    )
+    return bool(found.stdout.strip())
+
+
 def lines(where: Path, *args: str) -> list[str]:
     """Output of a ``-z`` command, one entry a name."""
     out = git(where, *args).stdout.decode(errors="surrogateescape")

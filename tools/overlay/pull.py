@@ -50,6 +50,8 @@ def pull(target: Checkout, root: Path) -> Report:
             missing.extend([rel] if rel in laid else [])
         elif now in (mine, laid.get(rel), sha256(at_base[rel])):
             continue  # the same, only edited here, or not of the overlay there
+        elif found is None and git.has_had(root, rel, there):
+            continue  # of an older overlay
         elif mine in (None, laid.get(rel)) or (found is None and _in_git(root, rel)):
             changes[rel] = there.replace(b"\r\n", b"\n")
         else:
