@@ -115,10 +115,11 @@ def _parser() -> argparse.ArgumentParser:
     sub = command(
         "apply",
         "lay the overlay over a checkout or an installed torch",
-        "Onto a PyTorch git checkout: checks its version and that it is clean where files\n"
-        "are written, puts in the hunks of patches/ with git and the whole files as they\n"
-        "are. Onto an installed torch: its torch/ only, the tests stay here. All or\n"
-        "nothing; what is replaced is kept in torch/.muon_overlay for `revert`.",
+        "Onto a PyTorch git checkout: puts in the hunks of patches/ with git and the whole\n"
+        "files as they are. Onto an installed torch: its torch/ only, the tests stay here.\n"
+        "All or nothing, and never over somebody's changes. What stood there comes back by\n"
+        "`revert`: from git, or from the copies in an installed torch's .muon_overlay. With\n"
+        "--force it goes on where the version is not supported, upstream's main for one.",
         "  python setup_overlay.py apply --checkout ~/pytorch --commit\n"
         "  python setup_overlay.py apply --python ~/venv/bin/python",
     )
@@ -171,7 +172,9 @@ def _parser() -> argparse.ArgumentParser:
         "revert",
         "put back what was there before",
         "Restores what the overlay replaced and removes what it added, the compiled parts\n"
-        "of `rebuild --mode wheel` too. Refuses if somebody changed those files since.",
+        "of `rebuild --mode wheel` too. Refuses if somebody changed those files since, or if\n"
+        "what is kept came with another version. Where the overlay is committed, the undoing\n"
+        "is left in the work tree; --commit commits it.",
         "  python setup_overlay.py revert --checkout ~/pytorch",
     )
     _target_options(sub, required=False)
@@ -193,9 +196,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = command(
         "export",
         "write the overlay as a git am series",
-        "Writes mails that `git am` takes onto a pristine PyTorch tree of the same version\n"
-        "as the target (default: the environment's torch), from which the difference of\n"
-        "replaced files is taken.",
+        "Writes mails for `git am`, onto the newest commit of the checkout that does not have\n"
+        "the overlay, which it names, or onto a pristine tree of the installed torch's version\n"
+        "(default: the environment's).",
         "  python setup_overlay.py export --out series\n"
         "  git -C ~/pytorch am $PWD/series/*.patch",
     )

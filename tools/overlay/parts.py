@@ -208,6 +208,8 @@ def _remove(target: Checkout, record: dict, rels: list[str]) -> int:
         _save(target, record | {"files": left, "unsure": []})
         return count
     path, line = record["pth"] or (None, None)
+    if path:
+        transaction.beside(Path(path)).unlink(missing_ok=True)
     # One of another checkout may stand there by now.
     if path and os.path.isfile(path) and Path(path).read_text() == line:
         os.unlink(path)
