@@ -62,7 +62,17 @@ def tree(snapshot, there):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a fork of this process")
-@pytest.mark.parametrize("command", ["apply", "update", "revert"])
+@pytest.mark.parametrize(
+    ("there", "command"),
+    [
+        ("wheel", "apply"),
+        ("wheel", "update"),
+        ("wheel", "revert"),
+        ("checkout", "apply"),
+        ("checkout", "revert"),
+    ],
+    indirect=["there"],
+)
 def test_killed_at_every_file(there, tiny, snapshot, command):
     """B5: the next command first puts back what a killed one left."""
     newer = shutil.copytree(tiny, tiny.with_name("newer"))

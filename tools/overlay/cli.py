@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from . import apply, env, errors, export, pull, rebuild, revert, status, tests
+from . import apply, env, errors, export, lock, pull, rebuild, revert, status, tests
 from . import verify, versions
 from .errors import OverlayError, WrongTarget
 from .repo import ROOT
@@ -345,7 +345,7 @@ def _revert(args: argparse.Namespace) -> int:
 
 def _pull(args: argparse.Namespace) -> int:
     target = find_checkout(args.checkout)
-    with target.held():
+    with target.held(), lock.held(ROOT):
         report = pull.pull(target, ROOT)
     _show(report.taken, "took", verbose=True)
     for rel in report.missing:
