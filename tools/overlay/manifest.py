@@ -11,12 +11,15 @@ look at; git has the originals.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import shlex
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import WorkFailed
+
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 FOLDER = ".muon_overlay"
@@ -75,21 +78,9 @@ def load(keep: Path) -> Manifest | None:
         ) from None
 
 
-def original(path: str | Path, torch_dir: Path | None = None) -> Path:
-    """The copy of the stock file that stood at ``path`` before the overlay.
-
-    ``path`` is as in PyTorch (``torch/optim/_muon.py``) or absolute; ``torch_dir``
-    defaults to the package that ``import torch`` would find in this interpreter.
-    """
-    if torch_dir is None:
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.origin is None:
-            raise FileNotFoundError("this interpreter has no torch")
-        torch_dir = Path(spec.origin).parent
-    path = Path(path)
-    if path.is_absolute():
-        path = path.relative_to(torch_dir.parent)
-    kept = folder(torch_dir) / (copy_name(path.as_posix()) or "none")
+def original(rel: str, torch_dir: Path) -> Path:
+    """The copy of the stock file that stood at ``rel`` before the overlay."""
+    kept = folder(torch_dir) / (copy_name(rel) or "none")
     if not kept.is_file():
-        raise FileNotFoundError(f"the overlay of {torch_dir} replaced no {path}")
+        raise FileNotFoundError(f"the overlay of {torch_dir} replaced no {rel}")
     return kept

@@ -15,7 +15,6 @@ from .payload import sha256
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .patches import Patch
     from .target import Checkout
 
 
@@ -57,10 +56,24 @@ def pull(target: Checkout, root: Path) -> Report:
         else:
             both.append(rel)
     for rel in sorted(hunked):
-        try:
-            changes |= _edited_patch(target, root, series, rel, at_base)
-        except _Both:
+        base_text, there = at_base[rel], target.read(rel)
+        if base_text is None or there in (None, base_text):
+            continue
+        (*others, patch) = [p for p in series if rel in p.paths]
+        gives = sha256(patches.patched(patch, {rel: base_text})[rel])
+        was = laid.get(rel, gives)
+        if sha256(there) in (gives, was):
+            continue
+        if others or len(patch.paths) > 1:
+            raise WorkFailed(
+                f"{rel} was edited in {target.words}, and more than one patch or file goes "
+                "with it: edit patches/ by hand. Nothing was touched."
+            )
+        if was != gives:
             both.append(rel)
+            continue
+        head = patch.text[: len(patch.text) - len(patch.hunks)]
+        changes[f"patches/{patch.name}"] = head + _hunks(rel, base_text, there)
     if both:
         raise Refused(
             "edited both here and there since `apply`, or there with a commit of this "
@@ -99,44 +112,6 @@ def _in_git(root: Path, rel: str) -> bool:
     done = git.git(root, "status", "--porcelain", "--", rel, check=False)
     tracked = git.git(root, "ls-files", "--error-unmatch", "--", rel, check=False)
     return not (done.returncode or done.stdout or tracked.returncode)
-
-
-class _Both(Exception):
-    """The hunks were edited in two places."""
-
-
-def _edited_patch(
-    target: Checkout,
-    root: Path,
-    series: list[Patch],
-    rel: str,
-    at_base: dict[str, bytes | None],
-) -> dict[str, bytes]:
-    """The patch of this file anew, if the checkout's text is not what it gives."""
-    base, now = at_base[rel], target.read(rel)
-    if base is None or now is None or now == base:
-        return {}
-    (*others, patch) = [p for p in series if rel in p.paths]
-    if others or len(patch.paths) > 1:
-        if patches.patched(patch, {rel: base})[rel] == now:
-            return {}
-        raise WorkFailed(
-            f"{rel} was edited in {target.words}, and more than one patch or file goes "
-            "with it: edit patches/ by hand. Nothing was touched."
-        )
-    if patches.patched(patch, {rel: base})[rel] == now:
-        return {}
-    found = target.manifest()
-    entry = found.files.get(rel) if found else None
-    if entry is not None and sha256(now) == entry.sha256:
-        return {}  # edited here since
-    if (
-        entry is not None
-        and sha256(patches.patched(patch, {rel: base})[rel]) != entry.sha256
-    ):
-        raise _Both
-    head = patch.text[: len(patch.text) - len(patch.hunks)]
-    return {f"patches/{patch.name}": head + _hunks(rel, base, now)}
 
 
 def _hunks(rel: str, base: bytes, now: bytes) -> bytes:

@@ -37,7 +37,7 @@ def _flush(path: Path) -> None:
     """Have the disk hold it: a file's text, or the names in a folder."""
     if os.name == "nt" and path.is_dir():
         return
-    handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
