@@ -92,7 +92,9 @@ def _say_how_to_use_it(target: Checkout, wheel: Wheel, pth: bool) -> None:
     lacks = ask_python(wheel.python, code.format(TEST_NEEDS)).split()
     if lacks:
         print(f"the tests need more:\n  {python} -m pip install {' '.join(lacks)}")
-    print(f"run its tests:\n  cd {root} && {path}{python} {TEST}")
+    print(
+        f"run its tests (-v says why one is skipped):\n  cd {root} && {path}{python} {TEST}"
+    )
 
 
 def _import_from(target: Checkout, python: Path) -> str:
