@@ -6,7 +6,9 @@ import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036
     # Said before the first import: those modules do not even parse on an older one.
-    sys.stderr.write("error: Python 3.10 or later is needed, this is " + sys.version)
+    sys.stderr.write(
+        "error: Python 3.10 or later is needed, this is " + sys.version + "\n"
+    )
     sys.exit(2)
 
 if __name__ == "__main__":
