@@ -1,7 +1,7 @@
 """Which torch versions are taken, and how `series` conditions compare."""
 
 import pytest
-from tools.overlay import versions
+from tools.overlay import stock, versions
 from tools.overlay.errors import WrongTarget
 
 
@@ -59,3 +59,10 @@ def test_conditions(version, spec, expected):
 def test_condition_that_is_none():
     with pytest.raises(WrongTarget, match="~=2.13"):
         versions.matches("2.13.0", "~=2.13")
+
+
+@pytest.mark.parametrize("rel", stock.KNOWN)
+def test_each_supported_release_is_known(rel):
+    named = {word for words in stock.KNOWN[rel].values() for word in words.split(", ")}
+    oldest, newest = versions.OLDEST[1], versions.NEWEST[1]
+    assert named == {f"2.{minor}" for minor in range(oldest, newest + 1)}
