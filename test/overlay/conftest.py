@@ -231,6 +231,21 @@ def installed(make_installed):
     return make_installed()
 
 
+@pytest.fixture
+def small_wheel(installed):
+    """With compiled parts, as far as a test needs any."""
+    found = target.find_wheel(installed)
+    for rel in (
+        "torch/_C.so",
+        "torch/lib/libtorch.so",
+        "torch/lib/sub/x",
+        "torch/v.pyi",
+    ):
+        (found.root / rel).parent.mkdir(parents=True, exist_ok=True)
+        (found.root / rel).write_text(rel)
+    return found
+
+
 def script(path: pathlib.Path, body: str) -> pathlib.Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("#!/bin/sh\n" + body)

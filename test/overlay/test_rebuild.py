@@ -112,20 +112,6 @@ def there(checkout):
     return target.find_checkout(checkout)
 
 
-@pytest.fixture
-def small_wheel(installed):
-    found = target.find_wheel(installed)
-    for rel in (
-        "torch/_C.so",
-        "torch/lib/libtorch.so",
-        "torch/lib/sub/x",
-        "torch/v.pyi",
-    ):
-        (found.root / rel).parent.mkdir(parents=True, exist_ok=True)
-        (found.root / rel).write_text(rel)
-    return found
-
-
 def test_copy_or_link(there, small_wheel, git_status):
     count = parts.lend(there, small_wheel)
     lent = there.root / "torch/lib/sub/x"

@@ -239,15 +239,6 @@ def test_a_pending_journal_is_not_overwritten(half):
     assert transaction.pending(half)
 
 
-@pytest.fixture
-def small_wheel(installed):
-    found = target.find_wheel(installed)
-    for rel in ("torch/_C.so", "torch/lib/libtorch.so", "torch/lib/sub/x"):
-        (found.root / rel).parent.mkdir(parents=True, exist_ok=True)
-        (found.root / rel).write_text(rel)
-    return found
-
-
 @pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize("command", ["lend", "remove"])
 def test_parts_killed_at_every_file(checkout, small_wheel, git_status, command, copy):
