@@ -193,6 +193,18 @@ def test_damaged_records_are_errors_with_a_way_out(checkout, face, tiny, name, t
     assert revert.revert(there).restored == ["torch/optim/_muon.py"]
 
 
+def test_way_out_of_a_damaged_journal(there, tiny, snapshot):
+    """B14: half of the files are there, and what they were cannot be read."""
+    before = tree(snapshot, there)
+    assert killed(12, lambda: apply.apply(there, tiny))
+    assert tree(snapshot, there) != before
+    (there.keep / "journal.json").unlink()
+    apply.apply(there, tiny)
+    assert status.status(there, tiny).state == "current"
+    revert.revert(there)
+    assert tree(snapshot, there) == before
+
+
 def test_journal_is_on_the_disk_before_it_counts(there, tiny, monkeypatch):
     """B14: each text is flushed before its rename, so that a power cut leaves no empty file."""
     flushed, renamed = set(), []

@@ -177,10 +177,10 @@ def _load(journal: Path) -> dict[str, tuple]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WorkFailed(
             f"{journal} is damaged ({error!r}): a command was cut off, and which files it "
-            "had changed cannot be read. Nothing was touched. The other commands look at "
-            "each file before they change it, so go on with\n"
+            "had changed cannot be read. Nothing was touched. `apply` looks at each file "
+            "before it changes it, so go on with\n"
             f"  rm {shlex.quote(str(journal))}\n"
-            "and then `status`, `apply` or `revert`."
+            "then `apply`, and after that `revert` if the overlay is to go."
         ) from None
 
 
