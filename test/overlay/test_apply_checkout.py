@@ -19,8 +19,8 @@ PUBLIC = (
 )
 
 
-def test_whole_files_and_hunks(checkout, tool, git_status, stock_muon):
-    done = tool("apply", "--checkout", checkout)
+def test_whole_files_and_hunks(checkout, face, git_status, stock_muon):
+    done = face("apply", "--checkout", checkout)
     assert (done.code, done.err) == (0, "")
     for rel, text in payload.read(ROOT).items():
         assert (checkout / rel).read_bytes() == text
@@ -38,10 +38,10 @@ def test_whole_files_and_hunks(checkout, tool, git_status, stock_muon):
     assert kept.read_bytes() == stock_muon
 
 
-def test_commit_holds_the_overlay_and_nothing_else(checkout, tool, shell, git_status):
+def test_commit_holds_the_overlay_and_nothing_else(checkout, face, shell, git_status):
     (checkout / "torch/optim/sgd.py").write_text("# somebody's other work\n")
     shell("git", "add", "torch/optim/sgd.py", cwd=checkout)
-    done = tool("apply", "--checkout", checkout, "--commit")
+    done = face("apply", "--checkout", checkout, "--commit")
     assert done.code == 0
     names = shell("git", "show", "--format=%s", "--name-only", cwd=checkout).out
     subject, *changed = names.split()[0:3], *names.splitlines()[2:]
@@ -55,36 +55,36 @@ def test_commit_holds_the_overlay_and_nothing_else(checkout, tool, shell, git_st
     assert subject
     assert git_status(checkout) == "M  torch/optim/sgd.py\n"
     count = shell("git", "rev-list", "--count", "HEAD", cwd=checkout).out
-    again = tool("apply", "--checkout", checkout, "--commit")
+    again = face("apply", "--checkout", checkout, "--commit")
     assert (again.code, "already" in again.out) == (0, True)
     assert shell("git", "rev-list", "--count", "HEAD", cwd=checkout).out == count
 
 
-def test_commit_after_apply(checkout, tool, git_status):
-    tool("apply", "--checkout", checkout)
-    done = tool("apply", "--checkout", checkout, "--commit")
+def test_commit_after_apply(checkout, face, git_status):
+    face("apply", "--checkout", checkout)
+    done = face("apply", "--checkout", checkout, "--commit")
     assert "committed as" in done.out
     assert git_status(checkout) == ""
 
 
-def test_revert(checkout, tool, git_status, snapshot):
+def test_revert(checkout, face, git_status, snapshot):
     before = snapshot(checkout)
     exclude = (checkout / ".git/info/exclude").read_text()
-    tool("apply", "--checkout", checkout)
-    done = tool("revert", "--checkout", checkout)
+    face("apply", "--checkout", checkout)
+    done = face("revert", "--checkout", checkout)
     assert done.code == 0
     assert git_status(checkout) == ""
     assert snapshot(checkout) == before
     assert (checkout / ".git/info/exclude").read_text() == exclude
-    again = tool("revert", "--checkout", checkout)
+    again = face("revert", "--checkout", checkout)
     assert (again.code, "nothing to revert" in again.out) == (0, True)
 
 
-def test_revert_of_a_commit(checkout, tool, shell, git_status):
+def test_revert_of_a_commit(checkout, face, shell, git_status):
     tree = shell("git", "rev-parse", "HEAD^{tree}", cwd=checkout).out
-    tool("apply", "--checkout", checkout, "--commit")
+    face("apply", "--checkout", checkout, "--commit")
     assert shell("git", "rev-parse", "HEAD^{tree}", cwd=checkout).out != tree
-    done = tool("revert", "--checkout", checkout, "--commit")
+    done = face("revert", "--checkout", checkout, "--commit")
     assert done.code == 0
     assert git_status(checkout) == ""
     assert shell("git", "rev-parse", "HEAD^{tree}", cwd=checkout).out == tree
@@ -92,16 +92,16 @@ def test_revert_of_a_commit(checkout, tool, shell, git_status):
 
 
 def test_revert_of_a_commit_without_committing_says_so(
-    checkout, tool, shell, git_status
+    checkout, face, shell, git_status
 ):
-    tool("apply", "--checkout", checkout, "--commit")
+    face("apply", "--checkout", checkout, "--commit")
     head = shell("git", "rev-parse", "HEAD", cwd=checkout).out
-    done = tool("revert", "--checkout", checkout)
+    done = face("revert", "--checkout", checkout)
     assert "not committed" in done.out
     assert " M torch/optim/_muon.py\n" in git_status(checkout)
     assert f"  git -C {checkout} revert {head}" in done.out
     # A second thought: the undoing that is there already is committed.
-    assert tool("revert", "--checkout", checkout, "--commit").code == 0
+    assert face("revert", "--checkout", checkout, "--commit").code == 0
     assert git_status(checkout) == ""
     assert shell("git", "diff", "HEAD~2", cwd=checkout).out == ""
 
@@ -109,14 +109,14 @@ def test_revert_of_a_commit_without_committing_says_so(
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("rel", ["torch/optim/_muon.py", "docs/source/optim.md"])
 def test_local_changes_are_refused_by_name(
-    checkout, tool, shell, snapshot, git_status, rel, staged
+    checkout, face, shell, snapshot, git_status, rel, staged
 ):
     path = checkout / rel
     path.write_text(path.read_text() + "\n# somebody's work\n")
     if staged:
         shell("git", "add", rel, cwd=checkout)
     before, shown = snapshot(checkout), git_status(checkout)
-    done = tool("apply", "--checkout", checkout)
+    done = face("apply", "--checkout", checkout)
     assert done.code == 3
     assert f"  {rel}\n" in done.err
     assert snapshot(checkout) == before
@@ -144,20 +144,20 @@ def test_folder_that_is_ignored_as_a_whole_is_refused(checkout):
         apply.apply(target.find_checkout(checkout), ROOT)
 
 
-def test_other_changes_are_left_alone(checkout, tool):
+def test_other_changes_are_left_alone(checkout, face):
     other = checkout / "torch/optim/sgd.py"
     other.write_text("# somebody's\n")
-    assert tool("apply", "--checkout", checkout).code == 0
-    assert tool("revert", "--checkout", checkout).code == 0
+    assert face("apply", "--checkout", checkout).code == 0
+    assert face("revert", "--checkout", checkout).code == 0
     assert other.read_text() == "# somebody's\n"
 
 
-def test_edits_after_apply_are_refused(checkout, tool):
-    tool("apply", "--checkout", checkout)
+def test_edits_after_apply_are_refused(checkout, face):
+    face("apply", "--checkout", checkout)
     path = checkout / "torch/optim/_muon.py"
     path.write_text("# edited\n")
     for command in ("apply", "revert"):
-        done = tool(command, "--checkout", checkout)
+        done = face(command, "--checkout", checkout)
         assert (done.code, "torch/optim/_muon.py" in done.err) == (3, True)
     assert path.read_text() == "# edited\n"
 
@@ -192,37 +192,37 @@ def test_newer_overlay_over_an_older_one(checkout, overlay, git_status):
     assert git_status(checkout) == ""
 
 
-def test_what_is_no_checkout(checkout, tool, tmp_path, snapshot):
-    assert "no such folder" in tool("apply", "--checkout", tmp_path / "none").err
+def test_what_is_no_checkout(checkout, face, tmp_path, snapshot):
+    assert "no such folder" in face("apply", "--checkout", tmp_path / "none").err
     # Every one of the things that make a checkout, taken away in turn.
-    assert "version.txt" in tool("apply", "--checkout", ROOT).err
-    inside = tool("apply", "--checkout", checkout / "torch")
+    assert "version.txt" in face("apply", "--checkout", ROOT).err
+    inside = face("apply", "--checkout", checkout / "torch")
     assert (inside.code, "not a PyTorch checkout" in inside.err) == (2, True)
     bare = tmp_path / "bare"
     shutil.copytree(checkout, bare, ignore=shutil.ignore_patterns(".git"))
     before = snapshot(bare)
-    done = tool("apply", "--checkout", bare)
+    done = face("apply", "--checkout", bare)
     assert done.code == 2
     assert "not the top of a git work tree" in done.err
     assert snapshot(bare) == before
 
 
-def test_target_without_docs_is_said(checkout, tool, shell):
+def test_target_without_docs_is_said(checkout, face, shell):
     shell("git", "rm", "-rq", "docs", cwd=checkout)
     shell("git", "commit", "-qm", "no docs", cwd=checkout)
-    done = tool("apply", "--checkout", checkout)
+    done = face("apply", "--checkout", checkout)
     assert done.code == 0
     assert "skipped for docs/source/optim.md" in done.out
     assert not (checkout / "docs").exists()
 
 
-def test_linked_work_tree(checkout, tool, shell, git_status, tmp_path):
+def test_linked_work_tree(checkout, face, shell, git_status, tmp_path):
     place = tmp_path / "linked"
     shell("git", "worktree", "add", "-q", "--detach", place, cwd=checkout)
-    assert tool("apply", "--checkout", place).code == 0
+    assert face("apply", "--checkout", place).code == 0
     assert ".muon_overlay" not in git_status(place)
     assert git_status(checkout) == ""
-    assert tool("revert", "--checkout", place).code == 0
+    assert face("revert", "--checkout", place).code == 0
     assert git_status(place) == ""
 
 
@@ -236,12 +236,12 @@ def test_every_patch_of_the_series_changes_something():
         assert "\n" not in patch.message.splitlines()[0]
 
 
-def test_export_and_git_am_give_the_same_tree(checkout, small, tool, shell, tmp_path):
-    tool("apply", "--checkout", checkout, "--commit")
+def test_export_and_git_am_give_the_same_tree(checkout, small, face, shell, tmp_path):
+    face("apply", "--checkout", checkout, "--commit")
     expected = shell("git", "rev-parse", "HEAD^{tree}", cwd=checkout).out
     # From the overlaid checkout: what it replaced is the base of the difference.
     out = tmp_path / "series"
-    done = tool("export", "--checkout", checkout, "--out", out)
+    done = face("export", "--checkout", checkout, "--out", out)
     assert done.code == 0
     mails = sorted(out.iterdir())
     assert len(mails) == 1 + len(patches.series(ROOT, "2.13.0"))
@@ -260,50 +260,50 @@ def test_export_and_git_am_give_the_same_tree(checkout, small, tool, shell, tmp_
     third = tmp_path / "third"
     shell("git", "clone", "-q", small, third)
     other = tmp_path / "other"
-    assert tool("export", "--checkout", third, "--out", other).code == 0
+    assert face("export", "--checkout", third, "--out", other).code == 0
     shell("git", "am", *sorted(other.iterdir()), cwd=third)
     assert shell("git", "rev-parse", "HEAD^{tree}", cwd=third).out == expected
     # What came by `git am` is recognized, and not laid over itself.
-    again = tool("apply", "--checkout", second)
+    again = face("apply", "--checkout", second)
     assert (again.code, "already" in again.out) == (0, True)
-    assert "from git" in tool("status", "--checkout", second).out
-    assert_git_has_to_revert(tool, second)
+    assert "from git" in face("status", "--checkout", second).out
+    assert_git_has_to_revert(face, second)
     # Also when this repository has moved on since.
     (second / "torch/optim/muon.py").write_text("# older\n")
     shell("git", "commit", "-qam", "older", cwd=second)
-    shown = tool("status", "--checkout", second).out
+    shown = face("status", "--checkout", second).out
     assert "from git" in shown
     assert "  outdated  torch/optim/muon.py\n" in shown
-    assert_git_has_to_revert(tool, second)
+    assert_git_has_to_revert(face, second)
     shell("git", "revert", "--no-edit", "HEAD", cwd=second)
     # What git has is not taken for the original: the base is in the history.
-    assert tool("export", "--checkout", second, "--out", out).code == 0
+    assert face("export", "--checkout", second, "--out", out).code == 0
     fourth = tmp_path / "fourth"
     shell("git", "clone", "-q", small, fourth)
     shell("git", "am", *sorted(out.iterdir()), cwd=fourth)
     assert shell("git", "rev-parse", "HEAD^{tree}", cwd=fourth).out == expected
 
 
-def assert_git_has_to_revert(tool, place):
-    done = tool("revert", "--checkout", place)
+def assert_git_has_to_revert(face, place):
+    done = face("revert", "--checkout", place)
     assert done.code == 2
     assert "in git, without a record of `apply`" in done.err
     assert f"git -C {place} revert\n" in done.err
 
 
 @pytest.mark.parametrize("name", ["file", "file/inside"])
-def test_export_to_what_is_no_folder(checkout, tool, tmp_path, name):
+def test_export_to_what_is_no_folder(checkout, face, tmp_path, name):
     (tmp_path / "file").touch()
-    done = tool("export", "--checkout", checkout, "--out", tmp_path / name)
+    done = face("export", "--checkout", checkout, "--out", tmp_path / name)
     assert done.code == 2
     assert f"error: {tmp_path / name} cannot be a folder" in done.err
     assert "Traceback" not in done.err
 
 
-def test_export_that_cannot_write(checkout, tool, tmp_path):
+def test_export_that_cannot_write(checkout, face, tmp_path):
     # Any other error of the operating system is told in words, too.
     (tmp_path / "0001-optim-distributed-Muon.patch").mkdir()
-    done = tool("export", "--checkout", checkout, "--out", tmp_path)
+    done = face("export", "--checkout", checkout, "--out", tmp_path)
     assert done.code == 1
     assert done.err == (
         f"error: {tmp_path}/0001-optim-distributed-Muon.patch: Is a directory\n"
@@ -347,13 +347,13 @@ def run_python(code):
     ).stdout
 
 
-def test_export_from_an_installed_torch(installed, small, tool, shell, tmp_path):
-    tool("apply", "--python", installed)
+def test_export_from_an_installed_torch(installed, small, face, shell, tmp_path):
+    face("apply", "--python", installed)
     out = tmp_path / "series"
     out.mkdir()
     (out / "0009-mine.patch").write_text("not ours\n")
-    assert tool("export", "--python", installed, "--out", out).code == 0
-    assert tool("export", "--python", installed, "--out", out).code == 0
+    assert face("export", "--python", installed, "--out", out).code == 0
+    assert face("export", "--python", installed, "--out", out).code == 0
     assert (out / "0009-mine.patch").read_text() == "not ours\n"
     (out / "0009-mine.patch").unlink()
     place = tmp_path / "pytorch"

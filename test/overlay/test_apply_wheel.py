@@ -31,8 +31,8 @@ def site(installed):
     return target.find_wheel(installed)
 
 
-def test_writes_every_torch_file_and_no_test(site, installed, tool, stock_muon):
-    done = tool("apply", "--python", installed)
+def test_writes_every_torch_file_and_no_test(site, installed, face, stock_muon):
+    done = face("apply", "--python", installed)
     assert (done.code, done.err) == (0, "")
     expected = torch_files()
     assert "torch/optim/_muon.py" in expected
@@ -48,65 +48,65 @@ def test_writes_every_torch_file_and_no_test(site, installed, tool, stock_muon):
     assert kept.read_bytes() == stock_muon
 
 
-def test_twice_says_so_and_changes_nothing(site, installed, tool, snapshot):
-    first = tool("apply", "--python", installed)
+def test_twice_says_so_and_changes_nothing(site, installed, face, snapshot):
+    first = face("apply", "--python", installed)
     before = snapshot(site.root)
-    done = tool("apply", "--python", installed)
+    done = face("apply", "--python", installed)
     assert done.code == 0
     assert "has the overlay already" in done.out
     assert snapshot(site.root) == before
     # What was said once is not said again while nothing changes.
     assert "skipped for" in first.out
     assert "skipped for" not in done.out
-    assert "skipped for" in tool("apply", "--python", installed, "--verbose").out
+    assert "skipped for" in face("apply", "--python", installed, "--verbose").out
 
 
-def test_many_files_are_counted_and_few_are_named(site, installed, tool):
+def test_many_files_are_counted_and_few_are_named(site, installed, face):
     count = len(torch_files())
     assert count > 5
-    first = tool("apply", "--python", installed).out
+    first = face("apply", "--python", installed).out
     assert f"wrote {count} files: {count} in torch/" in first
     assert "wrote torch/" not in first
-    shown = tool("status", "--python", installed).out
+    shown = face("status", "--python", installed).out
     assert f"{count} files as in this repository, 1 original kept" in shown
     assert "muon.py" not in shown
-    shown = tool("status", "--python", installed, "--verbose").out
+    shown = face("status", "--python", installed, "--verbose").out
     assert "  current   torch/optim/muon.py\n" in shown
     (site.root / "torch/optim/muon.py").unlink()
-    shown = tool("status", "--python", installed).out
+    shown = face("status", "--python", installed).out
     assert "  missing   torch/optim/muon.py\n" in shown
-    assert "wrote torch/optim/muon.py\n" in tool("apply", "--python", installed).out
-    done = tool("revert", "--python", installed, "--verbose")
+    assert "wrote torch/optim/muon.py\n" in face("apply", "--python", installed).out
+    done = face("revert", "--python", installed, "--verbose")
     assert "removed torch/optim/muon.py\n" in done.out
     assert "wrote torch/optim/muon.py\n" in (
-        tool("apply", "--python", installed, "--verbose").out
+        face("apply", "--python", installed, "--verbose").out
     )
 
 
-def test_revert_gives_back_the_same_tree(site, installed, tool, snapshot):
+def test_revert_gives_back_the_same_tree(site, installed, face, snapshot):
     before = snapshot(site.root)
-    tool("apply", "--python", installed)
+    face("apply", "--python", installed)
     assert snapshot(site.root) != before
     cache = site.torch_dir / "optim" / "__pycache__"
     cache.mkdir(exist_ok=True)
     stale = cache / f"_muon.{sys.implementation.cache_tag}.pyc"
     stale.write_bytes(b"old bytecode")
-    done = tool("revert", "--python", installed)
+    done = face("revert", "--python", installed)
     assert done.code == 0
     assert not stale.exists()
     assert snapshot(site.root) == before
     assert not (site.torch_dir / "optim/_muon_engine").exists()
     assert not (site.torch_dir / ".muon_overlay").exists()
-    again = tool("revert", "--python", installed)
+    again = face("revert", "--python", installed)
     assert again.code == 0
     assert "nothing to revert" in again.out
     assert snapshot(site.root) == before
 
 
-def test_status_in_words_and_json(site, installed, tool, overlay):
-    assert "no overlay" in tool("status", "--python", installed).out
-    tool("apply", "--python", installed)
-    found = json.loads(tool("status", "--python", installed, "--json").out)
+def test_status_in_words_and_json(site, installed, face, overlay):
+    assert "no overlay" in face("status", "--python", installed).out
+    face("apply", "--python", installed)
+    found = json.loads(face("status", "--python", installed, "--json").out)
     assert found["state"] == "current"
     assert set(found["files"].values()) == {"current"}
     assert list(found["originals"]) == ["torch/optim/_muon.py"]
@@ -146,10 +146,10 @@ def test_stale_files_go(site, overlay, snapshot):
 
 
 @pytest.mark.parametrize("rel", ["torch/optim/_muon.py", "torch/optim/muon.py"])
-def test_local_changes_are_refused_by_name(site, installed, tool, snapshot, rel):
+def test_local_changes_are_refused_by_name(site, installed, face, snapshot, rel):
     (site.root / rel).write_text("# somebody's work\n")
     before = snapshot(site.root)
-    done = tool("apply", "--python", installed)
+    done = face("apply", "--python", installed)
     assert done.code == 3
     assert f"  {rel}\n" in done.err
     assert snapshot(site.root) == before
@@ -160,12 +160,12 @@ def test_local_changes_are_refused_by_name(site, installed, tool, snapshot, rel)
     assert (f"rm {site.root}/{rel}\n" in done.err) == rel.endswith("/muon.py")
 
 
-def test_changes_made_after_apply_are_refused(site, installed, tool, snapshot):
-    tool("apply", "--python", installed)
+def test_changes_made_after_apply_are_refused(site, installed, face, snapshot):
+    face("apply", "--python", installed)
     (site.root / "torch/optim/_muon.py").write_text("# edited in place\n")
     before = snapshot(site.root)
     for command in ("apply", "revert"):
-        done = tool(command, "--python", installed)
+        done = face(command, "--python", installed)
         assert done.code == 3
         assert "torch/optim/_muon.py" in done.err
         assert "muon.py\n  " not in done.err  # one name only
@@ -223,11 +223,11 @@ def test_no_write_permission(site, snapshot, monkeypatch):
 @pytest.mark.skipif(
     os.name == "nt" or os.getuid() == 0, reason="root may write anywhere"
 )
-def test_no_write_permission_for_real(site, installed, tool, snapshot):
+def test_no_write_permission_for_real(site, installed, face, snapshot):
     before = snapshot(site.root)
     site.torch_dir.chmod(0o555)
     try:
-        done = tool("apply", "--python", installed)
+        done = face("apply", "--python", installed)
     finally:
         site.torch_dir.chmod(0o755)
     assert done.code == 1
@@ -235,32 +235,32 @@ def test_no_write_permission_for_real(site, installed, tool, snapshot):
     assert snapshot(site.root) == before
 
 
-def test_torch_is_never_imported(site, installed, tool):
+def test_torch_is_never_imported(site, installed, face):
     # Its __init__ raises: only finding it without importing can have worked.
-    assert tool("apply", "--python", installed).code == 0
+    assert face("apply", "--python", installed).code == 0
     assert status.status(site, ROOT).state == "current"
 
 
-def test_interpreters_that_cannot_be(tool, tmp_path, make_script):
-    assert "no such interpreter" in tool("apply", "--python", tmp_path / "none").err
+def test_interpreters_that_cannot_be(face, tmp_path, make_script):
+    assert "no such interpreter" in face("apply", "--python", tmp_path / "none").err
     broken = make_script(tmp_path / "broken", "echo it is broken >&2; exit 3\n")
-    done = tool("apply", "--python", broken)
+    done = face("apply", "--python", broken)
     assert (done.code, "it is broken" in done.err) == (2, True)
     bare = make_script(tmp_path / "bare", f'exec "{sys.executable}" -S -E "$@"\n')
-    done = tool("apply", "--python", bare)
+    done = face("apply", "--python", bare)
     assert done.code == 2
     assert "has no torch" in done.err
-    folder = tool("apply", "--python", tmp_path)
+    folder = face("apply", "--python", tmp_path)
     assert (folder.code, "folder without bin/python" in folder.err) == (2, True)
     (tmp_path / "text").touch()
-    assert "text: not executable" in tool("apply", "--python", tmp_path / "text").err
+    assert "text: not executable" in face("apply", "--python", tmp_path / "text").err
 
 
 @pytest.mark.parametrize(
     "body", ["exit 0", 'echo "$2"', 'echo "cannot open $2" >&2; exit 2']
 )
-def test_other_programs_do_not_show_the_probe(tool, tmp_path, make_script, body):
-    done = tool("status", "--python", make_script(tmp_path / "other", body + "\n"))
+def test_other_programs_do_not_show_the_probe(face, tmp_path, make_script, body):
+    done = face("status", "--python", make_script(tmp_path / "other", body + "\n"))
     assert done.code == 2
     assert done.err.startswith(f"error: {tmp_path}/other is not a")
     assert len(done.err.splitlines()) == 1
@@ -268,13 +268,13 @@ def test_other_programs_do_not_show_the_probe(tool, tmp_path, make_script, body)
 
 
 def test_relative_python_and_folder(
-    tool, tmp_path, installed, make_script, monkeypatch
+    face, tmp_path, installed, make_script, monkeypatch
 ):
     make_script(tmp_path / "venv/bin/python", f'exec "{installed}" "$@"\n')
     (tmp_path / "link").symlink_to(installed)
     monkeypatch.chdir(tmp_path)
     for name in ("venv/bin/python", "venv", "./venv/", tmp_path / "venv", "./link"):
-        done = tool("status", "--python", name)
+        done = face("status", "--python", name)
         assert (done.code, done.err) == (0, "")
         assert f"wheel {installed.parent}/site-packages\n" in done.out
     # A link is not followed: an environment's python is one.
@@ -283,17 +283,17 @@ def test_relative_python_and_folder(
     assert interpreter.find_interpreter("python") == tmp_path / "venv/bin/python"
 
 
-def test_checkout_given_as_an_installed_torch(tool, tmp_path, checkout, make_script):
+def test_checkout_given_as_an_installed_torch(face, tmp_path, checkout, make_script):
     python = make_script(
         tmp_path / "python", f'PYTHONPATH="{checkout}" exec "{sys.executable}" "$@"\n'
     )
-    done = tool("apply", "--python", python)
+    done = face("apply", "--python", python)
     assert done.code == 2
     assert f"--checkout {checkout}" in done.err
 
 
-def test_commit_needs_a_checkout(tool, installed):
-    assert tool("apply", "--python", installed, "--commit").code == 2
+def test_commit_needs_a_checkout(face, installed):
+    assert face("apply", "--python", installed, "--commit").code == 2
 
 
 def test_manifest_of_another_format(site):
