@@ -589,8 +589,8 @@ class TestStockParity(Runs):
             self.assertEqual({key: mine.get(key) for key in other}, other)
             self.assertEqual(list(mine)[: len(other)], list(other))
             new = mine.keys() - other.keys()
-            ours = {"distributed_config", "allow_batched_matrices", *NEW_FLAGS}
-            self.assertLessEqual(new, ours)
+            options = {"distributed_config", "allow_batched_matrices", *NEW_FLAGS}
+            self.assertLessEqual(new, options)
 
     def test_schedulers(self):
         def make(kind, optimizer):

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 import weakref
 from datetime import timedelta
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -551,6 +552,16 @@ def strategies():
 
 class ParityAssertions:
     """To be put before a TestCase whose methods run on every rank."""
+
+    def assertWarnsOnce(self, pattern, call):
+        """``call`` warns on rank 0, once, and on other ranks once or not at all."""
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            call()
+        texts = [str(one.message) for one in warned]
+        counts = everyone(sum(bool(re.search(pattern, text)) for text in texts))
+        self.assertEqual(counts[0], 1, f"{pattern}: {texts}")
+        self.assertLessEqual(set(counts), {0, 1}, f"{pattern}: {texts}")
 
     def assertEverywhere(self, problems: list[str], message: str = "") -> None:
         """Fails on every rank if one rank has a problem, so that none waits for the others."""

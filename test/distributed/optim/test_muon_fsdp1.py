@@ -616,13 +616,13 @@ class TestMuonFSDP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         config = create_auto_config(
             module=model, fsdp_process_group=grid_of(2, 2).get_group("a")
         )
-        with self.everywhere():
-            pattern = (
-                r"fsdp_process_group has ranks \[., .\], its FSDP unit's group has "
-                r"\[0, 1, 2, 3\]\. The unit's group counts"
-            )
-            with self.assertWarnsRegex(UserWarning, pattern):
-                Muon(model.parameters(), distributed_config=config)
+        pattern = (
+            r"fsdp_process_group has ranks \[., .\], its FSDP unit's group has "
+            r"\[0, 1, 2, 3\]\. The unit's group counts"
+        )
+        self.assertWarnsOnce(
+            pattern, lambda: Muon(model.parameters(), distributed_config=config)
+        )
 
 
 @requires_gloo()

@@ -252,9 +252,25 @@ class TestMuon2DParallelism(GlooOnCPU, ParityAssertions, MultiProcContinuousTest
         return Muon([("w0", param)], distributed_config=create_auto_config(**options))
 
     def check_warning(self, pattern, *placed, **options):
-        with self.everywhere(pattern):
-            with self.assertWarnsRegex(UserWarning, pattern):
-                self.build(*placed, **options)
+        self.assertWarnsOnce(pattern, lambda: self.build(*placed, **options))
+
+    def test_one_warning_for_all_parameters(self):
+        mesh, group = mesh_of(4), dist.group.WORLD
+        params = [
+            (
+                f"w{i}",
+                torch.nn.Parameter(place(full(i, (8, 8)), Spec((8, 8), mesh, (S0,)))),
+            )
+            for i in range(12)
+        ]
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            config = create_auto_config(tp_process_group=group, tp_dim_per_param=1)
+            Muon(params, distributed_config=config)
+        counts = everyone(len(warned))
+        self.assertEqual(counts, [1, 0, 0, 0])
+        if self.rank == 0:
+            self.assertRegex(str(warned[0].message), "parameter 0 'w0'.* and 4 more: ")
 
     def test_tp_dim_that_contradicts_a_dtensor(self):
         group = dist.group.WORLD
@@ -350,17 +366,17 @@ class TestMuon2DParallelism(GlooOnCPU, ParityAssertions, MultiProcContinuousTest
                 ({0: 0, 1: 1, 2: 0}, r"parameter 2 'w2'.*dimension 0.*-1"),
                 (1, r"parameter 0 'w0'.*dimension 1.*0"),
             ]:
-                with self.everywhere(f"{mark} {given}"):
-                    with self.assertWarnsRegex(UserWarning, pattern):
-                        # Each piece has a second dimension that would do.
-                        strategy = Strategy(mesh_of(4), "tp")
-                        params = []
-                        for i, dim in enumerate((0, 1, -1)):
-                            param = torch.nn.Parameter(full(i, (8, 8)))
-                            setattr(param, mark, dim)
-                            params.append((f"w{i}", param))
-                        config = strategy.config(tp_dim_per_param=given)
-                        Muon(params, distributed_config=config)
+                # Each piece has a second dimension that would do.
+                strategy = Strategy(mesh_of(4), "tp")
+                params = []
+                for i, dim in enumerate((0, 1, -1)):
+                    param = torch.nn.Parameter(full(i, (8, 8)))
+                    setattr(param, mark, dim)
+                    params.append((f"w{i}", param))
+                config = strategy.config(tp_dim_per_param=given)
+                self.assertWarnsOnce(
+                    pattern, lambda: Muon(params, distributed_config=config)
+                )
 
 
 @requires_gloo()
