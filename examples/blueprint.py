@@ -1,4 +1,3 @@
-# Shows: blueprint/quick-start, blueprint/grid, blueprint/aisles-pallets
 # %% [markdown]
 """# The blueprint: distributed Muon over DP x TP, on eight CPU processes
 
@@ -342,7 +341,6 @@ BUCKET = 12288  # elements, unless one slice alone has more
 
 
 def master_plan(layouts: list[Layout], grid: Grid) -> list[Entry]:
-    # Shows: blueprint/virtual-buffer, blueprint/aisles-pallets
     entries: list[Entry] = []
     for layout in layouts:
         kind = layout.key.name.split(".")[1]
@@ -544,7 +542,6 @@ def ways(
 def print_ways(
     reports: list[dict[str, Any]], schedule: Schedule, entries: list[Entry], grid: Grid
 ) -> None:
-    # Shows: blueprint/data-flow
     least = sum(lower_bound(schedule, rank) for rank in grid.ranks)
     tables.print_ways(
         reports[0]["journey"], ways(reports, schedule, entries, grid), least

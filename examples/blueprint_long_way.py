@@ -54,7 +54,6 @@ class LongWay:
         return self.run_of(entry, self.row)
 
     def step(self, grads: dict[str, Tensor], hyper: dict[str, Any]) -> None:
-        # Shows: blueprint/data-flow, blueprint/buckets
         mu = hyper["momentum"]
         stored: dict[str, Tensor] = {}
         for entry in self.entries:

@@ -42,7 +42,6 @@ def run(job: Job, dp: int, tp: int) -> list[dict[str, Any]]:
 
     A process imports ``job`` anew, so that has to be a function of a file.
     """
-    # Shows: blueprint/quick-start
     with tempfile.TemporaryDirectory() as folder:
         with deaf_children():
             context = start_processes(

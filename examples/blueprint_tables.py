@@ -16,7 +16,6 @@ Reports = list[dict[str, Any]]
 
 
 def print_grid(grid: Any) -> None:
-    # Shows: blueprint/grid
     show(f"{len(grid.ranks)} ranks, {grid.dp} x {grid.tp} (dp x tp)")
     show()
     show(f"{'':6}" + "".join(f"    tp {column}" for column in range(grid.tp)))
@@ -350,7 +349,6 @@ TERMS = (
 
 
 def print_terms() -> None:
-    # Shows: blueprint/aisles-pallets, blueprint/virtual-buffer
     for term in TERMS:
         show(term.theirs)
         show(f"    here: {term.ours} ({term.where})")
@@ -393,6 +391,5 @@ FIXES = (
 
 
 def print_fixes() -> None:
-    # Shows: blueprint/fixes
     for fix in FIXES:
         show(f"{fix.bug}\n        {fix.here}\n        shown by {', '.join(fix.tests)}")

@@ -3,7 +3,6 @@
     python examples/recipes                      all of them
     python examples/recipes fsdp hsdp            those of two files
     python examples/recipes fsdp.flat            one
-    python examples/recipes examples/7b          what stands for a document's example
     python examples/recipes --list               what there is
 
 Processes are started as needed; under torchrun those that there are run what is made for
@@ -54,7 +53,7 @@ def choose(wanted: list[str]) -> list[Recipe]:
         these = [
             recipe
             for recipe in recipes().values()
-            if name in (recipe.name, recipe.name.partition(".")[0], *recipe.shows)
+            if name in (recipe.name, recipe.name.partition(".")[0])
         ]
         if not these:
             raise SystemExit(f"recipes: there is no {name}; see --list")
@@ -66,7 +65,6 @@ def print_list(chosen: list[Recipe]) -> None:
     for recipe in chosen:
         summary = (recipe.function.__doc__ or "").partition("\n")[0]
         print(f"{recipe.name}, {counted(recipe)}: {summary}")
-        print(f"    {', '.join(recipe.shows)}")
 
 
 def main() -> int:

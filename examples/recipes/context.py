@@ -14,7 +14,6 @@ from torch.optim.muon import create_auto_config
 @recipe(processes=4)
 def split_sequences() -> OneProcess:
     """All ranks have all of the model; attention fetches keys and values from the others."""
-    # Shows: end-to-end/cp
     cp_pg = dist.group.WORLD
     model = Transformer().to(device())
     for layer in model.layers:

@@ -23,7 +23,6 @@ from torch.optim.muon import create_auto_config, DistributedConfig
 @recipe(processes=4)
 def functions() -> OneProcess:
     """Three functions for replicas: the owner broadcasts what it has orthogonalized."""
-    # Shows: examples/custom
 
     def assign_fn(params: list[Tensor], state: dict) -> dict[int, list[int]]:
         return {0: [0, 1], 1: [2, 3]}  # the other ranks have no share
@@ -138,7 +137,6 @@ def scatter_shards(update: Tensor, rank: int, state: dict) -> Tensor:
 @recipe(processes=4, connect=False)
 def other_framework() -> OneProcess:
     """Weights sharded by a framework of one's own. No process group exists."""
-    # Shows: end-to-end/custom-framework
     rank, size, folder = place.here
     framework = Hub(rank, size, str(folder / "hub"))
     config = DistributedConfig(
@@ -179,7 +177,6 @@ def other_framework() -> OneProcess:
 @recipe(processes=4)
 def size_aware() -> tuple[OneProcess, str]:
     """An ``assign_fn`` of one's own on a config that the factory has made."""
-    # Shows: end-to-end/size-aware
     model = Transformer().to(device())
     # Before FSDP hides them. The slices that it leaves differ in size between ranks, and
     # all ranks have to come to the same assignment.

@@ -23,7 +23,6 @@ def train(model: nn.Module, optimizer: Muon) -> None:
 @recipe(processes=4)
 def unconfigured() -> OneProcess:
     """Right without a config, but every rank orthogonalizes every matrix."""
-    # Shows: end-to-end/ddp
     model = DDP(Transformer().to(device()))
     optimizer = Muon(model.parameters(), lr=0.01, momentum=0.95)
 
@@ -35,7 +34,6 @@ def unconfigured() -> OneProcess:
 @recipe(processes=4)
 def shared_out() -> OneProcess:
     """With a config the ranks share out the matrices, and tell each other the results."""
-    # Shows: examples/2
     model = DDP(Transformer().to(device()))
 
     config = create_auto_config(ddp_process_group=dist.group.WORLD)
@@ -49,7 +47,6 @@ def shared_out() -> OneProcess:
 @recipe(processes=4)
 def by_another_name() -> OneProcess:
     """Ranks of context parallelism hold replicas too: ``cp_process_group`` does as well."""
-    # Shows: end-to-end/ddp-config
     model = DDP(Transformer().to(device()))
 
     config = create_auto_config(cp_process_group=dist.group.WORLD)

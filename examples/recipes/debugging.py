@@ -63,7 +63,6 @@ def kept(name: str) -> Iterator[list[str]]:
 @recipe(processes=4)
 def debug_mode() -> tuple[OneProcess, str]:
     """One owner after the other, and a line for each parameter and phase."""
-    # Shows: end-to-end/debug-mode, testing/debug-logging
     model = FSDP(Transformer(), device_id=device(), use_orig_params=True)
     config = create_auto_config(fsdp_process_group=dist.group.WORLD, module=model)
     config.async_gpu_parallelism = False
@@ -115,7 +114,6 @@ def describe_groups(**groups: ProcessGroup) -> list[str]:
 @recipe(processes=4)
 def process_groups() -> str:
     """Before anything else: which ranks are in which group."""
-    # Shows: end-to-end/tip-process-groups, testing/debug-groups
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("fsdp", "tp"))
     fsdp_pg, tp_pg = mesh.get_all_groups()
     lines = describe_groups(TP=tp_pg, FSDP=fsdp_pg)
@@ -145,7 +143,6 @@ def is_identity(param: Tensor, index: int, config: DistributedConfig) -> bool:
 @recipe(processes=4)
 def round_trip() -> str:
     """``gather_fn`` and then ``redistribute_fn`` change nothing."""
-    # Shows: end-to-end/tip-round-trip
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("fsdp", "tp"))
     fsdp_pg, tp_pg = mesh.get_all_groups()
     dtensors = fully_shard(
@@ -180,7 +177,6 @@ def compare_params(
 @recipe(processes=4)
 def comparison() -> str:
     """One step of FSDP beside one of a single process, from the same start."""
-    # Shows: end-to-end/tip-compare, testing/helper-compare
     single = MLP().to(device())
     # A second model made after the same seed would begin with other random numbers.
     sharded = FSDP(copy.deepcopy(single), device_id=device())
@@ -204,7 +200,6 @@ def comparison() -> str:
 @recipe(processes=4)
 def profile() -> str:
     """What a step does, and how often: exchanges between ranks, products of matrices."""
-    # Shows: end-to-end/tip-profile
     model = fully_shard(Transformer().to(device()))
     config = create_dtensor_config()
     optimizer = Muon(model.parameters(), lr=1e-3, distributed_config=config)
@@ -263,7 +258,6 @@ def watched(store: dist.Store, group: ProcessGroup, patience: float) -> Iterator
 @recipe(processes=4)
 def hang() -> str:
     """A rank leaves out a step. The others say which, and where they have waited."""
-    # Shows: end-to-end/tip-hang
     # Of these, not of the default half an hour. Some backends cannot go on after it.
     ddp_pg = dist.new_group(timeout=timedelta(seconds=5))
     store = shared_store()
@@ -298,7 +292,6 @@ def shared_store() -> dist.Store:
 @recipe(processes=4)
 def detailed_checks() -> tuple[OneProcess, str]:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL compares collectives before it runs them."""
-    # Shows: end-to-end/tip-logging
     # Read when torch is imported and by this call; counts for groups that are made then.
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()
@@ -336,7 +329,6 @@ def check_assignments(assignments: dict[int, list[int]], count: int) -> None:
 @recipe(processes=4)
 def assignments() -> tuple[OneProcess, str]:
     """Who orthogonalizes what, and a few steps on trial."""
-    # Shows: project/verify-setup, project/print-assignments, testing/debug-assignments
     model = fully_shard(Transformer().to(device()))
     config = create_dtensor_config()
     optimizer = Muon(model.parameters(), lr=0.01, distributed_config=config)
@@ -375,7 +367,6 @@ def sync_model_params(model: nn.Module, group: ProcessGroup | None = None) -> No
 @recipe(processes=4)
 def helpers() -> tuple[OneProcess, str]:
     """A small model, the same on all ranks."""
-    # Shows: testing/helper-model, testing/helper-sync
     torch.manual_seed(dist.get_rank())
     model = create_simple_model(hidden_size=32).to(device())
     first = [torch.zeros_like(p) for p in model.parameters()]

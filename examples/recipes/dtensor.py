@@ -58,7 +58,6 @@ def train_placed(
 @recipe(processes=4)
 def automatic() -> OneProcess:
     """A model whose parameters are DTensors already: no groups, no dimensions."""
-    # Shows: examples/0a, project/quick-start
     model = fully_shard(MLP().to(device()))
 
     config = create_dtensor_config()
@@ -76,7 +75,6 @@ def automatic() -> OneProcess:
 @recipe(processes=4)
 def sharded() -> OneProcess:
     """Weights cut along dimension 0. Biases are no matrices, and so AdamW's."""
-    # Shows: examples/0b
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     model = place_weights(MLP(bias=True).to(device()), mesh, [Shard(0)])
 
@@ -92,7 +90,6 @@ def sharded() -> OneProcess:
 @recipe(processes=8)
 def sharded_twice() -> OneProcess:
     """A mesh of two dimensions: one cuts rows, the other columns."""
-    # Shows: examples/0c
     mesh = init_device_mesh(device().type, (2, 4), mesh_dim_names=("fsdp", "tp"))
     model = place_weights(MLP(bias=True).to(device()), mesh, [Shard(0), Shard(1)])
 
@@ -109,7 +106,6 @@ def sharded_twice() -> OneProcess:
 @recipe(processes=4)
 def replicated() -> OneProcess:
     """Every rank has all weights and a slice of the batch, as under DDP."""
-    # Shows: examples/0d
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     model = place_weights(MLP(bias=True).to(device()), mesh, [Replicate()])
 

@@ -47,7 +47,6 @@ def numbers_of(model: MoE, matrices: list[nn.Parameter]) -> dict[int, int]:
 @recipe(processes=4)
 def independent() -> OneProcess:
     """Each rank's experts are its own business, without a config."""
-    # Shows: end-to-end/ep
     ep_pg = dist.group.WORLD
     model = MoE(ep_pg).to(device())
     optimizer = Muon(model.parameters(), lr=1e-3)
@@ -67,7 +66,6 @@ def independent() -> OneProcess:
 @recipe(processes=4)
 def with_replicas() -> OneProcess:
     """Two replicas of each expert, and four of the router."""
-    # Shows: examples/7
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "ep"))
     dp_pg, ep_pg = mesh.get_all_groups()
     model = MoE(ep_pg).to(device())
@@ -94,7 +92,6 @@ def with_replicas() -> OneProcess:
 @recipe(processes=4)
 def sharded() -> OneProcess:
     """Each expert is whole on no rank: FSDP shards it over the ranks that share it."""
-    # Shows: examples/7b
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("fsdp", "ep"))
     fsdp_pg, ep_pg = mesh.get_all_groups()
     model = MoE(ep_pg).to(device())
@@ -153,7 +150,6 @@ def train_on_pairs(
 @recipe(processes=8)
 def tensor_parallel() -> tuple[OneProcess, OneProcess]:
     """Each expert is on a TP pair of its own. The config is for TP, not for EP."""
-    # Shows: end-to-end/ep-tp
     mesh = init_device_mesh(device().type, (4, 2), mesh_dim_names=("ep", "tp"))
     ep_pg, tp_pg = mesh.get_all_groups()
 

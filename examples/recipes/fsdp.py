@@ -22,7 +22,6 @@ from torch.optim.muon import (
 @recipe(processes=4)
 def flat() -> OneProcess:
     """All parameters are matrices: one flat parameter may hold them all."""
-    # Shows: examples/1, end-to-end/fsdp
     model = FSDP(Transformer(), device_id=device())
 
     config = create_auto_config(fsdp_process_group=model.process_group)
@@ -44,7 +43,6 @@ def flat() -> OneProcess:
 @recipe(processes=4)
 def with_biases() -> OneProcess:
     """Matrices are Muon's and biases AdamW's, so they must not be one flat parameter."""
-    # Shows: examples/1, end-to-end/fsdp
     model = FSDP(MLP(bias=True), device_id=device(), use_orig_params=True)
 
     matrices, others = partition_parameters(model)
@@ -68,7 +66,6 @@ def with_biases() -> OneProcess:
 @recipe(processes=4)
 def strategies() -> tuple[OneProcess, ...]:
     """What FSDP frees between forward and backward is nothing to Muon."""
-    # Shows: end-to-end/fsdp-strategy
     proofs = []
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
         model = FSDP(MLP(), sharding_strategy=strategy, device_id=device())
@@ -88,7 +85,6 @@ def strategies() -> tuple[OneProcess, ...]:
 @recipe(processes=4)
 def fsdp2() -> OneProcess:
     """The same with ``fully_shard``, a unit for each block."""
-    # Shows: examples/1, end-to-end/fsdp
     model = Transformer().to(device())
     for layer in model.layers:
         fully_shard(layer)

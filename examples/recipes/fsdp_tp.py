@@ -33,7 +33,6 @@ def train(model: nn.Module, optimizer: Muon, *groups: ProcessGroup) -> None:
 @recipe(processes=4)
 def by_parameter() -> OneProcess:
     """Weights cut by hand, under FSDP1."""
-    # Shows: examples/5, project/process-groups
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("fsdp", "tp"))
     fsdp_pg, tp_pg = mesh.get_group("fsdp"), mesh.get_group("tp")
     model = cut_linears(Transformer().to(device()), tp_pg)
@@ -57,7 +56,6 @@ def by_parameter() -> OneProcess:
 @recipe(processes=4)
 def fsdp1_over_plan() -> OneProcess:
     """FSDP1 over ``parallelize_module``: the plan is known to FSDP, and by it to Muon."""
-    # Shows: end-to-end/tp-fsdp
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("fsdp", "tp"))
     fsdp_pg, tp_pg = mesh.get_group("fsdp"), mesh.get_group("tp")
     model = parallelize(Transformer().to(device()), mesh["tp"])
@@ -76,7 +74,6 @@ def fsdp1_over_plan() -> OneProcess:
 @recipe(processes=4)
 def fsdp2_over_plan() -> OneProcess:
     """The same with ``fully_shard``, and without groups."""
-    # Shows: examples/5, end-to-end/tp-fsdp
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("fsdp", "tp"))
     model = parallelize(Transformer().to(device()), mesh["tp"])
     model = fully_shard(model, mesh=mesh["fsdp"])
@@ -92,7 +89,6 @@ def fsdp2_over_plan() -> OneProcess:
 @recipe(processes=8)
 def tp_hsdp() -> OneProcess:
     """Three ways: TP pairs, shards of their pieces, replicas of the shards."""
-    # Shows: end-to-end/tp-hsdp
     mesh = init_device_mesh(
         device().type, (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp")
     )
@@ -121,7 +117,6 @@ def tp_hsdp() -> OneProcess:
 @recipe(processes=8)
 def three_groups() -> OneProcess:
     """FSDP, TP and DDP, each with a group of its own and no framework but FSDP1."""
-    # Shows: examples/8
     mesh = init_device_mesh(
         device().type, (2, 2, 2), mesh_dim_names=("ddp", "fsdp", "tp")
     )

@@ -28,7 +28,6 @@ def train(model: nn.Module, optimizer: Muon, *groups: ProcessGroup) -> None:
 @recipe(processes=4)
 def two_groups() -> OneProcess:
     """FSDP's group and DDP's are two dimensions of a mesh."""
-    # Shows: examples/6
     nodes = init_device_mesh(device().type, (2, 2), mesh_dim_names=("ddp", "fsdp"))
     fsdp_pg, ddp_pg = nodes.get_group("fsdp"), nodes.get_group("ddp")
     model = FSDP(
@@ -49,7 +48,6 @@ def two_groups() -> OneProcess:
 @recipe(processes=4)
 def hybrid_shard() -> OneProcess:
     """The groups are handed to FSDP and to Muon. A mesh makes all of them on all ranks."""
-    # Shows: end-to-end/hsdp
     nodes = init_device_mesh(
         device().type, (2, 2), mesh_dim_names=("replicate", "shard")
     )
@@ -74,7 +72,6 @@ def hybrid_shard() -> OneProcess:
 @recipe(processes=4)
 def fsdp2() -> OneProcess:
     """With ``fully_shard`` the mesh says it all."""
-    # Shows: examples/6, end-to-end/hsdp
     nodes = init_device_mesh(
         device().type, (2, 2), mesh_dim_names=("replicate", "shard")
     )

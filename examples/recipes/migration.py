@@ -46,7 +46,6 @@ def compare(before: list[float], after: list[float]) -> str:
 @recipe(processes=4)
 def one_process_to_dtensor() -> tuple[str, OneProcess]:
     """From one process to DTensor parameters."""
-    # Shows: examples/path-1-before, examples/path-1-after
     # Before
     model = MLP().to(device())
     optimizer = Muon(model.parameters(), lr=0.01)
@@ -66,7 +65,6 @@ def one_process_to_dtensor() -> tuple[str, OneProcess]:
 @recipe(processes=4)
 def one_process_to_fsdp() -> tuple[str, OneProcess]:
     """From one process to FSDP."""
-    # Shows: examples/path-2-before, examples/path-2-after
     # Before
     model = Transformer().to(device())
     optimizer = Muon(model.parameters(), lr=0.01)
@@ -86,7 +84,6 @@ def one_process_to_fsdp() -> tuple[str, OneProcess]:
 @recipe(processes=4)
 def one_process_to_fsdp_units() -> tuple[str, OneProcess]:
     """The same with an FSDP unit, and so a flat parameter, for each block."""
-    # Shows: end-to-end/migrate-fsdp-before, end-to-end/migrate-fsdp-after
     # Before
     model = Transformer().to(device())
     optimizer = Muon(model.parameters(), lr=1e-3)
@@ -108,7 +105,6 @@ def one_process_to_fsdp_units() -> tuple[str, OneProcess]:
 @recipe(processes=4)
 def adamw_to_muon() -> tuple[str, OneProcess]:
     """From AdamW to Muon, under FSDP. The loop stays; the learning rate does not."""
-    # Shows: examples/path-3-before, examples/path-3-after
     # Before
     model = FSDP(MLP(), device_id=device())
     optimizer = AdamW(model.parameters(), lr=0.001)
@@ -139,7 +135,6 @@ def loss_of_first_batch(model: nn.Module) -> float:
 @recipe(processes=4)
 def groups_to_dtensor() -> tuple[OneProcess, OneProcess, str]:
     """From FSDP1 with its process group to ``fully_shard``, whose parameters are DTensors."""
-    # Shows: examples/path-4-before, examples/path-4-after
     # Before
     model = FSDP(MLP(), device_id=device())
     config = create_auto_config(fsdp_process_group=model.process_group)
@@ -162,7 +157,6 @@ def groups_to_dtensor() -> tuple[OneProcess, OneProcess, str]:
 @recipe(processes=4)
 def ddp_to_dtensor() -> tuple[OneProcess, OneProcess, str]:
     """From DDP to replicated DTensors."""
-    # Shows: examples/path-5-before, examples/path-5-after
     # Before
     model = DDP(MLP().to(device()))
     config = create_auto_config(ddp_process_group=dist.group.WORLD)
@@ -185,7 +179,6 @@ def ddp_to_dtensor() -> tuple[OneProcess, OneProcess, str]:
 @recipe(processes=4)
 def fsdp_to_tp_and_fsdp() -> tuple[OneProcess, OneProcess, str]:
     """Tensor parallelism is added under FSDP."""
-    # Shows: end-to-end/migrate-tp-before, end-to-end/migrate-tp-after
     # Before
     fsdp_pg = dist.group.WORLD
     model = FSDP(Transformer(), process_group=fsdp_pg, device_id=device())
@@ -235,7 +228,6 @@ def my_redistribute(update: Tensor, rank: int, state: dict) -> Tensor:
 @recipe(processes=4)
 def own_functions_to_auto_config() -> tuple[OneProcess, OneProcess, str]:
     """Three functions of one's own give way to two groups."""
-    # Shows: end-to-end/migrate-auto-before, end-to-end/migrate-auto-after
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("fsdp", "tp"))
     fsdp_pg, tp_pg = mesh.get_all_groups()
     tp_dims = dict(enumerate([0, 1, 0, 1, 0, 1, 0, 1]))

@@ -33,7 +33,6 @@ class Stage(nn.Module):
 @recipe(processes=4)
 def four_stages() -> OneProcess:
     """The 1F1B schedule over four stages of one process each."""
-    # Shows: end-to-end/pp
     pp_pg = dist.group.WORLD
     stage, stages = pp_pg.rank(), pp_pg.size()
     model = Stage(Transformer(layers=stages).to(device()), stage, stages)
@@ -59,7 +58,6 @@ def four_stages() -> OneProcess:
 @recipe(processes=16)
 def four_dimensions() -> OneProcess:
     """Pipeline stages x replicas x shards x tensor parallelism, two of each."""
-    # Shows: end-to-end/4d
     mesh = init_device_mesh(
         device().type, (2, 2, 2, 2), mesh_dim_names=("pp", "replicate", "shard", "tp")
     )

@@ -6,9 +6,7 @@ late or of which a process failed; the recipes that are left get a new one.
 """
 
 import importlib
-import inspect
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -54,8 +52,6 @@ class Recipe(NamedTuple):
     function: Callable[[], Any]
     processes: int
     connect: bool
-    # How the documents' examples that it stands for are called.
-    shows: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -81,19 +77,11 @@ def recipe(processes: int, connect: bool = True) -> Callable[[Callable], Callabl
     """
 
     def register(function: Callable) -> Callable:
-        made = Recipe(function, processes, connect, tuple(ids_of(function)))
+        made = Recipe(function, processes, connect)
         _recipes[made.name] = made
         return function
 
     return register
-
-
-def ids_of(function: Callable) -> list[str]:
-    """What it says on its first line that it shows."""
-    found = re.search(r"^ +# Shows: (.+)$", inspect.getsource(function), re.MULTILINE)
-    if found is None:
-        raise ValueError(f"{function.__qualname__} does not say what it shows")
-    return found[1].split(", ")
 
 
 def recipes() -> dict[str, Recipe]:

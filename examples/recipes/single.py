@@ -48,7 +48,6 @@ def muon_step(
 @recipe(processes=1)
 def update_rule() -> str:
     """Muon's update, written out. It has to see the whole matrix."""
-    # Shows: project/problem
     model, by_hand = MLP().to(device()), MLP().to(device())
     options = {"weight_decay": 0.0, "nesterov": False}
     optimizer = Muon(model.parameters(), lr=0.01, momentum=0.95, ns_steps=5, **options)
@@ -76,7 +75,6 @@ def update_rule() -> str:
 @recipe(processes=1)
 def baseline() -> str:
     """One process, no config."""
-    # Shows: end-to-end/single
     model, by_hand = Transformer().to(device()), Transformer().to(device())
     params = list(by_hand.parameters())
     momentum_buffers = [torch.zeros_like(p) for p in params]
@@ -99,7 +97,6 @@ def baseline() -> str:
 @recipe(processes=4)
 def unified() -> str:
     """One functional form serves one process and many; only the config tells them apart."""
-    # Shows: end-to-end/unified
     options = {
         **dict(lr=0.01, weight_decay=0.1, momentum=0.95, nesterov=True, eps=EPS),
         **dict(ns_steps=5, ns_coefficients=(DEFAULT_A, DEFAULT_B, DEFAULT_C)),

@@ -48,7 +48,6 @@ def train(model: nn.Module, *optimizers: Muon) -> None:
 @recipe(processes=4)
 def by_parameter() -> OneProcess:
     """Plain tensors, cut by hand: some along dimension 0 and some along 1."""
-    # Shows: examples/3
     tp_pg = dist.group.WORLD
     model = cut_linears(Transformer().to(device()), tp_pg)
 
@@ -76,7 +75,6 @@ def by_parameter() -> OneProcess:
 @recipe(processes=4)
 def one_dimension() -> OneProcess:
     """One dimension for all, where a framework cuts all weights alike."""
-    # Shows: examples/4
     tp_pg = dist.group.WORLD
     model = Transformer().to(device())
     for layer in model.layers:
@@ -100,7 +98,6 @@ def one_dimension() -> OneProcess:
 @recipe(processes=4)
 def detected() -> OneProcess:
     """The framework's marks say along which dimension each parameter is cut."""
-    # Shows: examples/detect-tp-dims
     tp_pg = dist.group.WORLD
     model = cut_linears(Transformer().to(device()), tp_pg)  # which sets ``tp_dim``
 
@@ -117,7 +114,6 @@ def detected() -> OneProcess:
 @recipe(processes=4)
 def by_plan() -> OneProcess:
     """``parallelize_module`` makes DTensors; ``create_dtensor_config()`` would do as well."""
-    # Shows: end-to-end/tp
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     model = parallelize(Transformer().to(device()), mesh)
 
@@ -135,7 +131,6 @@ def by_plan() -> OneProcess:
 @recipe(processes=4)
 def two_optimizers() -> OneProcess:
     """One Muon for each dimension, with a config each. A dict of dimensions spares that."""
-    # Shows: end-to-end/tp-mixed
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     model = parallelize(Transformer().to(device()), mesh)
     named = dict(model.named_parameters())

@@ -21,7 +21,6 @@ from torch.optim.muon import (
 @recipe(processes=4)
 def debug() -> OneProcess:
     """One owner after the other, nothing in flight: to find out what goes wrong."""
-    # Shows: examples/tuning-debug
     fsdp_pg = dist.group.WORLD
     model = FSDP(Transformer(), process_group=fsdp_pg, device_id=device())
     config = create_auto_config(
@@ -43,7 +42,6 @@ def debug() -> OneProcess:
 @recipe(processes=4)
 def production() -> OneProcess:
     """All owners at once, and one exchange in flight behind each computation."""
-    # Shows: examples/tuning-production
     model, fsdp_pg, tp_pg = cut_both_ways()
     config = create_auto_config(
         fsdp_process_group=fsdp_pg,
@@ -58,7 +56,6 @@ def production() -> OneProcess:
 @recipe(processes=4)
 def aggressive() -> OneProcess:
     """More in flight, which takes more memory: for slow networks and many matrices."""
-    # Shows: examples/tuning-aggressive
     model, fsdp_pg, tp_pg = cut_both_ways()
     config = create_auto_config(
         fsdp_process_group=fsdp_pg,

@@ -50,7 +50,6 @@ TINY = ("--workloads", "tiny", "--world", "2", "--layouts", "shard")
 
 @needs_overlay
 def test_step(bench):
-    # Shows: testing/p2/benchmarks
     args = [] if has_stock() else ["--no-stock"]
     report, printed = bench("step", *TINY, "--reps", "2", "--profile", *args)
     (case,) = report["cases"]
@@ -73,7 +72,6 @@ def test_step(bench):
 
 @needs_overlay
 def test_dtensors_against_process_groups(bench):
-    # Shows: testing/p2/dtensor-vs-groups
     args = ["--workloads", "tiny", "--world", "2", "--layouts", "shard", "fsdp1", "ddp"]
     report, printed = bench("step", *args, "--reps", "2", "--no-stock")
     assert [case["layout"] for case in report["cases"]] == ["shard", "fsdp1", "ddp"]

@@ -119,7 +119,6 @@ def assert_proven(out):
 
 
 def test_script():
-    # Shows: blueprint/quick-start, blueprint/grid, blueprint/data-flow
     code, out, err = finish(start(SCRIPT))
     assert code == 0, err
     assert err == ""
@@ -216,7 +215,6 @@ def test_without_the_overlay(tmp_path):
 
 
 def test_notebook_is_up_to_date(capsys):
-    # Shows: blueprint/notebook
     assert NOTEBOOK.read_text(encoding="utf-8") == notebook_of(
         SCRIPT.read_text(encoding="utf-8")
     )
@@ -225,7 +223,6 @@ def test_notebook_is_up_to_date(capsys):
 
 
 def test_notebook_runs():
-    # Shows: blueprint/notebook, blueprint/fixes
     # Another grid than the script's, and one that has both dimensions still.
     code, out, err = finish(start("-c", KERNEL, NOTEBOOK, "2, 2"))
     assert code == 0, err
@@ -251,7 +248,6 @@ def test_chapters_of_script_and_notebook_are_the_same():
 
 
 def test_terms_say_where_they_live():
-    # Shows: blueprint/aisles-pallets, blueprint/virtual-buffer
     tables = (EXAMPLES / "blueprint_tables.py").read_text()
     places = re.findall(r"([\w/]+\.py): (\w+)", tables)
     assert len(places) >= 10
@@ -260,7 +256,6 @@ def test_terms_say_where_they_live():
 
 
 def test_fixes_name_tests_that_exist():
-    # Shows: blueprint/fixes
     tables = (EXAMPLES / "blueprint_tables.py").read_text()
     named = set(re.findall(r'"(test_\w+)"', tables))
     texts = [path.read_text() for path in (ROOT / "test").rglob("*.py")]
@@ -298,7 +293,6 @@ f()
 
 
 def test_cells():
-    # Shows: blueprint/notebook
     assert [(cell.cell_type, cell.source) for cell in cells_of(CELLS)] == [
         ("markdown", "# Title\n\nText."),
         ("code", "# A comment.\n\nshown = 1"),

@@ -92,7 +92,6 @@ def measured(tmp_path, monkeypatch):
 
 
 def test_processes_count_together(measured):
-    # Shows: testing/coverage-lines, testing/coverage-branches, testing/coverage-errors
     out, code = measured(0, 3)
     assert code == 0, out
     assert "optim/_muon.py" in out
@@ -101,7 +100,6 @@ def test_processes_count_together(measured):
 
 
 def test_an_error_path_that_no_test_takes(measured):
-    # Shows: testing/coverage-errors
     out, code = measured(0)
     assert code == 1
     assert "optim/_muon.py:3: raise ValueError( is in no test" in out
@@ -139,7 +137,6 @@ def made_up(lines, branches, errors):
     ],
 )
 def test_limits(given, words):
-    # Shows: testing/coverage-lines, testing/coverage-branches, testing/coverage-errors
     found = problems([made_up(*given)])
     assert len(found) == len(words)
     assert all(word in text for word, text in zip(words, found))

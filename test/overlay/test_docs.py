@@ -106,6 +106,32 @@ def test_named_tests_exist(document):
         assert cited
 
 
+REQUIREMENTS = ROOT / "docs" / "requirements.md"
+
+
+def what_shows():
+    """Name and file of each test and example in the table of requirements."""
+    cell = r"\[(\w+)\]\(\.\./([\w/]+\.py)\)"
+    named = r"^\| `(\w+)::(\w+)` \| (.*) \|$"
+    text = REQUIREMENTS.read_text()
+    yield from re.findall(cell, text)
+    for group, name, files in re.findall(named, text, re.MULTILINE):
+        for file in re.findall(r"\(\.\./([\w/]+\.py)\)", files):
+            yield group, file
+            yield name, file
+
+
+def test_what_shows_a_requirement_exists():
+    found = list(what_shows())
+    assert len(found) > 150
+    assert not re.search(r"\|\s*\|$", REQUIREMENTS.read_text(), re.MULTILINE)
+    for name, file in found:
+        definition = rf"^ *(?:def|class) {name}\b"
+        assert re.search(definition, (ROOT / file).read_text(), re.MULTILINE), (
+            f"{file} has no {name}"
+        )
+
+
 @each_document
 def test_python_blocks_compile(document):
     text = document.read_text()

@@ -1,6 +1,5 @@
 """The recipes hold, all of them; one that does not is found."""
 
-import ast
 import json
 import os
 import re
@@ -25,7 +24,6 @@ BROKEN = '''
 @recipe(processes=2)
 def perturbed() -> OneProcess:
     """Not what it should be."""
-    # Shows: nothing
     model = Transformer().to(device())
     config = create_auto_config(ddp_process_group=dist.group.WORLD)
     optimizer = Muon(model.parameters(), lr=0.01, distributed_config=config)
@@ -42,7 +40,6 @@ def perturbed() -> OneProcess:
 @recipe(processes=2)
 def failing() -> None:
     """Not what it should be."""
-    # Shows: nothing
     if dist.get_rank() == 1:
         raise KeyError("the culprit")
     dist.barrier()
@@ -51,7 +48,6 @@ def failing() -> None:
 @recipe(processes=2)
 def ending() -> None:
     """Not what it should be."""
-    # Shows: nothing
     if dist.get_rank() == 0:
         os._exit(3)
     dist.barrier()
@@ -60,7 +56,6 @@ def ending() -> None:
 @recipe(processes=2)
 def later() -> str:
     """As it should be."""
-    # Shows: nothing
     dist.barrier()
     return "on new processes"
 '''
@@ -116,18 +111,14 @@ def results_of(out):
 
 
 def defined():
-    """All functions that the files mark as recipes, and what each says that it shows."""
-    found = {}
-    for path in (EXAMPLES / "recipes").glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and any(
-                isinstance(mark, ast.Call) and getattr(mark.func, "id", "") == "recipe"
-                for mark in node.decorator_list
-            ):
-                text = ast.get_source_segment(path.read_text(), node)
-                (shown,) = re.findall(r"^ +# Shows: (.*)$", text, re.MULTILINE)
-                found[f"{path.stem}.{node.name}"] = shown.split(", ")
-    return found
+    """All functions that the files mark as recipes."""
+    return {
+        f"{path.stem}.{name}"
+        for path in (EXAMPLES / "recipes").glob("*.py")
+        for name in re.findall(
+            r"^@recipe\(.*\)\ndef (\w+)", path.read_text(), re.MULTILINE
+        )
+    }
 
 
 def test_all_hold():
@@ -161,14 +152,13 @@ print(json.dumps(answers))
 SELECTIONS = {
     "context": {"context.split_sequences"},
     "ddp.unconfigured": {"ddp.unconfigured"},
-    "examples/7b": {"experts.sharded"},
 }
 
 
 @pytest.fixture(scope="module")
 def answers():
     """The exit code and output for each list of arguments."""
-    asked = ["--list", *(f"--list {name}" for name in SELECTIONS), "examples/99"]
+    asked = ["--list", *(f"--list {name}" for name in SELECTIONS), "context.none"]
     done = subprocess.run(
         [sys.executable, "-c", ASKED, str(EXAMPLES / "recipes"), *asked],
         capture_output=True,
@@ -182,9 +172,7 @@ def answers():
 def test_list(answers):
     code, out, err = answers["--list"]
     assert code == 0, err
-    for name, shown in defined().items():
-        lines = rf"^{re.escape(name)}, \d+ process.*\n    {', '.join(shown)}$"
-        assert re.search(lines, out, re.MULTILINE)
+    assert set(re.findall(r"^(\w+\.\w+), \d+ process", out, re.MULTILINE)) == defined()
 
 
 @pytest.mark.parametrize(("name", "expected"), SELECTIONS.items())
@@ -196,8 +184,8 @@ def test_selection(answers, name, expected):
 
 def test_unknown_name(answers):
     # With a text instead of a number Python prints it and exits with 1.
-    code, out, _ = answers["examples/99"]
-    assert code == "recipes: there is no examples/99; see --list"
+    code, out, _ = answers["context.none"]
+    assert code == "recipes: there is no context.none; see --list"
     assert out == ""
 
 

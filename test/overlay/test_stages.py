@@ -52,7 +52,6 @@ def collected(tmp_path_factory):
 
 
 def test_each_test_has_one_stage(collected):
-    # Shows: testing/stages
     assert collected
     for test, markers in collected.items():
         assert len(set(markers) & set(STAGES)) == 1, test
@@ -72,7 +71,6 @@ def test_each_test_has_one_stage(collected):
     ],
 )
 def test_stages(collected, stage, test):
-    # Shows: testing/stages
     (markers,) = (m for name, m in collected.items() if name.endswith(test))
     assert stage in markers
 

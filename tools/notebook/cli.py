@@ -10,7 +10,6 @@ from .cells import notebook_of
 
 
 def main(arguments: list[str]) -> int:
-    # Shows: blueprint/notebook
     parser = argparse.ArgumentParser(
         prog="python -m tools.notebook",
         description="Write the notebook of a script in cells beside it.",
