@@ -299,8 +299,6 @@ def run_stock_case(cls, options, steps, expected):
 class TestStockResults(TestCase):
     """What stock computes, as numbers: where no stock is kept, nothing else shows it."""
 
-    # Shows: testing/p0/backward-compatibility
-
     @parametrize("case", list(STOCK_RESULTS))
     def test_results_of_stock(self, case):
         options, steps, atol, expected = STOCK_RESULTS[case]
@@ -311,8 +309,6 @@ class TestStockResults(TestCase):
 @needs_stock
 @instantiate_parametrized_tests
 class TestStockParity(Runs):
-    # Shows: testing/p0/backward-compatibility
-
     @parametrize("case", list(STOCK_RESULTS))
     def test_results_that_are_numbers(self, case):
         options, steps, atol, expected = STOCK_RESULTS[case]
@@ -692,7 +688,6 @@ class TestCompile(Runs):
 @instantiate_parametrized_tests
 class TestMuonCore(Runs):
     def test_backward_compatibility(self):
-        # Shows: testing/p0/backward-compatibility
         model = nn.Sequential(
             nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False)
         )

@@ -54,7 +54,6 @@ class TestDistributedConfig(ConfigTestCase):
         self.assertEqual(create_dtensor_config(False, 2).prefetch_count, 2)
 
     def test_assign_fn_coverage(self):
-        # Shows: testing/p0/assigned-once, testing/p0/no-overlap
         params = make_params(*[(10, 10)] * 8)
 
         def assign_fn(params, state):
@@ -71,7 +70,6 @@ class TestDistributedConfig(ConfigTestCase):
         )
 
     def test_tp_dim_per_param_validation(self):
-        # Shows: testing/p0/tp-dims
         tp_dims = {0: 0, 1: 1, 2: 0}
         config = create_auto_config(tp_process_group=None, tp_dim_per_param=tp_dims)
         self.assertEqual(config.state["tp_dim_per_param"], tp_dims)
@@ -489,13 +487,11 @@ class TestMuonErrors(ConfigTestCase):
         return local_config(assign_fn, state={"rank": 0, "world_size": 2})
 
     def test_incomplete_assignment_raises(self):
-        # Shows: testing/p0/error-incomplete
         config = self.config_for_two(lambda params, state: {0: [0, 1], 1: []})
         with self.assertRaisesRegex(AssertionError, r"missing.*\[2, 3\]"):
             Muon(make_params(*[(10, 10)] * 4), lr=0.01, distributed_config=config)
 
     def test_overlapping_assignment_raises(self):
-        # Shows: testing/p0/error-overlap
         config = self.config_for_two(lambda params, state: {0: [0, 1], 1: [0, 2]})
         with self.assertRaises(AssertionError) as seen:
             Muon(make_params(*[(10, 10)] * 4), lr=0.01, distributed_config=config)
@@ -544,7 +540,6 @@ class TestMuonErrors(ConfigTestCase):
         self.assert_same_bits([p.detach() for p in params], before)
 
     def test_wrong_tp_dim_raises(self):
-        # Shows: testing/p0/error-tp-dim
         param = torch.randn(10, 20)
         for options in (
             {"tp_dim_per_param": {0: 3}},

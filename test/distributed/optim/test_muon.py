@@ -84,7 +84,6 @@ class TestDTensorConfig(TestCase):
         self.mesh = DeviceMesh("cpu", [0])
 
     def test_dtensor_config_creation(self):
-        # Shows: testing/p0/dtensor-config
         config = create_dtensor_config()
         self.assertTrue(callable(config.assign_fn))
         self.assertTrue(callable(config.gather_fn))
@@ -94,7 +93,6 @@ class TestDTensorConfig(TestCase):
         self.assertEqual(config.prefetch_count, 1)
 
     def test_dtensor_gather_full_tensor(self):
-        # Shows: testing/p0/dtensor-correctness
         tensor = torch.randn(10, 10)
         config = create_dtensor_config()
         gathered = config.gather_fn(
@@ -104,7 +102,6 @@ class TestDTensorConfig(TestCase):
         self.assertTrue(torch.equal(gathered, tensor))
 
     def test_dtensor_redistribute(self):
-        # Shows: testing/p0/dtensor-correctness
         params = [
             distribute_tensor(torch.randn(10, 10), self.mesh, [Shard(0)])
             for _ in range(2)
@@ -120,7 +117,6 @@ class TestDTensorConfig(TestCase):
         self.assertTrue(torch.equal(redistributed.to_local(), update))
 
     def test_dtensor_replicate_placement(self):
-        # Shows: testing/p1/dtensor-replicate
         tensor = torch.randn(10, 10)
         config = create_dtensor_config()
         gathered = config.gather_fn(
@@ -129,8 +125,6 @@ class TestDTensorConfig(TestCase):
         self.assertTrue(torch.equal(gathered, tensor))
 
     def test_dtensor_mixed_regular_params(self):
-        # Shows: testing/p0/dtensor-metadata, testing/dtensor/metadata,
-        # testing/dtensor/metadata-mixed, testing/p1/dtensor-mixed
         params = [
             distribute_tensor(torch.randn(10, 10), self.mesh, [Shard(0)]),
             torch.randn(5, 5),
@@ -150,7 +144,6 @@ class TestDTensorConfig(TestCase):
 
 class DTensorTests(Tests):
     def test_dtensor_shard_correctness(self):
-        # Shows: testing/p0/dtensor-correctness, testing/dtensor/mesh-1d, testing/dtensor/placements
         mesh = mesh_of(self.world_size)
         weight = full(1, (64, 64))
         model = torch.nn.Linear(64, 64, bias=False, device=device())
@@ -171,7 +164,6 @@ class DTensorTests(Tests):
         self.assertFalse(torch.equal(found, weight))
 
     def test_dtensor_vs_single_device(self):
-        # Shows: testing/p1/dtensor-vs-single
         torch.manual_seed(42)
         single = torch.nn.Linear(32, 32, device=device())
         model = torch.nn.Linear(32, 32, device=device())
@@ -206,7 +198,6 @@ class DTensorTests(Tests):
             self.assertTrue(equal(weight, single.weight.detach()))
 
     def test_dtensor_2d_mesh(self):
-        # Shows: testing/p1/dtensor-2d, testing/dtensor/mesh-2d
         mesh = DeviceMesh(
             device().type,
             torch.arange(self.world_size).reshape(-1, 2),
@@ -218,7 +209,6 @@ class DTensorTests(Tests):
         self.assertEqual(twins.params[0].to_local().shape, (rows, 64))
 
     def test_dtensor_placements(self):
-        # Shows: testing/dtensor/shard, testing/dtensor/replicate, testing/dtensor/hybrid
         for mesh in (mesh_of(self.world_size), grid_of(self.world_size // 2, 2)):
             twins = Twins(specs(mesh, all_placements(mesh)))
             twins.set_gradients()
@@ -232,7 +222,6 @@ class DTensorTests(Tests):
 
 class FSDPTests(Tests):
     def test_fsdp_correctness(self):
-        # Shows: testing/p0/fsdp
         run = Run(orig=False)
         run.backward()
         count = sum(everyone(len(run.update())))
@@ -240,7 +229,6 @@ class FSDPTests(Tests):
         self.assertEqual(count, sum(p.ndim == 2 for p in run.single.parameters()))
 
     def test_fsdp_vs_single_device(self):
-        # Shows: testing/p0/fsdp, testing/p1/stress
         for orig in (False, True):
             run = Run(orig=orig)
             for _ in range(10):
@@ -248,7 +236,6 @@ class FSDPTests(Tests):
             self.assertEverywhere(run.problems(), f"use_orig_params={orig}")
 
     def test_fully_shard_vs_single_device(self):
-        # Shows: testing/p0/fsdp
         model = fully_shard(make_model(), mesh=mesh_of(self.world_size))
         self.check(model, create_dtensor_config(), data_rank=self.rank)
 
@@ -260,7 +247,6 @@ class FSDPTests(Tests):
 
 class DDPTests(Tests):
     def test_ddp_vs_single_device(self):
-        # Shows: testing/p0/ddp
         config = create_auto_config(ddp_process_group=dist.group.WORLD)
         self.check(data_parallel(make_model()), config, data_rank=self.rank)
 
@@ -272,13 +258,11 @@ class DDPTests(Tests):
 
 class TPTests(Tests):
     def test_tp_correctness(self):
-        # Shows: testing/p1/tp
         model = tensor_parallel(make_model(), mesh_of(self.world_size))
         matrices, _ = self.check(model, create_dtensor_config())
         self.assertEqual([p.placements for p in matrices], [(S0,), (S1,)] * 2)
 
     def test_per_parameter_tp_dims(self):
-        # Shows: testing/p1/tp-dims-per-parameter
         config = create_auto_config(
             tp_process_group=dist.group.WORLD,
             tp_dim_per_param={0: 0, 1: 1, 2: 0, 3: 1},
@@ -287,7 +271,6 @@ class TPTests(Tests):
         self.check(model, config)
 
     def test_fsdp_plus_tp(self):
-        # Shows: testing/p1/fsdp-tp
         grid = grid_of(self.world_size // 2, 2)
         model = tensor_parallel(make_model(), grid["b"])
         fully_shard(model, mesh=grid["a"])
@@ -312,7 +295,6 @@ class ExpertTests(Tests):
         return model.to(device())
 
     def test_expert_parallel_independence(self):
-        # Shows: testing/p2/ep
         config = create_auto_config(
             ep_process_group=dist.group.WORLD,
             expert_assignments={0: self.rank, 1: self.rank},
@@ -327,7 +309,6 @@ class ExpertTests(Tests):
         self.assertEqual(optimizer.assignments, {self.rank: [0, 1]})
 
     def test_expert_parallel_with_fsdp(self):
-        # Shows: testing/p2/ep-fsdp
         shards = grid_of(self.world_size // 2, 2)["b"]
         number = self.rank // 2
         model = FSDP(
@@ -454,7 +435,6 @@ class TestMuonPerformance(MultiProcessTestCase):
     @requires_nccl()
     @skip_if_lt_x_gpu(4)
     def test_prefetch_speedup(self):
-        # Shows: testing/p1/prefetch-speedup
         torch.cuda.set_device(self.rank)
         dist.init_process_group(
             "nccl",

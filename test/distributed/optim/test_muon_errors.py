@@ -301,7 +301,6 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             )
 
     def test_one_rank_with_a_bad_assign_fn(self):
-        # Shows: testing/p0/error-incomplete, testing/p0/error-overlap
         good = {0: [0, 1], 1: [2, 3]}
         for bad, kind, pattern in [
             ({0: [0], 1: [2, 3]}, AssertionError, r"missing \[1\].*'w1'"),
@@ -373,7 +372,6 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.assertIn("param.data = dtensor", text)
 
     def test_mesh_without_this_rank(self):
-        # Shows: testing/dtensor/other-meshes
         mesh = mesh_of(4)
         first_half = DeviceMesh("cpu", [0, 1])
 

@@ -108,7 +108,6 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     # Newton-Schulz
 
     def test_each_matrix_is_orthogonalized_once(self):
-        # Shows: testing/p0/assigned-once
         for parallel in (True, False):
             twins = Twins(self.placed(), create_dtensor_config(parallel))
             twins.set_gradients()
@@ -126,7 +125,6 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 )
 
     def test_hsdp_orthogonalizes_once_and_not_per_replica(self):
-        # Shows: testing/p1/dtensor-replicate, testing/dtensor/replicate
         grid = grid_of(2, 2)
         twins = Twins(specs(grid, [(R, S0)], [(8, 8)] * 4))
         twins.set_gradients()

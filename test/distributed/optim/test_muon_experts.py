@@ -102,7 +102,6 @@ class TestMuonExpertParallel(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
     # One kind beside EP
 
     def test_expert_parallel_independence(self):
-        # Shows: testing/p2/ep
         twins = self.twins([self.rank], [], ep_process_group=dist.group.WORLD)
         seen = self.check(twins, 4 * len(EXPERT))
         self.assertEqual(seen.calls, [])
@@ -159,7 +158,6 @@ class TestMuonExpertParallel(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
         self.assertLessEqual(max(between), bound)
 
     def test_fsdp(self):
-        # Shows: testing/p2/ep-fsdp
         data, experts = self.groups()
         rows = Strategy(grid_of(2, 2)["a"], "fsdp")
         twins = self.twins(

@@ -435,7 +435,6 @@ class TestMuonGroupErrors(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     # What one rank has
 
     def test_tp_dim_out_of_range(self):
-        # Shows: testing/p0/error-tp-dim, testing/p0/tp-dims
         tp = Strategy(grid_of(4), "tp")
         for dim in (2, -3):
             for given in (dim, {1: dim}):
@@ -452,7 +451,6 @@ class TestMuonGroupErrors(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             )
 
     def test_wrong_tp_dim_raises(self):
-        # Shows: testing/p0/error-tp-dim
         for group in (None, dist.group.WORLD):
             config = create_auto_config(tp_process_group=group, tp_dim_per_param={0: 3})
             with self.everywhere():

@@ -72,7 +72,6 @@ class TestMuonGroups(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.check("fsdp", mesh=grid_of(4))
 
     def test_tp_vs_single_device(self):
-        # Shows: testing/p1/tp
         self.check("tp", mesh=grid_of(4))
         for dim in (0, 1, -1, -2, None):
             self.check("tp", mesh=grid_of(4), dims=dim, hows=["chunk"])
@@ -81,11 +80,9 @@ class TestMuonGroups(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.check("ddp", mesh=grid_of(4), hows=["chunk"])
 
     def test_cp_vs_single_device(self):
-        # Shows: testing/p2/cp
         self.check("cp", mesh=grid_of(4), hows=["chunk"])
 
     def test_combinations_vs_single_device(self):
-        # Shows: testing/p2/cp-mixed
         for strategy in strategies()[4:]:
             for how in ("chunk", "balanced", "last"):
                 twins = strategy.twins(how=how)
@@ -148,7 +145,6 @@ class TestMuonGroups(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.assertTrue(torch.equal(param.detach(), single.detach()[row : row + 2]))
 
     def test_cp_within_the_ranks_that_fsdp_shards_over(self):
-        # Shows: testing/p2/cp-mixed
         for name in "ab":
             config = create_auto_config(
                 fsdp_process_group=dist.group.WORLD,
@@ -467,7 +463,6 @@ class TestMuonGroups(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     # DTensors and hand-cut pieces of the same matrices
 
     def test_dtensors_and_pieces_cut_alike_train_alike(self):
-        # Shows: testing/dtensor/as-fsdp, testing/dtensor/as-ddp, testing/dtensor/as-fsdp-tp
         grid = grid_of(2, 2)
         for placements, strategy, dim in [
             ((S0,), Strategy(grid_of(4), "fsdp"), None),
@@ -527,7 +522,6 @@ class TestMuonGroupsEightRanks(GlooOnCPU, ParityAssertions, MultiProcContinuousT
     world_size = 8
 
     def test_three_dimensions(self):
-        # Shows: testing/p2/3d, testing/p2/large-scale
         for kinds, how in [
             (("fsdp", "tp", "ddp"), "chunk"),
             (("ddp", "fsdp", "tp"), "last"),

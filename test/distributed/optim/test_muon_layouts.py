@@ -105,7 +105,6 @@ class TestMuonDTensorLayouts(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
         self.assertParity(twins)
 
     def test_prefetch_and_async_change_nothing(self):
-        # Shows: testing/p1/async
         mesh = mesh_of(4)
         mesh2 = grid_of(2, 2)
         for prefetch in (0, 1, 2, 5):
@@ -317,7 +316,6 @@ class TestMuonDTensorLayouts(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
                 self.assertParity(twins, f"gradients {other}")
 
     def test_plain_tensors_beside_dtensors(self):
-        # Shows: testing/p1/dtensor-mixed, testing/dtensor/plain
         mesh = mesh_of(4)
         placed = specs(mesh, [(S0,)], [(8, 8), (3, 4)])
         placed.insert(1, Spec((6, 5), None, None))
@@ -331,7 +329,6 @@ class TestMuonDTensorLayouts(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
             self.assertEqual(len(lists), 1, f"{i} {spec}")
 
     def test_several_meshes_in_one_optimizer(self):
-        # Shows: testing/dtensor/other-meshes
         whole, pairs, single = mesh_of(4), mesh_of(2), mesh_of(1)
         grid = grid_of(2, 2)
         shapes = [(8, 8), (7, 5), (3, 9), (16, 12)]
@@ -414,7 +411,6 @@ class TestMuonOnOneRank(TestCase):
         self.addCleanup(dist.destroy_process_group)
 
     def test_one_rank_trains_like_a_single_process(self):
-        # Shows: testing/dtensor/one-rank
         mesh = init_device_mesh("cpu", (1,))
         mesh2 = init_device_mesh("cpu", (1, 1))
         twins = Twins(

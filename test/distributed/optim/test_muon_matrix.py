@@ -155,7 +155,6 @@ class Matrix(Kinds):
     @parametrize("prefetch", PREFETCH)
     @parametrize("parallelism", KINDS)
     def test_matrix(self, parallelism, prefetch, async_parallel):
-        # Shows: testing/matrix, testing/p1/async
         self.check_kind(parallelism, async_parallel, prefetch)
 
 
@@ -181,7 +180,6 @@ class TestMuonMatrixOf8(GlooOnCPU, Kinds, MultiProcContinuousTest):
         [(kind, *flags) for kind, flags in zip(KINDS, product(ASYNC, PREFETCH))],
     )
     def test_matrix(self, parallelism, async_parallel, prefetch):
-        # Shows: testing/matrix, testing/p1/async
         self.check_kind(parallelism, async_parallel, prefetch)
 
 

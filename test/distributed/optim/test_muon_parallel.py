@@ -337,7 +337,6 @@ class TestMuonEightRanks(
     world_size = 8
 
     def test_3d_mesh(self):
-        # Shows: testing/p2/dtensor-nd, testing/dtensor/mesh-3d, testing/p2/large-scale
         mesh = grid_of(2, 2, 2)
         self.assertTrainsAlike(
             Twins(specs(mesh, all_placements(mesh), [(16, 8), (7, 13), (3, 5)])), 2
@@ -349,7 +348,6 @@ class TestMuonEightRanks(
         self.assertTrainsAlike(twins)
 
     def test_4d_mesh(self):
-        # Shows: testing/p2/dtensor-nd, testing/dtensor/mesh-3d
         mesh = grid_of(1, 2, 2, 2)
         placements = [(R, S0, S1, R), (S1, S0, S0, S1), (S0, R, R, S0), (R, R, R, R)]
         self.assertTrainsAlike(Twins(specs(mesh, placements, [(8, 8), (7, 13)])), 2)
@@ -439,7 +437,6 @@ class TestMuonEightRanks(
         self.assertEqual(total.item(), sum(ranks))
 
     def test_hsdp_over_tensor_parallel(self):
-        # Shows: testing/p2/3d
         mesh = grid_of(2, 2, 2)
         model = torch.nn.Sequential(*self.make_model(width=12, hidden=16).blocks)
         plan = {}

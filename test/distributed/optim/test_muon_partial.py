@@ -156,8 +156,6 @@ class TestMuonPartial(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         return [(mesh_of(4), (P,)), (mesh_of(2), (P,))] + [(grid, p) for p in pairs]
 
     def test_partial_parameters(self):
-        # Shows: testing/p2/dtensor-partial, testing/dtensor/partial,
-        # testing/p2/dtensor-hybrid, testing/dtensor/hybrid
         for mesh, placements in self.layouts():
             for nesterov in (True, False):
                 twins = PartialTwins(mesh, placements, nesterov=nesterov)

@@ -215,7 +215,6 @@ class TestMuon4D(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     world_size = 16
 
     def test_pp_tp_hsdp(self):
-        # Shows: testing/p2/3d, testing/p2/large-scale
         names = ("pp", "replicate", "shard", "tp")
         mesh = init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=names)
         stage, _, shard, tp = mesh.get_coordinate()

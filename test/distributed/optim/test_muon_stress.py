@@ -43,7 +43,6 @@ class TestMuonStress(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     world_size = 4
 
     def test_twelve_steps_twice(self):
-        # Shows: testing/p1/stress
         mesh, grid = mesh_of(4), grid_of(2, 2)
         placed = specs(mesh, all_placements(mesh)) + specs(grid, [(R, S0), (S0, S1)])
         values = []
@@ -58,7 +57,6 @@ class TestMuonStress(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 self.assertTrue(torch.equal(first, second))
 
     def test_hundred_and_twenty_steps(self):
-        # Shows: testing/p2/extended-stress
         mesh, grid = mesh_of(4), grid_of(2, 2)
         shapes = [(8, 8), (7, 5), (3, 9), (16, 4)]
         for twins in (
@@ -74,7 +72,6 @@ class TestMuonStress(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                         self.assertTrue(local(param.detach()).isfinite().all())
 
     def test_many_sizes(self):
-        # Shows: testing/p2/extended-stress
         draw = random.Random(0)
         mesh, grid = mesh_of(4), grid_of(2, 2)
         for trial in range(6):
@@ -97,7 +94,6 @@ class TestMuonStress(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.assertTrainsAlike(twins, 3, f"trial {trial}")
 
     def test_settings_changed_all_the_time(self):
-        # Shows: testing/p1/async
         placed = specs(mesh_of(4), [(S0,), (R,)]) + specs(grid_of(2, 2), [(R, S1)])
         twins = Twins(placed)
         draw = random.Random(1)
