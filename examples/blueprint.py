@@ -21,7 +21,8 @@ code is 1 if the proof fails:
     python examples/blueprint.py --grid 2x4
 
 As a notebook, `blueprint.ipynb`, it is the same text and the same code. That is made
-from this by `python -m tools.notebook examples/blueprint.py`.
+from this by `jupytext --to ipynb --update examples/blueprint.py`. Its two raw cells are
+for the script alone.
 
 It takes ten minutes if you read the text and what is printed, and skip most code. At a
 first reading, the docstrings are enough in these cells: the model (chapter 2), the master

@@ -8,9 +8,8 @@ import subprocess
 import sys
 import time
 
+import jupytext
 import pytest
-from tools.notebook.cells import cells_of, notebook_of
-from tools.notebook.cli import main as make_notebook
 from tools.overlay import verify
 from tools.overlay.repo import ROOT
 
@@ -57,6 +56,11 @@ if __name__ == "__main__":
     blueprint.Grid = lambda dp, tp: grid
     sys.exit(blueprint.main())
 """
+
+
+def cells_of(script):
+    """The cells that the notebook of ``script`` has."""
+    return jupytext.reads(script.read_text(encoding="utf-8"), fmt="py:percent").cells
 
 
 def start(*command, cwd=EXAMPLES, **environ):
@@ -208,18 +212,17 @@ def test_without_the_overlay(tmp_path):
     assert "`python3 setup_overlay.py env`" in err
     assert "Traceback" not in err
 
-    (first, *_) = (c for c in cells_of(SCRIPT.read_text()) if c.cell_type == "code")
+    (first, *_) = (c for c in cells_of(SCRIPT) if c.cell_type == "code")
     code, _, err = finish(start("-c", first.source, PYTHONPATH=str(tmp_path)))
     assert code == 1
     assert "`.venv/bin/python -m pip install jupyterlab`" in err
 
 
-def test_notebook_is_up_to_date(capsys):
-    assert NOTEBOOK.read_text(encoding="utf-8") == notebook_of(
-        SCRIPT.read_text(encoding="utf-8")
-    )
-    assert make_notebook(["--check", str(SCRIPT)]) == 0
-    assert "up to date" in capsys.readouterr().out
+def test_notebook_is_up_to_date():
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    there = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+    assert there == [(cell.cell_type, cell.source) for cell in cells_of(SCRIPT)]
+    assert not any(cell.get("outputs") for cell in cells)
 
 
 def test_notebook_runs():
@@ -232,7 +235,7 @@ def test_notebook_runs():
 
 
 def test_notebook_finds_its_files_from_the_root():
-    (first, *_) = (c for c in cells_of(SCRIPT.read_text()) if c.cell_type == "code")
+    (first, *_) = (c for c in cells_of(SCRIPT) if c.cell_type == "code")
     source = first.source + "\nprint(sys.path[0])"
     code, out, err = finish(start("-c", source, cwd=ROOT))
     assert code == 0, err
@@ -262,68 +265,3 @@ def test_fixes_name_tests_that_exist():
     assert len(named) >= 6
     for test in named:
         assert any(f"def {test}(" in text for text in texts), test
-
-
-CELLS = '''
-# The head is no cell.
-# %% [markdown]
-"""# Title
-
-Text.
-"""
-
-# %% tags=["active-ipynb"]
-# # A comment.
-#
-# shown = 1
-
-# %%
-def f():
-
-    return 1
-
-
-# %% [markdown]
-# - one
-#   two
-
-# %% tags=["active-py"]
-f()
-'''
-
-
-def test_cells():
-    assert [(cell.cell_type, cell.source) for cell in cells_of(CELLS)] == [
-        ("markdown", "# Title\n\nText."),
-        ("code", "# A comment.\n\nshown = 1"),
-        ("code", "def f():\n\n    return 1"),
-        ("markdown", "- one\n  two"),
-    ]
-    cells = json.loads(notebook_of(CELLS))["cells"]
-    assert cells[1]["source"] == ["# A comment.\n", "\n", "shown = 1"]
-    assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
-    assert notebook_of(CELLS) == notebook_of(CELLS)
-
-
-def test_stale_notebook(tmp_path, capsys):
-    script = tmp_path / "one.py"
-    script.write_text("# %%\nx = 1\n")
-    assert make_notebook(["--check", str(script)]) == 1
-    assert not (tmp_path / "one.ipynb").exists()
-    assert make_notebook([str(script)]) == 0
-    assert make_notebook(["--check", str(script)]) == 0
-    script.write_text("# %%\nx = 2\n")
-    assert make_notebook(["--check", str(script)]) == 1
-    assert "stale" in capsys.readouterr().out
-    assert make_notebook([str(tmp_path / "none.py")]) == 2
-
-
-def test_tool_from_the_command_line():
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.notebook", "--check", "examples/blueprint.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
