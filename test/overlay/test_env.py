@@ -220,7 +220,10 @@ def test_test_takes_its_own_options_first(ready, tool):
         ["-m", "coverage", "run", "-m", "pytest", "-x"],
         ["-m", "tools.coverage", "--no-limits"],
     ]
-    for wrong in (["--torch"], ["--coverage=yes"], ["--torches", "-x"]):
+    assert tool("test", "--torches", "-x", root=overlay).code == 0
+    assert calls(record) == [["-m", "pytest", "--torches", "-x"]]
+    both = ["--torch=2.13.0", "--python=python"]
+    for wrong in (["--torch"], ["--python"], ["--coverage=yes"], both):
         assert tool("test", *wrong, root=overlay).code == 2
 
 

@@ -97,15 +97,21 @@ def _parser() -> argparse.ArgumentParser:
         "test",
         "run the tests with the environment's pytest",
         "Makes sure of the environment, then runs its pytest. Everything after `test` (and\n"
-        "after --torch VERSION and --coverage, which come first) goes to pytest as it is;\n"
-        "its exit code is passed on. Without arguments of pytest all tests run, under\n"
-        "coverage: too little of it is a failure, too.",
+        "after our own options, which come first) goes to pytest as it is; its exit code is\n"
+        "passed on. Without arguments of pytest all tests run, under coverage: too little of\n"
+        "it is a failure, too. With --python the tests of the optimizer run on that\n"
+        "interpreter's torch, as on a machine with a GPU.",
         "  python setup_overlay.py test\n"
         "  python setup_overlay.py test test/overlay -k revert\n"
         "  python setup_overlay.py test --coverage test/distributed -m stage3\n"
-        "  python setup_overlay.py test --torch 2.15.0 -x",
+        "  python setup_overlay.py test --torch 2.15.0 -x\n"
+        "  python setup_overlay.py test --python ~/venv/bin/python",
     )
     _torch_option(sub)
+    sub.add_argument(
+        "--python", metavar="EXE",
+        help="test the torch of EXE, to which the overlay is applied for the run alone",
+    )  # fmt: skip
     sub.add_argument(
         "--coverage", action="store_true",
         help="show how much of the optimizer the given tests execute",
@@ -259,6 +265,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _test(args: argparse.Namespace) -> int:
+    if args.python is not None:
+        if args.torch or args.coverage:
+            raise WrongTarget("--python goes without --torch and --coverage")
+        return tests.run_with(args.python, args.pytest, ROOT)
     python = env.ensure(ROOT, args.torch)
     measure = args.coverage or not args.pytest
     return tests.run(python, args.pytest, ROOT, measure=measure)
@@ -372,17 +382,20 @@ def _export(args: argparse.Namespace) -> int:
 
 def _test_arguments(argv: list[str]) -> argparse.Namespace:
     """``test`` by hand: argparse would take pytest's options for its own."""
-    version, measure = None, False
+    found: dict[str, Any] = {"--torch": None, "--python": None, "--coverage": False}
     rest = list(argv)
-    while rest and rest[0].startswith(("--torch", "--coverage")):
-        first, sign, value = rest.pop(0).partition("=")
-        if first == "--coverage" and not sign:
-            measure = True
-            continue
-        if first != "--torch" or (not sign and not rest):
-            raise WrongTarget("--torch needs a version, and --coverage takes none")
-        version = value if sign else rest.pop(0)
-    return argparse.Namespace(do=_test, torch=version, coverage=measure, pytest=rest)
+    while rest and rest[0].partition("=")[0] in found:
+        name, sign, value = rest.pop(0).partition("=")
+        if name == "--coverage":
+            if sign:
+                raise WrongTarget("--coverage takes no value")
+            found[name] = True
+        elif sign or rest:
+            found[name] = value if sign else rest.pop(0)
+        else:
+            raise WrongTarget(f"{name} needs a value")
+    named = {name.removeprefix("--"): value for name, value in found.items()}
+    return argparse.Namespace(do=_test, pytest=rest, **named)
 
 
 def _terminated(number: int, frame: object) -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from pathlib import Path
 
-from . import env
-from .target import find_wheel
+from . import apply, env, revert, status
+from .errors import Refused, WrongTarget
+from .target import ask_python, find_wheel
+
+
+# Of another interpreter: those of the optimizer, and why tests were skipped.
+ELSEWHERE = ["-rs", "test/optim", "test/distributed/optim"]
+MISSING = """
+from importlib.util import find_spec
+print(*(name for name in ("pytest", "expecttest", "numpy") if find_spec(name) is None))
+"""
 
 
 def run(python: Path, args: list[str], root: Path, *, measure: bool) -> int:
@@ -40,3 +50,40 @@ def _measured(python: Path, args: list[str], root: Path, folder: Path) -> int:
     print("\nCoverage of the optimizer, all processes:", flush=True)
     shown = env.run_in(python, report, root, timeout=None, variables=variables)
     return code or shown
+
+
+def run_with(python: str, args: list[str], root: Path) -> int:
+    """Run pytest on the torch of ``python``, where the overlay is for as long as that takes.
+
+    An overlay that was there before stays. Nothing is installed, so neither xdist nor coverage is
+    asked for. Ranks that find too few GPUs share them, over gloo.
+
+    Returns pytest's exit code.
+    """
+    target = find_wheel(python)
+    missing = ask_python(target.python, MISSING).strip()
+    if missing:
+        raise WrongTarget(f"first {python} -m pip install {missing}")
+    with target.held():
+        before = status.status(target, root).state
+        if before not in ("none", "current"):
+            raise Refused(
+                f"{target.words} has an overlay that is {before}; bring it up to date with "
+                "`setup_overlay.py apply`, or `revert` it"
+            )
+        try:
+            apply.apply(target, root)
+            return env.run_in(
+                target.python,
+                ["-m", "pytest", *(args or ELSEWHERE)],
+                root,
+                timeout=None,
+                variables={"MUON_TEST_SHARE_GPU": "1"},
+            )
+        finally:
+            if before == "none":
+                # Who presses Ctrl-C again would keep the overlay.
+                for each in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(each, signal.SIG_IGN)
+                revert.revert(target)
+                print(f"reverted {target.words}")

@@ -1,0 +1,98 @@
+"""The tests run on another interpreter's torch, which is as before afterwards."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from tools.overlay import apply, status
+from tools.overlay.repo import ROOT
+from tools.overlay.target import find_wheel
+
+
+HAS_OVERLAY = """
+import importlib.util, os, pathlib
+
+def test_overlay_is_there():
+    torch = pathlib.Path(importlib.util.find_spec("torch").origin).parent
+    assert (torch / "optim/muon.py").exists()
+    assert os.environ["MUON_TEST_SHARE_GPU"] == "1"
+"""
+WAITS = """
+import pathlib, signal, sys
+
+def test_waits():
+    print("begun", file=sys.__stderr__, flush=True)
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def arguments(tmp_path, installed):
+    """Has pytest look for the tests of a file, and for no settings of this repository."""
+
+    def make(text):
+        folder = tmp_path / "tests"
+        folder.mkdir()
+        (folder / "pytest.ini").write_text("[pytest]\n")
+        (folder / "test_it.py").write_text(text)
+        chosen = ["-c", folder / "pytest.ini", "-s", "-p", "no:cacheprovider", folder]
+        return ["test", "--python", installed, *chosen]
+
+    return make
+
+
+def state(python):
+    return status.status(find_wheel(python), ROOT).state
+
+
+def test_overlay_is_there_for_the_run_alone(tool, arguments, installed, snapshot):
+    site = find_wheel(installed).root
+    before = snapshot(site)
+    args = arguments(HAS_OVERLAY)
+    done = tool(*args)
+    assert done.code == 0, done.out + done.err
+    assert "1 passed" in done.out
+    assert snapshot(site) == before
+    assert tool(*args, "-k", "nothing").code == 5  # as pytest says it
+
+
+def test_overlay_that_was_there_stays(tool, arguments, installed):
+    apply.apply(find_wheel(installed), ROOT)
+    assert tool(*arguments(HAS_OVERLAY)).code == 0
+    assert state(installed) == "current"
+
+
+def test_another_overlay_is_left_alone(tool, arguments, installed, overlay):
+    (overlay / "torch/optim/muon.py").write_text("# of another time\n")
+    apply.apply(find_wheel(installed), overlay)
+    done = tool(*arguments(HAS_OVERLAY))
+    assert done.code == 3
+    assert "an overlay that is outdated" in done.err
+    text = (find_wheel(installed).root / "torch/optim/muon.py").read_text()
+    assert text == "# of another time\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_overlay_is_taken_off_when_interrupted(arguments, installed, number):
+    command = [sys.executable, ROOT / "setup_overlay.py", *arguments(WAITS)]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stderr.readline() == "begun\n"
+        assert state(installed) == "current"
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        # Of the first pytest says 2: it has heard it, too.
+        assert process.wait(60) == (2 if number == signal.SIGINT else 128 + number)
+    assert state(installed) == "none"
+
+
+def test_missing_packages_are_named_first(tool, tmp_path, make_script, installed):
+    python = make_script(tmp_path / "bare", f'exec "{installed}" -S "$@"\n')
+    done = tool("test", "--python", python)
+    assert done.code == 2
+    assert "-m pip install pytest expecttest numpy" in done.err

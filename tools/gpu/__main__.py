@@ -1,9 +1,0 @@
-"""``python -m tools.gpu``."""
-
-import sys
-
-from .cli import main
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
