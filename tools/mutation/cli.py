@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import NamedTuple, TYPE_CHECKING
 
 from tools.overlay.repo import ROOT
@@ -16,16 +15,7 @@ from .trial import check_redirect, copied, run_tests
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-PAGE = ROOT / "docs" / "mutation.md"
-HEADING = """# Faults that the tests notice
-
-`python -m tools.mutation --write`, by an interpreter whose torch has the overlay, puts each of these
-faults into a copy of the engine, by itself, and runs the tests that should notice over that copy. All of
-those tests pass without a fault.
-
-"""
+    from pathlib import Path
 
 
 class Result(NamedTuple):
@@ -49,16 +39,6 @@ def main(argv: list[str], faults: Sequence[Fault] = FAULTS, root: Path = ROOT) -
         action="store_true",
         help="do not run the tests without a fault first",
     )
-    parser.add_argument(
-        "--write", action="store_true", help=f"write the table into docs/{PAGE.name}"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=180.0,
-        metavar="SECONDS",
-        help="after which the tests of a fault hang, which counts as noticed",
-    )
     args = parser.parse_args(argv)
     try:
         chosen = choose(faults, args.chosen)
@@ -66,11 +46,9 @@ def main(argv: list[str], faults: Sequence[Fault] = FAULTS, root: Path = ROOT) -
             for number, fault in chosen:
                 print(f"{number:3} {fault.name} ({fault.file})")
             return 0
-        if args.write and (args.no_baseline or len(chosen) != len(faults)):
-            raise CannotTry("--write is for all faults together, with the baseline")
         check_texts(chosen, root)
-        check_baseline(chosen, root, args.timeout, run=not args.no_baseline)
-        results = [try_one(number, f, root, args.timeout) for number, f in chosen]
+        check_baseline(chosen, root, run=not args.no_baseline)
+        results = [try_one(number, fault, root) for number, fault in chosen]
     except CannotTry as error:
         print(f"mutation: {error}", file=sys.stderr)
         return 2
@@ -78,8 +56,6 @@ def main(argv: list[str], faults: Sequence[Fault] = FAULTS, root: Path = ROOT) -
     print(f"\n{len(results) - len(survivors)} of {len(results)} faults noticed")
     for name in survivors:
         print(f"not noticed: {name}")
-    if args.write:
-        PAGE.write_text(page(results))
     return 1 if survivors else 0
 
 
@@ -106,7 +82,7 @@ def check_texts(chosen: Sequence[tuple[int, Fault]], root: Path) -> None:
 
 
 def check_baseline(
-    chosen: Sequence[tuple[int, Fault]], root: Path, timeout: float, *, run: bool
+    chosen: Sequence[tuple[int, Fault]], root: Path, *, run: bool
 ) -> None:
     """Raises CannotTry unless tests import the copy, and pass where it has no fault."""
     # Sorted, so that the processes of a test class are started once.
@@ -115,7 +91,7 @@ def check_baseline(
         check_redirect(folder, root)
         if not run:
             return
-        outcome = run_tests(root, folder, tests, len(chosen) * timeout, first=False)
+        outcome = run_tests(root, folder, tests, first=False)
     if outcome.code != 0:
         named = ", ".join(outcome.failed) or outcome.output[-3000:]
         named = named if outcome.code is not None else f"they hang: {named}"
@@ -123,29 +99,14 @@ def check_baseline(
     print(f"the tests pass without a fault, {outcome.seconds:.0f} s", flush=True)
 
 
-def try_one(number: int, fault: Fault, root: Path, timeout: float) -> Result:
-    timeout = min(timeout, fault.hangs_after or timeout)
+def try_one(number: int, fault: Fault, root: Path) -> Result:
     with copied(optim(root), fault) as folder:
-        outcome = run_tests(root, folder, fault.tests, timeout, first=True)
+        outcome = run_tests(root, folder, fault.tests, first=True)
     result = Result(fault, outcome.notice if outcome.noticed else "", outcome.seconds)
     notice = result.notice or "NOTHING"
-    print(
-        f"{number:3} {fault.name:70} | {fault.file:33} | {notice} | {result.seconds:.0f} s",
-        flush=True,
-    )
+    print(f"{number:3} {fault.name:70} | {notice} | {result.seconds:.0f} s", flush=True)
     return result
 
 
 def optim(root: Path) -> Path:
     return root / "torch" / "optim"
-
-
-def page(results: Sequence[Result]) -> str:
-    """The document. Seconds are left out: it should change only when what it says does."""
-    rows = [
-        f"| {fault.name} | {Path(fault.file).name} | {notice or '**nothing**'} |"
-        for fault, notice, _ in results
-    ]
-    return HEADING + "\n".join(
-        ["| fault | file | noticed by |", "|---|---|---|", *rows, ""]
-    )

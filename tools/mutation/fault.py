@@ -19,7 +19,6 @@ class Fault(NamedTuple):
     """An edit of one place, as somebody might make it by mistake.
 
     ``file`` is relative to torch/optim. ``tests`` are pytest's arguments: those that should notice.
-    ``hangs_after`` is how many seconds they are given where a hang is what to expect.
     """
 
     name: str
@@ -27,7 +26,6 @@ class Fault(NamedTuple):
     old: str
     new: str
     tests: tuple[str, ...]
-    hangs_after: float | None = None
 
     def edit(self, source: str) -> str:
         """``source`` with the fault.

@@ -164,7 +164,6 @@ FAULTS = (
         "        if self.group is None:\n            return\n",
         "        if self.group is None or not send.flat.numel():\n            return\n",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
-        hangs_after=60,
     ),
     Fault(
         "a rank without gradients for a bucket leaves the gather out",
@@ -360,7 +359,6 @@ FAULTS = (
         "if its[name][0] != digest:",
         "if False:",
         (f"{MODULES}replicate_group_on_some_ranks_only",),
-        hangs_after=60,
     ),
     # Parameters that change
     Fault(

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from .fault import Fault
 
 
+# Tests hang that have not worked for so long. On a machine that is busy otherwise they still work a little;
+# what only waits still looks now and then, for so much of a second in each.
+IDLE_SECONDS = 30.0
+AT_REST = 0.01
+
 # Where each module that should come from the copy does come from.
 ASK = """
 import torch.optim, torch.optim.muon, torch.optim._muon_engine.engine
@@ -102,13 +107,18 @@ def check_redirect(folder: Path, root: Path) -> None:
 
 
 def run_tests(
-    root: Path, folder: Path, tests: Sequence[str], timeout: float, *, first: bool
+    root: Path,
+    folder: Path,
+    tests: Sequence[str],
+    *,
+    first: bool,
+    idle: float = IDLE_SECONDS,
 ) -> Outcome:
     """Runs ``tests`` of ``root`` over the copy in ``folder``.
 
     Args:
-        timeout: seconds after which all processes of the run are ended.
         first: whether to stop at the first test that fails.
+        idle: seconds without work after which the processes of the run are ended.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-rf", "--tb=short", "-p"]
     command += ["no:cacheprovider", *(["-x"] if first else []), *tests]
@@ -125,7 +135,7 @@ def run_tests(
             start_new_session=True,
         )
         try:
-            in_time = _ends_within(process.pid, timeout)
+            ends = _ends(process.pid, idle)
         finally:
             # Not waited for so far, so that its number is still its own, and its group's.
             os.killpg(process.pid, signal.SIGKILL)
@@ -133,19 +143,37 @@ def run_tests(
         printed.seek(0)
         output = printed.read()
     return Outcome(
-        process.returncode if in_time else None,
+        process.returncode if ends else None,
         tuple(re.findall(r"^FAILED (\S+)", output, re.MULTILINE)),
         time.monotonic() - start,
         output,
     )
 
 
-def _ends_within(pid: int, timeout: float) -> bool:
-    """Whether process ``pid`` ends by itself; it stays to be waited for."""
-    end = time.monotonic() + timeout
+def _ends(session: int, idle: float) -> bool:
+    """Whether process ``session`` ends by itself, or waits with all of its session; it stays to be waited for."""
+    worked, since = 0.0, time.monotonic()
     how = os.WEXITED | os.WNOWAIT | os.WNOHANG
-    while os.waitid(os.P_PID, pid, how) is None:
-        if time.monotonic() > end:
+    while os.waitid(os.P_PID, session, how) is None:
+        now, seconds = time.monotonic(), cpu_seconds(session)
+        # Less, too, where a process has ended.
+        if abs(seconds - worked) > AT_REST * idle:
+            worked, since = seconds, now
+        elif now - since > idle:
             return False
-        time.sleep(0.05)
+        time.sleep(0.1)
     return True
+
+
+def cpu_seconds(session: int) -> float:
+    """What the processes of ``session`` that are there have worked, and those that they waited for."""
+    total = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # After the name, which may have spaces and brackets.
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(fields[3]) == session:
+            total += sum(map(int, fields[11:15]))
+    return total / os.sysconf("SC_CLK_TCK")
