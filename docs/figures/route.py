@@ -1,0 +1,217 @@
+"""Draws route.png: one matrix in a step, whose shards are gathered by its owner and scattered by it.
+
+    .venv/bin/python docs/figures/route.py [FILE.png]
+
+All that is drawn is read from the engine's own layouts, owners and schedule, over a process group that
+pretends: which rank holds which region, what ranks send each other in the matrix's bucket, and how much.
+With two replicas no shard goes by a relay.
+"""
+
+import sys
+from bisect import bisect_right
+from collections import Counter
+from itertools import accumulate
+from pathlib import Path
+
+import matplotlib
+
+
+matplotlib.use("Agg")
+
+import torch
+import torch.distributed as dist
+from matplotlib import colors, pyplot
+from matplotlib.patches import FancyArrowPatch, Rectangle
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import empty, Replicate, Shard
+from torch.optim import _muon
+from torch.optim._muon_engine.layouts.dtensor import DTensorReader
+from torch.optim._muon_engine.schedule.buckets import make_schedule
+from torch.optim._muon_engine.schedule.owners import assign_owners
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+RANKS = (0, 1, 2, 3)
+# Neither side divides by the mesh: shards differ in size, and nothing is padded.
+SHAPE = ROWS, COLUMNS = 7, 10
+# Four of one shape, so that each rank owns one; the drawn one is not rank 0's.
+COPIES, OWNER = 4, 2
+PANELS = {
+    "FSDP x TP:  (Shard(0), Shard(1))": (Shard(0), Shard(1)),
+    "HSDP:  (Replicate(), Shard(0))": (Replicate(), Shard(0)),
+}
+INK, FAINT, PAPER = "#24292f", "#8c959f", "#f6f8fa"
+HUES = ("#2f6fb5", "#d9822b", "#3d9a5f", "#a14fb0")
+CELL, ROW_HEIGHT, WIDTH = 0.17, 1.55, 14.0
+HEIGHT = ROW_HEIGHT * len(RANKS)
+# From left to right: the momentum's shards, the matrix on its owner, the update's shards.
+BEFORE, BEFORE_NS, AFTER_NS, AFTER = 2.0, 5.65, 8.35, 12.0
+
+
+class Panel:
+    """One matrix under one placement; rows are ranks."""
+
+    def __init__(self, axes, title, placements):
+        self.axes = axes
+        mesh = init_device_mesh("cpu", (2, 2))
+        params = [
+            empty(SHAPE, device_mesh=mesh, placements=list(placements))
+            for _ in range(COPIES)
+        ]
+        layouts = DTensorReader().read(params, [None] * COPIES)
+        self.schedule = make_schedule(layouts, assign_owners(layouts), _muon._NS_DTYPE)
+        self.matrix = self.schedule.owners.index(OWNER)
+        self.shards = layouts[self.matrix].shards
+        # Replicas hold equal shards, and have one colour.
+        self.hues = dict(zip(dict.fromkeys(self.shards.regions), HUES))
+        self.coordinates = {
+            int(mesh.mesh[i, j]): (i, j) for i in (0, 1) for j in (0, 1)
+        }
+        self.draw(title)
+
+    def sent(self, kind):
+        """Elements and flags that ranks send each other in ``kind``, gather or scatter."""
+        elements, flags = Counter(), Counter()
+        for bucket in self.schedule.buckets:
+            for rank in RANKS if self.matrix in bucket.matrices else ():
+                specs = self.schedule.spec(bucket, rank, RANKS)
+                spec = getattr(specs, f"{kind}_send")
+                ends = list(accumulate(spec.splits))
+                for flag in spec.flags:
+                    if flag.matrix == self.matrix:
+                        flags[rank, bisect_right(ends, flag.offset)] += 1
+                for packed in spec.regions:
+                    if packed.matrix == self.matrix:
+                        pair = rank, bisect_right(ends, packed.offset)
+                        elements[pair] += packed.region.numel
+        return elements, flags
+
+    def draw(self, title):
+        axes = self.axes
+        axes.set(xlim=(0, WIDTH), ylim=(-0.75, HEIGHT + 1.0), aspect="equal")
+        axes.axis("off")
+        self.words(0.05, HEIGHT + 0.62, title, 14, ha="left", weight="bold")
+        middle = (BEFORE_NS + AFTER_NS) / 2
+        on_owner = f"on the owner, rank {OWNER}"
+        for x, words in ((BEFORE, "momentum"), (middle, on_owner), (AFTER, "update")):
+            self.words(x, HEIGHT + 0.02, words, 11.5, FAINT)
+        torch.manual_seed(3)
+        momentum = torch.randn(SHAPE)
+        update = _muon._zeropower_via_newtonschulz(
+            momentum,
+            (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C),
+            _muon.DEFAULT_NS_STEPS,
+            _muon.EPS,
+        ).float()
+        for rank in RANKS:
+            self.name(rank)
+            self.draw_matrix(BEFORE, y_of(rank), momentum, [self.shards.of(rank)])
+            self.draw_matrix(AFTER, y_of(rank), update, [self.shards.of(rank)])
+        y = y_of(OWNER)
+        frame = (BEFORE_NS - 1.08, y - 0.8, AFTER_NS - BEFORE_NS + 2.16, 1.6)
+        self.box(*frame, "#fff8e6", "#e3c98a", zorder=1)
+        self.draw_matrix(BEFORE_NS, y, momentum, self.hues)
+        self.draw_matrix(AFTER_NS, y, update, self.hues)
+        self.arrow((BEFORE_NS + 0.95, y), (AFTER_NS - 0.95, y), INK, 2.0)
+        self.words(middle, y + 0.14, "NS", 11)
+        for kind, left, right, total_x in (
+            ("gather", BEFORE + 0.95, BEFORE_NS - 1.1, 0.05),
+            ("scatter", AFTER_NS + 1.1, AFTER - 0.95, WIDTH / 2 + 0.2),
+        ):
+            self.draw_exchange(kind, left, right)
+            self.words(total_x, -0.5, self.total(kind), 11.5, ha="left")
+
+    def total(self, kind):
+        elements, flags = (counter.total() for counter in self.sent(kind))
+        size = (elements + flags) * _muon._NS_DTYPE.itemsize
+        return f"{kind}: {elements} elements + {flags} flags = {size} bytes in bf16"
+
+    def draw_exchange(self, kind, left, right):
+        """Arrows between the ranks' rows and the owner's; the owner's own shard stays."""
+        own = sum(region.numel for region in self.shards.of(OWNER))
+        y, hue = y_of(OWNER), self.hues[self.shards.of(OWNER)]
+        self.arrow((left, y), (right, y), hue, 1.4, "dashed")
+        self.label((left + right) / 2, y + 0.2, f"{own} stay", hue)
+        elements, flags = self.sent(kind)
+        for pair, count in flags.items():
+            rank = pair[0] if kind == "gather" else pair[1]
+            number = elements[pair]
+            flag = "1 flag" if count == 1 else f"{count} flags"
+            words = f"{number} + {flag}" if number else f"{flag} only"
+            near = abs(rank - OWNER) == 1
+            # Ranks next to the owner meet its edge further out than ranks beyond them.
+            edge = y + (0.4 if near else 0.68) * (1 if rank < OWNER else -1)
+            # The labels of arrows that meet keep away from each other.
+            share = 0.45 if near else 0.33
+            start, end = (left, y_of(rank)), (right, edge)
+            if kind == "scatter":
+                start, end, share = (left, edge), (right, y_of(rank)), 1 - share
+            hue = self.hues[self.shards.of(rank)] if number else FAINT
+            style = "solid" if number else "dotted"
+            self.arrow(start, end, hue, 1.2 + 0.09 * number if number else 0.9, style)
+            at = (a + (b - a) * share for a, b in zip(start, end))
+            self.label(*at, words, hue)
+
+    def name(self, rank):
+        y, weight = y_of(rank), "bold" if rank == OWNER else "normal"
+        for x, side in ((BEFORE - 1.0, "right"), (AFTER + 1.0, "left")):
+            self.words(x, y + 0.06, f"rank {rank}", 12, ha=side, weight=weight)
+            where = str(self.coordinates[rank])
+            self.words(x, y - 0.3, where, 10.5, FAINT, ha=side)
+
+    def draw_matrix(self, x, y, values, shards):
+        """The whole matrix around (x, y); ``shards`` of it are coloured."""
+        left, top = x - COLUMNS * CELL / 2, y + ROWS * CELL / 2
+        size = (COLUMNS * CELL, ROWS * CELL)
+        self.box(left, top - size[1], *size, PAPER, "#d0d7de", zorder=2)
+        strengths = 0.25 + 0.75 * values.abs() / values.abs().max()
+        for shard in shards:
+            for r in shard:
+                for i in range(r.row, r.row + r.height):
+                    for j in range(r.column, r.column + r.width):
+                        hue = blend(self.hues[shard], "white", float(strengths[i, j]))
+                        at = (left + j * CELL, top - (i + 1) * CELL)
+                        self.box(*at, CELL, CELL, hue, "white", zorder=3)
+
+    def box(self, x, y, width, height, face, edge, zorder):
+        style = {"facecolor": face, "edgecolor": edge, "linewidth": 0.7}
+        self.axes.add_patch(Rectangle((x, y), width, height, zorder=zorder, **style))
+
+    def arrow(self, start, end, colour, width, style="solid"):
+        look = {"linestyle": style, "linewidth": width, "color": colour}
+        arrow = {"arrowstyle": "-|>", "mutation_scale": 12, "shrinkA": 0, "shrinkB": 0}
+        self.axes.add_patch(FancyArrowPatch(start, end, zorder=4, **look, **arrow))
+
+    def words(self, x, y, text, size, color=INK, ha="center", **style):
+        self.axes.text(x, y, text, size=size, color=color, ha=ha, **style)
+
+    def label(self, x, y, text, colour):
+        box = {"boxstyle": "round,pad=0.18", "facecolor": "white", "edgecolor": "none"}
+        dark = blend(colour, "black", 0.72)
+        self.words(x, y, text, 10.5, dark, va="center", zorder=6, bbox=box)
+
+
+def y_of(rank):
+    return HEIGHT - ROW_HEIGHT * (rank + 0.5) - 0.2
+
+
+def blend(hue, other, share):
+    pairs = zip(colors.to_rgb(hue), colors.to_rgb(other))
+    return tuple(share * a + (1 - share) * b for a, b in pairs)
+
+
+def main(out):
+    dist.init_process_group("fake", rank=0, world_size=len(RANKS), store=FakeStore())
+    figure, all_axes = pyplot.subplots(2, 1, figsize=(10, 11.6))
+    for axes, (title, placements) in zip(all_axes, PANELS.items()):
+        panel = Panel(axes, title, placements)
+        print(f"{title}\n  {panel.total('gather')}\n  {panel.total('scatter')}")
+    figure.subplots_adjust(left=0.02, right=0.98, bottom=0.01, top=0.99, hspace=0.03)
+    # No version of matplotlib in the file, so that equal pictures are equal files.
+    figure.savefig(out, dpi=150, metadata={"Software": None})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    beside = Path(__file__).with_suffix(".png")
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else beside)
