@@ -248,7 +248,9 @@ def watched(store: dist.Store, group: ProcessGroup, patience: float) -> Iterator
         except RuntimeError as error:
             missing = [r for r in ranks if not store.check([f"in step: {r}"])]
             trace.seek(0)
-            where = re.search(r'File ".*?(\w+\.py)", line (\d+) in (\w+)', trace.read())
+            # The main thread comes last.
+            main = trace.read().rpartition("(most recent call first)")[2]
+            where = re.search(r'File ".*?(\w+\.py)", line (\d+) in (\w+)', main)
             place = "{}:{} in {}".format(*where.groups()) if where else "nowhere long"
             raise Stuck(f"ranks {missing} are missing; waited at {place}") from error
         finally:
