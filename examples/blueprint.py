@@ -49,21 +49,13 @@ schedule (5), `report_of` (6), `ways` (7) and `problems_in` (9).
 #     ) from error
 
 # %% tags=["active-py"]
-import signal
 import sys
-from types import FrameType
 
-
-def leave(number: int, frame: FrameType | None) -> None:
-    """Ends the script, and by `run` its processes."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    sys.exit(128 + number)
+from processes import leave_on_signals
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, leave)
-    signal.signal(signal.SIGTERM, leave)
+    leave_on_signals()
     try:
         import torch.optim.muon
     except ImportError as error:

@@ -1,31 +1,17 @@
 """The processes of ``blueprint.py``, and what they watch and compare."""
 
-import os
-import pickle
-import signal
-import socket
-import tempfile
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from blueprint_tables import Event
+from processes import connect, Place, Processes
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing import (
-    get_all_start_methods,
-    get_context,
-    start_processes,
-)
 from torch.optim import Muon
 from torch.optim._muon_engine.runtime.buffers import BucketBuffers
 from torch.optim._muon_engine.runtime.pipeline import Pipeline
@@ -42,80 +28,14 @@ def run(job: Job, dp: int, tp: int) -> list[dict[str, Any]]:
 
     A process imports ``job`` anew, so that has to be a function of a file.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        with deaf_children():
-            context = start_processes(
-                worker,
-                (job, dp, tp, folder),
-                nprocs=dp * tp,
-                join=False,
-                daemon=True,
-                start_method=start_method(),
-            )
-        try:
-            deadline = time.monotonic() + SECONDS
-            while not context.join(timeout=max(0, deadline - time.monotonic())):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"not done after {SECONDS} seconds")
-        finally:
-            for process in context.processes:
-                process.kill()
-                process.join()
-        files = (Path(folder, str(rank)) for rank in range(dp * tp))
-        return [pickle.loads(file.read_bytes()) for file in files]
+    with Processes(dp * tp) as processes:
+        return processes.run(work, job, dp, tp, seconds=SECONDS)
 
 
-def start_method() -> str:
-    """Forks from a process that has imported torch, which takes seconds, where that can be."""
-    if "forkserver" not in get_all_start_methods():
-        return "spawn"
-    context = get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
-    )
-    # A first one waits for all that. Who is ended while a worker starts would not know it.
-    first = context.Process(daemon=True)
-    first.start()
-    first.join()
-    return "forkserver"
-
-
-@contextmanager
-def deaf_children() -> Iterator[None]:
-    """What is started meanwhile does not hear Ctrl-C, which goes to all of a terminal's
-    processes, before it has begun: it would print where it was.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    resource_tracker.ensure_running()  # which would lift the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def worker(rank: int, job: Job, dp: int, tp: int, folder: str) -> None:
-    """What a process does: meets the others, does its job, and leaves."""
-    # A dying parent sends this, and it should end even what waits inside gloo.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    torch.set_num_threads(1)
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        # All are on this machine, whose own name gloo may not be able to look up.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(f"{folder}/rendezvous", dp * tp),
-        rank=rank,
-        world_size=dp * tp,
-        timeout=timedelta(seconds=SECONDS / 4),
-    )
-    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-    Path(folder, str(rank)).write_bytes(pickle.dumps(job(mesh)))
-    dist.destroy_process_group()
+def work(place: Place, job: Job, dp: int, tp: int) -> dict[str, Any]:
+    """What a process does: meets the others, and then its job."""
+    connect(place, seconds=SECONDS / 4)
+    return job(init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp")))
 
 
 @contextmanager

@@ -1,84 +1,138 @@
 """What the examples measure of a Muon, and the table that they print of it."""
 
+import statistics
 import sys
+import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from text_table import render
 from torch import nn, Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import distribute_tensor, DTensor
 from torch.optim import _muon, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Wire(TorchDispatchMode):
-    """Counts the bytes that leave this process, by the ranks of the group they travel over.
+    """Counts the collectives, and the bytes that leave this process by the ranks of their group.
 
     Under the dispatcher every way of calling a collective looks the same, so that nothing
-    goes uncounted: what this cannot weigh, it names in ``other``.
+    goes uncounted: what this cannot weigh, it names in ``unknown``. What an operation sends
+    is taken from its splits, or from its ring algorithm.
     """
 
+    NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
     SILENT = ("recv_", "wait_tensor", "_wrap_tensor_autograd")
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[tuple[int, ...]] = Counter()
-        self.other: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.unknown: set[str] = set()
+
+    @property
+    def other(self) -> dict[str, int]:
+        """Calls that are no exchange between peers."""
+        exchanges = ("alltoall_base", "all_to_all_single", "send")
+        return {name: n for name, n in self.calls.items() if name not in exchanges}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self._weigh(func.overloadpacket.__name__, args)
+        if any(issubclass(kind, DTensor) for kind in types):
+            # Its collectives are only seen once it has taken the operation apart.
+            return NotImplemented
+        name = func.overloadpacket.__name__
+        if func.namespace in self.NAMESPACES and name not in self.SILENT:
+            self.calls[name.rstrip("_")] += 1
+            if name in SENT:
+                group = group_of(args)
+                ranks = tuple(dist.get_process_group_ranks(group))
+                self.bytes[ranks] += SENT[name](args, group)
+            else:
+                self.unknown.add(name)
         return func(*args, **(kwargs or {}))
 
-    def _weigh(self, name: str, args: Any) -> None:
-        if name == "alltoall_base_":
-            self._add_all_to_all(args[1], args[4], ProcessGroup.unbox(args[2]))
-        elif name == "all_to_all_single":
-            group = args[3]
-            if isinstance(group, str):
-                group = dist.distributed_c10d._resolve_process_group(group)
-            self._add_all_to_all(args[0], args[2], group)
-        elif name == "send":
-            ranks = dist.get_process_group_ranks(ProcessGroup.unbox(args[1]))
-            self.bytes[tuple(ranks)] += sum(tensor.nbytes for tensor in args[0])
-        elif name not in self.SILENT:
-            self.other[name] += 1
 
-    def _add_all_to_all(
-        self, sent: Tensor, splits: list[int], group: ProcessGroup
-    ) -> None:
-        ranks = tuple(dist.get_process_group_ranks(group))
-        rows = sent.shape[0]
-        kept = splits[group.rank()] if splits else rows // len(ranks)
-        self.bytes[ranks] += (rows - kept) * (sent.nbytes // rows) if rows else 0
+def group_of(args: Any) -> ProcessGroup:
+    """The group among a collective's arguments: boxed, or by its name, which stands last."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return ProcessGroup.unbox(arg)
+    return dist.distributed_c10d._resolve_process_group(args[-1])
+
+
+def all_gather(sent: Any, group: ProcessGroup) -> int:
+    return (group.size() - 1) * nbytes(sent)
+
+
+def reduce_scatter(sent: Any, group: ProcessGroup) -> int:
+    return all_gather(sent, group) // group.size()
+
+
+def all_to_all(sent: Tensor, splits: list[int], group: ProcessGroup) -> int:
+    rows = sent.shape[0]
+    kept = splits[group.rank()] if splits else rows // group.size()
+    return (rows - kept) * (sent.nbytes // rows) if rows else 0
+
+
+def nbytes(tensors: Any) -> int:
+    if isinstance(tensors, Tensor):
+        return tensors.nbytes
+    return sum(map(nbytes, tensors))
+
+
+# The bytes that this process sends in an operation.
+SENT: dict[str, Callable[[Any, ProcessGroup], int]] = {
+    "alltoall_base_": lambda args, group: all_to_all(args[1], args[4], group),
+    "all_to_all_single": lambda args, group: all_to_all(args[0], args[2], group),
+    "send": lambda args, group: nbytes(args[0]),
+    "all_gather_into_tensor": lambda args, group: all_gather(args[0], group),
+    "_allgather_base_": lambda args, group: all_gather(args[1], group),
+    "allgather_": lambda args, group: all_gather(args[1], group),
+    "all_reduce": lambda args, group: 2 * reduce_scatter(args[0], group),
+    "all_reduce_": lambda args, group: 2 * reduce_scatter(args[0], group),
+    "allreduce_": lambda args, group: 2 * reduce_scatter(args[0], group),
+    "reduce_scatter_tensor": lambda args, group: reduce_scatter(args[0], group),
+    "_reduce_scatter_base_": lambda args, group: reduce_scatter(args[1], group),
+    # One rank receives from, or sends to, all others; its own part stays.
+    "gather_": lambda args, group: 0 if nbytes(args[0]) else nbytes(args[1]),
+    "scatter_": lambda args, group: max(0, nbytes(args[1]) - nbytes(args[0])),
+    "shard_dim_alltoall": lambda args, group: reduce_scatter(args[0], group),
+}
 
 
 class Meter:
-    """Counts what ``optimizer`` does in its steps from now on."""
+    """Counts and times what ``optimizer`` does in its steps from now on."""
 
     def __init__(self, optimizer: Muon) -> None:
         self.wire = Wire()
-        self.steps = 0
+        self.seconds: list[float] = []
         self.newton_schulz = 0
         # All Newton-Schulz iterations, distributed or not, are calls of this one.
         self._original = _muon._newtonschulz
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
 
+    @property
+    def steps(self) -> int:
+        return len(self.seconds)
+
     def _begin(self, *_: Any) -> None:
         _muon._newtonschulz = self._counted
         self.wire.__enter__()
+        self._began = time.monotonic()
 
     def _end(self, *_: Any) -> None:
+        self.seconds.append(time.monotonic() - self._began)
         self.wire.__exit__(None, None, None)
         _muon._newtonschulz = self._original
-        self.steps += 1
 
     def _counted(self, matrix: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # Matrices of one shape may come as a batch.
@@ -88,7 +142,9 @@ class Meter:
     def figures(self) -> dict[str, Any]:
         return {
             "calls": self.newton_schulz / self.steps,
-            "other": dict(self.wire.other),
+            "other": self.wire.other,
+            "collectives": {n: c / self.steps for n, c in self.wire.calls.items()},
+            "step_seconds": statistics.median(self.seconds),
         }
 
 
@@ -113,16 +169,13 @@ def exact_steps(
                 grad.zero_()  # as that of an expert that got no token
             expected.grad = grad
             if name in here:
-                here[name].grad = grad.clone()
+                here[name].grad = part_of(grad, here[name])
         many[1].step()
         one[1].step()
     found = (
         f"{name}: {what} differs by up to {(a - b).abs().max():.3g}"
         for name in here
-        for (what, a), (_, b) in zip(
-            matrix_and_momentum(many[1], here[name]),
-            matrix_and_momentum(one[1], whole[name]),
-        )
+        for what, a, b in states(many[1], here[name], one[1], whole[name])
         # As bytes: a NaN then equals itself, and 0 differs from -0.
         if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     )
@@ -131,6 +184,30 @@ def exact_steps(
 
 def matrix_and_momentum(muon: Muon, p: nn.Parameter) -> list[tuple[str, Tensor]]:
     return [("parameter", p.detach()), ("momentum", muon.state[p]["momentum_buffer"])]
+
+
+def states(
+    many: Muon, here: nn.Parameter, one: Muon, whole: nn.Parameter
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What this rank has of a matrix and of its momentum, and what it should have."""
+    for (what, found), (_, expected) in zip(
+        matrix_and_momentum(many, here), matrix_and_momentum(one, whole)
+    ):
+        yield what, local(found), local(part_of(expected, found))
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """``whole`` as this rank has it where it is laid out as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return whole.clone()
+    # Every rank has all of it: nothing is sent.
+    mesh, placements = like.device_mesh, like.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def local(tensor: Tensor) -> Tensor:
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.contiguous()
 
 
 def matrices_of(model: nn.Module, muon: Muon) -> dict[str, nn.Parameter]:
@@ -149,13 +226,16 @@ def conclude(
     title: str,
     figures: dict[str, Any],
     alone: Callable[[], dict[str, Any]],
-    silent: str,
+    silent: str | None = None,
+    more: Callable[..., None] | None = None,
 ) -> int:
     """Has the first rank run ``alone``, prints the table, and leaves the process group.
 
     Args:
         figures: of this rank, as :func:`print_table` takes them of all.
         alone: makes the figures of one process. The other ranks wait for it.
+        more: is given all figures on the first rank, and the list of what does not hold, to
+            which it may add.
 
     Returns the exit code: 1 where something does not hold, which is said on stderr.
     """
@@ -164,6 +244,8 @@ def conclude(
     many: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(many, figures)
     problems = print_table(title, one, many, silent) if first else []
+    if first and more is not None:
+        more(one, many, problems)
     for problem in problems:
         print(f"{Path(sys.argv[0]).stem}: {problem}", file=sys.stderr)
     dist.destroy_process_group()
@@ -184,50 +266,63 @@ def by_kind(
     return dict(found)
 
 
+# What a training has to say of itself, where it knows it.
+ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "loss, first step": lambda f: f"{f['losses'][0]:.4f}",
+    "loss, mean of the last tenth": lambda f: f"{last_tenth(f):.4f}",
+    "loss on held-out text": lambda f: f"{f['held_out']:.4f}",
+    "seconds": lambda f: f"{f['seconds']:.1f}",
+    "seconds a Muon step": lambda f: f"{f['step_seconds']:.3f}",
+}
+
+
 def print_table(
-    title: str, one: dict[str, Any], many: list[dict[str, Any]], silent: str
+    title: str, one: dict[str, Any], many: list[dict[str, Any]], silent: str | None
 ) -> list[str]:
     """Prints how many processes compare with one, and returns what does not hold, in words.
 
     Args:
         one: the figures of the process alone: ``losses`` and ``held_out`` of the training,
-            and Newton-Schulz ``calls`` a step.
+            Newton-Schulz ``calls`` a step, and the seconds.
         many: the same of each rank; further the bytes that a step of Muon has ``sent`` and
-            that the batch before it did (``batch_sent``), by kind of group; the ``other``
-            collectives; and what ``exact_steps`` returns.
+            that the batch before it did (``batch_sent``), by kind of group; the bytes that
+            are ``needed``, if that is known; the ``other`` collectives; and what
+            ``exact_steps`` returns.
         silent: the kind of group that Muon must not send over.
     """
     first = many[0]
     calls = sum(rank["calls"] for rank in many)
     apart = max(abs(a - b) for a, b in zip(one["losses"], first["losses"], strict=True))
-    rows = [("", "one process", f"{len(many)} processes")]
-    for name, value in {
-        "loss, first step": lambda f: f["losses"][0],
-        "loss, mean of the last tenth": last_tenth,
-        "loss on held-out text": lambda f: f["held_out"],
-    }.items():
-        rows.append((name, f"{value(one):.4f}", f"{value(first):.4f}"))
+    rows = [
+        (name, words(one), words(first))
+        for name, words in ROWS.items()
+        if name != "seconds" or name in one
+    ]
     rows.append(("largest difference of loss, any step", "", f"{apart:.2g}"))
     rows.append(("Newton-Schulz calls a step", f"{one['calls']:g}", f"{calls:g}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
     print(f"\n{title}, {len(one['losses'])} steps\n")
-    for name, left, right in rows:
-        print(f"  {name:<{widths[0]}}  {left:>{widths[1]}}  {right:>{widths[2]}}")
+    print(render(("", "one process", f"{len(many)} processes"), rows, indent="  "))
 
     print(f"\nEach of the {len(many)} processes (ranks 0 to {len(many) - 1})")
     lines = [
         ("Newton-Schulz calls, a Muon step", [rank["calls"] for rank in many], "g")
     ]
     for what, key in (("Muon step", "sent"), ("batch", "batch_sent")):
-        for kind in dict.fromkeys(kind for rank in many for kind in rank[key]):
+        for kind in dict.fromkeys(kind for rank in many for kind in rank.get(key, ())):
             kib = [rank[key].get(kind, 0) / 1024 for rank in many]
             # Of a batch, only what shows that this kind of group is not silent by itself.
             if key == "sent" or kind == silent:
                 lines.append((f"KiB sent over {kind}, a {what}", kib, ".1f"))
+    if "needed" in first:
+        kib = [rank["needed"] / 1024 for rank in many]
+        lines.append(("KiB that cannot be less", kib, ".1f"))
     width = max(len(name) for name, _, _ in lines)
     for name, values, form in lines:
         each = " + ".join(format(value, form) for value in values)
         print(f"  {name:<{width}}  {each} = {format(sum(values), form)}")
+
+    counted = [f"{n:g} {name}" for name, n in first["collectives"].items()]
+    print(f"  {'collectives a Muon step':<{width}}  {', '.join(counted)}")
 
     checked = len({name for rank in many for name in rank["checked"]})
     unequal = [
@@ -248,7 +343,7 @@ def print_table(
     for index, rank in enumerate(many):
         if rank["other"]:
             problems.append(f"rank {index}: Muon uses {', '.join(rank['other'])} too")
-        if rank["sent"][silent]:
+        if silent is not None and rank["sent"][silent]:
             problems.append(f"rank {index}: Muon sends over {silent}")
     return problems
 

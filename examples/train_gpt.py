@@ -200,11 +200,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=0.02, help="of Muon")
     parser.add_argument("--adamw-lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
-    # Not an option here: ``verify`` takes all of these, and measures FSDP2.
+    # Not an option here: compare_gpt.py takes all of these, and compares FSDP2.
     parser.set_defaults(parallel="fsdp2")
-    # Not "--log": torchrun takes that for an abbreviation of an option of its own.
-    parser.add_argument("--losses", metavar="FILE", help="write one JSON line a step")
-    parser.add_argument("--save", metavar="FILE", help="write the trained parameters")
     return parser
 
 
@@ -213,6 +210,9 @@ def main() -> None:
     parser.add_argument(
         "--parallel", choices=WRAPPERS, default="fsdp2", help="with several processes"
     )
+    # Not "--log": torchrun takes that for an abbreviation of an option of its own.
+    parser.add_argument("--losses", metavar="FILE", help="write one JSON line a step")
+    parser.add_argument("--save", metavar="FILE", help="write the trained parameters")
     args = parser.parse_args()
     mesh, device = connect()
     first = mesh is None or mesh.get_rank() == 0

@@ -12,27 +12,18 @@ if none could be run.
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 
-def leave(number: int, frame: FrameType | None) -> None:
-    """Ends this process, and by its ``finally`` those that it started."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    raise SystemExit(128 + number)
+from processes import leave_on_signals
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, leave)
-    # torchrun sends it to processes that wait in a collective, where Python cannot answer.
-    if "RANK" not in os.environ:
-        signal.signal(signal.SIGTERM, leave)
+    leave_on_signals()
 
 try:
     import torch.optim.muon  # noqa: F401

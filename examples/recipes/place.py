@@ -1,18 +1,9 @@
 """Where a recipe runs: which one of how many processes this is, and on what device."""
 
 import logging
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
-
-
-class Place(NamedTuple):
-    """Its processes are ``size``, with a folder that they share."""
-
-    rank: int
-    size: int
-    folder: Path
+from processes import Place
 
 
 here: Place

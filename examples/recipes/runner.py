@@ -7,23 +7,18 @@ late or of which a process failed; the recipes that are left get a new one.
 
 import importlib
 import os
-import signal
 import sys
 import tempfile
 import textwrap
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import place
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from one_process import OneProcess
+from processes import connect, Processes
 
 
 MODULES = [
@@ -99,40 +94,19 @@ def check(holds: bool, words: str) -> None:
 # In the processes
 
 
-def work(rank: int, size: int, folder: Path, orders: Connection) -> None:
-    """Runs the recipes whose names come through ``orders``, until it is closed."""
-    place.settle(place.Place(rank, size, folder))
-    try:
-        while True:
-            orders.send(run_here(recipes()[orders.recv()]))
-    except (EOFError, OSError):
-        pass  # that process has what it wanted, or is gone
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def work(here: place.Place, name: str) -> dict[str, Any]:
+    place.settle(here)
+    return run_here(recipes()[name])
 
 
 def run_here(chosen: Recipe) -> dict[str, Any]:
     """This process's verdict."""
+    if chosen.connect and not dist.is_initialized():
+        connect(place.here, COLLECTIVE.total_seconds(), place.backend())
     try:
-        if chosen.connect and not dist.is_initialized():
-            # On a free port that rank 0 tells the others through the folder's file.
-            dist.init_process_group(
-                place.backend(),
-                init_method=(place.here.folder / "rendezvous").as_uri(),
-                rank=place.here.rank,
-                world_size=place.here.size,
-                timeout=COLLECTIVE,
-            )
         return verdict_of(chosen.function())
-    except Exception as error:
-        *_, last = traceback.extract_tb(error.__traceback__)
-        where = f"{Path(last.filename).name}:{last.lineno}"
-        words = str(error).strip() or "no message"
-        return {
-            "raised": not isinstance(error, Wrong),
-            "problems": [f"{type(error).__name__} at {where}: {words}"],
-            "trace": traceback.format_exc(),
-        }
+    except Wrong as error:
+        return {"problems": [str(error)]}
 
 
 def verdict_of(returned: Any) -> dict[str, Any]:
@@ -151,93 +125,15 @@ def verdict_of(returned: Any) -> dict[str, Any]:
 # In the process that starts them
 
 
-class ProcessSet:
-    """``size`` processes that run one recipe after the other."""
-
-    def __init__(self, size: int) -> None:
-        # Forked from one that has imported torch, which takes seconds, where that can be.
-        methods = mp.get_all_start_methods()
-        context = mp.get_context("forkserver" if "forkserver" in methods else "spawn")
-        if "forkserver" in methods:
-            context.set_forkserver_preload(
-                ["torch.distributed.fsdp", "torch.distributed.pipelining"]
-            )
-            start_deaf_forkserver()
-        self.size = size
-        self.folder = tempfile.TemporaryDirectory(prefix="recipes")
-        self.pipes: list[Connection] = []
-        self.processes = []
-        try:
-            for rank in range(size):
-                here, there = context.Pipe()
-                process = context.Process(
-                    target=work, args=(rank, size, Path(self.folder.name), there)
-                )
-                process.daemon = True
-                process.start()
-                there.close()
-                self.pipes.append(here)
-                self.processes.append(process)
-        except BaseException:
-            self.end(seconds=0)
-            raise
-
-    def run(self, chosen: Recipe) -> list[dict[str, Any]]:
-        """The verdicts, by rank; of a process that gives none, that it does not."""
-        verdicts: dict[int, dict[str, Any]] = {}
-        until = time.monotonic() + SECONDS
-        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
-        for rank, pipe in enumerate(self.pipes):
-            try:
-                pipe.send(chosen.name)
-            except OSError:
-                verdicts[rank] = failed("the process is gone")
-                del waiting[pipe]
-        while waiting and time.monotonic() < until:
-            for pipe in wait(list(waiting), timeout=max(0, until - time.monotonic())):
-                rank = waiting.pop(pipe)
-                try:
-                    verdicts[rank] = pipe.recv()
-                except (EOFError, OSError):
-                    verdicts[rank] = failed("the process ended")
-                verdicts[rank]["answered"] = len(verdicts)
-            if any(v.get("raised") for v in verdicts.values()):
-                # The others may wait for it.
-                until = min(until, time.monotonic() + 5)
-        for rank in waiting.values():
-            verdicts[rank] = failed("no answer in time")
-        return [verdicts[rank] for rank in range(self.size)]
-
-    def end(self, seconds: float = 5) -> None:
-        """Lets them leave for so long, and then ends them."""
-        for pipe in self.pipes:
-            pipe.close()
-        until = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0, until - time.monotonic()))
-        for process in self.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-        self.folder.cleanup()
-
-
-def start_deaf_forkserver() -> None:
-    """Starts what forks the processes, if it does not run yet.
-
-    Ctrl-C goes to all processes of a terminal. These ones are deaf to it, as a mask is
-    inherited: the process that started them ends them.
-    """
-    resource_tracker.ensure_running()  # which would lift the mask
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def failed(words: str) -> dict[str, Any]:
-    return {"raised": True, "problems": [words]}
+def verdicts_of(processes: Processes, chosen: Recipe) -> list[dict[str, Any]]:
+    """By rank; of a process that gives none, that it does not."""
+    answers = processes.answers(work, chosen.name, seconds=SECONDS)
+    return [
+        {"trace": error, "problems": error.strip().splitlines()[-1:], "answered": order}
+        if error
+        else {**verdict, "answered": order}
+        for verdict, error, order in answers
+    ]
 
 
 def run_all(chosen: list[Recipe]) -> int:
@@ -252,10 +148,10 @@ def run_all(chosen: list[Recipe]) -> int:
             for each in sorted(chosen, key=lambda r: r.connect):
                 if each.processes != size:
                     continue
-                group = group or ProcessSet(size)
-                verdicts = group.run(each)
+                group = group or Processes(size)
+                verdicts = verdicts_of(group, each)
                 holds &= report(each, verdicts)
-                if any(v.get("raised") for v in verdicts):
+                if any("trace" in v for v in verdicts):
                     group.end()
                     group = None
             if group is not None:

@@ -9,8 +9,7 @@ import sys
 import time
 
 import jupytext
-import pytest
-from tools.overlay import verify
+from overlay.example_runs import ENVIRONMENT
 from tools.overlay.repo import ROOT
 
 
@@ -70,7 +69,7 @@ def start(*command, cwd=EXAMPLES, **environ):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**verify.environment(), "PYTHONWARNINGS": "always", **environ},
+        env={**os.environ, **ENVIRONMENT, **environ},
         start_new_session=True,
     )
 
@@ -184,23 +183,6 @@ def test_difference_is_found(tmp_path):
     for way in WAYS:
         assert re.search(rf"^    {way} +bitwise equal: NO$", out, re.MULTILINE)
         assert re.search(rf"^blueprint: rank \d: {way}: \d", err, re.MULTILINE)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ended_script_is_quiet_and_leaves_no_process(number):
-    process = start("-u", SCRIPT)
-    for line in process.stdout:
-        if line.startswith("6. "):
-            break
-    # Long enough for some of the processes to be there.
-    time.sleep(2)
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does
-    else:
-        process.send_signal(number)
-    code, _, err = finish(process, seconds=60)
-    assert code == 128 + number
-    assert "Traceback" not in err
 
 
 def test_without_the_overlay(tmp_path):

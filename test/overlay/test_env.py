@@ -243,17 +243,12 @@ def test_all_tests_have_to_cover_enough(ready, tool, tests, covered):
 
 
 def test_verify_hands_over(ready, tool):
-    overlay, _ = ready
-    (overlay / "tools/overlay/verify.py").write_text(
-        (overlay / "tools/overlay/verify.py").read_text()
-        + "\n\ndef run(python, args, extra):\n"
-        "    print('verify', python.name, args.out, args.plain, args.steps, extra)\n"
-        "    return 1\n"
-    )
-    given = ["--plain", "--out", "here", "--steps", "3", "--step", "4"]
-    done = tool("verify", *given, root=overlay)
+    overlay, record = ready
+    given = ["--out", "here", "--steps", "3", "--step", "4"]
+    failing = {**os.environ, "PYTEST_EXIT": "1"}
+    done = tool("verify", *given, root=overlay, env=failing)
     assert done.code == 1
-    assert "verify python here True 3 ['--step', '4']" in done.out
+    assert calls(record) == [["-u", f"{overlay}/examples/compare_gpt.py", *given]]
     assert "overlay applied" in done.out
 
 
@@ -277,8 +272,8 @@ def test_help_says_what_an_example_and_the_codes(tool):
         for code in ("3  refused", "130  interrupted", "143  ended"):
             assert f"  {code}" in done.out
         if name == "verify":
-            for option in ("--steps", "--exact-steps", "--processes", "--timeout"):
-                assert f"  {option} " in done.out
+            for option in ("--steps", "--exact-steps", "--processes", "--batch"):
+                assert option in done.out
 
 
 def test_wrong_usage(tool):

@@ -1,6 +1,7 @@
 """The examples run, under torchrun too, and say what they should."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -8,95 +9,46 @@ import subprocess
 import sys
 
 import pytest
-from tools.overlay import verify
+from overlay.example_runs import ENVIRONMENT, Run, run_example, SECONDS
 from tools.overlay.repo import ROOT
 
 
 EXAMPLES = ROOT / "examples"
-SECONDS = 120
-TINY = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "16"]
 STEPS = 4
-
-# The example, but its second process sees another gradient than the first one.
-PERTURBED = f"""
-import os, runpy, sys
-sys.path.insert(0, {str(EXAMPLES)!r})
-import measure
-right = measure.seeded_gradient
-
-def wrong(name, shape, step):
-    gradient = right(name, shape, step)
-    if os.environ["RANK"] == "1":
-        gradient[-1, -1] += 1e-3
-    return gradient
-
-measure.seeded_gradient = wrong
-runpy.run_path({str(EXAMPLES / "train_moe.py")!r}, run_name="__main__")
-"""
+TINY = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "16"]
+TINY += ["--steps", STEPS]
 
 
-# In the place of torchrun: forks its processes after torch is imported, which takes seconds.
-FORKS = """
-import os, runpy, sys
+def perturb(place):
+    """The second process sees another gradient than the first one."""
+    import measure
 
-import torch.distributed as dist
-import torch.distributed.fsdp
-import torch.distributed.pipelining
+    right = measure.seeded_gradient
 
-count, sys.argv = int(sys.argv[1]), sys.argv[2:]
-sys.path[0] = os.path.dirname(sys.argv[0])
-children, pipes = [], []
-for rank in range(count):
-    reads, writes = os.pipe()
-    if child := os.fork():
-        children.append(child)
-        pipes.append(writes)
-        continue
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": os.read(reads, 10).decode()}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    sys.exit()
+    def wrong(name, shape, step):
+        gradient = right(name, shape, step)
+        gradient[-1, -1] += 1e-3 * place.rank
+        return gradient
 
-# Not before, since it has threads.
-store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-for pipe in pipes:
-    os.write(pipe, str(store.port).encode())
-codes = [os.waitpid(child, 0)[1] for child in children]
-sys.exit(1 if any(codes) else 0)
-"""
+    measure.seeded_gradient = wrong
 
 
-def run_example(script, *options, processes=4, torchrun=False):
-    """Exit code and output of an example, no process of which outlives this."""
-    command = [sys.executable]
-    if processes > 1 and not torchrun:
-        command += ["-c", FORKS, str(processes)]
-    elif processes > 1:
-        # A rendezvous of its own, for runs of the tests beside each other.
-        command += ["-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
-        command += ["--rdzv-endpoint", "localhost:0"]
-        command += ["--nproc-per-node", str(processes)]
-    sizes = [*TINY, "--steps", str(STEPS)]
+def torchrun(script, *options, processes):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+    # A rendezvous of its own, for runs of the tests beside each other.
+    command += [processes, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     with subprocess.Popen(
-        [*command, *map(str, [script, *sizes, *options])],
+        [str(word) for word in [*command, script, *options]],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**verify.environment(), "PYTHONWARNINGS": "always"},
-        start_new_session=True,
+        env=os.environ | ENVIRONMENT,
     ) as process:
         try:
-            out, err = process.communicate(timeout=SECONDS)
-        except BaseException:
-            # torchrun ends its processes, which are in sessions of their own.
-            if torchrun:
-                process.send_signal(signal.SIGTERM)
-            else:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate(timeout=60)
-            raise
-    return process.returncode, out, err
+            return Run(process.wait(SECONDS), *process.communicate())
+        finally:
+            # It ends its processes, which are in sessions of their own.
+            process.send_signal(signal.SIGTERM)
 
 
 def losses_of(path):
@@ -107,7 +59,8 @@ def losses_of(path):
 def alone(tmp_path_factory):
     """What ``train_gpt.py`` writes on one process."""
     place = tmp_path_factory.mktemp("alone")
-    code, _, err = run_example(EXAMPLES / "train_gpt.py", *files(place), processes=1)
+    script = EXAMPLES / "train_gpt.py"
+    code, _, err = run_example(script, *TINY, *files(place), processes=1)
     assert code == 0, err
     return place
 
@@ -116,18 +69,14 @@ def files(place):
     return ["--losses", place / "losses", "--save", place / "model.pt"]
 
 
-# FSDP2 is what the tests of `verify` train with.
-@pytest.mark.parametrize("parallel", ["fsdp1", "ddp"])
-def test_gpt(alone, tmp_path, parallel):
+# FSDP2 is what compare_gpt.py trains with.
+@pytest.mark.parametrize(
+    ("parallel", "run"), [("fsdp1", run_example), ("ddp", torchrun)]
+)
+def test_gpt(alone, tmp_path, parallel, run):
     torch = pytest.importorskip("torch")
-    code, out, err = run_example(
-        EXAMPLES / "train_gpt.py",
-        "--parallel",
-        parallel,
-        *files(tmp_path),
-        processes=2,
-        torchrun=parallel == "ddp",
-    )
+    options = ["--parallel", parallel, *TINY, *files(tmp_path)]
+    code, out, err = run(EXAMPLES / "train_gpt.py", *options, processes=2)
     assert code == 0, err
     assert "Warning" not in err
     assert "loss on held-out text" in out
@@ -166,7 +115,7 @@ FEW_TOKENS = ["--batch", "4", "--context", "1"]
 
 @pytest.mark.parametrize("options", [[], FEW_TOKENS], ids=["many", "few"])
 def test_moe(options):
-    code, out, err = run_example(EXAMPLES / "train_moe.py", *options)
+    code, out, err = run_example(EXAMPLES / "train_moe.py", *TINY, *options)
     assert code == 0, err
     assert "Warning" not in err
     assert_table(out, 2 * (5 + 8), "ep")
@@ -174,17 +123,102 @@ def test_moe(options):
 
 
 def test_pipeline():
-    code, out, err = run_example(EXAMPLES / "train_pipeline.py")
+    code, out, err = run_example(EXAMPLES / "train_pipeline.py", *TINY)
     assert code == 0, err
     assert "Warning" not in err
     assert_table(out, 2 * 6, "pp")
     assert min(numbers(out, "KiB sent over dp (replicas of a stage), a Muon step")) > 0
 
 
+COMPARED = ["--steps", 6, "--exact-steps", 2, "--batch", 4, "--context", 32]
+COMPARED += ["--layers", 1, "--width", 32, "--heads", 2]
+
+
+def test_comparison(tmp_path):
+    """Started by itself, as `verify` does; its own processes are those of `Processes`."""
+    command = [sys.executable, EXAMPLES / "compare_gpt.py", "--processes", 2]
+    command += [*COMPARED, "--out", tmp_path / "out"]
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=os.environ | ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    assert "2 processes: step    5  loss" in done.stdout
+    assert "bitwise equal: yes (6 matrices, 2 steps)" in done.stdout
+    assert numbers(done.stdout, "Newton-Schulz calls a step") == [6, 6]
+    *each, total = numbers(done.stdout, "KiB that cannot be less")
+    assert min(each) > 0
+    assert sum(each) == pytest.approx(total)
+    figures = json.loads((tmp_path / "out" / "verify.json").read_text())
+    assert figures["problems"] == []
+    assert [len(rank["losses"]) for rank in figures["many"]] == [6, 6]
+    assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_difference_is_found(tmp_path):
-    script = tmp_path / "perturbed.py"
-    script.write_text(PERTURBED)
-    code, out, err = run_example(script, "--ep", "1", processes=2)
+    options = [*COMPARED, "--out", tmp_path]
+    script = EXAMPLES / "compare_gpt.py"
+    code, out, err = run_example(script, *options, processes=2, patch=perturb)
     assert code == 1
-    assert "bitwise equal: NO, rank " in out
-    assert "train_moe: not bitwise equal with identical gradients: rank " in err
+    assert re.search(
+        r"bitwise equal: NO, rank \d: blocks.0.\S+: parameter differs", out
+    )
+    words = "not bitwise equal with identical gradients: rank "
+    assert f"compare_gpt: {words}" in err
+    problems = json.loads((tmp_path / "verify.json").read_text())["problems"]
+    assert problems[0].startswith(words)
+
+
+FIGURES = {
+    "losses": [5.5, 5.0],
+    "sent": {"all ranks": 104.0},
+    "needed": 100,
+    "shards": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("one", "second", "words"),
+    [
+        ({}, {"sent": {"all ranks": 107.0}}, "rank 1 sends 107 bytes a step"),
+        ({}, {"sent": {"all ranks": 0.0}}, "rank 1 sends 0 bytes"),
+        ({"losses": [5.5, 6.0]}, {}, "one process: the loss did not fall"),
+        ({"losses": [5.5, math.nan]}, {}, "one process: the loss did not fall"),
+        ({"losses": [5.6, 5.0]}, {}, "do not start alike"),
+    ],
+)
+def test_wrong_figures_are_named(compare_gpt, one, second, words):
+    assert compare_gpt.problems(FIGURES, [FIGURES, FIGURES]) == []
+    (problem,) = compare_gpt.problems(FIGURES | one, [FIGURES, FIGURES | second])
+    assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch", "6"], "--batch 6 does not divide among 4 processes"),
+        (["--width", "7"], "--width 7 does not divide among 6 heads"),
+        (["--exact-steps", "0"], "--exact-steps has to be at least 1"),
+        (["--processes", "1"], "at least 2"),
+        (["--stpes", "3"], "unrecognized arguments: --stpes 3"),
+        (["--out", __file__], "is no folder"),
+    ],
+)
+def test_options_that_do_not_fit(compare_gpt, monkeypatch, capsys, options, words):
+    monkeypatch.setattr(sys, "argv", ["compare_gpt.py", *options])
+    with pytest.raises(SystemExit) as ended:
+        compare_gpt.main()
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.fixture
+def compare_gpt(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import compare_gpt
+
+    return compare_gpt

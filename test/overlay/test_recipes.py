@@ -1,17 +1,15 @@
 """The recipes hold, all of them; one that does not is found."""
 
-import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
-from tools.overlay import verify
+from overlay.example_runs import ENVIRONMENT, run_example
 from tools.overlay.repo import ROOT
 
 
@@ -61,24 +59,16 @@ def later() -> str:
 '''
 
 
-def start_recipes(*names, folder=EXAMPLES, **environ):
-    return subprocess.Popen(
+def run_recipes(*names, folder=EXAMPLES, **environ):
+    """Exit code and output; no process of it outlives this."""
+    with subprocess.Popen(
         [sys.executable, str(folder / "recipes"), *names],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**verify.environment(), "PYTHONWARNINGS": "always", **environ},
+        env={**os.environ, **ENVIRONMENT, **environ},
         start_new_session=True,
-    )
-
-
-def run_recipes(*names, **options):
-    """Exit code and output; no process of it outlives this."""
-    return finish(start_recipes(*names, **options))
-
-
-def finish(process):
-    with process:
+    ) as process:
         try:
             out, err = process.communicate(timeout=SECONDS)
             assert ends(process.pid), "processes are left"
@@ -132,59 +122,33 @@ def test_all_hold():
     assert ": gather " not in err  # what debugging.debug_mode logs
 
 
-# What each list of arguments gives, all in one process, since importing torch takes seconds.
-ASKED = """
-import contextlib, io, json, runpy, sys
-
-path, *asked = sys.argv[1:]
-answers = []
-for words in asked:
-    sys.argv = [path, *words.split()]
-    code, out, err = 0, io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            runpy.run_path(path, run_name="__main__")
-        except SystemExit as end:
-            code = end.code
-    answers.append([code, out.getvalue(), err.getvalue()])
-print(json.dumps(answers))
-"""
 SELECTIONS = {
     "context": {"context.split_sequences"},
     "ddp.unconfigured": {"ddp.unconfigured"},
 }
 
 
-@pytest.fixture(scope="module")
-def answers():
-    """The exit code and output for each list of arguments."""
-    asked = ["--list", *(f"--list {name}" for name in SELECTIONS), "context.none"]
-    done = subprocess.run(
-        [sys.executable, "-c", ASKED, str(EXAMPLES / "recipes"), *asked],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=True,
-    )
-    return dict(zip(asked, json.loads(done.stdout), strict=True))
-
-
-def test_list(answers):
-    code, out, err = answers["--list"]
+def listed(*names):
+    """What `--list` names, run in a process that has imported torch already."""
+    script = EXAMPLES / "recipes" / "__main__.py"
+    code, out, err = run_example(script, "--list", *names, processes=1)
     assert code == 0, err
-    assert set(re.findall(r"^(\w+\.\w+), \d+ process", out, re.MULTILINE)) == defined()
+    return set(re.findall(r"^(\w+\.\w+), \d+ process", out, re.MULTILINE))
+
+
+def test_list():
+    assert listed() == defined()
 
 
 @pytest.mark.parametrize(("name", "expected"), SELECTIONS.items())
-def test_selection(answers, name, expected):
-    code, out, err = answers[f"--list {name}"]
-    assert code == 0, err
-    assert set(re.findall(r"^(\w+\.\w+),", out, re.MULTILINE)) == expected
+def test_selection(name, expected):
+    assert listed(name) == expected
 
 
-def test_unknown_name(answers):
+def test_unknown_name():
+    script = EXAMPLES / "recipes" / "__main__.py"
+    code, out, _ = run_example(script, "context.none", processes=1)
     # With a text instead of a number Python prints it and exits with 1.
-    code, out, _ = answers["context.none"]
     assert code == "recipes: there is no context.none; see --list"
     assert out == ""
 
@@ -215,36 +179,16 @@ def test_what_does_not_hold_is_found(tmp_path):
     assert "rank 0: the process ended" in results["ddp.ending"][1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ended_run_is_quiet_and_leaves_nothing(tmp_path, number):
-    process = start_recipes("ddp", TMPDIR=str(tmp_path))
-    assert process.stdout.readline().startswith("ok")
-    assert list(tmp_path.glob("recipes*"))
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does
-    else:
-        process.send_signal(number)
-    code, _, err = finish(process)
-    assert code == 128 + number
-    assert "Traceback" not in err
-    assert not list(tmp_path.glob("recipes*"))
-
-
 def test_other_number_of_processes():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     names = ("fsdp.flat", "custom.other_framework")
-    first, second = [start_recipes(*names, RANK=str(r), **common) for r in range(2)]
-    code, out, err = finish(first)
+    script = EXAMPLES / "recipes" / "__main__.py"
+    code, out, err = run_example(script, *names, processes=2)
     assert code == 2, err
     assert out.splitlines() == [
         "left out  fsdp.flat: it wants 4 processes",
         "left out  custom.other_framework: it wants 4 processes without torchrun",
     ]
-    assert "none was run" in err
-    assert finish(second)[:2] == (2, "")
+    assert err.count("none was run") == 1
 
 
 def test_without_the_overlay(tmp_path):
