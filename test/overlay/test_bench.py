@@ -3,13 +3,12 @@
 import importlib.util
 import json
 import pathlib
-import sys
 import time
 
 import pytest
 from tools.bench import bound, cli, figures, table
 from tools.bench.stock import stock_path
-from tools.overlay.repo import ROOT
+from text_table import render
 
 
 def overlaid():
@@ -25,14 +24,13 @@ needs_overlay = pytest.mark.skipif(
 
 
 @pytest.fixture
-def bench(shell, tmp_path):
+def bench(capsys, tmp_path):
     """`bench("step", ...)`: its report, and what it printed."""
 
     def call(*args):
         out = tmp_path / "report.json"
-        command = [sys.executable, "-m", "tools.bench", *args, "--out", out]
-        printed = shell(*command, cwd=ROOT, timeout=180).out
-        return json.loads(out.read_text()), printed
+        assert cli.main([*args, "--out", str(out)]) == 0, capsys.readouterr().err
+        return json.loads(out.read_text()), capsys.readouterr().out
 
     return call
 
@@ -64,9 +62,9 @@ def test_step(bench):
         assert one["limit"]["q1"] <= one["limit"]["median"] <= one["limit"]["q3"]
         assert one["second"]["median"] < one["limit"]["median"]
     for profile in case["profile"]:
-        # A phase whose function is gone would silently count elsewhere.
-        assert profile["not_found"] == []
-        assert profile["ms"]["Newton-Schulz"] > 0
+        # Newton-Schulz is products of matrices; what else a step does is there as well.
+        assert "aten::mm" in profile or "aten::addmm" in profile
+        assert "c10d::alltoall_base_" in profile
     assert "FSDP2: Shard(0), 2 ranks" in printed
 
 
@@ -161,5 +159,5 @@ def test_replicas_lower_the_bound_of_the_gather_only():
 
 
 def test_table_columns_line_up():
-    text = table.render(["", "ms"], [["ours", "1.5"], ["stock", "12.25"]])
+    text = render(["", "ms"], [["ours", "1.5"], ["stock", "12.25"]])
     assert text == "          ms\nours     1.5\nstock  12.25"

@@ -5,3 +5,11 @@ the overlay. A time here means nothing by itself: what is reported are ratios, e
 taken in the same processes and the same repetition. ``python -m tools.bench scale`` simulates a step on
 hundreds of ranks.
 """
+
+import sys
+
+from tools.overlay.repo import ROOT
+
+
+# The examples start processes, count bytes and print tables, too.
+sys.path.append(str(ROOT / "examples"))

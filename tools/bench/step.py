@@ -6,8 +6,9 @@ import time
 from typing import Any, TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.profiler import profile, ProfilerActivity
 
-from . import contestants, engine_view, limit, profile, wire
+from . import contestants, engine_view, limit, wire
 from .catalog import WORKLOADS
 from .layouts import make_parameters
 from .quiet import QUIET, Watch
@@ -50,14 +51,23 @@ def work(rank: int, world: int, job: Job) -> dict[str, Any]:
             if name != "ns_alone":
                 run(0)
         times = _interleave(steps, parts, job)
-        phases = profile.measure(steps[job.names[0]], job.reps) if job.profile else None
+        operations = _profile(steps[job.names[0]], job.reps) if job.profile else None
     return {
         **times,
-        "profile": phases,
+        "profile": operations,
         "owned": len(ours.assignments[rank]),
         "buckets": len(engine_view.all_to_alls(ours)) // 2,
         "placed": sorted({h.placed for h in held}),
     }
+
+
+def _profile(step: Callable[[], object], reps: int) -> str:
+    """The operations of ``reps`` steps on this rank, by the time of their own."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(reps):
+            dist.barrier()
+            step()
+    return profiler.key_averages().table("self_cpu_time_total", row_limit=20)
 
 
 def _limit_parts(

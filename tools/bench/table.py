@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
+from text_table import render
+
 from .catalog import IMPLEMENTATIONS, LAYOUTS, WORKLOADS_IN_WORDS
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-
-def render(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right."""
-    lines = [list(head), *(list(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def title(case: dict[str, Any]) -> str:
@@ -124,30 +113,9 @@ def spread(one: dict[str, float]) -> str:
 
 
 def profile(case: dict[str, Any], rank: int = 0) -> str:
-    """One rank's step by phase."""
-    found = case["profile"][rank]
-    whole = found["whole_ms"]
-    rows = [
-        [
-            phase,
-            f"{ms:.2f}",
-            f"{100 * ms / whole:.1f} %",
-            f"{found['cpu_ms'][phase]:.2f}",
-        ]
-        for phase, ms in found["ms"].items()
-    ]
-    rows.append(
-        ["whole step", f"{whole:.2f}", "", f"{sum(found['cpu_ms'].values()):.2f}"]
-    )
-    lines = [
-        f"{title(case)}: rank {rank}'s step of {case['names'][0]}",
-        render(["phase", "ms", "share", "CPU ms"], rows),
-    ]
-    if found["not_found"]:
-        lines.append(
-            f"not in this engine, so counted elsewhere: {', '.join(found['not_found'])}"
-        )
-    return "\n".join(lines)
+    """One rank's operations, as torch's profiler has them."""
+    head = f"{title(case)}: rank {rank}'s steps of {case['names'][0]}"
+    return f"{head}\n{case['profile'][rank]}"
 
 
 def bytes_case(case: dict[str, Any]) -> str:
