@@ -3,6 +3,7 @@
 What is imported here is light: whoever only starts processes need not import torch.
 """
 
+import gc
 import os
 import pickle
 import signal
@@ -163,6 +164,8 @@ def _work(place: Place, orders: Connection, environ: dict[str, str]) -> None:
     import torch
     import torch.distributed as dist
 
+    # No garbage collection then goes through all that torch is made of, and copies it.
+    gc.freeze()
     torch.set_num_threads(1)
     if "lo" in (name for _, name in socket.if_nameindex()):
         # All are on this machine, whose own name gloo may not be able to look up.

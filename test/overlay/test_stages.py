@@ -1,54 +1,46 @@
 """The stages of TESTING.md can be chosen."""
 
-import json
 import os
-import subprocess
-import sys
 
 import pytest
+from overlay.example_runs import Processes
 from tools.overlay.repo import ROOT
 
 
 STAGES = ["stage1", "stage2", "stage3", "stage4", "overlay"]
 
 
-# Writes down the markers of what `-m` chose, and what it left out.
-LISTS = """
-import json, os
+class Lists:
+    """Writes down the markers of what `-m` chose, and what it left out."""
 
-report = {"chosen": {}, "left out": []}
+    def __init__(self):
+        self.chosen, self.left_out = {}, []
 
-def pytest_deselected(items):
-    report["left out"] += [item.nodeid for item in items]
+    def pytest_deselected(self, items):
+        self.left_out += [item.nodeid for item in items]
 
-def pytest_collection_finish(session):
-    for item in session.items:
-        report["chosen"][item.nodeid] = [m.name for m in item.iter_markers()]
-    with open(os.environ["STAGES_REPORT"], "w") as file:
-        json.dump(report, file)
-"""
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            self.chosen[item.nodeid] = [mark.name for mark in item.iter_markers()]
+
+
+def collect(place):
+    os.chdir(ROOT)
+    lists = Lists()
+    chosen = ["-p", "no:cacheprovider", "-p", "no:terminal"]
+    chosen += ["-m", " or ".join(STAGES), "test"]
+    code = pytest.main(["--collect-only", *chosen], plugins=[lists])
+    return int(code), lists.chosen, lists.left_out
 
 
 @pytest.fixture(scope="module")
-def collected(tmp_path_factory):
-    """The markers of each test, collected once: that imports torch and all test files."""
-    folder = tmp_path_factory.mktemp("stages")
-    (folder / "lists_stages.py").write_text(LISTS)
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q"]
-    command += ["-p", "no:cacheprovider", "-p", "lists_stages"]
-    command += ["-m", " or ".join(STAGES), "test"]
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(folder),
-        "STAGES_REPORT": str(folder / "report.json"),
-    }
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((folder / "report.json").read_text())
-    assert report["left out"] == []
-    return report["chosen"]
+def collected():
+    """The markers of each test, collected once, in a process that has imported torch."""
+    with Processes(1) as one:
+        ((code, chosen, left_out),) = one.run(collect, seconds=120)
+    assert code == 0
+    assert left_out == []
+    return chosen
 
 
 def test_each_test_has_one_stage(collected):
