@@ -16,7 +16,7 @@ import time
 import zipfile
 
 import pytest
-from tools.overlay import env, lock, manifest, progress, status, target
+from tools.overlay import env, frameworks, lock, manifest, progress, status, target
 from tools.overlay.errors import WorkFailed, WrongTarget
 
 
@@ -209,6 +209,23 @@ def calls(record):
     found = [json.loads(line) for line in record.read_text().splitlines()]
     record.unlink()
     return found
+
+
+def test_test_frameworks_has_an_environment_of_its_own(ready, tool):
+    overlay, record = ready
+    (overlay / ".venv").rename(overlay / frameworks.FOLDER)
+    packages = [*env.PACKAGES, *frameworks.PACKAGES]
+    marker = {"state": "ready", "torch": "2.13.0", "packages": packages}
+    env._write_marker(overlay / frameworks.FOLDER, **marker)
+    done = tool("test", "--frameworks", "-k", "not slow", root=overlay)
+    assert done.code == 0, done.err
+    assert not (overlay / ".venv").exists()
+    one = f"{frameworks.TESTS}/test_frameworks.py::test_recipe"
+    assert tool("test", "--frameworks", one, root=overlay).code == 0
+    assert calls(record) == [
+        ["-m", "pytest", frameworks.TESTS, "-k", "not slow"],
+        ["-m", "pytest", one],
+    ]
 
 
 def test_test_takes_its_own_options_first(ready, tool):

@@ -12,8 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from . import apply, env, errors, export, lock, pull, rebuild, revert, status, tests
-from . import versions
+from . import apply, env, errors, export, frameworks, lock, pull, rebuild, revert
+from . import status, tests, versions
 from .errors import OverlayError, WrongTarget
 from .repo import ROOT
 from .target import Target, Wheel, find_checkout, find_wheel
@@ -99,12 +99,14 @@ def _parser() -> argparse.ArgumentParser:
         "after our own options, which come first) goes to pytest as it is; its exit code is\n"
         "passed on. Without arguments of pytest all tests run, under coverage: too little of\n"
         "it is a failure, too. With --python the tests of the optimizer run on that\n"
-        "interpreter's torch, as on a machine with a GPU.",
+        "interpreter's torch, as on a machine with a GPU. After --frameworks the recipes of\n"
+        "examples/frameworks are tested, in an environment of their own.",
         "  python setup_overlay.py test\n"
         "  python setup_overlay.py test test/overlay -k revert\n"
         "  python setup_overlay.py test --coverage test/distributed -m stage3\n"
         "  python setup_overlay.py test --torch 2.15.0 -x\n"
-        "  python setup_overlay.py test --python ~/venv/bin/python",
+        "  python setup_overlay.py test --python ~/venv/bin/python\n"
+        "  python setup_overlay.py test --frameworks -k lightning",
     )
     _torch_option(sub)
     sub.add_argument(
@@ -114,6 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--coverage", action="store_true",
         help="show how much of the optimizer the given tests execute",
+    )  # fmt: skip
+    sub.add_argument(
+        "--frameworks", action="store_true",
+        help=f"with {', '.join(frameworks.VERSIONS)}, in {frameworks.FOLDER}",
     )  # fmt: skip
     sub.add_argument("pytest", nargs="*", help="arguments of pytest")
 
@@ -274,6 +280,10 @@ def _test(args: argparse.Namespace) -> int:
     return tests.run(python, args.pytest, ROOT, measure=measure)
 
 
+def _test_frameworks(args: argparse.Namespace) -> int:
+    return frameworks.test(ROOT, args.pytest)
+
+
 def _apply(args: argparse.Namespace) -> int:
     if args.commit and not args.checkout:
         raise WrongTarget("--commit goes with --checkout")
@@ -382,6 +392,8 @@ def _export(args: argparse.Namespace) -> int:
 
 def _test_arguments(argv: list[str]) -> argparse.Namespace:
     """``test`` by hand: argparse would take pytest's options for its own."""
+    if argv[:1] == ["--frameworks"]:
+        return argparse.Namespace(do=_test_frameworks, pytest=argv[1:])
     found: dict[str, Any] = {"--torch": None, "--python": None, "--coverage": False}
     rest = list(argv)
     while rest and rest[0].partition("=")[0] in found:

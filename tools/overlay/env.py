@@ -103,11 +103,24 @@ def check_interpreter() -> None:
             )
 
 
-def ensure(root: Path, version: str | None = None, *, quiet: bool = False) -> Path:
-    """Find or make the environment, lay the overlay over it, return its Python."""
+def ensure(
+    root: Path,
+    version: str | None = None,
+    *,
+    quiet: bool = False,
+    name: str | None = None,
+    more: tuple[str, ...] = (),
+) -> Path:
+    """Find or make the environment, lay the overlay over it, return its Python.
+
+    Args:
+        name: of its folder, where the environment is another one than the tests'.
+        more: what is installed there, beside what the tests import.
+    """
     version = version or versions.PINNED
     versions.check_supported(version)
-    env = folder(root, version)
+    env = root / name if name else folder(root, version)
+    packages = [*PACKAGES, *more]
     # Not the environment's own folder, which comes and goes.
     with lock.held(root):
         started = time.monotonic()
@@ -120,9 +133,9 @@ def ensure(root: Path, version: str | None = None, *, quiet: bool = False) -> Pa
             print(f"{env} is half made (interrupted?): making it again", flush=True)
             shutil.rmtree(env)
         if state != "ready":
-            _make(env, version)
-        elif _marker(env).get("packages") != list(PACKAGES):
-            _install(env, version)
+            _make(env, version, packages)
+        elif _marker(env).get("packages") != packages:
+            _install(env, version, packages)
         python = python_of(env)
         target = find_wheel(python)
         with target.held():
@@ -153,7 +166,7 @@ def _words(report: apply.Report) -> str:
     return f"overlay applied ({count} file{'s' if count > 1 else ''} changed)"
 
 
-def _make(env: Path, version: str) -> None:
+def _make(env: Path, version: str, packages: list[str]) -> None:
     check_interpreter()
     env.mkdir()
     _write_marker(env, state="making", torch=version)
@@ -163,13 +176,13 @@ def _make(env: Path, version: str) -> None:
     command = [base, "-m", "venv", str(env)]
     if progress.run(command, f"making {env.name}", log, timeout=300):
         raise WorkFailed(f"python -m venv failed:\n{progress.tail(log)}")
-    _install(env, version)
+    _install(env, version, packages)
 
 
-def _install(env: Path, version: str) -> None:
+def _install(env: Path, version: str, packages: list[str]) -> None:
     log = env / "install.log"
     _write_marker(env, state="making", torch=version)
-    for what in ([f"torch=={version}"], list(PACKAGES)):
+    for what in ([f"torch=={version}"], packages):
         names = " ".join(what)
         command = [str(python_of(env)), "-m", "pip", "install"]
         command += ["--disable-pip-version-check", "--no-input", *what]
@@ -182,7 +195,7 @@ def _install(env: Path, version: str) -> None:
     got = ask_python(python_of(env), code).strip()
     if versions.release(got) != versions.release(version):
         raise WorkFailed(f"pip installed torch {got}, not {version}")
-    _write_marker(env, state="ready", torch=version, packages=list(PACKAGES))
+    _write_marker(env, state="ready", torch=version, packages=packages)
 
 
 def run_in(
