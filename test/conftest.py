@@ -31,7 +31,7 @@ def stage_of(folder, case):
         folder: under test/, with its parents.
         case: the class; None for a function.
     """
-    if folder == "overlay":
+    if folder in ("overlay", "frameworks"):
         return "overlay"
     world_size = getattr(case, "world_size", 1)
     if isinstance(world_size, property):

@@ -1,0 +1,49 @@
+"""Accelerate with DDP: replicas share the orthogonalization.
+
+torchrun --nproc-per-node 2 examples/frameworks/accelerate_ddp.py
+accelerate launch --cpu --num-processes 2 examples/frameworks/accelerate_ddp.py
+"""
+
+import torch
+from accelerate import Accelerator
+from torch.optim import AdamW, Muon
+from torch.optim.muon import create_auto_config, partition_parameters
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def main() -> None:
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+        )
+    ).to(accelerator.device)
+    # Embeddings and the output head are matrices too, but not Muon's.
+    hidden, _ = partition_parameters(model.model.layers)
+    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
+    muon = Muon(hidden, lr=0.02, distributed_config=config)
+    adamw = AdamW(others, lr=3e-4)
+
+    data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
+    model, muon, adamw, data = accelerator.prepare(model, muon, adamw, data)
+    for tokens in data:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.print(f"loss {accelerator.reduce(loss, 'mean'):.4f}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

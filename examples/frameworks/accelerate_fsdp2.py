@@ -1,0 +1,57 @@
+"""Accelerate with FSDP2: Muon is built from the plain model, and ``prepare`` shards both.
+
+    torchrun --nproc-per-node 2 examples/frameworks/accelerate_fsdp2.py
+
+``accelerate launch`` and a config file do as well: with a plugin in the file, write
+``Accelerator()`` here.
+"""
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch.optim import AdamW, Muon
+from torch.optim.muon import partition_parameters
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def main() -> None:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        # The first rank alone holds the weights until the model is sharded.
+        cpu_ram_efficient_loading=True,
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+        )
+    )
+    # Embeddings and the output head are matrices too, but not Muon's.
+    hidden, _ = partition_parameters(model.model.layers)
+    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    muon = Muon(hidden, lr=0.02, distributed_config="auto")
+    adamw = AdamW(others, lr=3e-4)
+
+    data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
+    model, muon, adamw, data = accelerator.prepare(model, muon, adamw, data)
+    for tokens in data:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.print(f"loss {accelerator.reduce(loss, 'mean'):.4f}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

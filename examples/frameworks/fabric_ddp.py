@@ -1,0 +1,51 @@
+"""Lightning Fabric with DDP: model and optimizers go through ``setup`` together.
+
+torchrun --nproc-per-node 2 examples/frameworks/fabric_ddp.py
+"""
+
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.optim import AdamW, Muon
+from torch.optim.muon import create_auto_config, partition_parameters
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.TransformerEncoderLayer(32, 4, 80, batch_first=True) for _ in "12"]
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens):
+        logits = self.head(self.layers(self.embedding(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def main() -> None:
+    fabric = Fabric(strategy="ddp", devices=2)
+    # It makes the process group that the config names.
+    fabric.launch()
+    torch.manual_seed(0)
+    model = Model().to(fabric.device)
+
+    # Embeddings and the output head are matrices too, but not Muon's.
+    hidden, _ = partition_parameters(model.layers)
+    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
+    muon = Muon(hidden, lr=0.02, distributed_config=config)
+    model, muon, adamw = fabric.setup(model, muon, AdamW(others, lr=3e-4))
+
+    data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
+    for tokens in fabric.setup_dataloaders(data):
+        loss = model(tokens)
+        fabric.backward(loss)
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.print(f"loss {fabric.all_reduce(loss):.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Lightning Fabric with FSDP2: ``setup`` shards the model, and only then the optimizers are built.
+
+    torchrun --nproc-per-node 2 examples/frameworks/fabric_fsdp2.py
+
+Not ``fabric.setup(model, muon, adamw)`` under ModelParallelStrategy: optimizers of the plain
+parameters would never see a gradient, AdamW either.
+"""
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW, Muon
+from torch.optim.muon import partition_parameters
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.TransformerEncoderLayer(32, 4, 80, batch_first=True) for _ in "12"]
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens):
+        logits = self.head(self.layers(self.embedding(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def parallelize(model: nn.Module, mesh: torch.distributed.DeviceMesh) -> nn.Module:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+def main() -> None:
+    strategy = ModelParallelStrategy(
+        parallelize, data_parallel_size=2, tensor_parallel_size=1
+    )
+    fabric = Fabric(strategy=strategy, devices=2)
+    fabric.launch()
+    torch.manual_seed(0)
+    model = fabric.setup(Model())
+
+    # Embeddings and the output head are matrices too, but not Muon's.
+    hidden, _ = partition_parameters(model.layers)
+    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    muon, adamw = fabric.setup_optimizers(
+        Muon(hidden, lr=0.02, distributed_config="auto"), AdamW(others, lr=3e-4)
+    )
+    data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
+    for tokens in fabric.setup_dataloaders(data):
+        loss = model(tokens)
+        fabric.backward(loss)
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.print(f"loss {fabric.all_reduce(loss):.4f}")
+
+
+if __name__ == "__main__":
+    main()

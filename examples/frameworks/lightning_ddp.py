@@ -1,0 +1,58 @@
+"""Lightning with DDP: two optimizers, so the module steps them itself.
+
+torchrun --nproc-per-node 2 examples/frameworks/lightning_ddp.py
+"""
+
+import lightning
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon
+from torch.optim.muon import create_auto_config, partition_parameters
+
+
+class Model(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        layers = [nn.TransformerEncoderLayer(32, 4, 80, batch_first=True) for _ in "12"]
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(32, 64)
+
+    def configure_optimizers(self):
+        # Embeddings and the output head are matrices too, but not Muon's.
+        hidden, _ = partition_parameters(self.layers)
+        others = [p for p in self.parameters() if not any(p is h for h in hidden)]
+        config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
+        return [
+            Muon(hidden, lr=0.02, distributed_config=config),
+            AdamW(others, lr=3e-4),
+        ]
+
+    def training_step(self, tokens, index):
+        logits = self.head(self.layers(self.embedding(tokens)))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, 1.0, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        self.log("loss", loss, prog_bar=True)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    trainer = lightning.Trainer(
+        strategy="ddp",
+        devices=2,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
+    trainer.fit(model, data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Lightning's ModelParallelStrategy: FSDP2 is applied in ``configure_model``, before the optimizers.
+
+    torchrun --nproc-per-node 2 examples/frameworks/lightning_fsdp2.py
+
+With ``parallelize_module`` over ``self.device_mesh["tensor_parallel"]`` before ``fully_shard`` it is
+FSDP2 x TP; nothing else changes.
+"""
+
+import lightning
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW, Muon
+from torch.optim.muon import partition_parameters
+
+
+class Model(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        layers = [nn.TransformerEncoderLayer(32, 4, 80, batch_first=True) for _ in "12"]
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(32, 64)
+
+    def configure_model(self):
+        mesh = self.device_mesh["data_parallel"]
+        for part in (*self.layers, self.embedding, self.head):
+            fully_shard(part, mesh=mesh)
+
+    def configure_optimizers(self):
+        # Embeddings and the output head are matrices too, but not Muon's.
+        hidden, _ = partition_parameters(self.layers)
+        others = [p for p in self.parameters() if not any(p is h for h in hidden)]
+        return [
+            Muon(hidden, lr=0.02, distributed_config="auto"),
+            AdamW(others, lr=3e-4),
+        ]
+
+    def training_step(self, tokens, index):
+        logits = self.head(self.layers(self.embedding(tokens)))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        self.log("loss", loss, prog_bar=True)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    trainer = lightning.Trainer(
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        devices=2,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
+    trainer.fit(model, data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Transformers' Trainer under DDP: ``optimizers=`` takes one optimizer, so two are combined.
+
+torchrun --nproc-per-node 2 examples/frameworks/trainer_ddp.py
+"""
+
+import tempfile
+
+import torch
+from combined import Combined
+from torch.optim import AdamW, Muon
+from torch.optim.muon import create_auto_config, partition_parameters
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+
+def main() -> None:
+    # First of all: it makes the process group.
+    arguments = TrainingArguments(
+        output_dir=tempfile.gettempdir(),
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=not torch.accelerator.is_available(),
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+        )
+    ).to(arguments.device)
+    # Embeddings and the output head are matrices too, but not Muon's.
+    hidden, _ = partition_parameters(model.model.layers)
+    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
+    optimizer = Combined(
+        Muon(hidden, lr=0.02, distributed_config=config), AdamW(others, lr=3e-4)
+    )
+
+    texts = torch.randint(64, (24, 16))
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=[{"input_ids": text, "labels": text} for text in texts],
+        # The Trainer makes the scheduler.
+        optimizers=(optimizer, None),
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Transformers' Trainer under FSDP1, where ``create_optimizer`` is given the wrapped model.
+
+    torchrun --nproc-per-node 2 examples/frameworks/trainer_fsdp1.py
+
+Transformers calls FSDP1 deprecated: what is new begins better with trainer_fsdp2.py.
+"""
+
+import tempfile
+
+import torch
+from combined import Combined
+from torch.optim import AdamW, Muon
+from torch.optim.muon import create_auto_config, partition_parameters
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+
+class MuonTrainer(Trainer):
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            # Embeddings and the output head are matrices too, but not Muon's.
+            hidden, _ = partition_parameters(model.model.layers)
+            others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+            # Only the wrapped model knows which slices of which matrices its parameters are.
+            config = create_auto_config(
+                fsdp_process_group=model.process_group, module=model
+            )
+            self.optimizer = Combined(
+                Muon(hidden, lr=0.02, distributed_config=config),
+                AdamW(others, lr=3e-4),
+            )
+        return self.optimizer
+
+
+def main() -> None:
+    arguments = TrainingArguments(
+        output_dir=tempfile.gettempdir(),
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        fsdp=True,
+        fsdp_config={
+            "version": 1,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        },
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+        )
+    )
+    texts = torch.randint(64, (24, 16))
+    data = [{"input_ids": text, "labels": text} for text in texts]
+    MuonTrainer(model, arguments, train_dataset=data).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Transformers' Trainer under FSDP2, which allows no ``optimizers=``: override ``create_optimizer``.
+
+    torchrun --nproc-per-node 2 examples/frameworks/trainer_fsdp2.py
+
+It is called with the plain model; Accelerate shards model and optimizer together afterwards.
+"""
+
+import tempfile
+
+import torch
+from combined import Combined
+from torch.optim import AdamW, Muon
+from torch.optim.muon import partition_parameters
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+
+class MuonTrainer(Trainer):
+    def create_optimizer(self, model=None):
+        if self.optimizer is None:
+            # Embeddings and the output head are matrices too, but not Muon's.
+            hidden, _ = partition_parameters(self.model.model.layers)
+            others = [
+                p for p in self.model.parameters() if not any(p is h for h in hidden)
+            ]
+            self.optimizer = Combined(
+                Muon(hidden, lr=0.02, distributed_config="auto"),
+                AdamW(others, lr=3e-4),
+            )
+        return self.optimizer
+
+
+def main() -> None:
+    arguments = TrainingArguments(
+        output_dir=tempfile.gettempdir(),
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        fsdp=True,
+        fsdp_config={
+            "version": 2,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "cpu_ram_efficient_loading": True,
+        },
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=False,
+        )
+    )
+    texts = torch.randint(64, (24, 16))
+    data = [{"input_ids": text, "labels": text} for text in texts]
+    MuonTrainer(model, arguments, train_dataset=data).train()
+
+
+if __name__ == "__main__":
+    main()

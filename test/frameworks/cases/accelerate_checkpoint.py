@@ -1,0 +1,54 @@
+"""Accelerate's own checkpoint under FSDP2, of a combined optimizer: training goes on from it."""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate_order import local, SIZES, split
+from torch.optim import AdamW, Muon
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "frameworks"))
+from combined import Combined
+
+
+def main(folder):
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    hidden, others = split(model)
+    optimizer = Combined(
+        Muon(hidden, lr=0.02, distributed_config="auto"), AdamW(others, lr=3e-4)
+    )
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def train():
+        for tokens in torch.randint(
+            64, (2, 4, 16), generator=torch.Generator().manual_seed(1)
+        ):
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [local(p).clone() for p in model.parameters()]
+
+    saved = train()
+    accelerator.save_state(folder)
+    expected = train()
+    accelerator.load_state(folder)
+    for param, value in zip(model.parameters(), saved, strict=True):
+        if not torch.equal(local(param), value):
+            raise AssertionError("the checkpoint brought other weights")
+    for found, value in zip(train(), expected, strict=True):
+        if not torch.equal(found, value):
+            raise AssertionError("training did not go on from the checkpoint")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
