@@ -59,6 +59,8 @@ def tiny() -> Trainer.Config:
     config.training.local_batch_size = 2
     config.training.seq_len = 32
     config.training.steps = 4
+    # The default, spmd_types, needs a later torch than 2.13 for its fully_shard.
+    config.parallelism.spmd_backend = "partial_dtensor"
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     # In the place of text and a tokenizer's files.
     config.tokenizer = NoTokenizer.Config()
