@@ -21,6 +21,11 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 
+# torchtitan 0.3.0 is made for a later torch than 2.13, which has this under another name.
+if not hasattr(torch.distributed, "set_timeout"):
+    torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout
+
+
 class MuonOptimizers(OptimizersContainer):
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
@@ -59,7 +64,7 @@ def tiny() -> Trainer.Config:
     config.training.local_batch_size = 2
     config.training.seq_len = 32
     config.training.steps = 4
-    # The default, spmd_types, needs a later torch than 2.13 for its fully_shard.
+    # The default, spmd_types, needs a later torch for its fully_shard.
     config.parallelism.spmd_backend = "partial_dtensor"
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     # In the place of text and a tokenizer's files.

@@ -6,6 +6,7 @@
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,22 +162,20 @@ def losses(out):
 
 @needs("torchtitan")
 def test_torchtitan_goes_on_from_its_checkpoint(tmp_path):
-    def train(folder, steps):
-        words = ["--module", "titan", "--config", "tiny", "--training.steps", steps]
-        words += ["--dump-folder", tmp_path / folder]
-        environ = {"PYTHONPATH": str(RECIPES), "NO_COLOR": "1"}
-        done = start("torchtitan.train", *words, stand_in="torchtitan", **environ)
+    def train(folder):
+        words = ["--module", "titan", "--config", "tiny", "--dump-folder", folder]
+        environ = {"stand_in": "torchtitan", "PYTHONPATH": str(RECIPES)}
+        done = start("torchtitan.train", *words, **environ)
         return done, losses(done[1] + done[2])
 
-    done, straight = train("straight", 4)
+    done, straight = train(tmp_path / "straight")
     assert_checked(done, TITAN, steps=4)
     assert sorted(straight) == ["1", "2", "3", "4"]
-    done, first = train("resumed", 2)
+    middle = Path("checkpoint", "step-2")
+    shutil.copytree(tmp_path / "straight" / middle, tmp_path / "resumed" / middle)
+    done, resumed = train(tmp_path / "resumed")
     assert_checked(done, TITAN, steps=2)
-    done, second = train("resumed", 4)
-    assert_checked(done, TITAN, steps=2)
-    assert {**first, **second} == straight
-    assert sorted(second) == ["3", "4"]
+    assert resumed == {step: straight[step] for step in ("3", "4")}
 
 
 def test_versions_are_written_down():
