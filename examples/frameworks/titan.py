@@ -101,6 +101,8 @@ class RandomTokens(BaseDataLoader):
     ) -> None:
         self.shape = local_batch_size, seq_len + 1
         self.generator = torch.Generator().manual_seed(dp_rank)
+        # Each rank's own: of equal names the checkpoint keeps one.
+        self.key = f"generator {dp_rank}"
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
@@ -109,7 +111,7 @@ class RandomTokens(BaseDataLoader):
             yield {"input": tokens[:, :-1], "positions": positions}, tokens[:, 1:]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state()}
+        return {self.key: self.generator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.generator.set_state(state_dict["generator"])
+        self.generator.set_state(state_dict[self.key])
