@@ -19,7 +19,7 @@ from tools.overlay.repo import ROOT
 
 HERE = Path(__file__).parent
 RECIPES = ROOT / "examples" / "frameworks"
-SECONDS = 150
+SECONDS = 300
 # Of two Llama layers: four of attention, three of the MLP.
 LLAMA = 2 * 7
 # Of two layers of nn.TransformerEncoderLayer: in_proj, out_proj, linear1, linear2.
