@@ -172,6 +172,9 @@ def main():
         address = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
         os.environ.update({k: str(v) for k, v in {**ranks, **address}.items()})
         os.environ["LOCAL_WORLD_SIZE"] = str(args.processes)
+        if sys.platform == "linux":
+            # gloo otherwise looks up the machine's own name, which not every container can.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         os.environ["TORCHELASTIC_RUN_ID"] = (
             "checked"  # by which Lightning knows torchrun

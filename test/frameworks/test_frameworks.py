@@ -13,13 +13,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools.overlay import frameworks, verify
+from tools.overlay import frameworks
 from tools.overlay.repo import ROOT
 
 
 HERE = Path(__file__).parent
 RECIPES = ROOT / "examples" / "frameworks"
 SECONDS = 300
+# One thread a process: their number changes rounding.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 # Of two Llama layers: four of attention, three of the MLP.
 LLAMA = 2 * 7
 # Of two layers of nn.TransformerEncoderLayer: in_proj, out_proj, linear1, linear2.
@@ -41,7 +43,7 @@ def start(*words, processes=2, stand_in=None, **environ):
     command = [sys.executable, HERE / "checked.py"]
     if stand_in is not None:
         command += ["--stand-in", stand_in]
-    variables = {**verify.environment(), **environ}
+    variables = {**os.environ, **ENVIRONMENT, **environ}
     # Other tests execute the same lines of the optimizer.
     variables.pop("COVERAGE_PROCESS_CONFIG", None)
     with subprocess.Popen(
