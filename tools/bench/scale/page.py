@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any, TYPE_CHECKING
 
+from .. import section
 from . import table
 
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from .hardware import Hardware
 
-BEGIN, END = "<!-- tools.bench scale -->\n", "<!-- end of tools.bench scale -->\n"
+NAME = "tools.bench scale"
 
 
 def write(
@@ -23,12 +24,7 @@ def write(
     """Raises ValueError where the page has no place for it."""
     from . import figure
 
-    path = docs / "bench.md"
-    before, begin, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} has no lines {BEGIN!r} and {END!r}")
-    path.write_text(before + begin + body(cases) + end + after)
+    section.put(docs / "bench.md", NAME, body(cases))
     figure.draw(docs / "figures" / "scale.png", hardware, prefetch)
 
 
