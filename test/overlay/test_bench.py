@@ -93,18 +93,28 @@ def test_bytes_are_the_least_and_flags(bench):
 
 @needs_overlay
 def test_delays_of_collectives_in_flight_overlap():
-    from tools.bench.wire import Late
+    from tools.bench.wire import Late, Link
 
     class Done:
         def wait(self):
             return True
 
     began = time.monotonic()
-    works = [Late(Done(), 0.3) for _ in range(20)]
+    link = Link(latency=0.3)
+    works = [Late(Done(), link) for _ in range(20)]
     assert not works[-1].is_completed()
     for work in works:
         work.wait()
     assert 0.3 <= time.monotonic() - began < 0.3 * len(works)
+
+
+@needs_overlay
+def test_bytes_share_a_link_and_latencies_overlap():
+    from tools.bench.wire import Link
+
+    link = Link(latency=100.0, bandwidth=10.0)
+    times = [link.carry(50) for _ in range(3)]
+    assert [round(seconds) for seconds in times] == [105, 110, 115]
 
 
 def test_a_delay_compares_prefetch_counts():
