@@ -18,16 +18,23 @@ _STAT = Path("/proc/stat")
 
 def busy_seconds() -> float:
     """What all cores have worked since the machine started; 0.0 where that is not told."""
+    user, nice, system, _, _, irq, softirq, steal, *_ = _stat()
+    # Guests are in user and nice already, and what was stolen is others'.
+    return user + nice + system + irq + softirq + steal
+
+
+def stolen_seconds() -> float:
+    """What the host gave to other machines while a core here had work."""
+    return _stat()[7]
+
+
+def _stat() -> list[float]:
     try:
         with _STAT.open() as stat:
-            user, nice, system, _, _, *interrupts = map(
-                int, stat.readline().split()[1:]
-            )
+            ticks = stat.readline().split()[1:]
     except OSError:
-        return 0.0
-    # Of the rest, guests are in user and nice already, and what was stolen is others'.
-    ticks = user + nice + system + sum(interrupts[:3])
-    return ticks / os.sysconf("SC_CLK_TCK")
+        return [0.0] * 8
+    return [int(tick) / os.sysconf("SC_CLK_TCK") for tick in ticks]
 
 
 class Watch:

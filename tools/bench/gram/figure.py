@@ -1,0 +1,45 @@
+"""The losses of both algorithms on one process, and what rounding alone does to them."""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import matplotlib
+
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+def draw(path: Path, found: Sequence[dict[str, Any]]) -> None:
+    runs = {
+        (one["algorithm"], one["world"] > 1): one["losses"]
+        for one in found
+        if one["seed"] == 0
+    }
+    quintic, gram = runs["quintic", False], runs["gram", False]
+    figure, (curves, gap) = pyplot.subplots(
+        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
+    )
+    steps = range(1, len(quintic) + 1)
+    # The curves lie on each other, so the lower one is wide and pale.
+    curves.plot(steps, quintic, color="#9ecae1", linewidth=5, label="quintic")
+    curves.plot(steps, gram, color="#08306b", linewidth=1.2, label="gram")
+    curves.set_ylabel("loss (nats per byte)")
+    curves.legend(frameon=False)
+    for name, other, color in (
+        ("gram", gram, "#a63603"),
+        ("quintic on four processes", runs["quintic", True], "#999999"),
+    ):
+        away = [abs(a - b) for a, b in zip(quintic, other, strict=True)]
+        gap.semilogy(steps, away, color=color, linewidth=1.2, label=name)
+    gap.set_ylabel("from the quintic\non one process")
+    gap.set_xlabel("step")
+    gap.legend(frameon=False)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
