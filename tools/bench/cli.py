@@ -14,6 +14,7 @@ from typing import Any, TYPE_CHECKING
 from . import bound, figures, fleet, table
 from .catalog import fits, Job, LAYOUTS, names_for, WORKLOADS
 from .gram import cli as gram
+from .promises import cli as promises
 from .scale import cli as scale
 from .stock import stock_path
 
@@ -79,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     counted.set_defaults(run=run_bytes)
     scale.add_parser(commands)
     gram.add_parser(commands)
+    promises.add_parser(commands)
     return result
 
 

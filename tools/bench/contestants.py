@@ -25,13 +25,17 @@ if TYPE_CHECKING:
 LR, WEIGHT_DECAY, MOMENTUM = 1e-3, 0.1, 0.95
 
 
-def make_ours(held: Sequence[Held], prefetch: int) -> Muon:
+def make_ours(
+    held: Sequence[Held], prefetch: int, all_owners_at_once: bool = True
+) -> Muon:
+    config = held[0].make_config(prefetch)
+    config.async_gpu_parallelism = all_owners_at_once
     return Muon(
         [h.param for h in held],
         lr=LR,
         weight_decay=WEIGHT_DECAY,
         momentum=MOMENTUM,
-        distributed_config=held[0].make_config(prefetch),
+        distributed_config=config,
     )
 
 
