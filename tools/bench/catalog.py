@@ -40,8 +40,11 @@ IMPLEMENTATIONS = {
     "ours": "Muon(distributed_config=...); ours-p has prefetch_count=p",
     "stock": "the Muon that the overlay replaced, on the same parameters",
     "allgather": "bf16 all-gather of each matrix, Newton-Schulz of all on every rank",
+    "muon_fsdp2": "PyPI's muon-fsdp2 on copies of the parameters, one owner a matrix, several in flight",
     "adamw": "AdamW(foreach=True)",
 }
+# Of those, packages that need not be there.
+PEERS = ("muon_fsdp2",)
 
 
 def fits(layout: str, world: int) -> bool:
@@ -50,8 +53,12 @@ def fits(layout: str, world: int) -> bool:
 
 
 def names_for(layout: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of ``names`` that can do with ``layout``: stock refuses what FSDP1 flattened."""
-    return tuple(n for n in names if layout != "fsdp1" or n != "stock")
+    """Those of ``names`` that can do with ``layout``."""
+    refused = {"fsdp1": {"stock"}}.get(layout, set())
+    if layout != "shard":
+        # It puts all ranks' parts together by rows, and has nothing for two dimensions.
+        refused = refused | {"muon_fsdp2"}
+    return tuple(n for n in names if n not in refused)
 
 
 def prefetch_of(name: str) -> int:

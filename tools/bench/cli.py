@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 from . import bound, figures, fleet, table
-from .catalog import fits, Job, LAYOUTS, names_for, WORKLOADS
+from .catalog import fits, Job, LAYOUTS, names_for, PEERS, WORKLOADS
 from .gram import cli as gram
 from .promises import cli as promises
 from .scale import cli as scale
@@ -119,17 +120,31 @@ def names_of(args: argparse.Namespace) -> tuple[str, ...]:
     names = [f"ours-{p}" for p in dict.fromkeys(prefetch)]
     # Others call collectives that are not delayed.
     if not (delayed or args.only_ours):
-        names += [
-            name
-            for name in ("stock", "allgather", "adamw")
-            if name != "stock" or not args.no_stock
-        ]
+        others = ("stock", "allgather", *PEERS, "adamw")
+        names += [n for n in others if n not in left_out(args)]
     return tuple(names)
+
+
+def left_out(args: argparse.Namespace) -> dict[str, str]:
+    """Alternatives that are not there, and why."""
+    missing = {
+        name: "is not installed"
+        for name in PEERS
+        if importlib.util.find_spec(name) is None
+    }
+    return missing | ({"stock": "was not asked for"} if args.no_stock else {})
+
+
+def legend(args: argparse.Namespace, names: Sequence[str]) -> str:
+    lines = [table.legend(names)]
+    if len({name.partition("-")[0] for name in names}) > 1:
+        lines += [f"  {name}: {why}" for name, why in left_out(args).items()]
+    return "\n".join(lines)
 
 
 def run_step(args: argparse.Namespace) -> list[dict[str, Any]]:
     names = names_of(args)
-    print(table.legend(names), end="\n\n")
+    print(legend(args, names), end="\n\n")
     cases = []
     for case in cases_of(args):
         able = names_for(case["layout"], names)
@@ -167,7 +182,7 @@ def run_step(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run_bytes(args: argparse.Namespace) -> list[dict[str, Any]]:
     names = names_of(args)
-    print(table.legend(names), end="\n\n")
+    print(legend(args, names), end="\n\n")
     cases = []
     for case in cases_of(args):
         able = names_for(case["layout"], names)

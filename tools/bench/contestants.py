@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import _muon, AdamW, Muon
 
@@ -55,6 +56,18 @@ def make_adamw(held: Sequence[Held]) -> AdamW:
     return AdamW(
         [h.param for h in held], lr=LR, weight_decay=WEIGHT_DECAY, foreach=True
     )
+
+
+def make_muon_fsdp2(held: Sequence[Held]) -> torch.optim.Optimizer:
+    import muon_fsdp2
+
+    # Its step leaves updates where gradients were.
+    params = [nn.Parameter(h.param.detach().clone()) for h in held]
+    for param, h in zip(params, held, strict=True):
+        param.grad = h.param.grad.clone()
+    group = {"params": params, "use_muon": True, "rms_scale": False}
+    group |= {"lr": LR, "weight_decay": WEIGHT_DECAY, "momentum": MOMENTUM}
+    return muon_fsdp2.Muon([group])
 
 
 class AllGatherMuon:
@@ -110,6 +123,11 @@ def make_step(name: str, held: Sequence[Held]) -> tuple[Callable[[], object], ob
     if name.startswith("ours-"):
         optimizer = make_ours(held, prefetch_of(name))
     else:
-        make = {"stock": make_stock, "allgather": AllGatherMuon, "adamw": make_adamw}
+        make = {
+            "stock": make_stock,
+            "allgather": AllGatherMuon,
+            "muon_fsdp2": make_muon_fsdp2,
+            "adamw": make_adamw,
+        }
         optimizer = make[name](held)
     return optimizer.step, optimizer
