@@ -37,6 +37,13 @@ def add_parser(commands: Any) -> None:
     )
     command.add_argument("--steps", type=int, default=80, help="of the training")
     command.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0, 1, 2],
+        help="of the training; the first on four processes, too",
+    )
+    command.add_argument(
         "--write",
         type=Path,
         metavar="DOCS",
@@ -90,7 +97,8 @@ def run_training(args: argparse.Namespace) -> list[dict[str, Any]]:
     from .training import Training
 
     found = []
-    for world, chosen in ((1, (0, 1, 2)), (4, (0,))):
+    seeds = tuple(args.seeds)
+    for world, chosen in ((1, seeds), (4, seeds[:1])):
         job = Training(("quintic", "gram"), chosen, args.steps)
         found += fleet.run("gram.training", job, world, TIMEOUT)[0]
     return found

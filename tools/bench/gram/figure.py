@@ -20,7 +20,7 @@ def draw(path: Path, found: Sequence[dict[str, Any]]) -> None:
     runs = {
         (one["algorithm"], one["world"] > 1): one["losses"]
         for one in found
-        if one["seed"] == 0
+        if one["seed"] == found[0]["seed"]
     }
     quintic, gram = runs["quintic", False], runs["gram", False]
     figure, (curves, gap) = pyplot.subplots(

@@ -103,7 +103,11 @@ def training(found: Sequence[dict[str, Any]]) -> str:
     ]
     parts = [render(head, rows)]
     for name in ("quintic", "gram"):
-        runs = [one for one in found if one["seed"] == 0 and one["algorithm"] == name]
+        runs = [
+            one
+            for one in found
+            if one["seed"] == found[0]["seed"] and one["algorithm"] == name
+        ]
         if len(runs) == 2:
             parts.append(
                 f"Losses of one process and of {runs[1]['world']}, {name}: at most {furthest(*runs):.4f} apart."

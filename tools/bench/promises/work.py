@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.optim import _muon
 
 from .. import engine_view, wire
-from ..catalog import WORKLOADS
 from ..contestants import make_ours
 from ..layouts import make_parameters
 from ..quiet import stolen_seconds, Watch
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 # A device of its own for each rank is a sleep: four ranks share two cores.
 SLEPT = [(64, 64)] * 16
 SLEEP = 20e-3
+REAL = [(384, 384), (384, 1536)] * 12
 
 
 class Wire(NamedTuple):
@@ -48,7 +48,7 @@ class Promises:
 
 
 def work(rank: int, world: int, job: Promises) -> dict[str, Any]:
-    shapes = SLEPT if job.slept else WORKLOADS["pairs"]
+    shapes = SLEPT if job.slept else REAL
     held = make_parameters("shard", shapes, world)
     compute = (
         mock.patch.object(_muon, "_zeropower_via_newtonschulz", _sleep)
