@@ -77,16 +77,16 @@ FAULTS = (
     ),
     Fault(
         "only the first region of a shard is packed",
-        "_muon_engine/runtime/buffers.py",
-        "in self.gather_send.regions(matrix):",
-        "in self.gather_send.regions(matrix)[:1]:",
+        "_muon_engine/runtime/pipeline.py",
+        "found = bucket.gather_send.regions(matrix.number)",
+        "found = bucket.gather_send.regions(matrix.number)[:1]",
         (f"{FSDP1}flags",),
     ),
     Fault(
         "only the first region of the result is packed",
         "_muon_engine/runtime/buffers.py",
-        "            for _, region, view in buffer.regions(matrix):\n",
-        "            for _, region, view in buffer.regions(matrix)[:1]:\n",
+        "sent = [*self.scatter_send.regions(matrix), ",
+        "sent = [*self.scatter_send.regions(matrix)[:1], ",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
@@ -99,8 +99,8 @@ FAULTS = (
     Fault(
         "the owner orthogonalizes its own shard, with zeros for the others'",
         "_muon_engine/runtime/buffers.py",
-        "            region.of_matrix(out).copy_(view)\n",
-        "            region.of_matrix(out).zero_()\n",
+        "return [(region.of_matrix(out), view) for _, region, view in found]",
+        "return [(region.of_matrix(out), view * 0) for _, region, view in found]",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
@@ -128,8 +128,8 @@ FAULTS = (
     Fault(
         "a group has one slot too few",
         "_muon_engine/runtime/buffers.py",
-        "range(min(len(specs), self.prefetch_count + 2))",
-        "range(min(len(specs), self.prefetch_count + 1))",
+        "min(len(specs), self.prefetch_count + 2)",
+        "min(len(specs), self.prefetch_count + 1)",
         (f"{LAYOUTS}parity_on_a_mesh_of_four",),
     ),
     Fault(
@@ -224,8 +224,8 @@ FAULTS = (
     Fault(
         "the owner keeps its summary to itself",
         "_muon_engine/runtime/grad_status.py",
-        "buffer.write_flags(summary + _SUMMARIES * self._tag(bucket, back=True))",
-        "buffer.write_flags(0 * summary + _SUMMARIES * self._tag(bucket, back=True))",
+        "buffer.write_flags(summary + _TAG * self._tag(bucket, back=True))",
+        "buffer.write_flags(0 * summary + _TAG * self._tag(bucket, back=True))",
         (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_on_every_holder",),
     ),
     Fault(
@@ -410,8 +410,8 @@ FAULTS = (
     Fault(
         "the memory of two relays is one",
         "_muon_engine/runtime/buffers.py",
-        "        free, ring = self._sent, itertools.cycle(self._ring)\n",
-        "        free, ring = self._sent, itertools.cycle(self._ring[:1])\n",
+        "        start, ring = 0, itertools.cycle(self._ring)\n",
+        "        start, ring = 0, itertools.cycle(self._ring[:1])\n",
         (f"{RELAYS}any_placement",),
     ),
     Fault(
