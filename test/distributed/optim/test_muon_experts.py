@@ -41,20 +41,8 @@ DENSE = [(8, 8), (7, 5), (3, 9)]
 EXPERT = [(6, 4), (4, 6), (5, 5)]
 
 
-@requires_gloo()
-class TestMuonExpertParallel(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
-    """The grid has data parallelism along "a" and expert parallelism along "b"."""
-
-    world_size = 4
-
-    def groups(self):
-        grid = grid_of(2, 2)
-        return grid.get_group("a"), grid.get_group("b")
-
-    def ids_here(self):
-        """Two experts a rank; ranks of one ``ep_process_group`` hold different ones."""
-        _, expert_rank = grid_of(2, 2).get_coordinate()
-        return [2 * expert_rank, 2 * expert_rank + 1]
+class Experts(GlooOnCPU, ParityAssertions):
+    """Dense matrices beside those of experts, against one process."""
 
     def twins(self, ids, dense=DENSE, cut=Cut, dense_cut=Cut, order=None, **options):
         """Dense matrices, which all ranks share, and those of the experts ``ids``."""
@@ -83,21 +71,40 @@ class TestMuonExpertParallel(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
         return seen
 
     def sent(self, seen):
-        elements = [0] * 4
+        elements = [0] * self.world_size
         for call in seen.calls:
             self.assertEqual(call.name, "alltoall_base_")
             for peer, count in zip(call.ranks, call.sent):
                 elements[peer] += count
         return elements
 
-    def assertNothingBetweenExperts(self, seen, message=""):
-        _, ep_group = self.groups()
+    def assertNothingBetween(self, ep_group, seen, message=""):
         sent = self.sent(seen)
         others = set(dist.get_process_group_ranks(ep_group)) - {self.rank}
         self.assertEverywhere(
             [f"{sent[peer]} elements to rank {peer}" for peer in others if sent[peer]],
             message,
         )
+
+
+@requires_gloo()
+class TestMuonExpertParallel(Experts, MultiProcContinuousTest):
+    """The grid has data parallelism along "a" and expert parallelism along "b"."""
+
+    world_size = 4
+
+    def groups(self):
+        grid = grid_of(2, 2)
+        return grid.get_group("a"), grid.get_group("b")
+
+    def ids_here(self):
+        """Two experts a rank; ranks of one ``ep_process_group`` hold different ones."""
+        _, expert_rank = grid_of(2, 2).get_coordinate()
+        return [2 * expert_rank, 2 * expert_rank + 1]
+
+    def assertNothingBetweenExperts(self, seen, message=""):
+        _, ep_group = self.groups()
+        self.assertNothingBetween(ep_group, seen, message)
 
     # One kind beside EP
 
