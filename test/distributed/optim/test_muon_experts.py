@@ -463,5 +463,51 @@ class TestMuonExpertParallel(Experts, MultiProcContinuousTest):
         self.assertIs(config.state["pp_process_group"], stages)
 
 
+@requires_gloo()
+class TestMuonExpertsEightRanks(Experts, MultiProcContinuousTest):
+    """Experts along the last dimension of 2 x 2 x 2 ranks, other kinds along the rest."""
+
+    world_size = 8
+
+    def trained(self, *kinds, dense=DENSE):
+        """What a step sent, where FSDP cuts rows and TP columns, as far as they are in ``kinds``."""
+        grid = grid_of(2, 2, 2)
+        strategy = Strategy(grid if len(kinds) == 3 else grid["a", "b"], *kinds)
+        number = grid.get_local_rank("c")
+        experts = [2 * number, 2 * number + 1]
+
+        def cut(shape):
+            return strategy.cut(shape, 1 if "tp" in kinds else None)
+
+        options = {f"{kind}_process_group": strategy.group(kind) for kind in kinds}
+        if "tp" in kinds:
+            options["tp_dim_per_param"] = 1
+        twins = self.twins(
+            experts,
+            dense,
+            cut,
+            cut,
+            ep_process_group=grid.get_group("c"),
+            **options,
+        )
+        owners = 1 if len(kinds) == 3 else 2
+        total = owners * len(dense) + 4 * len(EXPERT)
+        return self.check(twins, total, f"{strategy}")
+
+    def test_one_kind_less(self):
+        # Shows: testing/p2/3d
+        for kinds in (("fsdp", "tp"), ("ddp", "tp"), ("ddp", "fsdp")):
+            seen = self.trained(*kinds)
+            self.assertNothingBetween(grid_of(2, 2, 2).get_group("c"), seen)
+
+    def test_fsdp_tp_ddp(self):
+        # Shows: testing/p2/3d, testing/p2/large-scale
+        # Replicas of the dense matrices hold different experts.
+        for kinds in (("fsdp", "tp", "ddp"), ("tp", "fsdp", "ddp")):
+            self.trained(*kinds)
+            seen = self.trained(*kinds, dense=[])
+            self.assertNothingBetween(grid_of(2, 2, 2).get_group("c"), seen)
+
+
 if __name__ == "__main__":
     run_tests()

@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """DTensor parameters that are Partial: ranks hold contributions, and the matrix is their sum."""
 
+import itertools
 import os
 import sys
 import warnings
@@ -241,6 +242,22 @@ class TestMuonPartial(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         # DTensor adds the momentum up in an order of its own.
         wrong = [text for text in twins.problems() if text.startswith("parameter")]
         self.assertEverywhere(wrong)
+
+
+@requires_gloo()
+class TestMuonPartialEightRanks(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    world_size = 8
+
+    def test_each_kind_of_placement_at_once(self):
+        # Shows: testing/p2/dtensor-hybrid
+        for placements in itertools.permutations((P, S0, R)):
+            twins = PartialTwins(grid_of(2, 2, 2), placements)
+            for _ in range(2):
+                twins.step()
+                self.assertEverywhere(twins.problems(), f"{placements}")
+            with NewtonSchulzCalls() as calls:
+                twins.optimizer.step()
+            self.assertEqual(sum(everyone(len(calls.shapes))), len(SHAPES))
 
 
 if __name__ == "__main__":
