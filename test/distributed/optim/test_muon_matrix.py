@@ -147,15 +147,30 @@ class Kinds(ModuleParity):
         self.check(expert, config(2), 2, data_rank=self.rank, count=count)
 
 
+def each_cell(cells):
+    return parametrize("parallelism,async_parallel,prefetch", cells)
+
+
 @instantiate_parametrized_tests
 class Matrix(Kinds):
     """Every kind with every setting."""
 
-    @parametrize("async_parallel", ASYNC)
-    @parametrize("prefetch", PREFETCH)
-    @parametrize("parallelism", KINDS)
-    def test_matrix(self, parallelism, prefetch, async_parallel):
+    @each_cell(list(product(KINDS, ASYNC, PREFETCH)))
+    def test_matrix(self, parallelism, async_parallel, prefetch):
         self.check_kind(parallelism, async_parallel, prefetch)
+
+
+@instantiate_parametrized_tests
+class PartOfMatrix(Kinds):
+    """Every kind and every setting, but not all of their pairs."""
+
+    @each_cell([(kind, *flags) for kind, flags in zip(KINDS, product(ASYNC, PREFETCH))])
+    def test_matrix(self, parallelism, async_parallel, prefetch):
+        self.check_kind(parallelism, async_parallel, prefetch)
+
+
+# Eight processes are dear.
+WHOLE = os.environ.get("MUON_TEST_WHOLE_MATRIX") == "1"
 
 
 @requires_gloo()
@@ -169,18 +184,10 @@ class TestMuonMatrixOf4(GlooOnCPU, Matrix, MultiProcContinuousTest):
 
 
 @requires_gloo()
-@instantiate_parametrized_tests
-class TestMuonMatrixOf8(GlooOnCPU, Kinds, MultiProcContinuousTest):
-    """Every kind and every setting, but not all of their pairs: eight processes are dear."""
-
+class TestMuonMatrixOf8(
+    GlooOnCPU, Matrix if WHOLE else PartOfMatrix, MultiProcContinuousTest
+):
     world_size = 8
-
-    @parametrize(
-        "parallelism,async_parallel,prefetch",
-        [(kind, *flags) for kind, flags in zip(KINDS, product(ASYNC, PREFETCH))],
-    )
-    def test_matrix(self, parallelism, async_parallel, prefetch):
-        self.check_kind(parallelism, async_parallel, prefetch)
 
 
 if __name__ == "__main__":
