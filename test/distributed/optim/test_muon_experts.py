@@ -495,13 +495,11 @@ class TestMuonExpertsEightRanks(Experts, MultiProcContinuousTest):
         return self.check(twins, total, f"{strategy}")
 
     def test_one_kind_less(self):
-        # Shows: testing/p2/3d
         for kinds in (("fsdp", "tp"), ("ddp", "tp"), ("ddp", "fsdp")):
             seen = self.trained(*kinds)
             self.assertNothingBetween(grid_of(2, 2, 2).get_group("c"), seen)
 
     def test_fsdp_tp_ddp(self):
-        # Shows: testing/p2/3d, testing/p2/large-scale
         # Replicas of the dense matrices hold different experts.
         for kinds in (("fsdp", "tp", "ddp"), ("tp", "fsdp", "ddp")):
             self.trained(*kinds)

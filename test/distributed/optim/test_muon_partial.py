@@ -249,7 +249,6 @@ class TestMuonPartialEightRanks(GlooOnCPU, ParityAssertions, MultiProcContinuous
     world_size = 8
 
     def test_each_kind_of_placement_at_once(self):
-        # Shows: testing/p2/dtensor-hybrid
         for placements in itertools.permutations((P, S0, R)):
             twins = PartialTwins(grid_of(2, 2, 2), placements)
             for _ in range(2):
