@@ -32,11 +32,43 @@ schedule (5), `report_of` (6), `ways` (7) and `problems_in` (9).
 """
 
 # %% tags=["active-ipynb"]
-# # So that the notebook finds the files beside it, and a torch that has this Muon.
+# # A hosted notebook has neither this repository nor its torch: this brings both.
+# import importlib
+# import os
+# import subprocess
 # import sys
+# from importlib.util import find_spec
 # from pathlib import Path
 #
-# places = (Path.cwd(), Path.cwd() / "examples")
+# REPOSITORY = os.environ.get("MUON_REPOSITORY", "")  # or write its address here
+# clone = Path.cwd() / "distributed-muon"
+# places = [Path.cwd(), Path.cwd() / "examples", clone / "examples"]
+#
+#
+# def do(*command):
+#     done = subprocess.run(command, capture_output=True, text=True)
+#     print(done.stdout + done.stderr)
+#     done.check_returncode()
+#
+#
+# def has_overlay():
+#     # An import would keep the torch that is there before.
+#     torch = find_spec("torch")
+#     return bool(torch) and (Path(torch.origin).parent / "optim" / "muon.py").exists()
+#
+#
+# if not any((place / "blueprint.py").exists() for place in places):
+#     if not REPOSITORY:
+#         raise RuntimeError("Write this repository's address into REPOSITORY.")
+#     do("git", "clone", "--depth", "1", REPOSITORY, str(clone))
+# if clone.exists() and not has_overlay():
+#     do(sys.executable, "-m", "pip", "install", "torch==2.13.0")
+#     overlay = str(clone / "setup_overlay.py")
+#     do(sys.executable, overlay, "apply", "--python", sys.executable)
+#     importlib.invalidate_caches()
+
+# %% tags=["active-ipynb"]
+# # So that the notebook finds the files beside it, and a torch that has this Muon.
 # here = [place for place in places if (place / "blueprint.py").exists()]
 # sys.path.insert(0, str(here[0]))
 # try:
@@ -643,6 +675,31 @@ def problems_in(
 # - Jen Wei, [A CPU-Friendly Tutorial for Distributed Muon
 #   (DPxTP)](https://huggingface.co/datasets/bird-of-paradise/muon-distributed), 2025.
 #   The blueprint.
+#
+# To cite the blueprint, Muon, and Muon at scale:
+#
+# ```bibtex
+# @misc{wei2025muondistributed,
+#   author       = {Wei, Jen},
+#   title        = {A CPU-Friendly Tutorial for Distributed Muon (DPxTP)},
+#   year         = {2025},
+#   howpublished = {\url{https://huggingface.co/datasets/bird-of-paradise/muon-distributed}}
+# }
+#
+# @misc{jordan2024muon,
+#   author = {Jordan, Keller and others},
+#   title  = {Muon: An optimizer for hidden layers in neural networks},
+#   year   = {2024},
+#   url    = {https://kellerjordan.github.io/posts/muon/}
+# }
+#
+# @misc{liu2025muonscalable,
+#   author = {Liu, Jingyuan and others},
+#   title  = {Muon is Scalable for LLM Training},
+#   year   = {2025},
+#   url    = {https://arxiv.org/abs/2502.16982}
+# }
+# ```
 
 
 # %% tags=["active-py"]

@@ -62,6 +62,12 @@ def cells_of(script):
     return jupytext.reads(script.read_text(encoding="utf-8"), fmt="py:percent").cells
 
 
+def first_cells():
+    """What brings the overlay where it is not, and what finds the notebook's files."""
+    code = [cell.source for cell in cells_of(SCRIPT) if cell.cell_type == "code"]
+    return "\n".join(code[:2])
+
+
 def start(*command, cwd=EXAMPLES, **environ):
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
@@ -194,8 +200,7 @@ def test_without_the_overlay(tmp_path):
     assert "`python3 setup_overlay.py env`" in err
     assert "Traceback" not in err
 
-    (first, *_) = (c for c in cells_of(SCRIPT) if c.cell_type == "code")
-    code, _, err = finish(start("-c", first.source, PYTHONPATH=str(tmp_path)))
+    code, _, err = finish(start("-c", first_cells(), PYTHONPATH=str(tmp_path)))
     assert code == 1
     assert "`.venv/bin/python -m pip install jupyterlab`" in err
 
@@ -217,8 +222,7 @@ def test_notebook_runs():
 
 
 def test_notebook_finds_its_files_from_the_root():
-    (first, *_) = (c for c in cells_of(SCRIPT) if c.cell_type == "code")
-    source = first.source + "\nprint(sys.path[0])"
+    source = first_cells() + "\nprint(sys.path[0])"
     code, out, err = finish(start("-c", source, cwd=ROOT))
     assert code == 0, err
     assert out.strip() == str(EXAMPLES)

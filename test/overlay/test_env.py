@@ -16,8 +16,18 @@ import time
 import zipfile
 
 import pytest
-from tools.overlay import env, frameworks, lock, manifest, progress, status, target
+from tools.overlay import (
+    env,
+    frameworks,
+    lock,
+    manifest,
+    progress,
+    status,
+    target,
+    versions,
+)
 from tools.overlay.errors import WorkFailed, WrongTarget
+from tools.overlay.repo import ROOT
 
 
 def make_wheel(folder, name, version, files):
@@ -419,3 +429,38 @@ def test_two_commands_do_not_work_on_one_target(tmp_path):
                 raise AssertionError("both had it")
     with lock.held(tmp_path, wait_s=0.3):
         assert tmp_path.is_dir()
+
+
+def test_hosted_notebook(tmp_path, overlay, shell, offline):
+    """The notebook's first cell, where neither this repository nor a torch is there."""
+    (overlay / "examples").mkdir()
+    notebook = ROOT / "examples" / "blueprint.ipynb"
+    (overlay / "examples" / "blueprint.py").touch()
+    identity = ("-c", "user.name=one", "-c", "user.email=one@example.org")
+    for words in (["init"], ["add", "."], [*identity, "commit", "-m", "All"]):
+        shell("git", "-C", overlay, *words)
+    shell(sys.executable, "-m", "venv", tmp_path / "hosted")
+    python = env.python_of(tmp_path / "hosted")
+    (first, *_) = (
+        "".join(cell["source"])
+        for cell in json.loads(notebook.read_text())["cells"]
+        if cell["cell_type"] == "code"
+    )
+    cwd = tmp_path / "content"
+    cwd.mkdir()
+
+    def execute(**more):
+        return shell(python, "-c", first, cwd=cwd, env={**offline, **more}, check=False)
+
+    nowhere = execute()
+    assert "Write this repository's address into REPOSITORY" in nowhere.err
+    assert list(cwd.iterdir()) == []
+
+    there = execute(MUON_REPOSITORY=overlay.as_uri())
+    assert there.code == 0, there.err
+    assert f"torch-{versions.PINNED}" in there.out
+    found = target.find_wheel(python)
+    assert status.status(found, overlay).state == "current"
+
+    again = execute()
+    assert (again.code, again.out, again.err) == (0, "", "")
