@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 COMPUTE = {
     "asleep": "Newton-Schulz is a sleep, as if each rank had a device of its own",
-    "real": "Newton-Schulz of 12 x (384x384 + 384x1536), four processes on the cores",
+    "real": "Newton-Schulz of 12 x (256x256 + 256x1024), four processes on the cores",
 }
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # A device of its own for each rank is a sleep: four ranks share two cores.
 SLEPT = [(64, 64)] * 16
 SLEEP = 20e-3
-REAL = [(384, 384), (384, 1536)] * 12
+REAL = [(256, 256), (256, 1024)] * 12
 
 
 class Wire(NamedTuple):
