@@ -71,9 +71,21 @@ def test_distances_from_the_polynomial_and_from_the_orthogonal_factor():
 
 
 @needs_overlay
-def test_training_differs_in_the_algorithm_alone():
+def test_training_differs_in_the_algorithm_alone(monkeypatch):
     from tools.bench.gram.training import train
 
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import train_gpt
+
+    options, small = train_gpt.options, {"width": 32, "layers": 1, "heads": 2}
+    small |= {"batch": 2, "context": 16}
+
+    def small_options():
+        parser = options()
+        parser.set_defaults(**small)
+        return parser
+
+    monkeypatch.setattr(train_gpt, "options", small_options)
     runs = [train(name, 0, 3, 1)["losses"] for name in ("quintic", "gram", "gram")]
     assert runs[1] == runs[2]
     # Out projections start at zero, so the first step moves nothing that the second loss sees but them.
