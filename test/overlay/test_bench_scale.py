@@ -1,9 +1,12 @@
 """The simulated step: by hand where it is small, and beside the engine's own specs and order."""
 
 import importlib.util
+import itertools
 import json
 import pathlib
 import sys
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -18,15 +21,17 @@ if (
 import numpy as np
 import torch
 from tools.bench import fleet
-from tools.bench.models import Model
-from tools.bench.scale import meshes, messages, page, table
+from tools.bench.models import Model, MODELS
+from tools.bench.scale import meshes, messages, page, report, table
+from tools.bench.scale.alternatives import BF16_BYTES
 from tools.bench.scale.cases import Case, CASES
 from tools.bench.scale.hardware import Hardware
 from tools.bench.scale.plan import make_plan
-from tools.bench.scale.report import report, stretch
-from tools.bench.scale.timeline import simulate
+from tools.bench.scale.timeline import Links, simulate
 from tools.overlay.repo import ROOT
 from torch.optim._muon_engine.layouts import check_cover
+from torch.optim._muon_engine.runtime.buffers import _RelayMemory, Buffers
+from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
 
@@ -94,49 +99,98 @@ def test_relays_hide_behind_the_next_bucket():
     assert step.done == pytest.approx([4.5, 4.5])
 
 
+def in_two_levels(schedule, node_size):
+    found = tuple(replace(bucket, node_size=node_size) for bucket in schedule.buckets)
+    return replace(schedule, buckets=found)
+
+
+def test_two_levels_by_hand():
+    """Four ranks hold a row each, which takes a second with its flag; nodes of two, which are two nodes."""
+    layouts = meshes.fsdp(Model([(4, 4)]), 4)
+    direct = make_schedule(layouts, [0], torch.bfloat16)
+    slow = replace(BY_HAND, inter_bandwidth=10.0)
+    one, two = (
+        simulate(make_plan(schedule, 4, 1), slow).done.tolist()
+        for schedule in (direct, in_two_levels(direct, 2))
+    )
+    # The owner gets three messages, and sends as many.
+    assert one == [3.75 + 1 + 3.75] * 4
+    # It gets one of its node while another arrives at its rail, which then sends two rows at once.
+    assert two == [1.25 + 2.25 + 1 + 2.25 + 1.25] * 4
+
+
+def test_a_second_hop_begins_where_the_first_is_over():
+    """Rank 1 sends rank 0 its row late; ranks 2 and 3, of another node, do not wait for that."""
+    layouts = meshes.fsdp(Model([(4, 4)]), 4)
+    schedule = in_two_levels(make_schedule(layouts, [0], torch.bfloat16), 2)
+    (plan,) = make_plan(schedule, 4, 1).turns[0]
+    links = Links(4, replace(BY_HAND, inter_bandwidth=10.0))
+    over = links.exchange(plan, plan.gather, np.array([0.0, 5.0, 0.0, 0.0]))
+    assert over.tolist() == [8.5, 6.25, 3.5, 1.25]
+
+
 SMALL = Model([(24, 16), (16, 40), (4, 16)] * 4, [(8, 16), (16, 8)], 4)
+PLACES = {
+    "fsdp": lambda model: meshes.fsdp(model, 16),
+    "hsdp": lambda model: meshes.hsdp(model, 2, 8),
+    "hsdp-relayed": lambda model: meshes.hsdp(model, 8, 2),
+    "fsdp-tp": lambda model: meshes.fsdp_tp(model, 16),
+    "ep": lambda model: meshes.ep_fsdp(model, 16, 4),
+}
+on_all_meshes = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 
 
+@on_all_meshes
 @pytest.mark.parametrize(
-    "layouts",
-    [
-        meshes.fsdp(SMALL, 16),
-        meshes.hsdp(SMALL, 2, 8),
-        meshes.hsdp(SMALL, 8, 2),
-        meshes.fsdp_tp(SMALL, 16),
-        meshes.ep_fsdp(SMALL, 16, 4),
-    ],
-    ids=["fsdp", "hsdp", "hsdp-relayed", "fsdp-tp", "ep"],
+    ("max_peers", "gpus_per_node", "node_size"),
+    [(512, 4, 1), (1, 4, 4), (1, 2, 4)],
+    ids=["one level", "a node", "two nodes"],
 )
-def test_vectors_are_the_schedule_s_own_splits(layouts):
+def test_vectors_are_the_schedule_s_own_splits(
+    place, max_peers, gpus_per_node, node_size, monkeypatch
+):
+    layouts = place(SMALL)
     for layout in layouts:
         check_cover(layout)
-    schedule = schedule_of(layouts)
-    for turn in make_plan(schedule, 16, 4).turns:
-        for plan in turn:
-            for place, rank in enumerate(plan.ranks):
-                spec = schedule.spec(plan.bucket, int(rank), plan.bucket.group)
-                assert_as_spec(plan, place, int(rank), spec)
+    monkeypatch.setattr(buckets, "MAX_PEERS", max_peers)
+    schedule = schedule_of(layouts, ranks_per_node=gpus_per_node)
+    plans = itertools.chain(*make_plan(schedule, 16, gpus_per_node).turns)
+    for plan in plans:
+        if len(plan.ranks) == 16:
+            assert plan.bucket.node_size == node_size
+        for place, rank in enumerate(plan.ranks):
+            spec = schedule.spec(plan.bucket, int(rank), plan.bucket.group)
+            assert_as_spec(plan, place, int(rank), spec, gpus_per_node)
 
 
-def assert_as_spec(plan, place, rank, spec):
-    for cost, sent, received in (
-        (plan.gather, spec.gather_send, spec.gather_recv),
-        (plan.scatter, spec.scatter_send, spec.scatter_recv),
-    ):
-        assert cost.nbytes[messages.OUT, :, place].sum() == sent.nbytes
-        assert cost.nbytes[messages.IN, :, place].sum() == received.nbytes
-        assert cost.messages[messages.OUT, :, place].sum() == np.count_nonzero(
-            sent.splits
-        )
-        near = [
-            split for split, at in zip(sent.splits, plan.ranks) if at // 4 == rank // 4
-        ]
-        of_node = cost.nbytes[messages.OUT, messages.INTRA, place]
-        assert of_node == sum(near) * sent.dtype.itemsize
+def hops_of(spec, group, phase):
+    """What a rank sends and receives by each hop of ``phase``, as (ranks, sends, receives)."""
+    hops = getattr(spec, f"{phase}_hops")
+    if hops is not None:
+        return [hops.first, hops.second]
+    sides = (getattr(spec, f"{phase}_{side}").splits for side in ("send", "recv"))
+    return [(group, *sides)]
+
+
+def assert_as_spec(plan, place, rank, spec, gpus_per_node):
+    peers = set()
+    for phase in ("gather", "scatter"):
+        size = getattr(spec, f"{phase}_send").dtype.itemsize
+        hops = hops_of(spec, plan.bucket.group, phase)
+        loads = getattr(plan, phase).hops
+        for load, (ranks, *sides) in zip(loads, hops, strict=True):
+            node = np.array(ranks) // gpus_per_node
+            links = [node == rank // gpus_per_node, node != rank // gpus_per_node]
+            for direction, side in zip((messages.OUT, messages.IN), sides):
+                # What stays on the rank is copied.
+                side = np.where(np.array(ranks) == rank, 0, side)
+                for link, on_it in zip((messages.INTRA, messages.INTER), links):
+                    at = direction, link, place
+                    assert load.nbytes[at] == side[on_it].sum() * size
+                    assert load.messages[at] == np.count_nonzero(side[on_it])
+                peers.update(np.array(ranks)[side > 0].tolist())
+    assert plan.peers[place] == len(peers)
     assert tuple(plan.slot[:, place]) == spec.nbytes
-    peers = np.add(spec.gather_send.splits, spec.gather_recv.splits)
-    assert plan.peers[place] == np.count_nonzero(peers)
     found = [
         (tuple(sorted(ranks)), ranks[wave.source], nbytes)
         for wave in plan.relays
@@ -148,20 +202,36 @@ def assert_as_spec(plan, place, rank, spec):
     )
 
 
-def test_two_levels_carry_what_one_does():
-    """Between nodes the same bytes in fewer messages; inside them what is passed on comes on top."""
-    schedule = schedule_of(meshes.fsdp(SMALL, 16))
-    plans = [
-        make_plan(schedule, 16, 4, exchange)
-        for exchange in (messages.direct, messages.two_level)
-    ]
-    for one, two in zip(*(plan.turns[0] for plan in plans), strict=True):
-        inter = slice(None), messages.INTER
-        assert two.gather.second.nbytes[inter].sum() == one.gather.nbytes[inter].sum()
-        assert two.gather.second.messages.max() <= 3
-        assert two.gather.first.messages.max() <= 3
-        sent, received = two.gather.first.nbytes[:, messages.INTRA].sum(1)
-        assert sent == received > one.gather.nbytes[0, messages.INTRA].sum()
+@on_all_meshes
+@pytest.mark.parametrize("max_peers", [512, 1], ids=["one level", "two levels"])
+def test_memory_is_that_of_the_engine_s_slots(place, max_peers, monkeypatch):
+    """Several buckets have one slot, and are not of one size."""
+    monkeypatch.setattr(buckets, "MAX_PEERS", max_peers)
+    many = Model([(24, 16), (16, 40), (4, 16)] * 32, [(8, 16), (16, 8)] * 4, 4)
+    schedule = schedule_of(place(many), ranks_per_node=4)
+    by_group = {}
+    for bucket in schedule.buckets:
+        by_group.setdefault(bucket.group, []).append(bucket)
+    assert max(map(len, by_group.values())) > 3
+    plan = make_plan(schedule, 16, 4)
+    for rank, simulated in enumerate(report.memory(plan, prefetch=1)):
+        specs = [
+            [schedule.spec(bucket, rank, group) for bucket in of_group]
+            for group, of_group in by_group.items()
+            if rank in group
+        ]
+        assert simulated == allocated(specs, rank, prefetch=1)
+
+
+def allocated(specs, rank, prefetch):
+    """Bytes that the engine allocates for ``specs``, a list for each group."""
+    engine = Buffers.__new__(Buffers)
+    engine.prefetch_count = prefetch
+    device = torch.device("cpu")
+    found = itertools.chain(*(engine._slots(of_group, device) for of_group in specs))
+    relays = _RelayMemory([one.relays for one in itertools.chain(*specs)], rank, device)
+    tensors = [*itertools.chain(*found), relays._sent, *relays._ring]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +250,7 @@ def test_with_free_wires_a_step_takes_what_the_schedule_promises(case):
     total = sum(newton_schulz_flops(layout.shape) for layout in schedule.layouts)
     assert step.busy.sum() * FREE_WIRE.flops == pytest.approx(total)
     busiest = step.busy.max()
-    promised = stretch(schedule)
+    promised = report.stretch(schedule)
     assert 1 <= promised <= 1.1
     assert busiest <= step.seconds <= promised * busiest * (1 + 1e-6)
 
@@ -220,13 +290,48 @@ def test_empty_shards_relay_nothing():
 
 
 def test_page_says_what_is_beyond_the_aim():
-    case = report(Case("GPT-2 124M", "hsdp", 8, 8), Hardware(), prefetch=1)
+    case = report.report(Case("GPT-2 124M", "hsdp", 8, 8), Hardware(), prefetch=1)
     assert case["ratio"] > table.AIM
     text = page.body([case])
     assert "Fewer matrices than ranks: the largest, 3072 x 768, takes" in " ".join(
         text.split()
     )
-    assert "peers; there" not in text
+    assert "a rank would have more" not in text
+
+
+def test_more_peers_than_many_are_two_levels():
+    """A thousand ranks and few matrices: the page has the step both ways."""
+    case = report.report(Case("GPT-2 124M", "fsdp", 1024), Hardware(), prefetch=1)
+    # 32 nodes of 32 ranks are the least that leave few enough: 31 + 31.
+    assert case["peers_max"] <= table.MANY_PEERS < case["one_level_peers"] <= 1023
+    assert case["one_level"] != case["step"]
+    text = " ".join(page.body([case]).split())
+    assert "In 1 of 1 cases a rank would have more than 512 peers" in text
+    assert f"{case['one_level'] / case['step']:.2f} times as long" in text
+
+
+def test_the_table_knows_the_engine_s_bounds():
+    assert table.MANY_PEERS == buckets.MAX_PEERS
+    assert table.MAX_STRETCH == buckets.MAX_STRETCH
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_buckets_of_one_slot_are_wider(prefetch, monkeypatch):
+    """Half of the owners have a matrix that takes as long as 33 small ones, and 13 fit beside it."""
+    many = Model([(18432, 7168)] * 4 + [(2048, 7168)] * (4 * 33 + 8 * 40))
+    monkeypatch.setitem(MODELS, "some large", many)
+    case = Case("some large", "fsdp", 8)
+    schedule = report.schedule_of(case, Hardware(), prefetch)
+    assert report.stretch(schedule) <= 1.1
+    wide = []
+    for bucket in schedule.buckets:
+        gathered = Counter()
+        for m in bucket.matrices:
+            gathered[schedule.owners[m]] += schedule.layouts[m].numel * BF16_BYTES
+        if max(gathered.values()) > buckets.BUCKET_BYTES:
+            wide.append(bucket.index)
+    assert len(wide) > 1 or len(schedule.buckets) <= prefetch + 2
+    assert not any(index % (prefetch + 2) for index in wide)
 
 
 def test_page_without_a_place_is_an_error(tmp_path):

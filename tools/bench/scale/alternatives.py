@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
 
-from . import messages
 from .plan import make_plan
 from .timeline import simulate
 
@@ -56,17 +56,17 @@ def one_at_a_time(schedule: Schedule, hardware: Hardware) -> float:
 
 def trip(layout: Layout, owner: int, hardware: Hardware) -> float:
     """Gather, Newton-Schulz and scatter of one matrix alone."""
-    schedule = make_schedule([layout], [owner], torch.bfloat16)
+    schedule = make_schedule(
+        [layout], [owner], torch.bfloat16, ranks_per_node=hardware.gpus_per_node
+    )
     plan = make_plan(schedule, layout.group[-1] + 1, hardware.gpus_per_node)
     return simulate(plan, hardware).seconds
 
 
-def two_level(
-    schedule: Schedule, world: int, hardware: Hardware, prefetch: int
-) -> float:
-    """The schedule as it is, each all-to-all in two: inside nodes, then between them."""
-    plan = make_plan(schedule, world, hardware.gpus_per_node, messages.two_level)
-    return simulate(plan, hardware, prefetch).seconds
+def in_one_level(schedule: Schedule) -> Schedule:
+    """The schedule as it is, however many peers a rank then has."""
+    buckets = tuple(replace(bucket, node_size=1) for bucket in schedule.buckets)
+    return replace(schedule, buckets=buckets)
 
 
 def _of_rank_0(layouts: Sequence[Layout]) -> dict[Layout, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from typing import TYPE_CHECKING
 
 import matplotlib
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 LINES = {
     "all_gather": ("all-gather, Newton-Schulz everywhere", "#8c959f", ":"),
     "step": ("this engine", "#2f6fb5", "-"),
-    "two_level": ("the same in two levels", "#d9822b", "--"),
+    "one_level": ("the same in one level", "#d9822b", "--"),
     "ideal": ("ideal", "#3d9a5f", "-"),
     "largest": ("Newton-Schulz of the largest matrix", "#a14fb0", ":"),
 }
@@ -58,7 +59,8 @@ def draw(path: Path, hardware: Hardware, prefetch: int) -> None:
 def _panel(axes: Axes, found: list[dict[str, Any]]) -> None:
     ranks = [one["ranks"] for one in found]
     for name, (label, colour, style) in LINES.items():
-        axes.plot(ranks, [one[name] for one in found], style, color=colour, label=label)
+        seconds = [nan if one[name] is None else one[name] for one in found]
+        axes.plot(ranks, seconds, style, color=colour, label=label)
     axes.axvline(MANY_PEERS, color="#d0d7de", linewidth=1, zorder=0)
     across = axes.get_xaxis_transform()
     axes.text(MANY_PEERS, 0.02, f" {MANY_PEERS} ranks", fontsize=7, transform=across)

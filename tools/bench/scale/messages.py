@@ -1,9 +1,9 @@
-"""What an all-to-all costs each rank of a group."""
+"""What an all-to-all, or two of them, cost each rank of a group."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 import numpy as np
 
@@ -19,10 +19,19 @@ INTRA, INTER = 0, 1
 
 @dataclass(frozen=True)
 class Loads:
-    """Bytes and messages of each rank on its links, shape (out or in, intra or inter, ranks)."""
+    """Bytes and messages of each rank on its links, shape (out or in, intra or inter, ranks).
 
+    Args:
+        along: whose communicator it is, the group's, a node's or a rail's.
+        senders, receivers: places in the group, pair by pair; or each with all others, if ``complete``.
+    """
+
+    along: str
     nbytes: NDArray
     messages: NDArray
+    senders: NDArray
+    receivers: NDArray
+    complete: bool
 
     def seconds(self, hardware: Hardware) -> NDArray:
         """How long each rank's busiest link takes, shape (ranks,)."""
@@ -31,6 +40,15 @@ class Loads:
     def incoming(self, hardware: Hardware) -> NDArray:
         """How long a rank's busiest link takes for what comes in alone."""
         return self._busiest(hardware, slice(IN, None))
+
+    def latest(self, times: NDArray) -> NDArray:
+        """Of ``times``, the last among those that each rank receives from; none is at minus infinity."""
+        last = np.full_like(times, -np.inf)
+        if self.complete:
+            last[self.receivers] = times[self.senders].max()
+        else:
+            np.maximum.at(last, self.receivers, times[self.senders])
+        return last
 
     def _busiest(self, hardware: Hardware, directions: slice) -> NDArray:
         bandwidth = np.array([hardware.intra_bandwidth, hardware.inter_bandwidth])
@@ -42,77 +60,84 @@ class Loads:
         return of_links.max((0, 1))
 
 
+class Exchange(NamedTuple):
+    """A gather or a scatter: its hops, and the bytes that each rank passes on between two of them."""
+
+    hops: tuple[Loads, ...]
+    passed: NDArray
+
+    @property
+    def nbytes(self) -> NDArray:
+        return sum(hop.nbytes for hop in self.hops)
+
+    @property
+    def messages(self) -> NDArray:
+        return sum(hop.messages for hop in self.hops)
+
+
 @dataclass(frozen=True)
-class TwoLevel:
-    """An exchange inside nodes, then one between nodes; ``starts`` is where each node's ranks begin."""
+class Group:
+    """Who exchanges: global ranks, the places of owners among them, and the ranks of a physical node."""
 
-    first: Loads
-    second: Loads
-    starts: NDArray
+    ranks: NDArray
+    owners: NDArray
+    gpus_per_node: int
 
-    def seconds(self, hardware: Hardware) -> NDArray:
-        """The second exchange passes on what all of a node have sent in the first."""
-        first = self.first.seconds(hardware)
-        sizes = np.diff(self.starts, append=len(first))
-        slowest = np.maximum.reduceat(first, self.starts).repeat(sizes)
-        return slowest + self.second.seconds(hardware)
+    def in_one_level(
+        self, sent: NDArray, to_owners: bool, complete: bool = False
+    ) -> Exchange:
+        """An all-to-all in which everybody sends everybody his part.
 
-    def incoming(self, hardware: Hardware) -> NDArray:
-        return self.second.incoming(hardware)
+        Args:
+            sent: bytes that travel with each owner, shape (owners, ranks).
+            to_owners: whether they come to owners, or from these.
+            complete: whether all ranks exchange something with all owners.
+        """
+        holders = np.arange(len(self.ranks))
+        ends = self.owners[:, None], holders[None]
+        hop = self._loads("group", sent, ends, to_owners, complete)
+        return Exchange((hop,), np.zeros(len(holders)))
 
+    def in_two_levels(self, sent: NDArray, to_owners: bool, node_size: int) -> Exchange:
+        """By way of the rank of the holder's node that stands on the owner's rail."""
+        holders = np.arange(len(self.ranks))
+        rails = np.arange(node_size)[:, None]
+        of_rail = (self.owners % node_size == rails).astype(float) @ sent
+        corners = holders - holders % node_size + rails
+        node = self._loads("node", of_rail, (corners, holders[None]), to_owners)
+        of_node = sent.reshape(len(self.owners), -1, node_size).sum(2)
+        owners = self.owners[:, None]
+        corners = holders[::node_size] + owners % node_size
+        rail = self._loads("rail", of_node, (owners, corners), to_owners)
+        passed = np.bincount(corners.ravel(), of_node.ravel(), len(holders))
+        return Exchange((node, rail) if to_owners else (rail, node), passed)
 
-def direct(
-    sent: NDArray, senders: NDArray, receivers: NDArray, world: NDArray, node: int
-) -> Loads:
-    """An all-to-all in which everybody sends everybody his part.
+    def _loads(
+        self,
+        along: str,
+        sent: NDArray,
+        ends: tuple[NDArray, NDArray],
+        to_owners: bool,
+        complete: bool = False,
+    ) -> Loads:
+        """Of ``sent`` between two ends, the owner's and the holder's; nothing goes to the sender itself."""
+        owner, holder = np.broadcast_arrays(*ends)
+        travels = (sent > 0) & (owner != holder)
+        pairs = holder[travels], owner[travels]
+        senders, receivers = pairs if to_owners else pairs[::-1]
+        node = self.ranks // self.gpus_per_node
+        count = len(node)
+        kind = count * (node[senders] != node[receivers])
 
-    Args:
-        sent: bytes, shape (senders, receivers); nothing to itself.
-        senders, receivers: global ranks.
-        world: the ranks of the group, sorted, which the result is about.
-        node: ranks of a node.
-    """
-    same = (senders // node)[:, None] == (receivers // node)[None]
-    loads = _nothing(len(world))
-    from_, to = np.searchsorted(world, senders), np.searchsorted(world, receivers)
-    for kind, where in ((INTRA, same), (INTER, ~same)):
-        travels = np.where(where, sent, 0)
-        for table, values in ((loads.nbytes, travels), (loads.messages, travels > 0)):
-            table[OUT, kind, from_] = values.sum(1)
-            table[IN, kind, to] = values.sum(0)
-    return loads
+        def of_links(weights: NDArray | None) -> NDArray:
+            found = [
+                np.bincount(kind + end, weights, 2 * count)
+                for end in (senders, receivers)
+            ]
+            return np.reshape(found, (2, 2, count))
 
-
-def two_level(
-    sent: NDArray, senders: NDArray, receivers: NDArray, world: NDArray, node: int
-) -> TwoLevel:
-    """First inside nodes, to the rank with the receiver's local index; then between nodes.
-
-    Ranks of the sender's node that are not in the group pass on nothing here: a group has whole
-    nodes, or ranks of one local index.
-    """
-    first, second = _nothing(len(world)), _nothing(len(world))
-    nodes, at = np.unique(senders // node, return_index=True)
-    from_, to = np.searchsorted(world, senders), np.searchsorted(world, receivers)
-    # Senders are sorted, so those of a node follow each other.
-    of_node = np.add.reduceat(sent, at, axis=0)
-    apart = nodes[:, None] != (receivers // node)[None]
-    between = np.where(apart, of_node, 0)
-    second.nbytes[IN, INTER, to] = between.sum(0)
-    second.messages[IN, INTER, to] = (between > 0).sum(0)
-    for local in np.unique(receivers % node):
-        here = receivers % node == local
-        via = np.searchsorted(world, nodes * node + local)
-        second.nbytes[OUT, INTER, via] = between[:, here].sum(1)
-        second.messages[OUT, INTER, via] = (between[:, here] > 0).sum(1)
-        inside = np.where(senders % node != local, sent[:, here].sum(1), 0)
-        first.nbytes[OUT, INTRA, from_] += inside
-        first.messages[OUT, INTRA, from_] += inside > 0
-        first.nbytes[IN, INTRA, via] += np.add.reduceat(inside, at)
-        first.messages[IN, INTRA, via] += np.add.reduceat((inside > 0).astype(int), at)
-    starts = np.unique(world // node, return_index=True)[1]
-    return TwoLevel(first, second, starts)
-
-
-def _nothing(ranks: int) -> Loads:
-    return Loads(np.zeros((2, 2, ranks)), np.zeros((2, 2, ranks)))
+        loads = of_links(sent[travels]), of_links(None)
+        if complete:
+            whole = ends[1].ravel(), ends[0].ravel()
+            senders, receivers = whole if to_owners else whole[::-1]
+        return Loads(along, *loads, senders, receivers, complete)

@@ -37,15 +37,17 @@ def body(cases: Sequence[dict[str, Any]]) -> str:
         textwrap.indent(text, "    ")
         for text in (table.times(cases), table.volumes(cases))
     ]
-    many = [c for c in cases if c["peers_max"] > table.MANY_PEERS]
-    gains = [1 - c["two_level"] / c["step"] for c in many]
+    many = [case for case in cases if case["one_level"] is not None]
     words = "\n".join(_wrapped(f"- {line}", "  ") for line in table.beyond(cases))
     parts = ["", *blocks]
     if many:
+        shares = [case["one_level"] / case["step"] for case in many]
+        peers = max(case["peers_max"] for case in many)
         parts.append(
             _wrapped(
-                f"In {len(many)} of {len(cases)} cases a rank has more than {table.MANY_PEERS} peers; there two "
-                f"levels would save {100 * min(gains):.0f} to {100 * max(gains):.0f} %."
+                f"In {len(many)} of {len(cases)} cases a rank would have more than {table.MANY_PEERS} peers; in two "
+                f"levels it has up to {peers}. One level would take {min(shares):.2f} to {max(shares):.2f} times as "
+                "long."
             )
         )
     parts += [f"Above {table.AIM} of the ideal:", words, ""]

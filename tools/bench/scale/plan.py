@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TYPE_CHECKING
 
 import numpy as np
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
 
-from . import messages
+from .messages import Group
 from .relays import Wave, waves
 from .shards import Vectors
 
@@ -20,10 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.optim._muon_engine.schedule.specs import Bucket, Schedule
 
-# Owner and rank, as places in the group: a rank that exchanges something with the owner.
-Pairs = tuple["NDArray", "NDArray"]
-Cost = messages.Loads | messages.TwoLevel
-Exchange = Callable[..., Cost]
+    from .messages import Exchange, Loads
 
 
 class Volume(NamedTuple):
@@ -39,18 +35,16 @@ class BucketPlan:
 
     Args:
         owners: places of owners in ``ranks``.
-        pairs: who exchanges with whom; None where all do with all owners.
         work: for each of ``owners`` the FLOPs of its matrices, in the order of the step.
-        slot: bytes of ``BucketSpec.nbytes``, shape (outer or inner, ranks).
+        slot: bytes of ``BucketSpec.nbytes``, shape (outer, inner or passed on, ranks).
         peers: ranks that a rank exchanges something with.
     """
 
     bucket: Bucket
     ranks: NDArray
     owners: NDArray
-    pairs: Pairs | None
-    gather: Cost
-    scatter: Cost
+    gather: Exchange
+    scatter: Exchange
     work: list[list[int]]
     relays: list[Wave]
     slot: NDArray
@@ -66,12 +60,7 @@ class Plan:
     turns: list[list[BucketPlan]] = field(default_factory=list)
 
 
-def make_plan(
-    schedule: Schedule,
-    world: int,
-    gpus_per_node: int,
-    exchange: Exchange = messages.direct,
-) -> Plan:
+def make_plan(schedule: Schedule, world: int, gpus_per_node: int) -> Plan:
     plan = Plan(world, gpus_per_node)
     vectors: dict[int, Vectors] = {}
     for layout in schedule.layouts:
@@ -84,7 +73,7 @@ def make_plan(
             plan.turns.append([])
             busy[:] = False
         busy[group] = True
-        made = plan_bucket(schedule, bucket, vectors, gpus_per_node, exchange)
+        made = plan_bucket(schedule, bucket, vectors, gpus_per_node)
         plan.turns[-1].append(made)
     return plan
 
@@ -94,25 +83,30 @@ def plan_bucket(
     bucket: Bucket,
     vectors: dict[int, Vectors],
     gpus_per_node: int,
-    exchange: Exchange,
 ) -> BucketPlan:
     ranks = np.array(bucket.group)
     owner_ranks = np.unique([schedule.owners[m] for m in bucket.matrices])
     owners = np.searchsorted(ranks, owner_ranks)
     volume, kept = volume_of(schedule, bucket, owners, vectors)
-    gather, scatter = volume
-    speaks = (gather > 0) | (scatter > 0)
+    group = Group(ranks, owners, gpus_per_node)
+    gather, scatter = (
+        group.in_two_levels(sent, to_owners, bucket.node_size)
+        if bucket.node_size > 1
+        else group.in_one_level(sent, to_owners, not bucket.relayed)
+        for sent, to_owners in ((volume.gather, True), (volume.scatter, False))
+    )
     return BucketPlan(
         bucket=bucket,
         ranks=ranks,
         owners=owners,
-        pairs=np.nonzero(speaks) if bucket.relayed else None,
-        gather=exchange(gather.T, ranks, owner_ranks, ranks, gpus_per_node),
-        scatter=exchange(scatter, owner_ranks, ranks, ranks, gpus_per_node),
+        gather=gather,
+        scatter=scatter,
         work=work_of(schedule, bucket, owner_ranks),
         relays=waves(schedule, bucket, vectors),
-        slot=_slot(volume, kept, owners),
-        peers=_peers(speaks, owners),
+        slot=_slot(volume, kept, owners, np.maximum(gather.passed, scatter.passed)),
+        peers=_peers(volume, owners)
+        if bucket.node_size == 1
+        else _peers_of_hops((*gather.hops, *scatter.hops), len(ranks)),
     )
 
 
@@ -158,19 +152,29 @@ def work_of(
     return [[f for same in by_shape[r].values() for f in same] for r in owner_ranks]
 
 
-def _slot(volume: Volume, kept: NDArray, owners: NDArray) -> NDArray:
-    slot = np.zeros((2, volume.gather.shape[1]))
+def _slot(volume: Volume, kept: NDArray, owners: NDArray, passed: NDArray) -> NDArray:
+    slot = np.zeros((3, volume.gather.shape[1]))
     slot[0] = np.maximum(volume.gather.sum(0), volume.scatter.sum(0))
+    slot[0] = np.maximum(slot[0], passed)
     in_place = (volume.gather == volume.scatter).all(1)
     apart = np.where(in_place, 0, volume.gather.sum(1))
     slot[1, owners] = volume.scatter.sum(1) + kept + apart
+    slot[2] = passed
     return slot
 
 
-def _peers(speaks: NDArray, owners: NDArray) -> NDArray:
+def _peers(volume: Volume, owners: NDArray) -> NDArray:
     """Owners that a rank sends shards to, and ranks that send it theirs."""
+    speaks = (volume.gather > 0) | (volume.scatter > 0)
     peers = speaks.sum(0)
     between = speaks[:, owners]
     both = between & between.T
     peers[owners] += speaks.sum(1) - both.sum(1)
     return peers
+
+
+def _peers_of_hops(hops: Sequence[Loads], ranks: int) -> NDArray:
+    """Ranks of its node and of its rail that a rank exchanges something with."""
+    pairs = np.concatenate([(hop.senders, hop.receivers) for hop in hops], axis=1)
+    pairs = np.unique(np.sort(pairs, axis=0), axis=1)
+    return np.bincount(pairs.ravel(), minlength=ranks)

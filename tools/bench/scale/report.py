@@ -25,23 +25,35 @@ if TYPE_CHECKING:
 
     from .cases import Case
     from .hardware import Hardware
-    from .plan import Plan
+    from .plan import BucketPlan, Plan
 
 
-def schedule_of(case: Case, max_replicas: int | None = None) -> Schedule:
+def schedule_of(
+    case: Case, hardware: Hardware, prefetch: int, max_replicas: int | None = None
+) -> Schedule:
+    """As the engine makes it on nodes of this hardware."""
     layouts = case.layouts()
-    owners = assign_owners(layouts)
-    return make_schedule(layouts, owners, torch.bfloat16, max_replicas=max_replicas)
+    return make_schedule(
+        layouts,
+        assign_owners(layouts),
+        torch.bfloat16,
+        max_replicas=max_replicas,
+        ranks_per_node=hardware.gpus_per_node,
+        slots=prefetch + 2,
+    )
 
 
 def report(
     case: Case, hardware: Hardware, prefetch: int, max_replicas: int | None = None
 ) -> dict[str, Any]:
     """Times in seconds, sizes in bytes."""
-    schedule = schedule_of(case, max_replicas)
+    schedule = schedule_of(case, hardware, prefetch, max_replicas)
     plan = make_plan(schedule, case.world, hardware.gpus_per_node)
     step = simulate(plan, hardware, prefetch)
-    nbytes = link_bytes(plan)
+    direct = plan
+    if any(bucket.node_size > 1 for bucket in schedule.buckets):
+        one_level = alternatives.in_one_level(schedule)
+        direct = make_plan(one_level, case.world, hardware.gpus_per_node)
     result = {
         "model": case.model,
         "mesh": case.mesh,
@@ -52,13 +64,18 @@ def report(
         "relays": sum(len(b.relays) for turn in plan.turns for b in turn),
         "step": step.seconds,
         "without_broadcasts": _without_relays(plan, hardware, prefetch),
-        **_limits(schedule, case.world, nbytes, hardware),
+        **_limits(schedule, case.world, link_bytes(direct), hardware),
         **_use(step),
         "stretch": stretch(schedule),
-        **_volume(plan, nbytes),
+        **_volume(plan),
         **_memory(schedule, plan, prefetch),
         **_others(case, schedule, hardware, prefetch),
+        "one_level": None,
+        "one_level_peers": None,
     }
+    if direct is not plan:
+        result["one_level"] = simulate(direct, hardware, prefetch).seconds
+        result["one_level_peers"] = _volume(direct)["peers_max"]
     result["ratio"] = result["step"] / result["ideal"]
     return result
 
@@ -130,7 +147,8 @@ def link_bytes(plan: Plan) -> NDArray:
     return total
 
 
-def _volume(plan: Plan, nbytes: NDArray) -> dict[str, float]:
+def _volume(plan: Plan) -> dict[str, float]:
+    nbytes = link_bytes(plan)
     out, into = nbytes[OUT].sum(0), nbytes[IN].sum(0)
     peers, messages, sent = np.zeros(plan.world), 0.0, 0.0
     for turn in plan.turns:
@@ -150,15 +168,13 @@ def _volume(plan: Plan, nbytes: NDArray) -> dict[str, float]:
     }
 
 
-def _memory(schedule: Schedule, plan: Plan, prefetch: int) -> dict[str, float]:
-    """Buffers of the rank with most, and the float32 parameters of the rank with most of these."""
-    slots: dict[tuple[int, ...], tuple[NDArray, NDArray, int]] = {}
+def memory(plan: Plan, prefetch: int) -> NDArray:
+    """Bytes of each rank's buffers."""
+    of_group: dict[tuple[int, ...], list[BucketPlan]] = {}
     sent, received = np.zeros(plan.world), np.zeros(plan.world)
     for turn in plan.turns:
         for bucket in turn:
-            key = bucket.bucket.group
-            ranks, largest, count = slots.get(key, (bucket.ranks, bucket.slot, 0))
-            slots[key] = ranks, np.maximum(largest, bucket.slot), count + 1
+            of_group.setdefault(bucket.bucket.group, []).append(bucket)
             own = np.zeros(plan.world)
             for wave in bucket.relays:
                 is_source = np.arange(wave.ranks.shape[1]) == wave.source
@@ -168,13 +184,22 @@ def _memory(schedule: Schedule, plan: Plan, prefetch: int) -> dict[str, float]:
                 received[wave.ranks] = np.maximum(before, ~is_source * nbytes)
             sent = np.maximum(sent, own)
     buffers = sent + RELAYS_IN_FLIGHT * received
-    for ranks, largest, count in slots.values():
-        buffers[ranks] += min(count, prefetch + 2) * largest.sum(0)
+    for buckets in of_group.values():
+        count = min(len(buckets), prefetch + 2)
+        for at in range(count):
+            # These buckets have the slot one after the other.
+            slot = np.max([bucket.slot for bucket in buckets[at::count]], axis=0)
+            buffers[buckets[0].ranks] += slot.sum(0)
+    return buffers
+
+
+def _memory(schedule: Schedule, plan: Plan, prefetch: int) -> dict[str, float]:
+    """Buffers of the rank with most, and the float32 parameters of the rank with most of these."""
     params = np.zeros(plan.world)
     for layout in schedule.layouts:
         params[list(layout.shards.ranks)] += layout.shards.numels
     return {
-        "buffers": float(buffers.max()),
+        "buffers": float(memory(plan, prefetch).max()),
         "parameters": float(params.max()) * torch.float32.itemsize,
     }
 
@@ -185,11 +210,11 @@ def _others(
     replica = case.one_replica()
     alone = None
     if replica is not None:
-        plan = make_plan(schedule_of(replica), replica.world, hardware.gpus_per_node)
+        schedule_of_one = schedule_of(replica, hardware, prefetch)
+        plan = make_plan(schedule_of_one, replica.world, hardware.gpus_per_node)
         alone = simulate(plan, hardware, prefetch).seconds
     return {
         "all_gather": alternatives.all_gather(schedule.layouts, hardware),
         "each_replica": alone,
         "one_at_a_time": alternatives.one_at_a_time(schedule, hardware),
-        "two_level": alternatives.two_level(schedule, case.world, hardware, prefetch),
     }

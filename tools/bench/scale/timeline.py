@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .hardware import Hardware
-    from .plan import BucketPlan, Cost, Pairs, Plan
+    from .messages import Exchange, Loads
+    from .plan import BucketPlan, Plan
     from .relays import Wave
 
 
@@ -35,21 +36,24 @@ class Links:
         # A communicator runs its collectives one after the other.
         self._over: dict[object, NDArray | float] = {}
 
-    def all_to_all(
-        self, plan: BucketPlan, cost: Cost, launch: NDArray, to_owners: bool
+    def exchange(
+        self, plan: BucketPlan, exchange: Exchange, launch: NDArray
     ) -> NDArray:
+        """When it is over on each rank; a second hop begins where the first is over."""
+        for hop in exchange.hops:
+            launch = self._all_to_all(plan, hop, launch)
+        return launch
+
+    def _all_to_all(self, plan: BucketPlan, hop: Loads, launch: NDArray) -> NDArray:
         """When it is over on each rank: it and those it receives from have sent."""
-        ranks, group = plan.ranks, plan.bucket.group
+        ranks, key = plan.ranks, (hop.along, plan.bucket.group)
         begin = np.maximum(launch, self.free[ranks])
-        begin = np.maximum(begin, self._over.get(group, 0.0))
-        sent = begin + cost.seconds(self.hardware)
+        begin = np.maximum(begin, self._over.get(key, 0.0))
+        sent = begin + hop.seconds(self.hardware)
         self.free[ranks] = sent
-        last_begin, last_sent = (
-            _last(times, plan.owners, plan.pairs, to_owners) for times in (begin, sent)
-        )
-        over = np.maximum(sent, last_sent)
-        over = np.maximum(over, last_begin + cost.incoming(self.hardware))
-        self._over[group] = over
+        over = np.maximum(sent, hop.latest(sent))
+        over = np.maximum(over, hop.latest(begin) + hop.incoming(self.hardware))
+        self._over[key] = over
         return over + self.hardware.flight * (len(ranks) > 1)
 
     def broadcast(self, wave: Wave, launch: NDArray) -> NDArray:
@@ -62,22 +66,6 @@ class Links:
         self.free[wave.ranks] = over
         self._over[key] = over
         return np.broadcast_to(over + hops, wave.ranks.shape)
-
-
-def _last(
-    times: NDArray, owners: NDArray, pairs: Pairs | None, to_owners: bool
-) -> NDArray:
-    """The latest of ``times`` among those that each rank receives from; none is at minus infinity."""
-    last = np.full_like(times, -np.inf)
-    if pairs is None and to_owners:
-        last[owners] = times.max()
-    elif pairs is None:
-        last[:] = times[owners].max()
-    else:
-        owner, rank = owners[pairs[0]], pairs[1]
-        receivers, senders = (owner, rank) if to_owners else (rank, owner)
-        np.maximum.at(last, receivers, times[senders])
-    return last
 
 
 class Timeline:
@@ -129,12 +117,10 @@ class Timeline:
     def scatter(self, bucket: BucketPlan) -> None:
         self._exchange("scatter", bucket, bucket.scatter)
 
-    def _exchange(self, phase: str, bucket: BucketPlan, cost: Cost) -> None:
+    def _exchange(self, phase: str, bucket: BucketPlan, exchange: Exchange) -> None:
         self.order.append((phase, bucket.bucket.index))
         launch = self.now[bucket.ranks]
-        self.arrived[id(bucket)] = self.links.all_to_all(
-            bucket, cost, launch, to_owners=phase == "gather"
-        )
+        self.arrived[id(bucket)] = self.links.exchange(bucket, exchange, launch)
 
     def wait(self, bucket: BucketPlan) -> None:
         arrived = self.arrived.pop(id(bucket))
