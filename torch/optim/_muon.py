@@ -258,12 +258,30 @@ class _MuonFormulas(NamedTuple):
         return (coefficients, *how, self.foreach)
 
     @property
+    def _readable_lr(self) -> float | None:
+        """None for a Tensor that would cost a synchronization."""
+        if not isinstance(self.lr, Tensor):
+            return float(self.lr)
+        return float(self.lr) if type(self.lr) is Tensor and self.lr.is_cpu else None
+
+    @property
+    def moves(self) -> bool:
+        return self._readable_lr != 0
+
+    @property
     def digest(self) -> int:
-        """Of the values that hold in this step; a Tensor is read where that costs no synchronization."""
-        values = self._asdict() | {"foreach": None}
-        if isinstance(self.lr, Tensor):
-            is_read = type(self.lr) is Tensor and self.lr.is_cpu
-            values["lr"] = float(self.lr) if is_read else None
+        """Of the values that hold in this step, whatever their types."""
+        values = (
+            self._readable_lr,
+            float(self.weight_decay),
+            float(self.momentum),
+            bool(self.nesterov),
+            _floats(self.ns_coefficients),
+            int(self.ns_steps),
+            float(self.eps),
+            self.adjust_lr_fn or "original",
+            self.ns_algorithm,
+        )
         return zlib.crc32(repr(values).encode())
 
     def check(self) -> None:
@@ -329,6 +347,12 @@ class _MuonFormulas(NamedTuple):
             param.mul_(decay)
             if updates is not None:
                 param.add_(updates[i], alpha=alpha)
+
+
+def _floats(values: Any) -> Any:
+    if isinstance(values, (list, tuple)):
+        return [_floats(value) for value in values]
+    return float(values)
 
 
 def _as_tuples(ns_coefficients: Any) -> tuple:
@@ -842,6 +866,8 @@ def _single_tensor_muon(
         ns_algorithm,
     )
     if distributed_config is not None:
+        if not allow_batched_matrices and any(param.ndim > 2 for param in params):
+            raise ValueError("Param gradient must be a 2D matrix")
         _distributed_muon(
             params, grads, muon_momentum_bufs, formulas, distributed_config
         )

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -240,6 +241,43 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 optimizer.param_groups[0]["momentum"] = 0.9 + 0.01 * step
             twins.step()
             self.assertParity(twins)
+
+    def test_kinds_of_numbers_are_no_difference(self):
+        twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 6)]))
+        twins.step()
+        (group,) = twins.optimizer.param_groups
+        if self.rank == 1:
+            group.update(adjust_lr_fn="original", nesterov=1, weight_decay=0)
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+        else:
+            group.update(weight_decay=0.0)
+        twins.set_gradients()
+        with self.everywhere():
+            twins.optimizer.step()
+
+    def test_learning_rates_of_equal_digests(self):
+        # Some bits of 0.02 and 0.024 are equal; each step looks at others.
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 6)]), lr=0.02)
+        twins.step()
+        twins.optimizer.param_groups[0]["lr"] = 0.02 if self.rank else 0.024
+
+        def steps():
+            for _ in range(4):
+                twins.set_gradients()
+                twins.optimizer.step()
+
+        self.assertFailsEverywhere(steps, "other hyperparameters")
+
+    def test_values_of_a_model_that_a_checkpoint_fills(self):
+        """torch.distributed.checkpoint makes momentum by a step of zeros with a learning rate of zero."""
+        muon = self.replicas()
+        params = muon.param_groups[0]["params"]
+        get_optimizer_state_dict(nn.ParameterList(params), muon)
+        for i, param in enumerate(params):
+            param.data.copy_(full(i, param.shape))
+        self.give_gradients(params)
+        with self.everywhere():
+            muon.step()
 
     # A step that one rank skips
 

@@ -3,12 +3,19 @@
 
 import os
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import (
+    distribute_tensor,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+)
 from torch.optim import Muon
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
@@ -102,6 +109,69 @@ class TestMuonStacks(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             with self.assertRaisesRegex(RuntimeError, "some have none"):
                 twins.optimizer.step()
 
+    def test_gradients_of_another_placement(self):
+        """Ranks have the matrices of several stacks in other orders, and place gradients in one."""
+        mesh = mesh_of(4)
+        shapes = [(5, 6, 10), (9, 6, 10), (4, 12, 10), (7, 20, 20), (2, 9, 9)]
+        twins = self.twins(specs(mesh, [(S0,)], shapes))
+        for step in range(2):
+            for i, (param, single) in enumerate(zip(twins.params, twins.singles)):
+                whole = full(100 * step + i, param.shape)
+                param.grad = DTensor.from_local(whole / 4, mesh, [Partial()])
+                single.grad = whole
+            twins.optimizer.step()
+            twins.single.step()
+            twins.steps += 1
+            self.assertParity(twins)
+
+    def test_functions_of_the_user_go_by_parameter(self):
+        """They cannot know of ranks that hold other matrices of a stack each."""
+        for name in ("assign_fn", "gather_fn", "redistribute_fn"):
+            config = create_dtensor_config()
+            given = getattr(config, name)
+            setattr(config, name, lambda *args, given=given: given(*args))
+            layout = specs(mesh_of(4), [(S0,)], [(5, 6, 10), (1, 4, 4)])
+            with self.everywhere(name):
+                with self.assertRaisesRegex(ValueError, "as the factory made them"):
+                    self.twins(layout, config)
+
+    def test_groups_whose_ranks_hold_other_matrices(self):
+        """Experts that were copied from one start alike: no comparison of values finds these."""
+        grid = grid_of(2, 2)
+        one = full(0, (6, 10))
+        for placed in (True, False):
+            whole = one.expand(4, 6, 10).clone()
+            if placed:
+                param = nn.Parameter(distribute_tensor(whole, mesh_of(4), [S0]))
+                options = {"cp_process_group": grid.get_group(1)}
+            else:
+                param = nn.Parameter(whole.tensor_split(4)[self.rank].clone())
+                options = {
+                    "fsdp_process_group": dist.group.WORLD,
+                    "cp_process_group": grid.get_group(1),
+                }
+            gradient = full(5, (4, 6, 10))
+            param.grad = (
+                distribute_tensor(gradient, mesh_of(4), [S0])
+                if placed
+                else gradient.tensor_split(4)[self.rank].clone()
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                muon = Muon(
+                    [param],
+                    lr=0.1,
+                    distributed_config=create_auto_config(**options),
+                    allow_batched_matrices=True,
+                )
+            muon.step()
+            single = nn.Parameter(whole)
+            single.grad = gradient
+            Muon([single], lr=0.1, allow_batched_matrices=True).step()
+            mine = param.to_local() if placed else param
+            expected = single.detach()[self.rank : self.rank + 1]
+            self.assertEverywhere([] if torch.equal(mine, expected) else [placed])
+
     # Modules and process groups, against one process
 
     def expected(self, shapes, steps=2):
@@ -131,7 +201,7 @@ class TestMuonStacks(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         for step in range(2):
             for i, param in enumerate(params):
                 whole = self.gradient(step, i, param.shape)
-                param.grad = torch.distributed.tensor.distribute_tensor(
+                param.grad = distribute_tensor(
                     whole, param.device_mesh, param.placements
                 )
             muon.step()

@@ -208,7 +208,7 @@ class SingleMatrix:
     ) -> None:
         if len(layouts) != 1:
             raise ValueError(
-                f"{layouts[0].describe()} belongs to a flat parameter of {len(layouts)} matrices, which gather_fn and "
+                f"{layouts[0].describe()} belongs to a parameter of {len(layouts)} matrices, which gather_fn and "
                 "redistribute_fn cannot hand over one by one; leave both as the factory made them"
             )
         (self.layout,), (owner,) = layouts, owners
@@ -446,7 +446,7 @@ class CallbackStep:
         param = self.params[index]
         update = update.to(param.local.device)
         shape = self.global_shape(index, whole)
-        param.formulas.apply([param.local], [update], shape)
+        param.formulas.apply([param.local], [update], shape[-2:])
 
     def global_shape(self, index: int, whole: Tensor | None) -> Sequence[int]:
         """What the learning rate is scaled by: never the shape of a shard, where that is known."""

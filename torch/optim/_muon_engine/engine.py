@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -105,10 +107,13 @@ class Engine:
         # What went wrong in an earlier step, of which ranks may have made different parts.
         self.failure = ""
         self._steps = 0
+        # Those of replicas with each other.
+        self._values_compared = False
         changed = self.params
         gone: dict[tuple[int, ...], list[ProcessGroup]] = {}
         if former is not None:
             self._steps, self.failure = former._steps, former.failure
+            self._values_compared = former._values_compared
             self.hints = former.hints
             self.hints.parameters_changed()
             self._groups, self._known = dict(former._groups), dict(former._known)
@@ -181,6 +186,7 @@ class Engine:
         if self.functions is None:
             return
         self.layouts = self.functions.layouts(self.params)
+        self._check_stacks()
         if config.assign_fn == self.functions.assign:
             self.owners = self.functions.owners(self.params, self.layouts)
         else:
@@ -191,6 +197,21 @@ class Engine:
                 raise ValueError(
                     f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; the ranks that "
                     f"do are {list(layout.group)}"
+                )
+
+    def _check_stacks(self) -> None:
+        """Functions of the user's go by parameter, and ranks may hold other matrices of a stack each."""
+        config, functions = self.config, self.functions
+        if functions is None or (
+            config.assign_fn == functions.assign and functions.run(config)
+        ):
+            return
+        held = Counter(layout.key.index for layout in self.layouts)
+        for index, tensor in enumerate(self.params):
+            if tensor.ndim > 2 and held[index] != math.prod(tensor.shape[:-2]):
+                raise ValueError(
+                    f"{self.describe[index]} is a stack of matrices of which ranks hold different ones, which functions of "
+                    "yours cannot tell apart; leave assign_fn, gather_fn and redistribute_fn as the factory made them"
                 )
 
     def _owner_of(self) -> dict[int, int]:
@@ -361,7 +382,10 @@ class Engine:
         prepared, problems = self._prepare(params, states)
         self.hints.look(params, self.layouts, self.rank, self.world_size)
         on_engine = self.functions is not None and self.functions.run(self.config)
-        self.statuses.begin(self._steps)
+        # Once, and not where nothing moves: then a checkpoint's values may still be on their way.
+        moves = any(param.formulas.moves for param in params)
+        self.statuses.begin(self._steps, moves and not self._values_compared)
+        self._values_compared = self._values_compared or moves
         pipeline = self._pipeline(params) if on_engine else None
         try:
             if pipeline is not None and debugging.is_on():

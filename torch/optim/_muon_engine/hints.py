@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+from torch.distributed.tensor import DTensor
 from torch.optim._muon_engine.layouts import listed
 
 
@@ -50,16 +51,20 @@ class Hints:
         """Looks at the parameters and gradients of a step; ``layouts`` has frozen ones, too."""
         self._steps += 1
         if self._without is None:
-            self._look_at_layouts(layouts, rank, world_size)
-            # A rank whose shard is empty may have no gradient, and only one rank speaks: of what nobody
-            # shares, such as whole tensors, the first of all.
-            shared = any(len(layout.group) > 1 for layout in layouts)
+            on_mesh = any(isinstance(param.tensor, DTensor) for param in params)
+            shared = on_mesh or any(len(layout.group) > 1 for layout in layouts)
+            experts = any(layout.key.expert is not None for layout in layouts)
+            if layouts and not shared and not experts and world_size > 1 and rank == 0:
+                self._say_that_nothing_is_shared(world_size)
+            # A rank whose shard is empty may have no gradient, nor an expert that nothing was routed to.
+            # Only one rank speaks: of what nobody shares, such as whole tensors, the first of all.
             self._first = {
                 layout.key.index: layout
                 for layout in layouts
                 if params[layout.key.index].tensor.requires_grad
                 and not layout.shards.is_empty(rank)
-                and rank == (min(layout.group) if shared else 0)
+                and layout.key.expert is None
+                and rank == self._speaker(params[layout.key.index], layout, shared)
             }
             self._without = set(self._first)
         if not self._without:
@@ -84,18 +89,19 @@ class Hints:
             return
         self._without = set()
 
-    def _look_at_layouts(
-        self, layouts: Sequence[Layout], rank: int, world_size: int
-    ) -> None:
-        if any(len(layout.group) > 1 for layout in layouts) or not layouts:
-            return
-        if world_size > 1 and rank == 0:
-            self._say(
-                f"there are {world_size} processes, and none of the parameters of this Muon is shared by any of them: "
-                f"each process trains its own. {_BUILT_TOO_EARLY}. Under DDP use "
-                "create_auto_config(ddp_process_group=...); give it the groups of another framework that cut plain "
-                "tensors. Where each pipeline stage has one process, all is well"
-            )
+    @staticmethod
+    def _speaker(param: StepParam, layout: Layout, shared: bool) -> int:
+        if isinstance(param.tensor, DTensor):
+            return int(param.tensor.device_mesh.mesh.min())
+        return min(layout.group) if shared else 0
+
+    def _say_that_nothing_is_shared(self, world_size: int) -> None:
+        self._say(
+            f"there are {world_size} processes, and none of the parameters of this Muon is shared by any of them: "
+            f"each process trains its own. {_BUILT_TOO_EARLY}. Under DDP use "
+            "create_auto_config(ddp_process_group=...); give it the groups of another framework that cut plain "
+            "tensors. Where each pipeline stage has one process, all is well"
+        )
 
     def _say(self, text: str) -> None:
         # By its beginning: numbers in the text change.

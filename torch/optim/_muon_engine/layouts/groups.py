@@ -158,8 +158,10 @@ class GroupReader:
         for index, (param, name) in enumerate(zip(params, names, strict=True)):
             key = Key(index, 0, name, self.groups.experts.get(index))
             if isinstance(param, DTensor):
-                for layout in self.dtensors.read_all(key, param):
-                    found.append(local.of_dtensor(layout, param))
+                layouts = self.dtensors.read_all(key, param)
+                if layouts:
+                    local.check_dtensor(layouts[0], param)
+                found += [local.of_dtensor(layout, param) for layout in layouts]
             else:
                 found.extend(local.of_plain(key, param))
         self._warn_once(local.warnings)
@@ -327,14 +329,15 @@ class _LocalReader:
 
     def of_dtensor(self, layout: Layout, dtensor: DTensor) -> LocalMatrix:
         """The DTensor's own layout; groups can only add replicas of all of its mesh."""
-        self.groups.check_tp_dim(dtensor, layout.key.index)
-        self._warn_about_dtensor(layout, dtensor)
         placements = []
         if not layout.shards.contributions:
+            mesh = dtensor.device_mesh.mesh.flatten().tolist()
             placements = [
                 GroupPlacement(kind, self.shared[kind], lenient=True)
                 for kind in ("ddp", "cp")
+                # The ranks of a stack's mesh may hold other matrices of it.
                 if kind in self.shared
+                and (dtensor.ndim == 2 or _only_me(self.shared[kind], mesh))
             ]
         return LocalMatrix(
             layout.key,
@@ -344,6 +347,11 @@ class _LocalReader:
             layout.source,
             layout.shards.contributions,
         )
+
+    def check_dtensor(self, layout: Layout, dtensor: DTensor) -> None:
+        """Raises or warns where the user says otherwise than the placements."""
+        self.groups.check_tp_dim(dtensor, layout.key.index)
+        self._warn_about_dtensor(layout, dtensor)
 
     def _warn_about_dtensor(self, layout: Layout, dtensor: DTensor) -> None:
         """Notes where a group or dimension says otherwise than the placements."""
@@ -364,7 +372,9 @@ class _LocalReader:
                 continue
             dim = getattr(placed[ranks], "dim", None)
             wanted = self.groups.tp_dim(layout.key.index)
-            if kind == "tp" and dim != (None if wanted is None else wanted % 2):
+            if kind == "tp" and dim != (
+                None if wanted is None else wanted % dtensor.ndim
+            ):
                 self._warn(
                     layout,
                     f"tp_dim_per_param says that TP "
@@ -416,14 +426,21 @@ class _LocalReader:
         if self._is_ignored(param):
             # FSDP does nothing for it, but TP may have cut it all the same.
             kinds = ("tp",) if key.index in (self.groups.tp_dims or {}) else ()
-        groups = {kind: self.shared.get(kind) for kind in kinds}
+        groups: dict[str, ProcessGroup | None] = {
+            kind: self.shared.get(kind) for kind in kinds
+        }
         tp_dim = self._tp_dim(key, param) if groups.get("tp") is not None else None
         stacked = param.ndim - 2
         if stacked:
-            # FSDP cuts a stack along its first dimension, so its ranks hold other matrices each.
-            groups["fsdp"] = None
+            # FSDP cuts a stack along its first dimension, so its ranks hold other matrices each, and none
+            # of them is a replica, whatever other group it is in.
+            cutting = groups.get("fsdp")
+            for kind, group in groups.items():
+                if cutting is not None and group is not None:
+                    apart = _only_me(group, _ranks(cutting))
+                    groups[kind] = group if apart else None
             if tp_dim is not None:
-                groups["tp"] = groups["tp"] if tp_dim >= stacked else None
+                groups["tp"] = groups.get("tp") if tp_dim >= stacked else None
                 tp_dim -= stacked
         rows, columns = param.shape[-2:]
         placements = self._placements(groups, 0, tp_dim)
@@ -592,6 +609,11 @@ class _LocalReader:
                 )
             )
         return group, dim
+
+
+def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:
+    """Whether ``group`` has none of ``ranks`` but this one."""
+    return not set(_ranks(group)) & (set(ranks) - {process_rank()})
 
 
 def _ranks(group: ProcessGroup) -> tuple[int, ...]:

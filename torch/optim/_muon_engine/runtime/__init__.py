@@ -33,6 +33,10 @@ class Formulas(Protocol):
     def digest(self) -> int:
         """Of the hyperparameters as they are in this step; equal on all ranks that share a matrix."""
 
+    @property
+    def moves(self) -> bool:
+        """Whether a step changes parameters; checkpoints make momentum by a step that does not."""
+
     def check(self) -> None:
         """Raises ValueError where the hyperparameters make no sense."""
 

@@ -5,8 +5,9 @@ shard; the owner sends a summary back along with the result. A rank acts on its 
 holders of a matrix differ, all of them raise once the last bucket is through.
 
 A flag is an integer in the bits of one element of what travels: a :class:`Summary`, a tag of the step
-and bucket, and a digest. In the first step the digest is of the shard's values, which replicas have to
-have alike; then it is of the hyperparameters, which somebody may have changed on some ranks only.
+and bucket, and a digest. In the first step that moves anything the digest is of the shard's values, which
+replicas have to have alike; else it is of the hyperparameters, which somebody may have changed on some
+ranks only.
 
 Where only one of many replicas exchanges a shard with the owner, it speaks for all of them: what they say
 is put together first, by one small all-reduce a step.
@@ -144,17 +145,19 @@ class GradStatuses:
 
     def __init__(self) -> None:
         self._step = 0
+        self.compares_values = False
         self._bits: dict[torch.device, Tensor] = {}
         self._pending: list[tuple[Sequence[Layout], Tensor, torch.Event | None]] = []
 
-    def begin(self, step: int) -> None:
-        """``step`` counts this rank's calls of ``step()``."""
-        self._step = step
+    def begin(self, step: int, compares_values: bool) -> None:
+        """Begins this rank's ``step``-th step.
 
-    @property
-    def compares_values(self) -> bool:
-        """Whether digests are of the values of this step's shards, and not of its hyperparameters."""
-        return self._step == 1
+        Args:
+            compares_values: whether digests are of the values of this step's shards, and not of its
+                hyperparameters; alike on all ranks.
+        """
+        self._step = step
+        self.compares_values = compares_values
 
     def _tag(self, bucket: int, back: bool) -> int:
         """Differs between neighbouring steps and buckets; repeats, at the earliest after 8 steps."""
@@ -176,8 +179,11 @@ class GradStatuses:
         """What this rank says of its matrices: summaries and ``digests``, shape (matrices,)."""
         said = [int(status.summary) for status in statuses]
         if isinstance(digests, list):
-            # Together on the host, for one copy to the device.
-            said = [bits + _DIGEST * (d % DIGESTS) for bits, d in zip(said, digests)]
+            # Together on the host, for one copy to the device. Other bits in each step: what is equal in
+            # these by chance is found in the next ones.
+            at = 7 * self._step % 28
+            digests = [(digest >> at) % DIGESTS for digest in digests]
+            said = [bits + _DIGEST * digest for bits, digest in zip(said, digests)]
         found = torch.tensor(said, dtype=torch.int32, device=device)
         if isinstance(digests, torch.Tensor):
             found = found + _DIGEST * (digests % DIGESTS).to(torch.int32)

@@ -80,13 +80,24 @@ class ParamState:
             return GradStatus.EMPTY
         return GradStatus.PRESENT if self.has_grad else GradStatus.ABSENT
 
+    def place_gradient_of_stack(self) -> None:
+        """Brings the gradient of a stack to its parameter's placement, if that is another.
+
+        All ranks of the mesh take part, and have other matrices of the stack in other buckets each.
+        """
+        tensor, grad = self.param.tensor, self.param.grad
+        if tensor.ndim > 2 and grad is not None and not self.unusable:
+            if getattr(grad, "placements", None) != getattr(tensor, "placements", None):
+                self.grad = local_gradient(tensor, grad)
+
     def take_gradient(self) -> bool:
         """Whether there is a gradient that the momentum has not taken in yet."""
         grad = self.param.grad
         if self._accumulated or grad is None or self.unusable:
             return False
         self._accumulated = True
-        self.grad = local_gradient(self.param.tensor, grad)
+        if self.grad is None:
+            self.grad = local_gradient(self.param.tensor, grad)
         return True
 
 
@@ -199,6 +210,8 @@ class Pipeline:
         """Makes one step with ``params``, by index."""
         for matrix in self.matrices.values():
             matrix.param = params[matrix.layout.key.index]
+        for index in sorted(params):
+            params[index].place_gradient_of_stack()
         try:
             self._run()
         except BaseException:
@@ -544,5 +557,5 @@ def digest_of(values: Tensor) -> Tensor:
     """A few bits of a sum over the bits of ``values``: an integer without dimensions, on their device."""
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = values.view(ints[values.itemsize]).sum(dtype=torch.int64)
-    # A few elements that differ in a sign or an exponent change high bits only.
-    return (total ^ (total >> 7) ^ (total >> 14) ^ (total >> 23)) & 0xFFFF
+    # The golden ratio's bits carry a difference in any bit into the highest ones.
+    return ((total * -7046029254386353131) >> 48) & 0xFFFF
