@@ -118,7 +118,10 @@ def test_all_hold():
     assert code == 0
     assert sorted(results) == sorted(defined())
     assert "Traceback" not in err
-    assert "Warning" not in err
+    # One recipe has whole tensors on every process, which a hint takes for a mistake.
+    hint = "none of the parameters of this Muon is shared"
+    lines = [line for line in err.splitlines() if "Warning" in line]
+    assert [line for line in lines if hint not in line] == []
     assert ": gather " not in err  # what debugging.debug_mode logs
 
 

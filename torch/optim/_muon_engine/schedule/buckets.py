@@ -196,7 +196,9 @@ def _cut(
         """The first that is short enough, else the shortest; every slot but one has ``others``' limit."""
         best = None
         for count in counts:
-            limits = [others if at % slots else wide for at in range(count)]
+            # The last but one: nothing hides the gather of the first, or the scatter of the last.
+            slot = max(0, count - 2) % slots
+            limits = [wide if at % slots == slot else others for at in range(count)]
             found = _spread(queues, layouts, work, limits)
             if found is not None and (best is None or found.work < best.work):
                 best = found
@@ -282,7 +284,7 @@ def _spread(
         before += work[m]
     if len(set(limits)) > 1:
         longest = sorted(heights, reverse=True)
-        widest = sorted(range(n_buckets), key=lambda at: -limits[at])
+        widest = sorted(range(n_buckets), key=lambda at: (-limits[at], -at))
         for at, height in zip(widest, longest):
             heights[at] = height
     best: _Spread | None = None
