@@ -478,12 +478,11 @@ class Engine:
         flags = self._read_flags()
         if flags != self._flags:
             self._agree_about_flags(flags)
-            self._flags, self.pipeline = flags, None
+            # Both flags count in the schedule: who works at one time, and how many slots there are.
+            self._flags, self._schedule, self.pipeline = flags, None, None
         if self.pipeline is None:
-            parallel, ahead = flags
-            schedule = self._schedule
-            if schedule is None or schedule.one_owner_at_a_time == parallel:
-                schedule = self._make_schedule(params)
+            schedule = self._schedule or self._make_schedule(params)
+            _, ahead = flags
             buffers = Buffers(schedule, self.rank, self._groups, self.device, ahead)
             self.pipeline = Pipeline(
                 schedule, buffers, self.rank, self.device, self.statuses

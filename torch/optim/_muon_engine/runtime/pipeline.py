@@ -207,11 +207,11 @@ class Pipeline:
         self._one_by_one = schedule.one_owner_at_a_time and buffers.prefetch_count == 0
 
     def run(self, params: Mapping[int, ParamState]) -> None:
-        """Makes one step with ``params``, by index."""
+        """Makes one step with ``params``, by index and in its order."""
         for matrix in self.matrices.values():
             matrix.param = params[matrix.layout.key.index]
-        for index in sorted(params):
-            params[index].place_gradient_of_stack()
+        for param in params.values():
+            param.place_gradient_of_stack()
         try:
             self._run()
         except BaseException:
