@@ -64,7 +64,7 @@ class Hints:
                 if params[layout.key.index].tensor.requires_grad
                 and not layout.shards.is_empty(rank)
                 and layout.key.expert is None
-                and rank == self._speaker(params[layout.key.index], layout, shared)
+                and self._speaks(rank, params[layout.key.index], layout, shared)
             }
             self._without = set(self._first)
         if not self._without:
@@ -90,10 +90,11 @@ class Hints:
         self._without = set()
 
     @staticmethod
-    def _speaker(param: StepParam, layout: Layout, shared: bool) -> int:
+    def _speaks(rank: int, param: StepParam, layout: Layout, shared: bool) -> bool:
         if isinstance(param.tensor, DTensor):
-            return int(param.tensor.device_mesh.mesh.min())
-        return min(layout.group) if shared else 0
+            coordinate = param.tensor.device_mesh.get_coordinate()
+            return coordinate is not None and not any(coordinate)
+        return rank == (min(layout.group) if shared else 0)
 
     def _say_that_nothing_is_shared(self, world_size: int) -> None:
         self._say(
