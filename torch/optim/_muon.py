@@ -551,6 +551,23 @@ class Muon(Optimizer):
             return torch.distributed.get_rank()
         return 0
 
+    @torch._disable_dynamo
+    def describe(self) -> str:
+        """Says what a step with a ``distributed_config`` does, for a person to read.
+
+        For each group of ranks that share matrices: how many buckets there are, and by rank the matrices
+        that it owns, FLOPs of Newton-Schulz, bytes that it sends and receives, and bytes of buffers; then
+        what would make a step shorter. Of many ranks it shows the busiest, the idlest and this one.
+        It asks no other rank, so it may be called on one rank only.
+
+        Returns:
+            str: several lines, of at most 200 characters each for most names.
+        """
+        if self._engine is None:
+            matrices = sum(len(group["params"]) for group in self.param_groups)
+            return f"Muon without distributed_config: this process orthogonalizes all {matrices} parameters"
+        return self._engine.describe_steps(self._step_params())
+
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         # A process group can be neither copied nor pickled, so the config stays behind. The copy

@@ -8,7 +8,7 @@ from typing import Any, TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.optim._muon_engine.runtime.buffers import RELAYS_IN_FLIGHT
+from torch.optim._muon_engine.schedule.specs import RELAYS_IN_FLIGHT
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
 

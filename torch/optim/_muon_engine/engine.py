@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
-from torch.optim._muon_engine import debugging
+from torch.optim._muon_engine import debugging, report
 from torch.optim._muon_engine.agreement import agree, Signature
 from torch.optim._muon_engine.callbacks import CallbackStep, functions_of, SingleMatrix
 from torch.optim._muon_engine.hints import Hints
-from torch.optim._muon_engine.layouts import Key, process_rank
+from torch.optim._muon_engine.layouts import Key, listed, process_rank
 from torch.optim._muon_engine.layouts.dtensor import (
     is_frozen,
     new_momentum_buffer,
@@ -132,6 +132,55 @@ class Engine:
         )
         if self._schedule is not None and self.device.type != "cpu":
             self._pipeline(params).buffers.connect()
+        self._log_construction(former)
+
+    def _log_construction(self, former: Engine | None) -> None:
+        """One line for each set of ranks that share parameters, such as a pipeline stage."""
+        groups = [layout.group for layout in self.layouts]
+        first = max(groups, key=len)[0] if groups else self.rank
+        if first != self.rank or not log.isEnabledFor(logging.INFO):
+            return
+        what = f"{len(self.params)} parameters, exchanged by functions of the user's"
+        if self._schedule is not None:
+            slots = self.config.prefetch_count + 2
+            what = report.in_one_line(self._schedule, self.rank, slots)
+        why = ""
+        if former is not None:
+            came, gone = _changes(
+                former.params, former._provenance, self.params, self._provenance
+            )
+            of = {id(p): text for p, text in zip(self.params, self.describe)}
+            why = (
+                f", built anew because {len(came)} parameters are new or changed and {len(gone)} gone or were other"
+                f" ({listed([of[id(tensor)] for tensor in came], 3) or 'none came'})"
+            )
+        log.info("rank %d: Muon%s: %s", self.rank, why, what)
+
+    def describe_steps(self, params: Sequence[StepParam]) -> str:
+        """The page of :meth:`Muon.describe`."""
+        if self.functions is None or not self.functions.run(self.config):
+            owned = "\n".join(
+                f"  rank {rank}: {listed([self.describe[i] for i in indices])}"
+                for rank, indices in self.assignments.items()
+            )
+            return (
+                f"Muon on rank {self.rank} of {self.world_size}: {len(self.params)} parameters, exchanged one by one by "
+                f"functions of the user's. Owners:\n{owned}"
+            )
+        schedule = self._schedule or self._planned(params)
+        advice = self.hints.untrained(self.layouts)
+        frozen = [self.describe[i] for i, on in enumerate(self.trained) if not on]
+        if frozen:
+            advice.append(f"frozen, and not in the schedule: {listed(frozen)}")
+        if schedule.one_owner_at_a_time and self.world_size > 1:
+            advice.append(
+                "async_gpu_parallelism=False, which is for debugging, lets one owner work at a time"
+            )
+        if self.config.prefetch_count == 0:
+            advice.append("prefetch_count=0 leaves every gather to be waited for")
+        return report.in_full(
+            schedule, self.rank, self.world_size, self.config.prefetch_count + 2, advice
+        )
 
     def _set_rank(self) -> None:
         state = self.config.state
@@ -300,12 +349,6 @@ class Engine:
                     meet(ranks, timeout, "found changed parameters in step()")
         engine = Engine(self.config, params, error, self)
         self.hand_over_momentum(params, states)
-        log.info(
-            "rank %d: parameters changed after this Muon was built, from %d to %d of them; it assigned owners anew",
-            self.rank,
-            len(self.params),
-            len(tensors),
-        )
         return engine
 
     def hand_over_momentum(
@@ -515,12 +558,22 @@ class Engine:
 
     def _make_schedule(self, params: Sequence[StepParam]) -> Schedule:
         """The schedule for the flags as they are, and the groups that it has collectives in."""
+        schedule = self._schedule = self._planned(params)
+        # In the global order that groups are always made in.
+        further = schedule.further_groups(self.rank)
+        for ranks in sorted(further, key=lambda ranks: (-len(ranks), ranks)):
+            if ranks not in self._groups:
+                known = [group for groups in self._known.values() for group in groups]
+                self._groups[ranks] = spanning_group(ranks, known, further[ranks])
+        return schedule
+
+    def _planned(self, params: Sequence[StepParam]) -> Schedule:
         trained = [
             (layout, owner)
             for layout, owner in zip(self.layouts, self.owners, strict=True)
             if self.trained[layout.key.index]
         ]
-        schedule = self._schedule = buckets.make_schedule(
+        return buckets.make_schedule(
             [layout for layout, _ in trained],
             [owner for _, owner in trained],
             params[0].formulas.dtype if params else torch.float32,
@@ -528,13 +581,6 @@ class Engine:
             ranks_per_node=ranks_per_node(),
             slots=self.config.prefetch_count + 2,
         )
-        # In the global order that groups are always made in.
-        further = schedule.further_groups(self.rank)
-        for ranks in sorted(further, key=lambda ranks: (-len(ranks), ranks)):
-            if ranks not in self._groups:
-                known = [group for groups in self._known.values() for group in groups]
-                self._groups[ranks] = spanning_group(ranks, known)
-        return schedule
 
     def _step_through_callbacks(self, params: Mapping[int, ParamState]) -> None:
         owner_of = self._owner_of()

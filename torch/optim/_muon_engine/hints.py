@@ -35,11 +35,24 @@ class Hints:
         self._trains = False
         # Indices of parameters that have not had a gradient yet; None before the first step.
         self._without: set[int] | None = None
+        self._said_untrained = False
         self._first: dict[int, Layout] = {}
 
     def parameters_changed(self) -> None:
         """Indices mean other parameters now."""
         self._steps, self._trains, self._without = 0, False, None
+        self._said_untrained = False
+
+    def untrained(self, layouts: Sequence[Layout]) -> list[str]:
+        """What this rank can say of parameters that it has seen no gradient of."""
+        if not self._steps or not self._without:
+            return []
+        named = dict.fromkeys(
+            layout.describe()
+            for layout in layouts
+            if layout.key.index in self._without
+        )
+        return [f"no gradient here in {self._steps} steps: {listed([*named])}"]
 
     def look(
         self,
@@ -70,7 +83,7 @@ class Hints:
         if not self._without:
             return
         self._without = {i for i in self._without if params[i].grad is None}
-        if not self._without:
+        if not self._without or self._said_untrained:
             return
         anything = any(param.grad is not None for param in params)
         self._trains = self._trains or anything
@@ -87,7 +100,7 @@ class Hints:
             )
         else:
             return
-        self._without = set()
+        self._said_untrained = True
 
     @staticmethod
     def _speaks(rank: int, param: StepParam, layout: Layout, shared: bool) -> bool:

@@ -27,7 +27,7 @@ _meetings = WeakIdKeyDictionary()
 
 
 def spanning_group(
-    ranks: tuple[int, ...], known: Iterable[ProcessGroup]
+    ranks: tuple[int, ...], known: Iterable[ProcessGroup], what: str = "shards"
 ) -> ProcessGroup:
     """The group of exactly ``ranks``: the framework's where it has one, else made by its members.
 
@@ -36,6 +36,7 @@ def spanning_group(
     Args:
         ranks: sorted global ranks, this one among them.
         known: groups that the framework uses for these parameters; also give a made group its timeout.
+        what: the ranks are to each other; a made group is described so where a backend names its groups.
 
     Raises:
         ValueError: the group would have to be made, and its members would wait for it under different
@@ -59,7 +60,7 @@ def spanning_group(
         timeout=timeout,
         backend=backend,
         use_local_synchronization=True,
-        group_desc="muon",
+        group_desc=f"muon {what}",
     )
     made[ranks, backend] = group
     return group

@@ -15,6 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim._muon_engine.runtime.exchange import all_to_all, TwoLevelExchange
+from torch.optim._muon_engine.schedule.specs import (
+    relay_sizes,
+    RELAYS_IN_FLIGHT,
+    slot_sizes,
+)
 
 
 if TYPE_CHECKING:
@@ -32,9 +37,6 @@ if TYPE_CHECKING:
         TwoLevel,
     )
 
-
-# Broadcasts along replicas of which the results have memory at one time.
-RELAYS_IN_FLIGHT = 2
 
 _INT_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -336,16 +338,9 @@ class Buffers:
 
     def _slots(self, specs: Sequence[BucketSpec], device: torch.device) -> list[Slot]:
         """Slots for the gathers ahead, the bucket at hand and the one on its way back."""
-        count = min(len(specs), self.prefetch_count + 2)
         return [
-            # As its largest bucket needs; the schedule knows which buckets share a slot.
-            Slot(
-                *(
-                    torch.empty(max(sizes), dtype=torch.uint8, device=device)
-                    for sizes in zip(*(spec.nbytes for spec in specs[at::count]))
-                )
-            )
-            for at in range(count)
+            Slot(*(torch.empty(n, dtype=torch.uint8, device=device) for n in sizes))
+            for sizes in slot_sizes(specs, self.prefetch_count + 2)
         ]
 
     def connect(self) -> None:
@@ -443,11 +438,7 @@ class _RelayMemory:
         self, relays: Iterable[Sequence[Relay]], rank: int, device: torch.device
     ) -> None:
         self.rank = rank
-        sent = received = 0
-        for of_bucket in relays:
-            sizes = [(relay.source == rank, relay.packed.nbytes) for relay in of_bucket]
-            sent = max(sent, sum(size for mine, size in sizes if mine))
-            received = max([received, *(size for mine, size in sizes if not mine)])
+        sent, received = relay_sizes(relays, rank)
         self._sent = torch.empty(sent, dtype=torch.uint8, device=device)
         self._ring = [
             torch.empty(received, dtype=torch.uint8, device=device)

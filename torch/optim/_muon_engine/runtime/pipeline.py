@@ -14,22 +14,23 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
+# The public one costs tens of microseconds where nobody profiles.
+from torch._C._profiler import _RecordFunctionFast
 from torch.optim._muon_engine.layouts.dtensor import local_gradient, local_part
 from torch.optim._muon_engine.process_groups import is_dry_run
-from torch.optim._muon_engine.runtime.buffers import (
-    add_contributions,
-    copy_all,
-    RELAYS_IN_FLIGHT,
-)
+from torch.optim._muon_engine.runtime.buffers import add_contributions, copy_all
 from torch.optim._muon_engine.runtime.grad_status import (
     GradStatus,
     GradStatuses,
     Summary,
 )
+from torch.optim._muon_engine.schedule.specs import RELAYS_IN_FLIGHT
 
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from typing import Any
 
     from torch import Tensor
     from torch.optim._muon_engine.layouts import Region
@@ -237,16 +238,20 @@ class Pipeline:
         self.say()
         for bucket in buckets:
             if bucket.bucket.index <= self.buffers.prefetch_count:
-                self.gather(bucket)
+                with _profiled("gather", bucket):
+                    self.gather(bucket)
         # By group: ranks may have other buckets between two of the same group, and everyone in the
         # group has to relay at the same place.
         returning: dict[tuple[int, ...], BucketBuffers] = {}
         for bucket in buckets:
             self.relay(leave=len(self._relays))
-            bucket.wait()
-            self.orthogonalize(bucket)
+            with _profiled("wait for gather", bucket):
+                bucket.wait()
+            with _profiled("orthogonalize", bucket):
+                self.orthogonalize(bucket)
             self.relay()
-            bucket.start_scatter()
+            with _profiled("scatter", bucket):
+                bucket.start_scatter()
             finished = returning.pop(bucket.bucket.group, None)
             if self._one_by_one:
                 finished = bucket
@@ -256,7 +261,8 @@ class Pipeline:
             if finished is not None:
                 self.finish(finished)
             if bucket.follower is not None:
-                self.gather(bucket.follower)
+                with _profiled("gather", bucket.follower):
+                    self.gather(bucket.follower)
         for bucket in returning.values():
             self.finish(bucket)
         self.relay()
@@ -474,11 +480,13 @@ class Pipeline:
     def finish(self, bucket: BucketBuffers) -> None:
         """Waits for the bucket's results and applies them; what is to be relayed is packed."""
         self.relay()
-        bucket.wait()
-        self.take(bucket, bucket.scatter_recv)
-        for relay in bucket.relays:
-            if relay.relay.source == self.rank:
-                relay.pack(bucket)
+        with _profiled("wait for scatter", bucket):
+            bucket.wait()
+        with _profiled("apply", bucket):
+            self.take(bucket, bucket.scatter_recv)
+            for relay in bucket.relays:
+                if relay.relay.source == self.rank:
+                    relay.pack(bucket)
         self._relays.extend(bucket.relays)
 
     def relay(self, leave: int = 0) -> None:
@@ -492,9 +500,11 @@ class Pipeline:
             if len(self._relays) <= leave:
                 return
             relay = self._relays.popleft()
-            relay.wait()
+            with _profiled("wait for relay", relay):
+                relay.wait()
             if relay.relay.source != self.rank:
-                self.take(relay, relay.packed)
+                with _profiled("apply", relay):
+                    self.take(relay, relay.packed)
 
     def take(self, bucket: BucketBuffers | RelayBuffer, received: PackedBuffer) -> None:
         """Applies what this rank has received."""
@@ -533,6 +543,15 @@ class Pipeline:
             how, shape = formulas[key]
             updates = [update for _, update in found if update is not None]
             how.apply([local for local, _ in found], updates or None, shape)
+
+
+def _profiled(
+    phase: str, of: BucketBuffers | RelayBuffer
+) -> AbstractContextManager[Any]:
+    bucket = of.bucket
+    return _RecordFunctionFast(
+        f"Muon {phase}, bucket {bucket.index} of {len(bucket.group)} ranks"
+    )
 
 
 def _bounded(

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # What one relay takes along, unless a single shard is above.
 RELAY_BYTES = 64 * 1024**2
+# Broadcasts along replicas of which the results have memory at one time.
+RELAYS_IN_FLIGHT = 2
 
 
 class PackedRegion(NamedTuple):
@@ -278,12 +280,13 @@ class Schedule:
             ),
         )
 
-    def further_groups(self, rank: int) -> set[tuple[int, ...]]:
-        """Ranks among which ``rank`` has collectives beside its groups': replicas, nodes and rails."""
-        found = set(self.replica_sets(rank))
+    def further_groups(self, rank: int) -> dict[tuple[int, ...], str]:
+        """Ranks among which ``rank`` has collectives beside its groups', and what they are to each other."""
+        found = dict.fromkeys(self.replica_sets(rank), "replicas")
         for bucket in self.buckets:
             if bucket.node_size > 1 and rank in bucket.group:
-                found.update(bucket.node_and_rail(rank))
+                node, rail = bucket.node_and_rail(rank)
+                found |= {node: "node", rail: "rail"}
         return found
 
     def _relays(self, bucket: Bucket, rank: int) -> tuple[Relay, ...]:
@@ -356,6 +359,28 @@ class Schedule:
                 offset += 1
             splits.append(offset - start)
         return PackSpec(dtype, tuple(splits), tuple(regions), tuple(flags))
+
+
+def slot_sizes(specs: Sequence[BucketSpec], slots: int) -> list[tuple[int, ...]]:
+    """Bytes of each slot, as of :attr:`BucketSpec.nbytes`, for one rank's buckets of a group.
+
+    A slot is as large as its largest bucket; the schedule knows which buckets share one.
+    """
+    count = min(len(specs), slots)
+    return [
+        tuple(map(max, zip(*(spec.nbytes for spec in specs[at::count]))))
+        for at in range(count)
+    ]
+
+
+def relay_sizes(relays: Iterable[Sequence[Relay]], rank: int) -> tuple[int, int]:
+    """Bytes that ``rank`` needs for what it relays of a bucket, and for each relay that it is sent."""
+    sent = received = 0
+    for of_bucket in relays:
+        sizes = [(relay.source == rank, relay.packed.nbytes) for relay in of_bucket]
+        sent = max(sent, sum(size for mine, size in sizes if mine))
+        received = max([received, *(size for mine, size in sizes if not mine)])
+    return sent, received
 
 
 def _totals(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
