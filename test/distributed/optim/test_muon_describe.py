@@ -221,5 +221,37 @@ class TestMuonDescribe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.assertEqual(found, expected)
 
 
+@requires_gloo()
+class TestMuonDebugDetail(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    """Every collective is compared among ranks before it starts."""
+
+    world_size = 4
+
+    @classmethod
+    def _init_pg(cls, rank, world_size, rdvz_file):
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        super()._init_pg(rank, world_size, rdvz_file)
+
+    def test_trains_alike(self):
+        mesh, grid = mesh_of(4), grid_of(2, 2)
+        placed = specs(mesh, [(S0,), (S1,), (R,)]) + specs(grid, [(R, S0), (S1, S0)])
+        self.assertTrainsAlike(Twins(placed, create_dtensor_config(prefetch_count=2)))
+
+    def test_relays_nodes_and_rails_train_alike(self):
+        with (
+            mock.patch.multiple(buckets, MAX_PEERS=1, MAX_REPLICAS=1),
+            mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
+        ):
+            placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8)] * 8)
+            self.assertTrainsAlike(Twins(placed))
+
+    def test_gradients_that_one_rank_lacks(self):
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4))
+        missing = [1] if self.rank == 2 else []
+        twins.set_gradients(missing)
+        with self.assertRaisesRegex(RuntimeError, "gradient"):
+            twins.optimizer.step()
+
+
 if __name__ == "__main__":
     run_tests()
