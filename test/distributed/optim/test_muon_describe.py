@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """What the distributed Muon says of itself: describe(), the log, the profiler's ranges, groups' names."""
 
+import json
 import logging
 import os
 import re
@@ -10,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import Muon
 from torch.optim._muon_engine.schedule import buckets
@@ -66,10 +68,18 @@ def rows(page):
 class TestMuonDescribe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     world_size = 4
 
+    @classmethod
+    def _init_pg(cls, rank, world_size, rdvz_file):
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "1000"
+        super()._init_pg(rank, world_size, rdvz_file)
+
     def params(self, shapes, placements=(S0,), mesh=None):
         mesh = mesh or mesh_of(self.world_size)
         return [
-            (f"layers.{i}", nn.Parameter(distribute_tensor(full(i, shape), mesh, placements)))
+            (
+                f"layers.{i}",
+                nn.Parameter(distribute_tensor(full(i, shape), mesh, placements)),
+            )
             for i, shape in enumerate(shapes)
         ]
 
@@ -111,7 +121,9 @@ class TestMuonDescribe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_buffers_are_those_that_a_step_makes(self):
         for placements in ((S0,), (R,)):
-            muon = Muon(self.params([(8, 8)] * 8, placements), distributed_config="auto")
+            muon = Muon(
+                self.params([(8, 8)] * 8, placements), distributed_config="auto"
+            )
             (row,) = [r for r in rows(muon.describe()) if r["rank"] == self.rank]
             for param in muon.param_groups[0]["params"]:
                 param.grad = torch.zeros_like(param)
@@ -200,7 +212,11 @@ class TestMuonDescribe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         )
         self.assertEqual(
             found,
-            {f"Muon {phase}, bucket {i} of 4 ranks" for phase in phases for i in (0, 1)},
+            {
+                f"Muon {phase}, bucket {i} of 4 ranks"
+                for phase in phases
+                for i in (0, 1)
+            },
         )
 
     def test_groups_say_what_they_are_for(self):
@@ -209,6 +225,7 @@ class TestMuonDescribe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
         ):
             muon = Muon(self.params([(8, 8)] * 4), distributed_config="auto")
+            muon.step()
         found = {
             ranks: group.group_desc
             for ranks, group in muon._engine._groups.items()
@@ -219,6 +236,11 @@ class TestMuonDescribe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         expected = {(node, node + 1): "muon node", (rail, rail + 2): "muon rail"}
         with self.everywhere():
             self.assertEqual(found, expected)
+        # So does what a flight recorder keeps.
+        recorded = json.loads(_distributed_c10d._dump_fr_trace_json())["entries"]
+        named = {entry["process_group"][1] for entry in recorded}
+        with self.everywhere():
+            self.assertLessEqual({"muon node", "muon rail"}, named)
 
 
 @requires_gloo()

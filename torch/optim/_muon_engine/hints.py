@@ -48,9 +48,7 @@ class Hints:
         if not self._steps or not self._without:
             return []
         named = dict.fromkeys(
-            layout.describe()
-            for layout in layouts
-            if layout.key.index in self._without
+            layout.describe() for layout in layouts if layout.key.index in self._without
         )
         return [f"no gradient here in {self._steps} steps: {listed([*named])}"]
 

@@ -11,7 +11,11 @@ from typing import NamedTuple, TYPE_CHECKING
 
 from torch.optim._muon_engine.layouts import listed
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
-from torch.optim._muon_engine.schedule.specs import relay_sizes, RELAYS_IN_FLIGHT, slot_sizes
+from torch.optim._muon_engine.schedule.specs import (
+    relay_sizes,
+    RELAYS_IN_FLIGHT,
+    slot_sizes,
+)
 
 
 if TYPE_CHECKING:
@@ -123,7 +127,9 @@ class GroupReport:
             f"({how}); {_flops(sum(self.loads.values()))} of Newton-Schulz a step, the busiest owner "
             f"{self.stretch:.2f} of the mean",
         ]
-        rows = [("rank", "owns", "works", "of mean", "sends", "receives", "buffers", "")]
+        rows = [
+            ("rank", "owns", "works", "of mean", "sends", "receives", "buffers", "")
+        ]
         shown = self.shown(rank)
         for cost in map(self.cost, shown):
             of_mean = cost.flops / self.mean if self.mean else 1.0
@@ -144,9 +150,7 @@ class GroupReport:
             cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths)]
             found.append(("  " + "  ".join([*cells, row[-1]])).rstrip())
         if len(shown) < len(self.group):
-            found.append(
-                f"  and {len(self.group) - len(shown)} ranks between these"
-            )
+            found.append(f"  and {len(self.group) - len(shown)} ranks between these")
         return found
 
     def advice(self, names: Sequence[str]) -> list[str]:
@@ -199,7 +203,9 @@ def in_full(
     names = [_name(layout) for layout in schedule.layouts]
     found = reports(schedule, slots)
     numel = sum(layout.numel for layout in schedule.layouts)
-    turns = "one owner at a time" if schedule.one_owner_at_a_time else "all owners at once"
+    turns = (
+        "one owner at a time" if schedule.one_owner_at_a_time else "all owners at once"
+    )
     lines = [
         f"Muon on rank {rank} of {world_size}: {_count(schedule.layouts, 'matrix', 'matrices')} with {numel:,} elements, "
         f"{_count(found, 'group', 'groups')} of ranks; {turns}, {slots} buckets of a group in memory",
@@ -239,7 +245,9 @@ def spans(ranks: Iterable[int]) -> str:
     """Sorted ``ranks`` in few words, as in "0-7, 16-23"."""
     runs = [
         [rank for _, rank in run]
-        for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+        for _, run in itertools.groupby(
+            enumerate(ranks), lambda pair: pair[1] - pair[0]
+        )
     ]
     words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     return listed(words, 6)

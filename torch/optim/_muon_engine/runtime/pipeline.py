@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
+
 # The public one costs tens of microseconds where nobody profiles.
 from torch._C._profiler import _RecordFunctionFast
 from torch.optim._muon_engine.layouts.dtensor import local_gradient, local_part
