@@ -1,10 +1,13 @@
 """Processes hand back what they return, and none of them is left."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from examples import processes
@@ -108,8 +111,9 @@ def test_first_that_fails_ends_the_others(impatient, function, words):
 def test_ended_with_who_started_them(tmp_path, number):
     (tmp_path / "waits.py").write_text(WAITS)
     command = [sys.executable, tmp_path / "waits.py", ROOT / "examples"]
-    environ = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
-    (tmp_path / "temporary").mkdir()
+    # A path of pytest's own would be too long for a socket in it.
+    temporary = tempfile.mkdtemp()
+    environ = {**os.environ, "TMPDIR": temporary}
     with subprocess.Popen(
         command,
         env=environ,
@@ -131,4 +135,5 @@ def test_ended_with_who_started_them(tmp_path, number):
     assert all(map(gone, pids))
     assert "Traceback" not in err
     if number != signal.SIGKILL:
-        assert not list((tmp_path / "temporary").glob("processes-*"))
+        assert not list(Path(temporary).glob("processes-*"))
+    shutil.rmtree(temporary)
