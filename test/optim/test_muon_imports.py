@@ -23,10 +23,11 @@ MAY_IMPORT = {
     "runtime": {"schedule", "layouts", "process_groups"},
     "hints": {"layouts", "runtime"},
     "debugging": {"agreement", "layouts", "runtime"},
+    "report": {"layouts", "schedule"},
     "callbacks": {"runtime", "schedule", "layouts", "config"},
     "engine": {
-        *("callbacks", "debugging", "hints", "runtime", "schedule", "layouts"),
-        *("process_groups", "agreement", "config"),
+        *("callbacks", "debugging", "hints", "report", "runtime", "schedule"),
+        *("layouts", "process_groups", "agreement", "config"),
     },
 }
 

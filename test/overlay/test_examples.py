@@ -130,6 +130,24 @@ def test_pipeline():
     assert min(numbers(out, "KiB sent over dp (replicas of a stage), a Muon step")) > 0
 
 
+def test_timeline(tmp_path):
+    picture = tmp_path / "timeline.png"
+    code, out, err = run_example(
+        EXAMPLES / "timeline.py", *TINY, "--picture", picture, processes=2
+    )
+    assert code == 0, err
+    assert "Ranks 0-1: 12 matrices in 4 buckets" in out
+    head, *rows = re.findall(r"^(?:ms on rank|\d ).*", out, re.MULTILINE)
+    assert "wait for gather  orthogonalize  scatter" in head
+    for rank, row in enumerate(rows):
+        number, *spent, last = map(float, row.split())
+        assert number == rank
+        # Phases follow each other.
+        assert 0 < sum(spent) <= last + 0.1 * len(spent)
+    assert len(rows) == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 COMPARED = ["--steps", 6, "--exact-steps", 2, "--batch", 4, "--context", 32]
 COMPARED += ["--layers", 1, "--width", 32, "--heads", 2]
 

@@ -97,7 +97,7 @@ class GroupReport:
             self.loads[rank],
             sends,
             receives,
-            sum(map(sum, slot_sizes(specs, self.slots)))
+            sum(sum(sizes) for sizes in slot_sizes(specs, self.slots))
             + sent
             + RELAYS_IN_FLIGHT * received,
         )
@@ -263,7 +263,7 @@ def _count(things: Sequence[object], one: str, many: str) -> str:
     return f"{len(things):,} {one if len(things) == 1 else many}"
 
 
-def _flops(flops: int) -> str:
+def _flops(flops: float) -> str:
     for unit in ("FLOP", "KFLOP", "MFLOP", "GFLOP"):
         if flops < 1000:
             return f"{flops:.3g} {unit}"

@@ -368,7 +368,7 @@ def slot_sizes(specs: Sequence[BucketSpec], slots: int) -> list[tuple[int, ...]]
     """
     count = min(len(specs), slots)
     return [
-        tuple(map(max, zip(*(spec.nbytes for spec in specs[at::count]))))
+        tuple(max(sizes) for sizes in zip(*(s.nbytes for s in specs[at::count])))
         for at in range(count)
     ]
 
