@@ -58,7 +58,23 @@ def device() -> torch.device:
     return _device
 
 
-class GlooOnCPU:
+class NewProcessesAfterFailure:
+    """To be put before MultiProcContinuousTest, which skips what follows a failed test."""
+
+    def setUp(self) -> None:
+        cls = type(self)
+        if cls.poison_pill:
+            # They may be in the middle of a collective.
+            for process in cls.processes:
+                process.kill()
+                process.join()
+            os.remove(cls.rdvz_file)
+            cls._spawn_processes(cls.world_size)
+            cls.poison_pill = False
+        super().setUp()
+
+
+class GlooOnCPU(NewProcessesAfterFailure):
     """To be put before MultiProcContinuousTest."""
 
     timeout = timedelta(seconds=60)
@@ -78,7 +94,7 @@ class GlooOnCPU:
         super()._init_pg(rank, world_size, rdvz_file)
 
 
-class OnGPUs:
+class OnGPUs(NewProcessesAfterFailure):
     """To be put before MultiProcContinuousTest: a GPU for each rank, over NCCL.
 
     With ``MUON_TEST_SHARE_GPU=1`` in the environment ranks that find too few GPUs share them, over gloo:
