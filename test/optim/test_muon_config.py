@@ -5,9 +5,7 @@ import copy
 import dataclasses
 import inspect
 import itertools
-import os
 import pickle
-import sys
 from unittest import mock
 
 import torch
@@ -19,10 +17,12 @@ from torch.optim.muon import (
     DistributedConfig,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_config_helpers import all_to, ConfigTestCase, local_config, make_params
+from torch.testing._internal.distributed._muon.common_config import (
+    all_to,
+    ConfigTestCase,
+    local_config,
+    make_params,
+)
 
 
 class TestDistributedConfig(ConfigTestCase):

@@ -2,7 +2,6 @@
 """DTensors and models under Muon's distributed_config, on one rank."""
 
 import itertools
-import os
 import subprocess
 import sys
 import textwrap
@@ -20,6 +19,11 @@ from torch.optim.muon import (
     partition_parameters,
 )
 from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon.common_config import (
+    ConfigTestCase,
+    local_config,
+    make_params,
+)
 
 
 if dist.is_available():
@@ -31,10 +35,6 @@ if dist.is_available():
         Replicate,
         Shard,
     )
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_config_helpers import ConfigTestCase, local_config, make_params
 
 
 class TestModels(ConfigTestCase):

@@ -2,8 +2,6 @@
 """Functions that a user wrote, called by Muon.step(): one process stands for several ranks."""
 
 import itertools
-import os
-import sys
 import threading
 
 import torch
@@ -20,10 +18,12 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_config_helpers import all_to, ConfigTestCase, local_config, make_params
+from torch.testing._internal.distributed._muon.common_config import (
+    all_to,
+    ConfigTestCase,
+    local_config,
+    make_params,
+)
 
 
 class Mailbox:

@@ -21,7 +21,7 @@ if (
 import numpy as np
 import torch
 from tools.bench import fleet
-from tools.bench.models import Model, MODELS
+from torch.testing._internal.distributed._muon.model_shapes import Model, MODELS
 from tools.bench.scale import meshes, messages, page, report, table
 from tools.bench.scale.alternatives import BF16_BYTES
 from tools.bench.scale.cases import Case, CASES

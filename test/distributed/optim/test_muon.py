@@ -4,8 +4,6 @@
 The classes run on a CPU over gloo, and those called ...OnGPUs the same over NCCL where there are GPUs.
 """
 
-import os
-import sys
 import time
 from datetime import timedelta
 
@@ -34,17 +32,14 @@ from torch.testing._internal.common_distributed import (
     skip_if_lt_x_gpu,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_fsdp1_helpers import Run
-from muon_module_helpers import (
+from torch.testing._internal.distributed._muon.common_fsdp1 import Run
+from torch.testing._internal.distributed._muon.common_modules import (
     data_parallel,
     make_model,
     ModuleParity,
     tensor_parallel,
 )
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     device,
     equal,
@@ -61,11 +56,6 @@ from muon_test_helpers import (
     specs,
     Twins,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 class Tests(ModuleParity):

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import sys
 from unittest import mock
 
 import torch
@@ -22,10 +21,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     everyone,
     full,
@@ -39,11 +35,6 @@ from muon_test_helpers import (
     specs,
     Twins,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 ROW = re.compile(

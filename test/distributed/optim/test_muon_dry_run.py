@@ -4,8 +4,6 @@
 The device "lazy" has no kernels and needs none. An operation that reads a value on the host raises.
 """
 
-import os
-import sys
 from collections import Counter
 from contextlib import contextmanager
 from unittest import mock
@@ -22,13 +20,10 @@ from torch.optim._muon_engine.runtime.pipeline import PREPARED_BYTES
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed._muon.common_muon import LiveBytes
+from torch.testing._internal.distributed._muon.model_shapes import MODELS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_model_shapes import MODELS
-from muon_test_helpers import LiveBytes
 
 
 class Launches(TorchDispatchMode):

@@ -4,7 +4,6 @@
 import faulthandler
 import os
 import re
-import sys
 from datetime import timedelta
 from unittest import mock
 
@@ -21,10 +20,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     everyone,
     full,
     GlooOnCPU,
@@ -39,11 +35,6 @@ from muon_test_helpers import (
     specs,
     Twins,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 def parameter(spec, seed=0):

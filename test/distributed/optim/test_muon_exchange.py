@@ -3,8 +3,6 @@
 
 import contextlib
 import itertools
-import os
-import sys
 from unittest import mock
 
 import torch
@@ -16,11 +14,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-from torch.utils.flop_counter import FlopCounterMode
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     Collectives,
     everyone,
@@ -41,11 +35,7 @@ from muon_test_helpers import (
     specs,
     Twins,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
+from torch.utils.flop_counter import FlopCounterMode
 
 
 class WatchedWork:

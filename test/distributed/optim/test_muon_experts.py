@@ -12,10 +12,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     Cut,
     everyone,
@@ -30,11 +27,6 @@ from muon_test_helpers import (
     Strategy,
     Twins,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 DENSE = [(8, 8), (7, 5), (3, 9)]

@@ -3,13 +3,10 @@
 
 import copy
 import itertools
-import os
 import pickle
-import sys
 import warnings
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -37,10 +34,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_fsdp1_helpers import (
+from torch.testing._internal.distributed._muon.common_fsdp1 import (
     Block,
     clean,
     Model,
@@ -51,7 +45,7 @@ from muon_fsdp1_helpers import (
     whole,
     wrap,
 )
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     everyone,
     full,
@@ -60,11 +54,6 @@ from muon_test_helpers import (
     NewtonSchulzCalls,
     ParityAssertions,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 @requires_gloo()

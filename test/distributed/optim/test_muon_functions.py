@@ -2,9 +2,7 @@
 """The three functions of a DistributedConfig: the factory's, wrapped, replaced and written from scratch."""
 
 import logging
-import os
 import re
-import sys
 from datetime import timedelta
 
 import torch
@@ -18,10 +16,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     Collectives,
     everyone,
@@ -40,11 +35,6 @@ from muon_test_helpers import (
     specs,
     Twins,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 class Recorder:

@@ -2,8 +2,6 @@
 """create_auto_config beside the framework's own modules, and what it says where they contradict it."""
 
 import contextlib
-import os
-import sys
 import time
 import warnings
 from datetime import timedelta
@@ -24,11 +22,12 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_module_helpers import data_parallel, make_model, tensor_parallel
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_modules import (
+    data_parallel,
+    make_model,
+    tensor_parallel,
+)
+from torch.testing._internal.distributed._muon.common_muon import (
     everyone,
     full,
     GlooOnCPU,
@@ -45,11 +44,6 @@ from muon_test_helpers import (
     Strategy,
     Twins,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 def train(model, optimizer, step, data_rank=0, width=12):

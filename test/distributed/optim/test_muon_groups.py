@@ -18,11 +18,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-from torch.utils.flop_counter import FlopCounterMode
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     Cut,
     everyone,
@@ -44,11 +40,7 @@ from muon_test_helpers import (
     TP_DIMS,
     Twins,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
+from torch.utils.flop_counter import FlopCounterMode
 
 
 @requires_gloo()

@@ -1,9 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """create_dtensor_config in several processes: every placement, dtype, group and hyperparameter."""
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,10 +10,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     everyone,
     GlooOnCPU,
@@ -31,11 +25,6 @@ from muon_test_helpers import (
     Strategy,
     Twins,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 @requires_gloo()

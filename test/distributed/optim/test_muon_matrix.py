@@ -2,10 +2,8 @@
 """Every kind of parallelism on 2, 4 and 8 processes, with the settings that may not change a bit."""
 
 import os
-import sys
 from itertools import product
 
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
@@ -17,16 +15,13 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_module_helpers import (
+from torch.testing._internal.distributed._muon.common_modules import (
     data_parallel,
     make_model,
     ModuleParity,
     tensor_parallel,
 )
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     GlooOnCPU,
     grid_of,
     R,
@@ -36,11 +31,6 @@ from muon_test_helpers import (
     Strategy,
     Twins,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 # Even for eight, uneven, fewer rows than ranks; and so many that they go in several buckets.

@@ -1,8 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """Mistakes that once were silent: what is said of them, how often, and on which ranks."""
 
-import os
-import sys
 import warnings
 from datetime import timedelta
 from unittest import mock
@@ -27,10 +25,7 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     everyone,
     full,

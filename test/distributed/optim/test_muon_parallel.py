@@ -27,11 +27,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-from torch.utils.weak import WeakIdKeyDictionary
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     Collectives,
     everyone,
@@ -49,11 +45,7 @@ from muon_test_helpers import (
     Twins,
     without_local_names,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Block(torch.nn.Module):

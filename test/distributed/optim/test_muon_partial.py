@@ -2,8 +2,6 @@
 """DTensor parameters that are Partial: ranks hold contributions, and the matrix is their sum."""
 
 import itertools
-import os
-import sys
 import warnings
 
 import torch
@@ -16,10 +14,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     everyone,
     full,
@@ -35,11 +30,6 @@ from muon_test_helpers import (
     S1,
     Spec,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 P = Partial()

@@ -1,9 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """torch.optim.Muon under pipeline parallelism: each stage an optimizer of its own."""
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,10 +12,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     everyone,
     full,
@@ -26,11 +20,6 @@ from muon_test_helpers import (
     NewtonSchulzCalls,
     ParityAssertions,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 class Stage:

@@ -7,7 +7,6 @@ Each of them may have had any number of groups before.
 
 import os
 import shutil
-import sys
 import tempfile
 from datetime import timedelta
 
@@ -20,20 +19,13 @@ from torch.testing._internal.common_distributed import (
     spawn_threads_and_init_comms,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     everyone,
     GlooOnCPU,
     ParityAssertions,
     without_local_names,
 )
 
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 # What members that wait for each other under different names lose.
 WAIT = timedelta(seconds=15)

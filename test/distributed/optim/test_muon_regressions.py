@@ -3,9 +3,7 @@
 
 import functools
 import gc
-import os
 import shutil
-import sys
 import tempfile
 from datetime import timedelta
 
@@ -26,13 +24,11 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     everyone,
     full,
     GlooOnCPU,
+    LiveBytes,
     local,
     mesh_of,
     ParityAssertions,
@@ -44,12 +40,6 @@ from muon_test_helpers import (
     specs,
     Twins,
 )
-from test_muon_exchange import LiveBytes
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 @functools.cache

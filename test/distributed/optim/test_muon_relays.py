@@ -1,12 +1,9 @@
 # Owner(s): ["oncall: distributed"]
 """Many replicas: one of them exchanges a shard with the owner, and relays the result to the others."""
 
-import os
-import sys
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.optim._muon_engine.schedule import buckets, specs as packing
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
@@ -14,10 +11,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     Collectives,
     everyone,
@@ -34,11 +28,6 @@ from muon_test_helpers import (
     Strategy,
     Twins,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 SHAPES = [(16, 8), (9, 13), (3, 20), (5, 1)] * 3

@@ -7,8 +7,6 @@ momentum says what is expected: a parameter, or the one in its place, keeps it w
 stays, and begins anew otherwise.
 """
 
-import os
-import sys
 import time
 from datetime import timedelta
 from typing import NamedTuple
@@ -27,10 +25,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     Cut,
     everyone,
     full,
@@ -47,11 +42,6 @@ from muon_test_helpers import (
     Spec,
     Strategy,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 # Even, uneven, and with empty pieces on four ranks.

@@ -2,9 +2,7 @@
 """The schedule of the distributed Muon as the pure function that it is: all ranks played in one process."""
 
 import itertools
-import os
 import random
-import sys
 from collections import Counter
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
@@ -27,10 +25,7 @@ from torch.optim._muon_engine.schedule.owners import (
     newton_schulz_flops,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_model_shapes import MODELS
+from torch.testing._internal.distributed._muon.model_shapes import MODELS
 
 
 def runs(indices):

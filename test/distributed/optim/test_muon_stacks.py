@@ -1,8 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """Stacks of matrices, (experts, out, in): each matrix has its own owner, however the stack is placed."""
 
-import os
-import sys
 import warnings
 
 import torch
@@ -23,10 +21,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     full,
     GlooOnCPU,

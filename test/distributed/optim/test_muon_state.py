@@ -3,10 +3,8 @@
 
 import copy
 import io
-import os
 import pickle
 import shutil
-import sys
 import tempfile
 
 import torch
@@ -24,10 +22,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     Collectives,
     everyone,
@@ -45,11 +40,6 @@ from muon_test_helpers import (
     specs,
     Twins,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 SHAPES_OF_MODEL = [(8, 8), (7, 5), (3, 9), (16, 12)]

@@ -1,22 +1,16 @@
 # Owner(s): ["oncall: distributed"]
 """Many steps, many sizes, and the same bits each time."""
 
-import os
 import random
-import sys
 
 import torch
-import torch.distributed as dist
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     GlooOnCPU,
     grid_of,
@@ -31,11 +25,6 @@ from muon_test_helpers import (
     Strategy,
     Twins,
 )
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 
 @requires_gloo()

@@ -2,7 +2,6 @@
 """Many peers: what holders and owners exchange goes through nodes first, then along rails."""
 
 import os
-import sys
 from unittest import mock
 
 import torch
@@ -18,10 +17,7 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     Collectives,
     everyone,

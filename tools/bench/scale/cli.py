@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 from .. import fleet
-from ..models import MODELS
+from torch.testing._internal.distributed._muon.model_shapes import MODELS
 from . import page, table
 from .hardware import Hardware
 

@@ -15,7 +15,7 @@ from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ..models import Model, Shape
+    from torch.testing._internal.distributed._muon.model_shapes import Model, Shape
 
     Place = Callable[[Shape], Shards]
 

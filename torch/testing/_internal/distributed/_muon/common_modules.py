@@ -3,14 +3,6 @@
 from __future__ import annotations
 
 import torch
-from muon_test_helpers import (
-    device,
-    equal,
-    everyone,
-    full,
-    NewtonSchulzCalls,
-    ParityAssertions,
-)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -20,6 +12,14 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
 from torch.optim.muon import partition_parameters
+from torch.testing._internal.distributed._muon.common_muon import (
+    device,
+    equal,
+    everyone,
+    full,
+    NewtonSchulzCalls,
+    ParityAssertions,
+)
 
 
 def whole(tensor):

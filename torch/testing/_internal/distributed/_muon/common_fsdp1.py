@@ -7,7 +7,6 @@ import copy
 import warnings
 
 import torch
-from muon_test_helpers import device, equal, full, grid_of, NewtonSchulzCalls
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -21,6 +20,13 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 from torch.optim.muon import create_auto_config, partition_parameters
+from torch.testing._internal.distributed._muon.common_muon import (
+    device,
+    equal,
+    full,
+    grid_of,
+    NewtonSchulzCalls,
+)
 
 
 class Block(torch.nn.Module):
