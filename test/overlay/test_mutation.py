@@ -40,6 +40,8 @@ def named(body, name):
 
 def test_named_tests_exist():
     bodies = {}
+    folder = ROOT / "torch" / "testing" / "_internal" / "distributed" / "_muon"
+    shared = ast.parse((folder / "common_muon.py").read_text()).body
     for fault in FAULTS:
         assert fault.tests, fault.name
         for test in fault.tests:
@@ -50,7 +52,7 @@ def test_named_tests_exist():
             body = bodies[name]
             for wanted in inside:
                 found = named(body, wanted)
-                # A class may inherit its tests from another one of the file.
+                # A class may inherit its tests from another one of the file, or of what files share.
                 if not found and bases:
                     found = [one for base in bases for one in named(base.body, wanted)]
                 assert len(found) == 1, (fault.name, test)
@@ -58,7 +60,9 @@ def test_named_tests_exist():
                 bases = [
                     one
                     for base in getattr(found[0], "bases", [])
-                    for one in named(bodies[name], getattr(base, "id", None))
+                    for one in named(
+                        [*bodies[name], *shared], getattr(base, "id", None)
+                    )
                 ]
 
 

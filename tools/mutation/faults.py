@@ -127,9 +127,9 @@ FAULTS = (
     # When it travels
     Fault(
         "a group has one slot too few",
-        "_muon_engine/runtime/buffers.py",
-        "min(len(specs), self.prefetch_count + 2)",
-        "min(len(specs), self.prefetch_count + 1)",
+        "_muon_engine/schedule/specs.py",
+        "count = min(len(specs), slots)",
+        "count = min(len(specs), slots - 1)",
         (f"{LAYOUTS}parity_on_a_mesh_of_four",),
     ),
     Fault(
@@ -396,8 +396,8 @@ FAULTS = (
     Fault(
         "what a source relays is what the slot held before",
         "_muon_engine/runtime/pipeline.py",
-        "            if relay.relay.source == self.rank:\n                relay.pack(bucket)\n",
-        "            if relay.relay.source == self.rank and not bucket.owned:\n                relay.pack(bucket)\n",
+        "                if relay.relay.source == self.rank:\n",
+        "                if relay.relay.source == self.rank and not bucket.owned:\n",
         (f"{RELAYS}any_placement",),
     ),
     Fault(
@@ -405,7 +405,7 @@ FAULTS = (
         "_muon_engine/runtime/pipeline.py",
         "            self._said[places] = joining.wait()\n",
         "            joining.wait()\n",
-        (f"{RELAYS}gradient_that_one_replica_lacks",),
+        (f"{RELAYS}gradient_that_one_rank_lacks",),
     ),
     Fault(
         "the memory of two relays is one",

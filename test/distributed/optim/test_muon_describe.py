@@ -107,7 +107,7 @@ class TestMuonDescribe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
         ):
             twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 8))
-            self.assertIn("in two levels, by nodes of 2", twins.optimizer.describe())
+            self.assertIn("in two levels by nodes of 2", twins.optimizer.describe())
             self.check_page(twins)
 
     def test_buffers_are_those_that_a_step_makes(self):

@@ -4,10 +4,8 @@
 import os
 from unittest import mock
 
-import torch
 from torch.distributed.tensor import DeviceMesh
 from torch.optim._muon_engine.schedule import buckets
-from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
@@ -20,15 +18,13 @@ from torch.testing._internal.common_utils import (
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     Collectives,
-    everyone,
-    GlooOnCPU,
+    EveryExchange,
     grid_of,
     mesh_of,
-    ParityAssertions,
+    OtherExchange,
     R,
     S0,
     S1,
-    Spec,
     specs,
     Strategy,
     Twins,
@@ -38,8 +34,10 @@ from torch.testing._internal.distributed._muon.common_muon import (
 SHAPES = [(16, 8), (9, 13), (3, 20), (5, 1)] * 3
 
 
-class TwoLevels(GlooOnCPU, ParityAssertions):
+class TwoLevels(OtherExchange):
     """As if more than two peers were too many, and a node held two or four ranks."""
+
+    words = "in two levels"
 
     @classmethod
     def _init_pg(cls, rank, world_size, rdvz_file):
@@ -50,15 +48,15 @@ class TwoLevels(GlooOnCPU, ParityAssertions):
     def nodes_of(self, size):
         return mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(size))
 
-    def check(self, twins, message="", **kwargs):
-        self.assertTrainsAlike(twins, 2, message, **kwargs)
-        found = twins.optimizer._engine.pipeline.buffers.buckets
-        hops = [b.gather_hops is not None for b in found]
-        self.assertTrue(any(everyone(any(hops))), f"{message}: no second hop")
+    def exchanged(self):
+        return self.nodes_of(4)
+
+    def some_specs(self, *args):
+        return specs(mesh_of(8), [(S0,), (S1,)], *args)
 
 
 @requires_gloo()
-class TestMuonTwoLevels(TwoLevels, MultiProcContinuousTest):
+class TestMuonTwoLevels(EveryExchange, TwoLevels, MultiProcContinuousTest):
     world_size = 8
 
     @parametrize("ranks_per_node", [2, 4])
@@ -89,37 +87,7 @@ class TestMuonTwoLevels(TwoLevels, MultiProcContinuousTest):
         with self.nodes_of(2), mock.patch.object(buckets, "MAX_REPLICAS", 1):
             twins = Twins(layout)
             self.check(twins)
-        found = twins.optimizer._engine.pipeline.buffers.buckets
-        self.assertTrue(any(everyone(any(b.relays for b in found))))
-
-    def test_settings_change_nothing(self):
-        layout = specs(mesh_of(8), [(S0,), (S1,)], SHAPES)
-        with self.nodes_of(4):
-            for dtype in (torch.float64, torch.bfloat16):
-                narrow = [Spec(s.shape, s.mesh, s.placements, dtype) for s in layout]
-                self.check(Twins(narrow, lr=0.02), f"{dtype}")
-            for parallel in (True, False):
-                for ahead in (0, 1, 3):
-                    config = create_dtensor_config(parallel, ahead)
-                    twins = Twins(layout, config, foreach=parallel)
-                    self.check(twins, f"{parallel} {ahead}")
-
-    def test_missing_gradients(self):
-        layout = specs(mesh_of(8), [(S0,), (S1,)], SHAPES)
-        with self.nodes_of(2):
-            self.check(Twins(layout), missing=lambda step: (step, 5, 13))
-
-    def test_gradient_that_one_rank_lacks(self):
-        with self.nodes_of(2):
-            twins = Twins(specs(mesh_of(8), [(S0,)], [(16, 8)] * 4))
-        twins.set_gradients()
-        if self.rank == 5:
-            twins.params[2].grad = None
-        with self.everywhere():
-            with self.assertRaisesRegex(
-                RuntimeError, r"some have none.*: parameter 2 of shape \(16, 8\)$"
-            ):
-                twins.optimizer.step()
+            self.assertIn("relayed along replicas", twins.optimizer.describe())
 
     def test_a_rank_exchanges_with_its_node_and_its_rail_only(self):
         with self.nodes_of(4):
@@ -152,9 +120,7 @@ class TestMuonTwoLevels(TwoLevels, MultiProcContinuousTest):
         if self.rank < 7:
             with self.nodes_of(2):
                 twins = Twins(specs(mesh, [(S0,)], SHAPES))
-            twins.step()
-            found = twins.optimizer._engine.pipeline.buffers.buckets
-            problems += [b.bucket.index for b in found if b.gather_hops is not None]
+            problems += [self.words] * (self.words in twins.optimizer.describe())
         self.assertEverywhere(problems)
 
 

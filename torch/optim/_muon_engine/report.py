@@ -113,14 +113,7 @@ class GroupReport:
         return sorted({rank, *by_load[:each], *by_load[-each:]})
 
     def lines(self, rank: int, names: Sequence[str]) -> list[str]:
-        kinds = Counter(
-            "relayed along replicas"
-            if bucket.relayed
-            else f"in two levels, by nodes of {bucket.node_size}"
-            if bucket.node_size > 1
-            else "exchanged directly"
-            for bucket in self.buckets
-        )
+        kinds = Counter(map(_way_of, self.buckets))
         how = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         found = [
             f"Ranks {spans(self.group)}: {_count(self.matrices, 'matrix', 'matrices')} in {_count(self.buckets, 'bucket', 'buckets')} "
@@ -239,6 +232,13 @@ def _bytes_of(bucket: Bucket, spec: BucketSpec, rank: int) -> tuple[int, int]:
         else:
             receives += relay.packed.nbytes
     return sends, receives
+
+
+def _way_of(bucket: Bucket) -> str:
+    nodes = bucket.node_size
+    ways = ["relayed along replicas"] if bucket.relayed else []
+    ways += [f"in two levels by nodes of {nodes}"] if nodes > 1 else []
+    return " and ".join(ways) or "exchanged directly"
 
 
 def spans(ranks: Iterable[int]) -> str:

@@ -492,8 +492,8 @@ def _stacks_by_rank(
         regions = _regions(rows, columns)
         numel = sum(region.numel for region in regions)
         indices = [
-            [i for start, length in held for i in range(start, start + length)]
-            for held in leading
+            [i for start, length in of_dim for i in range(start, start + length)]
+            for of_dim in leading
         ]
         held: dict[int, tuple[Region, ...]] = {}
         for at, index in enumerate(product(*indices)):

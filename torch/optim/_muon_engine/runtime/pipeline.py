@@ -6,6 +6,7 @@ results of bucket k-1 are on their way back.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections import deque
@@ -29,7 +30,7 @@ from torch.optim._muon_engine.schedule.specs import RELAYS_IN_FLIGHT
 
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from typing import Any
 
@@ -177,6 +178,26 @@ class Scratch:
         return view
 
 
+def _range(phase: str, of: BucketBuffers | RelayBuffer) -> AbstractContextManager[Any]:
+    """What a profiler shows of a phase of one bucket."""
+    bucket = of.bucket
+    return _RecordFunctionFast(
+        f"Muon {phase}, bucket {bucket.index} of {len(bucket.group)} ranks"
+    )
+
+
+def _profiled(phase: str) -> Callable[[Callable], Callable]:
+    def wrap(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def profiled(pipeline: Pipeline, bucket: BucketBuffers) -> None:
+            with _range(phase, bucket):
+                method(pipeline, bucket)
+
+        return profiled
+
+    return wrap
+
+
 class Pipeline:
     """Runs ``schedule`` for one rank, step after step, over persistent buffers."""
 
@@ -239,19 +260,17 @@ class Pipeline:
         self.say()
         for bucket in buckets:
             if bucket.bucket.index <= self.buffers.prefetch_count:
-                with _profiled("gather", bucket):
-                    self.gather(bucket)
+                self.gather(bucket)
         # By group: ranks may have other buckets between two of the same group, and everyone in the
         # group has to relay at the same place.
         returning: dict[tuple[int, ...], BucketBuffers] = {}
         for bucket in buckets:
             self.relay(leave=len(self._relays))
-            with _profiled("wait for gather", bucket):
+            with _range("wait for gather", bucket):
                 bucket.wait()
-            with _profiled("orthogonalize", bucket):
-                self.orthogonalize(bucket)
+            self.orthogonalize(bucket)
             self.relay()
-            with _profiled("scatter", bucket):
+            with _range("scatter", bucket):
                 bucket.start_scatter()
             finished = returning.pop(bucket.bucket.group, None)
             if self._one_by_one:
@@ -262,8 +281,7 @@ class Pipeline:
             if finished is not None:
                 self.finish(finished)
             if bucket.follower is not None:
-                with _profiled("gather", bucket.follower):
-                    self.gather(bucket.follower)
+                self.gather(bucket.follower)
         for bucket in returning.values():
             self.finish(bucket)
         self.relay()
@@ -337,6 +355,7 @@ class Pipeline:
             )
         return self._places[numbers]
 
+    @_profiled("gather")
     def gather(self, bucket: BucketBuffers) -> None:
         """Takes the gradients of the bucket's matrices in, and sends this rank's shards off."""
         matrices = [self.matrices[number] for number in bucket.bucket.matrices]
@@ -383,6 +402,7 @@ class Pipeline:
                 [param.grad for param in params if param.grad is not None],
             )
 
+    @_profiled("orthogonalize")
     def orthogonalize(self, bucket: BucketBuffers) -> None:
         """Makes the updates of this rank's matrices and packs them for their holders."""
         if not bucket.owned:
@@ -481,9 +501,9 @@ class Pipeline:
     def finish(self, bucket: BucketBuffers) -> None:
         """Waits for the bucket's results and applies them; what is to be relayed is packed."""
         self.relay()
-        with _profiled("wait for scatter", bucket):
+        with _range("wait for scatter", bucket):
             bucket.wait()
-        with _profiled("apply", bucket):
+        with _range("apply", bucket):
             self.take(bucket, bucket.scatter_recv)
             for relay in bucket.relays:
                 if relay.relay.source == self.rank:
@@ -501,10 +521,10 @@ class Pipeline:
             if len(self._relays) <= leave:
                 return
             relay = self._relays.popleft()
-            with _profiled("wait for relay", relay):
+            with _range("wait for relay", relay):
                 relay.wait()
             if relay.relay.source != self.rank:
-                with _profiled("apply", relay):
+                with _range("apply", relay):
                     self.take(relay, relay.packed)
 
     def take(self, bucket: BucketBuffers | RelayBuffer, received: PackedBuffer) -> None:
@@ -544,15 +564,6 @@ class Pipeline:
             how, shape = formulas[key]
             updates = [update for _, update in found if update is not None]
             how.apply([local for local, _ in found], updates or None, shape)
-
-
-def _profiled(
-    phase: str, of: BucketBuffers | RelayBuffer
-) -> AbstractContextManager[Any]:
-    bucket = of.bucket
-    return _RecordFunctionFast(
-        f"Muon {phase}, bucket {bucket.index} of {len(bucket.group)} ranks"
-    )
 
 
 def _bounded(

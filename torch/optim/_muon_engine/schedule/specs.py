@@ -241,7 +241,9 @@ class Schedule:
         node, rail = bucket.node_and_rail(rank)
         says = self._speaks if bucket.relayed else None
 
-        def passed(travels: Callable[[int, int], bool]) -> list[tuple[int, ...]]:
+        def passed_on(
+            dtype: torch.dtype, travels: Callable[[int, int], bool]
+        ) -> list[tuple[int, ...]]:
             """Elements between each holder of the node and each owner on the rail."""
             return [
                 self._pack_spec(
@@ -249,14 +251,15 @@ class Schedule:
                         (holder, () if owner == holder else owned.get(owner, ()))
                         for owner in rail
                     ],
-                    bucket.gather_dtype,
+                    dtype,
                     travels,
                     says,
                 ).splits
                 for holder in node
             ]
 
-        gathered, scattered = passed(self.is_source), passed(self.receives)
+        gathered = passed_on(bucket.gather_dtype, self.is_source)
+        scattered = passed_on(bucket.scatter_dtype, self.receives)
         by_rail, by_node = len(rail), len(node)
         return replace(
             spec,

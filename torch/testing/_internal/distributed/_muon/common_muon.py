@@ -615,3 +615,62 @@ class ParityAssertions:
                 # A single low-precision element may come back to where it was.
                 if old.numel() > 1:
                     self.assertFalse(torch.equal(old, new.detach()), message)
+
+
+class OtherExchange(GlooOnCPU, ParityAssertions):
+    """A way of exchanging beside the direct one."""
+
+    # What Muon.describe() says of it.
+    words: str
+
+    def exchanged(self) -> contextlib.AbstractContextManager[None]:
+        """Has optimizers that are built in it exchange in this way."""
+        return contextlib.nullcontext()
+
+    def some_specs(self, *args: Any) -> list[Spec]:
+        """Matrices for eight processes, of ``shapes`` and more that :func:`specs` takes."""
+        raise NotImplementedError
+
+    def check(self, twins: Twins, message: str = "", **kwargs: Any) -> None:
+        self.assertTrainsAlike(twins, 2, message, **kwargs)
+        said = everyone(self.words in twins.optimizer.describe())
+        self.assertTrue(any(said), f"{message}: not {self.words}")
+
+
+class EveryExchange:
+    """What every way of exchanging has to pass, on eight processes; before :class:`OtherExchange`."""
+
+    def test_settings_change_nothing(self) -> None:
+        with self.exchanged():
+            for dtype in (torch.float64, torch.bfloat16):
+                narrow = Twins(self.some_specs(SHAPES[:6], dtype), lr=0.02)
+                self.check(narrow, f"{dtype}")
+            layout = self.some_specs(SHAPES)
+            for parallel in (True, False):
+                for ahead in (0, 1, 3):
+                    config = create_dtensor_config(parallel, ahead)
+                    twins = Twins(layout, config, foreach=parallel)
+                    self.check(twins, f"{parallel} {ahead}")
+            config = create_dtensor_config()
+            twins = Twins(layout, config)
+            for parallel, ahead in ((True, 1), (False, 0), (True, 2)):
+                config.async_gpu_parallelism, config.prefetch_count = parallel, ahead
+                self.check(twins, f"changed to {parallel} {ahead}")
+
+    def test_missing_gradients(self) -> None:
+        with self.exchanged():
+            twins = Twins(self.some_specs(SHAPES))
+            self.check(twins, missing=lambda step: (step, 5, 13))
+
+    def test_gradient_that_one_rank_lacks(self) -> None:
+        with self.exchanged():
+            twins = Twins(self.some_specs([(16, 8)] * 4))
+        twins.step()
+        twins.set_gradients()
+        if self.rank == 5:
+            twins.params[2].grad = None
+        with self.everywhere():
+            with self.assertRaisesRegex(
+                RuntimeError, r"some have none.*: parameter 2 of shape \(16, 8\)$"
+            ):
+                twins.optimizer.step()
