@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from torch.optim._muon_engine import report
 from torch.optim._muon_engine.layouts import (
     check_cover,
     Key,
@@ -643,6 +644,19 @@ class TestMuonSchedule(TestCase):
                     (tp_layouts(model.shapes, outer, inner), "FSDP x TP"),
                 ):
                     self.assertShort(layouts, f"{name}, {kind} {outer} x {inner}")
+
+    def test_page_of_a_large_model_can_be_read(self):
+        model = MODELS["DeepSeek-V3"]
+        layouts = expert_layouts(model, 1024, 8)
+        schedule = make_schedule(layouts, assign_owners(layouts), torch.bfloat16)
+        self.assertGreater(len(layouts), 5000)
+        lines = report.in_full(schedule, 8, 1024, 3, []).splitlines()
+        self.assertLess(len(lines), 40)
+        self.assertLess(max(map(len, lines)), 250)
+        # Two groups, of which a line each shows this rank.
+        shown = [line for line in lines if line.split()[:1] == ["8"]]
+        self.assertEqual(len(shown), 2)
+        self.assertIn("ranks between these", "".join(lines))
 
     def assertShort(self, layouts, message):
         owners = assign_owners(layouts)
