@@ -553,7 +553,7 @@ class Muon(Optimizer):
 
     @torch._disable_dynamo
     def describe(self) -> str:
-        """Says what a step with a ``distributed_config`` does, for a person to read.
+        """Says what a step with a ``distributed_config`` does and costs, for a person to read.
 
         For each group of ranks that share matrices: how many buckets there are, and by rank the matrices
         that it owns, FLOPs of Newton-Schulz, bytes that it sends and receives, and bytes of buffers; then
@@ -889,10 +889,6 @@ def _single_tensor_muon(
             params, grads, muon_momentum_bufs, formulas, distributed_config
         )
         return
-    if allow_batched_matrices:
-        params, grads, muon_momentum_bufs = map(
-            _unstacked, (params, grads, muon_momentum_bufs)
-        )
     for param, grad, buf in zip(params, grads, muon_momentum_bufs, strict=True):
         _check_is_matrix(grad, allow_batched_matrices)
         formulas.accumulate([buf], [grad])
@@ -933,10 +929,6 @@ def _multi_tensor_muon(
         ns_algorithm,
     )
     formulas.check()
-    if allow_batched_matrices:
-        params, grads, muon_momentum_bufs = map(
-            _unstacked, (params, grads, muon_momentum_bufs)
-        )
     for grad, buf in zip(grads, muon_momentum_bufs, strict=True):
         _check_is_matrix(grad, allow_batched_matrices)
         formulas.accumulate([buf], [grad])
@@ -1038,6 +1030,10 @@ def muon(
     if foreach is None and allow_batched_matrices and not torch.compiler.is_compiling():
         # Accelerators iterate a stack at once.
         foreach = any(p.ndim > 2 and p.device.type != "cpu" for p in params)
+    if allow_batched_matrices and distributed_config is None:
+        params, grads, muon_momentum_bufs = map(
+            _unstacked, (params, grads, muon_momentum_bufs)
+        )
     # A compiler fuses the loop better than it does a batch.
     batched = foreach and distributed_config is None
     if batched and not torch.compiler.is_compiling():
