@@ -286,12 +286,13 @@ def cut_out(layouts: Sequence[Layout], full: Tensor, local: Tensor) -> Tensor:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The storage behind ``tensor`` on this rank, to be read or written in place."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    local = tensor._local_tensor
-    # A functional collective's result is a wrapper until somebody waits for it.
-    wait = getattr(local, "wait", None)
-    return (wait() if wait is not None else local).detach()
+    local = tensor
+    if isinstance(tensor, DTensor):
+        local = tensor._local_tensor
+        # A functional collective's result is a wrapper until somebody waits for it.
+        wait = getattr(local, "wait", None)
+        local = wait() if wait is not None else local
+    return local.detach() if local.requires_grad else local
 
 
 def provenance(param: Tensor) -> tuple:
@@ -335,7 +336,9 @@ def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
         if grad.placements != param.placements:
             placements, counts = _target(param, grad)
             grad = grad.redistribute(param.device_mesh, placements)
-    local = local_part(grad).to(param.dtype)
+    local = local_part(grad)
+    if local.dtype != param.dtype:
+        local = local.to(param.dtype)
     return local if counts else torch.zeros_like(local)
 
 
