@@ -167,20 +167,20 @@ class Engine:
                 f"Muon on rank {self.rank} of {self.world_size}: {len(self.params)} parameters, exchanged one by one by "
                 f"functions of the user's. Owners:\n{owned}"
             )
-        schedule = self._schedule or self._planned(params)
+        parallel, ahead = flags = self._read_flags()
+        current = self._schedule if flags == self._flags else None
+        schedule = current or self._planned(params)
         advice = self.hints.untrained(self.layouts)
         frozen = [self.describe[i] for i, on in enumerate(self.trained) if not on]
         if frozen:
             advice.append(f"frozen, and not in the schedule: {listed(frozen)}")
-        if schedule.one_owner_at_a_time and self.world_size > 1:
+        if not parallel and self.world_size > 1:
             advice.append(
                 "async_gpu_parallelism=False, which is for debugging, lets one owner work at a time"
             )
-        if self.config.prefetch_count == 0:
+        if not ahead:
             advice.append("prefetch_count=0 leaves every gather to be waited for")
-        return report.in_full(
-            schedule, self.rank, self.world_size, self.config.prefetch_count + 2, advice
-        )
+        return report.in_full(schedule, self.rank, self.world_size, ahead + 2, advice)
 
     def _set_rank(self) -> None:
         state = self.config.state
