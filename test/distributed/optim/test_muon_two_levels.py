@@ -6,6 +6,7 @@ from unittest import mock
 
 from torch.distributed.tensor import DeviceMesh
 from torch.optim._muon_engine.schedule import buckets
+from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
@@ -88,6 +89,15 @@ class TestMuonTwoLevels(EveryExchange, TwoLevels, MultiProcContinuousTest):
             twins = Twins(layout)
             self.check(twins)
             self.assertIn("relayed along replicas", twins.optimizer.describe())
+
+    def test_a_function_of_the_user_s_exchanges_directly(self):
+        """One matrix at a time went in two hops, too, for which there were no groups."""
+        config = create_dtensor_config()
+        gather = config.gather_fn
+        config.gather_fn = lambda piece, rank, state: gather(piece, rank, state)
+        layout = specs(mesh_of(8), [(S0,), (R,)], SHAPES[:4])
+        with self.nodes_of(2):
+            self.assertTrainsAlike(Twins(layout, config), 2)
 
     def test_a_rank_exchanges_with_its_node_and_its_rail_only(self):
         with self.nodes_of(4):

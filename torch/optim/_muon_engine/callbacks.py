@@ -231,6 +231,8 @@ class SingleMatrix:
                 [self._owner],
                 dtype,
                 max_replicas=len(self.layout.group),
+                # All on one node, for there are no groups for exchanges in two levels.
+                ranks_per_node=max(self.layout.group) + 1,
             )
             buffers = Buffers(schedule, self.rank, self._groups, self.device, 0)
             self._made = schedule, buffers.buckets[0]
