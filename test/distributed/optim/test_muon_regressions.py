@@ -131,6 +131,22 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 twins.optimizer.step()
                 self.assertParity(twins, f"gradient given: {given}")
 
+    def test_wrapped_gather_of_a_matrix_without_columns(self):
+        """Under a wrapped gather_fn, the learning rate of such a matrix was divided by their number."""
+        for adjust in (None, "spectral_unclamped"):
+            for wrap in (lambda config: config, wrapped):
+                placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 0), (0, 6), (8, 8)])
+                twins = Twins(
+                    placed, wrap(create_dtensor_config()), adjust_lr_fn=adjust
+                )
+                for _ in range(2):
+                    twins.set_gradients()
+                    # Where one process divides by zero, as stock Muon does.
+                    twins.singles[0].grad = twins.singles[3].grad = None
+                    twins.single.step()
+                    twins.optimizer.step()
+                    self.assertParity(twins)
+
     # Schedules that some ranks make anew
 
     def test_expert_unfrozen_by_its_holders(self):

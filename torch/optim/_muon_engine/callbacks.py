@@ -446,6 +446,9 @@ class CallbackStep:
 
     def apply(self, index: int, update: Tensor, whole: Tensor | None) -> None:
         param = self.params[index]
+        if not param.local.numel():
+            # The learning rate of a matrix without columns cannot be scaled.
+            return
         update = update.to(param.local.device)
         shape = self.global_shape(index, whole)
         param.formulas.apply([param.local], [update], shape[-2:])
