@@ -95,6 +95,14 @@ class TestMuonStacks(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.assertEqual(list(owners), [(0, sub) for sub in range(8)])
         self.assertEqual(sorted(owners.values()), [0, 0, 1, 1, 2, 2, 3, 3])
 
+    def test_ranks_without_a_matrix_beside_a_group(self):
+        """They compared the stack with ranks that had nothing to compare with them, and waited for these."""
+        for placement in (S0, S1):
+            config = create_auto_config(ddp_process_group=dist.group.WORLD)
+            self.check(
+                specs(mesh_of(4), [(placement,)], [(1, 9, 4), (2, 3, 5)]), config
+            )
+
     def test_gradient_that_one_rank_lacks(self):
         twins = self.twins(specs(mesh_of(4), [(S1,)], [(2, 8, 6)]))
         twins.set_gradients()

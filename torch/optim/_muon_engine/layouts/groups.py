@@ -100,8 +100,9 @@ class GroupReader:
     def __init__(self, groups: ParallelGroups) -> None:
         self.groups = groups
         self.dtensors = DTensorReader()
-        # Ranks that share a matrix, as last read, and their groups; each parameter's.
-        self._sharing: dict[tuple[int, ...], list[ProcessGroup]] = {}
+        # Ranks that share a matrix, as last read, and their groups; each parameter's. None where reading
+        # raised: of a stack a rank may hold no matrix, and then shares none.
+        self._sharing: dict[tuple[int, ...], list[ProcessGroup]] | None = None
         self._holders: dict[Tensor, set[tuple[int, ...]]] = {}
         self._last: list[Tensor] = []
         # By index: the layouts in a plain tensor, and the shape of this rank's part.
@@ -114,7 +115,7 @@ class GroupReader:
         error: BaseException | None = None,
     ) -> list[Layout]:
         self.dtensors.forget()
-        self._sharing, self._holders, self._plain = {}, {}, {}
+        self._sharing, self._holders, self._plain = None, {}, {}
         found: list[LocalMatrix] = []
         try:
             if error is None:
@@ -124,10 +125,11 @@ class GroupReader:
             # Told to the others before it is raised: they are on their way into the exchange.
             error = problem
         layouts = self._merge(found, error)
+        sharing = self._sharing = {}
         for matrix, layout in zip(found, layouts, strict=True):
             param = params[layout.key.index]
             self._holders.setdefault(param, set()).add(layout.group)
-            groups = self._sharing.setdefault(layout.group, [])
+            groups = sharing.setdefault(layout.group, [])
             groups += [p.group for p in matrix.placements if p.group not in groups]
             if not isinstance(param, DTensor):
                 shape = local_part(param).shape
@@ -192,7 +194,7 @@ class GroupReader:
         self, params: Sequence[Tensor]
     ) -> dict[tuple[int, ...], list[ProcessGroup]]:
         shared = self.dtensors.sharing(params)
-        if not self._sharing:
+        if self._sharing is None:
             return shared
         found = {ranks for param in params for ranks in self._holders.get(param, ())}
         # A DTensor's replicas along other groups make its own mesh one of several parts.
@@ -219,7 +221,7 @@ class GroupReader:
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
         device = self.dtensors.device_of(params)
-        for groups in self._sharing.values():
+        for groups in (self._sharing or {}).values():
             for group in groups:
                 kinds = [torch.device(kind).type for kind in group._device_types]
                 if device.type not in kinds:
