@@ -322,7 +322,7 @@ class _MuonFormulas(NamedTuple):
         how = self.ns_coefficients, self.ns_steps, self.eps, self.ns_algorithm
         if prepared.ndim == 2:
             return _zeropower_via_newtonschulz(prepared, *how)
-        stack = prepared.to(_NS_DTYPE).reshape(-1, *prepared.shape[-2:])
+        stack = prepared.to(_NS_DTYPE).flatten(0, -3)
         return _newtonschulz(stack, *how).reshape(prepared.shape)
 
     def batch_size(self, shape: Sequence[int], device: torch.device) -> int:

@@ -369,6 +369,15 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             finally:
                 torch.set_num_threads(1)
 
+    def test_matrices_without_elements_in_one_batch(self):
+        """Of several such matrices no batch could be made."""
+        placed = specs(mesh_of(4), [(S0,), (R,)], [(0, 1), (0, 6)] * 2)
+        placed += [Spec((0, 6), None, None)] * 2
+        for foreach in (True, False):
+            twins = Twins(placed, foreach=foreach)
+            twins.step()
+            self.assertParity(twins)
+
     def test_no_iterations(self):
         """Without iterations, the update of a tall matrix is no transpose, but was rounded as one."""
         shapes = [(31, 9), (9, 31), (250, 33), (16, 1)]
