@@ -721,6 +721,9 @@ class Muon(Optimizer):
 
     @torch._disable_dynamo
     def _distributed_step(self, engine: Engine) -> None:
+        for group in self.param_groups:
+            # Of groups without a parameter on this rank, too: other ranks refuse the step then.
+            _MuonFormulas.of_group(group).check()
         params = self._step_params()
         if not engine.matches(params):
             # Frameworks replace parameters, or what stands behind them, after construction.

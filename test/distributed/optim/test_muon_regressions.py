@@ -378,6 +378,22 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             twins.step()
             self.assertParity(twins)
 
+    def test_option_of_a_group_that_one_rank_has_nothing_of(self):
+        """Ranks that had matrices of the group refused the step, and the others waited for them."""
+        shared = specs(mesh_of(4), [(S0,)], [(8, 8)])
+        groups = [([0], {}), ([1] if self.rank >= 2 else [], {})]
+        twins = Twins([*shared, *self.expert()], groups=groups)
+        for key, wrong in (("ns_steps", 100), ("ns_algorithm", "cubic")):
+            (_, group) = twins.optimizer.param_groups
+            before = group[key]
+            twins.set_gradients()
+            group[key] = wrong
+            self.assertRaisesEverywhere(twins.optimizer.step, ValueError, "steps|cubic")
+            group[key] = before
+            twins.single.step()
+            twins.optimizer.step()
+            self.assertParity(twins)
+
     def test_no_iterations(self):
         """Without iterations, the update of a tall matrix is no transpose, but was rounded as one."""
         shapes = [(31, 9), (9, 31), (250, 33), (16, 1)]
