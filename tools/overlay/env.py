@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 # What the tests, the examples and verify import, beside torch, the linter, and the
 # type checker in upstream's version: each version of it finds other errors.
+# A hypothesis of another version draws other configurations.
 # torch's run_tests() writes its reports with xmlrunner wherever CI is set.
 PACKAGES = (
     "numpy",
     "expecttest",
+    "hypothesis==6.155.7",
     "pytest",
     "pytest-xdist",
     "coverage",
