@@ -1,0 +1,47 @@
+"""How many configurations the property-based tests try, and which.
+
+The test command tries a few hundred, the same ones each time. ``MUON_TEST_FUZZ=10000`` tries as many, and
+``MUON_TEST_FUZZ_SEED`` says which ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import unittest
+
+
+COUNT, SEED = "MUON_TEST_FUZZ", "MUON_TEST_FUZZ_SEED"
+
+
+def skip_without_hypothesis(name: str) -> None:
+    """To be called by the test module ``name`` before it imports hypothesis."""
+    if importlib.util.find_spec("hypothesis") is not None:
+        return
+    if name == "__main__":
+        print("hypothesis is not installed, skipping tests", file=sys.stderr)
+        sys.exit(0)
+    raise unittest.SkipTest("hypothesis is not installed")
+
+
+def fuzz(examples: int):
+    """A decorator for a test of ``given`` arguments, which are drawn ``examples`` times by default."""
+    import hypothesis
+
+    settings = hypothesis.settings(
+        max_examples=int(os.environ.get(COUNT, examples)),
+        # The same ones each time, as hypothesis has it without a seed of its own.
+        derandomize=SEED not in os.environ,
+        database=None,
+        # One configuration may make process groups first, or wait for a busy machine.
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+    def decorate(test):
+        if SEED in os.environ:
+            test = hypothesis.seed(int(os.environ[SEED]))(test)
+        return settings(test)
+
+    return decorate
