@@ -1,6 +1,6 @@
 """How many configurations the property-based tests try, and which.
 
-The test command tries a few hundred, the same ones each time. ``MUON_TEST_FUZZ=10000`` tries as many, and
+The test command tries some, the same ones each time. ``MUON_TEST_FUZZ=10000`` tries as many, and
 ``MUON_TEST_FUZZ_SEED`` says which ones.
 """
 

@@ -1,0 +1,211 @@
+"""A configuration of the property-based tests, as plain data: what each rank builds, and what then happens.
+
+A plan travels from the process that draws it to the ranks that play it, and a failing one is printed. So
+meshes, placements and dtypes are written as numbers and words here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+
+WORLD = 4
+
+
+class Mesh(NamedTuple):
+    """A device mesh of some of the ranks, row-major; with ``kept``, its slices along these dimensions."""
+
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    kept: tuple[int, ...] = ()
+
+    def groups(self, dims: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The ranks that differ along ``dims`` only, for each such set."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        places = itertools.product(*map(range, self.sizes))
+        for rank, place in zip(self.ranks, places, strict=True):
+            fixed = tuple(0 if dim in dims else at for dim, at in enumerate(place))
+            found.setdefault(fixed, []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
+
+    def place_of(self, rank: int) -> tuple[int, ...]:
+        places = itertools.product(*map(range, self.sizes))
+        return dict(zip(self.ranks, places, strict=True))[rank]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether DTensor's own collectives are right: process groups sort their ranks, meshes do not."""
+        groups = [g for dim in range(len(self.sizes)) for g in self.groups((dim,))]
+        return all(group == tuple(sorted(group)) for group in groups)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the mesh that a matrix is placed on."""
+        dims = self.kept or range(len(self.sizes))
+        return tuple(self.sizes[dim] for dim in dims)
+
+    @property
+    def holders(self) -> list[tuple[int, ...]]:
+        """The ranks of each mesh that a matrix is placed on."""
+        return self.groups(self.kept or tuple(range(len(self.sizes))))
+
+
+class Matrix(NamedTuple):
+    """A parameter, by default a DTensor.
+
+    ``placements`` are tensor dimensions for shards, "R" and "P"; "/0" is a shard of dimension 0 that a
+    later dimension of the mesh cuts first, as fully_shard leaves after tensor parallelism. Without
+    ``mesh`` it is a plain tensor: each rank's own, or the piece of it that the config's groups give the
+    rank, where tensor parallelism cuts ``tp_dim`` and ``how`` says into what sizes.
+    """
+
+    shape: tuple[int, ...]
+    mesh: Mesh | None = None
+    placements: tuple[int | str, ...] = ()
+    dtype: str = "float32"
+    group: int = 0
+    turned: bool = False
+    frozen: bool = False
+    tp_dim: int | None = None
+    how: str = "chunk"
+    expert: bool = False
+
+    @property
+    def partial(self) -> bool:
+        return "P" in self.placements
+
+
+class Config(NamedTuple):
+    """Of create_dtensor_config, of the word "auto", or of create_auto_config with groups.
+
+    ``kinds`` says what each dimension of ``mesh`` is given as; None for a dimension that is not given, as
+    that of a pipeline. ``functions`` are "built", "assigned" (an assign_fn of the user's) or "wrapped".
+    """
+
+    kind: str = "dtensor"
+    asynchronous: bool = True
+    prefetch: Any = 1
+    functions: str = "built"
+    mesh: Mesh | None = None
+    kinds: tuple[str | None, ...] = ()
+    tp_int: bool = False
+
+    def dims_of(self, *kinds: str) -> tuple[int, ...]:
+        return tuple(i for i, kind in enumerate(self.kinds) if kind in kinds)
+
+
+SHARING = ("fsdp", "tp", "ddp", "cp")
+
+
+class Twist(NamedTuple):
+    """What is wrong, about ``matrix``, on ``rank``, or on all of them with -1."""
+
+    kind: str
+    rank: int = -1
+    matrix: int = 0
+    value: Any = None
+
+
+class Step(NamedTuple):
+    """``gradients`` has what kind of gradient each matrix gets; "full" where it says nothing."""
+
+    gradients: tuple[tuple[int, str], ...] = ()
+
+
+class Freeze(NamedTuple):
+    matrix: int
+    frozen: bool = True
+
+
+class Flags(NamedTuple):
+    """``rank`` alone gets another prefetch_count, unless it is -1."""
+
+    asynchronous: bool
+    prefetch: Any
+    rank: int = -1
+
+
+class Options(NamedTuple):
+    group: int
+    options: tuple[tuple[str, Any], ...]
+
+
+class Add(NamedTuple):
+    """A group of parameters; with a ``twist`` it is refused first, and then comes again without."""
+
+    matrices: tuple[Matrix, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+    twist: Twist | None = None
+
+
+class Reload(NamedTuple):
+    """The state into the same optimizer, into a "new" one, or the "whole" matrices of one process."""
+
+    into: str = "same"
+
+
+class Replace(NamedTuple):
+    """Another parameter in the place of one, on the same mesh and otherwise placed."""
+
+    matrix: int
+    placements: tuple[int | str, ...]
+    fresh: bool = True
+
+
+class Plan(NamedTuple):
+    config: Config
+    matrices: tuple[Matrix, ...]
+    # Of each group of parameters.
+    options: tuple[tuple[tuple[str, Any], ...], ...] = ((),)
+    batched: bool = False
+    # Of the schedule: its limits, smaller than those of real models.
+    limits: tuple[tuple[str, int], ...] = ()
+    twist: Twist | None = None
+    actions: tuple[Any, ...] = (Step(),)
+
+    def all_matrices(self) -> tuple[Matrix, ...]:
+        """Those that come later, too."""
+        added = (a.matrices for a in self.actions if isinstance(a, Add))
+        return (*self.matrices, *itertools.chain.from_iterable(added))
+
+    def sharing(self, matrix: Matrix, rank: int) -> tuple[int, ...]:
+        """The sorted ranks that have to have ``matrix`` alike with ``rank``; () where it has none of it."""
+        if matrix.mesh is not None:
+            sets = matrix.mesh.holders
+        elif self.config.mesh is not None:
+            sets = self.config.mesh.groups(self.config.dims_of(*SHARING))
+        else:
+            sets = [(r,) for r in range(WORLD)]
+        return next((tuple(sorted(s)) for s in sets if rank in s), ())
+
+    def linked(self, rank: int, matrices) -> set[int]:
+        """The ranks that an error of ``rank`` reaches, of those that share ``matrices``."""
+        links = [self.sharing(m, r) for m in matrices for r in range(WORLD)]
+        if self.config.mesh is not None:
+            for dim in self.config.dims_of(*SHARING):
+                links += self.config.mesh.groups((dim,))
+        found = {rank}
+        for _ in range(WORLD):
+            found.update(*(ranks for ranks in links if found & set(ranks)))
+        return found
+
+
+def strided_order(placements: tuple[int | str, ...]) -> list[tuple[int, int]]:
+    """(Mesh dimension, tensor dimension) of each shard, in the order in which they cut."""
+    plain = [(i, p) for i, p in enumerate(placements) if isinstance(p, int)]
+    late = [
+        (i, int(p[1:]))
+        for i, p in enumerate(placements)
+        if isinstance(p, str) and p.startswith("/")
+    ]
+    return plain + late
+
+
+def split_factor(placements: tuple[int | str, ...], sizes, at: int) -> int:
+    """Into how many pieces later dimensions of the mesh cut before dimension ``at`` does."""
+    dim = int(str(placements[at])[1:])
+    return math.prod(
+        sizes[i] for i in range(at + 1, len(sizes)) if placements[i] == dim
+    )

@@ -1,0 +1,356 @@
+"""What plans are drawn from: mostly what has to train, and now and then what has to be refused."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from muon_fuzz_plans import (
+    Add,
+    Config,
+    Flags,
+    Freeze,
+    Matrix,
+    Mesh,
+    Options,
+    Plan,
+    Reload,
+    Replace,
+    Step,
+    Twist,
+    WORLD,
+)
+
+
+# Few enough to be made once, whole and as slices that stand beside each other.
+WHOLE = [
+    Mesh((4,), (0, 1, 2, 3)),
+    Mesh((4,), (2, 0, 3, 1)),
+    Mesh((2, 2), (0, 1, 2, 3)),
+    Mesh((2, 2), (3, 1, 2, 0)),
+    Mesh((4, 1), (0, 1, 2, 3)),
+    Mesh((1, 4), (1, 0, 3, 2)),
+    Mesh((2, 1, 2), (0, 1, 2, 3)),
+    Mesh((2, 2, 1), (0, 2, 1, 3)),
+]
+PARTS = [
+    Mesh((3,), (0, 1, 2)),
+    Mesh((3,), (3, 1, 0)),
+    Mesh((2,), (0, 1)),
+    Mesh((2,), (2, 1)),
+    Mesh((2,), (2, 3)),
+    Mesh((2,), (0, 3)),
+    Mesh((1,), (3,)),
+    Mesh((3, 1), (1, 2, 3)),
+    Mesh((1, 2), (2, 0)),
+]
+SLICES = [
+    Mesh((2, 2), (0, 1, 2, 3), (0,)),
+    Mesh((2, 2), (0, 1, 2, 3), (1,)),
+    Mesh((4, 1), (0, 1, 2, 3), (1,)),
+    Mesh((2, 1, 2), (0, 1, 2, 3), (0, 1)),
+]
+SIDES = (8, 1, 0, 2, 3, 4, 5, 7, 9, 16)
+DTYPES = ("float32", "float32", "float64", "bfloat16", "float16")
+WRONG_ASSIGNMENTS = (
+    "none",
+    "list",
+    "missing",
+    "doubled",
+    "unknown rank",
+    "unknown index",
+    "words",
+    "nothing",
+    "number",
+)
+
+
+def one_of(*values):
+    return st.sampled_from(values)
+
+
+def rarely():
+    return st.integers(0, 7).map(lambda drawn: drawn == 7)
+
+
+@st.composite
+def options(draw, partial):
+    """Of a group; few of them."""
+    choices = {
+        "lr": (0.1, 0.02, 0.0, 0.05 if partial else (0.05,)),
+        "weight_decay": (0.0, 0.5),
+        "nesterov": (False,),
+        "ns_steps": (1, 3, 0),
+        "eps": (100.0,),
+        "adjust_lr_fn": ("original", "match_rms_adamw", "spectral_unclamped"),
+        "foreach": (None, False, True),
+        "ns_algorithm": ("gram",),
+        "ns_coefficients": ((2.0, -1.5, 0.5),),
+    }
+    if not partial:
+        choices["momentum"] = (0.5, 0.0)
+    names = draw(st.lists(one_of(*choices), unique=True, max_size=3))
+    found = [(name, draw(one_of(*choices[name]))) for name in names]
+    if partial:
+        # What is exact in any order.
+        found.append(("momentum", 0.5))
+    return tuple(found)
+
+
+@st.composite
+def placements(draw, mesh, ndim, partial=False):
+    count = len(mesh.shape)
+    if count > 1 and draw(rarely()):
+        dim = draw(st.integers(0, ndim - 1))
+        between = [draw(one_of("R", dim)) for _ in range(count - 2)]
+        return (f"/{dim}", *between, dim)
+    kinds = [*range(ndim), "R"] + ["P"] * partial
+    return tuple(draw(one_of(*kinds)) for _ in range(count))
+
+
+@st.composite
+def shapes(draw, batched):
+    shape = draw(one_of(*SIDES)), draw(one_of(*SIDES))
+    if batched and draw(st.booleans()):
+        leading = st.lists(st.integers(0, 4), min_size=1, max_size=2)
+        return (*draw(leading), *shape)
+    return shape
+
+
+@st.composite
+def dtensors(draw, batched, partial, meshes):
+    mesh = draw(one_of(*meshes))
+    shape = draw(shapes(batched))
+    partial = partial and len(shape) == 2
+    placed = draw(placements(mesh, len(shape), partial))
+    return Matrix(
+        shape,
+        mesh,
+        placed,
+        "float32" if "P" in placed else draw(one_of(*DTYPES)),
+        turned="P" not in placed and draw(rarely()),
+        frozen=draw(rarely()),
+    )
+
+
+@st.composite
+def plain(draw, batched, config, later=False):
+    """Pieces under process groups, else each rank's own matrices."""
+    shape = draw(shapes(batched))
+    tp_dim = None
+    if config.tp_int:
+        tp_dim = 0
+    elif config.dims_of("tp") and not later:
+        tp_dim = draw(st.none() | st.integers(-2, len(shape) - 1))
+    return Matrix(
+        shape,
+        dtype=draw(one_of(*DTYPES)),
+        turned=draw(rarely()),
+        frozen=draw(rarely()),
+        tp_dim=tp_dim,
+        how=draw(one_of("chunk", "balanced", "last")),
+        expert=bool(config.dims_of("ep")) and not later and draw(st.booleans()),
+    )
+
+
+@st.composite
+def configs(draw):
+    kind = draw(one_of("dtensor", "dtensor", "groups", "groups", "auto"))
+    if kind == "auto":
+        return Config(kind)
+    mesh, kinds = None, ()
+    if kind == "groups":
+        mesh = draw(one_of(*WHOLE, *PARTS))
+        names = ("fsdp", "tp", "ddp", "cp", "ep", None)
+        kinds = tuple(draw(st.permutations(names))[: len(mesh.sizes)])
+    return Config(
+        kind,
+        draw(st.booleans()),
+        draw(st.integers(0, 3)),
+        draw(one_of("built", "built", "built", "assigned", "wrapped")),
+        mesh,
+        kinds,
+        "tp" in kinds and draw(rarely()),
+    )
+
+
+def meshes_under(config):
+    """Of DTensors beside process groups, which all of these groups' ranks have to hold."""
+    if config.mesh is None:
+        return [*WHOLE, *PARTS, *SLICES]
+    return [m for m in (*WHOLE, *PARTS) if set(m.ranks) == set(config.mesh.ranks)]
+
+
+@st.composite
+def matrices(draw, config, batched, partial, later=False):
+    beside = dtensors(batched, partial, meshes_under(config))
+    own = plain(batched, config, later)
+    if config.mesh is None:
+        return draw(st.one_of(beside, beside, beside, own))
+    # Owners of a DTensor that has replicas on other meshes are not for a user's assign_fn to guess.
+    with_dtensors = config.functions == "built"
+    return draw(st.one_of(own, own, beside) if with_dtensors else own)
+
+
+@st.composite
+def twists(draw, plan, given_now, later=False):
+    """Something that is wrong with what is ``given_now``, and that a rank can tell the others."""
+    config, kinds = plan.config, []
+    stacks = any(len(m.shape) > 2 for m in plan.all_matrices() + given_now)
+    plain_functions = config.functions == "built"
+    shared = [
+        (number, rank)
+        for number, matrix in enumerate(given_now)
+        for rank in range(WORLD)
+        if len(plan.sharing(matrix, rank)) > 1 and len(matrix.shape) == 2
+    ]
+    if shared and not stacks and plain_functions:
+        kinds += ["dtype", "shape", "flat", "frozen"]
+        kinds += [] if later else ["missing", "prefetch"]
+    if plain_functions:
+        kinds.append("twice")
+    if config.kind != "auto" and not later:
+        kinds.append("assign")
+    if config.mesh is not None and not later:
+        kinds += ["tp", "expert"]
+        if "fsdp" in config.kinds and "ddp" not in config.kinds:
+            kinds.append("groups")
+    if not kinds:
+        return None
+    kind = draw(one_of(*kinds))
+    number, rank = draw(one_of(*shared)) if shared else (0, -1)
+    matrix = given_now[number]
+    if kind == "shape" and (matrix.mesh is None or config.mesh is not None):
+        return None
+    if kind == "prefetch" and config.kind == "auto":
+        return None
+    if kind == "missing":
+        alike = [
+            m
+            for m in given_now
+            if m.mesh == matrix.mesh
+            and plan.sharing(m, rank) == plan.sharing(matrix, rank)
+        ]
+        if len(alike) < 2:
+            return None
+    if kind in ("twice", "groups"):
+        return Twist(kind, -1, number)
+    if stacks:
+        rank = -1
+    elif kind in ("assign", "tp", "expert"):
+        rank = draw(one_of(-1, rank))
+    value = None
+    if kind == "assign":
+        value = draw(one_of(*WRONG_ASSIGNMENTS))
+    if kind == "tp":
+        value = draw(one_of(9, -9))
+    return Twist(kind, rank, number, value)
+
+
+def renumbered(twist, first):
+    return None if twist is None else twist._replace(matrix=twist.matrix + first)
+
+
+@st.composite
+def actions(draw, plan, batched, partial):
+    """What happens between construction and the last step."""
+    present, config, found = list(plan.matrices), plan.config, []
+    builders = {r for m in plan.matrices for r in range(WORLD) if plan.sharing(m, r)}
+    for _ in range(draw(st.integers(0, 4))):
+        kind = draw(
+            one_of(
+                "step", "step", "flags", "options", "freeze", "add", "load", "replace"
+            )
+        )
+        number = draw(st.integers(0, len(present) - 1))
+        matrix = present[number]
+        last = max((i for i, a in enumerate(found) if isinstance(a, Step)), default=-1)
+        # What ranks find out together while they assign anew, the others do not hear of.
+        settled = not any(isinstance(a, (Freeze, Replace)) for a in found[last + 1 :])
+        if kind == "step":
+            found.append(draw(steps(present)))
+        elif kind == "flags":
+            found.append(draw(flags(plan, present, settled)))
+        elif kind == "options":
+            changes = one_of(
+                ("lr", 0.05),
+                ("weight_decay", 0.25),
+                ("nesterov", False),
+                ("ns_steps", 2),
+                ("ns_steps", 100),
+                ("ns_algorithm", "no"),
+                ("adjust_lr_fn", "match_rms_adamw"),
+            )
+            at = draw(st.integers(0, len(plan.options) - 1))
+            found.append(Options(at, (draw(changes),)))
+        elif kind == "freeze":
+            found.append(Freeze(number, draw(st.booleans())))
+        elif kind == "load":
+            found.append(Reload(draw(one_of("same", "new", "whole"))))
+        elif kind == "replace" and matrix.mesh is not None and not matrix.partial:
+            placed = draw(placements(matrix.mesh, len(matrix.shape)))
+            placed = placed if matrix.mesh.in_order else matrix.placements
+            found.append(Replace(number, placed, draw(st.booleans())))
+        elif kind == "add" and settled:
+            more = st.lists(
+                matrices(config, batched, partial, later=True), min_size=1, max_size=2
+            )
+            new = tuple(draw(more))
+            holders = {r for m in new for r in range(WORLD) if plan.sharing(m, r)}
+            if holders <= builders:
+                twist = draw(twists(plan, new, later=True)) if draw(rarely()) else None
+                twist = renumbered(twist, len(present))
+                found.append(Add(new, draw(options(partial)), twist))
+                present += new
+    return (*found, draw(steps(present)))
+
+
+@st.composite
+def steps(draw, present):
+    kinds = st.tuples(
+        st.integers(0, len(present) - 1),
+        one_of("none", "zero", "expanded", "turned", "replicated", "summed"),
+    )
+    drawn = dict(draw(st.lists(kinds, max_size=3)))
+    return Step(tuple(sorted(drawn.items())))
+
+
+@st.composite
+def flags(draw, plan, present, settled):
+    asynchronous = draw(st.booleans())
+    if draw(rarely()):
+        return Flags(asynchronous, draw(one_of(-1, True, 2.5, None, "1")))
+    rank = -1
+    linked = [r for r in range(WORLD) if len(plan.linked(r, present)) > 1]
+    alike = all(len(m.shape) == 2 for m in present)
+    if (
+        settled
+        and linked
+        and alike
+        and plan.config.functions != "wrapped"
+        and draw(rarely())
+    ):
+        rank = draw(one_of(*linked))
+    return Flags(asynchronous, draw(st.integers(0, 3)), rank)
+
+
+@st.composite
+def plans(draw):
+    config = draw(configs())
+    batched = config.functions != "wrapped" and draw(rarely())
+    partial = draw(rarely())
+    drawn = st.lists(matrices(config, batched, partial), min_size=1, max_size=6)
+    given_now = draw(drawn)
+    of_groups = tuple(draw(st.lists(options(partial), min_size=1, max_size=3)))
+    groups = st.integers(0, len(of_groups) - 1)
+    given_now = tuple(m._replace(group=draw(groups)) for m in given_now)
+    limits = {
+        "max_buckets": draw(st.integers(1, 4)),
+        "bucket_bytes": draw(one_of(2**20, 64, 300)),
+        "max_replicas": draw(one_of(4, 1, 2)),
+        "peers": draw(one_of(512, 512, 1, 2)),
+        "relay_bytes": draw(one_of(2**20, 40)),
+        "node": draw(one_of(4, 1, 2)),
+    }
+    plan = Plan(config, given_now, of_groups, batched, tuple(limits.items()))
+    twist = draw(twists(plan, given_now)) if draw(rarely()) else None
+    plan = plan._replace(twist=twist)
+    return plan._replace(actions=draw(actions(plan, batched, partial)))
