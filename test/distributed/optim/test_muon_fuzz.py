@@ -5,27 +5,19 @@ One set of processes plays what is drawn here, on meshes and process groups of o
 that fails is shrunk to the least that still does.
 """
 
-import os
-import sys
-
-import torch.distributed as dist
 from torch.testing._internal.common_distributed import requires_gloo
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed._muon.fuzz_settings import (
+    fuzz,
+    skip_without_hypothesis,
+)
+from torch.testing._internal.distributed._muon.fuzz_workers import Workers
 
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_fuzz_settings import fuzz, skip_without_hypothesis
-from muon_fuzz_workers import Workers
-
-
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
 
 skip_without_hypothesis(__name__)
 from hypothesis import event, given
-from muon_fuzz_plans import WORLD
-from muon_fuzz_strategies import plans
+from torch.testing._internal.distributed._muon.fuzz_plans import WORLD
+from torch.testing._internal.distributed._muon.fuzz_strategies import plans
 
 
 @requires_gloo()

@@ -1,8 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """The schedule of layouts that nobody thought of, played by all ranks in one process."""
 
-import os
-import sys
 from collections import Counter
 from dataclasses import replace
 from unittest import mock
@@ -13,11 +11,16 @@ from torch.optim._muon_engine.schedule import buckets, specs
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners
 from torch.testing._internal.common_utils import run_tests, TestCase
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_fuzz_settings import fuzz, skip_without_hypothesis
-from muon_schedule_helpers import flat_layout, grid_layout, PlayedSchedules, World
+from torch.testing._internal.distributed._muon.common_schedules import (
+    flat_layout,
+    grid_layout,
+    PlayedSchedules,
+    World,
+)
+from torch.testing._internal.distributed._muon.fuzz_settings import (
+    fuzz,
+    skip_without_hypothesis,
+)
 
 
 skip_without_hypothesis(__name__)

@@ -10,11 +10,11 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from muon_fuzz_plans import WORLD
+from torch.testing._internal.distributed._muon.fuzz_plans import WORLD
 
 
 if TYPE_CHECKING:
-    from muon_fuzz_plans import Plan
+    from torch.testing._internal.distributed._muon.fuzz_plans import Plan
 
 
 # Seconds after which ranks that have not come back never will.
@@ -25,7 +25,7 @@ PLANS_A_LIFE = 400
 
 def work(rank: int, port: int, pipe: connection.Connection) -> None:
     """One rank: plays what comes through ``pipe`` until that is None."""
-    from muon_fuzz_player import Player, TIMEOUT
+    from torch.testing._internal.distributed._muon.fuzz_player import Player, TIMEOUT
 
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port, WORLD, is_master=False)

@@ -18,7 +18,21 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from muon_fuzz_plans import (
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import Muon
+from torch.optim._muon_engine.schedule import buckets, specs
+from torch.optim.muon import create_auto_config, create_dtensor_config
+from torch.testing._internal.distributed._muon.common_muon import (
+    equal,
+    full,
+    local,
+    moved_alike,
+    sizes_of,
+)
+from torch.testing._internal.distributed._muon.fuzz_plans import (
     Add,
     Flags,
     Freeze,
@@ -34,14 +48,6 @@ from muon_fuzz_plans import (
     Twist,
     WORLD,
 )
-from muon_test_helpers import equal, full, local, moved_alike, sizes_of
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim import Muon
-from torch.optim._muon_engine.schedule import buckets, specs
-from torch.optim.muon import create_auto_config, create_dtensor_config
 
 
 # What a configuration may be refused with.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from muon_fuzz_plans import (
+from torch.testing._internal.distributed._muon.fuzz_plans import (
     Add,
     Config,
     Flags,
