@@ -7,11 +7,12 @@ bit by bit.
 
 import copy
 import functools
-import importlib.util
+import importlib
 import inspect
 import itertools
 import json
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -41,6 +42,10 @@ from torch.testing._internal.common_utils import (
 )
 
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_stock_helpers import needs_stock, stock
+
+
 def setUpModule():
     # The matrices are small: threads would cost more than they give, above all on a busy machine.
     global threads_before
@@ -64,27 +69,6 @@ FUNCTIONAL_DEFAULTS = {
     "adjust_lr_fn": None,
     "has_complex": False,
 }
-
-
-@functools.cache
-def stock():
-    """The module that stood where torch.optim._muon stands now; None where nobody kept it."""
-    kept = Path(torch.__file__).parent / ".muon_overlay/original/optim/_muon.py"
-    if not kept.exists():
-        return None
-    # Of the package torch.optim, so that its relative imports find what they mean.
-    name = "torch.optim._stock_muon"
-    spec = importlib.util.spec_from_file_location(name, kept)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-needs_stock = unittest.skipIf(
-    stock() is None,
-    "the torch.optim.Muon that was replaced is not kept beside this torch",
-)
 
 
 @functools.cache
