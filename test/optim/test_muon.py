@@ -1129,6 +1129,27 @@ class TestMuonErrors(TestCase):
             with self.assertRaisesRegex(ValueError, words):
                 optimizer.step()
 
+    def test_state_dict_of_something_else(self):
+        """torch.optim takes any that has as many parameters."""
+        params = [("up", nn.Parameter(torch.randn(4, 6)))]
+        muon = Muon(params, lr=0.1)
+        others = [
+            (torch.optim.AdamW, (4, 6), r"not of a Muon.*\[0\] lacks \['momentum'"),
+            (torch.optim.SGD, (4, 6), r"lacks \['ns_coefficients'.* has \['dampening'"),
+            (Muon, (6, 4), r"parameter 0 'up' of shape \(4, 6\) has shape \(6, 4\)"),
+        ]
+        for cls, shape, pattern in others:
+            param = nn.Parameter(torch.randn(shape))
+            param.grad = torch.ones(shape)
+            optimizer = cls([param], lr=0.5)
+            optimizer.step()
+            with self.assertRaisesRegex(ValueError, pattern):
+                muon.load_state_dict(optimizer.state_dict())
+            self.assertEqual(muon.param_groups[0]["lr"], 0.1)
+            self.assertFalse(muon.state)
+            params[0][1].grad = torch.ones(4, 6)
+            copy.deepcopy(muon).step()
+
 
 class TestOptimizerDatabase(TestCase):
     @property

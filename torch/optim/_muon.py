@@ -58,6 +58,8 @@ _BATCH_BYTES = 64 * 1024**2
 _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 
 _NS_ALGORITHMS = ("quintic", "gram")
+# Options that checkpoints of the first Muon do not have.
+_LATER_OPTIONS = {"foreach": None, "ns_algorithm": "quintic"}
 # From such a quotient of its sides on, a matrix is iterated by its small Gram matrix.
 _GRAM_RATIO = 1.5
 # The Gram matrix is computed anew before small singular values have grown by more than this. In bfloat16
@@ -579,14 +581,40 @@ class Muon(Optimizer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy brings its defaults along, load_state_dict() does not.
+        if "defaults" not in state:
+            self._check_loaded(state)
         super().__setstate__(state)
         self.__dict__.setdefault("_distributed_config", None)
         self.__dict__.setdefault("_engine", None)
         self.__dict__.setdefault("_needs_config", False)
         self.__dict__.setdefault("_allow_batched_matrices", False)
         for group in (self.defaults, *self.param_groups):
-            group.setdefault("foreach", None)
-            group.setdefault("ns_algorithm", "quintic")
+            for name, value in _LATER_OPTIONS.items():
+                group.setdefault(name, value)
+
+    def _check_loaded(self, loaded: dict[str, Any]) -> None:
+        """Raises ValueError, before anything changes, where another optimizer or model wrote ``loaded``."""
+        needed = [name for name in _MuonFormulas._fields if name not in _LATER_OPTIONS]
+        index = 0
+        for number, (mine, group) in enumerate(
+            zip(self.param_groups, loaded["param_groups"], strict=True)
+        ):
+            lacking = [name for name in needed if name not in group]
+            if lacking:
+                raise ValueError(
+                    f"this state_dict is not of a Muon: its param_groups[{number}] lacks {lacking} and has "
+                    f"{sorted(group.keys() - {'params', 'param_names'})}"
+                )
+            for name, param in self._named(mine):
+                buffer = loaded["state"].get(param, {}).get("momentum_buffer")
+                if buffer is not None and buffer.shape != param.shape:
+                    which = f"parameter {index}" + (f" {name!r}" if name else "")
+                    raise ValueError(
+                        f"this state_dict is of another model: the momentum buffer of {which} of shape "
+                        f"{tuple(param.shape)} has shape {tuple(buffer.shape)}"
+                    )
+                index += 1
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -147,8 +147,12 @@ class TestMuonState(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         for buffer in (torch.zeros(7, 8), place(torch.zeros(7, 8), small)):
             twins = self.trained(specs(mesh_of(4), [(S0,)], [(8, 8)]))
             state_dict = twins.optimizer.state_dict()
+            # Into the optimizer's own state, too, as no state_dict() can.
             state_dict["state"][0]["momentum_buffer"] = buffer
-            self.replace_optimizer(twins, state_dict)
+            with self.everywhere(f"{type(buffer)}"):
+                with self.assertRaisesRegex(ValueError, pattern):
+                    self.replace_optimizer(twins, state_dict)
+            twins.optimizer.state[twins.params[0]]["momentum_buffer"] = buffer
             twins.set_gradients()
             before = local(twins.params[0].detach()).clone()
             with self.everywhere(f"{type(buffer)}"):
