@@ -1,26 +1,55 @@
 # Owner(s): ["oncall: distributed"]
-"""Checkpoints of the distributed Muon by torch.distributed.checkpoint, resumed on other meshes."""
+"""Checkpoints of the distributed Muon as in life: resumed elsewhere, killed, written on the side, foreign."""
 
+import copy
+import io
+import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
+    StateDictOptions,
 )
+from torch.optim import Muon
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
 )
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import run_tests, TestCase
 
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+TEST = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, os.path.join(TEST, "optim"))
+sys.path.insert(0, os.path.join(TEST, "distributed", "optim"))
+from muon_checkpoint_helpers import (
+    alone,
+    fsdp1,
+    fsdp1_flat,
+    fsdp2,
+    fsdp2_tp,
+    hsdp,
+    Job,
+    set_state,
+    Stage,
+    state_of,
+    Uninterrupted,
+)
+from muon_stock_helpers import needs_stock, stock
 from muon_test_helpers import (
     everyone,
     GlooOnCPU,
@@ -28,6 +57,7 @@ from muon_test_helpers import (
     local,
     mesh_of,
     ParityAssertions,
+    place,
     R,
     S0,
     S1,
@@ -42,6 +72,7 @@ if not dist.is_available():
 
 
 SHAPES_OF_MODEL = [(8, 8), (7, 5), (3, 9), (16, 12)]
+OPTIONS = {"lr": 0.02, "momentum": 0.8, "weight_decay": 0.3}
 
 
 class Model(torch.nn.Module):
@@ -53,11 +84,26 @@ class Model(torch.nn.Module):
             self.register_parameter(f"w{i}", param)
 
 
-@requires_gloo()
-class TestMuonCheckpoints(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
-    world_size = 4
+def model_on(mesh, *placements):
+    return [
+        Spec(shape, mesh, placements[i % len(placements)])
+        for i, shape in enumerate(SHAPES_OF_MODEL)
+    ]
 
+
+def load(twins, path, **options):
+    """Reads a checkpoint into parameters that have other values until then."""
+    for param in twins.params:
+        local(param.detach()).zero_()
+    model = Model(twins.params)
+    state = state_of(model, twins.optimizer)
+    dcp.load(state, checkpoint_id=path, **options)
+    set_state(model, twins.optimizer, state)
+
+
+class Directories(ParityAssertions):
     def directory(self):
+        """The same new one on every rank."""
         made = tempfile.mkdtemp() if self.rank == 0 else None
         path = everyone(made)[0]
 
@@ -69,92 +115,417 @@ class TestMuonCheckpoints(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.addCleanup(remove)
         return path
 
-    def saved(self, twins, path):
-        model = Model(twins.params)
-        state = {
-            "model": model.state_dict(),
-            "optimizer": get_optimizer_state_dict(model, twins.optimizer),
-        }
-        dcp.save(state, checkpoint_id=path)
 
-    def loaded(self, twins, path, placed, group=None):
-        """Twins on ``placed`` that go on from what was saved: other values until it is loaded."""
+@requires_gloo()
+class TestMuonCheckpoints(GlooOnCPU, Directories, MultiProcContinuousTest):
+    world_size = 4
+
+    def trained(self, placed, steps=3):
+        twins = Twins(placed, **OPTIONS)
+        self.assertTrainsAlike(twins, steps)
+        return twins
+
+    def resumed(self, twins, path, placed, **options):
+        """Twins on ``placed`` that go on from ``path`` where ``twins`` are."""
         there = Twins(placed, seed=twins.seed)
-        for param in there.params:
-            local(param.detach()).zero_()
-        model = Model(there.params)
-        state = {
-            "model": model.state_dict(),
-            "optimizer": get_optimizer_state_dict(model, there.optimizer),
-        }
-        dcp.load(
-            state,
-            checkpoint_id=path,
-            process_group=group,
-            no_dist=group is not None and dist.get_world_size(group) == 1,
-        )
-        model.load_state_dict(state["model"])
-        set_optimizer_state_dict(model, there.optimizer, state["optimizer"])
+        load(there, path, **options)
         there.single, there.singles = twins.single, twins.singles
         there.steps = twins.steps
-        return there
-
-    def check_resumes(self, source, target, group=None):
-        path = self.directory()
-        twins = Twins(source, momentum=0.8, lr=0.02)
-        self.assertTrainsAlike(twins, 3)
-        self.saved(twins, path)
-        there = self.loaded(twins, path, target, group)
-        self.assertEqual(there.optimizer.param_groups[0]["momentum"], 0.8)
         self.assertParity(there, "as loaded")
-        self.assertTrainsAlike(there, 3)
         return there
 
-    def model_on(self, mesh, *placements):
-        return [
-            Spec(shape, mesh, placements[i % len(placements)])
-            for i, shape in enumerate(SHAPES_OF_MODEL)
-        ]
+    def check_resumes(self, source, target):
+        path = self.directory()
+        twins = self.trained(source)
+        dcp.save(state_of(Model(twins.params), twins.optimizer), checkpoint_id=path)
+        there = self.resumed(twins, path, target)
+        self.assertEqual(there.optimizer.param_groups[0]["momentum"], 0.8)
+        self.assertTrainsAlike(there, 3)
 
     def test_checkpoint_resumes_on_the_same_mesh(self):
         mesh = mesh_of(4)
-        placed = self.model_on(mesh, (S0,), (R,), (S1,))
+        placed = model_on(mesh, (S0,), (R,), (S1,))
         self.check_resumes(placed, placed)
 
     def test_checkpoint_resumes_on_another_placement(self):
         grid = grid_of(2, 2)
         self.check_resumes(
-            self.model_on(mesh_of(4), (S0,), (S1,)),
-            self.model_on(grid, (R, S1), (S1, S0), (S0, R)),
+            model_on(mesh_of(4), (S0,), (S1,)),
+            model_on(grid, (R, S1), (S1, S0), (S0, R)),
         )
-
-    def test_checkpoint_of_four_resumes_on_two(self):
-        pair = mesh_of(2)
-        there = self.check_resumes(
-            self.model_on(mesh_of(4), (S0,), (R,)),
-            self.model_on(pair, (S0,), (S1,)),
-            pair.get_group(),
-        )
-        self.assertEqual(len(there.optimizer.assignments), 2)
-
-    def test_checkpoint_of_four_resumes_on_one(self):
-        one = mesh_of(1)
-        there = self.check_resumes(
-            self.model_on(mesh_of(4), (S0,), (S1,)),
-            self.model_on(one, (S0,)),
-            one.get_group(),
-        )
-        self.assertEqual(list(there.optimizer.assignments), [self.rank])
 
     def test_reading_the_state_of_a_fresh_optimizer_changes_no_parameter(self):
         mesh = mesh_of(4)
-        twins = Twins(self.model_on(mesh, (S0,), (R,), (S1,)))
+        twins = Twins(model_on(mesh, (S0,), (R,), (S1,)))
         before = [local(p).detach().clone() for p in twins.params]
         state = get_optimizer_state_dict(Model(twins.params), twins.optimizer)
         self.assertEqual(len(state["state"]), len(twins.params))
         for param, old in zip(twins.params, before):
             self.assertTrue(torch.equal(local(param), old))
         self.assertTrainsAlike(twins)
+
+    def test_steps_while_a_checkpoint_is_written(self):
+        placed = model_on(mesh_of(4), (S0,), (R,), (S1,))
+        goes_on = threading.Event()
+
+        class Waiting(DefaultSavePlanner):
+            def resolve_data(self, write_item):
+                if not goes_on.wait(60):
+                    raise TimeoutError
+                return super().resolve_data(write_item)
+
+        twins, path = self.trained(placed), self.directory()
+        # Of its own: what the thread sends must not come between what a step sends.
+        group = dist.new_group(backend="gloo")
+        writing = dcp.async_save(
+            state_of(Model(twins.params), twins.optimizer),
+            checkpoint_id=path,
+            planner=Waiting(),
+            process_group=group,
+        )
+        self.assertTrainsAlike(twins, 2)
+        with self.everywhere():
+            self.assertFalse(writing.done())
+        goes_on.set()
+        writing.result(60)
+        self.assertTrainsAlike(twins, 1)
+        there = self.resumed(self.trained(placed), path, placed)
+        self.assertTrainsAlike(there, 3)
+        with self.everywhere():
+            for mine, its in zip(there.params, twins.params):
+                self.assertTrue(torch.equal(local(mine), local(its)))
+        dist.destroy_process_group(group)
+
+    # Stock
+
+    @needs_stock
+    def test_file_of_stock(self):
+        """Stock trained whole matrices; ours goes on with pieces of them."""
+        for placed in (
+            model_on(mesh_of(4), (S0,), (R,), (S1,)),
+            model_on(grid_of(2, 2), (R, S0), (S0, S1)),
+        ):
+            twins = Twins(placed)
+            twins.single = stock().Muon(twins.singles, **OPTIONS)
+            for _ in range(3):
+                twins.set_gradients()
+                twins.single.step()
+            file = io.BytesIO()
+            torch.save([twins.singles, twins.single.state_dict()], file)
+            file.seek(0)
+            wholes, state = torch.load(file)
+            with torch.no_grad():
+                for param, whole, spec in zip(twins.params, wholes, placed):
+                    param.copy_(place(whole.detach(), spec))
+            twins.optimizer.load_state_dict(state)
+            self.assertTrainsAlike(twins)
+
+    @needs_stock
+    def test_file_for_stock(self):
+        twins = self.trained(model_on(grid_of(2, 2), (R, S0), (S0, S1)))
+        file = io.BytesIO()
+        state = state_of(Model(twins.params), twins.optimizer, full_state_dict=True)
+        torch.save(state["optimizer"], file)
+        file.seek(0)
+        twins.single = stock().Muon(twins.singles)
+        # With gradients there would be no state to be read.
+        twins.single.zero_grad()
+        whole = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(
+            Model(twins.singles), twins.single, torch.load(file), options=whole
+        )
+        self.assertTrainsAlike(twins)
+
+    @needs_stock
+    def test_checkpoint_of_stock_on_dtensors(self):
+        # The one placement that its updates keep: Shard(0), evenly.
+        shapes = [(8, 8), (16, 12)]
+        placed = [Spec(shape, mesh_of(4), (S0,)) for shape in shapes]
+        before, path = Twins(placed), self.directory()
+        optimizer = stock().Muon(before.params, **OPTIONS)
+        for _ in range(2):
+            before.set_gradients()
+            optimizer.step()
+        dcp.save(state_of(Model(before.params), optimizer), checkpoint_id=path)
+        twins = Twins([Spec(shape, grid_of(2, 2), (S0, S1)) for shape in shapes])
+        # Stock has no such option to save.
+        with self.everywhere():
+            with self.assertRaisesRegex(CheckpointException, "param_groups.0.foreach"):
+                load(twins, path)
+        load(twins, path, planner=DefaultLoadPlanner(allow_partial_load=True))
+        # Its sums over shards round otherwise, so the comparison begins where it left off.
+        state = state_of(Model(before.params), optimizer, full_state_dict=True)
+        with torch.no_grad():
+            for single, param in zip(twins.singles, before.params):
+                single.copy_(param.full_tensor())
+        set_optimizer_state_dict(Model(twins.singles), twins.single, state["optimizer"])
+        self.assertTrainsAlike(twins)
+        self.assertEqual(twins.optimizer.param_groups[0]["lr"], 0.02)
+
+    # Another optimizer's, another model's
+
+    def assertRefused(self, twins, pattern, call, error=ValueError):
+        """``call`` raises on every rank, and ``twins`` go on as if nothing had been."""
+        with self.everywhere(pattern):
+            with self.assertRaisesRegex(error, pattern):
+                call()
+        self.assertTrainsAlike(twins, 2)
+
+    def other_checkpoints(self, placed):
+        """Of AdamW, and of a Muon with one matrix turned."""
+        other = [spec._replace(shape=spec.shape[::-1]) for spec in placed]
+        for cls, specs in (
+            (torch.optim.AdamW, placed),
+            (Muon, [*placed[:3], other[3]]),
+        ):
+            trained = Twins(specs, seed=7)
+            trained.set_gradients()
+            optimizer = trained.optimizer if cls is Muon else cls(trained.params)
+            optimizer.step()
+            yield trained.params, optimizer
+
+    def test_state_dict_of_something_else(self):
+        placed = model_on(mesh_of(4), (S0,), (S1,))
+        patterns = [
+            r"not of a Muon: its param_groups\[0\] lacks \['momentum'.* has .*'betas'",
+            r"parameter 3 of shape \(16, 12\) has shape \(12, 16\)",
+        ]
+        twins = self.trained(placed)
+        for (params, optimizer), pattern in zip(
+            self.other_checkpoints(placed), patterns
+        ):
+            state = optimizer.state_dict()
+            self.assertRefused(
+                twins, pattern, lambda: twins.optimizer.load_state_dict(state)
+            )
+            for full_state in (False, True):
+                state = state_of(Model(params), optimizer, full_state_dict=full_state)
+                self.assertRefused(
+                    twins,
+                    pattern,
+                    lambda: set_optimizer_state_dict(
+                        Model(twins.params),
+                        twins.optimizer,
+                        copy.deepcopy(state["optimizer"]),
+                        options=StateDictOptions(full_state_dict=full_state),
+                    ),
+                )
+
+    def test_checkpoint_of_something_else(self):
+        """torch.distributed.checkpoint has names, and says them."""
+        placed = model_on(mesh_of(4), (S0,), (S1,))
+        patterns = [r"optimizer.state.w\d.momentum_buffer", r"model.w3|state.w3"]
+        twins = self.trained(placed)
+        for (params, optimizer), pattern in zip(
+            self.other_checkpoints(placed), patterns
+        ):
+            path = self.directory()
+            dcp.save(state_of(Model(params), optimizer), checkpoint_id=path)
+            state = state_of(Model(twins.params), twins.optimizer)
+            self.assertRefused(
+                twins,
+                pattern,
+                lambda: dcp.load(state, checkpoint_id=path),
+                CheckpointException,
+            )
+
+
+JOURNEY = [
+    Stage(4, fsdp2),
+    Stage(8, hsdp),
+    Stage(4, fsdp2_tp),
+    Stage(2, fsdp1),
+    Stage(1, alone),
+    Stage(4, fsdp1_flat),
+    Stage(8, fsdp2_tp),
+    Stage(4, hsdp),
+    Stage(2, fsdp2),
+]
+
+
+@requires_gloo()
+class TestMuonJourney(GlooOnCPU, Directories, MultiProcContinuousTest):
+    """From one job to the next, against a run that was never interrupted."""
+
+    world_size = 8
+
+    def travel(self, save, load):
+        folder = self.directory()
+        uninterrupted = Uninterrupted(seed=0, **OPTIONS)
+        job = None
+        for number, stage in enumerate(JOURNEY):
+            path = f"{folder}/{number}"
+            if job is not None:
+                save(job, path)
+            stage.make_meshes()
+            dist.barrier()
+            works, job = self.rank < stage.ranks, None
+            if works and number == 0:
+                job = Job(stage, 0, **OPTIONS)
+            elif works:
+                # Of other values until it is loaded.
+                job = Job(stage, number)
+                load(job, path)
+            problems = uninterrupted.problems(job.whole()) if works and number else []
+            self.assertEverywhere(problems, f"{stage} as loaded")
+            for _ in range(2):
+                gradients = uninterrupted.step()
+                if works:
+                    job.step(gradients)
+            problems = uninterrupted.problems(job.whole()) if works else []
+            self.assertEverywhere(problems, f"{stage}")
+
+    def test_checkpoints_on_other_ranks(self):
+        self.travel(Job.save, Job.load)
+
+    def test_files_on_other_ranks(self):
+        self.travel(Job.save_file, Job.load_file)
+
+
+# Jobs that are killed while they save
+
+
+def kill_this_process(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KilledInItsData(DefaultSavePlanner):
+    def __init__(self):
+        super().__init__()
+        self.items = 0
+
+    def resolve_data(self, write_item):
+        self.items += 1
+        if self.items == 3:
+            kill_this_process()
+        return super().resolve_data(write_item)
+
+
+class KilledBeforeItsEnd(FileSystemWriter):
+    """Without the name of the file that tells what there is, which it gets last."""
+
+    def finish(self, metadata, results):
+        self.fs.rename = kill_this_process
+        super().finish(metadata, results)
+
+
+class KilledInItsFile(io.FileIO):
+    def write(self, data):
+        if self.tell() > 1000:
+            kill_this_process()
+        return super().write(data)
+
+
+# The rank that is killed, by what it writes.
+KILLED = {"data": 1, "metadata": 0, "file": 0}
+
+
+def save_as(what, twins, path, killed=False):
+    state = state_of(
+        Model(twins.params), twins.optimizer, full_state_dict=what == "file"
+    )
+    if what != "file":
+        how = {}
+        if killed and what == "data":
+            how["planner"] = KilledInItsData()
+        elif killed:
+            how["storage_writer"] = KilledBeforeItsEnd(path)
+        dcp.save(state, checkpoint_id=path, **how)
+        return
+    if dist.get_rank() == 0:
+        with (KilledInItsFile if killed else io.FileIO)(path, "w") as file:
+            torch.save(state, file)
+    dist.barrier()
+
+
+def load_as(what, twins, path):
+    if what != "file":
+        load(twins, path)
+        return
+    set_state(
+        Model(twins.params), twins.optimizer, torch.load(path), full_state_dict=True
+    )
+
+
+def train_until_killed(what, folder):
+    twins = Twins(model_on(mesh_of(2), (S0,), (S1,)))
+    for _ in range(2):
+        twins.step()
+    save_as(what, twins, f"{folder}/complete")
+    twins.step()
+    try:
+        save_as(what, twins, f"{folder}/broken", dist.get_rank() == KILLED[what])
+    except (RuntimeError, CheckpointException):
+        return
+    raise AssertionError("the other rank was not killed")
+
+
+def resume(folders):
+    """Goes on from each checkpoint that is complete, as a run would that was never interrupted."""
+    for what, folder in folders.items():
+        twins = Twins(model_on(mesh_of(2), (S1,), (S0,)))
+        for _ in range(2):
+            twins.set_gradients()
+            twins.single.step()
+        # With gradients there would be no state to be read.
+        twins.optimizer.zero_grad()
+        try:
+            load_as(what, twins, f"{folder}/broken")
+        except (RuntimeError, CheckpointException):
+            pass
+        else:
+            raise AssertionError(f"{what}: what is not complete was loaded")
+        load_as(what, twins, f"{folder}/complete")
+        for _ in range(3):
+            twins.step()
+        if twins.problems():
+            raise AssertionError(f"{what}: {twins.problems()}")
+
+
+def in_a_world(rank, size, store, job, *args):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    job(*args)
+
+
+@requires_gloo()
+class TestMuonKilledWhileSaving(TestCase):
+    world_size = 2
+
+    def codes_of(self, job, *args):
+        """Exit codes of a job with processes of its own."""
+        # Threads of this process must not be forked.
+        context = multiprocessing.get_context("forkserver")
+        ranks = range(self.world_size)
+        with tempfile.NamedTemporaryFile() as store:
+            given = self.world_size, store.name, job, *args
+            processes = [
+                context.Process(target=in_a_world, args=(rank, *given))
+                for rank in ranks
+            ]
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(90)
+                process.kill()
+                process.join()
+        return [process.exitcode for process in processes]
+
+    def test_killed_while_saving(self):
+        folders = {}
+        for what, killed in KILLED.items():
+            folders[what] = tempfile.mkdtemp()
+            self.addCleanup(shutil.rmtree, folders[what])
+            expected = [-signal.SIGKILL if rank == killed else 0 for rank in range(2)]
+            codes = self.codes_of(train_until_killed, what, folders[what])
+            self.assertEqual(codes, expected, what)
+        self.assertEqual(self.codes_of(resume, folders), [0, 0])
 
 
 if __name__ == "__main__":
