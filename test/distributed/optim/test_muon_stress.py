@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""Many steps, many sizes, and the same bits each time."""
+"""Many sizes, settings that change, and the same bits each time."""
 
 import random
 
@@ -22,7 +22,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S1,
     Spec,
     specs,
-    Strategy,
     Twins,
 )
 
@@ -44,21 +43,6 @@ class TestMuonStress(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         with self.everywhere():
             for first, second in zip(*values):
                 self.assertTrue(torch.equal(first, second))
-
-    def test_hundred_and_twenty_steps(self):
-        mesh, grid = mesh_of(4), grid_of(2, 2)
-        shapes = [(8, 8), (7, 5), (3, 9), (16, 4)]
-        for twins in (
-            Twins(specs(mesh, [(S0,), (R,)], shapes) + specs(grid, [(S1, S0)], shapes)),
-            Strategy(grid, "fsdp", "tp").twins(shapes),
-        ):
-            for step in range(120):
-                # Some are without a gradient now and then, as unused experts are.
-                twins.step(missing=[step % 11] if step % 3 == 0 else ())
-                if step % 20 == 19:
-                    self.assertParity(twins, f"step {step}")
-                    for param in twins.params:
-                        self.assertTrue(local(param.detach()).isfinite().all())
 
     def test_many_sizes(self):
         draw = random.Random(0)
