@@ -14,6 +14,7 @@ from typing import NamedTuple, TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim._muon_engine.layouts import listed
 from torch.optim._muon_engine.runtime.exchange import all_to_all, TwoLevelExchange
 from torch.optim._muon_engine.schedule.specs import (
     relay_sizes,
@@ -128,6 +129,8 @@ class BucketBuffers:
     """A bucket as this rank runs it: its buffers, and the collective that is under way."""
 
     bucket: Bucket
+    # Of all matrices of the schedule.
+    layouts: Sequence[Layout]
     group: ProcessGroup | None
     # Matrices that this rank owns.
     owned: tuple[int, ...]
@@ -158,14 +161,14 @@ class BucketBuffers:
         self._phase = phase
         if self.group is None:
             return
-        if hops is None or self.two_level is None:
-            self.work = all_to_all(
-                recv.flat, send.flat, recv.splits, send.splits, self.group
-            )
-            return
         with self._named():
-            start = getattr(self.two_level, phase)
-            self.work = start(hops, recv.flat, send.flat)
+            if hops is None or self.two_level is None:
+                self.work = all_to_all(
+                    recv.flat, send.flat, recv.splits, send.splits, self.group
+                )
+            else:
+                start = getattr(self.two_level, phase)
+                self.work = start(hops, recv.flat, send.flat)
 
     def wait(self) -> None:
         if self.work is not None:
@@ -175,7 +178,8 @@ class BucketBuffers:
 
     def _named(self) -> AbstractContextManager[None]:
         what = f"{self._phase} of bucket {self.bucket.index}"
-        return _named(what, self.bucket.group)
+        layouts = (self.layouts[number] for number in self.bucket.matrices)
+        return named(what, layouts, self.bucket.group)
 
     # Between the collectives: pairs of a target and its source, for :func:`copy_all`.
 
@@ -203,6 +207,8 @@ class RelayBuffer:
     """A broadcast of one bucket along replicas, as this rank takes part in it."""
 
     bucket: Bucket
+    # Of all matrices of the schedule.
+    layouts: Sequence[Layout]
     relay: Relay
     group: ProcessGroup | None
     packed: PackedBuffer
@@ -229,16 +235,21 @@ class RelayBuffer:
 
     def start(self) -> None:
         if self.work is None:
-            self.work = dist.broadcast(
-                self.packed.flat, self.relay.source, group=self.group, async_op=True
-            )
+            with self._named():
+                self.work = dist.broadcast(
+                    self.packed.flat, self.relay.source, group=self.group, async_op=True
+                )
 
     def wait(self) -> None:
         if self.work is not None:
             work, self.work = self.work, None
-            what = f"relay of bucket {self.bucket.index} from rank {self.relay.source}"
-            with _named(what, self.relay.replicas):
+            with self._named():
                 work.wait()
+
+    def _named(self) -> AbstractContextManager[None]:
+        what = f"relay of bucket {self.bucket.index} from rank {self.relay.source}"
+        layouts = (self.layouts[number] for number in self.packed.matrices)
+        return named(what, layouts, self.relay.replicas)
 
 
 class ExchangeError(RuntimeError):
@@ -250,14 +261,15 @@ class ExchangeError(RuntimeError):
 
 
 @contextmanager
-def _named(what: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Says in the errors of a backend which exchange failed."""
+def named(what: str, layouts: Iterable[Layout], ranks: Sequence[int]) -> Iterator[None]:
+    """Says in the errors of a backend which exchange failed, and what it carried."""
     try:
         yield
     except RuntimeError as error:
+        carried = listed([layout.describe() for layout in layouts])
         raise ExchangeError(
-            f"the {what} among ranks {list(ranks)} failed. One of these ranks ended, failed before it, did not call "
-            f"step(), or changed its parameters alone: {error}",
+            f"the {what}, with {carried}, among ranks {list(ranks)} failed. One of these ranks ended, failed before it, did "
+            f"not call step(), or changed its parameters alone: {error}",
             ranks,
         ) from error
 
@@ -322,7 +334,7 @@ class Buffers:
         for specs in rings.values():
             slots = self._slots([spec for _, _, spec in specs], device)
             ring = [
-                _bucket_buffers(bucket, groups, spec, slot, passing)
+                _bucket_buffers(bucket, schedule.layouts, groups, spec, slot, passing)
                 for (_, bucket, spec), slot in zip(specs, itertools.cycle(slots))
             ]
             for buffers, follower in zip(ring, ring[prefetch_count + 1 :]):
@@ -330,7 +342,7 @@ class Buffers:
             placed += zip((place for place, _, _ in specs), ring)
         # Replicas of which one speaks for all, and the matrices that it does so for.
         self.replica_sets = [
-            (groups[ranks], matrices)
+            (ranks, groups[ranks], matrices)
             for ranks, matrices in sorted(schedule.replica_sets(rank).items())
         ]
         # All groups in one order, of which each rank runs its part.
@@ -401,6 +413,7 @@ class Buffers:
 
 def _bucket_buffers(
     bucket: Bucket,
+    layouts: Sequence[Layout],
     groups: Mapping[tuple[int, ...], ProcessGroup | None],
     spec: BucketSpec,
     slot: Slot,
@@ -409,6 +422,7 @@ def _bucket_buffers(
     back = 0 if spec.in_place else spec.gather_recv.nbytes
     return BucketBuffers(
         bucket,
+        layouts,
         groups[bucket.group],
         spec.owned,
         gather_send=PackedBuffer(spec.gather_send, slot.outer),
@@ -417,7 +431,7 @@ def _bucket_buffers(
         scatter_recv=PackedBuffer(spec.scatter_recv, slot.outer),
         kept=PackedBuffer(spec.kept, slot.inner, back + spec.scatter_send.nbytes),
         relays=[
-            RelayBuffer(bucket, relay, groups[relay.replicas], packed)
+            RelayBuffer(bucket, layouts, relay, groups[relay.replicas], packed)
             for relay, packed in passing.buffers(spec.relays)
         ],
         gather_hops=spec.gather_hops,

@@ -20,7 +20,11 @@ import torch
 from torch._C._profiler import _RecordFunctionFast
 from torch.optim._muon_engine.layouts.dtensor import local_gradient, local_part
 from torch.optim._muon_engine.process_groups import is_dry_run
-from torch.optim._muon_engine.runtime.buffers import add_contributions, copy_all
+from torch.optim._muon_engine.runtime.buffers import (
+    add_contributions,
+    copy_all,
+    named,
+)
 from torch.optim._muon_engine.runtime.grad_status import (
     GradStatus,
     GradStatuses,
@@ -224,7 +228,7 @@ class Pipeline:
         self._said: Tensor
         self._place = {number: place for place, number in enumerate(self.matrices)}
         self._places: dict[tuple[int, ...], Tensor] = {}
-        self._joining: list[tuple[Tensor, Joining]] = []
+        self._joining: list[tuple[tuple[int, ...], Sequence[int], Joining]] = []
         self._scratch = Scratch()
         # For debugging, with one owner at a time, nothing overlaps.
         self._one_by_one = schedule.one_owner_at_a_time and buffers.prefetch_count == 0
@@ -247,7 +251,7 @@ class Pipeline:
 
     def _drain(self) -> None:
         """Waits for whatever is under way, after an error."""
-        for _, joining in self._joining:
+        for *_, joining in self._joining:
             # The error that led here is the one to report.
             with suppress(Exception):
                 joining.work.wait()
@@ -299,10 +303,17 @@ class Pipeline:
             found = {key: formulas.digest for key, formulas in kinds.items()}
             digests = [found[id(m.param.formulas)] for m in matrices]
         self._said = self.statuses.said(statuses, digests, self.buffers.device)
-        for group, numbers in self.buffers.replica_sets:
-            places = self._places_of(numbers)
-            joining = self.statuses.start_joining(self._said[places], group)
-            self._joining.append((places, joining))
+        for ranks, group, numbers in self.buffers.replica_sets:
+            said = self._said[self._places_of(numbers)]
+            with self._named_joining(ranks, numbers):
+                joining = self.statuses.start_joining(said, group)
+            self._joining.append((ranks, numbers, joining))
+
+    def _named_joining(
+        self, ranks: tuple[int, ...], numbers: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        layouts = (self.matrices[number].layout for number in numbers)
+        return named("all-reduce of what replicas say", layouts, ranks)
 
     def _digests_of_values(self) -> list[int] | Tensor:
         """Of this rank's shards, as far as they have replicas; zeros of others."""
@@ -342,8 +353,9 @@ class Pipeline:
     def said(self, matrices: Sequence[int]) -> Tensor:
         """What this rank says of ``matrices``, or all of its replicas do."""
         while self._joining:
-            places, joining = self._joining.pop()
-            self._said[places] = joining.wait()
+            ranks, numbers, joining = self._joining.pop()
+            with self._named_joining(ranks, numbers):
+                self._said[self._places_of(numbers)] = joining.wait()
         return self._said[self._places_of(matrices)]
 
     def _places_of(self, numbers: Sequence[int]) -> Tensor:
