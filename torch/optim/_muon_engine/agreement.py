@@ -51,8 +51,8 @@ def agree(
     if linked:
         # A group compared early does not know yet what a later one found. There and back again, what
         # one rank knows reaches all that it is linked to through the groups.
-        for group, _ in (*shared, *reversed(shared)):
-            _, error = exchange(group, None, error)
+        for group, signatures in (*shared, *reversed(shared)):
+            _, error = exchange(group, None, error, _descriptions(signatures))
     if error is not None:
         raise error
 
@@ -72,15 +72,20 @@ def _compare(
     """
     fields = [signature.fields for signature in signatures]
     digest = hashlib.sha256(repr(fields).encode()).hexdigest()
-    told, error = exchange(group, (digest, alone), error)
+    shared = _descriptions(signatures)
+    told, error = exchange(group, (digest, alone), error, shared)
     linked = not all(alone for _, alone in told)
     # Every rank sees the same digests, and so does or does not go on to the second exchange.
     if error is None and len({digest for digest, _ in told}) > 1:
-        everyone, error = exchange(group, list(signatures), None)
+        everyone, error = exchange(group, list(signatures), None, shared)
         ranks = dist.get_process_group_ranks(group)
         difference = _first_difference(ranks, everyone)
         error = error or names_ranks(ValueError(difference))
     return linked, error
+
+
+def _descriptions(signatures: Sequence[Signature]) -> list[str]:
+    return [signature.description for signature in signatures]
 
 
 def names_ranks(error: BaseException) -> BaseException:
@@ -90,11 +95,15 @@ def names_ranks(error: BaseException) -> BaseException:
 
 
 def exchange(
-    group: ProcessGroup, value: Any, error: BaseException | None
+    group: ProcessGroup,
+    value: Any,
+    error: BaseException | None,
+    shared: Sequence[str] = (),
 ) -> tuple[list[Any], BaseException | None]:
     """``value`` of every rank of ``group``, in the group's order, and the first error of a rank.
 
-    The error of this rank comes before those of others.
+    The error of this rank comes before those of others. Where ranks cannot be reached, an error names
+    the ``shared`` parameters.
     """
     values: list[Any] = [None] * dist.get_world_size(group)
     report = None
@@ -103,10 +112,14 @@ def exchange(
     try:
         dist.all_gather_object(values, (report, value), group=group)
     except RuntimeError as failed:
+        if error is not None:
+            raise error from failed
         others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+        more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+        which = f"{shared[0]}{more}" if shared else "parameters"
         raise RuntimeError(
-            f"could not reach ranks {sorted(others)}, which share parameters with this one. One of them ended, failed, or "
-            f"did not build its Muon within the timeout: {failed}"
+            f"could not reach ranks {sorted(others)}, which share {which} with this one. One of them ended, failed, or did "
+            f"not build its Muon within the timeout: {failed}"
         ) from failed
     if error is None:
         ranks = dist.get_process_group_ranks(group)

@@ -279,11 +279,30 @@ class Engine:
             if len(ranks) == 1:
                 self._groups[ranks] = None
                 continue
-            group = self._groups[ranks] = spanning_group(ranks, known[ranks])
+            group = self._spanning_group(ranks, known[ranks], error)
+            self._groups[ranks] = group
             self._known[ranks] = known[ranks]
             signatures = self._signatures(ranks, params) if error is None else []
             shared.append((group, signatures))
         agree(shared, error)
+
+    def _spanning_group(
+        self,
+        ranks: tuple[int, ...],
+        known: Sequence[ProcessGroup],
+        error: BaseException | None = None,
+        what: str = "shards",
+    ) -> ProcessGroup:
+        try:
+            return spanning_group(ranks, known, what)
+        except RuntimeError as failed:
+            if error is not None:
+                raise error from failed
+            shared = [l.describe() for l in self.layouts if l.group == ranks]
+            raise RuntimeError(
+                f"could not make a process group of ranks {list(ranks)}, which share {listed(shared) or 'parameters'}. One "
+                f"of them ended, failed, or did not build its Muon within the timeout: {failed}"
+            ) from failed
 
     def _signatures(
         self, ranks: tuple[int, ...], params: Sequence[StepParam]
@@ -564,7 +583,9 @@ class Engine:
         for ranks in sorted(further, key=lambda ranks: (-len(ranks), ranks)):
             if ranks not in self._groups:
                 known = [group for groups in self._known.values() for group in groups]
-                self._groups[ranks] = spanning_group(ranks, known, further[ranks])
+                self._groups[ranks] = self._spanning_group(
+                    ranks, known, what=further[ranks]
+                )
         return schedule
 
     def _planned(self, params: Sequence[StepParam]) -> Schedule:

@@ -182,7 +182,8 @@ class _Merge:
                 self.parts[number],
                 placement.dim,
             )
-        reports, error = exchange(group, (self.ep_ranks, mine), error)
+        names = self.names(shared)
+        reports, error = exchange(group, (self.ep_ranks, mine), error, names)
         if error is not None:
             return error
         try:
@@ -243,6 +244,11 @@ class _Merge:
                         "from the same ones; those of experts are told apart by expert_assignments"
                     )
                 )
+
+    def names(self, shared: dict[_Name, tuple[int, GroupPlacement]]) -> list[str]:
+        """The matrices in ``shared``; all, where a group shares what other groups put together."""
+        numbers = [number for number, _ in shared.values()]
+        return [self.describe(at) for at in numbers or range(len(self.matrices))]
 
     def describe(self, number: int) -> str:
         return self.matrices[number].key.describe(self.parts[number].shape)
@@ -315,7 +321,8 @@ class _Merge:
             name: (_digest(layouts[number]), _some_of(layouts[number].group))
             for name, (number, _) in shared.items()
         }
-        reports, error = exchange(group, mine, error)
+        names = self.names(shared)
+        reports, error = exchange(group, mine, error, names)
         if error is not None:
             return error
         me = dist.get_rank()
