@@ -337,6 +337,8 @@ class CallbackStep:
         order = list(self.layouts) or list(range(len(owners)))
         self.order = [index for index in order if index in self.params]
         self.gathered: dict[int, Tensor | None] = {}
+        # What this rank does, or did when an error came.
+        self.where = ""
 
     def run(self) -> None:
         state = self.config.state
@@ -354,7 +356,8 @@ class CallbackStep:
                 state["current_param_idx"] = outside
 
     def _run(self, prefetch_count: int) -> None:
-        for param in self.params.values():
+        for index, param in self.params.items():
+            self.where = f"accumulate of {self.describe[index]}"
             if param.take_gradient() and param.grad is not None:
                 param.formulas.accumulate([param.momentum], [param.grad])
         # Ranks of a group may hold other parameters beside: each looks ahead among the group's own.
@@ -376,6 +379,7 @@ class CallbackStep:
             if self.params[index].has_grad:
                 self.look_at(index, update)
                 self.apply(index, update, whole)
+        self.where = ""
         if self.zeros:
             warnings.warn(
                 "redistribute_fn gave this rank exactly zeros as its piece of the update of matrices that other ranks own, "
@@ -393,7 +397,8 @@ class CallbackStep:
     def _group(self, index: int) -> tuple[int, ...] | None:
         return self.layouts[index].group if index in self.layouts else None
 
-    def announce(self, index: int) -> int:
+    def announce(self, index: int, what: str) -> int:
+        self.where = f"{what} of {self.describe[index]}"
         owner = self.owners[index]
         self.config.state["current_param_idx"] = index
         self.config.state["current_owner"] = owner
@@ -401,7 +406,7 @@ class CallbackStep:
 
     def gather(self, index: int) -> None:
         piece = self.piece(self.params[index])
-        owner = self.announce(index)
+        owner = self.announce(index, "gather_fn")
         whole = self.config.gather_fn(piece, owner, self.config.state)
         if whole is None and owner == self.rank:
             raise RuntimeError(
@@ -422,6 +427,7 @@ class CallbackStep:
     def orthogonalized(self, index: int, whole: Tensor | None) -> Tensor | None:
         if whole is None:
             return None
+        self.where = f"orthogonalize of {self.describe[index]}"
         formulas = self.params[index].formulas
         if self.owners[index] != self.rank:
             return whole.new_zeros(whole.shape, dtype=formulas.dtype)
@@ -429,7 +435,7 @@ class CallbackStep:
         return formulas.orthogonalize(local_part(whole)).contiguous()
 
     def redistribute(self, index: int, update: Tensor | None) -> Tensor:
-        owner = self.announce(index)
+        owner = self.announce(index, "redistribute_fn")
         piece = self.config.redistribute_fn(update, owner, self.config.state)
         if not isinstance(piece, Tensor):
             raise RuntimeError(
@@ -445,6 +451,7 @@ class CallbackStep:
         return piece
 
     def apply(self, index: int, update: Tensor, whole: Tensor | None) -> None:
+        self.where = f"apply of {self.describe[index]}"
         param = self.params[index]
         if not param.local.numel():
             # The learning rate of a matrix without columns cannot be scaled.

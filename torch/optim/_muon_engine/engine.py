@@ -26,12 +26,13 @@ from torch.optim._muon_engine.layouts.dtensor import (
     provenance,
 )
 from torch.optim._muon_engine.process_groups import (
-    absent,
     group_timeout,
     is_dry_run,
     meet,
     ranks_per_node,
     spanning_group,
+    tell_failure,
+    told_failures,
 )
 from torch.optim._muon_engine.runtime.buffers import Buffers, ExchangeError
 from torch.optim._muon_engine.runtime.grad_status import GradStatuses
@@ -106,6 +107,8 @@ class Engine:
         self.hints = Hints()
         # What went wrong in an earlier step, of which ranks may have made different parts.
         self.failure = ""
+        # What runs the step that is under way.
+        self._running: Pipeline | CallbackStep | None = None
         self._steps = 0
         # Those of replicas with each other.
         self._values_compared = False
@@ -448,7 +451,7 @@ class Engine:
         moves = any(param.formulas.moves for param in params)
         self.statuses.begin(self._steps, moves and not self._values_compared)
         self._values_compared = self._values_compared or moves
-        pipeline = self._pipeline(params) if on_engine else None
+        pipeline = self._running = self._pipeline(params) if on_engine else None
         try:
             if pipeline is not None and debugging.is_on():
                 debugging.compare_gradients(
@@ -465,24 +468,49 @@ class Engine:
             if self.device.type == "cpu":
                 self._raise_mismatch()
         except ExchangeError as error:
-            missing = absent(error.ranks, f"step {self._steps}")
             self._fail(error)
-            if not missing:
+            others = self._others_say(error.ranks)
+            if not others:
                 raise
-            raise RuntimeError(
-                f"{error}. Ranks {missing} did not come to this step(), or do not run any more. Where a GradScaler skipped "
-                "it on them because of an inf in their own gradients, use ShardedGradScaler of "
-                "torch.distributed.fsdp.sharded_grad_scaler, which skips it on all"
-            ) from error
+            raise RuntimeError(f"{error}. {others}") from error
         except BaseException as error:
             self._fail(error)
             raise
+        finally:
+            # It holds gradients, which are the user's to free.
+            self._running = None
 
     def _fail(self, error: BaseException) -> None:
+        where = self._running.where if self._running is not None else ""
+        failure = f"{type(error).__name__}: {error}"
+        if where and not isinstance(error, ExchangeError):
+            failure = f"{type(error).__name__} in {where}: {error}"
+            # Its type and text stay: whoever catches it may go by these.
+            if hasattr(error, "add_note"):
+                error.add_note(f"Muon, rank {self.rank}, step {self._steps}: {where}")
         # What a framework of the user's can go on from is the user's to say.
-        if self.functions is not None:
-            self.failure = self.failure or f"{type(error).__name__}: {error}"
-            self.statuses.forget()
+        if self.functions is None:
+            return
+        self.failure = self.failure or failure
+        self.statuses.forget()
+        # Peers that wait for this rank get an error that says nothing of it.
+        reason = "" if isinstance(error, ExchangeError) else failure
+        groups = (group for group in self._groups.values() if group is not None)
+        tell_failure(groups, f"step {self._steps}", reason)
+
+    def _others_say(self, ranks: tuple[int, ...]) -> str:
+        """After an exchange among ``ranks`` failed: what went wrong on the others, as far as they tell."""
+        group = self._groups.get(ranks)
+        told = told_failures(group, f"step {self._steps}") if group is not None else {}
+        found = [f"Rank {rank} reports: {text}" for rank, text in told.items() if text]
+        missing = [rank for rank, text in told.items() if text is None]
+        if missing:
+            found.append(
+                f"Ranks {missing} did not come to this step(), or do not run any more. Where a GradScaler skipped it on "
+                "them because of an inf in their own gradients, use ShardedGradScaler of "
+                "torch.distributed.fsdp.sharded_grad_scaler, which skips it on all"
+            )
+        return ". ".join(found)
 
     def raise_new_failure(self) -> None:
         """Raises RuntimeError where the last step, on an accelerator, is only now seen to have failed."""
@@ -561,7 +589,7 @@ class Engine:
         """
         groups = {layout.group for layout in self.layouts if len(layout.group) > 1}
         for ranks in sorted(groups, key=lambda ranks: (-len(ranks), ranks)):
-            group = self._groups[ranks]
+            group = self._groups.get(ranks)
             timeout = group_timeout([group] if group is not None else [])
             found = meet(
                 ranks,
@@ -605,7 +633,7 @@ class Engine:
 
     def _step_through_callbacks(self, params: Mapping[int, ParamState]) -> None:
         owner_of = self._owner_of()
-        CallbackStep(
+        self._running = CallbackStep(
             self.config,
             self.functions,
             params,
@@ -615,7 +643,8 @@ class Engine:
             self.rank,
             self._single,
             self._steps == 1,
-        ).run()
+        )
+        self._running.run()
 
     def _single(self, index: int) -> SingleMatrix:
         """The exchange of parameter ``index`` alone, for a factory's function beside a user's."""

@@ -113,21 +113,42 @@ def _check_names(ranks: tuple[int, ...], timeout: timedelta | None) -> None:
         )
 
 
-def absent(ranks: tuple[int, ...], what: str, patience: float = 5.0) -> list[int]:
-    """Which of ``ranks`` do not say within ``patience`` seconds that ``what`` happened to them, too.
+def _failure_key(group: ProcessGroup, what: str, rank: int) -> str:
+    # Not the ranks: who goes on with a new group hears nothing of an older one.
+    return f"muon/failed/{group.group_name}/{what}/{rank}"
 
-    After a collective failed, only the store is left to ask over; [] where that has gone as well.
+
+def tell_failure(groups: Iterable[ProcessGroup], what: str, text: str) -> None:
+    """Tells each of ``groups`` that ``what`` failed on this rank, and why; "" where a collective did.
+
+    After a collective failed, or while others wait in one, only the store is left to tell it over.
     """
-    name = hashlib.sha256(repr((ranks, what)).encode()).hexdigest()[:16]
-    keys = {rank: f"muon/failed/{name}/{rank}" for rank in ranks}
-    try:
+    with suppress(RuntimeError, ValueError):
         store = distributed_c10d._get_default_store()
-        store.set(keys[dist.get_rank()], "=")
+        for group in groups:
+            # A value of the store must not be empty.
+            store.set(_failure_key(group, what, dist.get_rank()), f"={text}")
+
+
+def told_failures(
+    group: ProcessGroup, what: str, patience: float = 5.0
+) -> dict[int, str | None]:
+    """By rank what is told of a failed ``what``; None of ranks that tell nothing within ``patience`` seconds.
+
+    {} where the store has gone as well.
+    """
+    try:
+        ranks = dist.get_process_group_ranks(group)
+        keys = {rank: _failure_key(group, what, rank) for rank in ranks}
+        store = distributed_c10d._get_default_store()
         with suppress(RuntimeError):
             store.wait(list(keys.values()), timedelta(seconds=patience))
-        return [rank for rank, key in keys.items() if not store.check([key])]
+        return {
+            rank: store.get(key).decode()[1:] if store.check([key]) else None
+            for rank, key in keys.items()
+        }
     except (RuntimeError, ValueError):
-        return []
+        return {}
 
 
 def meet(

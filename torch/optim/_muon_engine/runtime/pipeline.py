@@ -18,6 +18,7 @@ import torch
 
 # The public one costs tens of microseconds where nobody profiles.
 from torch._C._profiler import _RecordFunctionFast
+from torch.optim._muon_engine.layouts import listed
 from torch.optim._muon_engine.layouts.dtensor import local_gradient, local_part
 from torch.optim._muon_engine.process_groups import is_dry_run
 from torch.optim._muon_engine.runtime.buffers import (
@@ -230,6 +231,8 @@ class Pipeline:
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._joining: list[tuple[tuple[int, ...], Sequence[int], Joining]] = []
         self._scratch = Scratch()
+        # For the errors of a step: a phase, and the matrices that are in it.
+        self._at: tuple[str, Sequence[MatrixState]] = ("", ())
         # For debugging, with one owner at a time, nothing overlaps.
         self._one_by_one = schedule.one_owner_at_a_time and buffers.prefetch_count == 0
 
@@ -248,6 +251,13 @@ class Pipeline:
             # Gradients are the user's to free.
             for matrix in self.matrices.values():
                 del matrix.param
+
+    @property
+    def where(self) -> str:
+        """What this rank does, or did when an error came; "" between steps."""
+        phase, matrices = self._at
+        described = [matrix.layout.describe() for matrix in matrices]
+        return f"{phase} of {listed(described)}" if phase else ""
 
     def _drain(self) -> None:
         """Waits for whatever is under way, after an error."""
@@ -274,6 +284,7 @@ class Pipeline:
                 bucket.wait()
             self.orthogonalize(bucket)
             self.relay()
+            self._at = "scatter", [self.matrices[m] for m in bucket.bucket.matrices]
             with _range("scatter", bucket):
                 bucket.start_scatter()
             finished = returning.pop(bucket.bucket.group, None)
@@ -289,10 +300,12 @@ class Pipeline:
         for bucket in returning.values():
             self.finish(bucket)
         self.relay()
+        self._at = "", ()
 
     def say(self) -> None:
         """Takes down what this rank says of its matrices, and has its replicas join in."""
-        matrices = self.matrices.values()
+        matrices = tuple(self.matrices.values())
+        self._at = "statuses", matrices
         statuses = [matrix.status for matrix in matrices]
         digests: list[int] | Tensor
         if self.statuses.compares_values:
@@ -374,7 +387,9 @@ class Pipeline:
         # A CPU goes matrix by matrix, each packed while it is in the cache; others in few launches.
         one_by_one = self.device.type == "cpu"
         for some in [[m] for m in matrices] if one_by_one else [matrices]:
+            self._at = "accumulate", some
             self.accumulate(some)
+            self._at = "gather", some
             packed = []
             for matrix in some:
                 matrix.log("gather")
@@ -457,12 +472,14 @@ class Pipeline:
     def orthogonalize_batch(
         self, bucket: BucketBuffers, batch: Sequence[MatrixState]
     ) -> None:
+        self._at = "assembly", batch
         shape, dtype = batch[0].layout.shape, bucket.bucket.scatter_dtype
         whole = self._scratch.get(
             "whole", (len(batch), *shape), dtype, bucket.scatter_send.flat.device
         )
         wholes = whole.unbind()
         self.assemble(bucket, batch, wholes)
+        self._at = "orthogonalize", batch
         formulas = batch[0].param.formulas
         if len(batch) == 1:
             updates = [formulas.orthogonalize(wholes[0])]
@@ -477,6 +494,7 @@ class Pipeline:
             [pair for m, update in made for pair in bucket.returned(m.number, update)]
         )
         # Now, while updates are there: the owner's own part of one does not travel.
+        self._at = "apply", batch
         for matrix in batch:
             matrix.log("apply")
         self.apply(
@@ -542,6 +560,7 @@ class Pipeline:
     def take(self, bucket: BucketBuffers | RelayBuffer, received: PackedBuffer) -> None:
         """Applies what this rank has received."""
         matrices = [self.matrices[number] for number in received.matrices]
+        self._at = "apply", matrices
         layouts = [matrix.layout for matrix in matrices]
         self.statuses.receive(received, bucket.bucket.index, layouts)
         moves: list[tuple[MatrixState, Region, Tensor | None]] = []
