@@ -610,7 +610,13 @@ class Engine:
         further = schedule.further_groups(self.rank)
         for ranks in sorted(further, key=lambda ranks: (-len(ranks), ranks)):
             if ranks not in self._groups:
-                known = [group for groups in self._known.values() for group in groups]
+                # All that hold something with all members, who know it by new groups alike.
+                known = [
+                    group
+                    for holders, groups in self._known.items()
+                    if set(ranks) <= set(holders)
+                    for group in groups
+                ]
                 self._groups[ranks] = self._spanning_group(
                     ranks, known, what=further[ranks]
                 )

@@ -49,7 +49,9 @@ def spanning_group(
             return group
     backend = dist.get_backend_config(known[0] if known else None)
     made = _made.setdefault(world, {})
-    cached = made.get((ranks, backend))
+    # Whoever goes on after a failure makes new groups, and a broken one is no use beside them.
+    key = ranks, backend, tuple(sorted(group.group_name for group in known))
+    cached = made.get(key)
     if cached is not None and _is_alive(cached):
         return cached
     timeout = group_timeout(known)
@@ -62,7 +64,7 @@ def spanning_group(
         use_local_synchronization=True,
         group_desc=f"muon {what}",
     )
-    made[ranks, backend] = group
+    made[key] = group
     return group
 
 
