@@ -363,6 +363,8 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
     """Why ``grad`` cannot be used for ``param``; "" where it can."""
     if grad.is_sparse or grad.layout != torch.strided:
         return "Muon does not support sparse gradients"
+    if grad.is_complex() and not param.is_complex():
+        return f"the parameter is of {param.dtype} and its gradient of {grad.dtype}"
     shapes = (param.shape, grad.shape)
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
         if param.device_mesh != grad.device_mesh:
@@ -374,6 +376,9 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
             f"the parameter is a {type(param).__name__} and its gradient a {type(grad).__name__}; both or none have to "
             "be DTensors"
         )
+    devices = local_part(param).device, local_part(grad).device
+    if devices[0] != devices[1]:
+        return f"the parameter is on {devices[0]} and its gradient on {devices[1]}"
     if shapes[0] != shapes[1]:
         return f"the parameter has shape {tuple(shapes[0])} on this rank and its gradient {tuple(shapes[1])}"
     return ""
