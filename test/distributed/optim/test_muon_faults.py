@@ -1,0 +1,546 @@
+# Owner(s): ["oncall: distributed"]
+"""A rank is killed, stopped or fails in each phase: the others end with an error, a checkpoint goes on.
+
+Teams of four ranks train over groups of their own, two replicas of two shards. In each case the last
+rank of a team has a fault. The next case begins with the checkpoint from before the first one.
+"""
+
+import contextlib
+import faulthandler
+import functools
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.optim import Muon
+from torch.optim._muon import _MuonFormulas, muon
+from torch.optim._muon_engine import engine as engine_module
+from torch.optim._muon_engine.layouts.groups import GroupReader
+from torch.optim._muon_engine.runtime.buffers import BucketBuffers, RelayBuffer
+from torch.optim._muon_engine.runtime.grad_status import GradStatuses
+from torch.optim._muon_engine.schedule import buckets
+from torch.optim.muon import create_auto_config
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    MultiProcessTestCase,
+    requires_gloo,
+)
+from torch.testing._internal.common_utils import run_tests
+
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from muon_test_helpers import (
+    full,
+    GlooOnCPU,
+    mesh_of,
+    ParityAssertions,
+    place,
+    R,
+    S0,
+    Spec,
+    specs,
+    Twins,
+)
+
+
+if not dist.is_available():
+    print("torch.distributed not available, skipping tests", file=sys.stderr)
+    sys.exit(0)
+
+# While all ranks come to one place on a busy machine, and while one of them has its fault.
+LONG, SHORT = timedelta(seconds=90), timedelta(seconds=3)
+# Ranks that a team of the first case consists of, and those that no fault befalls.
+TEAM, SPARED = 4, 3
+
+
+class Delegate:
+    """Functions of the user's around those of a factory's config."""
+
+    def __init__(self, config, rank):
+        self.gather_fn, self.redistribute_fn = config.gather_fn, config.redistribute_fn
+        self.rank = rank
+        config.gather_fn, config.redistribute_fn = self.gather, self.redistribute
+
+    def gather(self, piece, owner, state):
+        whole = self.gather_fn(piece, owner, state)
+        return self.gathered(whole) if owner == self.rank else whole
+
+    def gathered(self, whole):
+        return whole
+
+    def redistribute(self, full, owner, state):
+        return self.redistributed(self.redistribute_fn(full, owner, state))
+
+    def redistributed(self, piece):
+        return piece
+
+
+class Phase(NamedTuple):
+    """Where a fault happens: in the first call of a function, before it does anything or after it.
+
+    ``says`` is what the other ranks then say.
+    """
+
+    where: Any
+    name: str
+    says: str
+    after: bool = False
+    relayed: bool = False
+    delegated: bool = False
+
+
+NAMED = r"parameter \d+ of shape \(8, 8\)"
+UNREACHED = rf"could not (reach|make a process group of) ranks .*share {NAMED}"
+EXCHANGE = rf"the (gather|scatter) of bucket \d, with {NAMED}.* failed"
+RELAYED = rf"the (gather|scatter|relay|all-reduce) of .*, with {NAMED}.* failed"
+
+# The groups that the engine makes come last: in the names of later ones, members count them.
+BUILDING = {
+    "reading": Phase(GroupReader, "_local_matrices", UNREACHED),
+    "agreement": Phase(engine_module, "agree", UNREACHED),
+    "groups": Phase(engine_module, "spanning_group", UNREACHED),
+}
+STEPPING = {
+    "accumulate": Phase(_MuonFormulas, "accumulate", EXCHANGE),
+    "pack": Phase(_MuonFormulas, "prepare", EXCHANGE),
+    "gather": Phase(BucketBuffers, "start_gather", EXCHANGE, after=True),
+    "orthogonalize": Phase(_MuonFormulas, "orthogonalize", EXCHANGE),
+    "scatter": Phase(BucketBuffers, "start_scatter", EXCHANGE, after=True),
+    "apply": Phase(_MuonFormulas, "apply", EXCHANGE),
+    "statuses": Phase(GradStatuses, "start_joining", RELAYED, after=True, relayed=True),
+    "relay": Phase(RelayBuffer, "start", RELAYED, after=True, relayed=True),
+}
+# What is said while a checkpoint is written, torch.distributed.checkpoint and gloo say.
+SAVING = {
+    "state_dict": Phase(Muon, "state_dict", "RuntimeError"),
+    "save": Phase(dcp.FileSystemWriter, "write_data", "RuntimeError"),
+}
+PHASES = {**STEPPING, **SAVING, **BUILDING}
+
+
+@contextlib.contextmanager
+def faulty(phase, act):
+    """Has this rank ``act`` in ``phase``, once. What ``act`` returns is the function's result."""
+    original, acts = getattr(phase.where, phase.name), [act]
+
+    def function(*args, **kwargs):
+        if not acts:
+            return original(*args, **kwargs)
+        if phase.after:
+            result = original(*args, **kwargs)
+            acts.pop()()
+            return result
+        instead = acts.pop()()
+        return original(*args, **kwargs) if instead is None else instead
+
+    with mock.patch.object(phase.where, phase.name, function):
+        yield
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail():
+    raise LookupError("out of luck")
+
+
+def interrupt():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def exhaust():
+    torch.empty(1 << 50)
+
+
+class Case(NamedTuple):
+    """A fault in a phase, what the rank says that has it, and what the others say of that rank."""
+
+    phase: Phase
+    act: Callable
+    own: str = ""
+    told: str = ""
+
+
+class Job:
+    """Training of a team, over new groups."""
+
+    def __init__(self, name, ranks, rank):
+        self.rank, self.ranks = rank, ranks
+        shape = (2, 2) if len(ranks) == TEAM else (1, len(ranks))
+        grid = torch.tensor(ranks).view(shape)
+        ddp, fsdp = (
+            dist.new_group(line, timeout=LONG, use_local_synchronization=True)
+            for lines in (grid.t().tolist(), grid.tolist())
+            for line in lines
+            if rank in line
+        )
+        self.all = dist.new_group(ranks, timeout=LONG, use_local_synchronization=True)
+        self.groups = [ddp, fsdp, self.all]
+        # DTensor's caches take equal meshes for one another, and so their groups.
+        names = (f"ddp, {name}", f"fsdp, {name}")
+        self.mesh = DeviceMesh.from_group(
+            [ddp, fsdp], "cpu", mesh=grid, mesh_dim_names=names
+        )
+
+    def build(self, phase=None):
+        ddp, fsdp, _ = self.groups
+        config = create_auto_config(fsdp_process_group=fsdp, ddp_process_group=ddp)
+        if phase is not None and phase.delegated:
+            Delegate(config, self.rank)
+        most = 1 if phase is not None and phase.relayed else buckets.MAX_REPLICAS
+        with mock.patch.object(buckets, "MAX_REPLICAS", most):
+            self.twins = Twins([Spec((8, 8), self.mesh, (R, S0))] * 16, config)
+
+    def state(self):
+        module = torch.nn.ParameterList(self.twins.params)
+        optimizer = get_optimizer_state_dict(module, self.twins.optimizer)
+        return module, {"model": module.state_dict(), "optimizer": optimizer}
+
+    def save(self, path):
+        dcp.save(self.state()[1], checkpoint_id=path, process_group=self.all)
+
+    def resume(self, path):
+        module, state = self.state()
+        dcp.load(state, checkpoint_id=path, process_group=self.all)
+        set_optimizer_state_dict(module, self.twins.optimizer, state["optimizer"])
+        # What one process has after the step that the checkpoint is of.
+        self.twins.set_gradients()
+        self.twins.single.step()
+
+    def limit(self):
+        """From now on what the faulty rank does not bring is an error soon."""
+        engine = getattr(getattr(self, "twins", None), "optimizer", None)
+        made = engine._engine._groups.values() if engine is not None else ()
+        for group in {*self.groups, *made} - {None}:
+            _set_pg_timeout(SHORT, group)
+
+
+class Faults(MultiProcessTestCase):
+    # Of each team; they come one after the other.
+    cases: list[dict[str, Case]]
+    # Whether each case costs a rank.
+    deadly = False
+
+    @property
+    def destroy_pg_upon_exit(self):
+        # It would wait for ranks that are gone.
+        return False
+
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, folder)
+        self.addCleanup(os.remove, self.file_name)
+        # Of the parent, as torchrun has it: it outlives every rank.
+        self.server = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
+        with open(self.file_name, "w") as file:
+            file.write(f"{self.server.port} {folder}")
+        self._spawn_processes()
+
+    def tearDown(self):
+        for process in self.processes:
+            # A stopped one takes no other signal.
+            process.kill()
+        super().tearDown()
+
+    def _check_return_codes(self, fn, elapsed_time):
+        super()._check_return_codes(fn, elapsed_time)
+        codes = [process.exitcode for process in self.processes]
+        lost = len(codes) - SPARED if self.deadly else 0
+        spared = [0] * (len(codes) - lost)
+        self.assertEqual(codes, spared + [-signal.SIGKILL] * lost)
+
+    def exchange(self, what, ranks, value):
+        """``value`` of each of ``ranks``, over the store: no group lasts."""
+        self.store.set(f"{what}/{self.rank}", pickle.dumps(value))
+        return {r: pickle.loads(self.store.get(f"{what}/{r}")) for r in ranks}
+
+    def outcome(self, call):
+        try:
+            call()
+        except BaseException as error:
+            notes = " ".join(getattr(error, "__notes__", ()))
+            return type(error).__name__, f"{error} {notes}"
+        return "", "nothing"
+
+    def run_case(self, name, case, ranks):
+        """One case, on each of ``ranks``; returns what each of them has in the end."""
+        phase, culprit = case.phase, ranks[-1]
+        job = Job(name, ranks, self.rank)
+        if phase in BUILDING.values():
+            call = functools.partial(job.build, phase)
+        else:
+            job.build(phase)
+            job.resume(self.path)
+            job.twins.step()
+            self.assertEqual(job.twins.problems(), [])
+            job.twins.set_gradients()
+            call = job.twins.optimizer.step
+        if phase in SAVING.values():
+            call = functools.partial(job.save, f"{self.path}-{name}")
+        self.exchange(f"{name} begins", ranks, None)
+        job.limit()
+        with contextlib.ExitStack() as stack:
+            if self.rank == culprit:
+                stack.enter_context(faulty(phase, case.act))
+            found = self.outcome(call)
+        if phase in SAVING.values():
+            # A checkpoint that failed is no failure of the optimizer.
+            job.twins.optimizer.state_dict()
+            self.assertEqual(job.twins.optimizer._engine.failure, "")
+        elif phase not in BUILDING.values():
+            again, text = self.outcome(job.twins.optimizer.step)
+            self.assertRegex(f"{again}: {text}", "RuntimeError.*Rebuild it")
+            found = (*found, text)
+        return found
+
+    def check_case(self, name, case, found, culprit):
+        for rank, (kind, text, *_) in found.items():
+            says = case.told or case.phase.says
+            message = f"{name}, rank {rank}: {found}"
+            self.assertTrue(kind, message)
+            expected = case.own or "Error" if rank == culprit else says
+            self.assertRegex(f"{kind}: {text}", expected, message)
+
+    def awaken(self, name, culprit):
+        """Continues a stopped rank, whenever it has been stopped, until it says what it saw."""
+        while not self.store.check([f"{name} ends/{culprit}"]):
+            os.kill(pickle.loads(self.store.get(f"process/{culprit}")), signal.SIGCONT)
+            time.sleep(0.1)
+
+    def run_cases(self):
+        faulthandler.dump_traceback_later(150, exit=True)
+        torch.set_num_threads(1)
+        with open(self.file_name) as file:
+            port, folder = file.read().split()
+        self.store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+        dist.init_process_group(
+            "gloo",
+            store=self.store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=LONG,
+        )
+        self.store.set(f"process/{self.rank}", pickle.dumps(os.getpid()))
+        # Those that are left wait five seconds for others to say what they have seen.
+        impatient = functools.partial(engine_module.told_failures, patience=1)
+        with mock.patch.object(engine_module, "told_failures", impatient):
+            team = 0 if self.deadly else self.rank // TEAM
+            self.path = os.path.join(folder, str(team))
+            self.run_team(team * TEAM, self.cases[team])
+        faulthandler.cancel_dump_traceback_later()
+
+    def run_team(self, first, cases):
+        spared = list(range(first, first + SPARED))
+        culprits = [first + SPARED + at * self.deadly for at in range(len(cases))]
+        if self.rank in (*spared, culprits[0]):
+            job = Job("before", [*spared, culprits[0]], self.rank)
+            job.build()
+            job.twins.step()
+            job.save(self.path)
+        for culprit, (name, case) in zip(culprits, cases.items(), strict=True):
+            if self.rank not in (*spared, culprit):
+                continue
+            found = self.run_case(name, case, [*spared, culprit])
+            name = f"team {first}, {name}"
+            if self.rank == culprit:
+                self.exchange(f"{name} ends", [culprit], found)
+            outcomes = self.exchange(f"{name} ends", spared, found)
+            if case.act is stop and self.rank == first:
+                self.awaken(name, culprit)
+            if not self.deadly:
+                outcomes = self.exchange(f"{name} ends", [*spared, culprit], found)
+            self.check_case(name, case, outcomes, culprit)
+        if self.rank in spared:
+            # Three ranks go on where four were.
+            job = Job("after", spared, self.rank)
+            job.build()
+            job.resume(self.path)
+            job.twins.step()
+            self.assertEqual(job.twins.problems(), [])
+
+
+def in_each_phase(act, own=""):
+    return {name: Case(phase, act, own) for name, phase in PHASES.items()}
+
+
+def shared_out(cases, teams):
+    """``cases`` in their order, for so many teams."""
+    return [dict(list(cases.items())[at::teams]) for at in range(teams)]
+
+
+@requires_gloo()
+class TestMuonKilled(Faults):
+    cases = [in_each_phase(kill)]
+    deadly = True
+    world_size = SPARED + len(PHASES)
+
+    def test_killed(self):
+        self.run_cases()
+
+
+@requires_gloo()
+class TestMuonStopped(Faults):
+    cases = shared_out(in_each_phase(stop), 3)
+    world_size = 3 * TEAM
+
+    def test_stopped(self):
+        self.run_cases()
+
+
+def reports(own):
+    """What the others say where the rank that failed could still tell them why."""
+    return rf"{RELAYED}.*Rank \d+ reports: {own}"
+
+
+def in_user_functions():
+    """Errors and nonsense of functions that a user put around those of a factory."""
+    phases = {
+        name: Phase(Delegate, name, EXCHANGE, delegated=True)
+        for name in ("gather", "gathered", "redistribute", "redistributed")
+    }
+    for name in ("gather", "redistribute"):
+        own = rf"LookupError: out of luck.* {name}_fn of {NAMED}"
+        told = rf"LookupError in {name}_fn of {NAMED}: out of luck"
+        yield f"{name}_fn raises", Case(phases[name], fail, own, reports(told))
+    for name, result, own in (
+        ("gathered", torch.ones(3, 3), r"given \(3, 3\) for "),
+        ("gathered", 3, "AttributeError.* orthogonalize of "),
+        ("redistributed", torch.ones(2), r"returned a piece of shape \(2,\) for "),
+    ):
+        what = f"{name} {type(result).__name__}"
+        yield what, Case(phases[name], lambda result=result: result, own + NAMED)
+
+
+RAISING = {
+    **{
+        name: Case(phase, fail, "LookupError: out of luck")
+        for name, phase in (STEPPING | SAVING).items()
+    },
+    "reading": Case(
+        BUILDING["reading"], fail, "LookupError: out of luck", r"rank \d+ reports: out"
+    ),
+    "memory": Case(
+        STEPPING["orthogonalize"],
+        exhaust,
+        rf"RuntimeError: .*can't allocate memory.* orthogonalize of {NAMED}",
+        reports(rf"RuntimeError in orthogonalize of {NAMED}: .*can't allocate"),
+    ),
+    "interrupt": Case(
+        STEPPING["orthogonalize"],
+        interrupt,
+        rf"KeyboardInterrupt: .* orthogonalize of {NAMED}",
+        reports(f"KeyboardInterrupt in orthogonalize of {NAMED}"),
+    ),
+    **dict(in_user_functions()),
+    "agreement": Case(BUILDING["agreement"], fail, "LookupError: out of luck"),
+    "groups": Case(BUILDING["groups"], fail, "LookupError: out of luck"),
+    "destroyed": Case(STEPPING["accumulate"], dist.destroy_process_group),
+}
+
+
+@requires_gloo()
+class TestMuonRaises(Faults):
+    cases = shared_out(RAISING, 3)
+    world_size = 3 * TEAM
+
+    def test_raises(self):
+        self.run_cases()
+
+
+@requires_gloo()
+class TestMuonFaultyGradients(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    world_size = 2
+
+    def test_nan_and_inf_on_one_rank(self):
+        """As in one process: the matrix that has it becomes NaN, on all ranks, and no other does."""
+        for value in (float("nan"), float("inf")):
+            twins = Twins(specs(mesh_of(2), [(S0,)], [(8, 8), (7, 5)]))
+            twins.step()
+            twins.set_gradients()
+            twins.singles[0].grad[4, 0] = value
+            if self.rank == 1:
+                twins.params[0].grad.to_local()[0, 0] = value
+            twins.optimizer.step()
+            twins.single.step()
+            (lost, kept), (its, other) = twins.params, twins.singles
+            momentum = twins.optimizer.state[lost]["momentum_buffer"].to_local()
+            with self.everywhere(f"{value}"):
+                self.assertTrue(lost.to_local().isnan().all() and its.isnan().all())
+                self.assertEqual(momentum.isfinite().all(), self.rank == 0)
+                theirs = place(other.detach(), twins.specs[1]).to_local()
+                self.assertTrue(torch.equal(kept.to_local(), theirs))
+
+    def step(self, grad):
+        """A functional step of two shards of each of two matrices, rank 1 with ``grad`` for the second."""
+        params = [full(i, (4, 8)) for i in range(2)]
+        grads = [torch.ones(4, 8), torch.ones(4, 8) if self.rank == 0 else grad]
+        muon(
+            params,
+            grads,
+            [torch.zeros(4, 8) for _ in params],
+            lr=0.1,
+            weight_decay=0.1,
+            momentum=0.9,
+            nesterov=True,
+            ns_coefficients=(3.4445, -4.7750, 2.0315),
+            ns_steps=5,
+            eps=1e-7,
+            adjust_lr_fn=None,
+            has_complex=False,
+            distributed_config=create_auto_config(fsdp_process_group=dist.group.WORLD),
+        )
+        return params
+
+    def test_gradient_of_another_kind_on_one_rank(self):
+        for grad, problem in (
+            (torch.ones(4, 8).to_sparse(), "sparse gradients"),
+            (torch.ones(5, 8), r"shape \(4, 8\) on this rank .* \(5, 8\)"),
+            (torch.ones(4, 8, device="meta"), "is on cpu and its gradient on meta"),
+            (torch.ones(4, 8, dtype=torch.complex64), "gradient of torch.complex64"),
+        ):
+            with self.everywhere(problem):
+                with self.assertRaises(RuntimeError) as raised:
+                    self.step(grad)
+                what = problem if self.rank == 1 else "gradient that it cannot use"
+                self.assertRegex(str(raised.exception), what)
+                self.assertRegex(str(raised.exception), r"parameter 1 of shape \(")
+
+    def test_gradient_of_another_precision_on_one_rank(self):
+        for dtype in (torch.float64, torch.bfloat16):
+            usual, other = (
+                self.step(torch.ones(4, 8)),
+                self.step(torch.ones(4, 8, dtype=dtype)),
+            )
+            with self.everywhere(f"{dtype}"):
+                for mine, its in zip(usual, other, strict=True):
+                    self.assertTrue(torch.equal(mine, its))
+
+
+if __name__ == "__main__":
+    run_tests()
