@@ -17,6 +17,7 @@ STATE = f"{HERE}state.py::TestMuonState::test_"
 MEETING = f"{HERE}process_groups.py::TestMuonSpanningGroups::test_"
 SCHEDULE = f"{HERE}schedule.py::TestMuonSchedule::test_"
 RELAYS = f"{HERE}relays.py::TestMuonRelays::test_"
+FAULTY = f"{HERE}faults.py::"
 GRAM = "test/optim/test_muon.py::TestGramNewtonSchulz::test_"
 
 FAULTS = (
@@ -342,8 +343,8 @@ FAULTS = (
     Fault(
         "what ranks know is not compared at construction",
         "_muon_engine/agreement.py",
-        "exchange(group, (digest, alone), error)",
-        'exchange(group, ("", alone), error)',
+        "exchange(group, (digest, alone), error, shared)",
+        'exchange(group, ("", alone), error, shared)',
         (f"{ERRORS}different_hyperparameters",),
     ),
     Fault(
@@ -392,6 +393,28 @@ FAULTS = (
         "        missing = [\n",
         (f"{MEETING}those_who_do_not_come_are_named",),
     ),
+    # Failures
+    Fault(
+        "an error of an exchange names no matrix",
+        "_muon_engine/runtime/buffers.py",
+        "        carried = listed([layout.describe() for layout in layouts])\n",
+        '        carried = "matrices"\n',
+        (f"{FAULTY}TestMuonKilled::test_killed",),
+    ),
+    Fault(
+        "a rank that fails does not say why",
+        "_muon_engine/engine.py",
+        '        reason = "" if isinstance(error, ExchangeError) else failure\n',
+        '        reason = ""\n',
+        (f"{FAULTY}TestMuonRaises::test_raises",),
+    ),
+    Fault(
+        "a broken group serves again beside new ones",
+        "_muon_engine/process_groups.py",
+        "    key = ranks, backend, tuple(sorted(group.group_name for group in known))\n",
+        "    key = ranks, backend\n",
+        (f"{FAULTY}TestMuonStopped::test_stopped",),
+    ),
     # Many replicas
     Fault(
         "what a source relays is what the slot held before",
@@ -403,8 +426,8 @@ FAULTS = (
     Fault(
         "a source speaks for itself and not for its replicas",
         "_muon_engine/runtime/pipeline.py",
-        "            self._said[places] = joining.wait()\n",
-        "            joining.wait()\n",
+        "                self._said[self._places_of(numbers)] = joining.wait()\n",
+        "                joining.wait()\n",
         (f"{RELAYS}gradient_that_one_rank_lacks",),
     ),
     Fault(
