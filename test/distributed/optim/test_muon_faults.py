@@ -130,7 +130,7 @@ STEPPING = {
 # What is said while a checkpoint is written, torch.distributed.checkpoint and gloo say.
 SAVING = {
     "state_dict": Phase(Muon, "state_dict", "RuntimeError"),
-    "save": Phase(dcp.FileSystemWriter, "write_data", "RuntimeError"),
+    "save": Phase(dcp.FileSystemWriter, "write_data", "(Runtime|Checkpoint)E"),
 }
 PHASES = {**STEPPING, **SAVING, **BUILDING}
 
@@ -199,6 +199,7 @@ class Job:
         )
         self.all = dist.new_group(ranks, timeout=LONG, use_local_synchronization=True)
         self.groups = [ddp, fsdp, self.all]
+        self.twins = None
         # DTensor's caches take equal meshes for one another, and so their groups.
         names = (f"ddp, {name}", f"fsdp, {name}")
         self.mesh = DeviceMesh.from_group(
@@ -230,10 +231,15 @@ class Job:
         self.twins.set_gradients()
         self.twins.single.step()
 
+    def close(self):
+        """gloo goes on polling the connections of a broken group for as long as there is the group."""
+        self.twins = None
+        for group in self.groups if dist.is_initialized() else ():
+            dist.destroy_process_group(group)
+
     def limit(self):
         """From now on what the faulty rank does not bring is an error soon."""
-        engine = getattr(getattr(self, "twins", None), "optimizer", None)
-        made = engine._engine._groups.values() if engine is not None else ()
+        made = self.twins.optimizer._engine._groups.values() if self.twins else ()
         for group in {*self.groups, *made} - {None}:
             _set_pg_timeout(SHORT, group)
 
@@ -288,10 +294,9 @@ class Faults(MultiProcessTestCase):
             return type(error).__name__, f"{error} {notes}"
         return "", "nothing"
 
-    def run_case(self, name, case, ranks):
-        """One case, on each of ``ranks``; returns what each of them has in the end."""
-        phase, culprit = case.phase, ranks[-1]
-        job = Job(name, ranks, self.rank)
+    def run_case(self, name, case, job):
+        """One case, on each rank of ``job``; returns what this one has in the end."""
+        ranks, phase, culprit = job.ranks, case.phase, job.ranks[-1]
         if phase in BUILDING.values():
             call = functools.partial(job.build, phase)
         else:
@@ -366,7 +371,8 @@ class Faults(MultiProcessTestCase):
         for culprit, (name, case) in zip(culprits, cases.items(), strict=True):
             if self.rank not in (*spared, culprit):
                 continue
-            found = self.run_case(name, case, [*spared, culprit])
+            job = Job(name, [*spared, culprit], self.rank)
+            found = self.run_case(name, case, job)
             name = f"team {first}, {name}"
             if self.rank == culprit:
                 self.exchange(f"{name} ends", [culprit], found)
@@ -376,6 +382,7 @@ class Faults(MultiProcessTestCase):
             if not self.deadly:
                 outcomes = self.exchange(f"{name} ends", [*spared, culprit], found)
             self.check_case(name, case, outcomes, culprit)
+            job.close()
         if self.rank in spared:
             # Three ranks go on where four were.
             job = Job("after", spared, self.rank)
