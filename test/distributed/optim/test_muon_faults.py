@@ -76,7 +76,9 @@ class Delegate:
     def __init__(self, config, rank):
         self.gather_fn, self.redistribute_fn = config.gather_fn, config.redistribute_fn
         self.rank = rank
-        config.gather_fn, config.redistribute_fn = self.gather, self.redistribute
+        # Looked up at each call, which may find a fault.
+        config.gather_fn = lambda *args: self.gather(*args)
+        config.redistribute_fn = lambda *args: self.redistribute(*args)
 
     def gather(self, piece, owner, state):
         whole = self.gather_fn(piece, owner, state)
