@@ -12,7 +12,6 @@ import inspect
 import itertools
 import json
 import math
-import os
 import pickle
 import subprocess
 import sys
@@ -40,10 +39,7 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_stock_helpers import needs_stock, stock
+from torch.testing._internal.distributed._muon.common_stock import needs_stock, stock
 
 
 def setUpModule():

@@ -31,12 +31,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
-
-
-TEST = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-sys.path.insert(0, os.path.join(TEST, "optim"))
-sys.path.insert(0, os.path.join(TEST, "distributed", "optim"))
-from muon_checkpoint_helpers import (
+from torch.testing._internal.distributed._muon.common_checkpoints import (
     alone,
     fsdp1,
     fsdp1_flat,
@@ -49,8 +44,7 @@ from muon_checkpoint_helpers import (
     state_of,
     Uninterrupted,
 )
-from muon_stock_helpers import needs_stock, stock
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_muon import (
     everyone,
     GlooOnCPU,
     grid_of,
@@ -64,6 +58,7 @@ from muon_test_helpers import (
     Spec,
     Twins,
 )
+from torch.testing._internal.distributed._muon.common_stock import needs_stock, stock
 
 
 if not dist.is_available():

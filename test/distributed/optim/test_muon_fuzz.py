@@ -7,17 +7,17 @@ that fails is shrunk to the least that still does.
 
 from torch.testing._internal.common_distributed import requires_gloo
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed._muon.fuzz_plans import WORLD
 from torch.testing._internal.distributed._muon.fuzz_settings import (
     fuzz,
     skip_without_hypothesis,
 )
+from torch.testing._internal.distributed._muon.fuzz_strategies import plans
 from torch.testing._internal.distributed._muon.fuzz_workers import Workers
 
 
 skip_without_hypothesis(__name__)
 from hypothesis import event, given
-from torch.testing._internal.distributed._muon.fuzz_plans import WORLD
-from torch.testing._internal.distributed._muon.fuzz_strategies import plans
 
 
 @requires_gloo()

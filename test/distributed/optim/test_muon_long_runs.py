@@ -17,12 +17,12 @@ from torch.testing._internal.common_distributed import (
     requires_nccl,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from muon_fsdp1_helpers import Run
-from muon_module_helpers import make_model, tensor_parallel
-from muon_test_helpers import (
+from torch.testing._internal.distributed._muon.common_fsdp1 import Run
+from torch.testing._internal.distributed._muon.common_modules import (
+    make_model,
+    tensor_parallel,
+)
+from torch.testing._internal.distributed._muon.common_muon import (
     Cut,
     device,
     everyone,

@@ -6,7 +6,6 @@ import io
 import pickle
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 from torch.optim.muon import create_dtensor_config

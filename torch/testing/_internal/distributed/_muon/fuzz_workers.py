@@ -9,8 +9,8 @@ from multiprocessing import connection
 from typing import Any, TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch.testing._internal.distributed._muon.fuzz_plans import WORLD
+import torch.distributed as dist
 
 
 if TYPE_CHECKING:

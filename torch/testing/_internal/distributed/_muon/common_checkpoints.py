@@ -9,9 +9,6 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from muon_fsdp1_helpers import wrap
-from muon_module_helpers import make_model, tensor_parallel
-from muon_test_helpers import device, full, mesh_of, place, Spec
 from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
@@ -22,6 +19,18 @@ from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 from torch.optim.muon import create_auto_config
+from torch.testing._internal.distributed._muon.common_fsdp1 import wrap
+from torch.testing._internal.distributed._muon.common_modules import (
+    make_model,
+    tensor_parallel,
+)
+from torch.testing._internal.distributed._muon.common_muon import (
+    device,
+    full,
+    mesh_of,
+    place,
+    Spec,
+)
 
 
 if TYPE_CHECKING:
