@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim import Muon
 from torch.optim._muon import _MuonFormulas, muon
-from torch.optim._muon_engine import engine as engine_module, process_groups
+from torch.optim._muon_engine import engine as engine_module
 from torch.optim._muon_engine.layouts.groups import GroupReader
 from torch.optim._muon_engine.runtime.buffers import BucketBuffers, RelayBuffer
 from torch.optim._muon_engine.runtime.grad_status import GradStatuses
@@ -387,8 +387,6 @@ class Faults(MultiProcessTestCase):
                 outcomes = self.exchange(f"{name} ends", [*spared, culprit], found)
             self.check_case(name, case, outcomes, culprit)
             job.close()
-            if self.deadly:
-                process_groups._made.pop(dist.group.WORLD, None)
         if self.rank in spared:
             # Three ranks go on where four were.
             job = Job("after", spared, self.rank)
