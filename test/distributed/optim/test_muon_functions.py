@@ -1,15 +1,18 @@
 # Owner(s): ["oncall: distributed"]
 """The three functions of a DistributedConfig: the factory's, wrapped, replaced and written from scratch."""
 
+import functools
 import logging
 import re
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
+from torch.optim._muon_engine import callbacks
 from torch.optim.muon import create_dtensor_config, DistributedConfig
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -223,6 +226,15 @@ class TestMuonFunctions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 self.assertTrainsAlike(
                     Twins(placed, config, lr=0.02), 2, f"{dtype} {gather=}"
                 )
+
+    def test_wrappers_and_a_matrix_that_is_large_for_a_bucket(self):
+        """Its replicas were to be served by a relay, which one matrix alone does not have, and got zeros."""
+        small = functools.partial(callbacks.make_schedule, bucket_bytes=64)
+        with mock.patch.object(callbacks, "make_schedule", small):
+            config = create_dtensor_config()
+            Recorder(config)
+            twins = Twins(specs(mesh_of(4), [(R,)], [(16, 16), (7, 5)]), config)
+            self.assertTrainsAlike(twins, 2)
 
     def test_wrappers_without_gradients(self):
         placed = specs(mesh_of(4), [(S0,), (S1,), (R,)], [(8, 8), (3, 9)])

@@ -7,6 +7,7 @@ exchange through a schedule of one bucket.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any, TYPE_CHECKING
 
@@ -225,11 +226,12 @@ class SingleMatrix:
 
     def _bucket(self, dtype: torch.dtype) -> tuple[Schedule, BucketBuffers]:
         if self._made is None or self._made[1].bucket.scatter_dtype != dtype:
-            # Waited for at once, a relay would only add a trip.
+            # Nobody here relays: waited for at once, that would only add a trip.
             schedule = make_schedule(
                 [self.layout],
                 [self._owner],
                 dtype,
+                bucket_bytes=sys.maxsize,
                 max_replicas=len(self.layout.group),
                 # All on one node, for there are no groups for exchanges in two levels.
                 ranks_per_node=max(self.layout.group) + 1,

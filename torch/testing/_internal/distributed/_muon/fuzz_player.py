@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
+from torch.optim._muon_engine import callbacks
 from torch.optim._muon_engine.schedule import buckets, specs
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.distributed._muon.common_muon import (
@@ -314,10 +315,13 @@ class Player:
             mock.patch.object(buckets, "MAX_PEERS", limits.pop("peers", 512)),
             mock.patch.object(specs, "RELAY_BYTES", limits.pop("relay_bytes", 2**20)),
             mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(limits.pop("node", 4))),
-            mock.patch.object(
-                buckets,
-                "make_schedule",
-                functools.partial(buckets.make_schedule, **limits),
+            *(
+                mock.patch.object(
+                    module,
+                    "make_schedule",
+                    functools.partial(buckets.make_schedule, **limits),
+                )
+                for module in (buckets, callbacks)
             ),
             warnings.catch_warnings(),
         ]
