@@ -273,7 +273,7 @@ class TestDistributedConfig(ConfigTestCase):
         for make in (create_dtensor_config, create_auto_config):
             frozen, other = make_params((3, 4), (4, 3))
             frozen.requires_grad_(False)
-            frozen.grad = None
+            frozen.grad = torch.ones(3, 4)
             before = frozen.detach().clone()
             optimizer = Muon([frozen, other], distributed_config=make())
             optimizer.step()
