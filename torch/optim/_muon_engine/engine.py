@@ -112,19 +112,10 @@ class Engine:
         self._steps = 0
         # Those of replicas with each other.
         self._values_compared = False
-        changed = self.params
+        changed: Sequence[Tensor] = self.params
         gone: dict[tuple[int, ...], list[ProcessGroup]] = {}
         if former is not None:
-            self._steps, self.failure = former._steps, former.failure
-            self._values_compared = former._values_compared
-            self.hints = former.hints
-            self.hints.parameters_changed()
-            self._groups, self._known = dict(former._groups), dict(former._known)
-            # Ranks that share no changed parameter are not asked here.
-            self._flags = former._flags
-            before = former.params, former._provenance
-            changed, _ = _changes(*before, self.params, self._provenance)
-            gone = former._gone_groups(self.params, self._provenance)
+            changed, gone = self._take_over(former)
         # In a dry run with fake tensors, too, indices and loads have values.
         with unset_fake_temporarily():
             self._build(params, changed, gone, error)
@@ -136,6 +127,24 @@ class Engine:
         if self._schedule is not None and self.device.type != "cpu":
             self._pipeline(params).buffers.connect()
         self._log_construction(former)
+
+    def _take_over(
+        self, former: Engine
+    ) -> tuple[list[Tensor], dict[tuple[int, ...], list[ProcessGroup]]]:
+        """Goes on where ``former`` was.
+
+        Returns the parameters that changed since, and the ranks, with their groups, that shared one which is gone.
+        """
+        self._steps, self.failure = former._steps, former.failure
+        self._values_compared = former._values_compared
+        self.hints = former.hints
+        self.hints.parameters_changed()
+        self._groups, self._known = dict(former._groups), dict(former._known)
+        # Ranks that share no changed parameter are not asked here.
+        self._flags = former._flags
+        before = former.params, former._provenance
+        changed, _ = _changes(*before, self.params, self._provenance)
+        return changed, former._gone_groups(self.params, self._provenance)
 
     def _log_construction(self, former: Engine | None) -> None:
         """One line for each set of ranks that share parameters, such as a pipeline stage."""

@@ -92,26 +92,36 @@ def make_schedule(
             ((turn, *_group_key(group), i), group, part, gather_dtype)
             for i, (turn, part) in enumerate(turns)
         )
+    drafts.sort(key=lambda draft: (draft[0], str(draft[3])))
+    buckets = _numbered(
+        [draft[1:] for draft in drafts], layouts, wire_dtype, ranks_per_node
+    )
+    return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
+
+
+def _numbered(
+    drafts: list[tuple[tuple[int, ...], _Part, torch.dtype]],
+    layouts: list[Layout],
+    wire_dtype: torch.dtype,
+    ranks_per_node: int,
+) -> list[Bucket]:
+    """The buckets, in the order of their ``drafts``: group, matrices, and the dtype that is gathered."""
     buckets: list[Bucket] = []
-    counts: dict[tuple[int, ...], int] = {}
-    for _, group, part, gather_dtype in sorted(
-        drafts, key=lambda draft: (draft[0], str(draft[3]))
-    ):
-        index = counts.get(group, 0)
-        counts[group] = index + 1
-        node_size = _node_size(group, _peers(part, layouts), ranks_per_node)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for group, part, gather_dtype in drafts:
         buckets.append(
             Bucket(
                 group,
-                index,
+                counts[group],
                 part.matrices,
                 gather_dtype,
                 wire_dtype,
                 part.relayed,
-                node_size,
+                _node_size(group, _peers(part, layouts), ranks_per_node),
             )
         )
-    return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
+        counts[group] += 1
+    return buckets
 
 
 class _Spread(NamedTuple):
