@@ -6,6 +6,7 @@ Not for PyTorch, which has a conftest.py of its own: `apply` leaves this one her
 
 import itertools
 import multiprocessing
+import os
 import sys
 from multiprocessing import forkserver, util
 
@@ -85,15 +86,22 @@ def pytest_collection_finish():
         return
     if torch.accelerator.is_available():
         return  # What the server has asked of a device bars its forks from it.
-    servers = [forkserver.ForkServer() for _ in range(SERVERS)]
-    for server in servers:
-        server.set_forkserver_preload(PRELOADED)
-        # After the ranks have ended. It writes down its coverage, which is put together next.
-        util.Finalize(None, server._stop, exitpriority=-1)
-    turns = itertools.cycle(servers)
+    turns = {}
+
+    def started():
+        for _ in range(SERVERS):
+            server = forkserver.ForkServer()
+            server.set_forkserver_preload(PRELOADED)
+            # After the ranks have ended. It writes down its coverage, which is put together next.
+            util.Finalize(None, server._stop, exitpriority=-1)
+            yield server
 
     def connect(fds):
-        return next(turns).connect_to_new_process(fds)
+        # Whether a server is measured, and with it all that it forks, is known when it starts.
+        measured = os.environ.get("COVERAGE_PROCESS_CONFIG")
+        if measured not in turns:
+            turns[measured] = itertools.cycle(list(started()))
+        return next(turns[measured]).connect_to_new_process(fds)
 
     forkserver.connect_to_new_process = connect
     multiprocessing.set_start_method("forkserver", force=True)

@@ -148,9 +148,11 @@ class Engine:
 
     def _log_construction(self, former: Engine | None) -> None:
         """One line for each set of ranks that share parameters, such as a pipeline stage."""
-        groups = [layout.group for layout in self.layouts]
-        first = max(groups, key=len)[0] if groups else self.rank
-        if first != self.rank or not log.isEnabledFor(logging.INFO):
+        groups = {layout.group for layout in self.layouts}
+        shared = [group for group in groups if len(group) > 1] or groups
+        if not any(group[0] == self.rank for group in shared):
+            return
+        if not log.isEnabledFor(logging.INFO):
             return
         what = f"{len(self.params)} parameters, exchanged by functions of the user's"
         if self._schedule is not None:
@@ -158,18 +160,30 @@ class Engine:
             what = report.in_one_line(self._schedule, self.rank, slots)
         why = ""
         if former is not None:
-            came, gone = _changes(
+            came, _ = _changes(
                 former.params, former._provenance, self.params, self._provenance
             )
-            of = {id(p): text for p, text in zip(self.params, self.describe)}
+            described = {id(p): text for p, text in zip(self.params, self.describe)}
+            names = [described[id(tensor)] for tensor in came]
+            gone = {id(p) for p in former.params} - {id(p) for p in self.params}
             why = (
-                f", built anew because {len(came)} parameters are new or changed and {len(gone)} gone or were other"
-                f" ({listed([of[id(tensor)] for tensor in came], 3) or 'none came'})"
+                f", built anew: new, replaced, placed anew, frozen or unfrozen: {listed(names, 3) or 'none'}; gone: "
+                f"{len(gone)}"
             )
         log.info("rank %d: Muon%s: %s", self.rank, why, what)
 
     def describe_steps(self, params: Sequence[StepParam]) -> str:
         """The page of :meth:`Muon.describe`."""
+        self.config.check()
+        advice = []
+        if not self.matches(params):
+            advice.append(
+                "parameters changed since, and this is of before: the next step() reads them anew"
+            )
+        advice += self.hints.untrained(self.layouts)
+        frozen = [self.describe[i] for i, on in enumerate(self.trained) if not on]
+        if frozen:
+            advice.append(f"frozen, and not in the schedule: {listed(frozen)}")
         if self.functions is None or not self.functions.run(self.config):
             owned = "\n".join(
                 f"  rank {rank}: {listed([self.describe[i] for i in indices])}"
@@ -177,20 +191,17 @@ class Engine:
             )
             return (
                 f"Muon on rank {self.rank} of {self.world_size}: {len(self.params)} parameters, exchanged one by one by "
-                f"functions of the user's. Owners:\n{owned}"
+                f"functions of the user's. Owners:\n{owned or '  none'}"
+                + "".join(f"\n- {line}" for line in advice)
             )
         parallel, ahead = flags = self._read_flags()
         current = self._schedule if flags == self._flags else None
         schedule = current or self._planned(params)
-        advice = self.hints.untrained(self.layouts)
-        frozen = [self.describe[i] for i, on in enumerate(self.trained) if not on]
-        if frozen:
-            advice.append(f"frozen, and not in the schedule: {listed(frozen)}")
         if not parallel and self.world_size > 1:
             advice.append(
                 "async_gpu_parallelism=False, which is for debugging, lets one owner work at a time"
             )
-        if not ahead:
+        if not ahead and any(len(group) > 1 for group in self._groups):
             advice.append("prefetch_count=0 leaves every gather to be waited for")
         return report.in_full(schedule, self.rank, self.world_size, ahead + 2, advice)
 
@@ -446,29 +457,20 @@ class Engine:
                 f"{self.failure}"
             )
         self.raise_new_failure()
-        self.config.check()
-        for formulas in {
-            id(param.formulas): param.formulas for param in params
-        }.values():
-            formulas.check()
-        if any(torch.is_complex(param.tensor) for param in params):
-            raise RuntimeError("Muon does not support complex parameters")
-        prepared, problems = self._prepare(params, states)
-        self.hints.look(params, self.layouts, self.rank, self.world_size)
-        on_engine = self.functions is not None and self.functions.run(self.config)
-        # Once, and not where nothing moves: then a checkpoint's values may still be on their way.
-        moves = any(param.formulas.moves for param in params)
-        self.statuses.begin(self._steps, moves and not self._values_compared)
-        self._values_compared = self._values_compared or moves
-        pipeline = self._running = self._pipeline(params) if on_engine else None
         try:
-            if pipeline is not None and debugging.is_on():
+            prepared, problems = self._begin(params, states)
+        except Exception as error:
+            # Nothing has moved, and this rank may try again. Others may be in the exchange already.
+            self._tell(f"{type(error).__name__} before the first exchange: {error}")
+            raise
+        try:
+            if debugging.is_on() and isinstance(self._running, Pipeline):
                 debugging.compare_gradients(
                     self.layouts, prepared, self._groups, self.rank
                 )
             with _without_autocast(self.device):
-                if pipeline is not None:
-                    pipeline.run(prepared)
+                if isinstance(self._running, Pipeline):
+                    self._running.run(prepared)
                 else:
                     self._step_through_callbacks(prepared)
             _count_versions(params, states)
@@ -489,11 +491,35 @@ class Engine:
             # It holds gradients, which are the user's to free.
             self._running = None
 
+    def _begin(
+        self,
+        params: Sequence[StepParam],
+        states: MutableMapping[Tensor, dict[str, Any]],
+    ) -> tuple[dict[int, ParamState], list[str]]:
+        """What comes before anything is sent: checks, momentum, buffers. Returns what :meth:`_prepare` does."""
+        self.config.check()
+        for formulas in {
+            id(param.formulas): param.formulas for param in params
+        }.values():
+            formulas.check()
+        if any(torch.is_complex(param.tensor) for param in params):
+            raise RuntimeError("Muon does not support complex parameters")
+        prepared, problems = self._prepare(params, states)
+        self.hints.look(params, self.layouts, self.rank, self.world_size)
+        on_engine = self.functions is not None and self.functions.run(self.config)
+        # Once, and not where nothing moves: then a checkpoint's values may still be on their way.
+        moves = any(param.formulas.moves for param in params)
+        self.statuses.begin(self._steps, moves and not self._values_compared)
+        self._values_compared = self._values_compared or moves
+        self._running = self._pipeline(params) if on_engine else None
+        return prepared, problems
+
     def _fail(self, error: BaseException) -> None:
         where = self._running.where if self._running is not None else ""
-        failure = f"{type(error).__name__}: {error}"
+        text = f": {error}" if str(error) else ""
+        failure = f"{type(error).__name__}{text}"
         if where and not isinstance(error, ExchangeError):
-            failure = f"{type(error).__name__} in {where}: {error}"
+            failure = f"{type(error).__name__} in {where}{text}"
             # Its type and text stay: whoever catches it may go by these.
             if hasattr(error, "add_note"):
                 error.add_note(f"Muon, rank {self.rank}, step {self._steps}: {where}")
@@ -502,8 +528,10 @@ class Engine:
             return
         self.failure = self.failure or failure
         self.statuses.forget()
-        # Peers that wait for this rank get an error that says nothing of it.
-        reason = "" if isinstance(error, ExchangeError) else failure
+        self._tell("" if isinstance(error, ExchangeError) else failure)
+
+    def _tell(self, reason: str) -> None:
+        """Tells peers, who wait for this rank and get an error that says nothing of it."""
         groups = (group for group in self._groups.values() if group is not None)
         tell_failure(groups, f"step {self._steps}", reason)
 
@@ -515,8 +543,8 @@ class Engine:
         missing = [rank for rank, text in told.items() if text is None]
         if missing:
             found.append(
-                f"Ranks {missing} did not come to this step(), or do not run any more. Where a GradScaler skipped it on "
-                "them because of an inf in their own gradients, use ShardedGradScaler of "
+                f"Ranks {missing} did not come to this step(), or do not run any more. If they run on, and a GradScaler "
+                "skipped it on them because of an inf in their own gradients, use ShardedGradScaler of "
                 "torch.distributed.fsdp.sharded_grad_scaler, which skips it on all"
             )
         return ". ".join(found)

@@ -125,9 +125,10 @@ def tell_failure(groups: Iterable[ProcessGroup], what: str, text: str) -> None:
 
     After a collective failed, or while others wait in one, only the store is left to tell it over.
     """
-    with suppress(RuntimeError, ValueError):
-        store = distributed_c10d._get_default_store()
-        for group in groups:
+    for group in groups:
+        # Of a group that somebody destroyed torch knows nothing, and the others are told all the same.
+        with suppress(KeyError, RuntimeError, ValueError):
+            store = distributed_c10d._get_default_store()
             # A value of the store must not be empty.
             store.set(_failure_key(group, what, dist.get_rank()), f"={text}")
 
@@ -137,7 +138,7 @@ def told_failures(
 ) -> dict[int, str | None]:
     """By rank what is told of a failed ``what``; None of ranks that tell nothing within ``patience`` seconds.
 
-    {} where the store has gone as well.
+    {} where the store has gone as well, or the group.
     """
     try:
         ranks = dist.get_process_group_ranks(group)
@@ -149,7 +150,7 @@ def told_failures(
             rank: store.get(key).decode()[1:] if store.check([key]) else None
             for rank, key in keys.items()
         }
-    except (RuntimeError, ValueError):
+    except (KeyError, RuntimeError, ValueError):
         return {}
 
 

@@ -259,6 +259,9 @@ class Pipeline:
         described = [matrix.layout.describe() for matrix in matrices]
         return f"{phase} of {listed(described)}" if phase else ""
 
+    def _matrices_of(self, bucket: BucketBuffers) -> list[MatrixState]:
+        return [self.matrices[number] for number in bucket.bucket.matrices]
+
     def _drain(self) -> None:
         """Waits for whatever is under way, after an error."""
         for *_, joining in self._joining:
@@ -280,11 +283,12 @@ class Pipeline:
         returning: dict[tuple[int, ...], BucketBuffers] = {}
         for bucket in buckets:
             self.relay(leave=len(self._relays))
+            self._at = "wait for gather", self._matrices_of(bucket)
             with _range("wait for gather", bucket):
                 bucket.wait()
             self.orthogonalize(bucket)
             self.relay()
-            self._at = "scatter", [self.matrices[m] for m in bucket.bucket.matrices]
+            self._at = "scatter", self._matrices_of(bucket)
             with _range("scatter", bucket):
                 bucket.start_scatter()
             finished = returning.pop(bucket.bucket.group, None)
@@ -383,7 +387,7 @@ class Pipeline:
     @_profiled("gather")
     def gather(self, bucket: BucketBuffers) -> None:
         """Takes the gradients of the bucket's matrices in, and sends this rank's shards off."""
-        matrices = [self.matrices[number] for number in bucket.bucket.matrices]
+        matrices = self._matrices_of(bucket)
         # A CPU goes matrix by matrix, each packed while it is in the cache; others in few launches.
         one_by_one = self.device.type == "cpu"
         for some in [[m] for m in matrices] if one_by_one else [matrices]:
@@ -397,6 +401,7 @@ class Pipeline:
                     found = bucket.gather_send.regions(matrix.number)
                     packed += [(matrix, region, view) for _, region, view in found]
             self.copy_prepared(packed)
+        self._at = "gather", matrices
         send = bucket.gather_send
         self.statuses.send(send, bucket.bucket.index, self.said(send.matrices))
         bucket.start_gather()
@@ -472,7 +477,7 @@ class Pipeline:
     def orthogonalize_batch(
         self, bucket: BucketBuffers, batch: Sequence[MatrixState]
     ) -> None:
-        self._at = "assembly", batch
+        self._at = "assemble", batch
         shape, dtype = batch[0].layout.shape, bucket.bucket.scatter_dtype
         whole = self._scratch.get(
             "whole", (len(batch), *shape), dtype, bucket.scatter_send.flat.device
@@ -531,6 +536,7 @@ class Pipeline:
     def finish(self, bucket: BucketBuffers) -> None:
         """Waits for the bucket's results and applies them; what is to be relayed is packed."""
         self.relay()
+        self._at = "wait for scatter", self._matrices_of(bucket)
         with _range("wait for scatter", bucket):
             bucket.wait()
         with _range("apply", bucket):
@@ -551,6 +557,10 @@ class Pipeline:
             if len(self._relays) <= leave:
                 return
             relay = self._relays.popleft()
+            self._at = (
+                "wait for relay",
+                [self.matrices[number] for number in relay.packed.matrices],
+            )
             with _range("wait for relay", relay):
                 relay.wait()
             if relay.relay.source != self.rank:
