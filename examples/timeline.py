@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 4 examples/timeline.py --parallel ddp --prefetch 0 --picture ddp.png
 
 The blocks of ``train_gpt.py``'s GPT take some steps, and a profiler watches the last one. In a step
-that overlaps well there is little waiting beside Newton-Schulz. What each process has to do is
-printed first (``muon.describe()``).
+that overlaps well there is much blue and little grey. An owner applies its own part of an update, and
+relays others' results, within "orthogonalize". What each process has to do is printed first
+(``muon.describe()``).
 """
 
 import argparse
@@ -20,7 +21,7 @@ from text import load
 from text_table import render
 from torch.optim import Muon
 from torch.optim.muon import partition_parameters
-from torch.profiler import profile
+from torch.profiler import profile, record_function
 from train_gpt import (
     batch,
     build_model,
@@ -41,6 +42,7 @@ COLOURS = {
     "apply": "#a63603",
     "wait for relay": "#969696",
 }
+TOGETHER = "all processes are here"
 RANGE = re.compile(r"Muon (?P<phase>.+), bucket (?P<bucket>\d+) of \d+ ranks")
 
 
@@ -55,8 +57,9 @@ class Range(NamedTuple):
 
 def watched_step(muon: Muon) -> list[Range]:
     """The ranges of one step, in which all processes begin together."""
-    dist.barrier()
     with profile() as profiled:
+        with record_function(TOGETHER):
+            dist.barrier()
         muon.step()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -69,7 +72,8 @@ def watched_step(muon: Muon) -> list[Range]:
         for event in events
         if event.device_type == kind and (match := RANGE.match(event.name))
     ]
-    begin = min(span.start for _, span in found)
+    # Clocks of processes differ, and so do the moments at which their profilers are ready.
+    begin = min(event.time_range.end for event in events if event.name == TOGETHER)
     return [
         Range(
             match["phase"],
@@ -165,6 +169,8 @@ def main() -> None:
         "--picture", type=Path, default=Path("timeline.png"), metavar="FILE"
     )
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps has to be at least 1")
     muon, ranges = train_and_watch(args)
     everyone: list[list[Range]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, ranges)

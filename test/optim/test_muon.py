@@ -1146,6 +1146,33 @@ class TestMuonErrors(TestCase):
             params[0][1].grad = torch.ones(4, 6)
             copy.deepcopy(muon).step()
 
+    def test_state_dict_of_another_order(self):
+        named = [(name, nn.Parameter(torch.randn(4, 6))) for name in ("up", "down")]
+        saved = Muon(named[::-1]).state_dict()
+        with self.assertRaisesRegex(ValueError, r"in another order: \['down', 'up'\]"):
+            Muon(named).load_state_dict(saved)
+
+    def test_state_dict_without_an_empty_group(self):
+        """torch.distributed.checkpoint.state_dict hands over nothing but the names of no parameters."""
+        param = nn.Parameter(torch.randn(4, 6))
+        muon = Muon([{"params": [], "lr": 0.5}, {"params": [param]}])
+        saved = muon.state_dict()
+        saved["param_groups"][0] = {"params": []}
+        muon.load_state_dict(saved)
+        self.assertEqual(muon.param_groups[0]["lr"], 0.5)
+
+    def test_state_that_is_no_tensor(self):
+        param = nn.Parameter(torch.randn(4, 6))
+        saved = Muon([param]).state_dict()
+        for state in ({"momentum_buffer": 3.0}, torch.ones(2)):
+            Muon([param]).load_state_dict({**saved, "state": {0: state}})
+
+    def test_describe_without_a_config(self):
+        muon = Muon([nn.Parameter(torch.randn(4, 6))])
+        self.assertIn("this process alone", muon.describe())
+        copied = copy.deepcopy(Muon(muon.param_groups, distributed_config="auto"))
+        self.assertIn("lost its distributed_config", copied.describe())
+
 
 class TestOptimizerDatabase(TestCase):
     @property

@@ -565,9 +565,14 @@ class Muon(Optimizer):
         Returns:
             str: several lines, of at most 200 characters each for most names.
         """
+        if self._needs_config and self._distributed_config is None:
+            return (
+                "Muon, a copy that lost its distributed_config: step() refuses. Build a new one, and give it this one's "
+                "state_dict()"
+            )
         if self._engine is None:
-            matrices = sum(len(group["params"]) for group in self.param_groups)
-            return f"Muon without distributed_config: this process orthogonalizes all {matrices} parameters"
+            count = sum(len(group["params"]) for group in self.param_groups)
+            return f"Muon without distributed_config: this process alone orthogonalizes its parameters, {count} of them"
         return self._engine.describe_steps(self._step_params())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -600,15 +605,30 @@ class Muon(Optimizer):
         for number, (mine, group) in enumerate(
             zip(self.param_groups, loaded["param_groups"], strict=True)
         ):
+            if not group.keys() - {"params", "param_names"}:
+                # torch.distributed.checkpoint has nothing of a group without parameters.
+                group.update({k: v for k, v in mine.items() if k != "params"})
             lacking = [name for name in needed if name not in group]
             if lacking:
                 raise ValueError(
                     f"this state_dict is not of a Muon: its param_groups[{number}] lacks {lacking} and has "
                     f"{sorted(group.keys() - {'params', 'param_names'})}"
                 )
+            names, saved = mine.get("param_names"), group.get("param_names")
+            if names and saved and names != saved and sorted(names) == sorted(saved):
+                raise ValueError(
+                    f"this state_dict has the parameters of param_groups[{number}] in another order: {saved} and not "
+                    f"{names}. State goes by the order; torch.distributed.checkpoint.state_dict goes by names"
+                )
             for name, param in self._named(mine):
-                buffer = loaded["state"].get(param, {}).get("momentum_buffer")
-                if buffer is not None and buffer.shape != param.shape:
+                state = loaded["state"].get(param)
+                buffer = (
+                    state.get("momentum_buffer") if isinstance(state, dict) else None
+                )
+                # FSDP1 flattens its parameters, and shows them whole at times.
+                flat = getattr(param, "_fsdp_flattened", False)
+                known = isinstance(buffer, Tensor) and not flat
+                if known and buffer.shape != param.shape:
                     which = f"parameter {index}" + (f" {name!r}" if name else "")
                     raise ValueError(
                         f"this state_dict is of another model: the momentum buffer of {which} of shape "

@@ -145,7 +145,7 @@ class TestMuonDescribe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         page = muon.describe()
         for words in (
             r"layers\.0 \(256, 256\) alone takes 4\.0 times the mean work of ranks 0-3",
-            r"2 of 4 ranks own nothing \(2-3\): there are only 2 matrices",
+            r"2 of 4 ranks own nothing \(2-3\): this group has 2 matrices",
             r"frozen, and not in the schedule: parameter 1 'layers\.1'",
             "async_gpu_parallelism=False, which is for debugging",
             "prefetch_count=0 leaves every gather to be waited for",
@@ -172,11 +172,12 @@ class TestMuonDescribe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             _, built, anew = (record.getMessage() for record in seen.records)
             self.assertRegex(
                 built,
-                r"rank 0: Muon: 4 matrices, of which 4 of 4 ranks own some; 1 bucket in 1 group of ranks; a step sends "
+                r"rank 0: Muon: 4 matrices, owned by 4 of 4 ranks; 1 bucket in 1 group of ranks; a step sends "
                 r"[\d,]+ B and receives [\d,]+ B here, through [\d,]+ B of buffers; busiest owner 1\.00 of the mean",
             )
-            self.assertIn("built anew because 1 parameters are new or changed", anew)
-            self.assertIn("parameter 4 'layers.4' of shape (8, 8)", anew)
+            self.assertIn(
+                "unfrozen: parameter 4 'layers.4' of shape (8, 8); gone: 0", anew
+            )
 
     def test_functions_of_the_users(self):
         config = create_dtensor_config()

@@ -386,7 +386,7 @@ class TestMuonSchedule(PlayedSchedules, TestCase):
         # Two groups, of which a line each shows this rank.
         shown = [line for line in lines if line.split()[:1] == ["8"]]
         self.assertEqual(len(shown), 2)
-        self.assertIn("ranks between these", "".join(lines))
+        self.assertIn("more ranks are not shown", "".join(lines))
 
     def assertShort(self, layouts, message):
         owners = assign_owners(layouts)

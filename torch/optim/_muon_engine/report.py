@@ -34,7 +34,10 @@ EVEN = 1.1
 
 
 class Cost(NamedTuple):
-    """What one rank has to do for one group in a step: bytes, and floating-point operations."""
+    """What one rank has to do for one group in a step: bytes, and floating-point operations.
+
+    These are of five quintic steps, by which owners are chosen, whatever ``ns_steps`` and ``ns_algorithm`` are.
+    """
 
     rank: int
     matrices: tuple[int, ...]
@@ -90,16 +93,13 @@ class GroupReport:
         for bucket, spec in zip(self.buckets, specs, strict=True):
             out, back = _bytes_of(bucket, spec, rank)
             sends, receives = sends + out, receives + back
-        sent, received = relay_sizes([spec.relays for spec in specs], rank)
         return Cost(
             rank,
             tuple(self.owned[rank]),
             self.loads[rank],
             sends,
             receives,
-            sum(sum(sizes) for sizes in slot_sizes(specs, self.slots))
-            + sent
-            + RELAYS_IN_FLIGHT * received,
+            sum(sum(sizes) for sizes in slot_sizes(specs, self.slots)),
         )
 
     def shown(self, rank: int) -> list[int]:
@@ -117,11 +117,20 @@ class GroupReport:
         how = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         found = [
             f"Ranks {spans(self.group)}: {_count(self.matrices, 'matrix', 'matrices')} in {_count(self.buckets, 'bucket', 'buckets')} "
-            f"({how}); {_flops(sum(self.loads.values()))} of Newton-Schulz a step, the busiest owner "
+            f"({how}); {_flops(sum(self.loads.values()))} in five Newton-Schulz steps, the busiest owner "
             f"{self.stretch:.2f} of the mean",
         ]
         rows = [
-            ("rank", "owns", "works", "of mean", "sends", "receives", "buffers", "")
+            (
+                "rank",
+                "owns",
+                "Newton-Schulz",
+                "x mean",
+                "sends",
+                "receives",
+                "buffers",
+                "",
+            )
         ]
         shown = self.shown(rank)
         for cost in map(self.cost, shown):
@@ -143,7 +152,7 @@ class GroupReport:
             cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths)]
             found.append(("  " + "  ".join([*cells, row[-1]])).rstrip())
         if len(shown) < len(self.group):
-            found.append(f"  and {len(self.group) - len(shown)} ranks between these")
+            found.append(f"  {len(self.group) - len(shown):,} more ranks are not shown")
         return found
 
     def advice(self, names: Sequence[str]) -> list[str]:
@@ -154,19 +163,31 @@ class GroupReport:
         if share > EVEN and len(self.group) > 1:
             found.append(
                 f"{names[heaviest]} {tuple(self.schedule.layouts[heaviest].shape)} alone takes {share:.1f} times the mean "
-                f"work of ranks {spans(self.group)}. A step lasts at least as long, however many ranks there are"
+                f"work of ranks {spans(self.group)}. A step lasts at least as long as this matrix takes, however many ranks there are"
             )
         elif self.stretch > EVEN:
             found.append(
-                f"the busiest owner of ranks {spans(self.group)} has {self.stretch:.2f} times the mean work. Matrices are not "
-                "divided, so a group balances the better, the more matrices it has"
+                f"the busiest owner of ranks {spans(self.group)} has {self.stretch:.2f} times the mean work of this group. "
+                "Matrices are not divided, and ranks that are busy for a wider group get less here"
             )
-        if self.idle and len(self.group) > 1:
+        few = len(self.matrices) < len(self.group)
+        if self.idle and few and len(self.group) > 1:
             found.append(
-                f"{len(self.idle)} of {len(self.group)} ranks own nothing ({spans(self.idle)}): there are only "
-                f"{_count(self.matrices, 'matrix', 'matrices')} to own"
+                f"{len(self.idle)} of {len(self.group)} ranks own nothing ({spans(self.idle)}): this group has "
+                f"{_count(self.matrices, 'matrix', 'matrices')}"
             )
         return found
+
+
+def relay_memory(schedule: Schedule, rank: int) -> int:
+    """Bytes that ``rank`` has for relays, of all groups together."""
+    relays = [
+        schedule.spec(bucket, rank, bucket.group).relays
+        for bucket in schedule.buckets
+        if bucket.relayed and rank in bucket.group
+    ]
+    sent, received = relay_sizes(relays, rank)
+    return sent + RELAYS_IN_FLIGHT * received
 
 
 def reports(schedule: Schedule, slots: int) -> list[GroupReport]:
@@ -178,13 +199,14 @@ def reports(schedule: Schedule, slots: int) -> list[GroupReport]:
 def in_one_line(schedule: Schedule, rank: int, slots: int) -> str:
     found = reports(schedule, slots)
     costs = [report.cost(rank) for report in found]
+    buffers = sum(c.buffers for c in costs) + relay_memory(schedule, rank)
     matrices = sum(len(report.matrices) for report in found)
     owners = {r for report in found for r, owned in report.owned.items() if owned}
     ranks = {r for report in found for r in report.group}
     return (
-        f"{matrices} matrices, of which {len(owners)} of {len(ranks)} ranks own some; "
+        f"{matrices:,} {'matrix' if matrices == 1 else 'matrices'}, owned by {len(owners)} of {len(ranks)} ranks; "
         f"{_count(schedule.buckets, 'bucket', 'buckets')} in {_count(found, 'group', 'groups')} of ranks; a step sends {_bytes(sum(c.sends for c in costs))} and receives "
-        f"{_bytes(sum(c.receives for c in costs))} here, through {_bytes(sum(c.buffers for c in costs))} of buffers; busiest "
+        f"{_bytes(sum(c.receives for c in costs))} here, through {_bytes(buffers)} of buffers; busiest "
         f"owner {max((report.stretch for report in found), default=1.0):.2f} of the mean"
     )
 
@@ -201,14 +223,24 @@ def in_full(
     )
     lines = [
         f"Muon on rank {rank} of {world_size}: {_count(schedule.layouts, 'matrix', 'matrices')} with {numel:,} elements, "
-        f"{_count(found, 'group', 'groups')} of ranks; {turns}, {slots} buckets of a group in memory",
+        f"{_count(found, 'group', 'groups')} of ranks; {turns}, up to {slots} buckets of a group in memory",
     ]
     better = list(advice)
     for report in found:
         lines += ["", *report.lines(rank, names)]
         better += report.advice(names)
+    passing = relay_memory(schedule, rank)
+    if passing:
+        lines += [
+            "",
+            f"For relays of all groups rank {rank} has {_bytes(passing)} more.",
+        ]
     if better:
-        lines += ["", "What would make it better:", *(f"- {line}" for line in better)]
+        lines += [
+            "",
+            "What to know, and what would make it better:",
+            *(f"- {line}" for line in better),
+        ]
     return "\n".join(lines)
 
 
@@ -265,8 +297,8 @@ def _count(things: Sequence[object], one: str, many: str) -> str:
 
 def _flops(flops: float) -> str:
     for unit in ("FLOP", "KFLOP", "MFLOP", "GFLOP"):
-        if flops < 1000:
-            return f"{flops:.3g} {unit}"
+        if flops < 999.95:
+            return f"{flops:.1f} {unit}"
         flops /= 1000
     return f"{flops:,.1f} TFLOP"
 
