@@ -12,7 +12,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.optim._muon_engine.process_groups import meet, spanning_group
+from torch.optim._muon_engine.process_groups import (
+    meet,
+    spanning_group,
+    tell_failure,
+    told_failures,
+)
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
@@ -204,6 +209,16 @@ class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
                         expected = {r: f"{r} at {time}" for r in ranks if r != 3}
                         expected |= {3: ""} if 3 in ranks else {}
                         self.assertEqual(found, expected)
+
+    def test_failures_are_told_to_groups_that_are_there(self):
+        """A group that somebody destroyed hid the error that was to be told."""
+        gone, there = dist.new_group([0, 1, 2, 3]), dist.group.WORLD
+        dist.destroy_process_group(gone)
+        tell_failure([gone, there], "step 7", f"of rank {self.rank}")
+        with self.everywhere():
+            self.assertEqual(told_failures(gone, "step 7"), {})
+            told = {rank: f"of rank {rank}" for rank in range(4)}
+            self.assertEqual(told_failures(there, "step 7"), told)
 
     def test_those_who_do_not_come_are_named(self):
         ranks, late = (0, 1, 3), 1

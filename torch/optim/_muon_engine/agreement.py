@@ -112,12 +112,10 @@ def exchange(
     try:
         dist.all_gather_object(values, (report, value), group=group)
     except RuntimeError as failed:
-        if error is not None:
-            raise error from failed
         others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
         more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
         which = f"{shared[0]}{more}" if shared else "parameters"
-        raise RuntimeError(
+        raise error or RuntimeError(
             f"could not reach ranks {sorted(others)}, which share {which} with this one. One of them ended, failed, or did "
             f"not build its Muon within the timeout: {failed}"
         ) from failed

@@ -319,10 +319,8 @@ class Engine:
         try:
             return spanning_group(ranks, known, what)
         except RuntimeError as failed:
-            if error is not None:
-                raise error from failed
             shared = [l.describe() for l in self.layouts if l.group == ranks]
-            raise RuntimeError(
+            raise error or RuntimeError(
                 f"could not make a process group of ranks {list(ranks)}, which share {listed(shared) or 'parameters'}. One "
                 f"of them ended, failed, or did not build its Muon within the timeout: {failed}"
             ) from failed
@@ -480,10 +478,8 @@ class Engine:
                 self._raise_mismatch()
         except ExchangeError as error:
             self._fail(error)
-            others = self._others_say(error.ranks)
-            if not others:
-                raise
-            raise RuntimeError(f"{error}. {others}") from error
+            found = [str(error), *self._others_say(error.ranks)]
+            raise RuntimeError(". ".join(found)) from error
         except BaseException as error:
             self._fail(error)
             raise
@@ -535,7 +531,7 @@ class Engine:
         groups = (group for group in self._groups.values() if group is not None)
         tell_failure(groups, f"step {self._steps}", reason)
 
-    def _others_say(self, ranks: tuple[int, ...]) -> str:
+    def _others_say(self, ranks: tuple[int, ...]) -> list[str]:
         """After an exchange among ``ranks`` failed: what went wrong on the others, as far as they tell."""
         group = self._groups.get(ranks)
         told = told_failures(group, f"step {self._steps}") if group is not None else {}
@@ -547,7 +543,7 @@ class Engine:
                 "skipped it on them because of an inf in their own gradients, use ShardedGradScaler of "
                 "torch.distributed.fsdp.sharded_grad_scaler, which skips it on all"
             )
-        return ". ".join(found)
+        return found
 
     def raise_new_failure(self) -> None:
         """Raises RuntimeError where the last step, on an accelerator, is only now seen to have failed."""
