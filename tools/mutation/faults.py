@@ -404,8 +404,8 @@ FAULTS = (
     Fault(
         "a rank that fails does not say why",
         "_muon_engine/engine.py",
-        '        reason = "" if isinstance(error, ExchangeError) else failure\n',
-        '        reason = ""\n',
+        '        self._tell("" if isinstance(error, ExchangeError) else failure)\n',
+        '        self._tell("")\n',
         (f"{FAULTY}TestMuonRaises::test_raises",),
     ),
     Fault(
