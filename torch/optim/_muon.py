@@ -376,6 +376,10 @@ def _storage_is_gone(param: Tensor) -> bool:
     return param.numel() > 0 and has_bytes and torch.Tensor.data_ptr(param) == 0
 
 
+def _named_parameter(index: int, name: str | None) -> str:
+    return f"parameter {index}" + (f" {name!r}" if name else "")
+
+
 class Muon(Optimizer):
     def __init__(
         self,
@@ -471,7 +475,7 @@ class Muon(Optimizer):
         seen: dict[Tensor, int] = {}
         for group in self.param_groups[first_group:]:
             for name, param in self._named(group):
-                which = f"parameter {index}" + (f" {name!r}" if name else "")
+                which = _named_parameter(index, name)
                 problem = self._problem_with(param, which)
                 if problem is not None:
                     return problem
@@ -629,7 +633,7 @@ class Muon(Optimizer):
                 flat = getattr(param, "_fsdp_flattened", False)
                 known = isinstance(buffer, Tensor) and not flat
                 if known and buffer.shape != param.shape:
-                    which = f"parameter {index}" + (f" {name!r}" if name else "")
+                    which = _named_parameter(index, name)
                     raise ValueError(
                         f"this state_dict is of another model: the momentum buffer of {which} of shape "
                         f"{tuple(param.shape)} has shape {tuple(buffer.shape)}"

@@ -116,7 +116,7 @@ class GroupReport:
         kinds = Counter(map(_way_of, self.buckets))
         how = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         found = [
-            f"Ranks {spans(self.group)}: {_count(self.matrices, 'matrix', 'matrices')} in {_count(self.buckets, 'bucket', 'buckets')} "
+            f"Ranks {spans(self.group)}: {_count(len(self.matrices), 'matrix', 'matrices')} in {_count(len(self.buckets), 'bucket', 'buckets')} "
             f"({how}); {_flops(sum(self.loads.values()))} in five Newton-Schulz steps, the busiest owner "
             f"{self.stretch:.2f} of the mean",
         ]
@@ -174,7 +174,7 @@ class GroupReport:
         if self.idle and few and len(self.group) > 1:
             found.append(
                 f"{len(self.idle)} of {len(self.group)} ranks own nothing ({spans(self.idle)}): this group has "
-                f"{_count(self.matrices, 'matrix', 'matrices')}"
+                f"{_count(len(self.matrices), 'matrix', 'matrices')}"
             )
         return found
 
@@ -182,7 +182,7 @@ class GroupReport:
 def relay_memory(schedule: Schedule, rank: int) -> int:
     """Bytes that ``rank`` has for relays, of all groups together."""
     relays = [
-        schedule.spec(bucket, rank, bucket.group).relays
+        schedule.relays(bucket, rank)
         for bucket in schedule.buckets
         if bucket.relayed and rank in bucket.group
     ]
@@ -204,8 +204,8 @@ def in_one_line(schedule: Schedule, rank: int, slots: int) -> str:
     owners = {r for report in found for r, owned in report.owned.items() if owned}
     ranks = {r for report in found for r in report.group}
     return (
-        f"{matrices:,} {'matrix' if matrices == 1 else 'matrices'}, owned by {len(owners)} of {len(ranks)} ranks; "
-        f"{_count(schedule.buckets, 'bucket', 'buckets')} in {_count(found, 'group', 'groups')} of ranks; a step sends {_bytes(sum(c.sends for c in costs))} and receives "
+        f"{_count(matrices, 'matrix', 'matrices')}, owned by {len(owners)} of {len(ranks)} ranks; "
+        f"{_count(len(schedule.buckets), 'bucket', 'buckets')} in {_count(len(found), 'group', 'groups')} of ranks; a step sends {_bytes(sum(c.sends for c in costs))} and receives "
         f"{_bytes(sum(c.receives for c in costs))} here, through {_bytes(buffers)} of buffers; busiest "
         f"owner {max((report.stretch for report in found), default=1.0):.2f} of the mean"
     )
@@ -222,8 +222,8 @@ def in_full(
         "one owner at a time" if schedule.one_owner_at_a_time else "all owners at once"
     )
     lines = [
-        f"Muon on rank {rank} of {world_size}: {_count(schedule.layouts, 'matrix', 'matrices')} with {numel:,} elements, "
-        f"{_count(found, 'group', 'groups')} of ranks; {turns}, up to {slots} buckets of a group in memory",
+        f"Muon on rank {rank} of {world_size}: {_count(len(schedule.layouts), 'matrix', 'matrices')} with {numel:,} elements, "
+        f"{_count(len(found), 'group', 'groups')} of ranks; {turns}, up to {slots} buckets of a group in memory",
     ]
     better = list(advice)
     for report in found:
@@ -291,8 +291,8 @@ def _name(layout: Layout) -> str:
     return f"{name}[{key.sub}]" if key.sub else name
 
 
-def _count(things: Sequence[object], one: str, many: str) -> str:
-    return f"{len(things):,} {one if len(things) == 1 else many}"
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
 
 
 def _flops(flops: float) -> str:

@@ -217,7 +217,7 @@ class Schedule:
         ]
         gather, scatter = bucket.gather_dtype, bucket.scatter_dtype
         says = self._speaks if bucket.relayed else None
-        relays = self._relays(bucket, rank) if bucket.relayed else ()
+        relays = self.relays(bucket, rank) if bucket.relayed else ()
         relayed = {m for relay in relays for m in relay.packed.matrices}
         kept = [m for m in mine if m in relayed]
         spec = BucketSpec(
@@ -292,7 +292,7 @@ class Schedule:
                 found |= {node: "node", rail: "rail"}
         return found
 
-    def _relays(self, bucket: Bucket, rank: int) -> tuple[Relay, ...]:
+    def relays(self, bucket: Bucket, rank: int) -> tuple[Relay, ...]:
         """Those along the replicas of ``rank``'s shards, in an order that all replicas have alike."""
         found: dict[tuple[tuple[int, ...], int], list[list[int]]] = {}
         room: dict[tuple[tuple[int, ...], int], int] = {}
