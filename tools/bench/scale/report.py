@@ -8,7 +8,7 @@ from typing import Any, TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.optim._muon_engine.schedule.specs import RELAYS_IN_FLIGHT
+from torch.optim._muon_engine.schedule.specs import RELAYS_IN_FLIGHT, slots_for
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
 
@@ -39,7 +39,7 @@ def schedule_of(
         torch.bfloat16,
         max_replicas=max_replicas,
         ranks_per_node=hardware.gpus_per_node,
-        slots=prefetch + 2,
+        slots=slots_for(prefetch),
     )
 
 
@@ -185,7 +185,7 @@ def memory(plan: Plan, prefetch: int) -> NDArray:
             sent = np.maximum(sent, own)
     buffers = sent + RELAYS_IN_FLIGHT * received
     for buckets in of_group.values():
-        count = min(len(buckets), prefetch + 2)
+        count = min(len(buckets), slots_for(prefetch))
         for at in range(count):
             # These buckets have the slot one after the other.
             slot = np.max([bucket.slot for bucket in buckets[at::count]], axis=0)

@@ -39,6 +39,7 @@ from torch.optim._muon_engine.runtime.grad_status import GradStatuses
 from torch.optim._muon_engine.runtime.pipeline import ParamState, Pipeline
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.owners import check_assignments
+from torch.optim._muon_engine.schedule.specs import slots_for
 
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Engine:
             return
         what = f"{len(self.params)} parameters, exchanged by functions of the user's"
         if self._schedule is not None:
-            slots = self.config.prefetch_count + 2
+            slots = slots_for(self.config.prefetch_count)
             what = report.in_one_line(self._schedule, self.rank, slots)
         why = ""
         if former is not None:
@@ -203,7 +204,9 @@ class Engine:
             )
         if not ahead and any(len(group) > 1 for group in self._groups):
             advice.append("prefetch_count=0 leaves every gather to be waited for")
-        return report.in_full(schedule, self.rank, self.world_size, ahead + 2, advice)
+        return report.in_full(
+            schedule, self.rank, self.world_size, slots_for(ahead), advice
+        )
 
     def _set_rank(self) -> None:
         state = self.config.state
@@ -667,7 +670,7 @@ class Engine:
             params[0].formulas.dtype if params else torch.float32,
             one_owner_at_a_time=not self.config.async_gpu_parallelism,
             ranks_per_node=ranks_per_node(),
-            slots=self.config.prefetch_count + 2,
+            slots=slots_for(self.config.prefetch_count),
         )
 
     def _step_through_callbacks(self, params: Mapping[int, ParamState]) -> None:

@@ -20,6 +20,7 @@ from torch.optim._muon_engine.schedule.specs import (
     relay_sizes,
     RELAYS_IN_FLIGHT,
     slot_sizes,
+    slots_for,
 )
 
 
@@ -349,10 +350,9 @@ class Buffers:
         self.buckets = [buffers for _, buffers in sorted(placed, key=lambda p: p[0])]
 
     def _slots(self, specs: Sequence[BucketSpec], device: torch.device) -> list[Slot]:
-        """Slots for the gathers ahead, the bucket at hand and the one on its way back."""
         return [
             Slot(*(torch.empty(n, dtype=torch.uint8, device=device) for n in sizes))
-            for sizes in slot_sizes(specs, self.prefetch_count + 2)
+            for sizes in slot_sizes(specs, slots_for(self.prefetch_count))
         ]
 
     def connect(self) -> None:

@@ -364,6 +364,11 @@ class Schedule:
         return PackSpec(dtype, tuple(splits), tuple(regions), tuple(flags))
 
 
+def slots_for(prefetch_count: int) -> int:
+    """Slots of a group: for the gathers ahead, the bucket at hand and the one on its way back."""
+    return prefetch_count + 2
+
+
 def slot_sizes(specs: Sequence[BucketSpec], slots: int) -> list[tuple[int, ...]]:
     """Bytes of each slot, as of :attr:`BucketSpec.nbytes`, for one rank's buckets of a group.
 
