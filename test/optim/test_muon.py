@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_optimizers import optim_db, OptimizerErrorEnum
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -1111,8 +1112,11 @@ class TestMuonErrors(TestCase):
 
     def test_functional_gradient_that_is_no_matrix(self):
         lists = [[torch.randn(2, 3, 4)] for _ in range(3)]
-        with self.assertRaisesRegex(ValueError, "Param gradient must be a 2D matrix"):
-            ours.muon(*lists, **FUNCTIONAL_DEFAULTS)
+        for config in (None, create_dtensor_config()):
+            with self.assertRaisesRegex(
+                ValueError, "Param gradient must be a 2D matrix"
+            ):
+                ours.muon(*lists, **FUNCTIONAL_DEFAULTS, distributed_config=config)
 
     def test_newton_schulz_options_are_checked_by_the_step(self):
         for options, words in (

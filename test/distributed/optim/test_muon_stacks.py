@@ -314,6 +314,41 @@ class TestMuonStacks(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 start = info.offset_in_shard
                 param.grad = mine[start : start + info.numel_in_shard].view(param.shape)
 
+    def test_fsdp1_over_tensor_parallelism_is_an_error(self):
+        grid = grid_of(2, 2)
+        for use_orig_params in (False, True):
+            model = nn.Module()
+            model.stack = nn.Parameter(
+                distribute_tensor(full(0, (4, 6, 10)), grid["b"], [S0])
+            )
+            wrapped = FullyShardedDataParallel(
+                model,
+                device_mesh=grid["a"],
+                device_id=torch.device("cpu"),
+                use_orig_params=use_orig_params,
+            )
+            with self.everywhere():
+                with self.assertRaisesRegex(
+                    ValueError, "'stack' of shape .* tensor parallelism has cut"
+                ):
+                    Muon(
+                        list(wrapped.parameters()),
+                        distributed_config=create_auto_config(module=wrapped),
+                        allow_batched_matrices=True,
+                    )
+
+    def test_placement_that_cannot_be_read_is_an_error(self):
+        averaged = DTensor.from_local(
+            full(0, (4, 6, 5)), mesh_of(4), [Partial("avg")], run_check=False
+        )
+        with self.everywhere():
+            with self.assertRaisesRegex(ValueError, r"only Partial\('sum'\)"):
+                Muon(
+                    [nn.Parameter(averaged)],
+                    distributed_config="auto",
+                    allow_batched_matrices=True,
+                )
+
     def test_without_the_option_it_is_an_error(self):
         layout = specs(mesh_of(4), [(S0,)], [(4, 6, 5)])
         with self.everywhere():
