@@ -140,7 +140,7 @@ def test_the_limit_of_a_repetition_bounds_that_repetition():
     seconds = {
         "ours-1": [3.0, 8.0],
         "ns_alone": [2.0, 4.0],
-        "ns_shares": [1.0, 2.0],
+        "ns_shares": [1.0, 3.0],
         "exchange": [1.0, 2.0],
         "exchange_fused": [1.0, 1.0],
         "elementwise": [0.5, 1.0],
@@ -154,8 +154,9 @@ def test_the_limit_of_a_repetition_bounds_that_repetition():
     ours = found["implementations"]["ours-1"]
     assert ours["limit"]["median"] == 1.75  # of 3 / (2 / 2 + 1) and 8 / (4 / 2 + 2)
     assert ours["second"]["median"] == 1.4
+    assert ours["third"]["median"] == (3 / 2.5 + 8 / 6) / 2
     assert ours["cpu"]["median"] == (6 / 7 + 16 / 14) / 2
-    assert found["ns_at_once"]["median"] == 1.0
+    assert found["ns_at_once"]["median"] == (1 / 1 + 3 / 2) / 2
     assert figures.summarize(ranks, ["ours-1"], 2, reps=1)["repetitions"] == [1]
 
 

@@ -34,7 +34,7 @@ def quietest(others: Sequence[float], reps: int) -> list[int]:
 def limits(
     seconds: dict[str, list[float]], world: int, cores: int
 ) -> dict[str, list[float]]:
-    """Both limits of each repetition."""
+    """The limits of each repetition."""
     share = min(world, cores)
     first = [
         alone / share + exchange
@@ -43,7 +43,14 @@ def limits(
         )
     ]
     second = [a + b for a, b in zip(first, seconds["elementwise"], strict=True)]
-    return {"limit": first, "second": second}
+    third = [
+        sum(parts)
+        for parts in zip(
+            *(seconds[part] for part in ("ns_shares", "exchange", "elementwise")),
+            strict=True,
+        )
+    ]
+    return {"limit": first, "second": second, "third": third}
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
@@ -72,7 +79,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 def summarize(
     results: Sequence[dict[str, Any]], names: Sequence[str], cores: int, reps: int
 ) -> dict[str, Any]:
-    """Ratios of every implementation to both limits, and to the first implementation."""
+    """Ratios of every implementation to each limit, and to the first implementation."""
     others = results[0]["others"]
     chosen = quietest(others, reps)
     seconds = over_ranks(results, "seconds", max, chosen)
@@ -87,6 +94,7 @@ def summarize(
         "limit_ms": {
             "limit": median(bounds["limit"]) * 1e3,
             "second": median(bounds["second"]) * 1e3,
+            "third": median(bounds["third"]) * 1e3,
             **{part: median(seconds[part]) * 1e3 for part in PARTS},
         },
         # Above 1: Newton-Schulz on all cores at once is slower than one at a time says.
@@ -99,6 +107,7 @@ def summarize(
                 "median_ms": median(seconds[name]) * 1e3,
                 "limit": ratio(seconds[name], bounds["limit"]),
                 "second": ratio(seconds[name], bounds["second"]),
+                "third": ratio(seconds[name], bounds["third"]),
                 "first": ratio(seconds[name], seconds[names[0]]),
                 "cpu": ratio(cpu[name], cpu_bounds["second"]),
             }

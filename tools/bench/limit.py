@@ -3,7 +3,9 @@
 The limit is (Newton-Schulz of all matrices, one by one, on one thread of one process while the
 others wait) / min(processes, cores), plus one blocking ``all_to_all_single`` after the other with
 the splits of the engine's own buckets, over buffers that are there already. The second limit adds the
-elementwise passes that any implementation makes over this rank's own storage.
+elementwise passes that any implementation makes over this rank's own storage. The third is the second
+with Newton-Schulz as it is when all ranks do their own matrices at once, which share caches, memory and
+the power that the processor may take.
 """
 
 from __future__ import annotations
