@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import distribute_tensor, DTensor
 from torch.optim import Muon
 from torch.optim._muon_engine import hints
 from torch.optim._muon_engine.schedule import buckets
@@ -273,6 +274,36 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.give_gradients(params)
         with self.everywhere():
             muon.step()
+
+    def of_two_groups(self, **options):
+        """Two optimizer groups of replicas; ranks 2 and 3 hold none of the second."""
+        two = DeviceMesh("cpu", [0, 1])
+        params = []
+        for i in range(4 if self.rank < 2 else 2):
+            mesh = mesh_of(4) if i < 2 else two
+            value, grad = (
+                distribute_tensor(full(i + 9 * which, (4, 6)), mesh, [R])
+                for which in range(2)
+            )
+            params.append(nn.Parameter(value))
+            params[i].grad = grad
+        groups = [{"params": params[:2], **options}, {"params": params[2:], "lr": 0.1}]
+        return Muon(groups, lr=0.1, distributed_config="auto")
+
+    def test_group_that_does_not_move_beside_one_that_ranks_lack(self):
+        """Ranks compared values or hyperparameters by what they held beside."""
+        muon = self.of_two_groups(lr=0.0, weight_decay=0.0)
+        with self.everywhere():
+            muon.step()
+
+    def test_values_are_compared_when_they_first_move(self):
+        muon = self.of_two_groups(lr=0.0, weight_decay=0.0)
+        muon.step()
+        first = muon.param_groups[0]
+        if self.rank == 3:
+            first["params"][1].data.to_local().add_(1)
+        first["lr"] = 0.1
+        self.assertFailsEverywhere(muon.step, "other values.*: parameter 1 of shape")
 
     # A step that one rank skips
 

@@ -25,6 +25,7 @@ from torch.optim._muon_engine.runtime.buffers import (
     Buffers,
     copy_all,
 )
+from torch.optim._muon_engine.runtime.grad_status import meanings
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, by_rank
 
@@ -250,15 +251,20 @@ class SingleMatrix:
             [(view, region.of_local(local)) for _, region, view in send.regions(0)]
         )
         # Values are compared where all matrices of a step go together.
-        digest = 0 if self.statuses.compares_values else param.formulas.digest
-        said = self.statuses.said([status], [digest], send.flat.device)
+        device, digests = send.flat.device, [param.formulas.digest]
+        said = self.statuses.said([status], digests, device)
         self.statuses.send(send, 0, said[: len(send.matrices)])
         bucket.start_gather()
         bucket.wait()
         if not self.is_owner:
             return None
         self._summary = self.statuses.summarize(
-            bucket.gather_recv, [bucket.scatter_send], 0, [0], said
+            bucket.gather_recv,
+            [bucket.scatter_send],
+            0,
+            [0],
+            said,
+            meanings([False], device),
         )
         own = self.shard if schedule.is_source(0, self.rank) else ()
         out = torch.empty(

@@ -111,8 +111,8 @@ class Engine:
         # What runs the step that is under way.
         self._running: Pipeline | CallbackStep | None = None
         self._steps = 0
-        # Those of replicas with each other.
-        self._values_compared = False
+        # Of which parameters' values replicas have been compared, by index.
+        self._compared = [False] * len(self.params)
         changed: Sequence[Tensor] = self.params
         gone: dict[tuple[int, ...], list[ProcessGroup]] = {}
         if former is not None:
@@ -137,7 +137,8 @@ class Engine:
         Returns the parameters that changed since, and the ranks, with their groups, that shared one which is gone.
         """
         self._steps, self.failure = former._steps, former.failure
-        self._values_compared = former._values_compared
+        done = {id(p) for p, c in zip(former.params, former._compared) if c}
+        self._compared = [id(param) in done for param in self.params]
         self.hints = former.hints
         self.hints.parameters_changed()
         self._groups, self._known = dict(former._groups), dict(former._known)
@@ -506,11 +507,10 @@ class Engine:
         prepared, problems = self._prepare(params, states)
         self.hints.look(params, self.layouts, self.rank, self.world_size)
         on_engine = self.functions is not None and self.functions.run(self.config)
-        # Once, and not where nothing moves: then a checkpoint's values may still be on their way.
-        moves = any(param.formulas.moves for param in params)
-        self.statuses.begin(self._steps, moves and not self._values_compared)
-        self._values_compared = self._values_compared or moves
+        self.statuses.begin(self._steps)
         self._running = self._pipeline(params) if on_engine else None
+        for index, state in prepared.items():
+            self._compared[index] = self._compared[index] or state.compares_values
         return prepared, problems
 
     def _fail(self, error: BaseException) -> None:
@@ -579,6 +579,7 @@ class Engine:
         """
         prepared: dict[int, ParamState] = {}
         problems = []
+        moves = {id(param.formulas): param.formulas.moves for param in params}
         for index, (param, trained) in enumerate(
             zip(params, self.trained, strict=True)
         ):
@@ -597,7 +598,10 @@ class Engine:
                 problem = problem_with_gradient(param.tensor, param.grad)
             if problem:
                 problems.append(f"{self.describe[index]}: {problem}")
-            prepared[index] = ParamState(param, buffer, bool(problem))
+            # Once, and not where nothing moves: then a checkpoint's values may still be on their way.
+            # It goes by parameter, since ranks may hold others beside those that they share.
+            compares = moves[id(param.formulas)] and not self._compared[index]
+            prepared[index] = ParamState(param, buffer, bool(problem), compares)
         return prepared, problems
 
     def _pipeline(self, params: Sequence[StepParam]) -> Pipeline:

@@ -5,7 +5,7 @@ shard; the owner sends a summary back along with the result. A rank acts on its 
 holders of a matrix differ, all of them raise once the last bucket is through.
 
 A flag is an integer in the bits of one element of what travels: a :class:`Summary`, a tag of the step
-and bucket, and a digest. In the first step that moves anything the digest is of the shard's values, which
+and bucket, and a digest. In the first step that moves a matrix the digest is of the shard's values, which
 replicas have to have alike; else it is of the hyperparameters, which somebody may have changed on some
 ranks only.
 
@@ -110,6 +110,13 @@ _MESSAGES = (
 )
 
 
+def meanings(compares_values: Sequence[bool], device: torch.device) -> Tensor:
+    """What it means where digests differ, for each matrix: other values, or other hyperparameters."""
+    of_values, of_options = int(Summary.OTHER_VALUES), int(Summary.OTHER_OPTIONS)
+    found = [of_values if compares else of_options for compares in compares_values]
+    return torch.tensor(found, dtype=torch.int32, device=device)
+
+
 def _rows(matrices: Sequence[int], some: Sequence[int]) -> slice | list[int]:
     """Where ``some`` of ``matrices`` stand among them."""
     if list(matrices) == list(some):
@@ -126,18 +133,19 @@ class Joining(NamedTuple):
 
     values: Tensor
     work: dist.Work
-    differs: Summary
+    # What it means where digests differ, shape (matrices,).
+    differs: Tensor
 
     def wait(self) -> Tensor:
         """What all replicas say, shape (matrices,)."""
         self.work.wait()
         bits, digests = self.values.split([len(Summary), 2], dim=1)
-        apart = (digests.sum(dim=1) != 0).to(torch.int32)
-        said = bits.sum(dim=1, dtype=torch.int32) | int(self.differs) * apart
-        said = said + _DIGEST * digests.select(1, 0)
-        matrices = len(said) - 1
-        strayed = apart.narrow(0, matrices, 1)
-        return said.narrow(0, 0, matrices) | int(Summary.OUT_OF_STEP) * strayed
+        apart, strayed = (
+            (digests.sum(dim=1) != 0).to(torch.int32).split([len(self.differs), 1])
+        )
+        said = bits.sum(dim=1, dtype=torch.int32) + _DIGEST * digests.select(1, 0)
+        said = said.narrow(0, 0, len(self.differs)) | self.differs * apart
+        return said | int(Summary.OUT_OF_STEP) * strayed
 
 
 class GradStatuses:
@@ -145,19 +153,12 @@ class GradStatuses:
 
     def __init__(self) -> None:
         self._step = 0
-        self.compares_values = False
         self._bits: dict[torch.device, Tensor] = {}
         self._pending: list[tuple[Sequence[Layout], Tensor, torch.Event | None]] = []
 
-    def begin(self, step: int, compares_values: bool) -> None:
-        """Begins this rank's ``step``-th step.
-
-        Args:
-            compares_values: whether digests are of the values of this step's shards, and not of its
-                hyperparameters; alike on all ranks.
-        """
+    def begin(self, step: int) -> None:
+        """Begins this rank's ``step``-th step."""
         self._step = step
-        self.compares_values = compares_values
 
     def _tag(self, bucket: int, back: bool) -> int:
         """Differs between neighbouring steps and buckets; repeats, at the earliest after 8 steps."""
@@ -173,23 +174,31 @@ class GradStatuses:
     def said(
         self,
         statuses: Sequence[GradStatus],
-        digests: list[int] | Tensor,
+        digests: Sequence[int],
         device: torch.device,
+        values: Tensor | None = None,
     ) -> Tensor:
-        """What this rank says of its matrices: summaries and ``digests``, shape (matrices,)."""
-        said = [int(status.summary) for status in statuses]
-        if isinstance(digests, list):
-            # Together on the host, for one copy to the device. Other bits in each step: what is equal in
-            # these by chance is found in the next ones.
-            at = 7 * self._step % 28
-            digests = [(digest >> at) % DIGESTS for digest in digests]
-            said = [bits + _DIGEST * digest for bits, digest in zip(said, digests)]
+        """What this rank says of its matrices: summaries and digests, shape (matrices,).
+
+        Args:
+            digests: of each matrix's hyperparameters; 0 where its values are compared.
+            values: digests of each matrix's values, on ``device``; 0 where hyperparameters are compared.
+        """
+        # Together on the host, for one copy to the device. Other bits in each step: what is equal in
+        # these by chance is found in the next ones.
+        at = 7 * self._step % 28
+        said = [
+            int(status.summary) + _DIGEST * ((digest >> at) % DIGESTS)
+            for status, digest in zip(statuses, digests, strict=True)
+        ]
         found = torch.tensor(said, dtype=torch.int32, device=device)
-        if isinstance(digests, torch.Tensor):
-            found = found + _DIGEST * (digests % DIGESTS).to(torch.int32)
+        if values is not None:
+            found = found + _DIGEST * (values % DIGESTS).to(torch.int32)
         return found
 
-    def start_joining(self, said: Tensor, group: ProcessGroup | None) -> Joining:
+    def start_joining(
+        self, said: Tensor, group: ProcessGroup | None, differs: Tensor
+    ) -> Joining:
         """Puts together what all ranks of ``group``, replicas of each other, say of their matrices."""
         bits = said.unsqueeze(1) & self.bits(said.device)
         digests = (said // _DIGEST).unsqueeze(1)
@@ -201,12 +210,7 @@ class GradStatuses:
             ]
         )
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group, async_op=True)
-        return Joining(values, work, self._differs)
-
-    @property
-    def _differs(self) -> Summary:
-        """What it means where digests differ."""
-        return Summary.OTHER_VALUES if self.compares_values else Summary.OTHER_OPTIONS
+        return Joining(values, work, differs)
 
     def send(self, buffer: PackedBuffer, bucket: int, said: Tensor) -> None:
         """Writes ``said``, in the order of ``buffer.matrices``, for the owners."""
@@ -219,13 +223,15 @@ class GradStatuses:
         bucket: int,
         matrices: Sequence[int],
         own: Tensor,
-        replicas: Tensor | None = None,
+        differs: Tensor,
+        equals: Tensor | None = None,
     ) -> Tensor:
         """On the owner of ``matrices``, which says ``own``: sums up, and writes that for the holders.
 
         Args:
-            replicas: where values are compared, for each flag of ``received`` the place of another with
-                the same values, of shape (matrices, peers); the place after the last is the owner's.
+            differs: what it means where digests differ, shape (matrices,).
+            equals: where values are compared, for each flag of ``received`` the place of another with
+                the same digest, of shape (matrices, peers); the place after the last is the owner's.
         """
         said = own.unsqueeze(1) & self.bits(own.device)
         if received.matrices:
@@ -233,18 +239,16 @@ class GradStatuses:
             rows = _rows(matrices, received.matrices)
             strayed = flags // _TAG % _TAGS != self._tag(bucket, back=False)
             mine, digests = (own[rows] // _DIGEST).unsqueeze(1), flags // _DIGEST
-            if not self.compares_values:
+            if equals is None:
                 apart = digests != mine
-            elif replicas is None:
-                apart = torch.zeros_like(strayed)
             else:
                 every = torch.cat([digests, mine], dim=1)
-                apart = digests != every.gather(1, replicas)
+                apart = digests != every.gather(1, equals)
             apart &= ~strayed
             flags = (
                 flags
                 | int(Summary.OUT_OF_STEP) * strayed.to(flags.dtype)
-                | int(self._differs) * apart.to(flags.dtype)
+                | differs[rows].unsqueeze(1) * apart.to(flags.dtype)
             )
             # Of some matrices nobody else had anything to say.
             theirs = (flags.unsqueeze(2) & self.bits(own.device)).amax(dim=1)

@@ -29,6 +29,7 @@ from torch.optim._muon_engine.runtime.buffers import (
 from torch.optim._muon_engine.runtime.grad_status import (
     GradStatus,
     GradStatuses,
+    meanings,
     Summary,
 )
 from torch.optim._muon_engine.schedule.specs import RELAYS_IN_FLIGHT
@@ -61,12 +62,20 @@ PREPARED_BYTES = 64 * 1024**2
 class ParamState:
     """A parameter during one step: its local tensors. Several matrices may share it (FSDP1)."""
 
-    def __init__(self, param: StepParam, momentum_buffer: Tensor, unusable: bool):
+    def __init__(
+        self,
+        param: StepParam,
+        momentum_buffer: Tensor,
+        unusable: bool,
+        compares_values: bool,
+    ) -> None:
         self.param = param
         self.formulas: Formulas = param.formulas
         self.local = local_part(param.tensor)
         self.momentum = local_part(momentum_buffer)
         self.unusable = unusable
+        # Whether replicas compare its values in this step; alike on all holders.
+        self.compares_values = compares_values
         # Placed as the parameter is, from the moment that the momentum takes it in.
         self.grad: Tensor | None = None
         self._accumulated = False
@@ -227,6 +236,9 @@ class Pipeline:
         self._relays: deque[RelayBuffer] = deque()
         # What this rank says of its matrices, in their order, and where each of them stands in it.
         self._said: Tensor
+        # Of which of them it compares values in this step, and what it means where digests differ.
+        self._compares: list[bool] = []
+        self._differs: Tensor
         self._place = {number: place for place, number in enumerate(self.matrices)}
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._joining: list[tuple[tuple[int, ...], Sequence[int], Joining]] = []
@@ -311,19 +323,24 @@ class Pipeline:
         matrices = tuple(self.matrices.values())
         self._at = "statuses", matrices
         statuses = [matrix.status for matrix in matrices]
-        digests: list[int] | Tensor
-        if self.statuses.compares_values:
-            digests = self._digests_of_values()
-        else:
-            # One for each of few groups of parameters.
-            kinds = {id(m.param.formulas): m.param.formulas for m in matrices}
-            found = {key: formulas.digest for key, formulas in kinds.items()}
-            digests = [found[id(m.param.formulas)] for m in matrices]
-        self._said = self.statuses.said(statuses, digests, self.buffers.device)
+        # One for each of few groups of parameters.
+        kinds = {id(m.param.formulas): m.param.formulas for m in matrices}
+        found = {key: formulas.digest for key, formulas in kinds.items()}
+        compares = [matrix.param.compares_values for matrix in matrices]
+        digests = [
+            0 if of_values else found[id(matrix.param.formulas)]
+            for of_values, matrix in zip(compares, matrices, strict=True)
+        ]
+        device = self.buffers.device
+        if compares != self._compares:
+            self._compares, self._differs = compares, meanings(compares, device)
+        values = self._digests_of_values() if any(compares) else None
+        self._said = self.statuses.said(statuses, digests, device, values)
         for ranks, group, numbers in self.buffers.replica_sets:
-            said = self._said[self._places_of(numbers)]
+            places = self._places_of(numbers)
+            said, differs = self._said[places], self._differs[places]
             with self._named_joining(ranks, numbers):
-                joining = self.statuses.start_joining(said, group)
+                joining = self.statuses.start_joining(said, group, differs)
             self._joining.append((ranks, numbers, joining))
 
     def _named_joining(
@@ -332,27 +349,29 @@ class Pipeline:
         layouts = (self.matrices[number].layout for number in numbers)
         return named("all-reduce of what replicas say", layouts, ranks)
 
-    def _digests_of_values(self) -> list[int] | Tensor:
-        """Of this rank's shards, as far as they have replicas; zeros of others."""
+    def _digests_of_values(self) -> Tensor:
+        """Of this rank's shards that have replicas, where these are compared; zeros of others."""
         found = []
-        matrices = self.matrices.values()
-        if not any(len(matrix.replicas) > 1 for matrix in matrices):
-            return [0] * len(matrices)
-        for matrix in matrices:
+        for matrix in self.matrices.values():
             total = torch.zeros((), dtype=torch.int64, device=self.buffers.device)
-            for region in matrix.shard if len(matrix.replicas) > 1 else ():
-                total = total + digest_of(matrix.local(region)).to(total.device)
+            if matrix.param.compares_values and len(matrix.replicas) > 1:
+                for region in matrix.shard:
+                    total = total + digest_of(matrix.local(region)).to(total.device)
             found.append(total)
         return torch.stack(found)
 
     def _equals(self, bucket: BucketBuffers) -> Tensor | None:
-        """Which flags come from replicas, for :meth:`GradStatuses.summarize`."""
+        """Which flags have to be equal where values are compared, for :meth:`GradStatuses.summarize`."""
         received = bucket.gather_recv
-        if not self.statuses.compares_values or not received.matrices:
+        matrices = [self.matrices[number] for number in received.matrices]
+        if not any(matrix.param.compares_values for matrix in matrices):
             return None
         rows = []
-        for number, ranks in zip(received.matrices, received.flag_ranks(), strict=True):
-            shards = self.matrices[number].layout.shards
+        for matrix, ranks in zip(matrices, received.flag_ranks(), strict=True):
+            if not matrix.param.compares_values:
+                rows.append([len(ranks)] * len(ranks))
+                continue
+            shards = matrix.layout.shards
             # The first of each set stands for all; the owner stands after the last.
             first: dict[tuple[int, ...], int] = {
                 shards.replicas_of(self.rank): len(ranks)
@@ -447,6 +466,7 @@ class Pipeline:
                 bucket.bucket.index,
                 bucket.owned,
                 self.said(bucket.owned),
+                self._differs[self._places_of(bucket.owned)],
                 self._equals(bucket),
             )
             self.statuses.keep([matrix.layout for matrix in matrices], summary)
