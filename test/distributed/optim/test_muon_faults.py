@@ -327,7 +327,8 @@ class Faults(MultiProcessTestCase):
             case.retries and self.rank == culprit
         ):
             again, text = self.outcome(job.twins.optimizer.step)
-            self.assertRegex(f"{again}: {text}", "RuntimeError.*Rebuild it")
+            message = f"{name}, the step after {found}"
+            self.assertRegex(f"{again}: {text}", "RuntimeError.*Rebuild it", message)
             found = (*found, text)
         return found
 
