@@ -357,7 +357,7 @@ FAULTS = (
     Fault(
         "holders that came to different layouts by process groups go on",
         "_muon_engine/layouts/merge.py",
-        "if its[name][0] != digest:",
+        "if digest != ours:",
         "if False:",
         (f"{MODULES}replicate_group_on_some_ranks_only",),
     ),

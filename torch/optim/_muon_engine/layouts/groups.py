@@ -311,6 +311,8 @@ class _LocalReader:
         # Of which matrix, and what.
         self.warnings: list[tuple[str, str]] = []
         self._views: dict[Tensor, fsdp1.FlatView] | None = None
+        # One for all matrices of a kind.
+        self._parts: dict[tuple, Part] = {}
         self._check_indices(count)
 
     def _check_indices(self, count: int | None) -> None:
@@ -329,22 +331,31 @@ class _LocalReader:
 
     # DTensors
 
+    def _replicates(self, kind: str, dtensor: DTensor) -> bool:
+        """Whether the ranks of a group hold the same matrices of ``dtensor``, a stack perhaps."""
+        if dtensor.ndim == 2:
+            return True
+        # The ranks of a stack's mesh may hold other matrices of it.
+        ranks = dtensor.device_mesh.mesh.flatten().tolist()
+        return _only_me(self.shared[kind], ranks)
+
     def of_dtensor(self, layout: Layout, dtensor: DTensor) -> LocalMatrix:
         """The DTensor's own layout; groups can only add replicas of all of its mesh."""
         placements = []
-        if not layout.shards.contributions:
-            mesh = dtensor.device_mesh.mesh.flatten().tolist()
+        shape, shards = layout.shape, layout.shards
+        if not shards.contributions:
             placements = [
                 GroupPlacement(kind, self.shared[kind], lenient=True)
                 for kind in ("ddp", "cp")
-                # The ranks of a stack's mesh may hold other matrices of it.
-                if kind in self.shared
-                and (dtensor.ndim == 2 or _only_me(self.shared[kind], mesh))
+                if kind in self.shared and self._replicates(kind, dtensor)
             ]
+        if (shape, id(shards)) not in self._parts:
+            holders = tuple(zip(shards.ranks, shards.regions, strict=True))
+            self._parts[shape, id(shards)] = Part(shape, holders)
         return LocalMatrix(
             layout.key,
             layout.dtype,
-            Part(layout.shape, tuple(zip(layout.shards.ranks, layout.shards.regions))),
+            self._parts[shape, id(shards)],
             tuple(placements),
             layout.source,
             layout.shards.contributions,
@@ -467,10 +478,11 @@ class _LocalReader:
             f"{c.kind}" + (f" along dimension {c.dim}" if c.kind == "tp" else "")
             for c in placements
         ]
+        part = Part(shape, ((process_rank(), regions),))
         return LocalMatrix(
             key,
             param.dtype,
-            Part(shape, ((process_rank(), regions),)),
+            self._parts.setdefault((part,), part),
             tuple(placements),
             f"process groups: {', '.join(words)}" if words else "a plain tensor",
         )

@@ -2,6 +2,9 @@
 
 A group does not say how a matrix was cut, so nothing about sizes is assumed. Cuts are undone in the
 reverse of the order in which they were made, with the sizes that the members of each group report.
+
+A model has many layers and few kinds of matrices. A rank tells of each kind once, and matrices of which
+every rank holds the same kind of part are put together once.
 """
 
 from __future__ import annotations
@@ -10,13 +13,20 @@ from collections import Counter
 from typing import NamedTuple, TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.optim._muon_engine.agreement import exchange, names_ranks
 from torch.optim._muon_engine.layouts import (
     check_cover,
     Key,
     Layout,
     Region,
     Shards,
+)
+from torch.optim._muon_engine.layouts.reports import (
+    Answers,
+    Entry,
+    Name,
+    report_of,
+    some_of,
+    tell,
 )
 
 
@@ -29,12 +39,6 @@ if TYPE_CHECKING:
 
 # The order in which cuts are undone. FSDP cuts last, the shard that TP left; what remains are replicas.
 KINDS = ("fsdp", "tp", "ddp", "cp")
-
-_IN_WORDS = {
-    "name": "its name",
-    "dtype": "its dtype",
-    "dim": "the dimension that it is cut along (None: not at all)",
-}
 
 
 class Part(NamedTuple):
@@ -74,20 +78,6 @@ class LocalMatrix(NamedTuple):
     contributions: tuple[int, ...] = ()
 
 
-class _Told(NamedTuple):
-    """What one rank tells the others of a group about one matrix."""
-
-    name: str | None
-    dtype: str
-    part: Part
-    dim: int | None
-
-
-# What the members of a group call a matrix that they share: the expert's id, if it is an expert's, and
-# its number among those. Ranks may hold others beside these.
-_Name = tuple["int | None", int]
-
-
 def merge(
     matrices: Sequence[LocalMatrix],
     groups: Iterable[tuple[str, ProcessGroup]],
@@ -118,18 +108,22 @@ class _Merge:
     ) -> None:
         self.matrices = matrices
         self.ep_ranks = ep_ranks
+        # Those of one kind are one object.
         self.parts = [matrix.part for matrix in matrices]
-        self.same_parts: dict[Part, Part] = {}
         self.warnings: list[str] = []
         given = [GroupPlacement(kind, group) for kind, group in groups]
         given += [p for matrix in matrices for p in matrix.placements]
-        known = {(p.kind, p.ranks): p.group for p in given if len(p.ranks) > 1}
+        # Asked once for each group, since the answer is as long as there are ranks.
+        each = {(p.kind, id(p.group)): p for p in given}.values()
+        self.ranks = {id(p.group): p.ranks for p in each}
+        known = {(p.kind, p.ranks): p.group for p in each}
         # One order on all ranks: by kind, then larger groups first.
         self.order = [
             (*name, known[name])
             for name in sorted(
                 known, key=lambda k: (KINDS.index(k[0]), -len(k[1]), sorted(k[1]))
             )
+            if len(name[1]) > 1
         ]
 
     def run(self, error: BaseException | None) -> tuple[list[Layout], list[str]]:
@@ -150,13 +144,13 @@ class _Merge:
 
     def shared_over(
         self, kind: str, ranks: tuple[int, ...]
-    ) -> dict[_Name, tuple[int, GroupPlacement]]:
+    ) -> dict[Name, tuple[int, GroupPlacement]]:
         """This rank's matrices that a group shares, with its placement over the group."""
         counts: Counter[int | None] = Counter()
-        found: dict[_Name, tuple[int, GroupPlacement]] = {}
+        found: dict[Name, tuple[int, GroupPlacement]] = {}
         for number, matrix in enumerate(self.matrices):
             for placement in matrix.placements:
-                if placement.kind == kind and placement.ranks == ranks:
+                if placement.kind == kind and self.ranks[id(placement.group)] == ranks:
                     expert = matrix.key.expert
                     found[expert, counts[expert]] = number, placement
                     counts[expert] += 1
@@ -172,122 +166,104 @@ class _Merge:
     ) -> BaseException | None:
         """Exchanges over one group, and puts together what its members hold."""
         shared = self.shared_over(kind, ranks)
-        mine: dict[_Name, _Told] = {}
+        table = []
         for name, (number, placement) in shared.items():
             matrix = self.matrices[number]
-            mine[name] = _Told(
-                # Experts go by their ids: ranks may name their modules each in its own way.
-                matrix.key.name if matrix.key.expert is None else None,
-                str(matrix.dtype),
-                self.parts[number],
-                placement.dim,
-            )
-        names = self.names(shared)
-        reports, error = exchange(group, (self.ep_ranks, mine), error, names)
+            # Experts go by their ids: ranks may name their modules each in its own way.
+            called = matrix.key.name if matrix.key.expert is None else None
+            table.append(Entry(name, called, str(matrix.dtype), placement.dim))
+        parts = [self.parts[number] for number, _ in shared.values()]
+        mine = report_of(table, parts, self.ep_ranks)
+        answers, error = tell(group, mine, table, error, self.names(shared))
         if error is not None:
             return error
         try:
-            for name, (number, placement) in shared.items():
-                members = self.members(name, number, placement, ranks, reports)
-                self.join(number, placement, members)
-            self.check_counts(ranks, reports)
+            self.join(shared, table, answers)
+            answers.check_counts()
         except Exception as found:
             # Whatever it is: the others go on to the next exchange.
             return found
         return None
 
+    def join(
+        self,
+        shared: dict[Name, tuple[int, GroupPlacement]],
+        table: list[Entry],
+        answers: Answers,
+    ) -> None:
+        """Replaces the part that is known of each matrix by what its members hold together."""
+        members: dict[tuple, list[int]] = {}
+        joined: dict[tuple, Part] = {}
+        for entry, column in zip(table, answers.columns(table), strict=True):
+            number, placement = shared[entry.name]
+            where = f"{self.describe(number)}, over {placement.kind}_process_group "
+            where += f"(ranks {some_of(answers.ranks)})"
+            expert = self.matrices[number].key.expert
+            alike = expert is None, placement.dim, placement.lenient, column
+            if alike not in members:
+                members[alike] = self.members(number, placement, answers, column)
+            at = members[alike]
+            answers.check_entries(entry.name, at, where)
+            try:
+                if alike not in joined:
+                    parts = [
+                        answers.reports[i].kinds[kind]
+                        for i in at
+                        if (kind := column[i]) is not None
+                    ]
+                    joined[alike] = _joined(placement, parts)
+                self.parts[number] = joined[alike]
+            except ValueError as found:
+                if not placement.lenient:
+                    raise ValueError(f"{where}: {found}") from None
+                self.warnings.append(
+                    f"{where}: {found}. The DTensor's placements count: {self.matrices[number].source}"
+                )
+
     def members(
         self,
-        name: _Name,
         number: int,
         placement: GroupPlacement,
-        ranks: tuple[int, ...],
-        reports: Sequence[tuple],
-    ) -> list[tuple[int, _Told]]:
-        """The ranks of a group that hold a shard of the same matrix, with what they tell of it.
+        answers: Answers,
+        column: tuple[int | None, ...],
+    ) -> list[int]:
+        """Where in a group those ranks are that hold a shard of the same matrix.
 
         A group that replicates never has a replica of an expert on a rank of this rank's own
         expert-parallel group.
+
+        Args:
+            column: the matrix's; see :meth:`Answers.columns`.
         """
-        holders = [
-            (rank, ep_ranks, told[name])
-            for rank, (ep_ranks, told) in zip(ranks, reports, strict=True)
-            if name in told
-        ]
+        ranks, reports = answers.ranks, answers.reports
+        found = [i for i, kind in enumerate(column) if kind is not None]
         expert = self.matrices[number].key.expert
-        one_place = len({ep_ranks for _, ep_ranks, _ in holders}) == 1
+        one_place = len({reports[i].ep_ranks for i in found}) == 1
         if expert is None or (placement.cuts and one_place):
-            return [(rank, told) for rank, _, told in holders]
+            return found
         if not placement.cuts:
             me = dist.get_rank()
-            holders = [h for h in holders if h[0] == me or h[0] not in self.ep_ranks]
+            found = [
+                i for i in found if ranks[i] == me or ranks[i] not in self.ep_ranks
+            ]
         seen: dict[tuple[int, ...], int] = {}
-        for rank, ep_ranks, _ in holders:
-            other = seen.setdefault(ep_ranks, rank)
-            if other != rank:
+        for i in found:
+            other = seen.setdefault(reports[i].ep_ranks, ranks[i])
+            if other != ranks[i]:
                 raise ValueError(
-                    f"{self.describe(number)}: ranks {other} and {rank} both say that they hold expert {expert}, "
+                    f"{self.describe(number)}: ranks {other} and {ranks[i]} both say that they hold expert {expert}, "
                     "but are in one ep_process_group, whose ranks hold different experts. Number the experts "
                     "through over that group in expert_assignments"
                 )
-        return [(rank, told) for rank, _, told in holders]
+        return found
 
-    def check_counts(self, ranks: tuple[int, ...], reports: Sequence[tuple]) -> None:
-        """Raises unless all members of a group share as many matrices that are no expert's."""
-        counts = [sum(expert is None for expert, _ in told) for _, told in reports]
-        for rank, count in zip(ranks, counts, strict=True):
-            if count != counts[0]:
-                raise names_ranks(
-                    ValueError(
-                        f"ranks disagree about the number of parameters that they share: {counts[0]} on rank "
-                        f"{ranks[0]} and {count} on rank {rank}. Ranks of a process group have to build their Muon "
-                        "from the same ones; those of experts are told apart by expert_assignments"
-                    )
-                )
-
-    def names(self, shared: dict[_Name, tuple[int, GroupPlacement]]) -> list[str]:
+    def names(self, shared: dict[Name, tuple[int, GroupPlacement]]) -> list[str]:
         """The matrices in ``shared``; all, where a group shares what other groups put together."""
         numbers = [number for number, _ in shared.values()]
         return [self.describe(at) for at in numbers or range(len(self.matrices))]
 
     def describe(self, number: int) -> str:
         return self.matrices[number].key.describe(self.parts[number].shape)
-
-    def join(
-        self,
-        number: int,
-        placement: GroupPlacement,
-        members: Sequence[tuple[int, _Told]],
-    ) -> None:
-        """Replaces the part that is known of a matrix by what ``members`` hold together."""
-        where = f"{self.describe(number)}, over {placement.kind}_process_group (ranks {list(placement.ranks)})"
-        first_rank, first = members[0]
-        for rank, told in members[1:]:
-            for field, in_words in _IN_WORDS.items():
-                mine, its = getattr(first, field), getattr(told, field)
-                if mine != its:
-                    raise names_ranks(
-                        ValueError(
-                            f"ranks disagree about {where}: {in_words} is {mine} on rank {first_rank} and {its} on "
-                            f"rank {rank}"
-                        )
-                    )
-        parts = [told.part for _, told in members]
-        try:
-            if placement.dim is None:
-                # The ranks that share a context may be among those that FSDP shards over.
-                again = placement.lenient or placement.kind == "cp"
-                part = overlay(parts, again=again)
-            else:
-                part = stack(parts, placement.dim)
-            # Pickled once for all matrices that are cut alike.
-            self.parts[number] = self.same_parts.setdefault(part, part)
-        except ValueError as found:
-            if not placement.lenient:
-                raise ValueError(f"{where}: {found}") from None
-            self.warnings.append(
-                f"{where}: {found}. The DTensor's placements count: {self.matrices[number].source}"
-            )
 
     def layouts(self) -> list[Layout]:
         layouts = []
@@ -317,38 +293,41 @@ class _Merge:
     ) -> BaseException | None:
         """Returns an error of this rank or another, or that holders came to different layouts."""
         shared = self.shared_over(kind, ranks) if layouts else {}
-        mine = {
-            name: (_digest(layouts[number]), _some_of(layouts[number].group))
-            for name, (number, _) in shared.items()
-        }
-        names = self.names(shared)
-        reports, error = exchange(group, mine, error, names)
-        if error is not None:
+        said: dict[tuple, tuple] = {}
+        values = []
+        for number, _ in shared.values():
+            shape, shards = layouts[number].shape, layouts[number].shards
+            told = (shape, shards.digest), some_of(shards.group)
+            values.append(said.setdefault((shape, id(shards)), told))
+        table = [Entry(name) for name in shared]
+        mine = report_of(table, values, self.ep_ranks)
+        answers, error = tell(group, mine, table, error, self.names(shared))
+        if error is not None or answers.alike:
             return error
-        me = dist.get_rank()
-        for name, (digest, holders) in mine.items():
-            shards = layouts[shared[name][0]].shards
-            for rank, its in zip(ranks, reports, strict=True):
+        columns = answers.columns(table)
+        for entry, (ours, known), column in zip(table, values, columns, strict=True):
+            number, _ = shared[entry.name]
+            for rank, report, kind_of in zip(
+                ranks, answers.reports, column, strict=True
+            ):
                 # Of other ranks' experts, only those that this rank shares are its business.
-                if name not in its or rank not in shards:
+                if kind_of is None or rank not in layouts[number].shards:
                     continue
-                if its[name][0] != digest:
+                digest, holders = report.kinds[kind_of]
+                if digest != ours:
                     return ValueError(
-                        f"{self.describe(shared[name][0])}: the process groups contradict each other. As rank {me} "
-                        f"sees it, ranks {holders} hold it, but as rank {rank} does, ranks {its[name][1]}. Give groups "
+                        f"{self.describe(number)}: the process groups contradict each other. As rank {dist.get_rank()} "
+                        f"sees it, ranks {known} hold it, but as rank {rank} does, ranks {holders}. Give groups "
                         "of one grid of ranks, for example those of a DeviceMesh's dimensions"
                     )
         return None
 
 
-def _digest(layout: Layout) -> tuple[tuple[int, int], str]:
-    return layout.shape, layout.shards.digest
-
-
-def _some_of(ranks: tuple[int, ...]) -> str:
-    """``ranks`` in a text whose length does not grow with them."""
-    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
-    return f"{list(ranks[:16])}{more}"
+def _joined(placement: GroupPlacement, parts: Sequence[Part]) -> Part:
+    if placement.dim is not None:
+        return stack(parts, placement.dim)
+    # The ranks that share a context may be among those that FSDP shards over.
+    return overlay(parts, again=placement.lenient or placement.kind == "cp")
 
 
 def stack(parts: Sequence[Part], dim: int) -> Part:
