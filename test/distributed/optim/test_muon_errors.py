@@ -225,6 +225,24 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             )
         self.assertRegex(outcomes[2][1], r"config changed, and .* ranks \[0, 1, 3\]")
 
+    def test_flags_that_ranks_of_a_further_group_changed_otherwise(self):
+        """Rank 3 waited for ranks 1 and 2, which had left with an error of the group that they met before."""
+        chain = [DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [1, 2, 3])]
+        params = [
+            torch.nn.Parameter(distribute_tensor(full(i, (8, 8)), mesh, [S0]))
+            for i, mesh in enumerate(chain)
+            if mesh.get_coordinate() is not None
+        ]
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        config = create_dtensor_config()
+        muon = Muon(params, distributed_config=config)
+        muon.step()
+        config.prefetch_count = 2 if self.rank else 0
+        self.assertRaisesEverywhere(
+            muon.step, ValueError, r"changed alike on all ranks.*\b0: '\(True, 0\)'"
+        )
+
     def test_frozen_on_one_rank_only(self):
         def change(pairs):
             pairs[2][1].requires_grad_(self.rank != 1)

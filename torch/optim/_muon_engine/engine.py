@@ -628,20 +628,25 @@ class Engine:
         With other flags a rank starts other collectives, or in another order.
         """
         groups = {layout.group for layout in self.layouts if len(layout.group) > 1}
-        for ranks in sorted(groups, key=lambda ranks: (-len(ranks), ranks)):
+        order = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
+        words = "async_gpu_parallelism and prefetch_count have to be changed alike"
+        error = ""
+        # There and back, so that what some ranks find reaches all that are linked to them.
+        for ranks in (*order, *reversed(order)):
             group = self._groups.get(ranks)
             timeout = group_timeout([group] if group is not None else [])
             found = meet(
                 ranks,
                 timeout,
                 "found async_gpu_parallelism or prefetch_count of its config changed",
-                str(flags),
+                error or str(flags),
             )
-            if len(set(found.values())) > 1:
-                raise ValueError(
-                    "async_gpu_parallelism and prefetch_count have to be changed alike on all ranks, but are now, by rank: "
-                    f"{found}"
-                )
+            told = (text for text in found.values() if text.startswith(words))
+            error = error or next(told, "")
+            if not error and len(set(found.values())) > 1:
+                error = f"{words} on all ranks, but are now, by rank: {found}"
+        if error:
+            raise ValueError(error)
 
     def _make_schedule(self, params: Sequence[StepParam]) -> Schedule:
         """The schedule for the flags as they are, and the groups that it has collectives in."""
