@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import traceback
 import warnings
@@ -604,8 +605,9 @@ class Player:
         if twist.kind == "groups":
             dims = self.plan.config.dims_of("fsdp")
             sizes = [self.plan.config.mesh.sizes[dim] for dim in dims]
+            # A stack may have no matrix that the groups could contradict each other about.
             return any(size > 1 for size in sizes) and any(
-                h.matrix.mesh is None for h in order
+                h.matrix.mesh is None and math.prod(h.matrix.shape[:-2]) for h in order
             )
         if twist.kind in ("assign", "tp", "expert", "prefetch"):
             return True
