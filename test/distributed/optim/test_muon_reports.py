@@ -77,19 +77,19 @@ class TestMuonReports(TestCase):
         def exchange(group, mine, error, names):
             self.assertIsNone(error)
             lengths.append(len(pickle.dumps(mine)))
-            if not isinstance(mine.kinds[0], merge.Part):
+            if not isinstance(mine.values[0], merge.Part):
                 return [mine] * dist.get_world_size(group), None
             if group is self.replicas:
                 everyone = [
                     mine._replace(
-                        kinds=[
+                        values=[
                             merge.Part(
                                 part.shape,
                                 tuple(
                                     (first + rank, has) for rank, has in part.holders
                                 ),
                             )
-                            for part in mine.kinds
+                            for part in mine.values
                         ]
                     )
                     for first in range(0, WORLD, SHARDS)

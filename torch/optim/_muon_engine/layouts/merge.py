@@ -72,6 +72,7 @@ class LocalMatrix(NamedTuple):
 
     key: Key
     dtype: torch.dtype
+    # One object for all matrices that this rank holds alike, by which it is told once.
     part: Part
     placements: tuple[GroupPlacement, ...]
     source: str = ""
@@ -108,7 +109,6 @@ class _Merge:
     ) -> None:
         self.matrices = matrices
         self.ep_ranks = ep_ranks
-        # Those of one kind are one object.
         self.parts = [matrix.part for matrix in matrices]
         self.warnings: list[str] = []
         given = [GroupPlacement(kind, group) for kind, group in groups]
@@ -207,9 +207,9 @@ class _Merge:
             try:
                 if alike not in joined:
                     parts = [
-                        answers.reports[i].kinds[kind]
+                        answers.reports[i].values[which]
                         for i in at
-                        if (kind := column[i]) is not None
+                        if (which := column[i]) is not None
                     ]
                     joined[alike] = _joined(placement, parts)
                 self.parts[number] = joined[alike]
@@ -236,7 +236,7 @@ class _Merge:
             column: the matrix's; see :meth:`Answers.columns`.
         """
         ranks, reports = answers.ranks, answers.reports
-        found = [i for i, kind in enumerate(column) if kind is not None]
+        found = [i for i, which in enumerate(column) if which is not None]
         expert = self.matrices[number].key.expert
         one_place = len({reports[i].ep_ranks for i in found}) == 1
         if expert is None or (placement.cuts and one_place):
@@ -307,13 +307,11 @@ class _Merge:
         columns = answers.columns(table)
         for entry, (ours, known), column in zip(table, values, columns, strict=True):
             number, _ = shared[entry.name]
-            for rank, report, kind_of in zip(
-                ranks, answers.reports, column, strict=True
-            ):
+            for rank, report, which in zip(ranks, answers.reports, column, strict=True):
                 # Of other ranks' experts, only those that this rank shares are its business.
-                if kind_of is None or rank not in layouts[number].shards:
+                if which is None or rank not in layouts[number].shards:
                     continue
-                digest, holders = report.kinds[kind_of]
+                digest, holders = report.values[which]
                 if digest != ours:
                     return ValueError(
                         f"{self.describe(number)}: the process groups contradict each other. As rank {dist.get_rank()} "

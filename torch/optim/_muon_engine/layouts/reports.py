@@ -44,14 +44,16 @@ class Entry(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one rank tells the others of a group, about each matrix in its table."""
+    """What one rank tells the others of a group, about each matrix in its table.
 
-    # Of the table, which follows only where ranks have different ones.
+    ``digest`` stands for the table, which follows only where ranks have different ones. ``values`` are those
+    that differ, and ``value_of`` says for each matrix which of them is its own.
+    """
+
     digest: str
     ep_ranks: tuple[int, ...]
-    # The different values, and for each matrix which of them is its own.
-    kinds: list[Any]
-    kind_of: array[int]
+    values: list[Any]
+    value_of: array[int]
 
 
 @dataclass
@@ -76,24 +78,25 @@ class Answers:
         """Whether all ranks told the same."""
         first = self.reports[0]
         return len(self.tables) == 1 and all(
-            report.kinds == first.kinds and report.kind_of == first.kind_of
+            report.values == first.values and report.value_of == first.value_of
             for report in self.reports
         )
 
     def columns(self, table: Sequence[Entry]) -> Iterator[tuple[int | None, ...]]:
-        """For each matrix in ``table`` its kind on each rank; None where a rank has no such matrix."""
+        """For each matrix in ``table`` which value each rank has of it; None where it has no such matrix."""
         if len(self.tables) == 1:
-            yield from zip(*(report.kind_of for report in self.reports), strict=True)
+            yield from zip(*(report.value_of for report in self.reports), strict=True)
             return
-        told = [(self.places[r.digest], r.kind_of) for r in self.reports]
+        told = [(self.places[r.digest], r.value_of) for r in self.reports]
         for name, *_ in table:
             yield tuple(
-                kind_of[places[name]] if name in places else None
-                for places, kind_of in told
+                value_of[places[name]] if name in places else None
+                for places, value_of in told
             )
 
     def check_entries(self, name: Name, members: Sequence[int], where: str) -> None:
         """Raises unless ``members`` say the same of their matrix ``name``."""
+        # All have the same entries.
         if len(self.tables) == 1:
             return
         entries = {
@@ -163,14 +166,14 @@ def report_of(
 ) -> Report:
     """What this rank tells: of ``values`` those that are different objects, and which is whose."""
     numbers: dict[int, int] = {}
-    kinds, kind_of = [], array("I")
+    different, value_of = [], array("I")
     for value in values:
-        number = numbers.setdefault(id(value), len(kinds))
-        if number == len(kinds):
-            kinds.append(value)
-        kind_of.append(number)
+        number = numbers.setdefault(id(value), len(different))
+        if number == len(different):
+            different.append(value)
+        value_of.append(number)
     digest = hashlib.sha256(repr(table).encode()).hexdigest()
-    return Report(digest, ep_ranks, kinds, kind_of)
+    return Report(digest, ep_ranks, different, value_of)
 
 
 def some_of(ranks: tuple[int, ...]) -> str:
