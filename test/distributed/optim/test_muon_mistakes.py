@@ -28,6 +28,7 @@ from torch.testing._internal.common_utils import (
 )
 from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
+    Cut,
     everyone,
     full,
     GlooOnCPU,
@@ -304,6 +305,35 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             first["params"][1].data.to_local().add_(1)
         first["lr"] = 0.1
         self.assertFailsEverywhere(muon.step, "other values.*: parameter 1 of shape")
+
+    def test_ranks_that_replaced_different_parameters(self):
+        """Each compared the values of those that were new to it."""
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        twins = Twins([Cut((8, 8)), Cut((12, 5)), Cut((8, 8))], config)
+        twins.step()
+        at = int(self.rank > 0)
+        twins.params[at] = nn.Parameter(twins.params[at].detach().clone())
+        (group,) = twins.optimizer.param_groups
+        group["params"] = list(twins.params)
+        for _ in range(2):
+            twins.step()
+            self.assertParity(twins)
+
+    def test_values_are_compared_after_functions_of_the_users(self):
+        muon = self.replicas()
+        config = muon._distributed_config
+        gather = config.gather_fn
+        config.gather_fn = lambda *args: gather(*args)
+        muon.step()
+        config.gather_fn = gather
+        self.assertFailsEverywhere(muon.step, "other values.*: parameter 1 of shape")
+
+    def test_learning_rate_of_one_rank_in_the_first_step(self):
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 6)] * 3))
+        if self.rank == 3:
+            twins.optimizer.param_groups[0]["lr"] = 0.0
+        twins.set_gradients()
+        self.assertFailsEverywhere(twins.optimizer.step, "other hyperparameters")
 
     # A step that one rank skips
 

@@ -111,8 +111,8 @@ class Engine:
         # What runs the step that is under way.
         self._running: Pipeline | CallbackStep | None = None
         self._steps = 0
-        # Of which parameters' values replicas have been compared, by index.
-        self._compared = [False] * len(self.params)
+        # Of which matrices the former engine compared replicas' values, by parameter and place in it.
+        self._compared: set[tuple[int, int]] = set()
         changed: Sequence[Tensor] = self.params
         gone: dict[tuple[int, ...], list[ProcessGroup]] = {}
         if former is not None:
@@ -137,8 +137,8 @@ class Engine:
         Returns the parameters that changed since, and the ranks, with their groups, that shared one which is gone.
         """
         self._steps, self.failure = former._steps, former.failure
-        done = {id(p) for p, c in zip(former.params, former._compared) if c}
-        self._compared = [id(param) in done for param in self.params]
+        compared = former.statuses.compared
+        self._compared = {(id(former.params[key.index]), key.sub) for key in compared}
         self.hints = former.hints
         self.hints.parameters_changed()
         self._groups, self._known = dict(former._groups), dict(former._known)
@@ -245,6 +245,14 @@ class Engine:
         if self.functions is not None:
             shared = {**gone, **self.functions.reader.sharing(changed)}
             self._agree(shared, params, error)
+            # Those who share a changed parameter may have replaced others each: they compare all anew.
+            self.statuses.compared = {
+                layout.key
+                for layout in self.layouts
+                if layout.group not in shared
+                and (id(self.params[layout.key.index]), layout.key.sub)
+                in self._compared
+            }
             if self.functions.run(self.config):
                 # Further groups are made here, where all ranks are.
                 self._make_schedule(params)
@@ -509,8 +517,6 @@ class Engine:
         on_engine = self.functions is not None and self.functions.run(self.config)
         self.statuses.begin(self._steps)
         self._running = self._pipeline(params) if on_engine else None
-        for index, state in prepared.items():
-            self._compared[index] = self._compared[index] or state.compares_values
         return prepared, problems
 
     def _fail(self, error: BaseException) -> None:
@@ -579,7 +585,6 @@ class Engine:
         """
         prepared: dict[int, ParamState] = {}
         problems = []
-        moves = {id(param.formulas): param.formulas.moves for param in params}
         for index, (param, trained) in enumerate(
             zip(params, self.trained, strict=True)
         ):
@@ -598,10 +603,7 @@ class Engine:
                 problem = problem_with_gradient(param.tensor, param.grad)
             if problem:
                 problems.append(f"{self.describe[index]}: {problem}")
-            # Once, and not where nothing moves: then a checkpoint's values may still be on their way.
-            # It goes by parameter, since ranks may hold others beside those that they share.
-            compares = moves[id(param.formulas)] and not self._compared[index]
-            prepared[index] = ParamState(param, buffer, bool(problem), compares)
+            prepared[index] = ParamState(param, buffer, bool(problem))
         return prepared, problems
 
     def _pipeline(self, params: Sequence[StepParam]) -> Pipeline:

@@ -5,8 +5,8 @@ shard; the owner sends a summary back along with the result. A rank acts on its 
 holders of a matrix differ, all of them raise once the last bucket is through.
 
 A flag is an integer in the bits of one element of what travels: a :class:`Summary`, a tag of the step
-and bucket, and a digest. In the first step that moves a matrix the digest is of the shard's values, which
-replicas have to have alike; else it is of the hyperparameters, which somebody may have changed on some
+and bucket, and a digest. In the first step that moves a matrix with replicas the digest is of the shard's
+values, which replicas have to have alike; else it is of the hyperparameters, which somebody may have changed on some
 ranks only.
 
 Where only one of many replicas exchanges a shard with the owner, it speaks for all of them: what they say
@@ -153,6 +153,8 @@ class GradStatuses:
 
     def __init__(self) -> None:
         self._step = 0
+        # The matrices whose replicas have compared their values.
+        self.compared: set[Key] = set()
         self._bits: dict[torch.device, Tensor] = {}
         self._pending: list[tuple[Sequence[Layout], Tensor, torch.Event | None]] = []
 

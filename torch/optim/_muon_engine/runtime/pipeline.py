@@ -62,20 +62,12 @@ PREPARED_BYTES = 64 * 1024**2
 class ParamState:
     """A parameter during one step: its local tensors. Several matrices may share it (FSDP1)."""
 
-    def __init__(
-        self,
-        param: StepParam,
-        momentum_buffer: Tensor,
-        unusable: bool,
-        compares_values: bool,
-    ) -> None:
+    def __init__(self, param: StepParam, momentum_buffer: Tensor, unusable: bool):
         self.param = param
         self.formulas: Formulas = param.formulas
         self.local = local_part(param.tensor)
         self.momentum = local_part(momentum_buffer)
         self.unusable = unusable
-        # Whether replicas compare its values in this step; alike on all holders.
-        self.compares_values = compares_values
         # Placed as the parameter is, from the moment that the momentum takes it in.
         self.grad: Tensor | None = None
         self._accumulated = False
@@ -325,12 +317,20 @@ class Pipeline:
         statuses = [matrix.status for matrix in matrices]
         # One for each of few groups of parameters.
         kinds = {id(m.param.formulas): m.param.formulas for m in matrices}
-        found = {key: formulas.digest for key, formulas in kinds.items()}
-        compares = [matrix.param.compares_values for matrix in matrices]
-        digests = [
-            0 if of_values else found[id(matrix.param.formulas)]
-            for of_values, matrix in zip(compares, matrices, strict=True)
-        ]
+        options = {key: (of.digest, of.moves) for key, of in kinds.items()}
+        compares, digests = [], []
+        for matrix in matrices:
+            digest, moves = options[id(matrix.param.formulas)]
+            # Once, and not where nothing moves: then a checkpoint's values may still be on their way.
+            # All holders decide alike, whatever else each of them holds.
+            compares.append(
+                moves
+                and matrix.layout.shards.replicas > 1
+                and matrix.layout.key not in self.statuses.compared
+            )
+            digests.append(0 if compares[-1] else digest)
+        compared = (m.layout.key for m, now in zip(matrices, compares) if now)
+        self.statuses.compared.update(compared)
         device = self.buffers.device
         if compares != self._compares:
             self._compares, self._differs = compares, meanings(compares, device)
@@ -352,9 +352,11 @@ class Pipeline:
     def _digests_of_values(self) -> Tensor:
         """Of this rank's shards that have replicas, where these are compared; zeros of others."""
         found = []
-        for matrix in self.matrices.values():
+        for matrix, compares in zip(
+            self.matrices.values(), self._compares, strict=True
+        ):
             total = torch.zeros((), dtype=torch.int64, device=self.buffers.device)
-            if matrix.param.compares_values and len(matrix.replicas) > 1:
+            if compares and len(matrix.replicas) > 1:
                 for region in matrix.shard:
                     total = total + digest_of(matrix.local(region)).to(total.device)
             found.append(total)
@@ -363,15 +365,17 @@ class Pipeline:
     def _equals(self, bucket: BucketBuffers) -> Tensor | None:
         """Which flags have to be equal where values are compared, for :meth:`GradStatuses.summarize`."""
         received = bucket.gather_recv
-        matrices = [self.matrices[number] for number in received.matrices]
-        if not any(matrix.param.compares_values for matrix in matrices):
+        compares = [self._compares[self._place[number]] for number in received.matrices]
+        if not any(compares):
             return None
         rows = []
-        for matrix, ranks in zip(matrices, received.flag_ranks(), strict=True):
-            if not matrix.param.compares_values:
+        for number, of_values, ranks in zip(
+            received.matrices, compares, received.flag_ranks(), strict=True
+        ):
+            if not of_values:
                 rows.append([len(ranks)] * len(ranks))
                 continue
-            shards = matrix.layout.shards
+            shards = self.matrices[number].layout.shards
             # The first of each set stands for all; the owner stands after the last.
             first: dict[tuple[int, ...], int] = {
                 shards.replicas_of(self.rank): len(ranks)
