@@ -111,8 +111,6 @@ class Engine:
         # What runs the step that is under way.
         self._running: Pipeline | CallbackStep | None = None
         self._steps = 0
-        # Of which matrices the former engine compared replicas' values, by parameter and place in it.
-        self._compared: set[tuple[int, int]] = set()
         changed: Sequence[Tensor] = self.params
         gone: dict[tuple[int, ...], list[ProcessGroup]] = {}
         if former is not None:
@@ -137,8 +135,11 @@ class Engine:
         Returns the parameters that changed since, and the ranks, with their groups, that shared one which is gone.
         """
         self._steps, self.failure = former._steps, former.failure
-        compared = former.statuses.compared
-        self._compared = {(id(former.params[key.index]), key.sub) for key in compared}
+        at = {id(tensor): index for index, tensor in enumerate(self.params)}
+        for index, sub in former.statuses.compared:
+            tensor = id(former.params[index])
+            if tensor in at:
+                self.statuses.compared.add((at[tensor], sub))
         self.hints = former.hints
         self.hints.parameters_changed()
         self._groups, self._known = dict(former._groups), dict(former._known)
@@ -246,12 +247,8 @@ class Engine:
             shared = {**gone, **self.functions.reader.sharing(changed)}
             self._agree(shared, params, error)
             # Those who share a changed parameter may have replaced others each: they compare all anew.
-            self.statuses.compared = {
-                layout.key
-                for layout in self.layouts
-                if layout.group not in shared
-                and (id(self.params[layout.key.index]), layout.key.sub)
-                in self._compared
+            self.statuses.compared -= {
+                layout.key[:2] for layout in self.layouts if layout.group in shared
             }
             if self.functions.run(self.config):
                 # Further groups are made here, where all ranks are.

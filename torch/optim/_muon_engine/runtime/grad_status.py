@@ -153,8 +153,8 @@ class GradStatuses:
 
     def __init__(self) -> None:
         self._step = 0
-        # The matrices whose replicas have compared their values.
-        self.compared: set[Key] = set()
+        # The matrices whose replicas have compared their values: parameter, and place in it.
+        self.compared: set[tuple[int, int]] = set()
         self._bits: dict[torch.device, Tensor] = {}
         self._pending: list[tuple[Sequence[Layout], Tensor, torch.Event | None]] = []
 
