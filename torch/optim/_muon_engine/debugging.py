@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.optim._muon_engine.agreement import exchange, names_ranks
-from torch.optim._muon_engine.layouts import listed
+from torch.optim._muon_engine.layouts import larger_first, listed
 from torch.optim._muon_engine.layouts.dtensor import local_part
 from torch.optim._muon_engine.runtime.pipeline import digest_of
 
@@ -36,7 +36,7 @@ def compare_gradients(
         groups: by their sorted ranks.
     """
     error: BaseException | None = None
-    for ranks in sorted(groups, key=lambda ranks: (-len(ranks), ranks)):
+    for ranks in larger_first(groups):
         shared = [l for l in layouts if l.group == ranks and l.shards.replicas > 1]
         group = groups[ranks]
         if group is None or not shared:

@@ -16,7 +16,12 @@ from torch.optim._muon_engine import debugging, report
 from torch.optim._muon_engine.agreement import agree, Signature
 from torch.optim._muon_engine.callbacks import CallbackStep, functions_of, SingleMatrix
 from torch.optim._muon_engine.hints import Hints
-from torch.optim._muon_engine.layouts import Key, listed, process_rank
+from torch.optim._muon_engine.layouts import (
+    Key,
+    larger_first,
+    listed,
+    process_rank,
+)
 from torch.optim._muon_engine.layouts.dtensor import (
     is_frozen,
     new_momentum_buffer,
@@ -306,8 +311,7 @@ class Engine:
     ) -> None:
         """Makes the groups of the ranks in ``known``, and compares with them what there is to do."""
         shared = []
-        # Larger groups first, then by rank: members of several groups meet in one global order.
-        for ranks in sorted(known, key=lambda ranks: (-len(ranks), ranks)):
+        for ranks in larger_first(known):
             if len(ranks) == 1:
                 self._groups[ranks] = None
                 continue
@@ -392,7 +396,7 @@ class Engine:
                 **self._gone_groups(tensors, now),
                 **self.functions.reader.meeting(changed),
             }
-            for ranks in sorted(groups, key=lambda ranks: (-len(ranks), ranks)):
+            for ranks in larger_first(groups):
                 if len(ranks) > 1:
                     timeout = group_timeout(groups[ranks])
                     meet(ranks, timeout, "found changed parameters in step()")
@@ -627,7 +631,7 @@ class Engine:
         With other flags a rank starts other collectives, or in another order.
         """
         groups = {layout.group for layout in self.layouts if len(layout.group) > 1}
-        order = sorted(groups, key=lambda ranks: (-len(ranks), ranks))
+        order = larger_first(groups)
         words = "async_gpu_parallelism and prefetch_count have to be changed alike"
         error = ""
         # There and back, so that what some ranks find reaches all that are linked to them.
@@ -650,9 +654,8 @@ class Engine:
     def _make_schedule(self, params: Sequence[StepParam]) -> Schedule:
         """The schedule for the flags as they are, and the groups that it has collectives in."""
         schedule = self._schedule = self._planned(params)
-        # In the global order that groups are always made in.
         further = schedule.further_groups(self.rank)
-        for ranks in sorted(further, key=lambda ranks: (-len(ranks), ranks)):
+        for ranks in larger_first(further):
             if ranks not in self._groups:
                 # All that hold something with all members, who know it by new groups alike.
                 known = [

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
     from torch import Tensor
@@ -286,6 +286,11 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     """The first of ``names``, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def larger_first(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The one order in which all ranks go through their groups: by size, then by rank."""
+    return sorted(groups, key=lambda ranks: (-len(ranks), ranks))
 
 
 def process_rank() -> int:

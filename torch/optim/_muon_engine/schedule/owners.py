@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim._muon_engine.layouts import larger_first
 
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def assign_owners(layouts: Iterable[Layout]) -> list[int]:
         members.setdefault(layouts[i].group, []).append(i)
     groups: list[_Loads] = []
     held: dict[int, Tensor] = {}
-    for group in sorted(members, key=lambda group: (-len(group), group)):
+    for group in larger_first(members):
         loads = _Loads(group, groups)
         groups.append(loads)
         for i in members[group]:
