@@ -243,6 +243,28 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             muon.step, ValueError, r"changed alike on all ranks.*\b0: '\(True, 0\)'"
         )
 
+    def test_flags_that_some_ranks_stepped_with_before_they_share(self):
+        """Ranks 2 and 3 waited for the others about flags that all four had agreed on."""
+        pairs = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])]
+
+        def placed(mesh, seed):
+            param = distribute_tensor(full(seed, (8, 8)), mesh, [S0])
+            param = torch.nn.Parameter(param)
+            param.grad = torch.ones_like(param)
+            return param
+
+        config = create_dtensor_config()
+        muon = Muon([placed(pairs[self.rank // 2], 1)], distributed_config=config)
+        muon.step()
+        config.prefetch_count += self.rank // 2
+        muon.step()
+        config.prefetch_count = 1
+        muon.add_param_group({"params": [placed(mesh_of(4), 2)]})
+        muon.step()
+        # The second pair has agreed on these before, and the first pair and all four have not.
+        config.prefetch_count = 2
+        muon.step()
+
     def test_frozen_on_one_rank_only(self):
         def change(pairs):
             pairs[2][1].requires_grad_(self.rank != 1)

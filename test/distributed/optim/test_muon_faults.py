@@ -162,9 +162,8 @@ def fail():
 
 
 def interrupt():
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    # To this thread: a process may take it in another one, and answer later.
-    signal.raise_signal(signal.SIGINT)
+    # As Python's handler of SIGINT does. A signal itself was lost twice on a loaded machine.
+    raise KeyboardInterrupt
 
 
 def exhaust():

@@ -106,8 +106,9 @@ class Engine:
         self._schedule: Schedule | None = None
         # One at a time, since another's buffers would only hold memory.
         self.pipeline: Pipeline | None = None
-        # As all ranks agreed on them.
+        # Those of the schedule, and by group those that its ranks have agreed on.
         self._flags = self._read_flags()
+        self._agreed: dict[tuple[int, ...], tuple[bool, int]] = {}
         self._singles: dict[int, SingleMatrix] = {}
         self.statuses = GradStatuses()
         self.hints = Hints()
@@ -149,7 +150,7 @@ class Engine:
         self.hints.parameters_changed()
         self._groups, self._known = dict(former._groups), dict(former._known)
         # Ranks that share no changed parameter are not asked here.
-        self._flags = former._flags
+        self._agreed = dict(former._agreed)
         before = former.params, former._provenance
         changed, _ = _changes(*before, self.params, self._provenance)
         return changed, former._gone_groups(self.params, self._provenance)
@@ -251,6 +252,13 @@ class Engine:
         if self.functions is not None:
             shared = {**gone, **self.functions.reader.sharing(changed)}
             self._agree(shared, params, error)
+            self._agreed = {
+                layout.group: self._flags
+                if layout.group in shared
+                else self._agreed.get(layout.group, self._flags)
+                for layout in self.layouts
+                if len(layout.group) > 1
+            }
             # Those who share a changed parameter may have replaced others each: they compare all anew.
             self.statuses.compared -= {
                 layout.key[:2] for layout in self.layouts if layout.group in shared
@@ -609,8 +617,10 @@ class Engine:
 
     def _pipeline(self, params: Sequence[StepParam]) -> Pipeline:
         flags = self._read_flags()
+        changed = [ranks for ranks, agreed in self._agreed.items() if agreed != flags]
+        if changed:
+            self._agree_about_flags(changed, flags)
         if flags != self._flags:
-            self._agree_about_flags(flags)
             # Both flags count in the schedule: who works at one time, and how many slots there are.
             self._flags, self._schedule, self.pipeline = flags, None, None
         if self.pipeline is None:
@@ -625,12 +635,16 @@ class Engine:
     def _read_flags(self) -> tuple[bool, int]:
         return bool(self.config.async_gpu_parallelism), self.config.prefetch_count
 
-    def _agree_about_flags(self, flags: tuple[bool, int]) -> None:
+    def _agree_about_flags(
+        self, groups: Sequence[tuple[int, ...]], flags: tuple[bool, int]
+    ) -> None:
         """Waits for the ranks that share matrices to have changed the flags of their configs alike.
 
         With other flags a rank starts other collectives, or in another order.
+
+        Args:
+            groups: those that have not agreed on ``flags``.
         """
-        groups = {layout.group for layout in self.layouts if len(layout.group) > 1}
         order = larger_first(groups)
         words = "async_gpu_parallelism and prefetch_count have to be changed alike"
         error = ""
@@ -650,6 +664,7 @@ class Engine:
                 error = f"{words} on all ranks, but are now, by rank: {found}"
         if error:
             raise ValueError(error)
+        self._agreed.update(dict.fromkeys(groups, flags))
 
     def _make_schedule(self, params: Sequence[StepParam]) -> Schedule:
         """The schedule for the flags as they are, and the groups that it has collectives in."""

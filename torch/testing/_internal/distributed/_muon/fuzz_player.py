@@ -499,6 +499,7 @@ class Player:
         except REFUSALS as error:
             return must, error
         self.flags = self.plan.config.asynchronous, self.plan.config.prefetch
+        self.flag_changes = 0
         return must, None
 
     def has_stacks(self) -> bool:
@@ -708,17 +709,16 @@ class Player:
         """Flags that make no sense, or differ among the ranks, are refused by a step, and changed back."""
         config = self.optimizer._distributed_config
         before = self.flags
-        after = action.asynchronous, action.prefetch
-        # Ranks whose flags are as in the last step would not ask about them.
-        differs = action.rank >= 0 and after != self.optimizer._engine._flags
         ahead = action.prefetch
-        if differs and action.rank == self.rank:
-            # As no flags ever are.
-            ahead = 10
+        makes_sense = type(ahead) is int and ahead >= 0
+        differs = makes_sense and action.rank >= 0
+        if differs:
+            # As no flags ever were, since ranks do not ask about flags that they have agreed on.
+            self.flag_changes += 2
+            ahead = 10 + self.flag_changes + (action.rank == self.rank)
         config.async_gpu_parallelism, config.prefetch_count = action.asynchronous, ahead
-        makes_sense = type(action.prefetch) is int and action.prefetch >= 0
         if makes_sense and not differs:
-            self.flags = after
+            self.flags = action.asynchronous, ahead
             return False, None
         must = not makes_sense or action.rank in self.linked != {self.rank}
         found = self.step(must=must)
