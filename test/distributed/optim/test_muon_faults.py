@@ -162,8 +162,11 @@ def fail():
 
 
 def interrupt():
-    # As Python's handler of SIGINT does. A signal itself was lost twice on a loaded machine.
-    raise KeyboardInterrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Until one is heard: on a loaded machine a single one was lost twice.
+    while True:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.01)
 
 
 def exhaust():
