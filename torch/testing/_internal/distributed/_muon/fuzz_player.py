@@ -297,6 +297,8 @@ class Player:
         # Ranks that an error of an event reaches, and whether this one takes part in the event.
         self.linked: set[int] = set()
         self.takes_part = True
+        # Those that share matrices with this rank, or with ranks that do, and so on.
+        self.reachable: set[int] = set()
         self.step_number = 0
         self.optimizer: Muon | None = None
         self.single: Muon | None = None
@@ -385,6 +387,14 @@ class Player:
         problems: list[str] = []
         code = IDLE
         self.link([h.matrix for h in self.held.values()])
+        numbers = [] if self.gone else self.held
+        everyones = functools.reduce(
+            int.__or__, self.tell(sum(1 << n for n in numbers))
+        )
+        self.reachable = self.plan.linked(
+            self.rank,
+            [m for n, m in enumerate(self.plan.all_matrices()) if everyones >> n & 1],
+        )
         if self.held and not self.gone:
             self.takes_part = True
             try:
@@ -720,7 +730,7 @@ class Player:
         if makes_sense and not differs:
             self.flags = action.asynchronous, ahead
             return False, None
-        must = not makes_sense or action.rank in self.linked != {self.rank}
+        must = not makes_sense or action.rank in self.reachable != {self.rank}
         found = self.step(must=must)
         config.async_gpu_parallelism, config.prefetch_count = before
         return found
