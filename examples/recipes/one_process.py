@@ -119,18 +119,19 @@ class OneProcess:
         with torch.enable_grad():
             if optimizer is next(iter(self.twins)):
                 self._train_one()
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                self._take_gradients(param)
+        self._take_gradients(self._params_of(optimizer))
         self.twins[optimizer].step()
+
+    @staticmethod
+    def _params_of(optimizer: Muon) -> list[nn.Parameter]:
+        return [p for group in optimizer.param_groups for p in group["params"]]
 
     def _train_one(self) -> None:
         """Backward of the whole batch, from the parameters that the others have now."""
         chosen = set(self.names)
-        for param, names in self.held.items():
-            if not chosen.issuperset(names):
-                for name, tensor in zip(names, self.join(param.detach(), param)):
-                    self.whole[name].data.copy_(tensor)
+        others = [p for p, names in self.held.items() if not chosen.issuperset(names)]
+        for name, tensor in self.join([p.detach() for p in others], others).items():
+            self.whole[name].data.copy_(tensor)
         if self.is_partial:
             self._fetch_what_is_elsewhere()
         self.one.zero_grad()
@@ -151,11 +152,10 @@ class OneProcess:
         for name in self.elsewhere:
             self.whole[name].data.copy_(known[name])
 
-    def _take_gradients(self, param: nn.Parameter) -> None:
-        grad = param.grad
-        if grad is None:  # FSDP1 leaves a rank without elements of a matrix without it
-            grad = torch.zeros_like(param)
-        for name, tensor in zip(self.held[param], self.join(grad, param)):
+    def _take_gradients(self, params: list[nn.Parameter]) -> None:
+        # FSDP1 leaves a rank without elements of a matrix without a gradient.
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        for name, tensor in self.join(grads, params).items():
             own = self.whole[name].grad
             apart, size = (tensor - own).abs().max(), own.abs().max()
             if not apart <= CLOSE * size:
@@ -167,7 +167,7 @@ class OneProcess:
 
     def _after_step(self, optimizer: Muon, *_: Any) -> None:
         twin = self.twins[optimizer]
-        own = [p for group in optimizer.param_groups for p in group["params"]]
+        own = self._params_of(optimizer)
         for which, what in enumerate(("parameter", "momentum")):
             self._compare(
                 f"step {self.steps}, {what}",
@@ -183,46 +183,58 @@ class OneProcess:
         here: Callable[[nn.Parameter], Tensor],
         there: Callable[[str], Tensor] | None = None,
     ) -> None:
-        for param in params:
-            joined = self.join(here(param).detach(), param)
-            for name, tensor in zip(self.held[param], joined, strict=True):
-                expected = (there or self.whole.get)(name).detach()
-                if not same_bits(tensor, expected):
-                    apart = (tensor - expected).abs().max()
-                    self.problems.append(f"{what} {name} differs by up to {apart:.3g}")
+        params = list(params)
+        joined = self.join([here(param).detach() for param in params], params)
+        for name, tensor in joined.items():
+            expected = (there or self.whole.get)(name).detach()
+            if not same_bits(tensor, expected):
+                apart = (tensor - expected).abs().max()
+                self.problems.append(f"{what} {name} differs by up to {apart:.3g}")
 
     # Putting pieces together
 
-    def join(self, tensor: Tensor, param: nn.Parameter) -> list[Tensor]:
-        """The whole ones of ``tensor``, which is laid out as ``param`` is."""
-        if isinstance(tensor, DTensor):
-            # A gradient may still be partial sums, which add up otherwise on the way to
-            # another placement.
-            return [tensor.redistribute(placements=param.placements).full_tensor()]
+    def join(
+        self, tensors: list[Tensor], params: list[nn.Parameter]
+    ) -> dict[str, Tensor]:
+        """The whole ones of ``tensors``, which are laid out as ``params`` are, by name."""
         if self.gather is not None:
-            return [self.gather(tensor)]
-        shapes = [self.whole[name].shape for name in self.held[param]]
-        cuts = [self._tp_dim(name) for name in self.held[param]]
-        if param in self.is_sharded:
-            flat = torch.cat([t.flatten() for t in everyones(tensor, self.fsdp)])
-            shapes = [self._cut(shape, dim) for shape, dim in zip(shapes, cuts)]
+            gathered = [self.gather(tensor) for tensor in tensors]
+            return {self.held[p][0]: t for p, t in zip(params, gathered, strict=True)}
+        whole: dict[str, Tensor] = {}
+        # Of plain tensors: TP's pieces, and those of FSDP1 by parameter.
+        pieces: dict[str, Tensor] = {}
+        flat: dict[nn.Parameter, Tensor] = {}
+        for tensor, param in zip(tensors, params, strict=True):
+            if isinstance(tensor, DTensor):
+                # A gradient may still be partial sums, which add up otherwise on the way to
+                # another placement.
+                placed = tensor.redistribute(placements=param.placements)
+                whole[self.held[param][0]] = placed.full_tensor()
+            elif param in self.is_sharded:
+                flat[param] = tensor
+            else:
+                pieces[self.held[param][0]] = tensor
+        for param, parts in zip(flat, everyones(list(flat.values()), self.fsdp)):
+            shapes = [self._cut(name) for name in self.held[param]]
             sizes = [shape.numel() for shape in shapes]
             # What is left over is FSDP's padding.
-            pieces = flat[: sum(sizes)].split(sizes)
-            tensors = [p.view(shape) for p, shape in zip(pieces, shapes)]
-        else:
-            tensors = [tensor]
-        return [
-            t if dim is None else torch.cat(everyones(t, self.tp), dim)
-            for t, dim in zip(tensors, cuts, strict=True)
-        ]
+            rows = torch.cat([part.flatten() for part in parts])[: sum(sizes)]
+            views = (r.view(s) for r, s in zip(rows.split(sizes), shapes))
+            pieces |= dict(zip(self.held[param], views, strict=True))
+        cut = [name for name in pieces if self._tp_dim(name) is not None]
+        joined = everyones([pieces[name] for name in cut], self.tp)
+        for name, parts in zip(cut, joined, strict=True):
+            pieces[name] = torch.cat(parts, self._tp_dim(name))
+        return whole | pieces
 
     def _tp_dim(self, name: str) -> int | None:
         last = name.removesuffix(".weight").rpartition(".")[2]
         return None if self.tp is None else self.tp_dims.get(last)
 
-    def _cut(self, shape: torch.Size, dim: int | None) -> torch.Size:
+    def _cut(self, name: str) -> torch.Size:
+        """The shape of TP's piece."""
         size = 1 if self.tp is None else self.tp.size()
+        shape, dim = self.whole[name].shape, self._tp_dim(name)
         return torch.Size(s // size if i == dim else s for i, s in enumerate(shape))
 
     def verdict(self) -> dict[str, Any]:
@@ -245,10 +257,15 @@ class OneProcess:
         }
 
 
-def everyones(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """The piece of each rank of ``group``; they may differ in size."""
-    pieces = objects_of_all(tensor.detach().cpu(), group)
-    return [piece.to(tensor.device) for piece in pieces]
+def everyones(
+    tensors: list[Tensor], group: ProcessGroup | None
+) -> list[tuple[Tensor, ...]]:
+    """For each of ``tensors``, those of all ranks of ``group``; they may differ in size."""
+    if not tensors:
+        return []
+    device = tensors[0].device
+    found = objects_of_all([tensor.detach().cpu() for tensor in tensors], group)
+    return list(zip(*([t.to(device) for t in theirs] for theirs in found), strict=True))
 
 
 def objects_of_all(own: Any, group: ProcessGroup | None = None) -> list[Any]:
