@@ -4,6 +4,7 @@ ranks start fast.
 Not for PyTorch, which has a conftest.py of its own: `apply` leaves this one here.
 """
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -69,11 +70,59 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.testing._internal.common_distributed",
+    "torch.optim._muon_engine.engine",
+    "torch.testing._internal.distributed._muon.common_muon",
     "frozen_imports",
 ]
 # What one server forks has one seed of string hashes. The ranks of a real job differ in it,
 # and code that goes through a set of names in another order on each has to fail here, too.
 SERVERS = 2
+
+# Files and classes that go through many cases of what others execute as well. The tracer of
+# coverage.py would take half as long again.
+UNTRACED = {
+    "TestMuonEightRanks",
+    "TestMuonFSDPState",
+    "TestMuonFuzz",
+    "TestMuonJourney",
+    "TestMuonKilled",
+    "TestMuonLongRuns",
+    "TestMuonRelaysOfSixteen",
+    "TestMuonScheduleFuzz",
+    "TestMuonStopped",
+    "TestMuonStress",
+    "TestMuonTwoLevelsOfSixteen",
+    "test_blueprint",
+    "test_examples",
+    "test_muon_matrix",
+    "test_recipes",
+}
+
+
+@contextlib.contextmanager
+def untraced():
+    """Coverage is not measured, nor in processes that are started meanwhile."""
+    module = sys.modules.get("coverage")
+    current = module.Coverage.current() if module else None
+    config = os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+    if current is not None:
+        current.stop()
+    try:
+        yield
+    finally:
+        if current is not None:
+            current.start()
+        if config is not None:
+            os.environ["COVERAGE_PROCESS_CONFIG"] = config
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    names = {item.path.stem, getattr(item.cls, "__name__", "")}
+    if UNTRACED.isdisjoint(names):
+        return (yield)
+    with untraced():
+        return (yield)
 
 
 def pytest_collection_finish():

@@ -15,6 +15,9 @@ from torch.testing._internal.common_distributed import (
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
+    R,
+    S0,
+    S1,
     all_placements,
     Collectives,
     everyone,
@@ -27,10 +30,8 @@ from torch.testing._internal.distributed._muon.common_muon import (
     mesh_of,
     NewtonSchulzCalls,
     ParityAssertions,
+    piece_of,
     place,
-    R,
-    S0,
-    S1,
     Spec,
     specs,
     Twins,
@@ -345,7 +346,7 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             if i in missing:
                 start = full(twins.seed + i, twins.specs[i].shape)
                 self.assertTrue(
-                    torch.equal(local(param), local(place(start, twins.specs[i])))
+                    torch.equal(local(param), piece_of(start, twins.specs[i]))
                 )
         total = sum(everyone(len(calls.shapes)))
         self.assertEqual(total, len(twins.params) - len(missing))

@@ -20,6 +20,9 @@ from torch.testing._internal.common_distributed import (
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
+    R,
+    S0,
+    S1,
     all_placements,
     Collectives,
     everyone,
@@ -30,10 +33,8 @@ from torch.testing._internal.distributed._muon.common_muon import (
     mesh_of,
     NewtonSchulzCalls,
     ParityAssertions,
+    piece_of,
     place,
-    R,
-    S0,
-    S1,
     Spec,
     specs,
     Twins,
@@ -167,7 +168,7 @@ class TestMuonFunctions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 # Only its own piece of what it is given, whatever the others have.
                 given = full(100 * self.rank + i, spec.shape)
                 piece = config.redistribute_fn(given, 0, config.state)
-                self.assertTrue(torch.equal(local(piece), local(place(given, spec))))
+                self.assertTrue(torch.equal(local(piece), piece_of(given, spec)))
         self.assertEqual(seen.calls, [])
 
     def test_assign_fn_called_directly(self):

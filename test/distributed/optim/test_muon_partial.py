@@ -15,6 +15,9 @@ from torch.testing._internal.common_distributed import (
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
+    R,
+    S0,
+    S1,
     Collectives,
     everyone,
     full,
@@ -24,10 +27,8 @@ from torch.testing._internal.distributed._muon.common_muon import (
     mesh_of,
     NewtonSchulzCalls,
     ParityAssertions,
+    piece_of,
     place,
-    R,
-    S0,
-    S1,
     Spec,
 )
 
@@ -90,7 +91,7 @@ class PartialTwins:
     def shard(self, tensor):
         """This rank's part of ``tensor`` where all contributions are alike."""
         alike = tuple(R if p.is_partial() else p for p in self.placements)
-        return local(place(tensor, Spec(tensor.shape, self.mesh, alike)))
+        return piece_of(tensor, Spec(tensor.shape, self.mesh, alike))
 
     def placed(self, seed, shape):
         mine = self.shard(contribution(seed, shape, self.mine))

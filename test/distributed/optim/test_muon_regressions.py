@@ -25,6 +25,9 @@ from torch.testing._internal.common_distributed import (
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
+    R,
+    S0,
+    S1,
     everyone,
     full,
     GlooOnCPU,
@@ -32,10 +35,8 @@ from torch.testing._internal.distributed._muon.common_muon import (
     local,
     mesh_of,
     ParityAssertions,
+    piece_of,
     place,
-    R,
-    S0,
-    S1,
     Spec,
     specs,
     Twins,
@@ -225,7 +226,7 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 with self.everywhere(f"config: {distributed}, stepped: {stepped}"):
                     for param, single, spec in zip(params, trained.singles, placed):
                         its = trained.single.state[single]["momentum_buffer"]
-                        its = local(place(its, spec))
+                        its = piece_of(its, spec)
                         mine = local(optimizer.state[param]["momentum_buffer"])
                         self.assertTrue(torch.equal(mine, its))
         finally:

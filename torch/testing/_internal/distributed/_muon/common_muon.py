@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import re
 import sys
@@ -210,6 +211,24 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def piece_of(tensor: torch.Tensor, spec: Spec | Cut) -> torch.Tensor:
+    """This rank's piece of ``tensor``, which every rank has whole."""
+    if isinstance(spec, Cut):
+        return spec.piece(tensor)
+    if spec.mesh is None:
+        return tensor
+    return tensor.take(_elements(tensor.shape, spec.mesh, tuple(spec.placements)))
+
+
+@functools.cache
+def _elements(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> torch.Tensor:
+    """Which elements, counted row by row, this rank's piece consists of. DTensor is asked once."""
+    numbers = torch.arange(math.prod(shape), device=device()).reshape(shape)
+    return local(place(numbers, Spec(shape, mesh, placements)))
+
+
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit for bit on a CPU. On a GPU a product's rounding depends on strides and alignment, and
     Newton-Schulz in bfloat16 carries that on to some percent of an update."""
@@ -236,9 +255,8 @@ def moved_alike(a: torch.Tensor, b: torch.Tensor, steps: int) -> bool:
 
 def held(spec: Spec | Cut) -> set[int]:
     """The elements of a matrix, counted row by row, that this rank's piece of it holds."""
-    rows, columns = spec.shape
-    numbers = torch.arange(rows * columns, device=device()).reshape(rows, columns)
-    return set(local(place(numbers, spec)).flatten().tolist())
+    numbers = torch.arange(math.prod(spec.shape), device=device()).reshape(spec.shape)
+    return set(piece_of(numbers, spec).flatten().tolist())
 
 
 class Collective(NamedTuple):
@@ -473,7 +491,7 @@ class Twins:
             zip(self.params, self.singles, self.specs, strict=True)
         ):
             name = f"{i}: {spec.shape} {spec.placements} {spec.dtype}"
-            expected = local(place(single.detach(), spec))
+            expected = piece_of(single.detach(), spec)
             if not moved_alike(local(param), expected, self.steps):
                 found.append(f"parameter {name}")
             mine = self.optimizer.state.get(param, {}).get("momentum_buffer")
@@ -493,7 +511,7 @@ class Twins:
                     or mine.shape != param.shape
                 ):
                     found.append(f"momentum {name}: {mine.placements} {mine.shape}")
-                elif not equal(local(mine), local(place(its, spec))):
+                elif not equal(local(mine), piece_of(its, spec)):
                     found.append(f"momentum {name}")
         return found
 
