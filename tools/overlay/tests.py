@@ -40,6 +40,8 @@ def _measured(python: Path, args: list[str], root: Path, folder: Path) -> int:
         "COVERAGE_FILE": str(folder / "data"),
         # Not the copies that tests of the overlay make.
         "MUON_MEASURED": str(find_wheel(python).root / "torch" / "optim"),
+        # All tests execute most of it many times: see test/conftest.py.
+        "MUON_MEASURE": "each" if args else "once",
     }
     chosen = args or ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
     command = ["-m", "coverage", "run", "-m", "pytest", *chosen]
