@@ -235,15 +235,19 @@ class Job:
 
     def close(self):
         """gloo goes on polling the connections of a broken group for as long as there is the group."""
-        self.twins = None
-        for group in self.groups if dist.is_initialized() else ():
+        groups, self.twins = self.all_groups(), None
+        for group in groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
 
     def limit(self):
         """From now on what the faulty rank does not bring is an error soon."""
-        made = self.twins.optimizer._engine._groups.values() if self.twins else ()
-        for group in {*self.groups, *made} - {None}:
+        for group in self.all_groups():
             _set_pg_timeout(SHORT, group)
+
+    def all_groups(self):
+        """With those that the engine has made."""
+        made = self.twins.optimizer._engine._groups.values() if self.twins else ()
+        return {*self.groups, *made} - {None}
 
 
 class Faults(MultiProcessTestCase):
