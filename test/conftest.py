@@ -81,7 +81,6 @@ SERVERS = 2
 # Files and classes that go through many cases of what others execute as well. In a run of all
 # tests they go without the tracer of coverage.py, which takes half as long again.
 UNTRACED = {
-    "TestMuonEightRanks",
     "TestMuonFSDPState",
     "TestMuonFuzz",
     "TestMuonJourney",

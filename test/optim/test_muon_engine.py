@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Muon
+from torch.optim._muon_engine.agreement import forth_and_back
 from torch.optim._muon_engine.layouts import (
+    larger_first,
     check_cover,
     Key,
     Layout,
@@ -80,6 +82,32 @@ def loads_of(layouts, owners, ranks):
     for layout, owner in zip(layouts, owners):
         loads[owner] += newton_schulz_flops(layout.shape)
     return [loads[rank] for rank in ranks]
+
+
+class TestForthAndBack(TestCase):
+    def reached(self, groups, source):
+        knows = {source}
+        for ranks in forth_and_back(larger_first(groups)):
+            if not knows.isdisjoint(ranks):
+                knows |= set(ranks)
+        return knows
+
+    def check(self, groups):
+        ranks = set().union(*groups)
+        for source in ranks:
+            self.assertEqual(self.reached(groups, source), ranks, f"{groups}")
+
+    def test_paths(self):
+        for size in range(2, 7):
+            for order in itertools.permutations(range(size)):
+                pairs = itertools.pairwise(order)
+                self.check([tuple(sorted(pair)) for pair in pairs])
+
+    def test_meshes(self):
+        for shape in [(2, 2), (4, 4), (2, 3, 4), (3, 3, 3), (2, 2, 2, 2, 2)]:
+            mesh = torch.arange(math.prod(shape)).view(shape)
+            lines = (mesh.movedim(d, -1).reshape(-1, s) for d, s in enumerate(shape))
+            self.check([tuple(line) for grid in lines for line in grid.tolist()])
 
 
 class TestCover(TestCase):

@@ -361,6 +361,40 @@ FAULTS = (
         "if False:",
         (f"{MODULES}replicate_group_on_some_ranks_only",),
     ),
+    Fault(
+        "what a rank knows goes forth and back once",
+        "_muon_engine/agreement.py",
+        "    return [*groups, *back, *groups, *back, *groups]\n",
+        "    return [*groups, *back]\n",
+        (f"{ERRORS}flags_that_ranks_at_an_end_of_a_winding_path_changed_otherwise",),
+    ),
+    Fault(
+        "nobody says that others are still to be asked about flags",
+        "_muon_engine/engine.py",
+        "        told = agree(shared, error, unsettled)\n",
+        "        told = agree(shared, error)\n",
+        (f"{ERRORS}flags_that_some_groups_only_have_to_ask_about",),
+    ),
+    Fault(
+        "groups of replicas are made before all agree on the flags",
+        "_muon_engine/engine.py",
+        "            if settled and self.functions.run(self.config):\n",
+        "            if self.functions.run(self.config):\n",
+        (
+            f"{HERE}parallel.py::TestMuonEightRanks::"
+            "test_parameter_is_added_after_flags_changed",
+        ),
+    ),
+    Fault(
+        "state_dict moves the momentum itself",
+        "_muon.py",
+        "        self.state = defaultdict(dict, {p: dict(state) for p, state in own.items()})\n",
+        "        self.state = own\n",
+        (
+            f"{HERE}replaced.py::TestMuonReplacedOnTwo::"
+            "test_saved_while_others_are_in_place",
+        ),
+    ),
     # Parameters that change
     Fault(
         "changed parameters are not noticed",

@@ -13,6 +13,7 @@ import functools
 import logging
 import math
 import zlib
+from collections import defaultdict
 from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 import torch
@@ -707,9 +708,23 @@ class Muon(Optimizer):
             self._engine.raise_new_failure()
             params = self._step_params()
             if not self._engine.matches(params):
-                # Of a parameter that was replaced since, Optimizer.state_dict would know no index.
-                self._engine.hand_over_momentum(params, self.state)
+                return self._state_dict_of_changed(self._engine, params)
         return super().state_dict()
+
+    def _state_dict_of_changed(
+        self, engine: Engine, params: list[StepParam]
+    ) -> dict[str, Any]:
+        """Of a parameter that was replaced since, Optimizer.state_dict would know no index.
+
+        The next step may find the former one again, so the state itself stays.
+        """
+        own = self.state
+        self.state = defaultdict(dict, {p: dict(state) for p, state in own.items()})
+        try:
+            engine.hand_over_momentum(params, self.state)
+            return super().state_dict()
+        finally:
+            self.state = own
 
     @torch.no_grad()
     def step(self, closure=None):

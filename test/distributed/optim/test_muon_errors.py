@@ -225,45 +225,82 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             )
         self.assertRegex(outcomes[2][1], r"config changed, and .* ranks \[0, 1, 3\]")
 
+    def shards_on(self, *meshes):
+        """A parameter, with a gradient, on each of these meshes that this rank is in."""
+        params = []
+        for seed, ranks in enumerate(meshes):
+            # Every rank makes every mesh.
+            mesh = DeviceMesh("cpu", ranks)
+            if mesh.get_coordinate() is not None:
+                _set_pg_timeout(timedelta(seconds=10), mesh.get_group())
+                placed = distribute_tensor(full(seed, (8, 8)), mesh, [S0])
+                params.append(torch.nn.Parameter(placed))
+                params[-1].grad = torch.ones_like(params[-1])
+        return params
+
+    def assertFlagsRefused(self, muon, config, wrong):
+        """Rank ``wrong`` has other flags than all others, which all hear of, and then go on."""
+        config.prefetch_count = 3 if self.rank == wrong else 2
+        self.assertRaisesEverywhere(
+            muon.step,
+            ValueError,
+            rf"changed alike on all ranks.*\b{wrong}: '\(True, 3\)'",
+        )
+        config.prefetch_count = 2
+        with self.everywhere("with the right flags"):
+            muon.step()
+
     def test_flags_that_ranks_of_a_further_group_changed_otherwise(self):
         """Rank 3 waited for ranks 1 and 2, which had left with an error of the group that they met before."""
-        chain = [DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [1, 2, 3])]
-        params = [
-            torch.nn.Parameter(distribute_tensor(full(i, (8, 8)), mesh, [S0]))
-            for i, mesh in enumerate(chain)
-            if mesh.get_coordinate() is not None
-        ]
-        for param in params:
-            param.grad = torch.zeros_like(param)
         config = create_dtensor_config()
+        params = self.shards_on([0, 1, 2], [1, 2, 3])
         muon = Muon(params, distributed_config=config)
         muon.step()
-        config.prefetch_count = 2 if self.rank else 0
-        self.assertRaisesEverywhere(
-            muon.step, ValueError, r"changed alike on all ranks.*\b0: '\(True, 0\)'"
-        )
+        self.assertFlagsRefused(muon, config, 0)
+
+    def test_flags_that_ranks_at_an_end_of_a_winding_path_changed_otherwise(self):
+        """Rank 3 made the step: what rank 1 had went through groups in no order of theirs."""
+        config = create_dtensor_config()
+        params = self.shards_on([0, 2], [0, 3], [1, 2])
+        muon = Muon(params, distributed_config=config)
+        muon.step()
+        self.assertFlagsRefused(muon, config, 1)
+
+    def test_flags_that_some_groups_only_have_to_ask_about(self):
+        """Rank 0 made the step: it had agreed with rank 1 on its flags when they added a parameter."""
+        config = create_dtensor_config()
+        chain = [0, 1], [1, 2], [2, 3]
+        muon = Muon(self.shards_on(*chain), distributed_config=config)
+        muon.step()
+        config.prefetch_count = 3 if self.rank == 3 else 2
+        added = self.shards_on(*chain)[0]
+        if self.rank < 2:
+            muon.add_param_group({"params": [added]})
+        self.assertFlagsRefused(muon, config, 3)
 
     def test_flags_that_some_ranks_stepped_with_before_they_share(self):
         """Ranks 2 and 3 waited for the others about flags that all four had agreed on."""
-        pairs = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])]
-
-        def placed(mesh, seed):
-            param = distribute_tensor(full(seed, (8, 8)), mesh, [S0])
-            param = torch.nn.Parameter(param)
-            param.grad = torch.ones_like(param)
-            return param
-
         config = create_dtensor_config()
-        muon = Muon([placed(pairs[self.rank // 2], 1)], distributed_config=config)
+        muon = Muon(self.shards_on([0, 1], [2, 3]), distributed_config=config)
         muon.step()
         config.prefetch_count += self.rank // 2
         muon.step()
         config.prefetch_count = 1
-        muon.add_param_group({"params": [placed(mesh_of(4), 2)]})
+        muon.add_param_group({"params": self.shards_on(range(4))})
         muon.step()
         # The second pair has agreed on these before, and the first pair and all four have not.
         config.prefetch_count = 2
         muon.step()
+
+    def test_flags_of_another_type_on_one_rank(self):
+        """Rank 3 alone had an error: "2" and 2 look alike where ranks compare."""
+        config = create_dtensor_config()
+        config.prefetch_count = "2" if self.rank == 3 else 2
+        self.assertRaisesEverywhere(
+            lambda: self.build(self.placed(), distributed_config=config),
+            ValueError,
+            "prefetch_count has to be an int >= 0 but is '2'",
+        )
 
     def test_frozen_on_one_rank_only(self):
         def change(pairs):

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Muon
 from torch.optim._muon_engine import process_groups
 from torch.optim._muon_engine.process_groups import spanning_group
+from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -37,6 +38,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     mesh_of,
     NewtonSchulzCalls,
     ParityAssertions,
+    place,
     R,
     S0,
     S1,
@@ -427,6 +429,23 @@ class TestMuonEightRanks(
         total = torch.tensor([float(self.rank)])
         dist.all_reduce(total, group=again)
         self.assertEqual(total.item(), sum(ranks))
+
+    def test_parameter_is_added_after_flags_changed(self):
+        """Ranks 0 and 1 made the replicas' groups at once, and waited for those that first ask about the flags."""
+        pair = DeviceMesh("cpu", [0, 1])
+        config = create_dtensor_config(async_gpu_parallelism=False)
+        # A bucket of all owners is relayed then, and one of a single owner is not.
+        with mock.patch.dict(buckets.make_schedule.__kwdefaults__, bucket_bytes=192):
+            twins = Twins(specs(grid_of(2, 2, 2), [(R, R, S0)], [(8, 6)] * 8), config)
+            twins.step()
+            config.async_gpu_parallelism = True
+            added = torch.nn.Parameter(
+                place(full(9, (8, 6)), Spec((8, 6), pair, (S0,)))
+            )
+            if self.rank in pair.mesh:
+                twins.optimizer.add_param_group({"params": [added]})
+            twins.step()
+        self.assertParity(twins)
 
     def test_hsdp_over_tensor_parallel(self):
         mesh = grid_of(2, 2, 2)

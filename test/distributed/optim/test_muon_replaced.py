@@ -267,6 +267,23 @@ class ReplacedParameters(ParityAssertions):
 
     # The same parameters, changed
 
+    def test_saved_while_others_are_in_place(self):
+        """state_dict() gave the momentum away, and the former parameters began anew."""
+        for message, change in (
+            ("replaced", lambda first, rest: [nn.Parameter(first.clone()), *rest]),
+            ("shortened", lambda first, rest: rest),
+        ):
+            sides = Sides.of(self.specs(S0))
+            self.assertSteps(sides, f"{message}, before,", 1)
+            group = sides.optimizer.param_groups[0]
+            params = group["params"]
+            group["params"] = change(params[0].detach(), params[1:])
+            with self.everywhere(message):
+                state = sides.optimizer.state_dict()["state"]
+                self.assertEqual(len(state), len(group["params"]))
+            group["params"] = params
+            self.assertSteps(sides, message)
+
     def test_swapped_tensors(self):
         grid = self.specs(S1, S0, mesh=self.grid())
         for steps in TIMES:

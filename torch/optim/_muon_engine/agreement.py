@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import builtins
 import hashlib
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+_T = TypeVar("_T")
 # Fields that follow from others, of this parameter or of another.
 DERIVED = ("shards", "owner")
 
@@ -31,39 +32,58 @@ class Signature(NamedTuple):
     fields: tuple[tuple[str, str], ...]
 
 
+def forth_and_back(groups: Sequence[_T]) -> list[_T]:
+    """``groups``, which all ranks have in one order, three times forth and twice back.
+
+    What one rank tells all of each group then reaches those that it is linked to through the groups: in
+    meshes of any dimensions, and along any path of up to five groups.
+    """
+    back = list(reversed(groups))
+    return [*groups, *back, *groups, *back, *groups]
+
+
 def agree(
     shared: Sequence[tuple[ProcessGroup, Sequence[Signature]]],
     error: BaseException | None,
-) -> None:
+    unsettled: bool = False,
+) -> list[bool]:
     """Raises on every rank of the groups if one of them has an error or they differ.
+
+    Returns for each group whether one of its ranks is ``unsettled``, or one that it is linked to.
 
     Args:
         shared: this rank's groups, in the order that all ranks go through them, each with what the
             rank knows about the parameters that the group shares.
         error: what went wrong on this rank so far. It comes here instead of being raised, so that
             this rank, too, goes through every exchange before it leaves.
+        unsettled: whether this rank has something to ask of others later.
     """
     alone = len(shared) == 1
     linked = False
-    for group, signatures in shared:
-        others, error = _compare(group, signatures, alone, error)
-        linked = linked or others
+    told: list[Sequence[bool]] = [()] * len(shared)
+    for at, (group, signatures) in enumerate(shared):
+        others, told[at], error = _compare(group, signatures, alone, unsettled, error)
+        linked, unsettled = linked or others, any(told[at])
     if linked:
-        # A group compared early does not know yet what a later one found. There and back again, what
-        # one rank knows reaches all that it is linked to through the groups.
-        for group, signatures in (*shared, *reversed(shared)):
-            _, error = exchange(group, None, error, _descriptions(signatures))
+        # A group compared early does not know yet what a later one found.
+        for at in forth_and_back(range(len(shared)))[len(shared) :]:
+            group, signatures = shared[at]
+            descriptions = _descriptions(signatures)
+            told[at], error = exchange(group, unsettled, error, descriptions)
+            unsettled = any(told[at])
     if error is not None:
         raise error
+    return [any(ranks) for ranks in told]
 
 
 def _compare(
     group: ProcessGroup,
     signatures: Sequence[Signature],
     alone: bool,
+    unsettled: bool,
     error: BaseException | None,
-) -> tuple[bool, BaseException | None]:
-    """Whether a rank of ``group`` is linked to others, and what is wrong.
+) -> tuple[bool, list[bool], BaseException | None]:
+    """Whether a rank of ``group`` is linked to others, which ranks are unsettled, and what is wrong.
 
     That is this rank's own error, else that of a rank of ``group``, else how their signatures differ.
 
@@ -73,15 +93,15 @@ def _compare(
     fields = [signature.fields for signature in signatures]
     digest = hashlib.sha256(repr(fields).encode()).hexdigest()
     shared = _descriptions(signatures)
-    told, error = exchange(group, (digest, alone), error, shared)
-    linked = not all(alone for _, alone in told)
+    told, error = exchange(group, (digest, alone, unsettled), error, shared)
+    linked = not all(alone for _, alone, _ in told)
     # Every rank sees the same digests, and so does or does not go on to the second exchange.
-    if error is None and len({digest for digest, _ in told}) > 1:
+    if error is None and len({digest for digest, _, _ in told}) > 1:
         everyone, error = exchange(group, list(signatures), None, shared)
         ranks = dist.get_process_group_ranks(group)
         difference = _first_difference(ranks, everyone)
         error = error or names_ranks(ValueError(difference))
-    return linked, error
+    return linked, [unsettled for _, _, unsettled in told], error
 
 
 def _descriptions(signatures: Sequence[Signature]) -> list[str]:

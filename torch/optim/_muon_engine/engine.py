@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.optim._muon_engine import debugging, report
-from torch.optim._muon_engine.agreement import agree, Signature
+from torch.optim._muon_engine.agreement import agree, forth_and_back, Signature
 from torch.optim._muon_engine.callbacks import CallbackStep, functions_of, SingleMatrix
 from torch.optim._muon_engine.hints import Hints
 from torch.optim._muon_engine.layouts import (
@@ -108,7 +108,7 @@ class Engine:
         self.pipeline: Pipeline | None = None
         # Those of the schedule, and by group those that its ranks have agreed on.
         self._flags = self._read_flags()
-        self._agreed: dict[tuple[int, ...], tuple[bool, int]] = {}
+        self._agreed: dict[tuple[int, ...], tuple[bool, int] | None] = {}
         self._singles: dict[int, SingleMatrix] = {}
         self.statuses = GradStatuses()
         self.hints = Hints()
@@ -246,25 +246,23 @@ class Engine:
             error = self.functions.read(self.params, names, error)
         try:
             if error is None:
+                self.config.check()
                 self._assign()
         except Exception as found:
             error = found
         if self.functions is not None:
             shared = {**gone, **self.functions.reader.sharing(changed)}
-            self._agree(shared, params, error)
-            self._agreed = {
-                layout.group: self._flags
-                if layout.group in shared
-                else self._agreed.get(layout.group, self._flags)
-                for layout in self.layouts
-                if len(layout.group) > 1
-            }
+            agreed = self._agree(shared, params, error)
+            groups = {l.group for l in self.layouts if len(l.group) > 1}
+            agreed = {**self._agreed, **agreed}
+            self._agreed = {group: agreed.get(group, self._flags) for group in groups}
             # Those who share a changed parameter may have replaced others each: they compare all anew.
             self.statuses.compared -= {
                 layout.key[:2] for layout in self.layouts if layout.group in shared
             }
-            if self.functions.run(self.config):
-                # Further groups are made here, where all ranks are.
+            settled = all(flags == self._flags for flags in self._agreed.values())
+            if settled and self.functions.run(self.config):
+                # Further groups are made here, where all ranks are, or else once all agree on the flags.
                 self._make_schedule(params)
         elif error is not None:
             raise error
@@ -316,9 +314,13 @@ class Engine:
         known: Mapping[tuple[int, ...], list[ProcessGroup]],
         params: Sequence[StepParam],
         error: BaseException | None,
-    ) -> None:
-        """Makes the groups of the ranks in ``known``, and compares with them what there is to do."""
-        shared = []
+    ) -> dict[tuple[int, ...], tuple[bool, int] | None]:
+        """Makes the groups of the ranks in ``known``, and compares with them what there is to do.
+
+        Returns the flags that each group has agreed on. None has a group of which a rank, or one linked to
+        it, has yet to ask others about them: what these say has to reach it.
+        """
+        shared, names = [], []
         for ranks in larger_first(known):
             if len(ranks) == 1:
                 self._groups[ranks] = None
@@ -328,7 +330,13 @@ class Engine:
             self._known[ranks] = known[ranks]
             signatures = self._signatures(ranks, params) if error is None else []
             shared.append((group, signatures))
-        agree(shared, error)
+            names.append(ranks)
+        unsettled = any(
+            flags != self._flags for g, flags in self._agreed.items() if g not in known
+        )
+        told = agree(shared, error, unsettled)
+        flags = (None if ask else self._flags for ask in told)
+        return dict(zip(names, flags, strict=True))
 
     def _spanning_group(
         self,
@@ -645,11 +653,9 @@ class Engine:
         Args:
             groups: those that have not agreed on ``flags``.
         """
-        order = larger_first(groups)
         words = "async_gpu_parallelism and prefetch_count have to be changed alike"
         error = ""
-        # There and back, so that what some ranks find reaches all that are linked to them.
-        for ranks in (*order, *reversed(order)):
+        for ranks in forth_and_back(larger_first(groups)):
             group = self._groups.get(ranks)
             timeout = group_timeout([group] if group is not None else [])
             found = meet(
