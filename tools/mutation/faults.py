@@ -343,15 +343,15 @@ FAULTS = (
     Fault(
         "what ranks know is not compared at construction",
         "_muon_engine/agreement.py",
-        "exchange(group, (digest, alone), error, shared)",
-        'exchange(group, ("", alone), error, shared)',
+        "exchange(group, (digest, alone, unsettled), error, shared)",
+        'exchange(group, ("", alone, unsettled), error, shared)',
         (f"{ERRORS}different_hyperparameters",),
     ),
     Fault(
         "what a rank found goes through its groups once, and not back",
         "_muon_engine/agreement.py",
-        "(*shared, *reversed(shared))",
-        "shared",
+        "    return [*groups, *back, *groups, *back, *groups]\n",
+        "    return list(groups)\n",
         (f"{ERRORS}error_at_an_end_of_a_chain_of_groups",),
     ),
     Fault(
