@@ -144,10 +144,16 @@ class TestReplaced(TestCase):
     def test_state_dict_between_a_change_and_the_next_step(self, factory):
         (ours, _) = optimizers = self.pair(factory(), (8, 8), (6, 4))
         self.train(optimizers, 1)
-        ours.param_groups[0]["params"][1] = nn.Parameter(matrix(7, 6, 4))
-        self.assertEqual(set(ours.state_dict()["state"]), {0, 1})
-        del ours.param_groups[0]["params"][0]
-        self.assertEqual(set(ours.state_dict()["state"]), {0})
+        params = ours.param_groups[0]["params"]
+        former, params[1] = params[1], nn.Parameter(matrix(7, 6, 4))
+        buffer = ours.state[former]["momentum_buffer"]
+        state = ours.state_dict()["state"]
+        self.assertEqual(set(state), {0, 1})
+        self.assertIs(state[1]["momentum_buffer"], buffer)
+        params[:] = [former]
+        state = ours.state_dict()["state"]
+        self.assertEqual(set(state), {0})
+        self.assertIs(state[0]["momentum_buffer"], buffer)
 
     def test_momentum_goes_to_nobody_where_it_is_not_plain_to_whom(self):
         (ours, _) = optimizers = self.pair(create_dtensor_config(), *[(4, 4)] * 3)
