@@ -376,16 +376,6 @@ FAULTS = (
         (f"{ERRORS}flags_that_some_groups_only_have_to_ask_about",),
     ),
     Fault(
-        "groups of replicas are made before all agree on the flags",
-        "_muon_engine/engine.py",
-        "            if settled and self.functions.run(self.config):\n",
-        "            if self.functions.run(self.config):\n",
-        (
-            f"{HERE}parallel.py::TestMuonEightRanks::"
-            "test_parameter_is_added_after_flags_changed",
-        ),
-    ),
-    Fault(
         "state_dict moves the momentum itself",
         "_muon.py",
         "        self.state = defaultdict(dict, {p: dict(state) for p, state in own.items()})\n",
