@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Muon
 from torch.optim._muon_engine.agreement import forth_and_back
 from torch.optim._muon_engine.layouts import (
-    larger_first,
     check_cover,
     Key,
+    larger_first,
     Layout,
     Region,
     Shards,

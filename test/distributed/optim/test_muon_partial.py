@@ -15,9 +15,6 @@ from torch.testing._internal.common_distributed import (
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
-    R,
-    S0,
-    S1,
     Collectives,
     everyone,
     full,
@@ -29,6 +26,9 @@ from torch.testing._internal.distributed._muon.common_muon import (
     ParityAssertions,
     piece_of,
     place,
+    R,
+    S0,
+    S1,
     Spec,
 )
 

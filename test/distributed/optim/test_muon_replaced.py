@@ -265,8 +265,6 @@ class ReplacedParameters(ParityAssertions):
                 with self.everywhere():
                     self.assertTrue(torch.equal(local(gone.detach()), before))
 
-    # The same parameters, changed
-
     def test_saved_while_others_are_in_place(self):
         """state_dict() gave the momentum away, and the former parameters began anew."""
         for message, change in (
@@ -283,6 +281,8 @@ class ReplacedParameters(ParityAssertions):
                 self.assertEqual(len(state), len(group["params"]))
             group["params"] = params
             self.assertSteps(sides, message)
+
+    # The same parameters, changed
 
     def test_swapped_tensors(self):
         grid = self.specs(S1, S0, mesh=self.grid())
