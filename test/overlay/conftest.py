@@ -1,9 +1,7 @@
-"""What the overlay's tests run on: a PyTorch work tree, a small installed torch,
-and a copy of this repository that a test may change."""
+"""The overlay's tests run on a PyTorch work tree, a small installed torch, and a
+copy of this repository that a test may change."""
 
-import base64
 import dataclasses
-import hashlib
 import importlib.util
 import os
 import pathlib
@@ -14,8 +12,11 @@ import subprocess
 import sys
 
 import pytest
-from tools.overlay import cli, manifest, payload, target, versions
+from tools.overlay import cli, payload, versions
+from tools.overlay.checkout import find_checkout
 from tools.overlay.repo import ROOT
+from tools.overlay.target import FOLDER
+from tools.overlay.wheel import find_wheel, record_hash
 
 
 # The lines of upstream's docs/source/optim.md around which the patch goes.
@@ -81,7 +82,7 @@ def git_identity():
 
 @pytest.fixture(scope="module", autouse=True)
 def not_measured():
-    """What these tests start is slower under a tracer, and other tests execute the same lines
+    """A tracer slows the processes of these tests, and other tests execute the same lines
     of the optimizer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
@@ -91,16 +92,23 @@ def not_measured():
 @pytest.fixture(scope="session")
 def wheel():
     """The torch of the interpreter that runs the tests."""
-    return target.find_wheel(sys.executable)
+    return find_wheel(sys.executable)
+
+
+def stock_of(wheel):
+    """Finds the stock file of a path: the copy that the overlay keeps, if there is one."""
+
+    def find(rel):
+        copy = wheel.copy_of(rel)
+        return copy if copy.is_file() else wheel.root / rel
+
+    return find
 
 
 @pytest.fixture(scope="session")
 def stock_muon(wheel):
     """The text of upstream's _muon.py, which the overlay keeps."""
-    found = wheel.manifest()
-    if found is None:
-        return wheel.read("torch/optim/_muon.py")
-    return manifest.original("torch/optim/_muon.py", wheel.torch_dir).read_bytes()
+    return stock_of(wheel)("torch/optim/_muon.py").read_bytes()
 
 
 @pytest.fixture(scope="session")
@@ -108,18 +116,16 @@ def stock_tree(wheel, stock_muon):
     """Makes a PyTorch work tree of one commit: the installed torch's own Python sources."""
 
     def make(root, paths):
-        found = wheel.manifest()
-        laid = found.files if found else {}
+        added = payload.discover(ROOT).keys() - {"torch/optim/_muon.py"}
         for path in paths:
             rel = path.relative_to(wheel.root).as_posix()
-            if manifest.FOLDER in path.parts or rel == "torch/version.py":  # generated
+            if FOLDER in path.parts or rel == "torch/version.py":  # generated
                 continue
-            if rel in laid and laid[rel].original is None:
+            if rel in added or "muon" in path.parent.name:
                 continue
             (root / rel).parent.mkdir(parents=True, exist_ok=True)
-            if rel in laid:
-                path = manifest.folder(wheel.torch_dir) / laid[rel].original
-            # With its time, so that the bytecode beside it still counts.
+            path = stock_of(wheel)(rel)
+            # With its time, so that its bytecode still counts.
             shutil.copy2(path, root / rel)
             copy_bytecode(path, root / rel)
         finish_tree(root, versions.release(wheel.version))
@@ -190,9 +196,9 @@ def overlay(tmp_path, overlay_copy):
 
 
 def record_line(root, path):
-    digest = hashlib.sha256(path.read_bytes()).digest()
-    text = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
-    return f"{path.relative_to(root).as_posix()},sha256={text},{path.stat().st_size}\n"
+    data = path.read_bytes()
+    rel = path.relative_to(root).as_posix()
+    return f"{rel},{record_hash(data)},{len(data)}\n"
 
 
 @pytest.fixture
@@ -234,7 +240,7 @@ def installed(make_installed):
 @pytest.fixture
 def small_wheel(installed):
     """With compiled parts, as far as a test needs any."""
-    found = target.find_wheel(installed)
+    found = find_wheel(installed)
     for rel in (
         "torch/_C.so",
         "torch/lib/libtorch.so",
@@ -304,3 +310,32 @@ def git_status():
         return run("git", "status", "--porcelain", cwd=root).out
 
     return ask
+
+
+@pytest.fixture
+def there(checkout):
+    return find_checkout(checkout)
+
+
+@pytest.fixture
+def site(installed):
+    return find_wheel(installed)
+
+
+@pytest.fixture
+def ours(overlay):
+    """The copy of this repository as a git repository."""
+    commit_all(overlay, "the overlay")
+    return overlay
+
+
+def commit_all(where, message="work"):
+    if not (where / ".git").exists():
+        run("git", "init", "--quiet", "--initial-branch=main", cwd=where)
+    run("git", "add", "--all", cwd=where)
+    run("git", "commit", "--quiet", "-m", message, cwd=where)
+    return run("git", "rev-parse", "HEAD", cwd=where).out.strip()
+
+
+def append(path, text):
+    path.write_text(path.read_text() + text)

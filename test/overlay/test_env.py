@@ -4,8 +4,7 @@ pip and venv are the real ones; what pip installs is a handful of small wheels t
 the test makes, so that nothing comes from the network.
 """
 
-import base64
-import hashlib
+import ast
 import json
 import os
 import re
@@ -16,18 +15,10 @@ import time
 import zipfile
 
 import pytest
-from tools.overlay import (
-    env,
-    frameworks,
-    lock,
-    manifest,
-    progress,
-    status,
-    target,
-    versions,
-)
+from tools.overlay import env, frameworks, payload, progress, versions
 from tools.overlay.errors import WorkFailed, WrongTarget
 from tools.overlay.repo import ROOT
+from tools.overlay.wheel import find_wheel, record_hash
 
 
 def make_wheel(folder, name, version, files):
@@ -45,8 +36,7 @@ def make_wheel(folder, name, version, files):
         for path, text in texts.items():
             data = text.encode()
             wheel.writestr(path, data)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
-            record += f"{path},sha256={digest.rstrip(b'=').decode()},{len(data)}\n"
+            record += f"{path},{record_hash(data)},{len(data)}\n"
         wheel.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
 
 
@@ -109,12 +99,18 @@ def test_interrupted_made_found_and_brought_up_to_date(overlay, tool, offline):
     made = tool("env", root=overlay, env=offline)
     assert made.code == 0, made.out + made.err
     assert "half made" in made.out
+    # It says where and how large, before pip begins.
+    assert made.out.index(f"making {venv}: torch 2.13.0") < made.out.index(
+        "pip install"
+    )
+    assert "0.3 GB" in made.out
     assert "pip install torch==2.13.0: done" in made.out
+    assert "hypothesis" not in made.out
     assert json.loads(marker.read_text())["state"] == "ready"
-    site = target.find_wheel(env.python_of(venv))
+    site = find_wheel(env.python_of(venv))
     assert site.root.is_relative_to(venv)
-    assert status.status(site, overlay).state == "current"
-    assert manifest.original("torch/optim/_muon.py", site.torch_dir).is_file()
+    assert site.status(overlay).state == "current"
+    assert site.copy_of("torch/optim/_muon.py").is_file()
     for name in MODULES:
         assert (site.root / f"{name}.py").is_file()
 
@@ -215,7 +211,7 @@ def test_test_passes_arguments_and_exit_code_on(ready, tool, code):
 
 
 def calls(record):
-    """What the stand-in environment was started with since the last time."""
+    """The calls of the stand-in environment since the last time."""
     found = [json.loads(line) for line in record.read_text().splitlines()]
     record.unlink()
     return found
@@ -247,8 +243,8 @@ def test_test_takes_its_own_options_first(ready, tool):
         ["-m", "coverage", "run", "-m", "pytest", "-x"],
         ["-m", "tools.coverage", "--no-limits"],
     ]
-    assert tool("test", "--torches", "-x", root=overlay).code == 0
-    assert calls(record) == [["-m", "pytest", "--torches", "-x"]]
+    assert tool("test", "--co", "-x", root=overlay).code == 0
+    assert calls(record) == [["-m", "pytest", "--co", "-x"]]
     both = ["--torch=2.13.0", "--python=python"]
     for wrong in (["--torch"], ["--python"], ["--coverage=yes"], both):
         assert tool("test", *wrong, root=overlay).code == 2
@@ -277,15 +273,109 @@ def test_verify_hands_over(ready, tool):
     assert done.code == 1
     assert calls(record) == [["-u", f"{overlay}/examples/compare_gpt.py", *given]]
     assert "overlay applied" in done.out
+    assert done.out.endswith("verify failed with exit code 1\n")
+    done = tool("verify", root=overlay)
+    assert done.code == 0
+    assert done.out.splitlines()[-1].startswith("verify passed: ")
 
 
-def test_status_and_revert_default_to_the_environment(ready, tool, installed):
+def test_status_defaults_to_the_environment_and_revert_does_not(ready, tool, installed):
+    """`revert` without a target took the overlay out of .venv."""
     overlay, _ = ready
     tool("env", root=overlay)
     assert '"state": "current"' in tool("status", "--json", root=overlay).out
-    done = tool("revert", root=overlay)
-    assert (done.code, "restored torch/optim/_muon.py" in done.out) == (0, True)
-    assert "no overlay" in tool("status", root=overlay).out
+    for command in ("apply", "revert"):
+        done = tool(command, root=overlay)
+        assert (done.code, "--checkout DIR or --python EXE" in done.err) == (2, True)
+    assert '"state": "current"' in tool("status", "--json", root=overlay).out
+    done = tool("revert", "--python", installed, root=overlay)
+    assert (done.code, "wrote torch/optim/_muon.py" in done.out) == (0, True)
+
+
+def test_environment_that_its_user_upgraded(ready, tool, installed):
+    """`env --torch 2.13.0` said "found", and had another torch."""
+    overlay, _ = ready
+    site = find_wheel(installed).root
+    (site / "torch-2.13.0+cpu.dist-info").rename(site / "torch-2.14.0.dist-info")
+    metadata = site / "torch-2.14.0.dist-info/METADATA"
+    metadata.write_text(metadata.read_text().replace("2.13.0+cpu", "2.14.0"))
+    done = tool("env", "--torch", "2.13.0", root=overlay)
+    assert (done.code, "has torch 2.14.0 now" in done.err) == (3, True)
+
+
+def test_one_version_has_one_environment(ready, tool):
+    """`--torch 2.13` made a second one."""
+    overlay, _ = ready
+    assert tool("env", "--torch", "2.13", root=overlay).code == 0
+    assert [path.name for path in overlay.glob(".venv*")] == [".venv"]
+    assert env.full("2.14") == "2.14.0"
+
+
+@pytest.mark.parametrize("command", ["env", "verify", "test"])
+def test_dry_run_makes_no_environment(overlay, tool, command):
+    done = tool(command, "--dry-run", root=overlay)
+    assert (done.code, f"making {overlay}/.venv" in done.out) == (0, True)
+    assert list(overlay.glob(".venv*")) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "env --torch=", "test --torch=", "test --python=", "verify --torch=",
+        "apply --checkout=", "revert --python=", "pull --checkout=", "status --checkout=",
+        "rebuild --mode=wheel --checkout=", "export --checkout=x --out=",
+    ],
+)  # fmt: skip
+def test_empty_values_are_refused(overlay, tool, words):
+    """`--checkout ""` was the current folder, and `--torch=` the default version."""
+    done = tool(*words.split(), root=overlay)
+    assert done.code == 2
+    assert "empty" in done.err or "needs a value" in done.err
+    assert list(overlay.glob(".venv*")) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("aply --checkout x", "apply"),
+        ("apply --chekout x", "--checkout"),
+        ("apply --check x", "--checkout"),
+        ("test --tor 2.13", "--torch"),
+        ("test --pyton x", "--python"),
+    ],
+)
+def test_did_you_mean(overlay, tool, words, meant):
+    """`test --tor 2.13` made an environment before pytest refused it."""
+    done = tool(*words.split(), root=overlay)
+    assert (done.code, f"did you mean {meant}?" in done.err) == (2, True)
+    assert list(overlay.glob(".venv*")) == []
+
+
+def test_version(tool, ours):
+    done = tool("--version", root=ours)
+    assert (done.code, payload.name(ours) in done.out) == (0, True)
+    (ours / "torch/optim/muon.py").write_text("# edited\n")
+    assert f"{payload.name(ours)}," in tool("--version", root=ours).out
+    assert payload.name(ours).endswith("-dirty")
+
+
+def test_no_import_circle():
+    """Imports for the type checker count."""
+    folder = ROOT / "tools" / "overlay"
+    names = {path.stem for path in folder.glob("*.py")}
+    imports = {}
+    for path in folder.glob("*.py"):
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                found |= {node.module} if node.module else {a.name for a in node.names}
+        imports[path.stem] = found & names
+    while free := [
+        name for name, needs in imports.items() if not needs & imports.keys()
+    ]:
+        for name in free:
+            del imports[name]
+    assert imports == {}
 
 
 def test_help_says_what_an_example_and_the_codes(tool):
@@ -348,13 +438,12 @@ def test_pytest_that_a_signal_ends(ready, tool, make_script, installed):
 def test_edited_environment_names_a_way_out(ready, tool, installed):
     overlay, _ = ready
     tool("env", root=overlay)
-    site = target.find_wheel(installed)
+    site = find_wheel(installed)
     (site.root / "torch/optim/muon.py").write_text("# edited in the environment\n")
     done = tool("env", root=overlay)
     assert done.code == 3
     assert f"rm {site.root}/torch/optim/muon.py" in done.err
-    assert "--force-reinstall" not in done.err  # pip does not know that file
-    assert f"edited here, in {overlay}/torch," in done.err
+    assert f"Edit files here, in {overlay}/torch:" in done.err
     assert f"Or remove {overlay}/.venv:" in done.err
     (site.root / "torch/optim/muon.py").unlink()
     assert tool("env", root=overlay).code == 0
@@ -422,15 +511,6 @@ def test_progress_on_a_terminal_shows_the_last_line(tmp_path):
     assert "pip install: done in" in shown
 
 
-def test_two_commands_do_not_work_on_one_target(tmp_path):
-    with lock.held(tmp_path):
-        with pytest.raises(WorkFailed, match="another command holds"):
-            with lock.held(tmp_path, wait_s=0.3):
-                raise AssertionError("both had it")
-    with lock.held(tmp_path, wait_s=0.3):
-        assert tmp_path.is_dir()
-
-
 def test_hosted_notebook(tmp_path, overlay, shell, offline):
     """The notebook's first cell, where neither this repository nor a torch is there."""
     (overlay / "examples").mkdir()
@@ -459,8 +539,8 @@ def test_hosted_notebook(tmp_path, overlay, shell, offline):
     there = execute(MUON_REPOSITORY=overlay.as_uri())
     assert there.code == 0, there.err
     assert f"torch-{versions.PINNED}" in there.out
-    found = target.find_wheel(python)
-    assert status.status(found, overlay).state == "current"
+    found = find_wheel(python)
+    assert found.status(overlay).state == "current"
 
     again = execute()
     assert (again.code, again.out, again.err) == (0, "", "")

@@ -6,9 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from tools.overlay import apply, status
 from tools.overlay.repo import ROOT
-from tools.overlay.target import find_wheel
+from tools.overlay.wheel import find_wheel
 
 
 HAS_OVERLAY = """
@@ -44,7 +43,7 @@ def arguments(tmp_path, installed):
 
 
 def state(python):
-    return status.status(find_wheel(python), ROOT).state
+    return find_wheel(python).status(ROOT).state
 
 
 def test_overlay_is_there_for_the_run_alone(tool, arguments, installed, snapshot):
@@ -59,14 +58,14 @@ def test_overlay_is_there_for_the_run_alone(tool, arguments, installed, snapshot
 
 
 def test_overlay_that_was_there_stays(tool, arguments, installed):
-    apply.apply(find_wheel(installed), ROOT)
+    find_wheel(installed).apply(ROOT)
     assert tool(*arguments(HAS_OVERLAY)).code == 0
     assert state(installed) == "current"
 
 
 def test_another_overlay_is_left_alone(tool, arguments, installed, overlay):
     (overlay / "torch/optim/muon.py").write_text("# of another time\n")
-    apply.apply(find_wheel(installed), overlay)
+    find_wheel(installed).apply(overlay)
     done = tool(*arguments(HAS_OVERLAY))
     assert done.code == 3
     assert "an overlay that is outdated" in done.err

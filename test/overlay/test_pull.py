@@ -1,151 +1,154 @@
 """`pull`: edits in a checkout come back into this repository."""
 
 import pytest
-from tools.overlay import apply, patches, pull, revert, status, target
-from tools.overlay.errors import Refused, WorkFailed
+from overlay.conftest import append, commit_all, run
+from tools.overlay import patches, payload
+from tools.overlay.checkout import find_checkout
+from tools.overlay.errors import Refused
 
 
-@pytest.fixture
-def there(checkout):
-    return target.find_checkout(checkout)
+MUON, OWN = "torch/optim/_muon.py", "torch/optim/muon.py"
+DOC = "docs/source/optim.md"
 
 
-@pytest.fixture
-def ours(overlay, shell):
-    shell("git", "init", "-q", cwd=overlay)
-    shell("git", "add", "--all", cwd=overlay)
-    shell("git", "commit", "-qm", "the overlay", cwd=overlay)
-    return overlay
-
-
-def append(path, text):
-    path.write_text(path.read_text() + text)
+def replace(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_whole_files(there, ours, shell, git_status, committed):
-    apply.apply(there, ours, commit=committed)
-    append(there.root / "torch/optim/_muon.py", "# an edit\n")
-    added = there.root / "torch/optim/_muon_engine/added.py"
-    added.write_text("# new\n")
+def test_whole_files(there, ours, git_status, committed):
+    there.apply(ours, commit=committed)
+    append(there.root / MUON, "# an edit\n")
+    # The second one was not seen.
+    added = [
+        "torch/optim/_muon_engine/added.py",
+        "torch/testing/_internal/distributed/_muon/added.py",
+    ]
+    for rel in added:
+        (there.root / rel).write_text("# new\n")
     if committed:
-        shell("git", "add", "--all", cwd=there.root)
-        shell("git", "commit", "-qm", "edits", cwd=there.root)
-    report = pull.pull(there, ours)
-    rels = ["torch/optim/_muon.py", "torch/optim/_muon_engine/added.py"]
-    assert (report.taken, report.missing) == (rels, [])
-    for rel in rels:
+        commit_all(there.root, "edits")
+    assert there.pull(ours, dry_run=True) == ([MUON, *added], [])
+    assert git_status(ours) == ""
+    assert there.pull(ours) == ([MUON, *added], [])
+    for rel in (MUON, *added):
         assert (ours / rel).read_bytes() == (there.root / rel).read_bytes()
-    shown = git_status(ours)
-    assert shown == f" M {rels[0]}\n?? {rels[1]}\n"
-    assert pull.pull(there, ours).taken == []
+    assert there.pull(ours) == ([], [])
     # Then `apply` and `revert` know the edits as the overlay's own.
-    assert apply.apply(there, ours).changed == []
-    assert status.status(there, ours).state == "current"
-    revert.revert(there, commit=committed)
+    assert there.apply(ours).written == []
+    assert there.status(ours).state == "current"
+    there.revert(ours, commit=committed)
     assert git_status(there.root) == ""
-    assert not added.exists()
 
 
 def test_hunks(there, ours, git_status):
-    apply.apply(there, ours)
-    rel = "docs/source/optim.md"
-    path = there.root / rel
-    path.write_text(path.read_text().replace("one owner\nrank", "one owning\nrank", 1))
-    text = path.read_text().replace("## Distributed Muon", "## Muon on many ranks")
-    path.write_text(text)
-    report = pull.pull(there, ours)
-    assert report.taken == ["patches/0001-docs-distributed-muon.patch"]
-    (patch,) = [p for p in patches.series(ours, "2.13.0") if rel in p.paths]
+    there.apply(ours)
+    path = there.root / DOC
+    replace(path, "one owner rank", "one owning rank")
+    replace(path, "## Distributed Muon", "## Muon on many ranks")
+    assert there.pull(ours) == (["patches/0001-docs-distributed-muon.patch"], [])
+    series = patches.series(payload.read(ours).patches, "2.13.0")
+    (patch,) = [p for p in series if DOC in p.paths]
     assert patch.message.startswith("optim: document distributed Muon\n")
-    # As short as it was: a line before it and one after.
+    # As little context as before: a line before it and one after.
     hunk = patch.hunks.splitlines()
-    assert [hunk[3][:1], hunk[4][:1], hunk[-2][:1], hunk[-1][:1]] == [
-        b" ", b"+", b"+", b" ",
-    ]  # fmt: skip
-    assert apply.apply(there, ours).changed == []
-    assert path.read_text() == text
-    revert.revert(there)
+    first = [line[:1] for line in (hunk[3], hunk[4], hunk[-2], hunk[-1])]
+    assert first == [b" ", b"+", b"+", b" "]
+    assert there.apply(ours).written == []
+    assert "owning" in path.read_text()
+    there.revert(ours)
     assert git_status(there.root) == ""
 
 
-def test_edits_here_are_not_overwritten(there, ours, snapshot):
-    apply.apply(there, ours)
-    append(ours / "torch/optim/muon.py", "# here\n")
-    assert pull.pull(there, ours).taken == []
-    append(there.root / "torch/optim/muon.py", "# there\n")
-    append(there.root / "torch/optim/_muon.py", "# there\n")
+@pytest.mark.parametrize("rel", [OWN, DOC])
+def test_edits_on_both_sides_are_merged(there, ours, rel):
+    there.apply(ours)
+    here = ours / (rel if rel == OWN else "patches/0001-docs-distributed-muon.patch")
+    before = (there.root / rel).read_text().splitlines()
+    theirs = next(i for i, line in enumerate(before) if "DistributedConfig" in line)
+    replace(here, "Distributed Muon" if rel == DOC else before[0], "Changed here")
+    lines = list(before)
+    lines[theirs] += " # there"
+    (there.root / rel).write_text("\n".join(lines) + "\n")
+    taken, _ = there.pull(ours)
+    assert taken == [here.relative_to(ours).as_posix()]
+    text = here.read_text()
+    assert "Changed here" in text
+    assert "# there" in text
+    # The checkout's own text is known by now, so that `apply` brings both.
+    assert there.apply(ours).written == [rel]
+    assert "# there" in (there.root / rel).read_text()
+    assert there.status(ours).state == "current"
+
+
+@pytest.mark.parametrize("rel", [OWN, DOC])
+def test_overlapping_edits_are_refused(there, ours, snapshot, rel):
+    there.apply(ours)
+    patch = ours / "patches/0001-docs-distributed-muon.patch"
+    old = (ours / OWN).read_text().splitlines()[0] if rel == OWN else "Distributed Muon"
+    replace(ours / OWN if rel == OWN else patch, old, "here")
+    replace(there.root / rel, old, "there")
+    append(there.root / MUON, "# there\n")
     before = snapshot(ours)
-    with pytest.raises(Refused, match="  torch/optim/muon.py\n") as caught:
-        pull.pull(there, ours)
+    with pytest.raises(Refused, match=f"  {rel}\n") as caught:
+        there.pull(ours)
     assert "_muon.py" not in str(caught.value)
     assert snapshot(ours) == before
 
 
-def test_hunks_edited_on_both_sides(there, ours, snapshot):
-    apply.apply(there, ours)
-    patch = ours / "patches/0001-docs-distributed-muon.patch"
-    patch.write_text(patch.read_text().replace("+## Distributed", "+## Spread"))
-    assert pull.pull(there, ours).taken == []
-    path = there.root / "docs/source/optim.md"
-    path.write_text(path.read_text().replace("## Distributed", "## Shared"))
-    before = snapshot(ours)
-    with pytest.raises(Refused, match="  docs/source/optim.md\n"):
-        pull.pull(there, ours)
-    assert snapshot(ours) == before
+@pytest.mark.parametrize("named", [False, True])
+def test_clone_of_a_fork_on_an_older_overlay(there, ours, tmp_path, git_status, named):
+    """`pull` took the edit, and took newer lines of the overlay away."""
+    there.apply(ours, commit=True)
+    if not named:  # a commit made by hand
+        run("git", "reset", "-q", "--soft", "HEAD~4", cwd=there.root)
+        run("git", "commit", "-qm", "ours", cwd=there.root)
+    run("git", "clone", "-q", there.root, tmp_path / "clone")
+    clone = find_checkout(tmp_path / "clone")
+    replace(ours / OWN, '"""', '"""Newer. ')
+    commit_all(ours, "newer")
+    assert clone.pull(ours) == ([], [])
+    append(clone.root / OWN, "# there\n")
+    assert clone.pull(ours) == ([OWN], [])
+    text = (ours / OWN).read_text()
+    assert '"""Newer. ' in text
+    assert text.endswith("# there\n")
+    assert clone.apply(ours, commit=True).written == [OWN]
+    clone.revert(ours, commit=True)
+    assert git_status(clone.root) == ""
+    base = "HEAD~6" if named else "HEAD~3"
+    assert run("git", "diff", base, cwd=clone.root).out == ""
 
 
-@pytest.mark.parametrize("dirty", [False, True])
-def test_without_a_record(there, ours, shell, tmp_path, dirty):
-    """A clone of a branch that has the overlay, or what came by `git am`."""
-    apply.apply(there, ours, commit=True)
-    shell("git", "clone", "-q", there.root, tmp_path / "clone")
-    clone = target.find_checkout(tmp_path / "clone")
-    append(clone.root / "torch/optim/muon.py", "# there\n")
-    if dirty:  # what git here does not have could be lost
-        append(ours / "torch/optim/muon.py", "# here\n")
-        with pytest.raises(Refused, match="torch/optim/muon.py"):
-            pull.pull(clone, ours)
-    else:
-        assert pull.pull(clone, ours).taken == ["torch/optim/muon.py"]
+def test_rebased_onto_changed_lines(there, ours):
+    """The hunks are the older overlay's, on a base that no `apply` has seen."""
+    there.apply(ours, commit=True)
+    run("git", "switch", "-q", "-c", "newer", "HEAD~4", cwd=there.root)
+    append(there.root / DOC, "\nA new last line.\n")
+    commit_all(there.root)
+    run("git", "rebase", "-q", "newer", "main", cwd=there.root)
+    replace(ours / "patches/0001-docs-distributed-muon.patch", "one owner rank", "ONE")
+    commit_all(ours)
+    replace(there.root / DOC, "## Distributed Muon", "## Muon there")
+    assert there.pull(ours)[0] == ["patches/0001-docs-distributed-muon.patch"]
+    assert there.apply(ours, commit=True).written == [DOC]
+    text = (there.root / DOC).read_text()
+    for words in ("## Muon there", "ONE", "A new last line."):
+        assert words in text
 
 
 def test_nothing_of_upstreams_is_taken(there, ours):
-    """A checkout without the overlay has files of the same names."""
-    assert pull.pull(there, ours).taken == []
+    assert there.pull(ours) == ([], [])
+    there.apply(ours)
     (there.root / "torch/optim/sgd.py").write_text("# somebody's\n")
-    (there.root / "test/optim").mkdir(parents=True, exist_ok=True)
     (there.root / "test/optim/test_sgd.py").write_text("# somebody's\n")
-    assert pull.pull(there, ours).taken == []
+    assert there.pull(ours) == ([], [])
 
 
 def test_deleted_files_are_named(there, ours):
-    apply.apply(there, ours)
-    (there.root / "torch/optim/muon.py").unlink()
-    report = pull.pull(there, ours)
-    assert (report.taken, report.missing) == ([], ["torch/optim/muon.py"])
-    assert (ours / "torch/optim/muon.py").is_file()
-
-
-def test_history_that_is_cut_off(there, ours, shell, tmp_path):
-    apply.apply(there, ours, commit=True)
-    place = tmp_path / "shallow"
-    shell("git", "clone", "-q", "--depth=1", f"file://{there.root}", place)
-    with pytest.raises(WorkFailed, match="does not reach back"):
-        pull.pull(target.find_checkout(place), ours)
-
-
-def test_older_overlay_without_a_record_is_brought_up_to_date(
-    there, ours, shell, git_status, tmp_path
-):
-    """A fork's branch has it, and a colleague's clone: its texts are no edits."""
-    apply.apply(there, ours, commit=True)
-    shell("git", "clone", "-q", there.root, tmp_path / "clone")
-    clone = target.find_checkout(tmp_path / "clone")
-    append(ours / "torch/optim/muon.py", "# newer\n")
-    shell("git", "commit", "-qam", "newer", cwd=ours)
-    assert pull.pull(clone, ours).taken == []
-    assert apply.apply(clone, ours, commit=True).changed == ["torch/optim/muon.py"]
-    revert.revert(clone, commit=True)
-    assert git_status(clone.root) == ""
-    assert shell("git", "diff", "HEAD~3", cwd=clone.root).out == ""
+    there.apply(ours)
+    (there.root / OWN).unlink()
+    assert there.pull(ours) == ([], [OWN])
+    assert (ours / OWN).is_file()

@@ -5,9 +5,11 @@ import os
 import sys
 
 import pytest
-from tools.overlay import interpreter, parts, rebuild, target
+from tools.overlay import interpreter, parts, rebuild
+from tools.overlay.checkout import find_checkout
 from tools.overlay.errors import Refused, WorkFailed, WrongTarget
 from tools.overlay.repo import ROOT
+from tools.overlay.wheel import find_wheel
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ class TestWheel:
             assert (done.code, done.err) == (0, ""), done
             return done.out
 
-        committed = day("apply", "--commit").split("committed as ")[1].split()[0]
+        assert "committed as" in day("apply", "--commit")
         shown = day("rebuild", "--mode", "wheel", "--python", sys.executable)
         assert f"import torch gives {tree}/torch/__init__.py" in shown
         assert git_status(tree) == ""
@@ -43,7 +45,7 @@ class TestWheel:
         assert library.is_symlink() or library.stat().st_nlink > 1
         with monkeypatch.context() as patch:
             patch.setattr(rebuild, "_import_from", lambda *args: "seen above")
-            rebuild.from_wheel(target.find_checkout(tree), wheel)
+            rebuild.from_wheel(find_checkout(tree), wheel)
         assert "in place already" in capsys.readouterr().out
 
         # The line that was printed runs the tests there, with what is edited there.
@@ -67,8 +69,7 @@ class TestWheel:
         state = json.loads(day("status", "--json"))
         assert (state["state"], state["compiled_parts"] > 100) == ("current", True)
 
-        shown = day("revert")
-        assert f"  git -C {tree} revert {committed}" in shown
+        assert "not committed" in day("revert")
         assert without_bytecode(snapshot(tree)) == before
         assert "committed as" in day("revert", "--commit")
         assert (tree / ".git/info/exclude").read_text() == exclude
@@ -82,16 +83,16 @@ class TestWheel:
 
     def test_without_the_overlay_nothing_of_it_leaks(self, tree, wheel, git_status):
         """The interpreter's torch has the overlay; the checkout shall stay stock."""
-        there = target.find_checkout(tree)
-        lacking = parts.lacking(there, wheel)
+        there = find_checkout(tree)
+        lacking = parts.lacking(there.tree, wheel)
         assert any(rel.startswith("torch/_C.") for rel in lacking)
         assert "torch/version.py" in lacking
         assert not [rel for rel in lacking if "muon" in rel]
 
     def test_deleted_files_stay_deleted(self, tree, wheel, shell):
         (tree / "torch/optim/sgd.py").unlink()
-        there = target.find_checkout(tree)
-        assert "torch/optim/sgd.py" not in parts.lacking(there, wheel)
+        there = find_checkout(tree)
+        assert "torch/optim/sgd.py" not in parts.lacking(there.tree, wheel)
         shell("git", "checkout", "-q", "--", "torch/optim/sgd.py", cwd=tree)
 
     def test_tree_that_cannot_be_imported_is_left_as_it_was(
@@ -109,21 +110,19 @@ class TestWheel:
         assert git_status(tree) == ""
 
 
-@pytest.fixture
-def there(checkout):
-    return target.find_checkout(checkout)
-
-
-def test_copy_or_link(there, small_wheel, git_status):
-    count = parts.lend(there, small_wheel)
-    lent = there.root / "torch/lib/sub/x"
-    assert lent.samefile(small_wheel.root / "torch/lib/sub/x")
+@pytest.mark.parametrize("copy", [False, True])
+def test_libraries_are_linked_and_text_is_copied(there, small_wheel, git_status, copy):
+    """An editor that writes the checkout's version.py in place changed the installed one."""
+    count = parts.lend(there.tree, small_wheel, copy=copy)
     assert git_status(there.root) == ""
-    assert parts.remove(there) == count
-    assert not lent.parent.exists()
-    parts.lend(there, small_wheel, copy=True)
-    assert lent.read_text() == "torch/lib/sub/x"
-    assert not lent.samefile(small_wheel.root / "torch/lib/sub/x")
+    for rel in ("torch/_C.so", "torch/lib/sub/x", "torch/v.pyi", "torch/version.py"):
+        linked = (there.root / rel).samefile(small_wheel.root / rel)
+        assert linked == (rel.endswith(".so") and not copy)
+    installed = (small_wheel.root / "torch/version.py").read_text()
+    (there.root / "torch/version.py").write_text("edited")
+    assert (small_wheel.root / "torch/version.py").read_text() == installed
+    assert parts.remove(there.tree) == count - 1
+    assert not (there.root / "torch/lib").exists()
 
 
 def test_symbolic_links_across_file_systems(there, small_wheel, monkeypatch):
@@ -131,10 +130,10 @@ def test_symbolic_links_across_file_systems(there, small_wheel, monkeypatch):
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(parts.os, "link", other_device)
-    count = parts.lend(there, small_wheel)
+    count = parts.lend(there.tree, small_wheel)
     assert (there.root / "torch/_C.so").is_symlink()
     (small_wheel.root / "torch/_C.so").unlink()  # the environment is removed
-    assert parts.remove(there) == count
+    assert parts.remove(there.tree) == count
     assert not os.path.lexists(there.root / "torch/_C.so")
 
 
@@ -151,15 +150,15 @@ def test_failure_half_way_takes_everything_out(
 
     monkeypatch.setattr(parts, "_lend_one", full)
     with pytest.raises(WorkFailed, match="No space left on device"):
-        parts.lend(there, small_wheel)
+        parts.lend(there.tree, small_wheel)
     assert snapshot(there.root) == before
 
 
 def test_files_built_since_stay(there, small_wheel):
-    parts.lend(there, small_wheel, copy=True)
+    parts.lend(there.tree, small_wheel, copy=True)
     rebuilt = there.root / "torch/_C.so"
     rebuilt.write_text("built from source since")
-    parts.remove(there)
+    parts.remove(there.tree)
     assert rebuilt.read_text() == "built from source since"
     assert not (there.root / "torch/lib").exists()
 
@@ -167,29 +166,29 @@ def test_files_built_since_stay(there, small_wheel):
 def test_own_build_is_not_mixed_with_a_wheels(there, small_wheel):
     (there.root / "torch/_C.cpython-311.so").write_text("mine")
     with pytest.raises(Refused, match="build of its own"):
-        parts.lend(there, small_wheel)
+        parts.lend(there.tree, small_wheel)
     assert not (there.root / "torch/lib").exists()
 
 
 def test_wheel_of_another_version(there, make_installed):
-    other = target.find_wheel(make_installed("2.12.0", "older"))
+    other = find_wheel(make_installed("2.12.0", "older"))
     with pytest.raises(WrongTarget, match="not the same version"):
         rebuild.from_wheel(there, other)
 
 
 def test_pth(there, small_wheel):
-    parts.lend(there, small_wheel)
-    path = parts.install_pth(there, small_wheel)
+    parts.lend(there.tree, small_wheel)
+    path = parts.install_pth(there.tree, small_wheel)
     assert str(there.root) in path.read_text()
     assert path.parent == small_wheel.root
-    parts.remove(there)
+    parts.remove(there.tree)
     assert not path.exists()
 
 
 def test_refused_revert_leaves_the_parts(there, small_wheel, face, snapshot):
-    """B7: the refusal came after the compiled parts were gone."""
+    """The refusal came after the compiled parts were gone."""
     face("apply", "--checkout", there.root)
-    parts.lend(there, small_wheel)
+    parts.lend(there.tree, small_wheel)
     (there.root / "torch/optim/_muon.py").write_text("# edited\n")
     before = snapshot(there.root)
     done = face("revert", "--checkout", there.root)
@@ -198,7 +197,7 @@ def test_refused_revert_leaves_the_parts(there, small_wheel, face, snapshot):
 
 
 def test_copy_that_was_cut_off_is_no_part(there, small_wheel, monkeypatch):
-    """B8: half a library is never there under its own name."""
+    """Half a library is never there under its own name."""
     real = parts.shutil.copy2
 
     def half(source, place):
@@ -210,10 +209,10 @@ def test_copy_that_was_cut_off_is_no_part(there, small_wheel, monkeypatch):
 
     monkeypatch.setattr(parts.shutil, "copy2", half)
     with pytest.raises(KeyboardInterrupt):
-        parts.lend(there, small_wheel, copy=True)
+        parts.lend(there.tree, small_wheel, copy=True)
     monkeypatch.undo()
     assert not (there.root / "torch/lib").exists()
-    parts.lend(there, small_wheel, copy=True)
+    parts.lend(there.tree, small_wheel, copy=True)
     assert (there.root / "torch/lib/libtorch.so").read_text() == "torch/lib/libtorch.so"
 
 
@@ -230,7 +229,7 @@ def test_pth_is_not_for_this_repositorys_environment(
 
 
 def test_rebuild_twice_with_pth(there, small_wheel, make_script, tmp_path, monkeypatch):
-    """B10: the wheel is found behind the checkout that --pth put before it."""
+    """The wheel is found behind the checkout that --pth put before it."""
     monkeypatch.setattr(rebuild, "_import_from", lambda *args: "not tried")
     site = small_wheel.root
     python = make_script(
@@ -238,51 +237,38 @@ def test_rebuild_twice_with_pth(there, small_wheel, make_script, tmp_path, monke
         f'exec "{sys.executable}" -S -E -c "import site, sys; site.addsitedir({str(site)!r}); '
         'exec(sys.argv[1])" "$2"\n',
     )
-    wheel = target.find_wheel(python)
+    wheel = find_wheel(python)
     assert wheel.root == site
     rebuild.from_wheel(there, wheel, pth=True)
     assert interpreter.origin(python) == there.root / "torch/__init__.py"
-    again = target.find_wheel(python)
+    again = find_wheel(python)
     assert again.root == site
     rebuild.from_wheel(there, again, pth=True)
-    parts.remove(there)
+    parts.remove(there.tree)
     assert interpreter.origin(python) == site / "torch/__init__.py"
 
 
 def test_links_to_an_environment_that_was_made_again(
     there, small_wheel, monkeypatch, git_status
 ):
-    """B11: what a link leads to says nothing about whose link it is."""
+    """The target of a link does not say who made the link."""
 
     def other_device(*args, **kwargs):
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(parts.os, "link", other_device)
-    count = parts.lend(there, small_wheel)
+    count = parts.lend(there.tree, small_wheel)
     (small_wheel.root / "torch/_C.so").write_text("of another installation")
-    assert parts.remove(there) == count
+    assert parts.remove(there.tree) == count
     assert not os.path.lexists(there.root / "torch/_C.so")
     assert git_status(there.root) == ""
 
 
-def test_parts_go_where_git_has_the_overlay(there, small_wheel, face, shell, tmp_path):
-    """There is no record of `apply`, as after `git am`."""
-    face("apply", "--checkout", there.root, "--commit")
-    shell("git", "clone", "-q", there.root, tmp_path / "clone")
-    clone = target.find_checkout(tmp_path / "clone")
-    parts.lend(clone, small_wheel)
-    done = face("revert", "--checkout", clone.root)
-    assert (done.code, "compiled parts" in done.out) == (0, True)
-    assert f"git -C {clone.root} revert" in done.out
-    assert not (clone.root / "torch/lib").exists()
-    assert face("revert", "--checkout", clone.root).code == 2
-
-
 def test_second_wheel_has_more_files(there, small_wheel, git_status):
-    """B12: what comes later is hidden, too."""
-    parts.lend(there, small_wheel)
+    """Files of a second run are hidden, too."""
+    parts.lend(there.tree, small_wheel)
     (small_wheel.root / "torch/later.pyi").write_text("later")
-    assert parts.lend(there, small_wheel) == 1
+    assert parts.lend(there.tree, small_wheel) == 1
     assert (there.root / "torch/later.pyi").is_file()
     assert git_status(there.root) == ""
 
@@ -293,16 +279,16 @@ def test_linked_work_trees_hide_their_own(
     """B15: `revert` in one does not uncover what lies in the other."""
     place = tmp_path / "linked"
     shell("git", "worktree", "add", "-q", "--detach", place, cwd=there.root)
-    other = target.find_checkout(place)
+    other = find_checkout(place)
     for tree in (there, other):
         face("apply", "--checkout", tree.root, "--commit")
-        parts.lend(tree, small_wheel)
+        parts.lend(tree.tree, small_wheel)
     assert face("revert", "--checkout", there.root, "--commit").code == 0
     assert git_status(place) == ""
     shell("git", "add", "--all", cwd=place)
     assert git_status(place) == ""
     assert face("revert", "--checkout", place, "--commit").code == 0
-    assert "muon" not in there.exclude.read_text()
+    assert "muon" not in there.tree.exclude.read_text()
 
 
 @pytest.fixture
@@ -411,7 +397,7 @@ def test_source_without_submodules_and_packages(checkout, tool, builders):
 
 
 def built(checkout, shell, folder, make_script):
-    """What an editable build of this very commit leaves behind."""
+    """Leaves the files of an editable build of this very commit."""
     head = shell("git", "rev-parse", "HEAD", cwd=checkout).out.strip()
     (checkout / ".git/info/exclude").write_text("/torch/version.py\n/torch/lib/\n")
     (checkout / "torch/version.py").write_text(f"git_version = '{head}'\n")
@@ -461,7 +447,7 @@ def test_build_of_another_checkout_is_not_used(
 def test_source_takes_a_wheels_parts_out_first(
     checkout, there, small_wheel, tool, builders
 ):
-    parts.lend(there, small_wheel)
+    parts.lend(there.tree, small_wheel)
     folder, record = builders
     done = source(tool, checkout, folder)
     assert done.code == 0, done.err

@@ -1,143 +1,423 @@
-"""A PyTorch git checkout, whose originals git has."""
+"""The overlay on a PyTorch git checkout. git is the record."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shlex
-from pathlib import Path
+import shutil
 from typing import TYPE_CHECKING
 
-from . import git
-from .errors import WrongTarget
-from .tree import Target
+from . import files, git, parts, patches, payload, worktree
+from .errors import Refused, WorkFailed, WrongTarget
+from .payload import sha256
+from .target import Plan, Report, Status, Target, report_of, restored
 
 
 if TYPE_CHECKING:
-    from . import manifest
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from .worktree import Worktree
+
+
+UPDATE = "optim: update distributed Muon\n\nThe files are those of a newer overlay."
+REVERT = 'Revert "optim: distributed Muon"\n\nThe files are as before the overlay.'
+PULLED = "Edits of the overlay that `pull` took"
 
 
 class Checkout(Target):
     kind = "checkout"
-    # Where commits bring the overlay's own modules, and what all of those name.
-    _OWN = ("torch/optim/_muon.py", "torch/optim/muon.py", "torch/optim/_muon_engine")
-    _MARK = "_muon_engine"
 
-    def __init__(self, root: Path, version: str, git_dir: Path, common: Path) -> None:
-        super().__init__(root, version)
-        self.words = f"PyTorch {version} checkout {root}"
-        # Of this work tree alone; linked ones share the rest of .git.
-        self.git_dir = git_dir
-        self.keep = git_dir / "muon_overlay"
-        self.lock = common
-        self.exclude = common / "info" / "exclude"
+    def __init__(self, tree: Worktree) -> None:
+        version = (tree.root / "version.txt").read_text().strip()
+        super().__init__(tree.root, version)
+        self.tree = tree
+        self.words = f"PyTorch {version} checkout {tree.root}"
+        # Linked work trees share it, and with it info/exclude.
+        self.lock = tree.common
 
-    def dirty(self, rels: list[str]) -> set[str]:
-        """Changed, staged, deleted, conflicting or untracked among these paths."""
-        if not rels:
-            return set()
-        entries = git.lines(
-            self.root, "status", "--porcelain", "-z", "--no-renames",
-            "--untracked-files=all", "--ignored=matching", "--", *rels,
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Work on it alone, after the work of a killed command is finished."""
+        with files.held(self.lock):
+            self.tree.refuse_if_busy()
+            self.tree.forget_scrap()
+            if self._finish() | parts.recover(self.tree):
+                print("an earlier command was cut off half way: finished")
+            yield
+
+    def interrupted(self) -> bool:
+        return bool(self.tree.resolve(worktree.NEXT)) and not self.held_by_another()
+
+    def _finish(self) -> bool:
+        """Bring the files to the next overlay, if a killed command was about to."""
+        tree, following = self.tree, self.tree.resolve(worktree.NEXT)
+        if not following:
+            return False
+        base = tree.base()
+        laid = [
+            (c, own, tree.changed(own, c))
+            for c in tree.laid()
+            for own in [tree.base(c)]
+        ]
+        rels = list(dict.fromkeys(rel for _, _, found in laid for rel in found))
+        for rel in rels:
+            files.scratch(self.root / rel).unlink(missing_ok=True)
+        if base == tree.base(following):  # not on another branch
+            known = [
+                tree.texts(commit, rels) for commit in {base, *(c for c, *_ in laid)}
+            ]
+            want = tree.texts(following, rels)
+            now = {rel: self.read(rel) for rel in rels}
+            ours = {r: t for r, t in want.items() if now[r] in [k[r] for k in known]}
+            self.write({rel: text for rel, text in ours.items() if text != now[rel]})
+            # Staged for a commit that was not made.
+            head, staged = tree.texts("HEAD", rels), tree.texts("", rels)
+            tree.stage({r: head[r] for r in rels if head[r] != staged[r] == want[r]})
+        for rel in rels:
+            files.tidy(self.root / rel, self.root)
+        tree.set_laid(following)
+        return True
+
+    def plan(self, root: Path) -> Plan:
+        tree = self.tree
+        base, source = tree.base(), payload.read(root)
+        overlays = self._overlays(root, base, source)
+        rels = self._paths(source)
+        rels = list(
+            dict.fromkeys([*rels, *(r for _, found in overlays for r in found)])
+        )
+        at_base = tree.texts(base, rels)
+        layers, lacking, misfits = patches.layers(
+            source, self.version or "", at_base, self.takes
+        )
+        plan = Plan(
+            source, layers, lacking, misfits, at_base,
+            now={rel: self.read(rel) for rel in rels},
+            ours={rel: {sha256(o[rel]) for _, o in overlays if rel in o} for rel in rels},
+            laid={},
+            staged=tree.texts("", rels),
         )  # fmt: skip
-        dirty = {entry[3:] for entry in entries}
-        # git names a wholly ignored folder once, with a slash, not its files.
-        folders = tuple(name for name in dirty if name.endswith("/"))
-        return {rel for rel in rels if rel in dirty or rel.startswith(folders)}
+        self._laid_text: dict[str, bytes | None] = {}
+        best = 0
+        for name, texts in overlays:
+            score = sum(t == plan.now[r] != at_base[r] for r, t in texts.items())
+            if score > best:
+                best, self._laid_text, plan.laid_name = score, texts, name
+        plan.laid = {rel: sha256(text) for rel, text in self._laid_text.items()}
+        return plan
 
-    def commits(self) -> tuple[str | None, list[str]]:
-        """The newest commit here without the overlay, and those since that changed it.
+    def _paths(self, source: payload.Source) -> list[str]:
+        series = patches.series(source.patches, self.version or "")
+        return list(
+            dict.fromkeys([*source.whole, *(r for p in series for r in p.paths)])
+        )
 
-        None: the history that this clone has does not reach back to one.
-        """
-        since: list[str] = []
-        at = "HEAD"
-        while self._holds(at):
-            last = self._git("log", "-1", "--format=%H", at, "--", *self._OWN)
-            since.append(last)
-            at = f"{last}^"
-            if git.git(
-                self.root, "rev-parse", "-q", "--verify", at, check=False
-            ).returncode:
-                return None, since
-        return self._git("rev-parse", at), since
+    def _overlays(
+        self, root: Path, base: str, source: payload.Source
+    ) -> list[tuple[str | None, dict[str, bytes | None]]]:
+        """Each overlay that was applied: its name and its texts."""
+        tree = self.tree
+        found = []
+        for commit in tree.laid():
+            own = tree.base(commit)
+            if own != commit:
+                rels = tree.changed(own, commit)
+                found.append((tree.trailer(commit), tree.texts(commit, rels)))
+        head = tree.resolve("HEAD")
+        if base == head:
+            return found
+        # A clone, or a rebased branch: the commits name the overlay.
+        asked = ("log", "-1", "--format=%H", f"--grep=^{worktree.TRAILER}: ")
+        commit = tree.ask(*asked, f"{base}..{head}")
+        name = tree.trailer(commit) if commit else None
+        named = payload.at(root, name) if name else None
+        if named:
+            rels = self._paths(named)
+            layers = patches.layers(
+                named, self.version or "", tree.texts(base, rels), self.takes
+            )
+            found.append(
+                (name, {r: t for layer in layers[0] for r, t in layer.texts.items()})
+            )
+        elif not any(tree.base(c) == base for c in tree.laid() if c != base):
+            # Not known here: its first commit has its texts.
+            adding = (
+                "log",
+                "-1",
+                "--format=%H",
+                "--diff-filter=A",
+                "--first-parent",
+                "-m",
+            )
+            commit = commit or tree.ask(*adding, head, "--", worktree.ADDED)
+            ours = set(self._paths(source))
+            rels = [
+                r for r in tree.changed(base, commit) if r in ours or self._is_muons(r)
+            ]
+            found.append((name, tree.texts(commit, rels)))
+        return found
 
-    def _holds(self, commit: str) -> bool:
-        command = ["grep", "-q", "-e", self._MARK, commit, "--", *self._OWN]
-        return git.git(self.root, *command, check=False).returncode == 0
+    @staticmethod
+    def _is_muons(rel: str) -> bool:
+        tops = tuple(f"{top}/" for top in payload.ROOTS)
+        return rel.startswith(tops) and "muon" in rel and payload.is_source(rel)
 
-    def _git(self, *args: str) -> str:
-        return git.git(self.root, *args).stdout.decode().strip()
-
-    def at(self, commit: str, rels: list[str]) -> dict[str, bytes | None]:
-        """The texts of a commit, as git would write them into the work tree."""
-        command = ["ls-tree", "-r", "--name-only", "-z", commit, "--", *rels]
-        there = set(git.lines(self.root, *command)) if rels else set()
-        smudged = ("cat-file", "--filters")
-        return {
-            rel: git.git(self.root, *smudged, f"{commit}:{rel}").stdout
-            if rel in there
-            else None
-            for rel in rels
-        }
-
-    def originals(
-        self, found: manifest.Manifest | None, rels: list[str]
-    ) -> dict[str, bytes | None]:
-        base, since = self.commits()
-        if base is None:
-            return {}
-        out = self.at(base, [*rels, "version.txt"])
-        version = out.pop("version.txt")
-        if since and version != self.read("version.txt"):
-            return {}  # upstream's files have moved on under the overlay
-        if not since:
-            clean = set(rels) - self.dirty(rels)
-            out |= {rel: self.read(rel) for rel in clean}  # whatever git's filters do
-        return out
-
-    def way_out(self, rels: list[str], found: manifest.Manifest | None) -> str:
+    def way_out(self, plan: Plan, rels: list[str]) -> str:
         where = shlex.quote(str(self.root))
-        base, since = self.commits()
-        if since:
+        if any(rel in plan.laid for rel in rels):
             return (
-                "They may be edits of the overlay: `setup_overlay.py pull --checkout "
-                f"{where}` takes these into this repository. Else git undoes the overlay's "
-                f"commits, newest first:\n  git -C {where} revert {' '.join(since)}"
+                "They may be edits of the overlay. `pull` takes these into this repository:\n"
+                f"  setup_overlay.py pull --checkout {where}\n"
+                f"`git -C {where} diff` and `git -C {where} log -p` show them."
             )
         return (
-            "Edits of the overlay's files are taken into this repository by\n"
-            f"  setup_overlay.py pull --checkout {where}\n"
-            "Commit or undo any other change there first."
+            f"Commit or undo these changes first; `git -C {where} status` shows them."
         )
 
-    def tracked(self, rels: list[str]) -> set[str]:
-        return (
-            set(git.lines(self.root, "ls-files", "-z", "--", *rels)) if rels else set()
+    def _build(self, plan: Plan, base: str) -> str:
+        """The overlay as commits on the base: the newest of them."""
+        subjects = [layer.message.partition("\n")[0] for layer in plan.layers]
+        for commit in self.tree.laid():
+            if self.tree.base(commit) == base != commit:
+                made = self.tree.ask(
+                    "log", "--reverse", "--format=%s", f"{base}..{commit}"
+                )
+                found = self.tree.texts(commit, self.tree.changed(base, commit))
+                if made.splitlines() == subjects and found == {
+                    rel: text
+                    for rel, text in plan.new.items()
+                    if text != plan.base[rel]
+                }:
+                    return commit
+        for layer in plan.layers:
+            base = self.tree.commit(base, layer.texts, layer.message, plan.source.name)
+        return base
+
+    def apply(
+        self,
+        root: Path,
+        *,
+        commit: bool = False,
+        force: bool = False,
+        dry_run: bool = False,
+    ) -> Report:
+        tree, plan = self.tree, self.plan(root)
+        warnings = self.check_apply(plan, root, force=force)
+        changes = plan.changes(plan.wanted)
+        report = report_of(changes)
+        report.warnings = warnings
+        report.notes = [f"{note}: {self.words} has none" for note in plan.lacking]
+        head, base = tree.resolve("HEAD"), tree.base()
+        in_head = tree.texts(head, list(plan.now))
+        differs = {r: t for r, t in plan.wanted.items() if t != in_head[r]}
+        if dry_run:
+            return report
+        tip = self._build(plan, base)
+        if changes or tree.resolve(worktree.LAID) != tip:
+            tree.set_next(tip)
+        self.write(changes)
+        self._keep_copies(plan)
+        if commit and differs:
+            new = (
+                tip
+                if head == base
+                else tree.commit(head, differs, UPDATE, plan.source.name)
+            )
+            self._commit(new, head, plan, plan.wanted, "apply")
+            report.commits = tree.ask("rev-list", "--reverse", f"{head}..{new}").split()
+        tree.set_laid(tip)
+        return report
+
+    def _commit(
+        self,
+        commit: str,
+        head: str,
+        plan: Plan,
+        want: Mapping[str, bytes | None],
+        why: str,
+    ) -> None:
+        """Move the branch. The index first: a kill between leaves a staged overlay."""
+        self.tree.stage({r: t for r, t in want.items() if plan.staged[r] != t})
+        self.tree.move_head(commit, head, why)
+
+    def _keep_copies(self, plan: Plan) -> None:
+        """Tests compare with stock Muon, which programs find from torch.__file__."""
+        ignore = self.copies.parent / ".gitignore"
+        wanted = {ignore: b"*\n"}
+        for rel in plan.source.whole:
+            text = plan.base[rel]
+            if text is not None and rel.startswith("torch/"):
+                wanted[self.copy_of(rel)] = text
+        for path, text in wanted.items():
+            if not path.is_file() or path.read_bytes() != text:
+                files.write(path, text, self.sibling)
+
+    def revert(
+        self, root: Path, *, commit: bool = False, dry_run: bool = False
+    ) -> Report:
+        tree, plan = self.tree, self.plan(root)
+        head, base = tree.resolve("HEAD"), tree.base()
+        self._refuse_another_version(head, base)
+        self.check_edits(plan, root, "the overlay wrote")
+        changes = restored(plan, plan.now)
+        report = report_of(changes)
+        if dry_run:
+            return report
+        if changes:
+            tree.set_next(base)
+        self.write(changes)
+        shutil.rmtree(self.copies.parent, ignore_errors=True)
+        in_head = tree.texts(head, list(plan.now))
+        differs = {r: plan.base[r] for r, t in in_head.items() if t != plan.base[r]}
+        if commit and differs:
+            new = tree.commit(head, differs, REVERT, plan.source.name)
+            self._commit(new, head, plan, plan.base, "revert")
+            report.commits = [new]
+        elif head == base:
+            tree.stage({r: t for r, t in in_head.items() if plan.staged[r] != t})
+        report.uncommitted = bool(differs) and not commit
+        if changes or tree.resolve(worktree.LAID) not in ("", base):
+            tree.set_laid(base)
+        report.parts = parts.remove(tree)
+        return report
+
+    def _refuse_another_version(self, head: str, base: str) -> None:
+        versions = [self.tree.texts(c, ["version.txt"]) for c in (head, base)]
+        if versions[0] == versions[1]:
+            return
+        where = shlex.quote(str(self.root))
+        names = ("rev-list", "--no-merges", f"--grep=^{worktree.TRAILER}: ")
+        commits = self.tree.ask(*names, f"{base}..{head}") or head
+        raise WrongTarget(
+            f"another version of PyTorch was merged into {self.root} after the overlay, so "
+            "the files from before it are not this version's. Nothing was touched. git "
+            f"undoes the overlay's commits:\n  git -C {where} revert "
+            + " ".join(commits.split())
         )
 
-    def head(self) -> str:
-        return self._git("rev-parse", "HEAD")
+    def status(self, root: Path) -> Status:
+        try:
+            found = super().status(root)
+        except WrongTarget as error:
+            note = f"\n{error}"
+            found = Status(
+                str(self.root), self.kind, self.version, "unknown", None, {}, {}, note
+            )
+        found.compiled_parts = len((parts.load(self.tree) or {"files": ()})["files"])
+        return found
+
+    def _state(
+        self, plan: Plan, root: Path, found: Mapping[str, str], there: bool
+    ) -> tuple[str, str]:
+        state = super()._state(plan, root, found, there)
+        if state[0] == "none" and self.tree.base() != self.tree.resolve("HEAD"):
+            where = shlex.quote(str(self.root))
+            return "reverted", f": `revert --checkout {where} --commit` commits that"
+        return state
+
+    def pull(self, root: Path, *, dry_run: bool = False) -> tuple[list[str], list[str]]:
+        """Merge edits of the overlay into this repository; the files changed, and missing."""
+        tree, plan = self.tree, self.plan(root)
+        laid, here = self._laid_text, plan.source.whole
+        if not laid:
+            return [], []
+        edited = {rel: plan.now[rel] for rel in plan.now if plan.now[rel] is not None}
+        edited |= {rel: self.read(rel) for rel in self._added(plan)}
+        changes: dict[str, bytes] = {}
+        both, new = [], plan.new
+        for rel, there in edited.items():
+            mine, was = (
+                new.get(rel, plan.base.get(rel)),
+                laid.get(rel, plan.base.get(rel)),
+            )
+            if there is None or there in (mine, was, plan.base.get(rel)):
+                continue
+            if rel not in laid and git.known(root, [there]):
+                continue  # of an overlay before this one
+            text = there if mine == was else git.merged(mine or b"", was or b"", there)
+            if text is None:
+                both.append(rel)
+            elif text == mine:
+                continue
+            elif rel in here or rel not in plan.base or plan.base[rel] is None:
+                changes[rel] = text
+            else:
+                name, patch = self._hunks(plan, rel, text)
+                changes[f"{payload.PATCHES}/{name}"] = patch
+        if both:
+            raise Refused(
+                "edited in the same lines here and there since `apply`:\n"
+                + "".join(f"  {rel}\n" for rel in both)
+                + f"Compare each, for instance\n  git diff --no-index {root / both[0]} "
+                f"{self.root / both[0]}\nand write the same lines in both. "
+                "Nothing was touched."
+            )
+        gone = [r for r, t in laid.items() if plan.now[r] is None and t and r in here]
+        if dry_run:
+            return sorted(changes), gone
+        for rel, text in changes.items():
+            files.write(root / rel, text, root / "setup_overlay.py")
+        # The next `apply` knows the edits by this commit, and so does the next `pull`.
+        taken = laid | {r: t for r, t in edited.items() if t != plan.base.get(r)}
+        if taken != laid:
+            tree.set_laid(tree.commit(tree.base(), taken, PULLED, plan.laid_name))
+        return sorted(changes), gone
+
+    def _added(self, plan: Plan) -> list[str]:
+        """Files of Muon that the checkout has, and neither its base nor the overlay."""
+        kinds = ("--cached", "--others", "--exclude-standard")
+        found = git.lines(self.root, "ls-files", "-z", *kinds, "--", *payload.ROOTS)
+        new = [
+            r for r in dict.fromkeys(found) if self._is_muons(r) and r not in plan.now
+        ]
+        base = self.tree.texts(self.tree.base(), new)
+        return [rel for rel in new if base[rel] is None]
+
+    def _hunks(self, plan: Plan, rel: str, text: bytes) -> tuple[str, bytes]:
+        """The patch of that file, with the hunks that lead to ``text``."""
+        series = patches.series(plan.source.patches, self.version or "")
+        found = [patch for patch in series if rel in patch.paths]
+        if len(found) != 1 or len(found[0].paths) > 1:
+            raise WorkFailed(
+                f"{rel} was edited in {self.words}, and more than one patch or file goes "
+                "with it: edit patches/ by hand. Nothing was touched."
+            )
+        base = plan.base[rel] or b""
+        # As little context as leads to one place: other versions differ around it.
+        for context in (1, 2, 3):
+            made = git.difference({rel: base}, {rel: text}, "--text", f"-U{context}")
+            hunks = re.sub(
+                rb"(?m)^(@@ [^@]*@@).*$", rb"\1", made[made.index(b"--- a/") :]
+            )
+            if all(base.count(old) == 1 for old in _before(hunks)):
+                break
+        patch = found[0]
+        return patch.name, patch.text.removesuffix(patch.hunks) + hunks
+
+    def export(
+        self, root: Path, out: Path, *, dry_run: bool = False
+    ) -> tuple[list[Path], str]:
+        """Write the ``git am`` series; the files, and the base in words."""
+        plan, base = self.plan(root), self.tree.base()
+        if plan.misfits:
+            raise WrongTarget(plan.misfits[0])
+        written = (
+            []
+            if dry_run
+            else worktree.write_series(self.tree, base, self._build(plan, base), out)
+        )
+        return written, f"{self.words} at {base}"
+
+
+def _before(hunks: bytes) -> list[bytes]:
+    parts = re.split(rb"^@@ .*\n", hunks, flags=re.MULTILINE)[1:]
+    return [
+        b"".join(ln[1:] for ln in p.splitlines(keepends=True) if ln[:1] in b" -")
+        for p in parts
+    ]
 
 
 def find_checkout(where: str | Path) -> Checkout:
-    root = Path(where).expanduser().resolve()
-    lacks = f"{root} is not a PyTorch checkout"
-    if not root.is_dir():
-        raise WrongTarget(f"{root}: no such folder")
-    for rel in ("version.txt", "torch/__init__.py", "torch/optim/_muon.py"):
-        if not (root / rel).is_file():
-            raise WrongTarget(f"{lacks}: it has no {rel}")
-    names = ("--show-toplevel", "--absolute-git-dir", "--git-common-dir")
-    done = git.git(root, "rev-parse", *names, check=False)
-    found = done.stdout.decode().splitlines()
-    if done.returncode or Path(found[0]).resolve() != root:
-        # git's own words: they may name a setting, such as safe.directory.
-        words = done.stderr.decode(errors="replace").strip()
-        raise WrongTarget(
-            f"{lacks}: it is not the top of a git work tree"
-            + (f"\n{words}" * bool(words))
-        )
-    if git.git(root, "rev-parse", "--verify", "HEAD", check=False).returncode:
-        raise WrongTarget(f"{lacks}: it has no commit yet")
-    version = (root / "version.txt").read_text().strip()
-    # --git-common-dir is relative to the folder that was asked.
-    return Checkout(root, version, Path(found[1]), (root / found[2]).resolve())
+    return Checkout(worktree.find(where))

@@ -11,19 +11,21 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from . import apply, lock, progress, versions
+from . import files, progress, versions
 from .errors import Refused, WorkFailed, WrongTarget
-from .target import ask_python, find_wheel
+from .interpreter import ask_python
+from .wheel import find_wheel
 
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .target import Target
+    from .target import Report
+    from .wheel import Wheel
 
 
-# What the tests, the examples and verify import, beside torch, the linter, and the
-# type checker in upstream's version: each version of it finds other errors.
+# The tests, the examples and verify import these and torch. The linter checks them.
+# The type checker has upstream's version: each version of it finds other errors.
 # A hypothesis of another version draws other configurations.
 # torch's run_tests() writes its reports with xmlrunner wherever CI is set.
 PACKAGES = (
@@ -40,13 +42,19 @@ PACKAGES = (
     "unittest-xml-reporting<=3.2.0",
 )
 MARKER = ".muon_overlay_env.json"
+SIZE = "about 0.3 GB from a CPU-only index (PIP_INDEX_URL), up to 4 GB with CUDA"
 PIP_TIMEOUT_S = 3600
 
 
-def folder(root: Path, version: str | None) -> Path:
-    if version is None or version == versions.PINNED:
-        return root / ".venv"
-    return root / f".venv-{version}"
+def full(version: str | None) -> str:
+    """2.13 is 2.13.0: one version has one environment."""
+    version = version or versions.PINNED
+    versions.check_supported(version)
+    return version + ".0" * (version.count(".") < 2)
+
+
+def folder(root: Path, version: str) -> Path:
+    return root / (".venv" if version == versions.PINNED else f".venv-{version}")
 
 
 def python_of(env: Path) -> Path:
@@ -55,9 +63,9 @@ def python_of(env: Path) -> Path:
     return env / "bin" / "python"
 
 
-def existing_python(root: Path, version: str | None = None) -> Path:
+def existing_python(root: Path) -> Path:
     """The environment's interpreter, for commands that do not make one."""
-    env = folder(root, version)
+    env = folder(root, versions.PINNED)
     if _state(env) != "ready":
         raise WrongTarget(
             f"there is no environment at {env}; make it with `setup_overlay.py env`, "
@@ -88,9 +96,7 @@ def _state(env: Path) -> str:
 
 
 def _write_marker(env: Path, **data: object) -> None:
-    beside = env / (MARKER + ".new")
-    beside.write_text(json.dumps(data) + "\n")
-    os.replace(beside, env / MARKER)
+    files.write(env / MARKER, (json.dumps(data) + "\n").encode(), env)
 
 
 def check_interpreter() -> None:
@@ -109,22 +115,21 @@ def ensure(
     root: Path,
     version: str | None = None,
     *,
-    quiet: bool = False,
     name: str | None = None,
     more: tuple[str, ...] = (),
+    dry_run: bool = False,
 ) -> Path:
-    """Find or make the environment, lay the overlay over it, return its Python.
+    """Find or make the environment, apply the overlay to it, return its Python.
 
     Args:
-        name: of its folder, where the environment is another one than the tests'.
-        more: what is installed there, beside what the tests import.
+        name: the folder of an environment that is not the tests'.
+        more: packages that it has in addition to the tests'.
     """
-    version = version or versions.PINNED
-    versions.check_supported(version)
+    version = full(version)
     env = root / name if name else folder(root, version)
     packages = [*PACKAGES, *more]
-    # Not the environment's own folder, which comes and goes.
-    with lock.held(root):
+    # Not the lock of the environment's own folder, which comes and goes.
+    with files.held(root):
         started = time.monotonic()
         state = _state(env)
         if state == "foreign":
@@ -133,36 +138,61 @@ def ensure(
             )
         if state == "partial":
             print(f"{env} is half made (interrupted?): making it again", flush=True)
+        if dry_run:
+            print(_plan(env, version, packages) if state != "ready" else f"found {env}")
+            return python_of(env)
+        if state == "partial":
             shutil.rmtree(env)
         if state != "ready":
+            print(_plan(env, version, packages), flush=True)
             _make(env, version, packages)
         elif _marker(env).get("packages") != packages:
             _install(env, version, packages)
         python = python_of(env)
-        target = find_wheel(python)
+        target = _torch_of(env, version)
         with target.held():
             report = _apply(target, root, env)
-        if not quiet:
-            made = "found" if state == "ready" else "made"
-            print(f"{made} {env}: torch {target.version}, {_words(report)}")
-            for line in report.skipped if report.changed else ():
-                print(line)
-            print(f"({time.monotonic() - started:.1f} s; its Python is {python})")
+        made = "found" if state == "ready" else "made"
+        print(f"{made} {env}: torch {target.version}, {_words(report)}")
+        print(f"({time.monotonic() - started:.1f} s; its Python is {python})")
     return python
 
 
-def _apply(target: Target, root: Path, env: Path) -> apply.Report:
+def _plan(env: Path, version: str, packages: list[str]) -> str:
+    return (
+        f"making {env}: torch {version} and {len(packages)} packages of the tests. pip "
+        f"downloads {SIZE}."
+    )
+
+
+def _torch_of(env: Path, version: str) -> Wheel:
+    """The environment's torch, which its user may have changed."""
     try:
-        return apply.apply(target, root)
+        target = find_wheel(python_of(env))
+        there = target.version
+    except WrongTarget:
+        there = None
+    if there is None or versions.release(there) != versions.release(version):
+        raise Refused(
+            f"{env} was made with torch {version} and has "
+            f"{f'torch {there}' if there else 'none'} now. Remove that folder, and it is "
+            "made again; `--torch VERSION` makes another one."
+        )
+    return target
+
+
+def _apply(target: Wheel, root: Path, env: Path) -> Report:
+    try:
+        return target.apply(root)
     except Refused as error:
         raise Refused(
-            f"{error}\nFiles are edited here, in {root / 'torch'}, and applied to "
-            f"{env.name} by each command. Or remove {env}: it is made again."
+            f"{error}\nEdit files here, in {root / 'torch'}: each command applies them to "
+            f"{env.name}. Or remove {env}: it is made again."
         ) from None
 
 
-def _words(report: apply.Report) -> str:
-    count = len(report.changed) + len(report.removed)
+def _words(report: Report) -> str:
+    count = len(report.written) + len(report.removed)
     if not count:
         return "overlay in place already"
     return f"overlay applied ({count} file{'s' if count > 1 else ''} changed)"
@@ -172,7 +202,7 @@ def _make(env: Path, version: str, packages: list[str]) -> None:
     check_interpreter()
     env.mkdir()
     _write_marker(env, state="making", torch=version)
-    # From inside another environment its base is what outlives that environment.
+    # The base interpreter: it outlives an environment that this may run in.
     base = getattr(sys, "_base_executable", None) or sys.executable
     log = env / "install.log"
     command = [base, "-m", "venv", str(env)]
@@ -184,8 +214,10 @@ def _make(env: Path, version: str, packages: list[str]) -> None:
 def _install(env: Path, version: str, packages: list[str]) -> None:
     log = env / "install.log"
     _write_marker(env, state="making", torch=version)
-    for what in ([f"torch=={version}"], packages):
-        names = " ".join(what)
+    for names, what in (
+        (f"torch=={version}", [f"torch=={version}"]),
+        ("the tests' packages", packages),
+    ):
         command = [str(python_of(env)), "-m", "pip", "install"]
         command += ["--disable-pip-version-check", "--no-input", *what]
         if progress.run(command, f"pip install {names}", log, timeout=PIP_TIMEOUT_S):
@@ -208,8 +240,8 @@ def run_in(
     timeout: float | None,
     variables: dict[str, str] | None = None,
 ) -> int:
-    """Run the environment's Python in the foreground, the terminal passed on."""
-    # Somebody's PYTHONPATH could put another torch before the environment's.
+    """Run the environment's Python in the foreground, with this terminal."""
+    # A PYTHONPATH could put another torch before the environment's.
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env.update(variables or {})
     process = subprocess.Popen([str(python), *args], cwd=root, env=env)

@@ -21,7 +21,7 @@ VERSIONS = {
 }
 PACKAGES = (
     *(f"{name}=={version}" for name, version in VERSIONS.items()),
-    # torchtitan imports it. torch brings it with CUDA only, and then in a version of its own.
+    # torchtitan imports it. Only torch with CUDA brings one, of its own version.
     "triton; sys_platform == 'linux'",
 )
 TESTS = "test/frameworks"

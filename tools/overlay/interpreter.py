@@ -12,13 +12,19 @@ from typing import Any
 from .errors import WorkFailed, WrongTarget
 
 
-# Asked of the interpreter itself; never `import torch`, which takes seconds and
+# A file of this name in site-packages puts a checkout before the installed torch.
+PTH = "muon_overlay_checkout.pth"
+
+# The interpreter itself runs this. It never imports torch: that takes seconds, and
 # fails on exactly those targets that need help.
 _WHERE = """
-import importlib.metadata, importlib.util, json
+import importlib.metadata, importlib.util, json, os, sys
 spec = importlib.util.find_spec("torch")
 found = {"origin": spec.origin if spec else None}
 found |= {"version": None, "record": None, "site": None}
+folders = list(spec.submodule_search_locations or []) if spec else []
+closed = [p for p in sys.path + folders if os.path.isdir(p) and not os.access(p, os.R_OK | os.X_OK)]
+found |= {"folders": folders, "closed": closed}
 try:
     dist = importlib.metadata.distribution("torch")
 except importlib.metadata.PackageNotFoundError:
@@ -31,7 +37,7 @@ print(json.dumps(found))
 """
 
 
-# The first entry is the current folder, which may have a torch/ or a json.py of anybody.
+# The first entry is the current folder, where anybody's torch/ or json.py may be.
 _ALONE = "import sys; sys.path[:] = [p for p in sys.path if p]\n"
 
 

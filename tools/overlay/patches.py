@@ -1,20 +1,42 @@
-"""Hunks for files that upstream owns: ``patches/`` in the order of its ``series``."""
+"""The overlay as a list of layers: the whole files, then each patch of the series."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-import tempfile
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from . import git, versions
+from . import files, git, versions
 from .errors import WrongTarget
+from .payload import unix
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from .payload import Source
+
+
+MESSAGE = """optim: distributed Muon
+
+torch.optim.Muon takes a distributed_config. Each matrix then has exactly one
+owner rank. Ranks send their pieces of the matrix to the owner, the owner
+orthogonalizes the matrix once, and sends the pieces of the result back.
+Without a config nothing changes. torch.optim.muon makes the configs.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One commit of the overlay."""
+
+    message: str
+    texts: dict[str, bytes]
 
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
     name: str
-    spec: str  # the versions it is for; empty: all
     text: bytes
 
     @property
@@ -24,69 +46,95 @@ class Patch:
 
     @property
     def message(self) -> str:
-        """What stands above the first hunk: a subject line and an explanation."""
-        head = re.split(rb"^(?:diff --git |--- a/)", self.text, flags=re.MULTILINE)[0]
-        return head.decode().strip() or self.name
+        """The text above the first hunk: a subject line and an explanation."""
+        return self._parts()[0].decode().strip() or self.name
 
     @property
     def hunks(self) -> bytes:
+        return self._parts()[1]
+
+    def _parts(self) -> tuple[bytes, bytes]:
         start = re.search(rb"^(?:diff --git |--- a/)", self.text, re.MULTILINE)
-        return self.text[start.start() :] if start else b""
+        at = start.start() if start else len(self.text)
+        return self.text[:at], self.text[at:]
 
 
-def series(root: Path, version: str) -> list[Patch]:
+def series(files: Mapping[str, bytes], version: str) -> list[Patch]:
     """The patches for this version of torch, in order."""
-    listing = root / "patches" / "series"
-    if not listing.is_file():
-        return []
     chosen = []
-    for number, line in enumerate(listing.read_text().splitlines(), 1):
+    for number, line in enumerate(files.get("series", b"").decode().splitlines(), 1):
         words = line.split("#")[0].split(maxsplit=1)
         if not words:
             continue
-        spec = words[1].strip() if len(words) == 2 else ""
-        path = root / "patches" / words[0]
-        if not path.is_file():
+        if words[0] not in files:
             raise WrongTarget(f"patches/series:{number} names {words[0]}: no such file")
-        patch = Patch(words[0], spec, path.read_bytes())
+        patch = Patch(words[0], files[words[0]])
         if not patch.paths:
             raise WrongTarget(f"patches/{patch.name} changes no file")
-        if versions.matches(version, spec):
+        if versions.matches(version, "".join(words[1:])):
             chosen.append(patch)
     return chosen
 
 
-def patched(patch: Patch, texts: dict[str, bytes]) -> dict[str, bytes]:
-    """The texts with the hunks in them; files not in ``texts`` are left out.
+def patched(patch: Patch, texts: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The texts with the hunks; hunks of files that are not in ``texts`` are left out.
 
-    In a scratch folder, so that a hunk that does not fit leaves the target alone,
-    and so that a wheel, which is no work tree, takes the same way.
+    A scratch folder takes the hunks, so that a hunk that does not fit leaves the target
+    alone, and an installed torch, which is no work tree, takes the same way.
     """
-    with tempfile.TemporaryDirectory(prefix="muon-patch-") as name:
-        scratch = Path(name)
-        # A repository of its own: git would skip every path if the scratch folder
-        # happened to lie inside another work tree.
-        git.git(scratch, "init", "--quiet")
+    with files.scratch_folder() as scratch:
+        # git would skip every path if the folder were inside somebody's work tree.
+        alone = {"GIT_CEILING_DIRECTORIES": str(scratch.parent)}
         for rel, text in texts.items():
             path = scratch / rel
             path.parent.mkdir(parents=True, exist_ok=True)
-            # The hunks have the line ends of this repository, whatever git wrote there.
-            path.write_bytes(text.replace(b"\r\n", b"\n"))
-        only = [f"--include={rel}" for rel in texts]
-        command = ["apply", "--whitespace=nowarn", *only]
-        # A tree that took the exported series by `git am` has the hunks already.
-        back = git.git(
-            scratch, *command, "--reverse", "--check", data=patch.hunks, check=False
-        )
-        if back.returncode:
-            done = git.git(scratch, *command, data=patch.hunks, check=False)
-            if done.returncode:
-                words = done.stderr.decode(errors="replace").strip()
+            path.write_bytes(unix(text))
+        command = ["apply", "--whitespace=nowarn", *(f"--include={r}" for r in texts)]
+
+        def run(*more: str) -> str | None:
+            done = git.git(
+                scratch, *command, *more, data=patch.hunks, check=False, env=alone
+            )
+            return (
+                done.stderr.decode(errors="replace").strip()
+                if done.returncode
+                else None
+            )
+
+        # A tree that took the exported series has the hunks already.
+        if run("--reverse", "--check") is not None:
+            words = run()
+            if words is not None:
                 raise WrongTarget(
                     f"patches/{patch.name} does not fit this torch: {words}"
                 )
-        out = {rel: (scratch / rel).read_bytes() for rel in texts}
-        return {
-            rel: new.replace(b"\n", b"\r\n") if b"\r\n" in texts[rel] else new
-            for rel, new in out.items()
+        return {rel: (scratch / rel).read_bytes() for rel in texts}
+
+
+def layers(
+    source: Source,
+    version: str,
+    base: Mapping[str, bytes | None],
+    takes: Callable[[str], bool],
+) -> tuple[list[Layer], list[str], list[str]]:
+    """The layers over ``base``, the files that it lacks, and the patches that do not fit."""
+    whole = {rel: unix(t) for rel, t in source.whole.items() if takes(rel)}
+    found, lacking, misfits = [Layer(MESSAGE, whole)], [], []
+    now = dict(base)
+    for patch in series(source.patches, version):
+        texts = {
+            r: t for r in patch.paths if takes(r) and (t := now.get(r)) is not None
         }
+        lacking += [
+            f"{patch.name} skipped for {rel}" for rel in patch.paths if rel not in texts
+        ]
+        try:
+            new = patched(patch, texts) if texts else {}
+        except WrongTarget as error:
+            misfits.append(str(error))
+            continue
+        new = {rel: text for rel, text in new.items() if text != now[rel]}
+        now |= new
+        if new:
+            found.append(Layer(patch.message, new))
+    return found, lacking, misfits

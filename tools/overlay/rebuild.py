@@ -18,7 +18,9 @@ from .repo import ROOT
 
 
 if TYPE_CHECKING:
-    from .target import Checkout, Wheel
+    from .checkout import Checkout
+    from .wheel import Wheel
+    from .worktree import Worktree
 
 
 TEST = "test/distributed/optim/test_muon.py"
@@ -30,7 +32,7 @@ BUILD_TIMEOUT_S = 36 * 3600
 # As upstream documents it.
 COMMAND = ("-m", "pip", "install", "--no-build-isolation", "-v", "-e", ".")
 
-# Names alone: which versions will do, pip and the build say better.
+# Names alone: pip and the build check versions.
 _LACKING = """
 import importlib.metadata as m, re
 found = {{re.sub("[-_.]+", "-", d.metadata["Name"] or "").lower() for d in m.distributions()}}
@@ -48,44 +50,46 @@ _PYTHON_ONLY = re.compile(
 
 
 def from_wheel(
-    target: Checkout, wheel: Wheel, *, copy: bool = False, pth: bool = False
+    checkout: Checkout, wheel: Wheel, *, copy: bool = False, pth: bool = False
 ) -> None:
-    if versions.release(wheel.version) != versions.release(target.version):
+    tree = checkout.tree
+    wanted = versions.release(checkout.version or "")
+    if versions.release(wheel.version or "") != wanted:
         raise WrongTarget(
-            f"{target.words} and {wheel.words} are not the same version: their compiled "
+            f"{checkout.words} and {wheel.words} are not the same version: their compiled "
             "parts would not fit. Give --python an interpreter with torch "
-            f"{'.'.join(map(str, versions.release(target.version)))}."
+            f"{'.'.join(map(str, wanted))}."
         )
     if pth and wheel.root.is_relative_to(ROOT):
         raise WrongTarget(
             "--pth would have this repository's own environment import the checkout: its "
-            "tests would run there. Give --python another interpreter, or leave --pth "
-            "away. Nothing was touched."
+            "tests would run there. Give --python another interpreter, or omit --pth. "
+            "Nothing was touched."
         )
-    _say_native_changes(target, wheel)
+    _say_native_changes(tree, wheel)
     started = time.monotonic()
-    had = parts.load(target) is not None
-    count = parts.lend(target, wheel, copy=copy)
+    had = parts.load(tree) is not None
+    count = parts.lend(tree, wheel, copy=copy)
     if count:
         print(f"{count} files brought from {wheel.root}/torch")
     else:
         print("the compiled parts are in place already")
     try:
-        where = _import_from(target, wheel.python)
+        where = _import_from(tree, wheel.python)
     except WorkFailed:
         if not had:
-            parts.remove(target)
+            parts.remove(tree)
         raise
     print(f"import torch gives {where} ({time.monotonic() - started:.1f} s)")
     if pth:
-        print(f"installed {parts.install_pth(target, wheel)}; `revert` removes it")
-    _say_how_to_use_it(target, wheel, pth)
+        print(f"installed {parts.install_pth(tree, wheel)}; `revert` removes it")
+    _say_how_to_use_it(tree, wheel, pth)
 
 
-def _say_how_to_use_it(target: Checkout, wheel: Wheel, pth: bool) -> None:
-    root, python = shlex.quote(str(target.root)), shlex.quote(str(wheel.python))
+def _say_how_to_use_it(tree: Worktree, wheel: Wheel, pth: bool) -> None:
+    root, python = shlex.quote(str(tree.root)), shlex.quote(str(wheel.python))
     path = "" if pth else f"PYTHONPATH={root} "
-    if not (target.root / TEST).is_file():
+    if not (tree.root / TEST).is_file():
         print(f"use it:\n  {path}{python}")
         return
     code = "import importlib.util as u; print(*[m for m in {!r} if not u.find_spec(m)])"
@@ -97,22 +101,22 @@ def _say_how_to_use_it(target: Checkout, wheel: Wheel, pth: bool) -> None:
     )
 
 
-def _import_from(target: Checkout, python: Path) -> str:
-    env = {**os.environ, "PYTHONPATH": str(target.root)}
+def _import_from(tree: Worktree, python: Path) -> str:
+    env = {**os.environ, "PYTHONPATH": str(tree.root)}
     try:
         done = subprocess.run(
             [str(python), "-c", "import torch, torch.optim; print(torch.__file__)"],
             capture_output=True,
             text=True,
             env=env,
-            cwd=target.root,
+            cwd=tree.root,
             stdin=subprocess.DEVNULL,
             timeout=300,
         )
     except subprocess.TimeoutExpired:
         raise WorkFailed("import torch took over 300 s") from None
     where = done.stdout.strip()
-    if done.returncode or not Path(where).is_relative_to(target.root):
+    if done.returncode or not Path(where).is_relative_to(tree.root):
         lines = done.stderr.strip().splitlines()[-8:]
         raise WorkFailed(
             "import torch does not run out of the checkout:\n"
@@ -122,32 +126,32 @@ def _import_from(target: Checkout, python: Path) -> str:
 
 
 def _git_version(torch_dir: Path) -> str | None:
-    """The commit that a build was made of; torch writes it into version.py."""
+    """The commit that a build was made from; torch writes it into version.py."""
     path = torch_dir / "version.py"
     text = path.read_text() if path.is_file() else ""
     found = re.search(r"git_version = '([0-9a-f]{7,40})'", text)
     return found.group(1) if found else None
 
 
-def native_changes(target: Checkout, commit: str) -> list[str] | None:
+def native_changes(tree: Worktree, commit: str) -> list[str] | None:
     """Files that differ from ``commit`` and that a compiler sees; None: unknown."""
     done = git.git(
-        target.root, "rev-parse", "--verify", f"{commit}^{{commit}}", check=False
+        tree.root, "rev-parse", "--verify", f"{commit}^{{commit}}", check=False
     )
     if done.returncode:
         return None
-    changed = git.lines(target.root, "diff", "--name-only", "-z", commit)
-    new = git.lines(target.root, "ls-files", "-z", "--others", "--exclude-standard")
+    changed = git.lines(tree.root, "diff", "--name-only", "-z", commit)
+    new = git.lines(tree.root, "ls-files", "-z", "--others", "--exclude-standard")
     return [rel for rel in [*changed, *new] if not _PYTHON_ONLY.fullmatch(rel)]
 
 
-def _say_native_changes(target: Checkout, wheel: Wheel) -> None:
+def _say_native_changes(tree: Worktree, wheel: Wheel) -> None:
     commit = _git_version(wheel.torch_dir)
-    changed = native_changes(target, commit) if commit else None
+    changed = native_changes(tree, commit) if commit else None
     if changed is None:
         print(
             "note: this clone does not have the commit that the wheel was built of, so the "
-            "C++ sources were not compared. Only who changes C++ needs --mode source"
+            "C++ sources were not compared. To change C++, use --mode source"
         )
     elif changed:
         names = ", ".join(changed[:5])
@@ -157,37 +161,37 @@ def _say_native_changes(target: Checkout, wheel: Wheel) -> None:
         )
 
 
-def reusable(target: Checkout, python: Path) -> str | None:
-    """Why no build is needed, in words; None: build."""
-    commit = _git_version(target.torch_dir)
-    built = parts.own_build(target) or (target.root / "build").is_dir()
+def reusable(tree: Worktree, python: Path) -> str | None:
+    """Why no build is needed, in words; None: a build is needed."""
+    commit = _git_version(tree.torch_dir)
+    built = parts.own_build(tree) or (tree.root / "build").is_dir()
     if commit is None or not built:
         return None
     imported = origin(python)
-    if imported is None or imported.resolve().parent != target.torch_dir.resolve():
+    if imported is None or imported.resolve().parent != tree.torch_dir.resolve():
         return None
-    if native_changes(target, commit) != []:
+    if native_changes(tree, commit) != []:
         return None
     return f"only Python files differ from the build of {commit[:12]}"
 
 
-def from_source(target: Checkout, python: str | None, *, force: bool = False) -> None:
+def from_source(tree: Worktree, python: str | None, *, reuse: bool = True) -> None:
     # Upstream documents the command for the Python that is active in the shell.
     active = "python" if shutil.which("python") else "python3"
     found = find_interpreter(python or active)
-    reason = None if force else reusable(target, found)
+    reason = reusable(tree, found) if reuse else None
     if reason:
-        print(f"the existing build of {target.root} is used again: {reason}")
+        print(f"the existing build of {tree.root} is used again: {reason}")
         return
     path = os.pathsep.join([os.environ.get("PATH", ""), str(found.parent)])
-    missing = _missing(target, found, path)
+    missing = _missing(tree, found, path)
     if missing:
         raise WrongTarget(
             "a source build cannot start:\n"
             + "".join(f"  it needs {line}\n" for line in missing)
             + "Or use --mode wheel. Nothing was touched."
         )
-    lent = parts.remove(target)
+    lent = parts.remove(tree)
     if lent:
         print(f"took out {lent} files that came from a wheel")
     given = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("USE_"))
@@ -195,7 +199,7 @@ def from_source(target: Checkout, python: str | None, *, force: bool = False) ->
         "options: "
         + (" ".join(given) or "none (USE_CUDA=0 and the like are passed on)")
     )
-    log = target.keep / "source-build.log"
+    log = tree.keep / "source-build.log"
     log.parent.mkdir(exist_ok=True)
     log.write_text("")
     code = progress.run(
@@ -203,7 +207,7 @@ def from_source(target: Checkout, python: str | None, *, force: bool = False) ->
         "building PyTorch from source",
         log,
         timeout=BUILD_TIMEOUT_S,
-        cwd=target.root,
+        cwd=tree.root,
         env={**os.environ, "PATH": path},
     )
     if code:
@@ -215,7 +219,7 @@ def from_source(target: Checkout, python: str | None, *, force: bool = False) ->
 
 
 def _first_error(log: Path) -> str:
-    """What cmake or the compiler said; pip's own lines after it say only that they did."""
+    """The words of cmake or the compiler; pip's own lines follow them and say less."""
     lines = log.read_text(errors="replace").splitlines()
     for number, line in enumerate(lines):
         if re.search(r"CMake Error|^FAILED: |(fatal )?error: (?!subprocess)", line):
@@ -223,8 +227,8 @@ def _first_error(log: Path) -> str:
     return ""
 
 
-def _missing(target: Checkout, python: Path, path: str) -> list[str]:
-    """What upstream's build needs and is not there, each with the command that brings it."""
+def _missing(tree: Worktree, python: Path, path: str) -> list[str]:
+    """The needs of upstream's build that lack, each with the command that brings it."""
     lines = []
     pip = f"{shlex.quote(str(python))} -m pip install"
     tools = [tool for tool in ("cmake", "ninja") if not shutil.which(tool, path=path)]
@@ -232,13 +236,13 @@ def _missing(target: Checkout, python: Path, path: str) -> list[str]:
         lines.append(f"{' and '.join(tools)} on PATH: {pip} {' '.join(tools)}")
     if not any(shutil.which(c, path=path) for c in _compilers()):
         lines.append("a C++ compiler on PATH: g++ or clang++, or name it in CXX")
-    modules = target.root / ".gitmodules"
+    modules = tree.root / ".gitmodules"
     text = modules.read_text() if modules.is_file() else ""
-    folders = [target.root / rel for rel in re.findall(r"(?m)^\s*path = (.+)$", text)]
+    folders = [tree.root / rel for rel in re.findall(r"(?m)^\s*path = (.+)$", text)]
     if not all(folder.is_dir() and any(folder.iterdir()) for folder in folders):
         update = "submodule update --init --recursive"
-        lines.append(f"the submodules: git -C {shlex.quote(str(target.root))} {update}")
-    named = target.root / "requirements-build.txt"
+        lines.append(f"the submodules: git -C {shlex.quote(str(tree.root))} {update}")
+    named = tree.root / "requirements-build.txt"
     if named.is_file():
         lacks = ask_python(python, _LACKING.format(named.read_text())).strip()
         if lacks:

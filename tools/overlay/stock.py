@@ -1,4 +1,4 @@
-"""What PyTorch itself has where the overlay writes.
+"""The stock files of the releases, at the paths where the overlay writes.
 
 "Unchanged" according to git or to pip does not make a file the original: a fork has
 commits of its own, and a patched torch can be packed into a wheel. These are the
@@ -47,7 +47,7 @@ def known(rel: str, data: bytes | None) -> str | None:
 
 
 def untested(words: str, version: str, originals: Mapping[str, bytes | None]) -> str:
-    """What is said of a torch that is not among the supported ones."""
+    """A warning about a torch that is not among the supported ones."""
     lines = [
         f"{words}; the overlay supports {versions.supported_words()}, and nothing of it "
         f"was tested on {version}."

@@ -6,12 +6,13 @@ import signal
 import tempfile
 from pathlib import Path
 
-from . import apply, env, revert, status
+from . import env
 from .errors import Refused, WrongTarget
-from .target import ask_python, find_wheel
+from .interpreter import ask_python
+from .wheel import find_wheel
 
 
-# Of another interpreter: those of the optimizer, and why tests were skipped.
+# On another interpreter: the optimizer's tests, and why some are skipped.
 ELSEWHERE = ["-rs", "test/optim", "test/distributed/optim"]
 MISSING = """
 from importlib.util import find_spec
@@ -20,23 +21,22 @@ print(*(name for name in ("pytest", "expecttest", "numpy") if find_spec(name) is
 
 
 def run(python: Path, args: list[str], root: Path, *, measure: bool) -> int:
-    """Run pytest with ``args``; with ``measure`` the table of coverage follows.
+    """Run pytest with ``args``; with ``measure``, print the table of coverage.
 
-    All tests, that is no ``args``, have to execute enough of the optimizer. A part of
-    them need not.
+    Without ``args``, all tests run, and must execute enough of the optimizer.
 
-    Returns pytest's exit code, or 1 where only the coverage is too little.
+    Returns pytest's exit code, or 1 if only the coverage is too little.
     """
     if not measure:
         return env.run_in(python, ["-m", "pytest", *args], root, timeout=None)
-    # Of this run alone: another one may be under way in the same environment.
+    # This run's own folder: another run may use the same environment.
     with tempfile.TemporaryDirectory(prefix="coverage") as folder:
         return _measured(python, args, root, Path(folder))
 
 
 def _measured(python: Path, args: list[str], root: Path, folder: Path) -> int:
     variables = {
-        # Processes that tests start in other folders leave theirs there too.
+        # One place, also for processes that tests start in other folders.
         "COVERAGE_FILE": str(folder / "data"),
         # Not the copies that tests of the overlay make.
         "MUON_MEASURED": str(find_wheel(python).root / "torch" / "optim"),
@@ -55,10 +55,10 @@ def _measured(python: Path, args: list[str], root: Path, folder: Path) -> int:
 
 
 def run_with(python: str, args: list[str], root: Path) -> int:
-    """Run pytest on the torch of ``python``, where the overlay is for as long as that takes.
+    """Run pytest on the torch of ``python``, with the overlay for the run alone.
 
-    An overlay that was there before stays. Nothing is installed, so neither xdist nor coverage is
-    asked for. Ranks that find too few GPUs share them, over gloo.
+    An overlay that was there before stays. The run needs neither xdist nor coverage: it
+    installs no package. Ranks that find too few GPUs share them, over gloo.
 
     Returns pytest's exit code.
     """
@@ -67,14 +67,14 @@ def run_with(python: str, args: list[str], root: Path) -> int:
     if missing:
         raise WrongTarget(f"first {python} -m pip install {missing}")
     with target.held():
-        before = status.status(target, root).state
+        before = target.status(root).state
         if before not in ("none", "current"):
             raise Refused(
                 f"{target.words} has an overlay that is {before}; bring it up to date with "
                 "`setup_overlay.py apply`, or `revert` it"
             )
         try:
-            apply.apply(target, root)
+            target.apply(root)
             return env.run_in(
                 target.python,
                 ["-m", "pytest", *(args or ELSEWHERE)],
@@ -84,8 +84,8 @@ def run_with(python: str, args: list[str], root: Path) -> int:
             )
         finally:
             if before == "none":
-                # Who presses Ctrl-C again would keep the overlay.
+                # A second Ctrl-C would keep the overlay.
                 for each in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(each, signal.SIG_IGN)
-                revert.revert(target)
+                target.revert(root)
                 print(f"reverted {target.words}")

@@ -1,104 +1,339 @@
-"""An installed torch."""
+"""The overlay on an installed torch. RECORD says what torch was installed with.
+
+``<torch>/.muon_overlay/original`` has copies of the stock files, and ``manifest.json``
+the hashes of each file before and after the command that wrote it. The copies are
+written first, then the manifest, then the files: after a kill, the manifest says which
+files the next command finishes.
+"""
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import dataclasses
 import hashlib
+import json
 import re
 import shlex
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from . import manifest, parts, stock, versions
+from . import files, patches, payload, stock, versions, worktree
 from .errors import WrongTarget
-from .interpreter import ask_where, find_interpreter
+from .interpreter import PTH, ask_where, find_interpreter
 from .payload import sha256
-from .tree import Target
+from .target import FOLDER, Plan, Report, Target, report_of, restored
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+FORMAT = 2
+
+
+@dataclasses.dataclass
+class Entry:
+    """Hashes of one file; None: no file."""
+
+    stock: str | None
+    was: str | None  # before the command that wrote the manifest
+    new: str | None  # after it
+
+
+@dataclasses.dataclass
+class Manifest:
+    torch: str | None
+    overlay: str | None  # this repository's commit
+    files: dict[str, Entry]
+
+    def dump(self) -> bytes:
+        data = {"format": FORMAT, **dataclasses.asdict(self)}
+        return (json.dumps(data, indent=1, sort_keys=True) + "\n").encode()
 
 
 class Wheel(Target):
     kind = "wheel"
 
     def __init__(
-        self, python: Path, root: Path, version: str, record: str | None
+        self, python: Path, root: Path, version: str | None, record: str | None
     ) -> None:
         super().__init__(root, version)
         self.python = python
-        self.keep = manifest.folder(self.torch_dir)
         self.lock = self.torch_dir
-        self.words = f"torch {version} in {root}"
+        self.words = (
+            f"torch {version} in {root}" if version else f"{root}, without torch"
+        )
+        self._path = self.torch_dir / FOLDER / "manifest.json"
         hashes = dict(_record_lines(record)) if record else {}
-        # conda and distributions keep no RECORD, an editable build lists no files of torch.
+        # conda and distributions keep no RECORD; an editable build lists no torch files.
         self._hashes = hashes if "torch/__init__.py" in hashes else None
 
-    def originals(
-        self, found: manifest.Manifest | None, rels: list[str]
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Work on it alone, after the work of a killed command is finished."""
+        with files.held(self.lock):
+            if self._finish():
+                print("an earlier command was cut off half way: finished")
+            yield
+
+    def manifest(self) -> Manifest | None:
+        """None also if it is damaged: RECORD and the copies' hashes tell enough."""
+        try:
+            data = json.loads(self._path.read_bytes())
+            if data.pop("format") != FORMAT:
+                return None
+            entries = {rel: Entry(**entry) for rel, entry in data.pop("files").items()}
+            return Manifest(files=entries, **data)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def overlaid(self, rels: list[str]) -> set[str]:
+        """Those files that the overlay added."""
+        found = self.manifest()
+        if found is None:  # lost, if there are copies
+            known = self._hashes if self.copies.is_dir() else None
+            return {rel for rel in rels if known is not None and rel not in known}
+        return {rel for rel, entry in found.files.items() if entry.stock is None}
+
+    def _scrap(self, found: Manifest | None) -> list[Path]:
+        own = [*self._path.parent.rglob("*.muon-new")]
+        return own + [
+            path
+            for rel in (found.files if found else ())
+            if (path := files.scratch(self.root / rel)).exists()
+        ]
+
+    def interrupted(self) -> bool:
+        return bool(self._scrap(self.manifest())) and not self.held_by_another()
+
+    def _finish(self) -> bool:
+        """All new texts wait next to their places before the first rename."""
+        found = self.manifest()
+        changes: dict[str, bytes | None] = {}
+        complete = True
+        for rel, entry in (found.files if found else {}).items():
+            now = sha256(self.read(rel))
+            if now == entry.new or now != entry.was:
+                continue  # done, or edited since
+            waits = files.scratch(self.root / rel)
+            changes[rel] = waits.read_bytes() if waits.is_file() else None
+            complete &= sha256(changes[rel]) == entry.new
+        scrap = self._scrap(found)
+        if complete:
+            self.write(changes)
+        for path in scrap:
+            path.unlink(missing_ok=True)
+        for rel in found.files if found else ():
+            files.tidy(self.root / rel, self.root)
+        if found and all(
+            e.new == e.stock == sha256(self.read(r)) for r, e in found.files.items()
+        ):
+            shutil.rmtree(self._path.parent)  # a revert that was nearly done
+            return True
+        return bool(scrap) or (complete and bool(changes))
+
+    def _stock(
+        self, found: Manifest | None, rels: list[str]
     ) -> dict[str, bytes | None]:
+        """The texts that torch was installed with; no key: the text is not known."""
         out: dict[str, bytes | None] = {}
         for rel in rels:
-            now = self.read(rel)
+            now, copy = self.read(rel), self.copy_of(rel)
+            kept = payload.unix(copy.read_bytes()) if copy.is_file() else None
             entry = found.files.get(rel) if found else None
-            copy = self.keep / (manifest.copy_name(rel) or "none")
-            kept = copy.read_bytes() if copy.is_file() else None
-            same_torch = found is not None and found.torch == self.version
-            if self._own(rel, now, entry, same_torch):
+            if self.version is None or rel not in (self._hashes or [rel]):
+                out[rel] = None
+            elif self._hashes is not None:
+                if now is not None and record_hash(now) == self._hashes[rel]:
+                    out[rel] = now
+                elif kept is not None and record_hash(kept) == self._hashes[rel]:
+                    out[rel] = kept
+            elif entry and found and found.torch == self.version:
+                if entry.stock in (sha256(now), sha256(kept)):
+                    out[rel] = now if sha256(now) == entry.stock else kept
+            elif stock.known(rel, now) or self._is_stock(rel, now, entry):
                 out[rel] = now
-            elif kept is not None and (same_torch or self._of_release(rel, kept)):
+            elif kept is not None and self._minor() in (stock.known(rel, kept) or ""):
                 out[rel] = kept
-            elif entry and entry.original:
-                continue
-            elif entry or rel not in (self._hashes or stock.KNOWN):
+            elif entry.stock is None if entry else rel not in stock.KNOWN:
                 out[rel] = None
         return out
 
-    def _of_release(self, rel: str, data: bytes) -> bool:
-        if self._hashes is not None:
-            return self._hashes.get(rel) == record_hash(data)
-        minor = ".".join(map(str, versions.release(self.version)[:2]))
-        return minor in (stock.known(rel, data) or "")
+    def _minor(self) -> str:
+        return ".".join(map(str, versions.release(self.version or "")[:2]))
 
-    def _own(
-        self,
-        rel: str,
-        data: bytes | None,
-        entry: manifest.Entry | None,
-        same_torch: bool,
-    ) -> bool:
-        """Whether torch was installed with this text there."""
-        if self._hashes is not None:
-            return (
-                rel not in self._hashes if data is None else self._of_release(rel, data)
-            )
-        if stock.known(rel, data):
-            return True
-        if entry is None:
-            # Nothing better is known, and a copy of it is kept either way.
-            return data is None or b"_muon_engine" not in data
-        return not same_torch and sha256(data) != entry.sha256
+    def _is_stock(self, rel: str, now: bytes | None, entry: Entry | None) -> bool:
+        """Without RECORD: whether the file there counts as torch's own."""
+        if entry:  # torch was upgraded since
+            return now is not None and sha256(now) not in (entry.was, entry.new)
+        return rel in stock.KNOWN and b"_muon_engine" not in (now or b"")
 
-    def way_out(self, rels: list[str], found: manifest.Manifest | None) -> str:
-        known = self.originals(found, rels)
-        added, kept, lost = [], [], []
-        for rel in rels:
-            place = shlex.quote(str(self.root / rel))
-            copy = self.keep / (manifest.copy_name(rel) or "none")
-            if rel in known and known[rel] is None:
-                added.append(place)
-            elif rel in known and copy.is_file():
-                kept.append(f"  cp {shlex.quote(str(copy))} {place}")
-            else:
-                lost.append(rel)
-        lines = [
-            "Keep what you need of them elsewhere, then, as there is no git there:"
+    def plan(self, root: Path) -> Plan:
+        source, found = payload.read(root), self.manifest()
+        before = found.files if found else {}
+        version = self.version or versions.PINNED
+        series = patches.series(source.patches, version)
+        hunked = [rel for patch in series for rel in patch.paths]
+        rels = [
+            rel
+            for rel in dict.fromkeys([*source.whole, *hunked, *before])
+            if self.takes(rel)
         ]
-        if lost:
-            lines.append(
-                f"  install torch {self.version} anew, with the program and from the index "
-                "that it came from"
+        base = self._stock(found, rels)
+        layers, lacking, misfits = patches.layers(source, version, base, self.takes)
+        laid = {
+            rel: entry.new for rel, entry in before.items() if entry.new != entry.stock
+        }
+        return Plan(
+            source, layers, lacking, misfits, base,
+            now={rel: self.read(rel) for rel in rels},
+            ours={r: {before[r].was, before[r].new} if r in before else set() for r in rels},
+            laid=laid, laid_name=found.overlay if found and laid else None,
+        )  # fmt: skip
+
+    def _check_stock(self, plan: Plan) -> None:
+        unknown = [rel for rel in plan.now if rel not in plan.base]
+        if unknown:
+            found = self.manifest()
+            came = f" The copies came with torch {found.torch}." if found else ""
+            raise WrongTarget(
+                f"the stock text of these files of {self.words} is not known: what RECORD "
+                "or the manifest names is neither there nor among the copies.\n"
+                + "".join(f"  {rel}\n" for rel in unknown)
+                + f"{came and came.strip() + chr(10)}{self._reinstall()}. Nothing was touched."
             )
-        lines += kept
-        if added:
-            lines.append(f"  rm {' '.join(added)}")
-        return "\n".join(lines)
+
+    def _reinstall(self) -> str:
+        return (
+            f"Reinstall torch {self.version}, with the program and from the index that it "
+            "came from; then `apply` or `revert` again"
+        )
+
+    def way_out(self, plan: Plan, rels: list[str]) -> str:
+        lines = ["Keep a copy of your changes. There is no git there; these drop them:"]
+        added = [rel for rel in rels if rel in plan.base and plan.base[rel] is None]
+        for rel in rels:
+            place, copy = shlex.quote(str(self.root / rel)), self.copy_of(rel)
+            if rel in added:
+                lines.append(f"  rm {place}")
+            elif copy.is_file() and payload.unix(copy.read_bytes()) == plan.base.get(
+                rel
+            ):
+                lines.append(f"  cp {shlex.quote(str(copy))} {place}")
+            elif rel not in plan.base or plan.now[rel] != plan.base[rel]:
+                lines.append(f"  {self._reinstall()}")
+        return "\n".join(dict.fromkeys(lines))
+
+    def apply(
+        self, root: Path, *, force: bool = False, dry_run: bool = False
+    ) -> Report:
+        if self.version is None:
+            raise WrongTarget(
+                f"{self.python} has no torch any more. `revert` removes the overlay"
+            )
+        plan = self.plan(root)
+        self.check_edits(plan, root, "the overlay writes")
+        self._check_stock(plan)
+        warnings = self.check_apply(plan, root, force=force)
+        changes = plan.changes(plan.wanted)
+        report = report_of(changes)
+        report.warnings = warnings
+        report.notes = [f"{note}: {self.words} has none" for note in plan.lacking]
+        if dry_run:
+            return report
+        copies = {
+            self.copy_of(rel): text
+            for rel in plan.new
+            if (text := plan.base[rel]) is not None
+        }
+        self._write(plan, plan.wanted, changes, copies, plan.source.name)
+        return report
+
+    def _write(
+        self,
+        plan: Plan,
+        want: Mapping[str, bytes | None],
+        changes: Mapping[str, bytes | None],
+        copies: Mapping[Path, bytes],
+        name: str | None,
+    ) -> None:
+        entries = {
+            rel: Entry(sha256(plan.base[rel]), sha256(plan.now[rel]), sha256(text))
+            for rel, text in want.items()
+            if {sha256(plan.base[rel])} != {sha256(plan.now[rel]), sha256(text)}
+        }
+        found = self.manifest()
+        if (
+            not changes
+            and found
+            and {r: e.new for r, e in found.files.items()}
+            == {r: e.new for r, e in entries.items()}
+        ):
+            # No file changes, so the earlier hashes stay true.
+            entries = found.files
+        new = Manifest(self.version, name, entries)
+        before = self._path.read_bytes() if self._path.is_file() else None
+        try:
+            for path, text in copies.items():
+                if not path.is_file() or path.read_bytes() != text:
+                    files.write(path, text, self.sibling)
+            if before != new.dump():
+                files.write(self._path, new.dump(), self.sibling)
+            self.write(changes)
+        except BaseException:
+            if before is None:
+                shutil.rmtree(self._path.parent, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    files.write(self._path, before, self.sibling)
+            raise
+
+    def revert(
+        self, root: Path, *, commit: bool = False, dry_run: bool = False
+    ) -> Report:
+        plan = self.plan(root)
+        self.check_edits(plan, root, "the overlay wrote")
+        self._check_stock(plan)
+        changes = restored(plan, plan.now)
+        report = report_of(changes)
+        if dry_run:
+            return report
+        if changes:
+            self._write(plan, plan.base, changes, {}, plan.laid_name)
+        shutil.rmtree(self._path.parent, ignore_errors=True)
+        if self.version is None:
+            files.remove_empty_folders(self.torch_dir, self.root)
+        return report
+
+    def _state(
+        self, plan: Plan, root: Path, found: Mapping[str, str], there: bool
+    ) -> tuple[str, str]:
+        before = self.manifest()
+        if self.version is None:
+            return "gone", ""
+        if there and before and before.torch != self.version:
+            note = f": applied to {before.torch}, torch is {self.version} now. `apply` again or `revert`"
+            return "upgraded", note
+        return super()._state(plan, root, found, there)
+
+    def export(
+        self, root: Path, out: Path, *, dry_run: bool = False
+    ) -> tuple[list[Path], str]:
+        """Write the ``git am`` series; the files, and the base in words."""
+        plan, words = self.plan(root), f"a pristine torch {self.version}"
+        self._check_stock(plan)
+        if dry_run:
+            return [], words
+        with files.scratch_folder() as scratch:
+            tree = worktree.new(scratch, plan.base)
+            tip = base = tree.resolve("HEAD")
+            # The tests, too: a wheel takes none, a tree of that version does.
+            layers = patches.layers(plan.source, self.version or "", plan.base, bool)[0]
+            for layer in layers:
+                tip = tree.commit(tip, layer.texts, layer.message, plan.source.name)
+            return worktree.write_series(tree, base, tip, out), words
 
 
 def record_hash(data: bytes) -> str:
@@ -114,11 +349,8 @@ def _record_lines(record: str) -> list[tuple[str, str]]:
 
 def _from_version_file(torch_dir: Path) -> str | None:
     path = torch_dir / "version.py"
-    found = (
-        re.search(r"__version__ = '([^']+)'", path.read_text())
-        if path.is_file()
-        else None
-    )
+    text = path.read_text() if path.is_file() else ""
+    found = re.search(r"__version__ = '([^']+)'", text)
     return found.group(1) if found else None
 
 
@@ -126,11 +358,18 @@ def find_wheel(python: str | Path) -> Wheel:
     where = find_interpreter(python)
     found = ask_where(where)
     if found["origin"] is None:
+        for folder in map(Path, found["folders"]):
+            if (folder / FOLDER).is_dir():
+                return Wheel(where, folder.parent, None, None)
+        if found["closed"]:
+            raise WrongTarget(
+                f"{where}: this user may not read {', '.join(found['closed'])}"
+            )
         raise WrongTarget(
             f"{where} has no torch; {where} -m pip install torch=={versions.PINNED}"
         )
     root = Path(found["origin"]).parent.parent
-    if found["site"] and (Path(found["site"]) / parts.PTH).is_file():
+    if found["site"] and (Path(found["site"]) / PTH).is_file():
         root = Path(found["site"])  # `rebuild --pth` put a checkout before it
     if (root / "version.txt").is_file() and (root / ".git").exists():
         raise WrongTarget(

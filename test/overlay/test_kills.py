@@ -1,0 +1,283 @@
+"""A command is killed at a random moment; the next one finds all in order.
+
+MUON_TEST_KILLS is the number of kills into each command.
+"""
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from overlay.conftest import append, commit_all, run
+from tools.overlay import parts
+from tools.overlay.checkout import find_checkout
+from tools.overlay.wheel import find_wheel
+
+
+# Says when the first write begins, and stretches the writes, so that kills hit them.
+SLOWLY = """
+import os, sys, time
+sys.path.insert(0, sys.argv[1])
+from tools.overlay import cli, files, git, worktree
+begun = []
+def slow(real):
+    def call(*args, **kwargs):
+        time.sleep(0.004 * bool(begun))
+        return real(*args, **kwargs)
+    return call
+def first(real):
+    def call(*args, **kwargs):
+        if not begun:
+            begun.append(print("begins", flush=True))
+        return real(*args, **kwargs)
+    return call
+for name in ("replace", "unlink", "link", "mkdir", "rmdir", "fsync"):
+    setattr(os, name, slow(getattr(os, name)))
+git.subprocess.Popen = slow(git.subprocess.Popen)
+files.write = first(files.write)
+worktree.Worktree.set_next = first(worktree.Worktree.set_next)
+sys.exit(cli.main(sys.argv[2:]))
+"""
+KILLS = int(os.environ.get("MUON_TEST_KILLS", "2"))
+OWN = "torch/optim/muon.py"
+EDIT = "# a user's edit\n"
+USERS = ("torch/optim/sgd.py", "torch/optim/user_file.py")
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """An overlay of few files, at an older and a newer commit."""
+    root = tmp_path / "tiny"
+    for top in ("tools", "patches"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(Path(__file__).parents[2] / top, root / top, ignore=ignore)
+    shutil.copyfile(
+        Path(__file__).parents[2] / "setup_overlay.py", root / "setup_overlay.py"
+    )
+    names = ["_muon.py", "muon.py", *(f"_muon_engine/part_{n}.py" for n in range(12))]
+    for rel in names:
+        (root / "torch/optim" / rel).parent.mkdir(parents=True, exist_ok=True)
+        (root / "torch/optim" / rel).write_text(f"import _muon_engine  # {rel}\n" * 9)
+    commit_all(root, "older")
+    return root
+
+
+def newer(root):
+    append(root / OWN, "# newer\n")
+    (root / "torch/optim/_muon_engine/part_0.py").rename(
+        root / "torch/optim/_muon_engine/part_new.py"
+    )
+    commit_all(root, "newer")
+
+
+def tree(root):
+    """The files that a user sees."""
+    skipped = (".git", "__pycache__", ".muon_overlay")
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not set(skipped) & set(path.relative_to(root).parts)
+    }
+
+
+def scrap(*roots):
+    """Locks and halves that no finished command leaves."""
+    found = [
+        path
+        for root in roots
+        for path in root.rglob("*")
+        if path.name.endswith((".muon-new", ".lock")) or path.name == "muon_overlay"
+    ]
+    return found + list(Path(tempfile.gettempdir()).glob("muon-overlay-*"))
+
+
+class Case:
+    """A target in the state before a command."""
+
+    def __init__(self, root, overlay, options):
+        self.root, self.overlay, self.options = root, overlay, options
+
+    def start(self, *words):
+        """The command, at its first write."""
+        command = [sys.executable, "-c", SLOWLY, self.overlay, words[0]]
+        process = subprocess.Popen(
+            [*command, *self.options, *words[1:]], start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        while (line := process.stdout.readline()) != "begins\n":
+            assert line, "the command ended before its first write"
+        return process
+
+    def run(self, *words):
+        face = self.overlay / "setup_overlay.py"
+        run(sys.executable, face, words[0], *self.options, *words[1:])
+
+    def kill(self, after, *words):
+        """Whether the command was killed before its end."""
+        with self.start(*words) as process:
+            time.sleep(after)
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            return process.wait(30) == -signal.SIGKILL
+
+
+@pytest.fixture(params=["checkout", "wheel"])
+def case(request, tiny, tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    if request.param == "checkout":
+        root = request.getfixturevalue("checkout")
+        return Case(root, tiny, ["--checkout", str(root)])
+    python = request.getfixturevalue("installed")
+    return Case(find_wheel(python).root, tiny, ["--python", str(python)])
+
+
+def moments(command, case, words):
+    """Delays from the first write to the end; one run shows how long that takes."""
+    with case.start(*words) as process:
+        began = time.monotonic()
+        process.communicate(timeout=120)
+    spent = time.monotonic() - began
+    rng = random.Random(command)
+    return [rng.uniform(0, spent) for _ in range(KILLS)]
+
+
+def restored(case, saved):
+    for folder in (case.root, case.overlay):
+        shutil.rmtree(folder)
+        shutil.copytree(saved / folder.name, folder, symlinks=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "follows"),
+    [
+        ("apply", "apply"), ("apply", "revert"), ("update", "apply"), ("revert", "revert"),
+        ("revert", "apply"), ("commit", "commit"), ("commit", "revert"), ("pull", "pull"),
+    ],
+)  # fmt: skip
+def test_killed_at_random(case, tmp_path, command, follows):
+    """A killed `apply --commit` left index.lock, and a killed `apply` its manifest's half."""
+    on_git = "--checkout" in case.options
+    if command in ("commit", "pull") and not on_git:
+        pytest.skip("for a checkout")
+    words = {
+        "apply": ["apply"], "update": ["apply"], "revert": ["revert"], "pull": ["pull"],
+        "commit": ["apply", "--commit"],
+    }  # fmt: skip
+    for rel in USERS:
+        append_or_new(case.root / rel)
+    if on_git:
+        run("git", "add", USERS[0], cwd=case.root)
+    stock = tree(case.root)
+    if command in ("update", "revert", "pull"):
+        case.run("apply")
+    if command == "update":
+        newer(case.overlay)
+    if command == "pull":
+        append(case.root / OWN, EDIT)
+    before, saved = tree(case.root), tmp_path / "saved"
+    for folder in (case.root, case.overlay):
+        shutil.copytree(folder, saved / folder.name, symlinks=True)
+    after_of = {}
+    for name in dict.fromkeys([command, follows]):
+        restored(case, saved)
+        case.run(*words[name])
+        after_of[name] = tree(case.root)
+    restored(case, saved)
+    delays, hit, halves = moments(command, case, words[command]), 0, 0
+    for delay in delays:
+        restored(case, saved)
+        hit += case.kill(delay, *words[command])
+        found = tree(case.root)
+        halves += found not in (before, after_of[command])
+        for rel, text in found.items():
+            if not rel.endswith(".muon-new"):
+                assert text in (before.get(rel), after_of[command].get(rel)), rel
+        case.run(*words[follows])
+        now = tree(case.root)
+        expected = after_of[follows] if follows != "revert" else stock
+        assert now == expected
+        assert scrap(case.root) == []
+        for rel in USERS:
+            assert now[rel].decode().endswith(EDIT)
+        if command == "pull":
+            assert (case.overlay / OWN).read_text().endswith(EDIT)
+        if on_git:
+            git_agrees(case, command, follows)
+    print(f"{command}, then {follows}: {hit} of {KILLS} killed, {halves} half done")
+
+
+def git_agrees(case, command, follows):
+    """The user's index and branch are as the finished command leaves them."""
+    run("git", "fsck", "--connectivity-only", cwd=case.root)
+    staged = run("git", "diff", "--cached", "--name-only", cwd=case.root).out.split()
+    if follows == "commit" or (follows == "revert" and command != "commit"):
+        assert staged == [USERS[0]]
+    if follows == "commit":
+        assert run("git", "status", "--porcelain", cwd=case.root).out.splitlines() == [
+            f"M  {USERS[0]}", f"?? {USERS[1]}",
+        ]  # fmt: skip
+        assert find_checkout(case.root).status(case.overlay).state == "current"
+
+
+def append_or_new(path):
+    path.write_text((path.read_text() if path.exists() else "") + EDIT)
+
+
+def killed(at, work):
+    """Whether `work` comes to its `at`-th change of a file: it is killed before that one."""
+    pid = os.fork()
+    if pid == 0:
+        number = iter(range(1, 10**9))
+
+        def dying(real):
+            def call(*args, **kwargs):
+                if next(number) == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **kwargs)
+
+            return call
+
+        for name in ("replace", "unlink", "link", "mkdir", "rmdir"):
+            setattr(os, name, dying(getattr(os, name)))
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_parts_killed_at_every_file(there, small_wheel, git_status, copy):
+    """A part is there whole, or the next command removes it."""
+    tree = there.tree
+
+    def lend():
+        parts.lend(tree, small_wheel, copy=copy)
+
+    for work in (lend, lambda: parts.remove(tree)):
+        for at in itertools.count(1):
+            parts.remove(tree) if work is lend else lend()
+            if not killed(at, work):
+                break
+            with there.held():
+                record = parts.load(tree)
+            assert not list(tree.torch_dir.rglob("*.muon-new"))
+            assert git_status(tree.root) == ""
+            if record is None:
+                assert not (tree.torch_dir / "lib").exists()
+                assert "compiled parts" not in tree.exclude.read_text()
+            for rel in record["files"] if record else ():
+                assert (tree.root / rel).read_bytes()
+        assert at > 5

@@ -1,0 +1,305 @@
+"""A PyTorch git work tree: its base, its refs, and commits made without touching it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import files, git, payload
+from .errors import Refused, WorkFailed, WrongTarget
+
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+# The overlay that was applied last, with a reflog of the ones before (a reverted one
+# is followed by its base); and the one that a command is about to apply.
+LAID, NEXT = "refs/worktree/muon/laid", "refs/worktree/muon/next"
+ADDED = "torch/optim/muon.py"  # the overlay adds it
+REPLACED = "torch/optim/_muon.py"
+TRAILER = "Muon-Overlay"
+# git's own unfinished work, by the file that says so.
+UNDER_WAY = {
+    "MERGE_HEAD": "merge",
+    "rebase-merge": "rebase",
+    "rebase-apply/rebasing": "rebase",
+    "rebase-apply/applying": "am",
+    "CHERRY_PICK_HEAD": "cherry-pick",
+    "REVERT_HEAD": "revert",
+}
+_IDENTITY = {
+    f"GIT_{who}_{what}": value
+    for who in ("AUTHOR", "COMMITTER")
+    for what, value in (
+        ("NAME", "Distributed Muon for PyTorch"),
+        ("EMAIL", "distributed-muon@example.invalid"),
+    )
+}
+
+
+class Worktree:
+    def __init__(self, root: Path, git_dir: Path, common: Path) -> None:
+        self.root = root
+        self.torch_dir = root / "torch"
+        self.git_dir = git_dir  # of this work tree alone
+        self.common = common
+        self.keep = git_dir / "muon_overlay"
+        self.exclude = common / "info" / "exclude"
+        self._index = self.keep / "index"
+        self._bases: dict[str, str] = {}
+
+    def ask(self, *args: str) -> str:
+        return git.text(self.root, *args)
+
+    def resolve(self, name: str) -> str:
+        """The commit of that name; empty if the name is unknown."""
+        return self.ask("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+
+    def texts(self, commit: str, rels: list[str]) -> dict[str, bytes | None]:
+        return payload.texts(self.root, commit, rels)
+
+    def refuse_if_busy(self) -> None:
+        """git's own unfinished work comes first."""
+        where = shlex.quote(str(self.root))
+        for name, what in UNDER_WAY.items():
+            if (self.git_dir / name).exists():
+                raise Refused(
+                    f"a {what} is in progress in {self.root}. End it with\n"
+                    f"  git -C {where} {what} --continue\nor\n"
+                    f"  git -C {where} {what} --abort\nNothing was touched."
+                )
+        unmerged = {ln.split("\t")[1] for ln in git.lines(self.root, "ls-files", "-uz")}
+        if unmerged:
+            raise Refused(
+                f"{self.root} has unmerged files ({', '.join(sorted(unmerged)[:3])}). "
+                f"Resolve them and `git -C {where} add` them. Nothing was touched."
+            )
+
+    def base(self, commit: str = "HEAD") -> str:
+        """The newest commit in that history without the overlay."""
+        found = self.resolve(commit)
+        if commit == "HEAD" or found not in self._bases:
+            self._bases[found] = self._find_base(found, commit)
+        return self._bases[found]
+
+    def _find_base(self, found: str, commit: str) -> str:
+        if self.texts(found, [ADDED])[ADDED] is None:
+            return self._base_of_a_part(found) if commit == "HEAD" else found
+        newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
+        adding = self.ask(*newest, "--diff-filter=A", found, "--", ADDED)
+        parent = self.resolve(f"{adding}^") if adding else ""
+        if not parent:
+            raise WrongTarget(
+                f"{self.root} has the overlay in git, and its history does not reach "
+                "back to the commit before it: what the overlay replaced is not known. "
+                f"Fetch that history:\n  git -C {shlex.quote(str(self.root))} fetch "
+                "--unshallow\nNothing was touched."
+            )
+        return parent
+
+    def _base_of_a_part(self, head: str) -> str:
+        """`git commit -a` takes the files that the overlay replaces, and no added one."""
+        laid = self.resolve(LAID)
+        if laid and self.texts(laid, [ADDED])[ADDED] is not None:
+            base = self.base(laid)
+            taken = self.texts(head, [REPLACED])
+            if taken == self.texts(laid, [REPLACED]) != self.texts(base, [REPLACED]):
+                return base
+        return head
+
+    def laid(self) -> list[str]:
+        """The commits that were applied to this work tree, newest first."""
+        log = self.ask("log", "--walk-reflogs", "--format=%H", "-n30", LAID, "--")
+        names = [self.resolve(NEXT), self.resolve(LAID), *log.split()]
+        return list(dict.fromkeys(filter(None, names)))
+
+    def trailer(self, commit: str) -> str | None:
+        value = f"--format=%(trailers:key={TRAILER},valueonly)"
+        words = self.ask("log", "-1", value, commit).split()
+        return words[-1] if words and words[-1] != "unknown" else None
+
+    def changed(self, base: str, commit: str) -> list[str]:
+        names = ("diff", "--name-only", "--no-renames", "-z")
+        return git.lines(self.root, *names, base, commit)
+
+    def commit(
+        self,
+        parent: str,
+        texts: Mapping[str, bytes | None],
+        message: str,
+        name: str | None,
+    ) -> str:
+        """A commit on ``parent`` with those texts; nothing but objects is written."""
+        with files.scratch_folder() as scratch:
+            env = {"GIT_INDEX_FILE": str(scratch / "index")}
+            git.git(self.root, "read-tree", parent, env=env)
+            self._update(texts, parent, env)
+            tree = git.git(self.root, "write-tree", env=env).stdout.decode().strip()
+        text = f"{message.strip()}\n\n{TRAILER}: {name or 'unknown'}\n".encode()
+        ident = git.git(self.root, "var", "GIT_COMMITTER_IDENT", check=False)
+        done = git.git(
+            self.root, "commit-tree", tree, "-p", parent, data=text,
+            env=_IDENTITY if ident.returncode else {},
+        )  # fmt: skip
+        return done.stdout.decode().strip()
+
+    def _update(
+        self, texts: Mapping[str, bytes | None], modes: str, env: Mapping[str, str]
+    ) -> None:
+        """Put the texts into the index that ``env`` names."""
+        rels = list(texts)
+        blobs = iter(self._blobs([t for t in texts.values() if t is not None]))
+        listed = git.lines(self.root, "ls-tree", "-rz", modes, "--", *rels)
+        mode = {ln.split("\t")[1]: ln.split()[0] for ln in listed}
+        gone = "0" * len(self.resolve("HEAD"))
+        entries = "".join(
+            f"0 {gone}\t{rel}\0" if text is None
+            else f"{mode.get(rel, '100644')} {next(blobs)}\t{rel}\0"
+            for rel, text in texts.items()
+        )  # fmt: skip
+        update = ("update-index", "-z", "--index-info")
+        git.git(self.root, *update, data=entries.encode(), env=env)
+
+    def _blobs(self, texts: list[bytes]) -> list[str]:
+        with files.scratch_folder() as scratch:
+            for number, text in enumerate(texts):
+                (scratch / str(number)).write_bytes(text)
+            names = "".join(f"{scratch}/{number}\n" for number in range(len(texts)))
+            command = ("hash-object", "-w", "--no-filters", "--stdin-paths")
+            return (
+                git.git(self.root, *command, data=names.encode())
+                .stdout.decode()
+                .split()
+            )
+
+    def stage(self, texts: Mapping[str, bytes | None]) -> None:
+        """Put the texts into the user's index.
+
+        As git does, the new index replaces the old one under git's lock. The lock is a
+        hard link to a file of ours, so that the next command knows it after a kill.
+        """
+        if not texts:
+            return
+        index, lock = self.git_dir / "index", self.git_dir / "index.lock"
+        self.keep.mkdir(exist_ok=True)
+        before = os.stat(index).st_mtime_ns if index.exists() else None
+        if before is not None:
+            shutil.copy2(index, self._index)
+        env = {"GIT_INDEX_FILE": str(self._index)}
+        self._update(texts, "HEAD", env)
+        git.git(self.root, "update-index", "-q", "--refresh", check=False, env=env)
+        try:
+            os.link(self._index, lock)
+        except FileExistsError:
+            raise WorkFailed(
+                f"{lock} exists: another git command works in {self.root}, or one was "
+                "killed. Try again when it has ended."
+            ) from None
+        except OSError:
+            lock = self._index  # a file system without hard links
+        if before != (os.stat(index).st_mtime_ns if index.exists() else None):
+            self.forget_scrap()
+            raise WorkFailed(f"the index of {self.root} changed meanwhile; try again")
+        os.replace(lock, index)
+        self.forget_scrap()
+
+    def move_head(self, commit: str, before: str, why: str) -> None:
+        git.git(
+            self.root,
+            "update-ref",
+            "-m",
+            f"muon overlay: {why}",
+            "HEAD",
+            commit,
+            before,
+        )
+
+    def set_next(self, commit: str) -> None:
+        git.git(self.root, "update-ref", NEXT, commit)
+
+    def set_laid(self, commit: str) -> None:
+        """The next overlay is applied."""
+        if self.resolve(LAID) != commit:
+            git.git(
+                self.root, "update-ref", "--create-reflog", "-m", "laid", LAID, commit
+            )
+        git.git(self.root, "update-ref", "-d", NEXT)
+
+    def forget_scrap(self) -> None:
+        """Remove what a killed command left in the git directory."""
+        lock = self.git_dir / "index.lock"
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samefile(lock, self._index):
+                lock.unlink()
+        self._index.unlink(missing_ok=True)
+        self._index.with_name("index.lock").unlink(missing_ok=True)
+        for ref in (LAID, NEXT):
+            (self.git_dir / (ref + ".lock")).unlink(missing_ok=True)
+        files.remove_if_empty(self.keep)
+
+
+def write_series(tree: Worktree, base: str, tip: str, out: Path) -> list[Path]:
+    """``git format-patch`` whose output no setting of the user changes."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WrongTarget(f"{out} cannot be a folder: {error.strerror}") from None
+    # Numbers may have moved since an earlier export: `git am out/*` takes all of them.
+    for old in out.glob("[0-9][0-9][0-9][0-9]-*.patch"):
+        if old.is_file() and old.read_bytes().rstrip().endswith(b"-- \noverlay"):
+            old.unlink()
+    with files.scratch_folder() as scratch:
+        git.git(
+            tree.root, "-c", "format.useAutoBase=false", "-c", "format.headers=",
+            "format-patch", *git.PATCH, "--binary", "--full-index", "--src-prefix=a/",
+            "--dst-prefix=b/", "--no-attach", "--no-cover-letter", "--no-thread", "--no-notes",
+            "--no-to", "--no-cc", "--no-add-header", "--no-signoff", "--numbered", "--subject-prefix=PATCH", "--suffix=.patch", "--signature=overlay",
+            "--no-from", "-o", str(scratch), f"{base}..{tip}",
+        )  # fmt: skip
+        written = []
+        for path in sorted(scratch.iterdir()):
+            shutil.copyfile(path, out / path.name)
+            written.append(out / path.name)
+        return written
+
+
+def find(where: str | Path) -> Worktree:
+    root = Path(where).expanduser().resolve()
+    lacks = f"{root} is not a PyTorch checkout"
+    if not root.is_dir():
+        raise WrongTarget(f"{root}: no such folder")
+    for rel in ("version.txt", "torch/__init__.py", REPLACED):
+        if not (root / rel).is_file():
+            raise WrongTarget(f"{lacks}: it has no {rel}")
+    names = ("--show-toplevel", "--absolute-git-dir", "--git-common-dir")
+    done = git.git(root, "rev-parse", *names, check=False)
+    found = done.stdout.decode().splitlines()
+    if done.returncode or Path(found[0]).resolve() != root:
+        # git's own words may name a setting, such as safe.directory.
+        said = done.stderr.decode(errors="replace").strip()
+        raise WrongTarget(
+            f"{lacks}: not the top of a git work tree{said and chr(10)}{said}"
+        )
+    # --git-common-dir is relative to the folder that was asked.
+    tree = Worktree(root, Path(found[1]), (root / found[2]).resolve())
+    if not tree.resolve("HEAD"):
+        raise WrongTarget(f"{lacks}: it has no commit yet")
+    return tree
+
+
+def new(root: Path, texts: Mapping[str, bytes | None]) -> Worktree:
+    """A repository of one commit that has those texts."""
+    git.git(root, "init", "--quiet")
+    empty = git.git(root, "mktree", data=b"").stdout.decode().strip()
+    done = git.git(root, "commit-tree", empty, data=b"empty\n", env=_IDENTITY)
+    first = done.stdout.decode().strip()
+    git.git(root, "update-ref", "HEAD", first)
+    tree = Worktree(root, root / ".git", root / ".git")
+    there = {rel: text for rel, text in texts.items() if text is not None}
+    tree.move_head(tree.commit(first, there, "PyTorch", None), first, "base")
+    return tree
