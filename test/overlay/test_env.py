@@ -109,7 +109,7 @@ def test_interrupted_made_found_and_brought_up_to_date(overlay, tool, offline):
     assert json.loads(marker.read_text())["state"] == "ready"
     site = find_wheel(env.python_of(venv))
     assert site.root.is_relative_to(venv)
-    assert site.status(overlay).state == "current"
+    assert site.status(overlay)["state"] == "current"
     assert site.copy_of("torch/optim/_muon.py").is_file()
     for name in MODULES:
         assert (site.root / f"{name}.py").is_file()
@@ -540,7 +540,7 @@ def test_hosted_notebook(tmp_path, overlay, shell, offline):
     assert there.code == 0, there.err
     assert f"torch-{versions.PINNED}" in there.out
     found = find_wheel(python)
-    assert found.status(overlay).state == "current"
+    assert found.status(overlay)["state"] == "current"
 
     again = execute()
     assert (again.code, again.out, again.err) == (0, "", "")

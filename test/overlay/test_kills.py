@@ -228,7 +228,7 @@ def git_agrees(case, command, follows):
         assert run("git", "status", "--porcelain", cwd=case.root).out.splitlines() == [
             f"M  {USERS[0]}", f"?? {USERS[1]}",
         ]  # fmt: skip
-        assert find_checkout(case.root).status(case.overlay).state == "current"
+        assert find_checkout(case.root).status(case.overlay)["state"] == "current"
 
 
 def append_or_new(path):

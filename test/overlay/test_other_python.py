@@ -43,7 +43,7 @@ def arguments(tmp_path, installed):
 
 
 def state(python):
-    return find_wheel(python).status(ROOT).state
+    return find_wheel(python).status(ROOT)["state"]
 
 
 def test_overlay_is_there_for_the_run_alone(tool, arguments, installed, snapshot):

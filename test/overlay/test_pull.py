@@ -38,7 +38,7 @@ def test_whole_files(there, ours, git_status, committed):
     assert there.pull(ours) == ([], [])
     # Then `apply` and `revert` know the edits as the overlay's own.
     assert there.apply(ours).written == []
-    assert there.status(ours).state == "current"
+    assert there.status(ours)["state"] == "current"
     there.revert(ours, commit=committed)
     assert git_status(there.root) == ""
 
@@ -80,7 +80,7 @@ def test_edits_on_both_sides_are_merged(there, ours, rel):
     # The checkout's own text is known by now, so that `apply` brings both.
     assert there.apply(ours).written == [rel]
     assert "# there" in (there.root / rel).read_text()
-    assert there.status(ours).state == "current"
+    assert there.status(ours)["state"] == "current"
 
 
 @pytest.mark.parametrize("rel", [OWN, DOC])

@@ -89,7 +89,7 @@ def test_writes_each_torch_file_and_no_test(
         (site.torch_dir / rel).parent.mkdir(exist_ok=True)
         (site.torch_dir / rel).write_bytes(b"old")
     assert face("revert", "--python", installed, "--dry-run").code == 0
-    assert site.status(ROOT).state == "current"
+    assert site.status(ROOT)["state"] == "current"
     assert face("revert", "--python", installed).code == 0
     assert snapshot(site.root) == before
     assert not (site.torch_dir / "optim/_muon_engine").exists()
@@ -122,13 +122,13 @@ def test_changed_overlay_is_applied_again(site, overlay, snapshot, stock_muon):
     site.apply(overlay)
     extra.unlink()
     (overlay / MUON).write_text("# second\n")
-    assert site.status(overlay).state == "outdated"
+    assert site.status(overlay)["state"] == "outdated"
     report = site.apply(overlay)
     rel = "torch/optim/_muon_engine/old/deep.py"
     assert (report.written, report.removed) == ([MUON], [rel])
     assert not (site.root / rel).parent.exists()
     assert site.copy_of(MUON).read_bytes() == stock_muon
-    assert site.status(overlay).state == "current"
+    assert site.status(overlay)["state"] == "current"
     site.revert(overlay)
     assert snapshot(site.root) == before
 
@@ -179,7 +179,7 @@ def test_failure_half_way_leaves_it_as_it_was(site, snapshot, monkeypatch, faili
     assert snapshot(site.root) == before
     assert sorted(p for p in site.root.rglob("*") if p.is_dir()) == folders
     site.apply(ROOT)
-    assert site.status(ROOT).state == "current"
+    assert site.status(ROOT)["state"] == "current"
 
 
 def test_texts_are_on_the_disk_before_they_count(site, monkeypatch):
@@ -366,7 +366,7 @@ def test_torch_upgraded_under_the_overlay(site, installed, face, record, version
     assert f"applied to 2.13.0+cpu, torch is {version} now" in shown
     if version == "2.14.0":
         assert face("apply", "--python", installed).code == 0
-        assert find_wheel(installed).status(ROOT).state == "current"
+        assert find_wheel(installed).status(ROOT)["state"] == "current"
     assert face("revert", "--python", installed).code == 0
     assert (site.root / MUON).read_text() == OTHER
     assert not (site.torch_dir / "optim/_muon_engine").exists()

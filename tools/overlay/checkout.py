@@ -6,17 +6,19 @@ import contextlib
 import re
 import shlex
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import files, git, parts, patches, payload, worktree
 from .errors import Refused, WorkFailed, WrongTarget
 from .payload import sha256
-from .target import Plan, Report, Status, Target, report_of, restored
+from .target import Plan, Report, Target
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from .target import Texts
 
     from .worktree import Worktree
 
@@ -48,7 +50,7 @@ class Checkout(Target):
             yield
 
     def interrupted(self) -> bool:
-        return bool(self.tree.resolve(worktree.NEXT)) and not self.held_by_another()
+        return bool(self.tree.resolve(worktree.NEXT))
 
     def _finish(self) -> bool:
         """Bring the files to the next overlay, if a killed command was about to."""
@@ -56,24 +58,23 @@ class Checkout(Target):
         if not following:
             return False
         base = tree.base()
-        laid = [
-            (c, own, tree.changed(own, c))
-            for c in tree.laid()
-            for own in [tree.base(c)]
-        ]
-        rels = list(dict.fromkeys(rel for _, _, found in laid for rel in found))
+        laid = [tree.overlay(commit) for commit in tree.laid()]
+        rels = list(dict.fromkeys(rel for texts in laid for rel in texts))
         for rel in rels:
             files.scratch(self.root / rel).unlink(missing_ok=True)
         if base == tree.base(following):  # not on another branch
-            known = [
-                tree.texts(commit, rels) for commit in {base, *(c for c, *_ in laid)}
-            ]
-            want = tree.texts(following, rels)
-            now = {rel: self.read(rel) for rel in rels}
-            ours = {r: t for r, t in want.items() if now[r] in [k[r] for k in known]}
-            self.write({rel: text for rel, text in ours.items() if text != now[rel]})
+            at_base, head, staged = (tree.texts(c, rels) for c in (base, "HEAD", ""))
+            want = at_base | tree.overlay(following)
+            changes = {}
+            for rel, text in want.items():
+                now = self.read(rel)
+                if now != text and now in [
+                    at_base[rel],
+                    *(o[rel] for o in laid if rel in o),
+                ]:
+                    changes[rel] = text
+            self.write(changes)
             # Staged for a commit that was not made.
-            head, staged = tree.texts("HEAD", rels), tree.texts("", rels)
             tree.stage({r: head[r] for r in rels if head[r] != staged[r] == want[r]})
         for rel in rels:
             files.tidy(self.root / rel, self.root)
@@ -84,10 +85,8 @@ class Checkout(Target):
         tree = self.tree
         base, source = tree.base(), payload.read(root)
         overlays = self._overlays(root, base, source)
-        rels = self._paths(source)
-        rels = list(
-            dict.fromkeys([*rels, *(r for _, found in overlays for r in found)])
-        )
+        applied = [rel for _, texts in overlays for rel in texts]
+        rels = list(dict.fromkeys([*self._paths(source), *applied]))
         at_base = tree.texts(base, rels)
         layers, lacking, misfits = patches.layers(
             source, self.version or "", at_base, self.takes
@@ -119,12 +118,8 @@ class Checkout(Target):
     ) -> list[tuple[str | None, dict[str, bytes | None]]]:
         """Each overlay that was applied: its name and its texts."""
         tree = self.tree
-        found = []
-        for commit in tree.laid():
-            own = tree.base(commit)
-            if own != commit:
-                rels = tree.changed(own, commit)
-                found.append((tree.trailer(commit), tree.texts(commit, rels)))
+        laid = [(c, texts) for c in tree.laid() if (texts := tree.overlay(c))]
+        found = [(tree.trailer(commit), texts) for commit, texts in laid]
         head = tree.resolve("HEAD")
         if base == head:
             return found
@@ -141,7 +136,7 @@ class Checkout(Target):
             found.append(
                 (name, {r: t for layer in layers[0] for r, t in layer.texts.items()})
             )
-        elif not any(tree.base(c) == base for c in tree.laid() if c != base):
+        elif all(tree.base(commit) != base for commit, _ in laid):
             # Not known here: its first commit has its texts.
             adding = (
                 "log",
@@ -179,63 +174,45 @@ class Checkout(Target):
     def _build(self, plan: Plan, base: str) -> str:
         """The overlay as commits on the base: the newest of them."""
         subjects = [layer.message.partition("\n")[0] for layer in plan.layers]
+        new = {rel: text for rel, text in plan.new.items() if text != plan.base[rel]}
         for commit in self.tree.laid():
-            if self.tree.base(commit) == base != commit:
+            if self.tree.overlay(commit) == new and self.tree.base(commit) == base:
                 made = self.tree.ask(
                     "log", "--reverse", "--format=%s", f"{base}..{commit}"
                 )
-                found = self.tree.texts(commit, self.tree.changed(base, commit))
-                if made.splitlines() == subjects and found == {
-                    rel: text
-                    for rel, text in plan.new.items()
-                    if text != plan.base[rel]
-                }:
+                if made.splitlines() == subjects:
                     return commit
         for layer in plan.layers:
             base = self.tree.commit(base, layer.texts, layer.message, plan.source.name)
         return base
 
-    def apply(
-        self,
-        root: Path,
-        *,
-        commit: bool = False,
-        force: bool = False,
-        dry_run: bool = False,
-    ) -> Report:
-        tree, plan = self.tree, self.plan(root)
-        warnings = self.check_apply(plan, root, force=force)
-        changes = plan.changes(plan.wanted)
-        report = report_of(changes)
-        report.warnings = warnings
-        report.notes = [f"{note}: {self.words} has none" for note in plan.lacking]
+    def _apply(self, plan: Plan, changes: Texts, report: Report, commit: bool) -> None:
+        tree = self.tree
         head, base = tree.resolve("HEAD"), tree.base()
-        in_head = tree.texts(head, list(plan.now))
-        differs = {r: t for r, t in plan.wanted.items() if t != in_head[r]}
-        if dry_run:
-            return report
         tip = self._build(plan, base)
         if changes or tree.resolve(worktree.LAID) != tip:
             tree.set_next(tip)
         self.write(changes)
         self._keep_copies(plan)
+        differs = self._differs(plan.wanted)
         if commit and differs:
-            new = (
-                tip
-                if head == base
-                else tree.commit(head, differs, UPDATE, plan.source.name)
-            )
+            name = plan.source.name
+            new = tip if head == base else tree.commit(head, differs, UPDATE, name)
             self._commit(new, head, plan, plan.wanted, "apply")
             report.commits = tree.ask("rev-list", "--reverse", f"{head}..{new}").split()
         tree.set_laid(tip)
-        return report
+
+    def _differs(self, want: Texts) -> dict[str, bytes | None]:
+        """The texts that the branch does not have."""
+        head = self.tree.texts("HEAD", list(want))
+        return {rel: text for rel, text in want.items() if text != head[rel]}
 
     def _commit(
         self,
         commit: str,
         head: str,
         plan: Plan,
-        want: Mapping[str, bytes | None],
+        want: Texts,
         why: str,
     ) -> None:
         """Move the branch. The index first: a kill between leaves a staged overlay."""
@@ -254,36 +231,27 @@ class Checkout(Target):
             if not path.is_file() or path.read_bytes() != text:
                 files.write(path, text, self.sibling)
 
-    def revert(
-        self, root: Path, *, commit: bool = False, dry_run: bool = False
-    ) -> Report:
-        tree, plan = self.tree, self.plan(root)
+    def _revert(self, plan: Plan, changes: Texts, report: Report, commit: bool) -> None:
+        tree = self.tree
         head, base = tree.resolve("HEAD"), tree.base()
-        self._refuse_another_version(head, base)
-        self.check_edits(plan, root, "the overlay wrote")
-        changes = restored(plan, plan.now)
-        report = report_of(changes)
-        if dry_run:
-            return report
         if changes:
             tree.set_next(base)
         self.write(changes)
         shutil.rmtree(self.copies.parent, ignore_errors=True)
-        in_head = tree.texts(head, list(plan.now))
-        differs = {r: plan.base[r] for r, t in in_head.items() if t != plan.base[r]}
+        differs = self._differs(plan.base)
         if commit and differs:
             new = tree.commit(head, differs, REVERT, plan.source.name)
             self._commit(new, head, plan, plan.base, "revert")
             report.commits = [new]
         elif head == base:
-            tree.stage({r: t for r, t in in_head.items() if plan.staged[r] != t})
+            tree.stage({r: t for r, t in plan.base.items() if plan.staged[r] != t})
         report.uncommitted = bool(differs) and not commit
         if changes or tree.resolve(worktree.LAID) not in ("", base):
             tree.set_laid(base)
         report.parts = parts.remove(tree)
-        return report
 
-    def _refuse_another_version(self, head: str, base: str) -> None:
+    def _check_base(self, plan: Plan) -> None:
+        head, base = self.tree.resolve("HEAD"), self.tree.base()
         versions = [self.tree.texts(c, ["version.txt"]) for c in (head, base)]
         if versions[0] == versions[1]:
             return
@@ -297,25 +265,22 @@ class Checkout(Target):
             + " ".join(commits.split())
         )
 
-    def status(self, root: Path) -> Status:
+    def status(self, root: Path) -> dict[str, Any]:
         try:
             found = super().status(root)
-        except WrongTarget as error:
-            note = f"\n{error}"
-            found = Status(
-                str(self.root), self.kind, self.version, "unknown", None, {}, {}, note
-            )
-        found.compiled_parts = len((parts.load(self.tree) or {"files": ()})["files"])
-        return found
+        except WrongTarget as error:  # a history that is cut off
+            found = dict.fromkeys(("busy", "overlay")) | {
+                "target": str(self.root), "kind": self.kind, "torch": self.version,
+                "state": "unknown", "note": f"\n{error}", "files": {}, "originals": {},
+            }  # fmt: skip
+        lent = parts.load(self.tree) or {"files": ()}
+        return found | {"compiled_parts": len(lent["files"])}
 
-    def _state(
-        self, plan: Plan, root: Path, found: Mapping[str, str], there: bool
-    ) -> tuple[str, str]:
-        state = super()._state(plan, root, found, there)
-        if state[0] == "none" and self.tree.base() != self.tree.resolve("HEAD"):
-            where = shlex.quote(str(self.root))
-            return "reverted", f": `revert --checkout {where} --commit` commits that"
-        return state
+    def _state(self, plan: Plan, there: bool) -> tuple[str, str]:
+        if there or self.tree.base() == self.tree.resolve("HEAD"):
+            return super()._state(plan, there)
+        where = shlex.quote(str(self.root))
+        return "reverted", f": `revert --checkout {where} --commit` commits that"
 
     def pull(self, root: Path, *, dry_run: bool = False) -> tuple[list[str], list[str]]:
         """Merge edits of the overlay into this repository; the files changed, and missing."""

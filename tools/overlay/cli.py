@@ -1,4 +1,4 @@
-"""The commands, their arguments and their help."""
+"""The commands. The docstring of each is its help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import env, errors, files, frameworks, git, payload, rebuild, tests, versions
 from .checkout import Checkout, find_checkout
@@ -19,6 +19,10 @@ from .errors import OverlayError, WrongTarget
 from .repo import ROOT
 from .target import Report, words
 from .wheel import Wheel, find_wheel
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 
 CODES = """\
@@ -42,47 +46,60 @@ start here:
   python setup_overlay.py apply --checkout ~/pytorch put it into a PyTorch work tree
 """
 
-FEW = 5
+FEW = 5  # more files than these are counted, not named
 
-_RAW = argparse.RawDescriptionHelpFormatter
+# One meaning for each; a value names its placeholder, a flag has none.
+OPTIONS = {
+    "--torch": (
+        "VERSION",
+        f"{versions.supported_words()} (default: {versions.PINNED})",
+    ),
+    "--checkout": ("DIR", "a PyTorch git checkout (default: the current folder)"),
+    "--python": ("EXE", "an interpreter, or its environment's folder"),
+    "--out": ("DIR", "the folder of the mails"),
+    "--mode": ("MODE", "source or wheel"),
+    "--commit": (None, "commit it in the checkout"),
+    "--force": (None, "go on with a torch that is not supported"),
+    "--copy": (None, "wheel: copy libraries, do not link them"),
+    "--pth": (None, "wheel: have EXE import the checkout without PYTHONPATH"),
+    "--no-reuse": (None, "source: build even if an existing build would do"),
+    "--coverage": (None, "show how much of the optimizer the given tests execute"),
+    "--frameworks": (None, f"with {', '.join(frameworks.VERSIONS)}"),
+    "--json": (None, "for programs"),
+    "--verbose": (None, "name every file"),
+    "--dry-run": (None, "say what would be done, write nothing"),
+}
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], tuple[str, ...]]] = {}
 
 
-def _version() -> str:
-    return (
-        f"distributed Muon overlay {payload.name(ROOT) or '(no git)'}, "
-        f"for torch {versions.supported_words()}"
-    )
+def command(*options: str) -> Callable:
+    def add(do: Callable[[argparse.Namespace], int]) -> Callable:
+        COMMANDS[do.__name__.strip("_")] = do, options
+        return do
 
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        print(_version())
-        parser.exit()
+    return add
 
 
 class _Parser(argparse.ArgumentParser):
     """Takes no abbreviation, which a new option could change, and names the nearest one."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, formatter_class=_RAW, allow_abbrev=False, **more)
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(errors.WrongTarget.code, f"error: {message}\n")
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(*args, formatter_class=raw, allow_abbrev=False, **more)
 
     def unknown(self, extra: list[str]) -> NoReturn:
         options = [option for a in self._actions for option in a.option_strings]
         self.error(f"unknown arguments: {' '.join(extra)}{_nearest(extra[0], options)}")
 
 
-def _nearest(word: str, known: Any) -> str:
-    found = difflib.get_close_matches(word.partition("=")[0], known, 1, 0.75)
+def _nearest(word: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(word.partition("=")[0], list(known), 1, 0.75)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def _given(text: str) -> str:
+    """An unset variable of a script is empty; as a path, that is the current folder."""
     if not text.strip():
-        # An unset variable of a script; a path would be the current folder.
         raise argparse.ArgumentTypeError("the value is empty")
     return text
 
@@ -90,222 +107,25 @@ def _given(text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("setup_overlay.py", description=ABOUT, epilog=CODES)
     parser.add_argument(
-        "--version",
-        action=_Version,
-        nargs=0,
-        help="print the overlay's commit and exit",
+        "--version", action="store_true", help="print the overlay's commit"
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-
-    def command(name: str, short: str, what: str, example: str) -> _Parser:
-        epilog = f"example:\n{example}\n\n{CODES}"
-        sub = commands.add_parser(name, help=short, description=what, epilog=epilog)
-        sub.set_defaults(do=globals()[f"_{name}"], sub=sub)
-        return sub
-
-    sub = command(
-        "env",
-        "make the environment, or find it",
-        f"Makes .venv next to setup_overlay.py with torch {versions.PINNED} (--torch: another\n"
-        "version, in .venv-VERSION) and the packages that the tests import, and applies the\n"
-        "overlay to it. A second run finds it and applies changed overlay files again. An\n"
-        "interrupted one is made again. pip's own settings hold (PIP_INDEX_URL and the like);\n"
-        f"it downloads {env.SIZE}.",
-        "  python setup_overlay.py env\n  python setup_overlay.py env --torch 2.15.0",
-    )
-    _torch_option(sub)
-    _dry_run_option(sub)
-
-    sub = command(
-        "verify",
-        "train a small model with 4 processes against one",
-        "Makes or finds the environment, then runs examples/compare_gpt.py in it, which trains\n"
-        "a small GPT on real text with 4 processes, FSDP2 and distributed Muon, and on one,\n"
-        "and shows losses, differences, bytes sent and seconds. Other options go to it:\n"
-        "--steps, --exact-steps, --processes, --out (default: out), --batch, --context,\n"
-        "--width, --layers, --heads, --lr, --adamw-lr, --seed.",
-        "  python setup_overlay.py verify\n"
-        "  python setup_overlay.py verify --steps 40 --out results",
-    )
-    _torch_option(sub)
-    _dry_run_option(sub)
-
-    sub = command(
-        "test",
-        "run the tests with the environment's pytest",
-        "Makes or finds the environment, then runs its pytest. Our own options come first; all\n"
-        "other arguments go to pytest, and its exit code is passed on. Without arguments of\n"
-        "pytest, all tests run under coverage, and too little coverage is a failure. With\n"
-        "--python, the optimizer's tests run on that interpreter's torch, as on a machine with\n"
-        "a GPU. With --frameworks, the tests of examples/frameworks run in an environment of\n"
-        "their own.",
-        "  python setup_overlay.py test\n"
-        "  python setup_overlay.py test test/overlay -k revert\n"
-        "  python setup_overlay.py test --coverage test/distributed -m stage3\n"
-        "  python setup_overlay.py test --torch 2.15.0 -x\n"
-        "  python setup_overlay.py test --python ~/venv/bin/python\n"
-        "  python setup_overlay.py test --frameworks -k lightning",
-    )
-    _torch_option(sub)
-    sub.add_argument(
-        "--python",
-        metavar="EXE",
-        help="apply the overlay to the torch of EXE for the run alone",
-    )
-    sub.add_argument(
-        "--coverage", action="store_true",
-        help="show how much of the optimizer the given tests execute",
-    )  # fmt: skip
-    sub.add_argument(
-        "--frameworks", action="store_true",
-        help=f"with {', '.join(frameworks.VERSIONS)}, in {frameworks.FOLDER}",
-    )  # fmt: skip
-    _dry_run_option(sub)
-    sub.add_argument("pytest", nargs="*", help="arguments of pytest")
-
-    sub = command(
-        "apply",
-        "apply the overlay to a checkout or an installed torch",
-        "A PyTorch git checkout gets the whole files and the hunks of patches/; with --commit\n"
-        "also a commit for each layer of the overlay. An installed torch gets torch/ only.\n"
-        "The command writes all files or none, and never a file with changes of yours.\n"
-        "`revert` restores the stock files: from git, or from copies that are verified.",
-        "  python setup_overlay.py apply --checkout ~/pytorch --commit\n"
-        "  python setup_overlay.py apply --python ~/venv/bin/python",
-    )
-    _target_options(sub)
-    sub.add_argument("--commit", action="store_true", help="commit it in the checkout")
-    sub.add_argument(
-        "--force", action="store_true", help="go on with a torch that is not supported"
-    )
-    _dry_run_option(sub)
-    _verbose_option(sub)
-
-    sub = command(
-        "rebuild",
-        "make a checkout importable",
-        "source: upstream's editable build (python -m pip install --no-build-isolation\n"
-        "-v -e .); USE_* variables are passed on. An existing build is used again if only\n"
-        "Python files differ from it.\n"
-        "wheel: takes the compiled parts from an installed torch of the same version, so\n"
-        "that `import torch` runs the checkout's Python files without a compiler. Libraries\n"
-        "are hard links where possible; git status stays clean; `revert` removes them.",
-        "  python setup_overlay.py rebuild --checkout ~/pytorch --mode wheel\n"
-        "  USE_CUDA=0 python setup_overlay.py rebuild --checkout ~/pytorch --mode source",
-    )
-    _checkout_option(sub)
-    sub.add_argument("--mode", required=True, choices=["source", "wheel"])
-    sub.add_argument(
-        "--python", type=_given, metavar="EXE",
-        help="wheel: the interpreter whose torch is taken (default: the environment's); "
-        "source: the one that builds (default: python on PATH)",
-    )  # fmt: skip
-    sub.add_argument("--copy", action="store_true", help="wheel: copy, do not link")
-    sub.add_argument(
-        "--pth", action="store_true",
-        help="wheel: have EXE import the checkout without PYTHONPATH, too",
-    )  # fmt: skip
-    sub.add_argument(
-        "--no-reuse", action="store_true", help="source: build even if a build would do"
-    )
-    _dry_run_option(sub)
-
-    sub = command(
-        "status",
-        "say whether a target has the overlay, and which",
-        "Says whether the target (default: the current folder if it is a checkout, else the\n"
-        "environment) has the overlay, of which commit, which files differ from this\n"
-        "repository's, and where the originals are kept.",
-        "  python setup_overlay.py status --checkout ~/pytorch\n"
-        "  python setup_overlay.py status --json",
-    )
-    _target_options(sub)
-    sub.add_argument("--json", action="store_true", help="for programs")
-    _verbose_option(sub)
-
-    sub = command(
-        "diff",
-        "show what `apply` would change, as a patch",
-        "Shows the patch from the target's files (default: as for `status`) to the overlay's.",
-        "  python setup_overlay.py diff --checkout ~/pytorch",
-    )
-    _target_options(sub)
-
-    sub = command(
-        "revert",
-        "restore the stock files",
-        "Restores what the overlay replaced and removes what it added, also the compiled\n"
-        "parts of `rebuild --mode wheel`. Refuses if those files have changes of yours. If\n"
-        "the overlay is committed, the work tree has the stock files afterwards; --commit\n"
-        "commits that.",
-        "  python setup_overlay.py revert --checkout ~/pytorch",
-    )
-    _target_options(sub)
-    sub.add_argument("--commit", action="store_true", help="commit it in the checkout")
-    _dry_run_option(sub)
-    _verbose_option(sub)
-
-    sub = command(
-        "pull",
-        "take edits made in a checkout back into this repository",
-        "Merges edits of the overlay's files, and new files, into those here; edits of files\n"
-        "that upstream owns become hunks in patches/. Refuses if the same lines were edited on\n"
-        "both sides. `git diff` here then shows the result.",
-        "  python setup_overlay.py pull --checkout ~/pytorch",
-    )
-    _checkout_option(sub)
-    _dry_run_option(sub)
-
-    sub = command(
-        "export",
-        "write the overlay as a git am series",
-        "Writes mails for `git am`. They fit the newest commit of the checkout without the\n"
-        "overlay, which the command names, or a pristine tree of the installed torch's version\n"
-        "(default: as for `status`).",
-        "  python setup_overlay.py export --checkout ~/pytorch --out series\n"
-        "  git -C ~/pytorch am $PWD/series/*.patch",
-    )
-    _target_options(sub)
-    sub.add_argument(
-        "--out",
-        type=_given,
-        required=True,
-        metavar="DIR",
-        help="the folder of the mails",
-    )
-    _dry_run_option(sub)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (do, options) in COMMANDS.items():
+        lines = [line.removeprefix("    ") for line in (do.__doc__ or "").splitlines()]
+        sub = commands.add_parser(
+            name, help=lines[0].rstrip("."), description="\n".join(lines), epilog=CODES
+        )
+        sub.set_defaults(do=do, sub=sub)
+        for option in options:
+            metavar, text = OPTIONS[option]
+            if metavar is None:
+                sub.add_argument(option, action="store_true", help=text)
+            else:
+                needed = option in ("--out", "--mode")
+                sub.add_argument(
+                    option, metavar=metavar, help=text, type=_given, required=needed
+                )
     return parser
-
-
-def _torch_option(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--torch", type=_given, metavar="VERSION",
-        help=f"{versions.supported_words()} (default: {versions.PINNED})",
-    )  # fmt: skip
-
-
-def _verbose_option(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--verbose", action="store_true", help="name every file")
-
-
-def _dry_run_option(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--dry-run", action="store_true", help="say what would be done, write nothing"
-    )
-
-
-def _checkout_option(to: Any) -> None:
-    what = "a PyTorch git checkout (default: the current folder, if it is one)"
-    to.add_argument("--checkout", type=_given, metavar="DIR", help=what)
-
-
-def _target_options(sub: argparse.ArgumentParser) -> None:
-    group = sub.add_mutually_exclusive_group()
-    _checkout_option(group)
-    group.add_argument(
-        "--python", type=_given, metavar="EXE",
-        help="an interpreter that has torch, or its environment's folder",
-    )  # fmt: skip
 
 
 def _here() -> str | None:
@@ -322,18 +142,18 @@ def _checkout(args: argparse.Namespace) -> Checkout:
 
 
 def _target(args: argparse.Namespace, *, environment: bool = False) -> Checkout | Wheel:
-    if args.python is not None:
+    if args.python and args.checkout:
+        raise WrongTarget("one target at a time: --checkout DIR or --python EXE")
+    if args.python:
         return find_wheel(args.python)
-    where = args.checkout or _here()
-    if where is not None:
-        return find_checkout(where)
+    if args.checkout or _here():
+        return _checkout(args)
     if environment:
         return find_wheel(env.existing_python(ROOT))
     raise WrongTarget("name the target: --checkout DIR or --python EXE")
 
 
 def _show(rels: list[str], done: str, *, verbose: bool) -> None:
-    """A few files are named, more are counted."""
     if verbose or len(rels) <= FEW:
         for rel in rels:
             print(f"{done} {rel}")
@@ -350,43 +170,80 @@ def _show_report(report: Report, args: argparse.Namespace) -> bool:
     changed = bool(report.written or report.removed)
     for line in report.notes if changed or args.verbose else ():
         print(line)
-    would = "would have " if args.dry_run else ""
-    _show(report.written, f"{would}written" if would else "wrote", verbose=args.verbose)
-    _show(report.removed, f"{would}removed", verbose=args.verbose)
+    wrote, removed = ("wrote", "removed")
+    if args.dry_run:
+        wrote, removed = ("would write", "would remove")
+    _show(report.written, wrote, verbose=args.verbose)
+    _show(report.removed, removed, verbose=args.verbose)
     if report.parts:
         print(f"removed {report.parts} compiled parts that a wheel had lent")
     if report.commits:
-        short = [commit[:12] for commit in report.commits]
-        print(f"committed as {' '.join(short)}")
+        print("committed as", *(commit[:12] for commit in report.commits))
     return changed
 
 
+def _run(python: Path, words: list[str], args: argparse.Namespace) -> int:
+    if args.dry_run:
+        print(f"would run {shlex.join([str(python), *words])}")
+        return 0
+    return env.run_in(python, words, Path.cwd(), timeout=None)
+
+
+@command("--torch", "--dry-run")
 def _env(args: argparse.Namespace) -> int:
+    """Make the environment, or find it.
+
+    Makes .venv next to setup_overlay.py with torch (another version: .venv-VERSION) and
+    the packages that the tests import, and applies the overlay to it. A second run finds
+    it and applies changed overlay files again; an interrupted one is made again. pip's
+    own settings hold (PIP_INDEX_URL and the like).
+
+    example:
+      python setup_overlay.py env --torch 2.15.0
+    """
     env.ensure(ROOT, args.torch, dry_run=args.dry_run)
     return 0
 
 
-def _run(python: Path, command: list[str], args: argparse.Namespace) -> int:
-    if args.dry_run:
-        print(f"would run {shlex.join([str(python), *command])}")
-        return 0
-    return env.run_in(python, command, Path.cwd(), timeout=None)
-
-
+@command("--torch", "--dry-run")
 def _verify(args: argparse.Namespace) -> int:
+    """Train a small model with 4 processes against one.
+
+    Makes or finds the environment, then runs examples/compare_gpt.py in it, which trains
+    a small GPT on real text with 4 processes, FSDP2 and distributed Muon, and on one, and
+    shows losses, differences, bytes sent and seconds. Other options go to it: --steps,
+    --exact-steps, --processes, --out (default: out), --batch, --context, --width,
+    --layers, --heads, --lr, --adamw-lr, --seed.
+
+    example:
+      python setup_overlay.py verify --steps 40 --out results
+    """
     python = env.ensure(ROOT, args.torch, dry_run=args.dry_run)
-    command = ["-u", str(ROOT / "examples" / "compare_gpt.py"), *args.extra]
-    code = _run(python, command, args)
+    script = str(ROOT / "examples" / "compare_gpt.py")
+    code = _run(python, ["-u", script, *args.extra], args)
+    passed = "passed: training with distributed Muon agrees with one process"
     if not args.dry_run:
-        passed = "passed: training with distributed Muon agrees with one process"
         print(
-            f"verify {passed if code == 0 else f'failed with exit code {code}'}",
-            flush=True,
+            f"verify {f'failed with exit code {code}' if code else passed}", flush=True
         )
     return code
 
 
+@command("--torch", "--python", "--coverage", "--frameworks", "--dry-run")
 def _test(args: argparse.Namespace) -> int:
+    """Run the tests with the environment's pytest.
+
+    Our own options come first; all other arguments go to pytest, and its exit code is
+    passed on. Without arguments of pytest, all tests run under coverage, and too little
+    coverage is a failure. --python: the optimizer's tests run on the torch of EXE, as on
+    a machine with a GPU, with the overlay for the run alone. --frameworks: the tests of
+    examples/frameworks run in an environment of their own.
+
+    example:
+      python setup_overlay.py test
+      python setup_overlay.py test --torch 2.15.0 test/overlay -k revert
+      python setup_overlay.py test --python ~/venv/bin/python
+    """
     if args.dry_run:
         where = args.python or env.ensure(ROOT, args.torch, dry_run=True)
         return _run(Path(where), ["-m", "pytest", *args.pytest], args)
@@ -399,17 +256,24 @@ def _test(args: argparse.Namespace) -> int:
     return tests.run(python, args.pytest, ROOT, measure=measure)
 
 
+@command("--checkout", "--python", "--commit", "--force", "--dry-run", "--verbose")
 def _apply(args: argparse.Namespace) -> int:
+    """Apply the overlay to a checkout or an installed torch.
+
+    A PyTorch git checkout gets the whole files and the hunks of patches/; with --commit
+    also a commit for each layer of the overlay. An installed torch gets torch/ only. The
+    command writes all files or none, and never a file with changes of yours. `revert`
+    restores the stock files.
+
+    example:
+      python setup_overlay.py apply --checkout ~/pytorch --commit
+      python setup_overlay.py apply --python ~/venv/bin/python
+    """
     target = _target(args)
     with target.held():
-        if isinstance(target, Checkout):
-            report = target.apply(
-                ROOT, commit=args.commit, force=args.force, dry_run=args.dry_run
-            )
-        elif args.commit:
-            raise WrongTarget("--commit goes with --checkout")
-        else:
-            report = target.apply(ROOT, force=args.force, dry_run=args.dry_run)
+        report = target.apply(
+            ROOT, commit=args.commit, force=args.force, dry_run=args.dry_run
+        )
     changed = _show_report(report, args)
     if changed and not args.dry_run:
         print(f"applied to {target.words}")
@@ -418,12 +282,32 @@ def _apply(args: argparse.Namespace) -> int:
     return 0
 
 
+@command(
+    "--checkout", "--mode", "--python", "--copy", "--pth", "--no-reuse", "--dry-run"
+)
 def _rebuild(args: argparse.Namespace) -> int:
+    """Make a checkout importable.
+
+    source: upstream's editable build (python -m pip install --no-build-isolation -v -e .)
+    by --python (default: python on PATH); USE_* variables are passed on. An existing
+    build is used again if only Python files differ from it.
+    wheel: takes the compiled parts from the torch of --python (default: the
+    environment's) of the same version, so that `import torch` runs the checkout's Python
+    files without a compiler. Libraries are hard links; `revert` removes them.
+
+    example:
+      python setup_overlay.py rebuild --checkout ~/pytorch --mode wheel
+      USE_CUDA=0 python setup_overlay.py rebuild --checkout ~/pytorch --mode source
+    """
     checkout = _checkout(args)
-    if args.mode == "source" and (args.copy or args.pth):
-        raise WrongTarget("--copy and --pth go with --mode wheel")
-    if args.mode == "wheel" and args.no_reuse:
-        raise WrongTarget("--no-reuse goes with --mode source")
+    foreign = {
+        "source": ["--copy"] * args.copy + ["--pth"] * args.pth,
+        "wheel": ["--no-reuse"] * args.no_reuse,
+    }
+    if args.mode not in foreign:
+        raise WrongTarget("--mode is source or wheel")
+    if foreign[args.mode]:
+        raise WrongTarget(f"{foreign[args.mode][0]} goes with the other --mode")
     if args.dry_run:
         print(f"would rebuild {checkout.words} in mode {args.mode}")
         return 0
@@ -437,16 +321,30 @@ def _rebuild(args: argparse.Namespace) -> int:
     return 0
 
 
+@command("--checkout", "--python", "--json", "--verbose")
 def _status(args: argparse.Namespace) -> int:
+    """Say whether a target has the overlay, and which.
+
+    Says of which commit the overlay is, which files differ from this repository's, and
+    where the originals are kept. (Default: the environment, in no checkout.)
+
+    example:
+      python setup_overlay.py status --checkout ~/pytorch
+    """
     found = _target(args, environment=True).status(ROOT)
-    if args.json:
-        print(json.dumps(found.as_json(), indent=1))
-    else:
-        print(words(found, verbose=args.verbose))
+    print(
+        json.dumps(found, indent=1) if args.json else words(found, verbose=args.verbose)
+    )
     return 0
 
 
+@command("--checkout", "--python")
 def _diff(args: argparse.Namespace) -> int:
+    """Show what `apply` would change, as a patch.
+
+    example:
+      python setup_overlay.py diff --checkout ~/pytorch
+    """
     plan = _target(args, environment=True).plan(ROOT)
     changes = plan.changes(plan.wanted)
     shown = git.difference({rel: plan.now[rel] for rel in changes}, changes)
@@ -454,10 +352,18 @@ def _diff(args: argparse.Namespace) -> int:
     return 0
 
 
+@command("--checkout", "--python", "--commit", "--dry-run", "--verbose")
 def _revert(args: argparse.Namespace) -> int:
+    """Restore the stock files.
+
+    Restores what the overlay replaced and removes what it added, also the compiled parts
+    of `rebuild --mode wheel`. Refuses if those files have changes of yours. If the overlay
+    is committed, the work tree has the stock files afterwards; --commit commits that.
+
+    example:
+      python setup_overlay.py revert --checkout ~/pytorch
+    """
     target = _target(args)
-    if args.commit and isinstance(target, Wheel):
-        raise WrongTarget("--commit goes with --checkout")
     with target.held():
         report = target.revert(ROOT, commit=args.commit, dry_run=args.dry_run)
     changed = _show_report(report, args)
@@ -474,11 +380,21 @@ def _revert(args: argparse.Namespace) -> int:
     return 0
 
 
+@command("--checkout", "--dry-run")
 def _pull(args: argparse.Namespace) -> int:
+    """Take edits made in a checkout back into this repository.
+
+    Merges edits of the overlay's files, and new files, into those here; edits of files
+    that upstream owns become hunks in patches/. Refuses if the same lines were edited on
+    both sides. `git diff` here then shows the result.
+
+    example:
+      python setup_overlay.py pull --checkout ~/pytorch
+    """
     target = _checkout(args)
     with target.held(), files.held(ROOT):
         taken, missing = target.pull(ROOT, dry_run=args.dry_run)
-    _show(taken, "would have taken" if args.dry_run else "took", verbose=True)
+    _show(taken, "would take" if args.dry_run else "took", verbose=True)
     for rel in missing:
         print(f"{rel} is missing there; delete it here, too, if you meant that")
     if taken and not args.dry_run:
@@ -488,45 +404,73 @@ def _pull(args: argparse.Namespace) -> int:
     return 0
 
 
+@command("--checkout", "--python", "--out", "--dry-run")
 def _export(args: argparse.Namespace) -> int:
+    """Write the overlay as a git am series.
+
+    The mails fit the newest commit of the checkout without the overlay, which the command
+    names, or a pristine tree of the torch of --python (default: the environment's).
+
+    example:
+      python setup_overlay.py export --checkout ~/pytorch --out series
+      git -C ~/pytorch am $PWD/series/*.patch
+    """
     target = _target(args, environment=True)
     out = Path(args.out).expanduser().resolve()
     with target.held():
         written, base = target.export(ROOT, out, dry_run=args.dry_run)
-    for path in written:
-        print(path)
-    for line in target.plan(ROOT).lacking:
-        print(f"{line}: {target.words} has none")
+        notes = target.plan(ROOT).lacking
+    print(*written, *notes, sep="\n")
     print(f"for {base}: git am {shlex.quote(str(out))}/*.patch")
     return 0
 
 
 def _test_arguments(argv: list[str]) -> argparse.Namespace:
     """Parse ``test`` by hand: argparse would take pytest's options for its own."""
-    flags = {"--coverage": False, "--frameworks": False, "--dry-run": False}
-    values: dict[str, str | None] = {"--torch": None, "--python": None}
+    known = COMMANDS["test"][1]
+    found: dict[str, Any] = {
+        name: None if OPTIONS[name][0] else False for name in known
+    }
     rest = list(argv)
-    while rest and (name := rest[0].partition("=")[0]) in flags | values:
+    while rest and (name := rest[0].partition("=")[0]) in found:
         _, sign, value = rest.pop(0).partition("=")
-        if name in flags:
+        if OPTIONS[name][0] is None:
             if sign:
                 raise WrongTarget(f"{name} takes no value")
-            flags[name] = True
+            found[name] = True
             continue
-        value = value if sign else rest.pop(0) if rest else ""
-        if not value.strip():
+        found[name] = value if sign else rest.pop(0) if rest else ""
+        if not found[name].strip():
             raise WrongTarget(f"{name} needs a value")
-        values[name] = value
-    near = _nearest(rest[0], [*flags, *values]) if rest else ""
+    near = _nearest(rest[0], known) if rest else ""
     if near:
         raise WrongTarget(f"{rest[0]} is no option of pytest{near}")
-    found = {
-        name[2:].replace("-", "_"): value for name, value in (flags | values).items()
-    }
-    alone = [n for n in ("--python", "--frameworks") if (flags | values)[n]]
-    if alone and (len(alone) > 1 or values["--torch"] or flags["--coverage"]):
+    alone = [name for name in ("--python", "--frameworks") if found[name]]
+    if alone and (len(alone) > 1 or found["--torch"] or found["--coverage"]):
         raise WrongTarget(f"{alone[0]} goes without --torch, --coverage and the like")
-    return argparse.Namespace(do=_test, pytest=rest, **found)
+    named = {name[2:].replace("-", "_"): value for name, value in found.items()}
+    return argparse.Namespace(do=_test, pytest=rest, **named)
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    if argv[:1] == ["test"] and argv[1:2] not in (["-h"], ["--help"]):
+        return _test_arguments(argv[1:])
+    parser = _parser()
+    if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
+        parser.error(f"no such command: {argv[0]}{_nearest(argv[0], COMMANDS)}")
+    args, extra = parser.parse_known_args(argv)
+    if args.version:
+        supported = f"for torch {versions.supported_words()}"
+        print(
+            f"distributed Muon overlay {payload.name(ROOT) or '(no git)'}, {supported}"
+        )
+        parser.exit()
+    if args.command is None:
+        parser.error("a command is missing")
+    if extra and args.command != "verify":
+        args.sub.unknown(extra)
+    args.extra = extra
+    return args
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
@@ -538,18 +482,7 @@ def main(argv: list[str]) -> int:
     # half-done write is undone.
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        if argv[:1] == ["test"] and argv[1:2] not in (["-h"], ["--help"]):
-            args = _test_arguments(argv[1:])
-        else:
-            parser = _parser()
-            (commands,) = (a for a in parser._actions if a.dest == "command")
-            if argv and argv[0] not in commands.choices and not argv[0].startswith("-"):
-                near = _nearest(argv[0], commands.choices)
-                parser.error(f"no such command: {argv[0]}{near}")
-            args, extra = parser.parse_known_args(argv)
-            if extra and args.command != "verify":
-                args.sub.unknown(extra)
-            args.extra = extra
+        args = _arguments(argv)
         code = args.do(args)
         sys.stdout.flush()
         return code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import files, git, payload, stock, versions
 from .errors import Refused, WrongTarget
@@ -11,12 +11,13 @@ from .payload import sha256, unix
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from .patches import Layer
     from .payload import Source
 
+    Texts = Mapping[str, bytes | None]
 
 FOLDER = ".muon_overlay"  # below torch/: programs find stock Muon from torch.__file__
 
@@ -45,7 +46,7 @@ class Plan:
         """With this repository's overlay; an older one's other paths are as in the base."""
         return {rel: self.base.get(rel) for rel in self.now} | self.new
 
-    def changes(self, want: Mapping[str, bytes | None]) -> dict[str, bytes | None]:
+    def changes(self, want: Texts) -> dict[str, bytes | None]:
         return {rel: t for rel, t in want.items() if self.now[rel] != t}
 
 
@@ -58,30 +59,6 @@ class Report:
     commits: list[str] = dataclasses.field(default_factory=list)
     parts: int = 0  # compiled parts that were removed
     uncommitted: bool = False  # the branch has the overlay, its revert is not committed
-
-
-def report_of(changes: Mapping[str, bytes | None]) -> Report:
-    return Report(
-        [rel for rel, text in changes.items() if text is not None],
-        [rel for rel, text in changes.items() if text is None],
-    )
-
-
-@dataclasses.dataclass
-class Status:
-    target: str
-    kind: str
-    torch: str | None
-    state: str
-    overlay: str | None  # the commit of this repository that is there
-    files: dict[str, str]
-    originals: dict[str, str]
-    note: str = ""
-    compiled_parts: int = 0
-    busy: bool = False
-
-    def as_json(self) -> dict:
-        return dataclasses.asdict(self)
 
 
 WORDS = {
@@ -136,7 +113,7 @@ class Target:
         """Where a copy of the stock file lies."""
         return self.copies / rel.removeprefix("torch/")
 
-    def write(self, changes: Mapping[str, bytes | None]) -> None:
+    def write(self, changes: Texts) -> None:
         """Write all files or none, with the line ends that each has there."""
         places: dict[Path, bytes | None] = {}
         for rel, text in changes.items():
@@ -146,19 +123,69 @@ class Target:
             places[path] = text
         files.replace(places, self.sibling, self.root)
 
-    def check_edits(self, plan: Plan, root: Path, doing: str) -> None:
+    def apply(
+        self,
+        root: Path,
+        *,
+        commit: bool = False,
+        force: bool = False,
+        dry_run: bool = False,
+    ) -> Report:
+        plan = self.plan(root)
+        report = Report(warnings=self._check_apply(plan, root, force))
+        report.notes = [f"{note}: {self.words} has none" for note in plan.lacking]
+        return self._carry_out(plan, plan.wanted, report, self._apply, commit, dry_run)
+
+    def revert(
+        self, root: Path, *, commit: bool = False, dry_run: bool = False
+    ) -> Report:
+        plan = self.plan(root)
+        self._check_edits(plan, root, "the overlay wrote")
+        self._check_base(plan)
+        return self._carry_out(plan, plan.base, Report(), self._revert, commit, dry_run)
+
+    def _carry_out(
+        self,
+        plan: Plan,
+        want: Texts,
+        report: Report,
+        do: Callable,
+        commit: bool,
+        dry_run: bool,
+    ) -> Report:
+        if commit and self.kind == "wheel":
+            raise WrongTarget("--commit goes with --checkout")
+        changes = plan.changes(want)
+        report.written = [rel for rel, text in changes.items() if text is not None]
+        report.removed = [rel for rel, text in changes.items() if text is None]
+        if not dry_run:
+            do(plan, changes, report, commit)
+        return report
+
+    def _apply(self, plan: Plan, changes: Texts, report: Report, commit: bool) -> None:
+        raise NotImplementedError
+
+    def _revert(self, plan: Plan, changes: Texts, report: Report, commit: bool) -> None:
+        raise NotImplementedError
+
+    def _check_base(self, plan: Plan) -> None:
+        """Raise if the base that the plan has is not this target's."""
+        raise NotImplementedError
+
+    def _check_edits(self, plan: Plan, root: Path, doing: str) -> None:
         """The one rule: a path whose text is of no known origin is not written.
 
         Known are the base, every overlay that was applied there, and this repository.
         """
-        lost: dict[str, list[bytes]] = {}
+        new = plan.new
+        lost: dict[str, set[bytes]] = {}
         for rel, now in plan.now.items():
             for text in (now, plan.staged.get(rel, now)):
-                stock_or_new = text in (plan.base.get(rel), plan.new.get(rel))
+                stock_or_new = text in (plan.base.get(rel), new.get(rel))
                 if not (stock_or_new or sha256(text) in plan.ours[rel]):
-                    lost.setdefault(rel, []).append(text or b"")
+                    lost.setdefault(rel, set()).add(text or b"")
         old = git.known(root, {t for found in lost.values() for t in found if t})
-        edited = [rel for rel, found in lost.items() if not old.issuperset(found)]
+        edited = [rel for rel, found in lost.items() if not found <= old]
         if edited:
             raise Refused(
                 f"{self.words} has other changes in files that {doing}:\n"
@@ -166,10 +193,13 @@ class Target:
                 + f"{self.way_out(plan, edited)}\nNothing was touched."
             )
 
-    def check_apply(self, plan: Plan, root: Path, *, force: bool) -> list[str]:
+    def _check_apply(self, plan: Plan, root: Path, force: bool) -> list[str]:
         """Raise if ``apply`` must not go on; the warnings if it may."""
-        warnings = []
-        changes = plan.changes(plan.wanted)
+        self._check_edits(plan, root, "the overlay writes")
+        self._check_base(plan)
+        if self.version is None:
+            raise WrongTarget(f"{self.words}: `revert` removes the overlay")
+        warnings, changes = [], plan.changes(plan.wanted)
         if not versions.supported(self.version or ""):
             said = stock.untested(self.words, self.version or "", plan.base)
             if not force:
@@ -185,7 +215,6 @@ class Target:
                 f"repository is at {plan.source.name}, which is older. Update this clone "
                 "(git pull), or `revert` first. Nothing was touched."
             )
-        self.check_edits(plan, root, "the overlay writes")
         for rel in changes.keys() & plan.source.whole.keys():
             now = plan.now[rel]
             if now is not None and now == plan.base[rel] and not stock.known(rel, now):
@@ -195,83 +224,81 @@ class Target:
                 )
         return warnings
 
-    def held_by_another(self) -> bool:
-        return files.busy(self.lock)
-
     def interrupted(self) -> bool:
+        """Whether a killed command left work."""
         raise NotImplementedError
 
-    def status(self, root: Path) -> Status:
+    def status(self, root: Path) -> dict[str, Any]:
         plan = self.plan(root)
-        new = plan.new
-        found: dict[str, str] = {}
+        new, found = plan.new, {}
         for rel, now in plan.now.items():
             base = plan.base.get(rel)
             if now == new.get(rel, base):
-                word = "current" if now != base else None
-            elif now == base and rel not in plan.laid and rel in new:
-                word = "outdated"  # an older overlay did not have it
-            elif now is None:
-                word = "missing" if rel in new else None
-            elif now == base:
-                word = "original" if rel in new else None
+                found[rel] = "current" if now != base else None
+            elif now == base and rel in new and rel not in plan.laid:
+                found[rel] = "outdated"  # an older overlay did not have it
+            elif now in (None, base):
+                word = "missing" if now is None else "original"
+                found[rel] = word if rel in new else None
             else:
-                word = "outdated" if sha256(now) in plan.ours[rel] else "changed"
-            if word:
-                found[rel] = word
+                found[rel] = "outdated" if sha256(now) in plan.ours[rel] else "changed"
+        found = {rel: word for rel, word in found.items() if word}
         there = any(plan.now[rel] != plan.base.get(rel) for rel in found)
-        state, note = self._state(plan, root, found, there)
-        shown = {} if state in ("none", "reverted", "gone") else found
+        busy = files.busy(self.lock)
+        state, note = self._state(plan, there)
+        if self.interrupted() and not busy:
+            state = "interrupted"
+        elif state == "":
+            kinds = set(found.values())
+            if kinds == {"current"}:
+                state = "current"
+            elif payload.is_newer(root, plan.laid_name):
+                state = "newer"
+            else:
+                state = "outdated" if kinds <= {"current", "outdated"} else "changed"
         copies = {r: str(p) for r in new if (p := self.copy_of(r)).is_file()}
-        return Status(
-            str(self.root), self.kind, self.version, state,
-            plan.laid_name if there else None, shown, copies if there else {}, note,
-            busy=self.held_by_another(),
-        )  # fmt: skip
+        return {
+            "target": str(self.root),
+            "kind": self.kind,
+            "torch": self.version,
+            "state": state,
+            "note": note,
+            "busy": busy,
+            "overlay": plan.laid_name if there else None,
+            "files": {} if state in ("none", "reverted", "gone") else found,
+            "originals": copies if there else {},
+        }
 
-    def _state(
-        self, plan: Plan, root: Path, found: Mapping[str, str], there: bool
-    ) -> tuple[str, str]:
-        kinds = set(found.values())
-        if self.interrupted():
-            return "interrupted", ""
-        if not there:
-            return "none", ""
-        if kinds == {"current"}:
-            return "current", ""
-        if payload.is_newer(root, plan.laid_name):
-            return "newer", ""
-        if kinds & {"changed", "missing", "original"}:
-            return "changed", ""
-        return "outdated", ""
+    def _state(self, plan: Plan, there: bool) -> tuple[str, str]:
+        """A state that the files do not tell (empty: they tell it), and a note on it."""
+        return "" if there else "none", ""
 
 
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def words(status: Status, *, verbose: bool = False) -> str:
+def words(status: Mapping[str, Any], *, verbose: bool = False) -> str:
     """Counts the files that are as in this repository; ``verbose`` names them too."""
-    lines = [f"{status.kind} {status.target}", f"torch {status.torch or 'uninstalled'}"]
-    if status.busy:
+    kind, torch = status["kind"], status["torch"] or "uninstalled"
+    lines = [f"{kind} {status['target']}", f"torch {torch}"]
+    if status["busy"]:
         lines.append("another command works on it at this moment")
-    lines.append(f"holds {WORDS[status.state]}{status.note}")
-    if status.overlay:
-        lines.append(f"overlay of commit {status.overlay}")
-    for rel, word in sorted(status.files.items()):
+    lines.append(f"holds {WORDS[status['state']]}{status['note']}")
+    if status["overlay"]:
+        lines.append(f"overlay of commit {status['overlay']}")
+    for rel, word in sorted(status["files"].items()):
         if verbose or word != "current":
-            kept = "  (original kept)" if rel in status.originals else ""
+            kept = "  (original kept)" if rel in status["originals"] else ""
             lines.append(f"  {word:9} {rel}{kept}")
-    current = list(status.files.values()).count("current")
-    if status.files and not verbose:
+    current = list(status["files"].values()).count("current")
+    if status["files"] and not verbose:
         lines.append(
             f"{count(current, 'file')} as in this repository, "
-            f"{count(len(status.originals), 'original')} kept (--verbose names them)"
+            f"{count(len(status['originals']), 'original')} kept (--verbose names them)"
         )
-    if status.compiled_parts:
-        lines.append(f"{count(status.compiled_parts, 'compiled part')} lent by a wheel")
+    if status.get("compiled_parts"):
+        lines.append(
+            f"{count(status['compiled_parts'], 'compiled part')} lent by a wheel"
+        )
     return "\n".join(lines)
-
-
-def restored(plan: Plan, rels: Iterable[str]) -> dict[str, bytes | None]:
-    return plan.changes({rel: plan.base[rel] for rel in rels})

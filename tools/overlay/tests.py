@@ -67,7 +67,7 @@ def run_with(python: str, args: list[str], root: Path) -> int:
     if missing:
         raise WrongTarget(f"first {python} -m pip install {missing}")
     with target.held():
-        before = target.status(root).state
+        before = target.status(root)["state"]
         if before not in ("none", "current"):
             raise Refused(
                 f"{target.words} has an overlay that is {before}; bring it up to date with "

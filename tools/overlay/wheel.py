@@ -10,31 +10,31 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import hashlib
 import json
 import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import files, patches, payload, stock, versions, worktree
 from .errors import WrongTarget
 from .interpreter import PTH, ask_where, find_interpreter
 from .payload import sha256
-from .target import FOLDER, Plan, Report, Target, report_of, restored
+from .target import FOLDER, Plan, Report, Target
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from .target import Texts
+
 
 FORMAT = 2
 
 
-@dataclasses.dataclass
-class Entry:
+class Entry(NamedTuple):
     """Hashes of one file; None: no file."""
 
     stock: str | None
@@ -42,14 +42,13 @@ class Entry:
     new: str | None  # after it
 
 
-@dataclasses.dataclass
-class Manifest:
+class Manifest(NamedTuple):
     torch: str | None
     overlay: str | None  # this repository's commit
     files: dict[str, Entry]
 
     def dump(self) -> bytes:
-        data = {"format": FORMAT, **dataclasses.asdict(self)}
+        data = {"format": FORMAT, **self._asdict()}
         return (json.dumps(data, indent=1, sort_keys=True) + "\n").encode()
 
 
@@ -84,7 +83,7 @@ class Wheel(Target):
             data = json.loads(self._path.read_bytes())
             if data.pop("format") != FORMAT:
                 return None
-            entries = {rel: Entry(**entry) for rel, entry in data.pop("files").items()}
+            entries = {rel: Entry(*entry) for rel, entry in data.pop("files").items()}
             return Manifest(files=entries, **data)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -106,7 +105,7 @@ class Wheel(Target):
         ]
 
     def interrupted(self) -> bool:
-        return bool(self._scrap(self.manifest())) and not self.held_by_another()
+        return bool(self._scrap(self.manifest()))
 
     def _finish(self) -> bool:
         """All new texts wait next to their places before the first rename."""
@@ -193,16 +192,16 @@ class Wheel(Target):
             laid=laid, laid_name=found.overlay if found and laid else None,
         )  # fmt: skip
 
-    def _check_stock(self, plan: Plan) -> None:
+    def _check_base(self, plan: Plan) -> None:
         unknown = [rel for rel in plan.now if rel not in plan.base]
         if unknown:
             found = self.manifest()
-            came = f" The copies came with torch {found.torch}." if found else ""
+            came = f"The copies came with torch {found.torch}.\n" if found else ""
             raise WrongTarget(
                 f"the stock text of these files of {self.words} is not known: what RECORD "
                 "or the manifest names is neither there nor among the copies.\n"
                 + "".join(f"  {rel}\n" for rel in unknown)
-                + f"{came and came.strip() + chr(10)}{self._reinstall()}. Nothing was touched."
+                + f"{came}{self._reinstall()}. Nothing was touched."
             )
 
     def _reinstall(self) -> str:
@@ -226,104 +225,71 @@ class Wheel(Target):
                 lines.append(f"  {self._reinstall()}")
         return "\n".join(dict.fromkeys(lines))
 
-    def apply(
-        self, root: Path, *, force: bool = False, dry_run: bool = False
-    ) -> Report:
-        if self.version is None:
-            raise WrongTarget(
-                f"{self.python} has no torch any more. `revert` removes the overlay"
-            )
-        plan = self.plan(root)
-        self.check_edits(plan, root, "the overlay writes")
-        self._check_stock(plan)
-        warnings = self.check_apply(plan, root, force=force)
-        changes = plan.changes(plan.wanted)
-        report = report_of(changes)
-        report.warnings = warnings
-        report.notes = [f"{note}: {self.words} has none" for note in plan.lacking]
-        if dry_run:
-            return report
+    def _apply(self, plan: Plan, changes: Texts, report: Report, commit: bool) -> None:
         copies = {
-            self.copy_of(rel): text
-            for rel in plan.new
-            if (text := plan.base[rel]) is not None
+            self.copy_of(r): t for r in plan.new if (t := plan.base[r]) is not None
         }
         self._write(plan, plan.wanted, changes, copies, plan.source.name)
-        return report
 
-    def _write(
-        self,
-        plan: Plan,
-        want: Mapping[str, bytes | None],
-        changes: Mapping[str, bytes | None],
-        copies: Mapping[Path, bytes],
-        name: str | None,
-    ) -> None:
-        entries = {
-            rel: Entry(sha256(plan.base[rel]), sha256(plan.now[rel]), sha256(text))
-            for rel, text in want.items()
-            if {sha256(plan.base[rel])} != {sha256(plan.now[rel]), sha256(text)}
-        }
-        found = self.manifest()
-        if (
-            not changes
-            and found
-            and {r: e.new for r, e in found.files.items()}
-            == {r: e.new for r, e in entries.items()}
-        ):
-            # No file changes, so the earlier hashes stay true.
-            entries = found.files
-        new = Manifest(self.version, name, entries)
-        before = self._path.read_bytes() if self._path.is_file() else None
-        try:
-            for path, text in copies.items():
-                if not path.is_file() or path.read_bytes() != text:
-                    files.write(path, text, self.sibling)
-            if before != new.dump():
-                files.write(self._path, new.dump(), self.sibling)
-            self.write(changes)
-        except BaseException:
-            if before is None:
-                shutil.rmtree(self._path.parent, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    files.write(self._path, before, self.sibling)
-            raise
-
-    def revert(
-        self, root: Path, *, commit: bool = False, dry_run: bool = False
-    ) -> Report:
-        plan = self.plan(root)
-        self.check_edits(plan, root, "the overlay wrote")
-        self._check_stock(plan)
-        changes = restored(plan, plan.now)
-        report = report_of(changes)
-        if dry_run:
-            return report
+    def _revert(self, plan: Plan, changes: Texts, report: Report, commit: bool) -> None:
         if changes:
             self._write(plan, plan.base, changes, {}, plan.laid_name)
         shutil.rmtree(self._path.parent, ignore_errors=True)
         if self.version is None:
             files.remove_empty_folders(self.torch_dir, self.root)
-        return report
 
-    def _state(
-        self, plan: Plan, root: Path, found: Mapping[str, str], there: bool
-    ) -> tuple[str, str]:
+    def _write(
+        self,
+        plan: Plan,
+        want: Texts,
+        changes: Texts,
+        copies: Mapping[Path, bytes],
+        name: str | None,
+    ) -> None:
+        entries = {}
+        for rel, text in want.items():
+            entry = Entry(*map(sha256, (plan.base[rel], plan.now[rel], text)))
+            if len(set(entry)) > 1 or entry.new != entry.stock:
+                entries[rel] = entry
+        found = self.manifest()
+        if found and not changes and _news(found.files) == _news(entries):
+            entries = found.files  # no file changes: the earlier hashes stay true
+        new = Manifest(self.version, name, entries).dump()
+        before = self._path.read_bytes() if self._path.is_file() else None
+        try:
+            for path, text in copies.items():
+                if not path.is_file() or path.read_bytes() != text:
+                    files.write(path, text, self.sibling)
+            if before != new:
+                files.write(self._path, new, self.sibling)
+            self.write(changes)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                if before is not None:
+                    files.write(self._path, before, self.sibling)
+                elif plan.now == plan.base:  # no overlay was there
+                    shutil.rmtree(self._path.parent)
+                else:
+                    self._path.unlink()
+            raise
+
+    def _state(self, plan: Plan, there: bool) -> tuple[str, str]:
         before = self.manifest()
         if self.version is None:
             return "gone", ""
         if there and before and before.torch != self.version:
-            note = f": applied to {before.torch}, torch is {self.version} now. `apply` again or `revert`"
-            return "upgraded", note
-        return super()._state(plan, root, found, there)
+            return "upgraded", (
+                f": applied to {before.torch}, torch is {self.version} now. `apply` again "
+                "or `revert`"
+            )
+        return super()._state(plan, there)
 
     def export(
         self, root: Path, out: Path, *, dry_run: bool = False
     ) -> tuple[list[Path], str]:
         """Write the ``git am`` series; the files, and the base in words."""
         plan, words = self.plan(root), f"a pristine torch {self.version}"
-        self._check_stock(plan)
+        self._check_base(plan)
         if dry_run:
             return [], words
         with files.scratch_folder() as scratch:
@@ -334,6 +300,10 @@ class Wheel(Target):
             for layer in layers:
                 tip = tree.commit(tip, layer.texts, layer.message, plan.source.name)
             return worktree.write_series(tree, base, tip, out), words
+
+
+def _news(entries: Mapping[str, Entry]) -> dict[str, str | None]:
+    return {rel: entry.new for rel, entry in entries.items()}
 
 
 def record_hash(data: bytes) -> str:

@@ -52,6 +52,7 @@ class Worktree:
         self.exclude = common / "info" / "exclude"
         self._index = self.keep / "index"
         self._bases: dict[str, str] = {}
+        self._overlays: dict[str, dict[str, bytes | None]] = {}
 
     def ask(self, *args: str) -> str:
         return git.text(self.root, *args)
@@ -117,6 +118,14 @@ class Worktree:
         log = self.ask("log", "--walk-reflogs", "--format=%H", "-n30", LAID, "--")
         names = [self.resolve(NEXT), self.resolve(LAID), *log.split()]
         return list(dict.fromkeys(filter(None, names)))
+
+    def overlay(self, commit: str) -> dict[str, bytes | None]:
+        """The texts that the commit changes on its base; empty for a base."""
+        if commit not in self._overlays:
+            base = self.base(commit)
+            rels = self.changed(base, commit) if base != commit else []
+            self._overlays[commit] = self.texts(commit, rels)
+        return self._overlays[commit]
 
     def trailer(self, commit: str) -> str | None:
         value = f"--format=%(trailers:key={TRAILER},valueonly)"
