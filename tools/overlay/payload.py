@@ -105,9 +105,8 @@ def has(root: Path, commit: str) -> bool:
     ).returncode
 
 
-def is_newer(root: Path, there: str | None) -> bool:
-    """Whether the overlay of that name came after this repository's commit."""
-    here = name(root)
+def is_newer(root: Path, here: str | None, there: str | None) -> bool:
+    """Whether the overlay named ``there`` came after the one named ``here``."""
     if there is None or here is None:
         return False
     commit, here = (text.removesuffix(DIRTY) for text in (there, here))

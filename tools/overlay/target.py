@@ -209,7 +209,7 @@ class Target:
             warnings += [said, *plan.misfits] if changes else []
         elif plan.misfits:
             raise WrongTarget(f"{plan.misfits[0]}. Nothing was touched.")
-        if changes and payload.is_newer(root, plan.laid_name):
+        if changes and payload.is_newer(root, plan.source.name, plan.laid_name):
             raise Refused(
                 f"{self.words} has the overlay of commit {plan.laid_name}, and this "
                 f"repository is at {plan.source.name}, which is older. Update this clone "
@@ -252,7 +252,7 @@ class Target:
             kinds = set(found.values())
             if kinds == {"current"}:
                 state = "current"
-            elif payload.is_newer(root, plan.laid_name):
+            elif payload.is_newer(root, plan.source.name, plan.laid_name):
                 state = "newer"
             else:
                 state = "outdated" if kinds <= {"current", "outdated"} else "changed"

@@ -23,6 +23,7 @@ LAID, NEXT = "refs/worktree/muon/laid", "refs/worktree/muon/next"
 ADDED = "torch/optim/muon.py"  # the overlay adds it
 REPLACED = "torch/optim/_muon.py"
 TRAILER = "Muon-Overlay"
+ZERO = "0" * 40  # no object
 # git's own unfinished work, by the file that says so.
 UNDER_WAY = {
     "MERGE_HEAD": "merge",
@@ -165,9 +166,8 @@ class Worktree:
         blobs = iter(self._blobs([t for t in texts.values() if t is not None]))
         listed = git.lines(self.root, "ls-tree", "-rz", modes, "--", *rels)
         mode = {ln.split("\t")[1]: ln.split()[0] for ln in listed}
-        gone = "0" * len(self.resolve("HEAD"))
         entries = "".join(
-            f"0 {gone}\t{rel}\0" if text is None
+            f"0 {ZERO}\t{rel}\0" if text is None
             else f"{mode.get(rel, '100644')} {next(blobs)}\t{rel}\0"
             for rel, text in texts.items()
         )  # fmt: skip
