@@ -88,7 +88,8 @@ def _state(env: Path) -> str:
     marker = _marker(env)
     if not marker:
         # Our marker is written before anything else, so this one is somebody's.
-        if (env / MARKER).exists() or not any(env.iterdir()):
+        half = files.scratch(env / MARKER)
+        if (env / MARKER).exists() or all(path == half for path in env.iterdir()):
             return "partial"
         return "foreign"
     works = python_of(env).exists()  # False too if the base interpreter is gone
