@@ -421,18 +421,20 @@ def test_each_branch_has_its_own_overlay(checkout, face, overlay, git_status):
         )
 
 
-def test_version_that_was_merged_over_the_overlay(checkout, face, git_status):
+def test_upstream_that_was_merged_over_the_overlay(checkout, face, git_status):
+    """`revert` restores the files of the merged version, not those before the overlay."""
     git(checkout, "switch", "-q", "-c", "release")
     (checkout / "version.txt").write_text("2.12.0a0\n")
+    (checkout / MUON).write_text(OTHER)
+    append(checkout / "docs/source/optim.md", "\nA new last line.\n")
     commit_all(checkout)
     git(checkout, "switch", "-q", "main")
     face("apply", "--checkout", checkout, "--commit")
-    git(checkout, "merge", "-q", "release", "-m", "m")
-    done = face("revert", "--checkout", checkout)
-    assert (done.code, git_status(checkout)) == (2, "")
-    (line,) = [ln for ln in done.err.splitlines() if ln.startswith("  git")]
-    run(*shlex.split(line), "--no-edit")
-    assert git(checkout, "diff", "release") == ""
+    git(checkout, "merge", "-q", "-X", "ours", "release", "-m", "m")
+    assert state(checkout) == "current"
+    assert "already" in face("apply", "--checkout", checkout).out
+    reverts(face, checkout, "--commit")
+    assert git(checkout, "diff", "release") == git_status(checkout) == ""
 
 
 def test_git_clean_does_not_take_the_record(checkout, face, git_status):

@@ -138,15 +138,7 @@ class Checkout(Target):
             )
         elif all(tree.base(commit) != base for commit, _ in laid):
             # Not known here: its first commit has its texts.
-            adding = (
-                "log",
-                "-1",
-                "--format=%H",
-                "--diff-filter=A",
-                "--first-parent",
-                "-m",
-            )
-            commit = commit or tree.ask(*adding, head, "--", worktree.ADDED)
+            commit = commit or tree.adding(head)
             ours = set(self._paths(source))
             rels = [
                 r for r in tree.changed(base, commit) if r in ours or self._is_muons(r)
@@ -198,8 +190,7 @@ class Checkout(Target):
         if commit and differs:
             name = plan.source.name
             new = tip if head == base else tree.commit(head, differs, UPDATE, name)
-            self._commit(new, head, plan, plan.wanted, "apply")
-            report.commits = tree.ask("rev-list", "--reverse", f"{head}..{new}").split()
+            report.commits = self._commit(new, plan, plan.wanted)
         tree.set_laid(tip)
 
     def _differs(self, want: Texts) -> dict[str, bytes | None]:
@@ -207,17 +198,12 @@ class Checkout(Target):
         head = self.tree.texts("HEAD", list(want))
         return {rel: text for rel, text in want.items() if text != head[rel]}
 
-    def _commit(
-        self,
-        commit: str,
-        head: str,
-        plan: Plan,
-        want: Texts,
-        why: str,
-    ) -> None:
+    def _commit(self, commit: str, plan: Plan, want: Texts) -> list[str]:
         """Move the branch. The index first: a kill between leaves a staged overlay."""
+        head = self.tree.resolve("HEAD")
         self.tree.stage({r: t for r, t in want.items() if plan.staged[r] != t})
-        self.tree.move_head(commit, head, why)
+        self.tree.move_head(commit, head)
+        return self.tree.ask("rev-list", "--reverse", f"{head}..{commit}").split()
 
     def _keep_copies(self, plan: Plan) -> None:
         """Tests compare with stock Muon, which programs find from torch.__file__."""
@@ -241,29 +227,13 @@ class Checkout(Target):
         differs = self._differs(plan.base)
         if commit and differs:
             new = tree.commit(head, differs, REVERT, plan.source.name)
-            self._commit(new, head, plan, plan.base, "revert")
-            report.commits = [new]
+            report.commits = self._commit(new, plan, plan.base)
         elif head == base:
             tree.stage({r: t for r, t in plan.base.items() if plan.staged[r] != t})
         report.uncommitted = bool(differs) and not commit
         if changes or tree.resolve(worktree.LAID) not in ("", base):
             tree.set_laid(base)
         report.parts = parts.remove(tree)
-
-    def _check_base(self, plan: Plan) -> None:
-        head, base = self.tree.resolve("HEAD"), self.tree.base()
-        versions = [self.tree.texts(c, ["version.txt"]) for c in (head, base)]
-        if versions[0] == versions[1]:
-            return
-        where = shlex.quote(str(self.root))
-        names = ("rev-list", "--no-merges", f"--grep=^{worktree.TRAILER}: ")
-        commits = self.tree.ask(*names, f"{base}..{head}") or head
-        raise WrongTarget(
-            f"another version of PyTorch was merged into {self.root} after the overlay, so "
-            "the files from before it are not this version's. Nothing was touched. git "
-            f"undoes the overlay's commits:\n  git -C {where} revert "
-            + " ".join(commits.split())
-        )
 
     def status(self, root: Path) -> dict[str, Any]:
         try:
@@ -293,11 +263,9 @@ class Checkout(Target):
         changes: dict[str, bytes] = {}
         both, new = [], plan.new
         for rel, there in edited.items():
-            mine, was = (
-                new.get(rel, plan.base.get(rel)),
-                laid.get(rel, plan.base.get(rel)),
-            )
-            if there is None or there in (mine, was, plan.base.get(rel)):
+            base = plan.base.get(rel)
+            mine, was = new.get(rel, base), laid.get(rel, base)
+            if there is None or there in (mine, was, base):
                 continue
             if rel not in laid and git.known(root, [there]):
                 continue  # of an overlay before this one
@@ -306,7 +274,7 @@ class Checkout(Target):
                 both.append(rel)
             elif text == mine:
                 continue
-            elif rel in here or rel not in plan.base or plan.base[rel] is None:
+            elif rel in here or base is None:
                 changes[rel] = text
             else:
                 name, patch = self._hunks(plan, rel, text)
@@ -368,11 +336,10 @@ class Checkout(Target):
         plan, base = self.plan(root), self.tree.base()
         if plan.misfits:
             raise WrongTarget(plan.misfits[0])
-        written = (
-            []
-            if dry_run
-            else worktree.write_series(self.tree, base, self._build(plan, base), out)
-        )
+        if dry_run:
+            return [], f"{self.words} at {base}"
+        tip = self._build(plan, base)
+        written = worktree.write_series(self.tree, base, tip, out)
         return written, f"{self.words} at {base}"
 
 

@@ -169,8 +169,7 @@ class Target:
         raise NotImplementedError
 
     def _check_base(self, plan: Plan) -> None:
-        """Raise if the base that the plan has is not this target's."""
-        raise NotImplementedError
+        """Raise if a text of the base is not known."""
 
     def _check_edits(self, plan: Plan, root: Path, doing: str) -> None:
         """The one rule: a path whose text is of no known origin is not written.

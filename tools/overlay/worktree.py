@@ -92,8 +92,7 @@ class Worktree:
     def _find_base(self, found: str, commit: str) -> str:
         if self.texts(found, [ADDED])[ADDED] is None:
             return self._base_of_a_part(found) if commit == "HEAD" else found
-        newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
-        adding = self.ask(*newest, "--diff-filter=A", found, "--", ADDED)
+        adding = self.adding(found)
         parent = self.resolve(f"{adding}^") if adding else ""
         if not parent:
             raise WrongTarget(
@@ -102,7 +101,19 @@ class Worktree:
                 f"Fetch that history:\n  git -C {shlex.quote(str(self.root))} fetch "
                 "--unshallow\nNothing was touched."
             )
+        # Upstream that was merged since is a newer base.
+        merges = ("rev-list", "--first-parent", "--merges", f"{parent}..{found}")
+        for merge in self.ask(*merges).split():
+            other = self.resolve(f"{merge}^2")
+            newer = self.ask("merge-base", parent, other) == parent
+            if newer and self.texts(other, [ADDED])[ADDED] is None:
+                return other
         return parent
+
+    def adding(self, commit: str) -> str:
+        """The last commit that added the overlay."""
+        newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
+        return self.ask(*newest, "--diff-filter=A", commit, "--", ADDED)
 
     def _base_of_a_part(self, head: str) -> str:
         """`git commit -a` takes the files that the overlay replaces, and no added one."""
@@ -217,16 +228,9 @@ class Worktree:
         os.replace(lock, index)
         self.forget_scrap()
 
-    def move_head(self, commit: str, before: str, why: str) -> None:
-        git.git(
-            self.root,
-            "update-ref",
-            "-m",
-            f"muon overlay: {why}",
-            "HEAD",
-            commit,
-            before,
-        )
+    def move_head(self, commit: str, before: str) -> None:
+        move = ("update-ref", "-m", "muon overlay", "HEAD")
+        git.git(self.root, *move, commit, before)
 
     def set_next(self, commit: str) -> None:
         git.git(self.root, "update-ref", NEXT, commit)
@@ -310,5 +314,5 @@ def new(root: Path, texts: Mapping[str, bytes | None]) -> Worktree:
     git.git(root, "update-ref", "HEAD", first)
     tree = Worktree(root, root / ".git", root / ".git")
     there = {rel: text for rel, text in texts.items() if text is not None}
-    tree.move_head(tree.commit(first, there, "PyTorch", None), first, "base")
+    tree.move_head(tree.commit(first, there, "PyTorch", None), first)
     return tree
