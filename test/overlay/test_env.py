@@ -464,17 +464,6 @@ def test_old_python_is_told_so(tool, overlay):
     assert (done.code, "3.10 or later" in done.err) == (2, True)
 
 
-def test_progress_is_plain_without_a_terminal(tmp_path, capsys):
-    log = tmp_path / "log"
-    code = progress.run(["sh", "-c", "echo out; exit 3"], "working", log, timeout=20)
-    shown = capsys.readouterr().out
-    assert code == 3
-    assert shown.startswith("working ...\nworking: failed (3) in ")
-    assert "\r" not in shown
-    assert "\x1b" not in shown
-    assert "out\n" in log.read_text()
-
-
 def test_progress_stops_at_its_limit(tmp_path):
     started = time.monotonic()
     with pytest.raises(WorkFailed, match="stopped after 1 s"):

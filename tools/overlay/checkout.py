@@ -182,9 +182,7 @@ class Checkout(Target):
         tree = self.tree
         head, base = tree.resolve("HEAD"), tree.base()
         tip = self._build(plan, base)
-        if changes or tree.resolve(worktree.LAID) != tip:
-            tree.set_next(tip)
-        self.write(changes)
+        self._lay(changes, tip, commit)
         self._keep_copies(plan)
         differs = self._differs(plan.wanted)
         if commit and differs:
@@ -192,6 +190,16 @@ class Checkout(Target):
             new = tip if head == base else tree.commit(head, differs, UPDATE, name)
             report.commits = self._commit(new, plan, plan.wanted)
         tree.set_laid(tip)
+
+    def _lay(self, changes: Texts, following: str, commit: bool) -> None:
+        """Write the files; after a kill, the next command finishes that."""
+        if changes or commit:
+            self.tree.set_next(following)
+        try:
+            self.write(changes)
+        except BaseException:  # the files are as before
+            self.tree.forget_next()
+            raise
 
     def _differs(self, want: Texts) -> dict[str, bytes | None]:
         """The texts that the branch does not have."""
@@ -220,9 +228,7 @@ class Checkout(Target):
     def _revert(self, plan: Plan, changes: Texts, report: Report, commit: bool) -> None:
         tree = self.tree
         head, base = tree.resolve("HEAD"), tree.base()
-        if changes:
-            tree.set_next(base)
-        self.write(changes)
+        self._lay(changes, base, commit)
         shutil.rmtree(self.copies.parent, ignore_errors=True)
         differs = self._differs(plan.base)
         if commit and differs:
@@ -231,7 +237,7 @@ class Checkout(Target):
         elif head == base:
             tree.stage({r: t for r, t in plan.base.items() if plan.staged[r] != t})
         report.uncommitted = bool(differs) and not commit
-        if changes or tree.resolve(worktree.LAID) not in ("", base):
+        if changes or commit or tree.resolve(worktree.LAID) not in ("", base):
             tree.set_laid(base)
         report.parts = parts.remove(tree)
 

@@ -1,14 +1,9 @@
 """The ways in which a command can end; the codes are part of the interface."""
 
-DONE = 0
 FAILED = 1
 WRONG = 2
 REFUSED = 3
-
-
-# As shells count the signals that end a process.
-INTERRUPTED = 130
-TERMINATED = 143
+INTERRUPTED = 130  # 128 and the signal's number, as in a shell
 
 
 class OverlayError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import eq, ge, gt, le, lt, ne
 
 from .errors import WrongTarget
 
@@ -11,14 +12,7 @@ PINNED = "2.13.0"
 OLDEST = (2, 11)
 NEWEST = (2, 15)
 
-_COMPARE = {
-    "==": lambda a, b: a == b,
-    "!=": lambda a, b: a != b,
-    ">=": lambda a, b: a >= b,
-    "<=": lambda a, b: a <= b,
-    ">": lambda a, b: a > b,
-    "<": lambda a, b: a < b,
-}
+_COMPARE = {"==": eq, "!=": ne, ">=": ge, "<=": le, ">": gt, "<": lt}
 
 
 def supported_words() -> str:

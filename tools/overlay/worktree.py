@@ -238,9 +238,11 @@ class Worktree:
     def set_laid(self, commit: str) -> None:
         """The next overlay is applied."""
         if self.resolve(LAID) != commit:
-            git.git(
-                self.root, "update-ref", "--create-reflog", "-m", "laid", LAID, commit
-            )
+            update = ("update-ref", "--create-reflog", "-m", "laid")
+            git.git(self.root, *update, LAID, commit)
+        self.forget_next()
+
+    def forget_next(self) -> None:
         git.git(self.root, "update-ref", "-d", NEXT)
 
     def forget_scrap(self) -> None:
