@@ -76,7 +76,11 @@ WORDS = {
 
 
 class Target:
-    """A tree that has a ``torch`` package."""
+    """A tree that has a ``torch`` package.
+
+    A subclass has ``plan``, ``_apply``, ``_revert``, ``interrupted`` (whether a killed
+    command left work) and ``way_out`` (how a user keeps or drops edits, in words).
+    """
 
     kind: str
     words: str  # its name in messages
@@ -87,13 +91,6 @@ class Target:
         self.torch_dir = root / "torch"
         self.version = version
         self.copies = self.torch_dir / FOLDER / "original"
-
-    def plan(self, root: Path) -> Plan:
-        raise NotImplementedError
-
-    def way_out(self, plan: Plan, rels: list[str]) -> str:
-        """How a user keeps or drops edits of those files, in words."""
-        raise NotImplementedError
 
     def takes(self, rel: str) -> bool:
         """Whether the overlay has this file for the target: tests are for checkouts."""
@@ -162,14 +159,8 @@ class Target:
             do(plan, changes, report, commit)
         return report
 
-    def _apply(self, plan: Plan, changes: Texts, report: Report, commit: bool) -> None:
-        raise NotImplementedError
-
-    def _revert(self, plan: Plan, changes: Texts, report: Report, commit: bool) -> None:
-        raise NotImplementedError
-
     def _check_base(self, plan: Plan) -> None:
-        """Raise if a text of the base is not known."""
+        """Raise if a text of the base is not known. git knows all of a checkout's."""
 
     def _check_edits(self, plan: Plan, root: Path, doing: str) -> None:
         """The one rule: a path whose text is of no known origin is not written.
@@ -222,10 +213,6 @@ class Target:
                     "replaces the whole file; `revert` restores it"
                 )
         return warnings
-
-    def interrupted(self) -> bool:
-        """Whether a killed command left work."""
-        raise NotImplementedError
 
     def status(self, root: Path) -> dict[str, Any]:
         plan = self.plan(root)
