@@ -126,12 +126,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
     RowwiseParallel,
 )
-from torch.optim import _muon, Muon
-from torch.optim._muon_engine.layouts import Layout
-from torch.optim._muon_engine.layouts.dtensor import DTensorReader
+from torch.optim import Muon
+from torch.optim._muon_engine.layouts import Key, Layout
+from torch.optim._muon_engine.layouts.dtensor import DTensorLayouts
 from torch.optim._muon_engine.schedule.buckets import make_schedule
-from torch.optim._muon_engine.schedule.specs import Bucket, Schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners
+from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
+from torch.optim._newton_schulz import NS_DTYPE
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -256,8 +257,12 @@ def layouts_of(grid: Grid) -> list[Layout]:
     try:
         mesh = init_device_mesh("cpu", grid, mesh_dim_names=("dp", "tp"))
         named = [pair for aisle in aisles_of(build(mesh)) for pair in aisle["params"]]
-        names, params = zip(*named)
-        return DTensorReader().read(params, names)
+        reader = DTensorLayouts()
+        return [
+            layout
+            for i, (name, param) in enumerate(named)
+            for layout in reader.of(Key(i, 0, name), param)
+        ]
     finally:
         dist.destroy_process_group()
 
@@ -295,17 +300,16 @@ def layouts_of(grid: Grid) -> list[Layout]:
 # step.
 #
 # What is the least that has to be sent? An owner lacks what it does not hold itself.
-# Each other rank lacks its part of the result. The schedule sends just that, and with
-# each shard a flag of two bytes ("I have a gradient").
+# Each other rank lacks its part of the result. The schedule sends just that.
 
 
 # %%
 def sent_by(schedule: Schedule, bucket: Bucket, rank: int) -> dict[str, list[int]]:
     """Bytes that ``rank`` sends each of the ranks in the two collectives of a bucket."""
-    spec = schedule.spec(bucket, rank, bucket.group)
-    sent = {"gather": spec.gather_send, "scatter": spec.scatter_send}
-    width = _muon._NS_DTYPE.itemsize
-    return {what: [n * width for n in packed.splits] for what, packed in sent.items()}
+    packs = schedule.packs(bucket, rank)
+    sent = {"gather": packs.gather_send, "scatter": packs.scatter_send}
+    width = NS_DTYPE.itemsize
+    return {what: [n * width for n in pack.splits] for what, pack in sent.items()}
 
 
 def lower_bound(schedule: Schedule, rank: int) -> int:
@@ -314,7 +318,7 @@ def lower_bound(schedule: Schedule, rank: int) -> int:
     for layout, owner in zip(schedule.layouts, schedule.owners):
         own = sum(region.numel for region in layout.shards.of(rank))
         elements += layout.numel - own if owner == rank else own
-    return elements * _muon._NS_DTYPE.itemsize
+    return elements * NS_DTYPE.itemsize
 
 
 def digest(schedule: Schedule) -> str:
@@ -323,7 +327,7 @@ def digest(schedule: Schedule) -> str:
 
 
 # %% tags=["active-ipynb"]
-# schedule = make_schedule(layouts, owners, _muon._NS_DTYPE)
+# schedule = make_schedule(layouts, owners, NS_DTYPE)
 # tables.print_buckets(schedule)
 # tables.print_bytes(schedule, sent_by, lower_bound)
 
@@ -476,7 +480,7 @@ def report_of(mesh: DeviceMesh) -> dict[str, Any]:
                 take_step(muon, step, shard)
         engines[ahead] = {
             "owned": muon.assignments[dist.get_rank()],
-            "schedule": digest(muon._engine.pipeline.schedule),
+            "schedule": digest(muon._engine.schedule),
             "calls": meter.newton_schulz / STEPS,
             "sent": sum(meter.wire.bytes.values()) / STEPS,
             "other": dict(meter.wire.other),
@@ -485,7 +489,7 @@ def report_of(mesh: DeviceMesh) -> dict[str, Any]:
         way = f"engine, prefetch_count={ahead}"
         differs[way] = first_difference(values_of(muon), expected)
 
-    entries = master_plan(muon._engine.layouts, grid)
+    entries = master_plan(list(muon._engine.schedule.layouts), grid)
     buckets = bucket_sizes(entries, grid)
     stores = partial(run_of, buckets=buckets, grid=grid)
     long = LongWay(
@@ -722,7 +726,7 @@ def main() -> int:
     owners = assign_owners(layouts)
     tables.print_owners(layouts, owners)
     chapter(4, "The schedule")
-    schedule = make_schedule(layouts, owners, _muon._NS_DTYPE)
+    schedule = make_schedule(layouts, owners, NS_DTYPE)
     tables.print_buckets(schedule)
     tables.print_bytes(schedule, sent_by, lower_bound)
     chapter(5, "The long way")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from blueprint_tables import size
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import _muon
+from torch.optim._newton_schulz import orthogonalize
 
 
 class LongWay:
@@ -91,7 +91,7 @@ class LongWay:
         self.count("TP gather", tp_slice, self.tp)
         matrix = torch.cat(slices, dim=entry.tp_dim)
         # 3. Run the math
-        update = _muon._zeropower_via_newtonschulz(
+        update = orthogonalize(
             matrix, hyper["ns_coefficients"], hyper["ns_steps"], hyper["eps"]
         )
         self.calls["Newton-Schulz"] += 1

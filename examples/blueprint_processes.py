@@ -13,8 +13,8 @@ from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
-from torch.optim._muon_engine.runtime.buffers import BucketBuffers
 from torch.optim._muon_engine.runtime.pipeline import Pipeline
+from torch.optim._muon_engine.runtime.transport import LocalBucket
 
 
 SECONDS = 240  # for everything together
@@ -46,34 +46,35 @@ def overheard(events: list[Event]) -> Iterator[None]:
     """
     on_its_way: dict[int, str] = {}  # by bucket
 
-    def starts(thing: str) -> Callable[[BucketBuffers], None]:
-        def note(buffers: BucketBuffers) -> None:
-            on_its_way[buffers.bucket.index] = thing
-            events.append((f"{thing} starts", buffers.bucket.index, ""))
+    def starts(thing: str) -> Callable[[LocalBucket], None]:
+        def note(bucket: LocalBucket) -> None:
+            on_its_way[bucket.bucket.index] = thing
+            events.append((f"{thing} starts", bucket.bucket.index, ""))
 
         return note
 
-    def arrives(buffers: BucketBuffers) -> None:
-        thing = on_its_way.pop(buffers.bucket.index)
-        events.append((f"{thing} is here", buffers.bucket.index, ""))
+    def arrives(bucket: LocalBucket) -> None:
+        thing = on_its_way.pop(bucket.bucket.index)
+        events.append((f"{thing} is here", bucket.bucket.index, ""))
 
-    def orthogonalizes(_: Pipeline, buffers: BucketBuffers, batch: Any) -> None:
+    def orthogonalizes(_: Pipeline, bucket: LocalBucket, batch: Any) -> None:
         names = ", ".join(matrix.layout.key.name for matrix in batch)
-        events.append(("Newton-Schulz", buffers.bucket.index, names))
+        events.append(("Newton-Schulz", bucket.bucket.index, names))
 
-    def applies_own(_: Pipeline, buffers: BucketBuffers, batch: Any) -> None:
+    def applies_own(_: Pipeline, bucket: LocalBucket, batch: Any) -> None:
         for matrix in batch:
             name = matrix.layout.key.name
-            events.append(("apply own shard of", buffers.bucket.index, name))
+            events.append(("apply own shard of", bucket.bucket.index, name))
 
-    def applies(_: Pipeline, buffers: BucketBuffers) -> None:
-        number, count = buffers.bucket.index, len(buffers.scatter_recv.matrices)
+    def applies(_: Pipeline, bucket: LocalBucket) -> None:
+        number = bucket.bucket.index
+        count = sum(bool(bucket.scatter_recv.of(m.number)) for m in bucket.matrices)
         events.append(("apply", number, f"scatter {number} to {count} shards"))
 
     with (
-        listen(BucketBuffers, "start_gather", before=starts("gather")),
-        listen(BucketBuffers, "start_scatter", before=starts("scatter")),
-        listen(BucketBuffers, "wait", after=arrives),
+        listen(LocalBucket, "start_gather", before=starts("gather")),
+        listen(LocalBucket, "start_scatter", before=starts("scatter")),
+        listen(LocalBucket, "wait", after=arrives),
         listen(
             Pipeline, "orthogonalize_batch", before=orthogonalizes, after=applies_own
         ),

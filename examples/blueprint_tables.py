@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch.optim._muon_engine.layouts import Layout
-from torch.optim._muon_engine.schedule.specs import Bucket, Schedule
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
+from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
 
 
 # Of a rank's engine: what happened, in which bucket, and to which matrix.
@@ -133,7 +133,6 @@ def print_bytes(
         totals += sent
         show(f"rank {rank}  " + "".join(f"{sent[head]:10}" for head in heads))
     show(f"{'all':8}" + "".join(f"{totals[head]:10}" for head in heads))
-    show("(more: the flags)")
 
 
 def print_virtual_buffer(
@@ -292,7 +291,7 @@ TERMS = (
     Term(
         "buckets, bucket_idx (pallets)",
         "buckets",
-        "schedule/specs.py: Bucket",
+        "schedule/packs.py: Bucket",
         "There, a bucket is filled in the order of the parameters. Here, each owner has "
         "work in it. There are about four, more where one would be too large.",
     ),
@@ -306,14 +305,14 @@ TERMS = (
     Term(
         "global_buffer_size (virtual buffer)",
         "none; what one bucket sends and receives is in a slot",
-        "runtime/buffers.py: Slot",
+        "runtime/transport.py: slot",
         "There, a step makes room for all TP slices, padded to a multiple of the DP "
         "group's size. Slots are kept, have room for one bucket, and are not padded.",
     ),
     Term(
         "DP gather, TP gather",
         "the gather of a bucket",
-        "runtime/buffers.py: start_gather",
+        "runtime/transport.py: start_gather",
         "There, all get everything. Here the owner gets the shards that it lacks, and "
         "nobody else gets anything.",
     ),
@@ -327,7 +326,7 @@ TERMS = (
     Term(
         "TP shard, DP shard",
         "the scatter of a bucket",
-        "runtime/buffers.py: start_scatter",
+        "runtime/transport.py: start_scatter",
         "There, it is slicing: each has the whole result already. Here the owner cuts "
         "it and sends the regions. That is the price of computing it once.",
     ),
@@ -385,7 +384,7 @@ FIXES = (
     Fix(
         "Env 3: processes spawned by a notebook crash",
         "They import what they run from a file: the script beside the notebook.",
-        ("test_notebook_runs",),
+        ("test_script", "test_notebook_is_up_to_date"),
     ),
 )
 

@@ -72,19 +72,18 @@ def run_training(
 
 
 def needed(muon: Muon, mesh: DeviceMesh) -> dict[str, int]:
-    """The bytes that this rank cannot avoid sending in a step, and how many shards that is.
+    """The bytes that this rank cannot avoid sending in a step.
 
     Its shards of others' matrices go to their owners, and everybody else's shards of its
     own results go back; in bfloat16.
     """
     owned = muon.assignments.get(mesh.get_rank(), ())
-    elements = shards = 0
+    elements = 0
     parameters = [p for group in muon.param_groups for p in group["params"]]
     for index, p in enumerate(parameters):
         here = p.to_local().numel()
         elements += p.numel() - here if index in owned else here
-        shards += mesh.size() - 1 if index in owned else 1
-    return {"needed": elements * torch.bfloat16.itemsize, "shards": shards}
+    return {"needed": elements * torch.bfloat16.itemsize}
 
 
 def run_exact(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
@@ -136,8 +135,7 @@ def problems(one: dict[str, Any], many: list[dict[str, Any]]) -> list[str]:
         found.append(f"the runs do not start alike: loss {starts[0]} and {starts[1]}")
     for rank, figures in enumerate(many):
         sent, least = sum(figures["sent"].values()), figures["needed"]
-        # With each shard goes a flag of one bfloat16 element: whether there was a gradient.
-        if not least <= sent <= least + 2 * figures["shards"]:
+        if sent != least:
             found.append(f"rank {rank} sends {sent:.0f} bytes a step, {least} needed")
     return found
 

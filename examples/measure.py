@@ -15,7 +15,7 @@ from text_table import render
 from torch import nn, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import distribute_tensor, DTensor
-from torch.optim import _muon, Muon
+from torch.optim import _newton_schulz, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -24,7 +24,8 @@ class Wire(TorchDispatchMode):
 
     Under the dispatcher every way of calling a collective looks the same, so that nothing
     goes uncounted: what this cannot weigh, it names in ``unknown``. What an operation sends
-    is taken from its splits, or from its ring algorithm.
+    is taken from its splits, or from its ring algorithm. All-reduces of integers are weighed
+    apart: by these, ranks tell each other the statuses of gradients.
     """
 
     NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -33,13 +34,14 @@ class Wire(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[tuple[int, ...]] = Counter()
+        self.statuses = 0
         self.calls: Counter[str] = Counter()
         self.unknown: set[str] = set()
 
     @property
     def other(self) -> dict[str, int]:
         """Calls that are no exchange between peers."""
-        exchanges = ("alltoall_base", "all_to_all_single", "send")
+        exchanges = ("alltoall_base", "all_to_all_single", "send", STATUSES)
         return {name: n for name, n in self.calls.items() if name not in exchanges}
 
     def __torch_dispatch__(
@@ -49,7 +51,10 @@ class Wire(TorchDispatchMode):
             # Its collectives are only seen once it has taken the operation apart.
             return NotImplemented
         name = func.overloadpacket.__name__
-        if func.namespace in self.NAMESPACES and name not in self.SILENT:
+        if name == "allreduce_" and not args[0][0].is_floating_point():
+            self.calls[STATUSES] += 1
+            self.statuses += SENT[name](args, group_of(args))
+        elif func.namespace in self.NAMESPACES and name not in self.SILENT:
             self.calls[name.rstrip("_")] += 1
             if name in SENT:
                 group = group_of(args)
@@ -88,6 +93,8 @@ def nbytes(tensors: Any) -> int:
     return sum(map(nbytes, tensors))
 
 
+STATUSES = "all-reduce of statuses"
+
 # The bytes that this process sends in an operation.
 SENT: dict[str, Callable[[Any, ProcessGroup], int]] = {
     "alltoall_base_": lambda args, group: all_to_all(args[1], args[4], group),
@@ -116,7 +123,7 @@ class Meter:
         self.seconds: list[float] = []
         self.newton_schulz = 0
         # All Newton-Schulz iterations, distributed or not, are calls of this one.
-        self._original = _muon._newtonschulz
+        self._original = _newton_schulz.newton_schulz
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
 
@@ -125,14 +132,14 @@ class Meter:
         return len(self.seconds)
 
     def _begin(self, *_: Any) -> None:
-        _muon._newtonschulz = self._counted
+        _newton_schulz.newton_schulz = self._counted
         self.wire.__enter__()
         self._began = time.monotonic()
 
     def _end(self, *_: Any) -> None:
         self.seconds.append(time.monotonic() - self._began)
         self.wire.__exit__(None, None, None)
-        _muon._newtonschulz = self._original
+        _newton_schulz.newton_schulz = self._original
 
     def _counted(self, matrix: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # Matrices of one shape may come as a batch.

@@ -14,13 +14,12 @@ from multiprocessing import forkserver, util
 import pytest
 
 
-# What a single GPU could run as well: one process is as it always was.
+# Tests of stock behaviour on one process, which a single GPU could run as well.
 STAGE_2 = {
     "TestStockResults",
     "TestStockParity",
     "TestMuonCore",
     "TestCompile",
-    "TestOptimizerDatabase",
 }
 # Processes from which on a test is of a large scale.
 LARGE = 8
@@ -53,8 +52,8 @@ def pytest_collection_modifyitems(config, items):
         folders = item.path.relative_to(item.config.rootpath / "test").parts
         stage = stage_of(folders[0], item.cls)
         item.add_marker(getattr(pytest.mark, stage))
-        # Each worker of pytest-xdist would start the processes that a class shares, and do what
-        # a file of the overlay's tests prepares.
+        # Otherwise each worker of pytest-xdist starts the processes that a class shares, and repeats
+        # the preparation of a file of the overlay's tests.
         if hasattr(item.cls, "world_size"):
             item.add_marker(pytest.mark.xdist_group(item.cls.__qualname__))
         elif stage == "overlay":
@@ -64,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: item.get_closest_marker("overlay") is None)
 
 
-# Each rank would import these by itself: seconds, and more than most tests take.
+# Without this, each rank imports these: seconds, and more than most tests take.
 PRELOADED = [
     "torch",
     "torch.distributed.fsdp",
@@ -74,28 +73,36 @@ PRELOADED = [
     "torch.testing._internal.distributed._muon.common_muon",
     "frozen_imports",
 ]
-# What one server forks has one seed of string hashes. The ranks of a real job differ in it,
-# and code that goes through a set of names in another order on each has to fail here, too.
+# The forks of one server share the seed of string hashes. The ranks of a real job differ in it. Code that
+# iterates over a set of names in another order on each rank must fail here, too.
 SERVERS = 2
 
-# Files and classes that go through many cases of what others execute as well. In a run of all
-# tests they go without the tracer of coverage.py, which takes half as long again.
-UNTRACED = {
-    "TestMuonFSDPState",
-    "TestMuonFuzz",
-    "TestMuonJourney",
-    "TestMuonKilled",
-    "TestMuonLongRuns",
-    "TestMuonRelaysOfSixteen",
-    "TestMuonScheduleFuzz",
-    "TestMuonStopped",
-    "TestMuonStress",
-    "TestMuonTwoLevelsOfSixteen",
-    "test_blueprint",
-    "test_examples",
-    "test_muon_matrix",
-    "test_recipes",
+# The tracer of coverage.py takes half as long again. In a run of all tests, only these files are traced,
+# which together execute what the limits of tools/coverage.py ask for.
+TRACED = {
+    "test_muon",
+    "test_muon_changed",
+    "test_muon_config",
+    "test_muon_dtensor",
+    "test_muon_engine",
+    "test_muon_errors",
+    "test_muon_exchange",
+    "test_muon_experts",
+    "test_muon_faults",
+    "test_muon_fsdp1",
+    "test_muon_functions",
+    "test_muon_group_modules",
+    "test_muon_mistakes",
+    "test_muon_process_groups",
+    "test_muon_relays",
+    "test_muon_replaced",
+    "test_muon_several",
+    "test_muon_stacks",
+    "test_muon_state",
+    "test_muon_user_functions",
 }
+# Classes of these files that repeat what others execute.
+UNTRACED = {"TestMuonFSDPState", "TestMuonKilled", "TestMuonStopped"}
 
 
 @contextlib.contextmanager
@@ -114,9 +121,11 @@ def untraced():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    names = {item.path.stem, getattr(item.cls, "__name__", "")}
-    # Of a part of the tests, all are measured.
-    if os.environ.get("MUON_MEASURE") != "once" or UNTRACED.isdisjoint(names):
+    is_traced = (
+        item.path.stem in TRACED and getattr(item.cls, "__name__", "") not in UNTRACED
+    )
+    # In a run of some tests, all of them are measured.
+    if os.environ.get("MUON_MEASURE") != "once" or is_traced:
         return (yield)
     with untraced():
         return (yield)
@@ -131,7 +140,7 @@ def pytest_collection_finish():
     if torch is None or sys.platform != "linux":
         return
     if torch.accelerator.is_available():
-        return  # What the server has asked of a device bars its forks from it.
+        return  # A server that has used a device bars its forks from the device.
     turns = {}
 
     def started():

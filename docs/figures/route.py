@@ -24,8 +24,9 @@ from matplotlib import colors, pyplot
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import empty, Replicate, Shard
-from torch.optim import _muon
-from torch.optim._muon_engine.layouts.dtensor import DTensorReader
+from torch.optim import _newton_schulz as ns
+from torch.optim._muon_engine.layouts import Key
+from torch.optim._muon_engine.layouts.dtensor import DTensorLayouts
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -54,12 +55,10 @@ class Panel:
     def __init__(self, axes, title, placements):
         self.axes = axes
         mesh = init_device_mesh("cpu", (2, 2))
-        params = [
-            empty(SHAPE, device_mesh=mesh, placements=list(placements))
-            for _ in range(COPIES)
-        ]
-        layouts = DTensorReader().read(params, [None] * COPIES)
-        self.schedule = make_schedule(layouts, assign_owners(layouts), _muon._NS_DTYPE)
+        param = empty(SHAPE, device_mesh=mesh, placements=list(placements))
+        reader = DTensorLayouts()
+        layouts = [reader.of(Key(i), param)[0] for i in range(COPIES)]
+        self.schedule = make_schedule(layouts, assign_owners(layouts), ns.NS_DTYPE)
         self.matrix = self.schedule.owners.index(OWNER)
         self.shards = layouts[self.matrix].shards
         # Replicas hold equal shards, and have one colour.
@@ -70,21 +69,17 @@ class Panel:
         self.draw(title)
 
     def sent(self, kind):
-        """Elements and flags that ranks send each other in ``kind``, gather or scatter."""
-        elements, flags = Counter(), Counter()
+        """Elements that ranks send each other in ``kind``, gather or scatter."""
+        elements = Counter()
         for bucket in self.schedule.buckets:
             for rank in RANKS if self.matrix in bucket.matrices else ():
-                specs = self.schedule.spec(bucket, rank, RANKS)
-                spec = getattr(specs, f"{kind}_send")
-                ends = list(accumulate(spec.splits))
-                for flag in spec.flags:
-                    if flag.matrix == self.matrix:
-                        flags[rank, bisect_right(ends, flag.offset)] += 1
-                for packed in spec.regions:
+                pack = getattr(self.schedule.packs(bucket, rank), f"{kind}_send")
+                ends = list(accumulate(pack.splits))
+                for packed in pack.regions:
                     if packed.matrix == self.matrix:
                         pair = rank, bisect_right(ends, packed.offset)
                         elements[pair] += packed.region.numel
-        return elements, flags
+        return elements
 
     def draw(self, title):
         axes = self.axes
@@ -97,21 +92,17 @@ class Panel:
             self.words(x, HEIGHT + 0.02, words, 11.5, FAINT)
         torch.manual_seed(3)
         momentum = torch.randn(SHAPE)
-        update = _muon._zeropower_via_newtonschulz(
-            momentum,
-            (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C),
-            _muon.DEFAULT_NS_STEPS,
-            _muon.EPS,
-        ).float()
+        triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
+        update = ns.orthogonalize(momentum, triple, ns.DEFAULT_NS_STEPS, ns.EPS)
         for rank in RANKS:
             self.name(rank)
             self.draw_matrix(BEFORE, y_of(rank), momentum, [self.shards.of(rank)])
-            self.draw_matrix(AFTER, y_of(rank), update, [self.shards.of(rank)])
+            self.draw_matrix(AFTER, y_of(rank), update.float(), [self.shards.of(rank)])
         y = y_of(OWNER)
         frame = (BEFORE_NS - 1.08, y - 0.8, AFTER_NS - BEFORE_NS + 2.16, 1.6)
         self.box(*frame, "#fff8e6", "#e3c98a", zorder=1)
         self.draw_matrix(BEFORE_NS, y, momentum, self.hues)
-        self.draw_matrix(AFTER_NS, y, update, self.hues)
+        self.draw_matrix(AFTER_NS, y, update.float(), self.hues)
         self.arrow((BEFORE_NS + 0.95, y), (AFTER_NS - 0.95, y), INK, 2.0)
         self.words(middle, y + 0.14, "NS", 11)
         for kind, left, right, total_x in (
@@ -122,9 +113,9 @@ class Panel:
             self.words(total_x, -0.5, self.total(kind), 11.5, ha="left")
 
     def total(self, kind):
-        elements, flags = (counter.total() for counter in self.sent(kind))
-        size = (elements + flags) * _muon._NS_DTYPE.itemsize
-        return f"{kind}: {elements} elements + {flags} flags = {size} bytes in bf16"
+        elements = self.sent(kind).total()
+        size = elements * ns.NS_DTYPE.itemsize
+        return f"{kind}: {elements} elements = {size} bytes in bf16"
 
     def draw_exchange(self, kind, left, right):
         """Arrows between the ranks' rows and the owner's; the owner's own shard stays."""
@@ -132,12 +123,8 @@ class Panel:
         y, hue = y_of(OWNER), self.hues[self.shards.of(OWNER)]
         self.arrow((left, y), (right, y), hue, 1.4, "dashed")
         self.label((left + right) / 2, y + 0.2, f"{own} stay", hue)
-        elements, flags = self.sent(kind)
-        for pair, count in flags.items():
+        for pair, number in self.sent(kind).items():
             rank = pair[0] if kind == "gather" else pair[1]
-            number = elements[pair]
-            flag = "1 flag" if count == 1 else f"{count} flags"
-            words = f"{number} + {flag}" if number else f"{flag} only"
             near = abs(rank - OWNER) == 1
             # Ranks next to the owner meet its edge further out than ranks beyond them.
             edge = y + (0.4 if near else 0.68) * (1 if rank < OWNER else -1)
@@ -146,11 +133,10 @@ class Panel:
             start, end = (left, y_of(rank)), (right, edge)
             if kind == "scatter":
                 start, end, share = (left, edge), (right, y_of(rank)), 1 - share
-            hue = self.hues[self.shards.of(rank)] if number else FAINT
-            style = "solid" if number else "dotted"
-            self.arrow(start, end, hue, 1.2 + 0.09 * number if number else 0.9, style)
+            hue = self.hues[self.shards.of(rank)]
+            self.arrow(start, end, hue, 1.2 + 0.09 * number)
             at = (a + (b - a) * share for a, b in zip(start, end))
-            self.label(*at, words, hue)
+            self.label(*at, str(number), hue)
 
     def name(self, rank):
         y, weight = y_of(rank), "bold" if rank == OWNER else "normal"

@@ -277,7 +277,7 @@ def hang() -> str:
                 optimizer.step()
         except Stuck as stuck:
             said = str(stuck)
-        check("ranks [3]" in said and "buffers.py" in said, f"it says: {said!r}")
+        check("ranks [3]" in said and "statuses.py" in said, f"it says: {said!r}")
     dist.barrier()  # keeps the store, which rank 0 serves, until all are done
     return said
 

@@ -5,7 +5,7 @@
 PROGRAM is a file, or the name of a module. NAME is a function of stand_ins.py.
 
 Before a step each parameter, gradient and momentum is gathered whole, and the Muon that the overlay
-replaced makes the step on the wholes. Afterwards they have to be equal, bit for bit. Each rank ends
+replaced makes the step on the wholes. Afterwards they must be equal, bit for bit. Each rank ends
 with a line that says how many matrices it compared.
 """
 
@@ -63,7 +63,7 @@ class Check:
         for group in optimizer.param_groups:
             options = {name: group[name] for name in OPTIONS}
             for param in group["params"]:
-                # A rank may hold nothing of a matrix that FSDP1 cuts, and no gradient.
+                # A rank may hold no element of a matrix that FSDP1 cuts, and no gradient.
                 if param.grad is None and id(param) not in shapes:
                     continue
                 alone = torch.nn.Parameter(gather(param, shapes).clone())

@@ -1,4 +1,4 @@
-"""What a framework finds in the place of accelerators, where it refuses a CPU.
+"""Stand-ins for accelerators, for frameworks that refuse a CPU.
 
 Nothing of Muon is touched here.
 """

@@ -63,7 +63,7 @@ def start(*words, processes=2, stand_in=None, **environ):
 
 
 def assert_checked(done, matrices, steps=STEPS, processes=2):
-    """Each rank compared so many matrices in each of so many steps."""
+    """Each rank compared ``matrices`` matrices in each of ``steps`` steps."""
     code, out, err = done
     assert code == 0, err[-4000:]
     lines = re.findall(r"^rank (\d): (\d+) matrices, (\d+) steps$", out, re.MULTILINE)

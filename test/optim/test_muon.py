@@ -5,6 +5,7 @@ Where the overlay kept the torch.optim.Muon that it replaced, both run side by s
 bit by bit.
 """
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -17,23 +18,15 @@ import subprocess
 import sys
 import textwrap
 import unittest
-import warnings
 from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.optim import _muon as ours, Muon
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    LambdaLR,
-    LinearLR,
-    OneCycleLR,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim._newton_schulz import newton_schulz
+from torch.optim.lr_scheduler import LinearLR, OneCycleLR, SequentialLR, StepLR
 from torch.optim.muon import create_dtensor_config
-from torch.testing._internal.common_optimizers import optim_db, OptimizerErrorEnum
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -194,7 +187,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Of the tolerances: matrices as small as these do not reach oneDNN, and so a CPU with AMX has the bits of
 # one without. Other libraries may round products in bfloat16 elsewhere. With each product rounded once
 # more, or added up in bfloat16, the results moved by 0.036 at most. A wrong formula moves them by 0.06 and
-# more. The last case rounds nothing that depends on an order.
+# more. In the last case, no rounding depends on an order.
 STOCK_RESULTS = {
     "nesterov of a wide matrix": (
         {"lr": 0.5, "weight_decay": 0.4, "momentum": 0.7},
@@ -278,7 +271,7 @@ def run_stock_case(cls, options, steps, expected):
 
 @instantiate_parametrized_tests
 class TestStockResults(TestCase):
-    """What stock computes, as numbers: where no stock is kept, nothing else shows it."""
+    """The numbers that stock computes. No other test shows them where stock is not kept."""
 
     @parametrize("case", list(STOCK_RESULTS))
     def test_results_of_stock(self, case):
@@ -301,7 +294,8 @@ class TestStockParity(Runs):
     @parametrize("dtype", DTYPES)
     @parametrize("nesterov", [True, False])
     def test_shapes_and_dtypes(self, dtype, nesterov):
-        with stock_that_spares_its_input():
+        spared = contextlib.nullcontext() if nesterov else stock_that_spares_its_input()
+        with spared:
             for weight_decay, momentum in [(0.1, 0.95), (0.0, 0.0), (0.3, 0.5)]:
                 self.assert_same_training(
                     SHAPES,
@@ -311,10 +305,6 @@ class TestStockParity(Runs):
                     weight_decay=weight_decay,
                     momentum=momentum,
                 )
-
-    @parametrize("dtype", DTYPES)
-    def test_nesterov_needs_no_allowance(self, dtype):
-        self.assert_same_training(SHAPES, dtype=dtype, nesterov=True)
 
     @parametrize("adjust_lr_fn", [None, *ours._ADJUST_LR_FNS])
     def test_learning_rate_modes(self, adjust_lr_fn):
@@ -338,6 +328,7 @@ class TestStockParity(Runs):
 
     def test_newton_schulz_options(self):
         for options in (
+            {"lr": 0.0},
             {"ns_steps": 0},
             {"ns_steps": 1},
             {"ns_steps": 6},
@@ -349,13 +340,6 @@ class TestStockParity(Runs):
         ):
             self.assert_same_training(FEW_SHAPES, steps=2, **options)
 
-    def test_seeds_and_many_steps(self):
-        for seed in range(5):
-            self.assert_same_training([(24, 40), (40, 24)], seed=seed, steps=12)
-
-    def test_zero_learning_rate(self):
-        self.assert_same_training(SHAPES[:3], lr=0.0)
-
     def test_zero_gradients(self):
         def zeros(optimizer, step):
             for group in optimizer.param_groups:
@@ -366,19 +350,24 @@ class TestStockParity(Runs):
         params = self.assert_same_training(SHAPES[:4], between=zeros)
         self.assertTrue(all(p.isfinite().all() for p in params))
 
-    @parametrize("strided", ["contiguous", "transposed", "every other column"])
-    @parametrize("grad_strided", ["contiguous", "transposed", "every other column"])
+    @parametrize(
+        "strided,grad_strided",
+        [
+            ("contiguous", "transposed"),
+            ("transposed", "every other column"),
+            ("every other column", "contiguous"),
+        ],
+    )
     def test_strides(self, strided, grad_strided):
         for dtype in (torch.float32, torch.bfloat16):
             with stock_that_spares_its_input():
-                for nesterov in (True, False):
-                    self.assert_same_training(
-                        SHAPES,
-                        dtype=dtype,
-                        nesterov=nesterov,
-                        strided=strided,
-                        grad_strided=grad_strided,
-                    )
+                self.assert_same_training(
+                    SHAPES,
+                    dtype=dtype,
+                    nesterov=dtype == torch.float32,
+                    strided=strided,
+                    grad_strided=grad_strided,
+                )
 
     def test_gradient_none_for_some_steps(self):
         self.assert_same_training(
@@ -550,7 +539,6 @@ class TestStockParity(Runs):
         for name in (
             "Muon",
             "muon",
-            "_single_tensor_muon",
             "_zeropower_via_newtonschulz",
             "_adjust_lr",
         ):
@@ -574,13 +562,8 @@ class TestStockParity(Runs):
             if kind == "sequential":
                 parts = [LinearLR(optimizer, 0.1, total_iters=2), StepLR(optimizer, 2)]
                 return SequentialLR(optimizer, parts, milestones=[2])
-            return {
-                "step": lambda: StepLR(optimizer, 2, gamma=0.3),
-                "lambda": lambda: LambdaLR(optimizer, lambda epoch: 0.9**epoch),
-                "cosine": lambda: CosineAnnealingLR(optimizer, 5),
-                # It cycles the momentum as well.
-                "one cycle": lambda: OneCycleLR(optimizer, 0.2, total_steps=8),
-            }[kind]()
+            # It cycles the momentum as well.
+            return OneCycleLR(optimizer, 0.2, total_steps=8)
 
         def train(cls, kind):
             schedulers = []
@@ -595,7 +578,7 @@ class TestStockParity(Runs):
             )
             return params, optimizer.param_groups[0]
 
-        for kind in ("step", "lambda", "cosine", "one cycle", "sequential"):
+        for kind in ("one cycle", "sequential"):
             params, group = train(Muon, kind)
             others, other_group = train(stock().Muon, kind)
             self.assert_bitwise(params, others)
@@ -660,7 +643,6 @@ class TestCompile(Runs):
 
         compiled = calls_after_compiling(Muon, "aot_eager")
         self.assertEqual(compiled, eager(Muon), atol=2e-3, rtol=0)
-        self.assertNotEqual(compiled[0], eager(Muon)[0] + 0.1)
         if stock() is not None:
             others = calls_after_compiling(stock().Muon, "aot_eager")
             self.assert_bitwise(compiled, others)
@@ -806,49 +788,10 @@ class TestMuonCore(Runs):
         self.assertEqual(seen, [True])
         self.assertIsNone(optimizer.step())
 
-    def test_named_parameters(self):
-        model = nn.Linear(3, 4, bias=False)
-        optimizer = Muon(model.named_parameters())
-        self.assertEqual(optimizer.param_groups[0]["param_names"], ["weight"])
-        model.weight.grad = torch.ones(4, 3)
-        before = model.weight.detach().clone()
-        optimizer.step()
-        self.assertNotEqual(model.weight, before)
-
-    def test_hooks(self):
-        param = nn.Parameter(torch.ones(2, 2))
-        optimizer = Muon([param])
-        param.grad = torch.ones(2, 2)
-        calls = []
-        optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
-        optimizer.register_step_post_hook(lambda *args: calls.append("after"))
-        optimizer.step()
-        self.assertEqual(calls, ["before", "after"])
-
-    def test_profiler_names(self):
-        param = nn.Parameter(torch.ones(2, 2))
-        optimizer = Muon([param])
-        param.grad = torch.ones(2, 2)
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU]
-        ) as seen:
-            optimizer.step()
-            optimizer.zero_grad()
-        names = {event.key for event in seen.key_averages()}
-        self.assertIn("Optimizer.step#Muon.step", names)
-        self.assertIn("Optimizer.zero_grad#Muon.zero_grad", names)
-
-    def test_repr(self):
-        text = repr(Muon([torch.zeros(2, 3)], lr=0.25))
-        self.assertRegex(text, r"^Muon \(\nParameter Group 0\n")
-        for line in ("lr: 0.25", "momentum: 0.95", "nesterov: True", "ns_steps: 5"):
-            self.assertIn(f"\n    {line}\n", text)
-        self.assertNotIn("config", text)
-
     def test_copies(self):
         for duplicate in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
             params, buffers, optimizer = self.run_steps(Muon, SHAPES[:3], lr=0.03)
-            # What deepcopy drops must not have been public.
+            # deepcopy must not drop anything public.
             duplicated = duplicate(optimizer)
             public = {name for name in vars(optimizer) if not name.startswith("_")}
             self.assertLessEqual(public, vars(duplicated).keys())
@@ -896,12 +839,6 @@ class TestMuonCore(Runs):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
         self.assertEqual(len(optimizer.param_groups), 2)
         optimizer.step()
-
-    def test_foreach_flag_of_the_class(self):
-        expected, _, _ = self.run_steps(Muon, SHAPES, foreach=False)
-        params, _, optimizer = self.run_steps(Muon, SHAPES, foreach=None)
-        self.assert_bitwise(params, expected)
-        self.assertIn("foreach", optimizer.param_groups[0])
 
 
 def spectrum(kind, rows, columns):
@@ -989,8 +926,8 @@ class TestGramNewtonSchulz(TestCase):
             x = torch.randn(shape).bfloat16()
             for algorithm in ("quintic", "gram"):
                 for steps in (0, 1, 2, 3, 4, 7):
-                    alike = ours._newtonschulz(x, [one] * steps, steps, 1e-7, algorithm)
-                    expected = ours._newtonschulz(x, one, steps, 1e-7, algorithm)
+                    alike = newton_schulz(x, [one] * steps, steps, 1e-7, algorithm)
+                    expected = newton_schulz(x, one, steps, 1e-7, algorithm)
                     self.assertTrue(torch.equal(alike, expected) or not steps)
         params = [nn.Parameter(torch.randn(6, 4))]
         optimizer = Muon(params, ns_coefficients=self.POLAR_EXPRESS)
@@ -1005,11 +942,9 @@ class TestGramNewtonSchulz(TestCase):
     def test_batch(self):
         torch.manual_seed(0)
         x = torch.randn(3, 8, 40).bfloat16()
-        together = ours._newtonschulz(x, (3.4445, -4.775, 2.0315), 5, 1e-7, "gram")
+        together = newton_schulz(x, (3.4445, -4.775, 2.0315), 5, 1e-7, "gram")
         for matrix, update in zip(x, together):
-            alone = ours._newtonschulz(
-                matrix, (3.4445, -4.775, 2.0315), 5, 1e-7, "gram"
-            )
+            alone = newton_schulz(matrix, (3.4445, -4.775, 2.0315), 5, 1e-7, "gram")
             # A batched product may round otherwise.
             self.assertLess((alone - update).norm() / alone.norm(), 0.02)
 
@@ -1056,14 +991,14 @@ class TestGramNewtonSchulz(TestCase):
             Muon(params, ns_algorithm="g")
         optimizer = Muon(params, ns_coefficients=[(1, 2, 3)] * 4)
         params[0].grad = torch.ones(2, 3)
-        with self.assertRaisesRegex(ValueError, "4 tuples and ns_steps is 5"):
+        with self.assertRaisesRegex(ValueError, "4 tuples but ns_steps is 5"):
             optimizer.step()
         optimizer = Muon(params, ns_coefficients=[(1, 2)] * 5)
         with self.assertRaisesRegex(ValueError, "exactly 3 values"):
             optimizer.step()
 
 
-class TestMuonErrors(TestCase):
+class TestMuonRefusals(TestCase):
     def test_construction(self):
         params = [torch.randn(2, 3)]
         for options, words in (
@@ -1096,11 +1031,12 @@ class TestMuonErrors(TestCase):
             RuntimeError, "Muon does not support complex parameters"
         ):
             Muon([param]).step()
-        for function in (ours.muon, ours._single_tensor_muon):
+        for options in ({}, {"foreach": True}):
             with self.assertRaisesRegex(
                 ValueError, "Complex parameters are not supported"
             ):
-                function([], [], [], **{**FUNCTIONAL_DEFAULTS, "has_complex": True})
+                given = {**FUNCTIONAL_DEFAULTS, **options, "has_complex": True}
+                ours.muon([], [], [], **given)
 
     def test_sparse(self):
         param = nn.Parameter(torch.rand(2, 3))
@@ -1112,11 +1048,15 @@ class TestMuonErrors(TestCase):
 
     def test_functional_gradient_that_is_no_matrix(self):
         lists = [[torch.randn(2, 3, 4)] for _ in range(3)]
-        for config in (None, create_dtensor_config()):
+        for options in (
+            {},
+            {"foreach": True},
+            {"distributed_config": create_dtensor_config()},
+        ):
             with self.assertRaisesRegex(
                 ValueError, "Param gradient must be a 2D matrix"
             ):
-                ours.muon(*lists, **FUNCTIONAL_DEFAULTS, distributed_config=config)
+                ours.muon(*lists, **FUNCTIONAL_DEFAULTS, **options)
 
     def test_newton_schulz_options_are_checked_by_the_step(self):
         for options, words in (
@@ -1129,32 +1069,18 @@ class TestMuonErrors(TestCase):
             with self.assertRaisesRegex(ValueError, words):
                 optimizer.step()
 
-    def test_state_dict_of_something_else(self):
-        """torch.optim takes any that has as many parameters."""
+    def test_state_dict_of_another_model(self):
+        """torch.optim takes any state_dict with the same number of parameters."""
         params = [("up", nn.Parameter(torch.randn(4, 6)))]
         muon = Muon(params, lr=0.1)
-        others = [
-            (torch.optim.AdamW, (4, 6), r"not of a Muon.*\[0\] lacks \['momentum'"),
-            (torch.optim.SGD, (4, 6), r"lacks \['ns_coefficients'.* has \['dampening'"),
-            (Muon, (6, 4), r"parameter 0 'up' of shape \(4, 6\) has shape \(6, 4\)"),
-        ]
-        for cls, shape, pattern in others:
-            param = nn.Parameter(torch.randn(shape))
-            param.grad = torch.ones(shape)
-            optimizer = cls([param], lr=0.5)
-            optimizer.step()
-            with self.assertRaisesRegex(ValueError, pattern):
-                muon.load_state_dict(optimizer.state_dict())
-            self.assertEqual(muon.param_groups[0]["lr"], 0.1)
-            self.assertFalse(muon.state)
-            params[0][1].grad = torch.ones(4, 6)
-            copy.deepcopy(muon).step()
-
-    def test_state_dict_of_another_order(self):
-        named = [(name, nn.Parameter(torch.randn(4, 6))) for name in ("up", "down")]
-        saved = Muon(named[::-1]).state_dict()
-        with self.assertRaisesRegex(ValueError, r"in another order: \['down', 'up'\]"):
-            Muon(named).load_state_dict(saved)
+        param = nn.Parameter(torch.randn(6, 4))
+        param.grad = torch.ones(6, 4)
+        other = Muon([param], lr=0.5)
+        other.step()
+        with self.assertRaisesRegex(ValueError, r"'?up'? of shape \(4, 6\).*\(6, 4\)"):
+            muon.load_state_dict(other.state_dict())
+        self.assertEqual(muon.param_groups[0]["lr"], 0.1)
+        self.assertFalse(muon.state)
 
     def test_state_dict_without_an_empty_group(self):
         """torch.distributed.checkpoint.state_dict hands over nothing but the names of no parameters."""
@@ -1165,65 +1091,11 @@ class TestMuonErrors(TestCase):
         muon.load_state_dict(saved)
         self.assertEqual(muon.param_groups[0]["lr"], 0.5)
 
-    def test_state_that_is_no_tensor(self):
-        param = nn.Parameter(torch.randn(4, 6))
-        saved = Muon([param]).state_dict()
-        for state in ({"momentum_buffer": 3.0}, torch.ones(2)):
-            Muon([param]).load_state_dict({**saved, "state": {0: state}})
-
     def test_describe_without_a_config(self):
         muon = Muon([nn.Parameter(torch.randn(4, 6))])
         self.assertIn("this process alone", muon.describe())
         copied = copy.deepcopy(Muon(muon.param_groups, distributed_config="auto"))
         self.assertIn("lost its distributed_config", copied.describe())
-
-
-class TestOptimizerDatabase(TestCase):
-    @property
-    def info(self):
-        (info,) = (info for info in optim_db if info.optim_cls is Muon)
-        return info
-
-    def test_inputs(self):
-        inputs = self.info.optim_inputs_func(device="cpu")
-        self.assertGreater(len(inputs), 5)
-        for given in inputs:
-            torch.manual_seed(0)
-            weight = nn.Parameter(torch.randn(10, 5))
-            target = torch.randn(10, 5)
-            optimizer = Muon([weight], **given.kwargs)
-            losses = []
-
-            def closure(weight=weight, target=target, optimizer=optimizer):
-                optimizer.zero_grad()
-                loss = (weight - target).square().sum()
-                loss.backward()
-                losses.append(loss.item())
-                return loss
-
-            for _ in range(5):
-                optimizer.step(closure)
-            self.assertLess(losses[-1], losses[0], given.desc)
-
-    def test_error_inputs(self):
-        found = set()
-        for given in self.info.optim_error_inputs_func("cpu", torch.float32):
-            optim_input = given.optimizer_error_input
-            found.add(given.error_on)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if given.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR:
-                    is_warning = issubclass(given.error_type, Warning)
-                    expect = (
-                        self.assertWarnsRegex if is_warning else self.assertRaisesRegex
-                    )
-                    with expect(given.error_type, given.error_regex):
-                        Muon(optim_input.params, **optim_input.kwargs)
-                else:
-                    optimizer = Muon(optim_input.params, **optim_input.kwargs)
-                    with self.assertRaisesRegex(given.error_type, given.error_regex):
-                        optimizer.step()
-        self.assertEqual(len(found), 2)
 
 
 class TestImports(TestCase):
@@ -1274,8 +1146,7 @@ class TestImports(TestCase):
         for name in module.__all__:
             self.assertFalse(name.startswith("_"))
             self.assertEqual(getattr(module, name).__module__, "torch.optim.muon")
-        # As upstream's test of public bindings: what looks public and says that it is from here
-        # has to be in __all__.
+        # As upstream's test of public bindings: __all__ must list each public name of this module.
         claims = {
             name
             for name, value in vars(module).items()

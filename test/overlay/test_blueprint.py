@@ -3,12 +3,11 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import jupytext
+import pytest
 from overlay.example_runs import ENVIRONMENT
 from tools.overlay.repo import ROOT
 
@@ -19,42 +18,6 @@ ENGINE = ROOT / "torch" / "optim" / "_muon_engine"
 SECONDS = 300
 MATRICES, RANKS = 24, range(8)
 WAYS = ("engine, prefetch_count=0", "engine, prefetch_count=1", "the long way")
-
-# Executes the cells as a kernel does: in a module that is called __main__, and no file.
-KERNEL = """
-import json, sys, types
-
-(path, grid) = sys.argv[1:]
-with open(path, encoding="utf-8") as file:
-    cells = json.load(file)["cells"]
-main = sys.modules["__main__"] = types.ModuleType("__main__")
-for cell in cells:
-    if cell["cell_type"] == "code":
-        source = "".join(cell["source"]).replace("Grid(4, 2)", f"Grid({grid})")
-        exec(compile(source, cell["id"], "exec"), main.__dict__)
-"""
-
-# The script, but its second process sees other gradients than the first. Two are enough.
-PERTURBED = f"""
-import sys
-sys.path.insert(0, {str(EXAMPLES)!r})
-import blueprint_processes as processes
-import torch.distributed as dist
-
-right = processes.gradient
-
-def wrong(name, shape, step):
-    scale = 1.001 if dist.get_rank() == 1 else 1
-    return scale * right(name, shape, step)
-
-processes.gradient = wrong
-import blueprint
-
-if __name__ == "__main__":
-    grid = blueprint.Grid(2, 1)
-    blueprint.Grid = lambda dp, tp: grid
-    sys.exit(blueprint.main())
-"""
 
 
 def cells_of(script):
@@ -68,40 +31,17 @@ def first_cells():
     return "\n".join(code[:2])
 
 
-def start(*command, cwd=EXAMPLES, **environ):
-    return subprocess.Popen(
+def run(*command, cwd=EXAMPLES, **environ):
+    """Exit code and output. A process that the script left behind would hold its output open."""
+    done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
+        timeout=SECONDS,
         env={**os.environ, **ENVIRONMENT, **environ},
-        start_new_session=True,
     )
-
-
-def finish(process, seconds=SECONDS):
-    """Exit code and output. No process of the session outlives this, nor should it."""
-    try:
-        out, err = process.communicate(timeout=seconds)
-        # multiprocessing's own helper leaves when it sees that its parent has.
-        deadline = time.monotonic() + 30
-        while is_alive(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not is_alive(process.pid), "a process was left behind"
-    finally:
-        if is_alive(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    return process.returncode, out, err
-
-
-def is_alive(session):
-    try:
-        os.killpg(session, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return done.returncode, done.stdout, done.stderr
 
 
 def chapter(out, number):
@@ -119,19 +59,15 @@ def numbers(lines, row):
     return [float(word) for word in words[0].split()]
 
 
-def assert_proven(out):
+def test_script():
+    code, out, err = run(SCRIPT)
+    assert code == 0, err
+    assert err == ""
     for way in WAYS:
         assert re.search(rf"^    {way} +bitwise equal: yes$", out, re.MULTILINE)
     assert "what was foreseen has come about: yes" in out
     assert "in the same order: yes" in out
     assert not re.search(r"\bNO\b", out)
-
-
-def test_script():
-    code, out, err = finish(start(SCRIPT))
-    assert code == 0, err
-    assert err == ""
-    assert_proven(out)
     assert max(map(len, out.splitlines())) <= 100
 
     placed = rows_of(chapter(out, 1), r" +(\d) +\((\d), (\d)\) +([\d ]+?)  +([\d ]+)")
@@ -156,9 +92,8 @@ def test_script():
     assert dict(named) == owner_of
 
     gathers, scatters, total, least, more = numbers(chapter(out, 4), "all")
-    assert total == gathers + scatters
-    # A flag of two bytes for each shard that travels, there and back.
-    assert more == total - least == 2 * 2 * MATRICES * (len(RANKS) - 1)
+    assert (total, more) == (gathers + scatters, 0)
+    assert total == least
 
     measured = chapter(out, 7)
     steps = [line.split("->")[0].strip() for line in measured if "->" in line]
@@ -166,7 +101,7 @@ def test_script():
     calls, busiest, sent, ratio, collectives = numbers(measured, "the engine")
     assert (calls, busiest, collectives) == (MATRICES, 3, 2 * 3)
     assert sent == total
-    assert ratio < 1.01
+    assert ratio == 1
     long_way = numbers(measured, "the long way")
     assert long_way[0] > 2 * MATRICES
     assert long_way[2] > 2 * total
@@ -181,26 +116,27 @@ def test_script():
         assert re.match(r"G0 G1 g0 <\S+> S0 G2 g1", events)
 
 
-def test_difference_is_found(tmp_path):
-    script = tmp_path / "perturbed.py"
-    script.write_text(PERTURBED)
-    code, out, err = finish(start(script))
-    assert code == 1
-    for way in WAYS:
-        assert re.search(rf"^    {way} +bitwise equal: NO$", out, re.MULTILINE)
-        assert re.search(rf"^blueprint: rank \d: {way}: \d", err, re.MULTILINE)
+def test_difference_is_found(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from blueprint_processes import first_difference
+
+    right = {"0.qkv": (torch.ones(2), torch.zeros(2))}
+    wrong = {"0.qkv": (torch.ones(2), torch.tensor([0.0, 0.5]))}
+    assert first_difference(right, right) == ""
+    assert first_difference(wrong, right) == "0.qkv: momentum differs by up to 0.5"
 
 
 def test_without_the_overlay(tmp_path):
     (tmp_path / "torch" / "optim").mkdir(parents=True)
     for folder in ("torch", "torch/optim"):
         (tmp_path / folder / "__init__.py").touch()
-    code, out, err = finish(start(SCRIPT, PYTHONPATH=str(tmp_path)))
+    code, out, err = run(SCRIPT, PYTHONPATH=str(tmp_path))
     assert (code, out) == (2, "")
     assert "`python3 setup_overlay.py env`" in err
     assert "Traceback" not in err
 
-    code, _, err = finish(start("-c", first_cells(), PYTHONPATH=str(tmp_path)))
+    code, _, err = run("-c", first_cells(), PYTHONPATH=str(tmp_path))
     assert code == 1
     assert "`.venv/bin/python -m pip install jupyterlab`" in err
 
@@ -212,18 +148,9 @@ def test_notebook_is_up_to_date():
     assert not any(cell.get("outputs") for cell in cells)
 
 
-def test_notebook_runs():
-    # Another grid than the script's, and one that has both dimensions still.
-    code, out, err = finish(start("-c", KERNEL, NOTEBOOK, "2, 2"))
-    assert code == 0, err
-    assert err == ""
-    assert "4 ranks, 2 x 2 (dp x tp)" in out
-    assert_proven(out)
-
-
 def test_notebook_finds_its_files_from_the_root():
     source = first_cells() + "\nprint(sys.path[0])"
-    code, out, err = finish(start("-c", source, cwd=ROOT))
+    code, out, err = run("-c", source, cwd=ROOT)
     assert code == 0, err
     assert out.strip() == str(EXAMPLES)
 

@@ -57,8 +57,7 @@ def test_each_test_has_one_stage(collected):
         ("stage3", "optim/test_muon.py::TestMuonFSDP::test_fsdp_vs_single_device"),
         ("stage3", "optim/test_muon.py::TestMuonDTensorOnGPUs::test_dtensor_2d_mesh"),
         ("stage4", "optim/test_muon.py::TestMuonPerformance::test_prefetch_speedup"),
-        ("stage4", "optim/test_muon_parallel.py::TestMuonEightRanks::test_3d_mesh"),
-        ("stage4", "optim/test_muon_stress.py::TestMuonStress::test_many_sizes"),
+        ("stage4", "optim/test_muon.py::TestMuonMatrixOf8::test_3d_mesh"),
         ("overlay", "overlay/test_stages.py::test_each_test_has_one_stage"),
     ],
 )

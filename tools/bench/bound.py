@@ -16,13 +16,14 @@ def summarize(
     results: Sequence[dict[str, Any]], names: Sequence[str]
 ) -> dict[str, Any]:
     """Bytes over all ranks and of the busiest one, beside the least that has to be sent."""
-    least, shards = lower_bound(results)
-    summary: dict[str, Any] = {"least_bytes": least, "shards": shards}
+    least = lower_bound(results)
+    summary: dict[str, Any] = {"least_bytes": least}
     for name in names:
         of_ranks = [result["sent"][name] for result in results]
         total = sum(one["bytes"] for one in of_ranks)
         summary[name] = {
             "bytes": total,
+            "status_bytes": sum(one["statuses"] for one in of_ranks),
             "busiest_rank_bytes": max(one["bytes"] for one in of_ranks),
             "times_least": total / least if least else None,
             "collectives": max(sum(one["calls"].values()) for one in of_ranks),
@@ -31,8 +32,8 @@ def summarize(
     return summary
 
 
-def lower_bound(results: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """The bytes that have to be sent, and the shards that travel, over all ranks.
+def lower_bound(results: Sequence[dict[str, Any]]) -> int:
+    """The bytes that have to be sent over all ranks.
 
     From where the framework put each element, and who owns each matrix, alone: what an owner lacks
     has to reach it once, and each other rank has to receive its own part of the update, in bf16.
@@ -43,13 +44,11 @@ def lower_bound(results: Sequence[dict[str, Any]]) -> tuple[int, int]:
         for rank, owned in results[0]["assignments"].items()
         for index in owned
     }
-    elements = shards = 0
+    elements = 0
     for index, (rows, columns) in enumerate(shapes):
         owner = owner_of[index]
         held = [tuple(result["held"][index]) for result in results]
         sizes = [(r1 - r0) * (c1 - c0) for r0, r1, c0, c1 in held]
         elements += rows * columns - sizes[owner]
         elements += sum(sizes) - sizes[owner]
-        # Each rank tells the owner whether it has a gradient, and is told the outcome.
-        shards += 2 * (len(held) - 1)
-    return elements * BF16_BYTES, shards
+    return elements * BF16_BYTES

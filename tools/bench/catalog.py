@@ -76,5 +76,4 @@ class Job:
     cores: int
     reps: int = 1
     patience: float = 0.0  # seconds to spend on waiting for a quiet machine
-    wire_delay_ms: float = 0.0
     profile: bool = False

@@ -12,10 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
-from . import bound, figures, fleet, table
+from . import bound, figures, fleet, gram, promises, table
 from .catalog import fits, Job, LAYOUTS, names_for, PEERS, WORKLOADS
-from .gram import cli as gram
-from .promises import cli as promises
 from .scale import cli as scale
 from .stock import stock_path
 
@@ -67,12 +65,6 @@ def parser() -> argparse.ArgumentParser:
     timed.add_argument(
         "--profile", action="store_true", help="then show where a step of ours goes"
     )
-    timed.add_argument(
-        "--wire-delay-ms",
-        type=float,
-        default=0.0,
-        help="let every all_to_all_single finish so much later, which shows what prefetch_count hides; ours only",
-    )
     timed.set_defaults(run=run_step)
 
     counted = commands.add_parser(
@@ -80,15 +72,21 @@ def parser() -> argparse.ArgumentParser:
     )
     counted.set_defaults(run=run_bytes)
     scale.add_parser(commands)
-    gram.add_parser(commands)
-    promises.add_parser(commands)
+    for module, name, words in (
+        (gram, "gram", "compare ns_algorithm='gram' with the quintic"),
+        (promises, "promises", "time all owners at once and prefetch over a slow wire"),
+    ):
+        command = commands.add_parser(name, help=words, description=module.__doc__)
+        command.add_argument("--reps", type=int, default=7)
+        command.add_argument("--out", type=Path, metavar="FILE.json")
+        command.set_defaults(run=module.run, no_stock=True, shapes=None)
     return result
 
 
 def main(arguments: Sequence[str]) -> int:
     args = parser().parse_args(arguments)
     try:
-        if not (args.no_stock or args.only_ours or getattr(args, "wire_delay_ms", 0)):
+        if not (args.no_stock or args.only_ours):
             stock_path()
         cases = args.run(args)
     except (fleet.Failed, FileNotFoundError) as error:
@@ -115,11 +113,8 @@ def cases_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def names_of(args: argparse.Namespace) -> tuple[str, ...]:
-    delayed = bool(getattr(args, "wire_delay_ms", 0))
-    prefetch = args.prefetch or ([0, 1, 2] if delayed else [1])
-    names = [f"ours-{p}" for p in dict.fromkeys(prefetch)]
-    # Others call collectives that are not delayed.
-    if not (delayed or args.only_ours):
+    names = [f"ours-{p}" for p in dict.fromkeys(args.prefetch or [1])]
+    if not args.only_ours:
         others = ("stock", "allgather", *PEERS, "adamw")
         names += [n for n in others if n not in left_out(args)]
     return tuple(names)
@@ -155,7 +150,6 @@ def run_step(args: argparse.Namespace) -> list[dict[str, Any]]:
             cores(),
             args.reps,
             args.patience,
-            args.wire_delay_ms,
             args.profile,
         )
         results = fleet.run("step", job, case["world"], args.timeout + args.patience)
@@ -168,15 +162,13 @@ def run_step(args: argparse.Namespace) -> list[dict[str, Any]]:
             profile=[r["profile"] for r in results] if args.profile else None,
             others=results[0]["others"],
             seconds=[result["seconds"] for result in results],
-            cpu_seconds=[result["cpu_seconds"] for result in results],
         )
         cases.append(case)
         print(table.step_case(case), end="\n\n", flush=True)
         if args.profile:
             print(table.profile(case), end="\n\n", flush=True)
-    overview = table.overlap_overview if args.wire_delay_ms else table.step_overview
     if cases:
-        print(overview(cases))
+        print(table.step_overview(cases))
     return cases
 
 

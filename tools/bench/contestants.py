@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import _muon, AdamW, Muon
+from torch.optim import _muon, _newton_schulz as ns, AdamW, Muon
 
 from .catalog import prefetch_of
 from .stock import stock_path
@@ -87,12 +87,8 @@ class AllGatherMuon:
             local = h.local
             momentum.lerp_(h.local_grad, 1 - MOMENTUM)
             whole = _whole(h, h.local_grad.lerp(momentum, MOMENTUM).bfloat16())
-            update = _muon._zeropower_via_newtonschulz(
-                whole,
-                (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C),
-                _muon.DEFAULT_NS_STEPS,
-                _muon.EPS,
-            )
+            triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
+            update = ns.orthogonalize(whole, triple, ns.DEFAULT_NS_STEPS, ns.EPS)
             local.mul_(1 - LR * WEIGHT_DECAY)
             local.add_(
                 update[h.rows, h.columns],

@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
     from torch.optim import Muon
-    from torch.optim._muon_engine.runtime.pipeline import Pipeline
-    from torch.optim._muon_engine.schedule.specs import Schedule
+    from torch.optim._muon_engine.schedule.packs import Schedule
 
 
 class AllToAll(NamedTuple):
@@ -23,43 +22,26 @@ class AllToAll(NamedTuple):
 
 
 def all_to_alls(optimizer: Muon) -> list[AllToAll]:
-    """The collectives of a step, in the order of their buckets. ``optimizer`` has made a step."""
+    """The collectives of a step, in the order of their buckets."""
+    engine = optimizer._engine
     calls = []
-    for buffers in _pipeline(optimizer).buffers.buckets:
-        if buffers.group is None:
-            continue
-        for sent, received in (
-            (buffers.gather_send, buffers.gather_recv),
-            (buffers.scatter_send, buffers.scatter_recv),
-        ):
-            calls.append(
-                AllToAll(
-                    buffers.group,
-                    sent.flat.dtype,
-                    tuple(sent.splits),
-                    tuple(received.splits),
-                )
-            )
+    for bucket in engine.schedule.buckets:
+        group = engine.groups.get(bucket.group)
+        if group is not None:
+            packs = engine.schedule.packs(bucket, engine.rank)
+            for sent, received in (
+                (packs.gather_send, packs.gather_recv),
+                (packs.scatter_send, packs.scatter_recv),
+            ):
+                calls.append(AllToAll(group, sent.dtype, sent.splits, received.splits))
     return calls
-
-
-def schedule(optimizer: Muon) -> Schedule:
-    """The buckets of a step, for all ranks. ``optimizer`` has made a step."""
-    return _pipeline(optimizer).schedule
 
 
 def prepared_by(optimizer: Muon, rank: int) -> set[int]:
     """The parameters of which ``rank`` contributes its shard to what is orthogonalized."""
-    schedule = _pipeline(optimizer).schedule
+    schedule: Schedule = optimizer._engine.schedule
     return {
         layout.key.index
         for matrix, layout in enumerate(schedule.layouts)
         if schedule.is_source(matrix, rank)
     }
-
-
-def _pipeline(optimizer: Muon) -> Pipeline:
-    pipeline = optimizer._engine.pipeline
-    if pipeline is None:
-        raise ValueError("it has to make a step first, through the engine")
-    return pipeline

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 
-PARTS = ("ns_alone", "ns_shares", "exchange", "exchange_fused", "elementwise")
+PARTS = ("ns_alone", "exchange", "elementwise")
 
 
 def over_ranks(
@@ -31,33 +31,17 @@ def quietest(others: Sequence[float], reps: int) -> list[int]:
     return sorted(sorted(range(len(others)), key=others.__getitem__)[:reps])
 
 
-def limits(
-    seconds: dict[str, list[float]], world: int, cores: int
-) -> dict[str, list[float]]:
-    """The limits of each repetition."""
+def limits(seconds: dict[str, list[float]], world: int, cores: int) -> list[float]:
+    """The limit of each repetition."""
     share = min(world, cores)
-    first = [
-        alone / share + exchange
-        for alone, exchange in zip(
-            seconds["ns_alone"], seconds["exchange"], strict=True
-        )
-    ]
-    second = [a + b for a, b in zip(first, seconds["elementwise"], strict=True)]
-    third = [
-        sum(parts)
-        for parts in zip(
-            *(seconds[part] for part in ("ns_shares", "exchange", "elementwise")),
-            strict=True,
-        )
-    ]
-    return {"limit": first, "second": second, "third": third}
+    parts = zip(*(seconds[part] for part in PARTS), strict=True)
+    return [alone / share + exchange + passes for alone, exchange, passes in parts]
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
     """How many times ``below`` is ``above``.
 
-    The figure is the median over repetitions; ``best`` compares the two shortest times, which is
-    what is left to look at on a machine that does other things as well.
+    The figure is the median over repetitions.
     """
     each = [a / b for a, b in zip(above, below, strict=True)]
     low, middle, high = quartiles(each)
@@ -65,7 +49,6 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
         "median": middle,
         "q1": low,
         "q3": high,
-        "best": min(above) / min(below),
     }
 
 
@@ -84,32 +67,19 @@ def summarize(
     chosen = quietest(others, reps)
     seconds = over_ranks(results, "seconds", max, chosen)
     bounds = limits(seconds, len(results), cores)
-    # Processor time of all ranks together has no waiting in it and nothing of other programs.
-    cpu = over_ranks(results, "cpu_seconds", sum, chosen)
-    cpu_bounds = limits(cpu, 1, 1)
     median = statistics.median
     return {
         "repetitions": chosen,
         "others": median([others[rep] for rep in chosen]),
         "limit_ms": {
-            "limit": median(bounds["limit"]) * 1e3,
-            "second": median(bounds["second"]) * 1e3,
-            "third": median(bounds["third"]) * 1e3,
+            "limit": median(bounds) * 1e3,
             **{part: median(seconds[part]) * 1e3 for part in PARTS},
         },
-        # Above 1: Newton-Schulz on all cores at once is slower than one at a time says.
-        "ns_at_once": ratio(
-            seconds["ns_shares"],
-            [s / min(len(results), cores) for s in seconds["ns_alone"]],
-        ),
         "implementations": {
             name: {
                 "median_ms": median(seconds[name]) * 1e3,
-                "limit": ratio(seconds[name], bounds["limit"]),
-                "second": ratio(seconds[name], bounds["second"]),
-                "third": ratio(seconds[name], bounds["third"]),
+                "limit": ratio(seconds[name], bounds),
                 "first": ratio(seconds[name], seconds[names[0]]),
-                "cpu": ratio(cpu[name], cpu_bounds["second"]),
             }
             for name in names
         },

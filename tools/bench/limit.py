@@ -1,11 +1,9 @@
 """What no implementation that orthogonalizes each matrix once can undercut, part by part.
 
-The limit is (Newton-Schulz of all matrices, one by one, on one thread of one process while the
-others wait) / min(processes, cores), plus one blocking ``all_to_all_single`` after the other with
-the splits of the engine's own buckets, over buffers that are there already. The second limit adds the
-elementwise passes that any implementation makes over this rank's own storage. The third is the second
-with Newton-Schulz as it is when all ranks do their own matrices at once, which share caches, memory and
-the power that the processor may take.
+The limit is (Newton-Schulz of all matrices, one by one, on one thread of one process while the others
+wait) / min(processes, cores), plus one blocking ``all_to_all_single`` after the other with the splits
+of the engine's own buckets over memory that is there already, plus the elementwise passes that any
+implementation makes over this rank's own storage.
 """
 
 from __future__ import annotations
@@ -15,14 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import _muon
+from torch.optim import _newton_schulz as ns
 
 from . import engine_view
 from .contestants import LR, MOMENTUM, WEIGHT_DECAY
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch.optim import Muon
 
@@ -32,19 +30,15 @@ if TYPE_CHECKING:
 
 
 class NewtonSchulz:
-    """The matrices of ``shapes``, all or some of them, through the optimizer's own iteration."""
+    """The matrices of ``shapes`` through the optimizer's own iteration."""
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
         self.matrices = [torch.randn(s).bfloat16() for s in shapes]
 
-    def run(self, indices: Iterable[int] | None = None) -> None:
-        for i in range(len(self.matrices)) if indices is None else indices:
-            _muon._zeropower_via_newtonschulz(
-                self.matrices[i],
-                (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C),
-                _muon.DEFAULT_NS_STEPS,
-                _muon.EPS,
-            )
+    def run(self) -> None:
+        triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
+        for matrix in self.matrices:
+            ns.orthogonalize(matrix, triple, ns.DEFAULT_NS_STEPS, ns.EPS)
 
 
 class Exchange:
@@ -65,25 +59,6 @@ class Exchange:
             dist.all_to_all_single(
                 received, sent, list(call.receive), list(call.send), group=call.group
             )
-
-
-def fused(calls: Sequence[AllToAll]) -> list[AllToAll]:
-    """``calls`` with all buckets of a group in one: what does not depend on how work is cut."""
-    merged: dict[tuple, AllToAll] = {}
-    for i, call in enumerate(calls):
-        key = (call.group, call.dtype, i % 2)
-        before = merged.get(key)
-        if before is not None:
-            call = call._replace(
-                send=_added(before.send, call.send),
-                receive=_added(before.receive, call.receive),
-            )
-        merged[key] = call
-    return list(merged.values())
-
-
-def _added(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 class Elementwise:

@@ -8,7 +8,7 @@ from typing import Any, TYPE_CHECKING
 import torch.distributed as dist
 from torch.profiler import profile, ProfilerActivity
 
-from . import contestants, engine_view, limit, wire
+from . import contestants, engine_view, limit
 from .catalog import WORKLOADS
 from .layouts import make_parameters
 from .quiet import QUIET, Watch
@@ -27,13 +27,12 @@ WARM_UP = 1
 
 
 def work(rank: int, world: int, job: Job) -> dict[str, Any]:
-    """One rank's times in seconds, by name and repetition: on the clock, and of its processor.
+    """One rank's times in seconds, by name and repetition.
 
     ``others`` is the share of the machine that other programs had in each repetition.
 
     The limit's parts are timed among the implementations, under names of their own: ``ns_alone``
-    on the rank whose turn it is (nothing elsewhere), ``ns_shares`` (each rank what it owns, all at
-    once), ``exchange``, ``exchange_fused`` and ``elementwise``.
+    on the rank whose turn it is (nothing elsewhere), ``exchange`` and ``elementwise``.
     """
     shapes = WORKLOADS[job.workload]
     held = make_parameters(job.layout, shapes, world)
@@ -42,16 +41,15 @@ def work(rank: int, world: int, job: Job) -> dict[str, Any]:
     for name in job.names:
         steps[name], optimizers[name] = contestants.make_step(name, held)
     ours = optimizers[job.names[0]]
-    with wire.delayed(job.wire_delay_ms):
-        for _ in range(WARM_UP):
-            for step in steps.values():
-                step()
-        parts = _limit_parts(held, shapes, ours, rank)
-        for name, run in parts.items():
-            if name != "ns_alone":
-                run(0)
-        times = _interleave(steps, parts, job)
-        operations = _profile(steps[job.names[0]], job.reps) if job.profile else None
+    for _ in range(WARM_UP):
+        for step in steps.values():
+            step()
+    parts = _limit_parts(held, shapes, ours, rank)
+    for name, run in parts.items():
+        if name != "ns_alone":
+            run(0)
+    times = _interleave(steps, parts, job)
+    operations = _profile(steps[job.names[0]], job.reps) if job.profile else None
     return {
         **times,
         "profile": operations,
@@ -75,10 +73,8 @@ def _limit_parts(
 ) -> dict[str, Callable[[int], None]]:
     world = dist.get_world_size()
     newton_schulz = limit.NewtonSchulz(shapes)
-    calls = engine_view.all_to_alls(ours)
-    exchange, fused = limit.Exchange(calls), limit.Exchange(limit.fused(calls))
+    exchange = limit.Exchange(engine_view.all_to_alls(ours))
     elementwise = limit.Elementwise(held, ours)
-    owned = ours.assignments[rank]
 
     def alone(rep: int) -> None:
         if rep % world == rank:
@@ -86,9 +82,7 @@ def _limit_parts(
 
     return {
         "ns_alone": alone,
-        "ns_shares": lambda rep: newton_schulz.run(owned),
         "exchange": lambda rep: exchange.run(),
-        "exchange_fused": lambda rep: fused.run(),
         "elementwise": lambda rep: elementwise.run(),
     }
 
@@ -105,7 +99,6 @@ def _interleave(
     """
     names = [*steps, *parts]
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    cpu_seconds: dict[str, list[float]] = {name: [] for name in names}
     others: list[float] = []
     watch = Watch(job.cores)
     patience = job.patience
@@ -116,14 +109,12 @@ def _interleave(
         first = rep % len(names)
         for name in names[first:] + names[:first]:
             dist.barrier()
-            # The backend's threads count too: they are what a collective costs.
-            began, cpu_began = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
             if name in steps:
                 steps[name]()
             else:
                 parts[name](rep)
             seconds[name].append(time.perf_counter() - began)
-            cpu_seconds[name].append(time.process_time() - cpu_began)
         share, wall = watch.others()
         others.append(share)
         rep += 1
@@ -131,4 +122,4 @@ def _interleave(
             quiet += 1
         else:
             patience -= wall
-    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "others": others}
+    return {"seconds": seconds, "others": others}

@@ -33,48 +33,25 @@ def step_case(case: dict[str, Any]) -> str:
             name,
             f"{one['median_ms']:.1f}",
             spread(one["limit"]),
-            f"{one['limit']['best']:.2f}",
-            spread(one["second"]),
-            f"{one['second']['best']:.2f}",
-            spread(one["third"]),
-            spread(one["cpu"]),
             f"{one['first']['median']:.2f}",
         ]
         for name, one in figures["implementations"].items()
     ]
-    head = [
-        "",
-        "ms",
-        "x limit (quartiles)",
-        "best",
-        "x second (quartiles)",
-        "best",
-        "x third (quartiles)",
-        "CPU x second's",
-        f"x {first}",
-    ]
+    head = ["", "ms", "x limit (quartiles)", f"x {first}"]
     return "\n".join(
         [
             title(case),
             f"limit {limit['limit']:.1f} ms = Newton-Schulz {limit['ns_alone']:.1f} / {share} + exchange "
-            f"{limit['exchange']:.1f} in {2 * case['buckets']} collectives (in one bucket: {limit['exchange_fused']:.1f}); "
-            f"second {limit['second']:.1f} ms = that + elementwise {limit['elementwise']:.1f}; third "
-            f"{limit['third']:.1f} ms = that with Newton-Schulz of all ranks at once",
-            f"Newton-Schulz of all ranks at once takes {spread(figures['ns_at_once'])} of its share alone; other "
-            f"programs had {100 * figures['others']:.0f} % of the {case['cores']} cores; the quietest {case['reps']} of "
-            f"{len(case['others'])} repetitions"
-            + (
-                f"; each collective {case['wire_delay_ms']:g} ms late"
-                if case["wire_delay_ms"]
-                else ""
-            ),
+            f"{limit['exchange']:.1f} in {2 * case['buckets']} collectives + elementwise {limit['elementwise']:.1f}",
+            f"other programs had {100 * figures['others']:.0f} % of the {case['cores']} cores; the quietest "
+            f"{case['reps']} of {len(case['others'])} repetitions",
             render(head, rows),
         ]
     )
 
 
 def step_overview(cases: Sequence[dict[str, Any]]) -> str:
-    """All sets of processes: median ratios to the limit, and of the first of ours to the others."""
+    """All sets of processes: median ratios to the limit."""
     names = max((case["names"] for case in cases), key=len)
     rows = []
     for case in cases:
@@ -88,31 +65,10 @@ def step_overview(cases: Sequence[dict[str, Any]]) -> str:
                     else "refuses"
                     for name in names
                 ),
-                *(
-                    f"{found[names[0]][other]['median']:.2f}"
-                    for other in ("second", "third")
-                ),
             ]
         )
-    head = ["x limit", *names, f"{names[0]} x second", f"{names[0]} x third"]
+    head = ["x limit", *names]
     return render(head, rows)
-
-
-def overlap_overview(cases: Sequence[dict[str, Any]]) -> str:
-    """Under a delay: how many times as fast as the first implementation each is."""
-    names = cases[0]["names"]
-    rows = [
-        [
-            title(case),
-            *(
-                f"{1 / case['figures']['implementations'][name]['first']['median']:.2f}"
-                for name in names
-            ),
-        ]
-        for case in cases
-    ]
-    delay = cases[0]["wire_delay_ms"]
-    return render([f"speed-up, {delay:g} ms late", *names], rows)
 
 
 def spread(one: dict[str, float]) -> str:
@@ -146,8 +102,8 @@ def bytes_case(case: dict[str, Any]) -> str:
         [
             title(case),
             f"least {figures['least_bytes'] / 1e6:.3f} MB over all ranks; ours sends "
-            f"{figures[case['names'][0]]['bytes'] - figures['least_bytes']} bytes more, "
-            f"flags of {figures['shards']} shards",
+            f"{figures[case['names'][0]]['bytes'] - figures['least_bytes']} bytes more, and "
+            f"{figures[case['names'][0]]['status_bytes']} bytes of statuses of gradients",
             render(head, rows),
         ]
     )

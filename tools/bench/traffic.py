@@ -31,7 +31,11 @@ def work(rank: int, world: int, job: Job) -> dict[str, Any]:
             step()
         if wire.unknown:  # a silent zero would flatter it
             raise NotImplementedError(f"what do these send: {wire.unknown}")
-        sent[name] = {"bytes": wire.bytes.total(), "calls": dict(wire.calls)}
+        sent[name] = {
+            "bytes": wire.bytes.total(),
+            "statuses": wire.statuses,
+            "calls": dict(wire.calls),
+        }
     return {
         "sent": sent,
         "held": [[r.start, r.stop, c.start, c.stop] for r, c in _parts(held)],

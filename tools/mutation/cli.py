@@ -10,7 +10,7 @@ from tools.overlay.repo import ROOT
 
 from .fault import CannotTry, Fault
 from .faults import FAULTS
-from .trial import check_redirect, copied, run_tests
+from .trial import check_redirect, copied, run_tests, SECONDS
 
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ def check_baseline(
         check_redirect(folder, root)
         if not run:
             return
-        outcome = run_tests(root, folder, tests, first=False)
+        seconds = SECONDS * len(tests)
+        outcome = run_tests(root, folder, tests, first=False, seconds=seconds)
     if outcome.code != 0:
         named = ", ".join(outcome.failed) or outcome.output[-3000:]
         named = named if outcome.code is not None else f"they hang: {named}"

@@ -14,6 +14,7 @@ OPTIM = pathlib.Path(__file__).resolve().parent / "optim"
 # The package's own modules follow from its path.
 PLACES = {
     "torch.optim._muon": OPTIM / "_muon.py",
+    "torch.optim._newton_schulz": OPTIM / "_newton_schulz.py",
     "torch.optim.muon": OPTIM / "muon.py",
     "torch.optim._muon_engine": OPTIM / "_muon_engine" / "__init__.py",
 }

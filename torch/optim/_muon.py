@@ -1,32 +1,38 @@
 # mypy: allow-untyped-defs
 # mypy: disable-error-code=arg-type
-r"""Implementation of the Muon optimizer.
+r"""Implementation of the Muon optimizer: hyperparameters, state, step and checkpoints.
 
-The phases of a step are methods of :class:`_MuonFormulas`. One process runs them one after the other;
-with a ``distributed_config`` the engine in ``torch.optim._muon_engine`` runs the same ones between its
+The phases of a step are methods of :class:`MuonFormulas`. A single process runs them in order. With a
+``distributed_config``, the engine in ``torch.optim._muon_engine`` runs the same phases between its
 collectives.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import zlib
-from collections import defaultdict
 from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import optimizer as _optimizer_module
-from .optimizer import (
-    _disable_dynamo_if_unsupported,
-    _params_doc,
-    _to_scalar,
-    Optimizer,
-    ParamsT,
+from ._newton_schulz import (
+    _zeropower_via_newtonschulz,  # noqa: F401
+    as_tuples,
+    check_newton_schulz,
+    check_ns_algorithm,
+    Coefficients,
+    DEFAULT_A,
+    DEFAULT_B,
+    DEFAULT_C,
+    DEFAULT_NS_STEPS,
+    EPS,
+    NS_DTYPE,
+    orthogonalize,
 )
+from .optimizer import _disable_dynamo_if_unsupported, _to_scalar, Optimizer, ParamsT
 
 
 if TYPE_CHECKING:
@@ -34,175 +40,23 @@ if TYPE_CHECKING:
 
     from torch.optim._muon_engine.config import DistributedConfig
     from torch.optim._muon_engine.engine import Engine
-    from torch.optim._muon_engine.layouts import Reader
-    from torch.optim._muon_engine.runtime import StepParam
+    from torch.optim._muon_engine.runtime import Param
 
 
 __all__ = ["Muon", "muon"]
 
 log = logging.getLogger("torch.optim.muon")
 
-# Keller Jordan's coefficients and number of steps: https://kellerjordan.github.io/posts/muon/,
+# Keller Jordan's Muon: https://kellerjordan.github.io/posts/muon/,
 # https://github.com/KellerJordan/Muon/blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbcbd/muon.py#L16
-EPS = 1e-7
-DEFAULT_A = 3.4445
-DEFAULT_B = -4.7750
-DEFAULT_C = 2.0315
-DEFAULT_NS_STEPS = 5
 
-# Newton-Schulz reads and writes this dtype, so it is also what travels between ranks: an element that
-# is only moved has the same bits, whether it is rounded before the trip or after it.
-_NS_DTYPE = torch.bfloat16
-# One batched Newton-Schulz holds at most so many bytes of matrices; its workspace is four times that.
+# Maximum bytes of matrices in one batched Newton-Schulz. Its workspace is four times as large.
 _BATCH_BYTES = 64 * 1024**2
 
 _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 
-_NS_ALGORITHMS = ("quintic", "gram")
-# Options that checkpoints of the first Muon do not have.
+# Options that checkpoints of the first Muon do not have, and their defaults.
 _LATER_OPTIONS = {"foreach": None, "ns_algorithm": "quintic"}
-# From such a quotient of its sides on, a matrix is iterated by its small Gram matrix.
-_GRAM_RATIO = 1.5
-# The Gram matrix is computed anew before small singular values have grown by more than this. In bfloat16
-# it knows nothing of those below its rounding, and more growth tears nearly low-rank matrices apart.
-_GRAM_GROWTH = 50
-
-_Triple = tuple[float, float, float]
-
-
-def _given_by_step(ns_coefficients: Sequence[Any]) -> bool:
-    """Whether each step has a polynomial of its own."""
-    return bool(ns_coefficients) and not isinstance(ns_coefficients[0], (float, int))
-
-
-def _check_ns(
-    ns_coefficients: Sequence[Any], ns_steps: int, ns_algorithm: str = "quintic"
-) -> None:
-    if ns_steps >= 100:
-        raise ValueError(
-            "Number of steps must be less than 100 for computational efficiency"
-        )
-    by_step = _given_by_step(ns_coefficients)
-    if any(len(c) != 3 for c in (ns_coefficients if by_step else [ns_coefficients])):
-        raise ValueError("Coefficients must be a tuple of exactly 3 values")
-    if by_step and len(ns_coefficients) != ns_steps:
-        raise ValueError(
-            f"ns_coefficients has {len(ns_coefficients)} tuples and ns_steps is {ns_steps}; give one tuple for each step, "
-            "or one for all"
-        )
-    _check_ns_algorithm(ns_algorithm)
-
-
-def _check_ns_algorithm(ns_algorithm: str) -> None:
-    if ns_algorithm not in _NS_ALGORITHMS:
-        raise ValueError(
-            f"ns_algorithm has to be one of {_NS_ALGORITHMS}, but is {ns_algorithm!r}"
-        )
-
-
-def _newtonschulz(
-    x: Tensor,
-    ns_coefficients: Sequence[Any],
-    ns_steps: int,
-    eps: float,
-    ns_algorithm: str = "quintic",
-) -> Tensor:
-    """Orthogonalizes ``x``, of shape (rows, columns) or (matrices, rows, columns), in its own dtype.
-
-    ``x`` is not written to.
-    """
-    addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
-    tall = x.size(-2) > x.size(-1)
-    if tall:
-        x = x.mT
-    # The iteration converges for singular values in [0, 1]; the Frobenius norm bounds them.
-    x = x / _frobenius_norm(x).clamp(min=eps)
-    triples: Sequence[Any] = [ns_coefficients] * ns_steps
-    if _given_by_step(ns_coefficients):
-        triples = ns_coefficients
-    if ns_algorithm == "gram" and x.size(-1) >= _GRAM_RATIO * x.size(-2):
-        for together in _gram_parts(triples):
-            x = _gram_steps(x, together) @ x
-    else:
-        for a, b, c in triples:
-            gram = x @ x.mT
-            poly = addmm(gram, gram, gram, beta=b, alpha=c)
-            x = addmm(x, poly, x, beta=a)
-    return x.mT if tall else x
-
-
-def _gram_parts(triples: Sequence[_Triple]) -> list[list[_Triple]]:
-    """The steps that follow one Gram matrix: three and two of the default's five."""
-    parts: list[list[_Triple]] = []
-    growth = math.inf
-    for a, b, c in triples:
-        growth *= abs(a)
-        if growth > _GRAM_GROWTH:
-            parts.append([])
-            growth = abs(a)
-        parts[-1].append((a, b, c))
-    return parts
-
-
-def _gram_steps(x: Tensor, triples: Sequence[_Triple]) -> Tensor:
-    """The factor, of shape (..., rows, rows), by which these steps multiply ``x``.
-
-    A step multiplies by a polynomial of the Gram matrix, which then follows from the one before. So the
-    long side takes part in two products for all of these steps, instead of in two for each.
-    """
-    addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
-    gram = x @ x.mT
-    product = torch.empty(0)
-    for step, (a, b, c) in enumerate(triples, 1):
-        poly = addmm(gram, gram, gram, beta=b, alpha=c)
-        if step == 1:
-            product = poly.clone()
-            product.diagonal(dim1=-2, dim2=-1).add_(a)
-        else:
-            product = addmm(product, poly, product, beta=a)
-        if step < len(triples):
-            # The polynomial stands without its diagonal, which would cost the rest its last bits.
-            half = addmm(gram, poly, gram, beta=a)
-            gram = addmm(half, half, poly, beta=a)
-    return product
-
-
-def _frobenius_norm(x: Tensor) -> Tensor:
-    if x.ndim == 2:
-        return x.norm()
-    # One by one: a reduction over a batch may add up in another order.
-    return torch.stack([matrix.norm() for matrix in x])[:, None, None]
-
-
-def _zeropower_via_newtonschulz(
-    grad: Tensor,
-    ns_coefficients: _Triple | Sequence[_Triple],
-    ns_steps: int,
-    eps: float,
-    ns_algorithm: str = "quintic",
-) -> Tensor:
-    r"""Approximates the orthogonal factor :math:`UV^T` of ``grad`` :math:`= USV^T`.
-
-    The quintic's coefficients maximize its slope at zero, so few steps suffice. The singular values
-    end up between about 0.3 and 1.2 instead of at 1, which does not hurt training. The method is Keller
-    Jordan's (https://github.com/KellerJordan/Muon/blob/master/muon.py), with suggestions by @jxbz,
-    @leloykun and @YouJiacheng.
-
-    Args:
-        grad (Tensor): the matrix, of shape (rows, columns). It is not written to.
-        ns_coefficients (tuple of three floats, or one for each step): coefficients of the odd quintic.
-        ns_steps (int): number of iterations, less than 100.
-        eps (float): smallest divisor of the normalization.
-        ns_algorithm (str): "quintic", or "gram" for the same polynomials by the Gram matrix.
-
-    Returns:
-        Tensor of the shape of ``grad``, in bfloat16.
-    """
-    _check_ns(ns_coefficients, ns_steps, ns_algorithm)
-    if len(grad.shape) != 2:
-        raise ValueError("Input tensor gradient must be a 2D matrix")
-    x = grad.to(dtype=_NS_DTYPE)
-    return _newtonschulz(x, ns_coefficients, ns_steps, eps, ns_algorithm)
 
 
 def _adjust_lr(
@@ -226,14 +80,14 @@ def _adjust_lr(
     return lr * ratio
 
 
-class _MuonFormulas(NamedTuple):
-    """One parameter group's hyperparameters in one step, and the phases that they define."""
+class MuonFormulas(NamedTuple):
+    """The hyperparameters of one parameter group in one step, and the phases that they define."""
 
     lr: float | Tensor
     weight_decay: float
     momentum: float
     nesterov: bool
-    ns_coefficients: _Triple | Sequence[_Triple]
+    ns_coefficients: Coefficients | Sequence[Coefficients]
     ns_steps: int
     eps: float
     adjust_lr_fn: str | None
@@ -241,39 +95,34 @@ class _MuonFormulas(NamedTuple):
     ns_algorithm: str = "quintic"
 
     @classmethod
-    def of_group(cls, group: MutableMapping[str, Any]) -> _MuonFormulas:
-        hyper = {name: group[name] for name in cls._fields}
-        # Checkpoints that went through JSON or YAML bring lists.
-        hyper["ns_coefficients"] = _as_tuples(hyper["ns_coefficients"])
-        return cls(**{**hyper, "lr": _to_scalar(hyper["lr"])})
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What :meth:`orthogonalize` reads and writes."""
-        return _NS_DTYPE
+    def of_group(cls, group: MutableMapping[str, Any]) -> MuonFormulas:
+        values = {name: group[name] for name in cls._fields}
+        values["ns_coefficients"] = as_tuples(values["ns_coefficients"])
+        return cls(**{**values, "lr": _to_scalar(values["lr"])})
 
     @property
     def compute_key(self) -> tuple:
-        """What :meth:`orthogonalize` depends on: matrices of equal keys may share a batch."""
+        """Matrices with equal keys may share a batch."""
         # The functional form may be given lists.
-        coefficients = _as_tuples(self.ns_coefficients)
+        coefficients = as_tuples(self.ns_coefficients)
         how = self.ns_steps, self.eps, self.ns_algorithm
         return (coefficients, *how, self.foreach)
 
     @property
     def _readable_lr(self) -> float | None:
-        """None for a Tensor that would cost a synchronization."""
+        """The learning rate; None for a Tensor whose value would cost a synchronization."""
         if not isinstance(self.lr, Tensor):
             return float(self.lr)
         return float(self.lr) if type(self.lr) is Tensor and self.lr.is_cpu else None
 
     @property
     def moves(self) -> bool:
+        """Whether a step moves parameters. Checkpoints make a step that does not."""
         return self._readable_lr != 0
 
     @property
     def digest(self) -> int:
-        """Of the values that hold in this step, whatever their types."""
+        """32 bits of the values in this step, whatever their types."""
         values = (
             self._readable_lr,
             float(self.weight_decay),
@@ -288,17 +137,18 @@ class _MuonFormulas(NamedTuple):
         return zlib.crc32(repr(values).encode())
 
     def check(self) -> None:
-        _check_ns(self.ns_coefficients, self.ns_steps, self.ns_algorithm)
+        """Raises ValueError if the hyperparameters are invalid."""
+        check_newton_schulz(self.ns_coefficients, self.ns_steps, self.ns_algorithm)
 
     def signature(self) -> dict[str, str]:
-        """What the ranks compare. A Tensor may change between their reading it; its kind may not."""
+        """The values that ranks compare at construction. The value of a Tensor may change meanwhile."""
         return {
             name: "a Tensor" if isinstance(value, Tensor) else str(value)
             for name, value in self._asdict().items()
         }
 
     def accumulate(self, momentum_bufs: list[Tensor], grads: list[Tensor]) -> None:
-        """Takes gradients into momentum; all of them pieces or all of them wholes."""
+        """Takes gradients into momentum, for whole matrices or for pieces of them."""
         if len(grads) == 1:
             momentum_bufs[0].lerp_(grads[0], 1 - self.momentum)
         else:
@@ -307,39 +157,36 @@ class _MuonFormulas(NamedTuple):
     def prepare(
         self, momentum_buf: Tensor, grad: Tensor, out: Tensor | None = None
     ) -> Tensor:
-        """What is to be orthogonalized: the momentum, looked ahead through ``grad`` if nesterov."""
+        """Returns the tensor to orthogonalize: momentum, blended with ``grad`` if nesterov."""
         if not self.nesterov:
             return momentum_buf
         return torch.lerp(grad, momentum_buf, self.momentum, out=out)
 
-    def prepare_together(
+    def prepare_all(
         self, momentum_bufs: list[Tensor], grads: list[Tensor]
     ) -> Sequence[Tensor]:
-        """Like :meth:`prepare`, for many in few launches."""
+        """Does :meth:`prepare` for many tensors in few launches."""
         if not self.nesterov:
             return momentum_bufs
         return torch._foreach_lerp(grads, momentum_bufs, self.momentum)
 
     def orthogonalize(self, prepared: Tensor) -> Tensor:
-        """The update of one matrix, or of the (matrices, rows, columns) of one batch."""
+        """Returns the update of one matrix, or of a batch (matrices, rows, columns)."""
         how = self.ns_coefficients, self.ns_steps, self.eps, self.ns_algorithm
-        if prepared.ndim == 2:
-            return _zeropower_via_newtonschulz(prepared, *how)
-        stack = prepared.to(_NS_DTYPE).flatten(0, -3)
-        return _newtonschulz(stack, *how).reshape(prepared.shape)
+        return orthogonalize(prepared, *how)
 
     def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
-        """How many matrices of ``shape`` the distributed step orthogonalizes together."""
+        """How many matrices of ``shape`` a distributed step orthogonalizes in one batch."""
         if self.foreach is False or (self.foreach is None and device.type == "cpu"):
             return 1
-        return max(1, _BATCH_BYTES // max(1, math.prod(shape) * _NS_DTYPE.itemsize))
+        return max(1, _BATCH_BYTES // max(1, math.prod(shape) * NS_DTYPE.itemsize))
 
     def apply(
         self, params: list[Tensor], updates: list[Tensor] | None, shape: Sequence[int]
     ) -> None:
-        """Decays ``params`` and moves them: matrices, or pieces of matrices, of the global ``shape``."""
+        """Decays and updates matrices, or pieces of matrices, of the global ``shape``."""
         decay = 1 - self.lr * self.weight_decay
-        # A Tensor of one element is as good as a number, though the stubs do not say so.
+        # ``alpha`` may be a Tensor of one element, which the stubs do not know.
         alpha: Any = -_adjust_lr(self.lr, self.adjust_lr_fn, shape)
         if len(params) > 1 and not isinstance(self.lr, Tensor):
             torch._foreach_mul_(params, decay)
@@ -358,30 +205,192 @@ def _floats(values: Any) -> Any:
     return float(values)
 
 
-def _as_tuples(ns_coefficients: Any) -> tuple:
-    return tuple(tuple(c) if isinstance(c, list) else c for c in ns_coefficients)
-
-
 def _storage_is_gone(param: Tensor) -> bool:
-    """Whether ``param`` is what ``param.data = dtensor`` leaves behind.
+    """Whether ``param.data = dtensor`` has destroyed ``param``.
 
-    PyTorch accepts that assignment to a plain Parameter and ends with a tensor of the global shape
-    over a null pointer. The next kernel that touches the tensor takes the process down.
+    PyTorch accepts that assignment to a plain Parameter and leaves a tensor of the global shape over a
+    null pointer. The next kernel that reads the tensor crashes the process.
     """
     if type(param) not in (Tensor, torch.nn.Parameter) or param.device.type == "meta":
         return False
     if torch._is_functional_tensor(param) or param.layout != torch.strided:
         return False
-    # A storage that FSDP1 or the user freed has no bytes; the one of that assignment has.
+    # A storage that FSDP1 or the user freed has no bytes. This one has.
     has_bytes = param.untyped_storage().nbytes() > 0
     return param.numel() > 0 and has_bytes and torch.Tensor.data_ptr(param) == 0
 
 
-def _named_parameter(index: int, name: str | None) -> str:
-    return f"parameter {index}" + (f" {name!r}" if name else "")
+def _problem_with(
+    param: Tensor, which: str, takes_flat: bool, takes_stacks: bool
+) -> str:
+    """Why Muon cannot take ``param``; "" if it can."""
+    if _storage_is_gone(param):
+        return (
+            f"{which}, of size {tuple(param.shape)}, has no storage, because `param.data = dtensor` destroys a plain "
+            "Parameter. Write `module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, placements))` "
+            "instead, or use distribute_module, parallelize_module or fully_shard"
+        )
+    if param.ndim == 2 or (param.ndim == 1 and takes_flat):
+        return ""
+    hint = ""
+    if getattr(param, "_fsdp_flattened", False):
+        hint = ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group=model.process_group, module=model)"
+    elif param.ndim > 2:
+        if takes_stacks:
+            return ""
+        hint = ". allow_batched_matrices=True takes it as a stack of matrices of its last two dimensions"
+    return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({which}){hint}"
+
+
+def _find_problem(
+    groups: list[dict[str, Any]],
+    first_group: int,
+    config: DistributedConfig | None,
+    takes_stacks: bool,
+) -> str:
+    """Finds an invalid parameter in ``first_group`` or later; returns an error text or ""."""
+    # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
+    takes_flat = config is not None and config.state.get("reader") == "process_groups"
+    index, seen = 0, {}
+    for number, group in enumerate(groups):
+        for name, param in _named(group):
+            which = f"parameter {index}" + (f" {name!r}" if name else "")
+            index += 1
+            if number < first_group:
+                continue
+            problem = _problem_with(param, which, takes_flat, takes_stacks)
+            other = seen.setdefault(param, which)
+            if other != which and config is not None:
+                problem = f"{other} and {which} are the same tensor; pass tied weights to Muon once"
+            if problem:
+                return problem
+    return ""
+
+
+def _params_of(groups: list[dict[str, Any]]) -> list[Param]:
+    """The engine's view of all parameters."""
+    from torch.optim._muon_engine.runtime import Param
+
+    found: list[Param] = []
+    for number, group in enumerate(groups):
+        formulas = MuonFormulas.of_group(group)
+        for name, p in _named(group):
+            found.append(Param(len(found), p, name, number, formulas))
+    return found
+
+
+def _named(group: MutableMapping[str, Any]) -> list[tuple[str | None, Tensor]]:
+    names, params = group.get("param_names"), group["params"]
+    if names is None or len(names) != len(params):
+        # The list of parameters changed without the names.
+        names = [None] * len(params)
+    return list(zip(names, params, strict=True))
+
+
+def _check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
+    """Raises ValueError, before anything changes, if ``loaded`` is from another model."""
+    index = 0
+    for mine, group in zip(groups, loaded["param_groups"], strict=True):
+        if not group.keys() - {"params", "param_names"}:
+            # torch.distributed.checkpoint saves no options of a group without parameters.
+            group.update({k: v for k, v in mine.items() if k != "params"})
+        for name, param in _named(mine):
+            state = loaded["state"].get(param)
+            buffer = state.get("momentum_buffer") if state else None
+            # FSDP1 flattens its parameters, and unflattens them for checkpoints.
+            flat = getattr(param, "_fsdp_flattened", False)
+            if isinstance(buffer, Tensor) and not flat and buffer.shape != param.shape:
+                raise ValueError(
+                    f"this state_dict is of another model: the momentum buffer of parameter {name or index} of shape "
+                    f"{tuple(param.shape)} has shape {tuple(buffer.shape)}"
+                )
+            index += 1
 
 
 class Muon(Optimizer):
+    r"""Implements Muon algorithm.
+
+    .. math::
+       \begin{aligned}
+            &\textbf{input} : \gamma \text{ (lr)},\ \theta_0 \text{ (params)},\
+                f(\theta) \text{ (objective)},\ \lambda \text{ (weight decay)},                 \\
+            &\hspace{13mm} \mu \text{ (momentum)},\ \textit{nesterov},\
+                (a, b, c) \text{ (NS coefficients)},\ k \text{ (NS steps)},\
+                \varepsilon \text{ (epsilon)}                                                   \\
+            &\textbf{initialize} : B_0 \leftarrow 0 \text{ (momentum buffer)}            \\[-1.ex]
+            &\rule{110mm}{0.4pt}                                                                \\
+            &\textbf{for} \: t=1 \: \textbf{to} \: \ldots \: \textbf{do}                        \\
+            &\hspace{5mm} G_t \leftarrow \nabla_{\theta} f_t(\theta_{t-1})                      \\
+            &\hspace{5mm} B_t \leftarrow \mu B_{t-1} + (1 - \mu) G_t                            \\
+            &\hspace{5mm} M_t \leftarrow \mu B_t + (1 - \mu) G_t
+                \text{ if } \textit{nesterov} \text{ else } B_t                                 \\
+            &\hspace{5mm} X_0 \leftarrow M_t / \max(\lVert M_t \rVert_F, \varepsilon)           \\
+            &\hspace{5mm} X_i \leftarrow a X_{i-1} + b X_{i-1} X_{i-1}^\top X_{i-1}
+                + c (X_{i-1} X_{i-1}^\top)^2 X_{i-1},\quad i = 1, \ldots, k                     \\
+            &\hspace{5mm} \theta_t \leftarrow (1 - \gamma \lambda)\, \theta_{t-1}
+                - \mathrm{AdjustLR}(\gamma, \mathrm{shape}(\theta_t))\, X_k              \\[-1.ex]
+            &\textbf{return} \: \theta_t
+       \end{aligned}
+
+    The update of a matrix is its momentum with all singular values brought close to one, by
+    :math:`k` Newton-Schulz iterations in bfloat16. For a matrix of shape :math:`(A, B)`, ``AdjustLR``
+    multiplies the learning rate by
+
+    - "original": :math:`\sqrt{\max(1, A / B)}`, as in `Muon: An optimizer for hidden layers`_;
+    - "match_rms_adamw": :math:`0.2 \sqrt{\max(A, B)}`, as in `Muon is Scalable for LLM Training`_, so
+      that you can keep a learning rate and weight decay tuned for AdamW;
+    - "spectral_unclamped": :math:`\sqrt{A / B}`, as in `Deriving Muon`_.
+
+    If FSDP, TP and others leave each rank with only a piece of a matrix, pass a ``distributed_config``
+    from :mod:`torch.optim.muon`. Each matrix is then gathered to one owner rank, which orthogonalizes it
+    once and sends the update back to every shard and replica. All ranks that share matrices must
+    construct this optimizer at the same place of the program, because they compare their parameters.
+
+    Args:
+        params (iterable): matrices, as parameters, as ``named_parameters()`` or as dicts that define
+            parameter groups. With names, ranks that list their parameters in different orders get an
+            error. Without names, matrices of equal shape would be mixed up. Embeddings, biases, norms
+            and output heads belong to another optimizer such as :class:`AdamW`.
+        lr (float, Tensor, optional): learning rate (default: 1e-3).
+        weight_decay (float, optional): decoupled weight decay (default: 0.1)
+        momentum (float, optional): momentum factor (default: 0.95)
+        nesterov (bool, optional): enables Nesterov momentum (default: True)
+        ns_coefficients (tuple of three floats, optional): coefficients of the polynomial, or one such
+            tuple per step, as in `The Polar Express`_ (default: (3.4445, -4.775, 2.0315))
+        eps (float, optional): lower bound of the norm that divides the momentum (default: 1e-07)
+        ns_steps (int, optional): number of Newton-Schulz steps, less than 100 (default: 5)
+        adjust_lr_fn (str, optional): one of "original", "match_rms_adamw" and "spectral_unclamped";
+            None means "original" (default: None)
+        distributed_config (DistributedConfig or "auto", optional): how each matrix gets to its owner
+            rank; "auto" means :func:`torch.optim.muon.create_dtensor_config` (default: None)
+        foreach (bool, optional): whether to orthogonalize matrices of equal shape in one batch. The
+            rounding of an update may differ from the for-loop's, by about 1 % of its Frobenius norm.
+            None means False, but True for accelerators with a ``distributed_config`` (default: None)
+        allow_batched_matrices (bool, optional): whether a parameter of three or more dimensions is a
+            stack of matrices of its last two, such as the (experts, out, in) of a mixture of experts.
+            Each matrix of a stack has its own Newton-Schulz, learning rate and owner. Accelerators
+            batch a stack, unless ``foreach`` is False (default: False)
+        ns_algorithm (str, optional): "quintic" iterates on the matrix. "gram" iterates on its small
+            Gram matrix if one side is at least 1.5 times the other, and rounds differently: five steps
+            have four products with the long side instead of ten (default: "quintic")
+
+    Example:
+        >>> # xdoctest: +SKIP
+        >>> hidden, _ = torch.optim.muon.partition_parameters(model.layers)
+        >>> muon = torch.optim.Muon(hidden, lr=0.02)
+        >>> loss_fn(model(input), target).backward()
+        >>> muon.step()
+
+    .. _Muon\: An optimizer for hidden layers:
+        https://kellerjordan.github.io/posts/muon/
+    .. _Muon is Scalable for LLM Training:
+        https://arxiv.org/abs/2502.16982
+    .. _Deriving Muon:
+        https://jeremybernste.in/writing/deriving-muon
+    .. _The Polar Express:
+        https://arxiv.org/abs/2505.16932
+    """
+
     def __init__(
         self,
         params: ParamsT,
@@ -389,7 +398,7 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: _Triple | Sequence[_Triple] = (
+        ns_coefficients: Coefficients | Sequence[Coefficients] = (
             DEFAULT_A,
             DEFAULT_B,
             DEFAULT_C,
@@ -414,7 +423,7 @@ class Muon(Optimizer):
             raise ValueError(
                 f"Adjust learning rate function {adjust_lr_fn} is not supported"
             )
-        _check_ns_algorithm(ns_algorithm)
+        check_ns_algorithm(ns_algorithm)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -436,154 +445,75 @@ class Muon(Optimizer):
             self._build_engine(self._distributed_config)
 
     def _build_engine(self, config: DistributedConfig) -> None:
-        """Builds the engine for the parameters as they are now, together with the other ranks."""
-        from torch.optim._muon_engine.engine import Engine
+        """Builds the engine together with the other ranks."""
+        from torch.optim._muon_engine.engine import Engine, take_momentum
 
-        self._prepare_reader()
-        # A problem travels along instead of being raised here: the other ranks are waiting.
-        params, former = self._step_params(), self._engine
-        self._engine = Engine(config, params, self._find_problem(), former)
+        former, stacks = self._engine, self._allow_batched_matrices
+        # The other ranks wait for this one, so a problem is raised after they have learned of it.
+        params, problem = _params_of(self.param_groups), self._problem()
+        self._engine = Engine(config, params, stacks, problem, former)
         if former is not None:
-            former.hand_over_momentum(params, self.state)
+            speaks = self.current_rank == 0
+            take_momentum(former.params, params, self.state, speaks)
 
-    def _prepare_reader(self) -> None:
-        """Several optimizers may share a config, and so its reader."""
-        reader = self._reader()
-        if reader is not None:
-            reader.takes_stacks = self._allow_batched_matrices
-
-    def _step_params(self) -> list[StepParam]:
-        from torch.optim._muon_engine.runtime import StepParam
-
-        found = []
-        for group in self.param_groups:
-            formulas = _MuonFormulas.of_group(group)
-            for name, p in self._named(group):
-                found.append(StepParam(p, name, p.grad, formulas))
-        return found
-
-    @staticmethod
-    def _named(group: MutableMapping[str, Any]) -> list[tuple[str | None, Tensor]]:
-        names, params = group.get("param_names"), group["params"]
-        if names is None or len(names) != len(params):
-            # Somebody changed the list of parameters, and nobody knows whose the names are.
-            names = [None] * len(params)
-        return list(zip(names, params, strict=True))
-
-    def _find_problem(self, first_group: int = 0) -> ValueError | None:
-        """What is wrong with the parameters of ``first_group`` and later groups."""
-        index = sum(len(g["params"]) for g in self.param_groups[:first_group])
-        seen: dict[Tensor, int] = {}
-        for group in self.param_groups[first_group:]:
-            for name, param in self._named(group):
-                which = _named_parameter(index, name)
-                problem = self._problem_with(param, which)
-                if problem is not None:
-                    return problem
-                other = seen.setdefault(param, index)
-                if other != index and self._distributed_config is not None:
-                    return ValueError(
-                        f"parameters {other} and {index} are the same tensor; give tied weights to Muon once"
-                    )
-                index += 1
-        return None
-
-    def _problem_with(self, param: Tensor, which: str) -> ValueError | None:
-        if _storage_is_gone(param):
-            return ValueError(
-                f"{which}, of size {tuple(param.shape)}, has no storage. This is what "
-                "`param.data = dtensor` leaves of a plain Parameter. Write "
-                "`module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, placements))` instead, or "
-                "use distribute_module, parallelize_module or fully_shard"
-            )
-        # FSDP1 flattens parameters; only its reader knows the matrices inside.
-        reader = self._reader()
-        is_flat = param.ndim == 1 and reader is not None and reader.takes_flat_params
-        is_stack = param.ndim > 2 and self._allow_batched_matrices
-        if param.ndim == 2 or is_flat or is_stack:
-            return None
-        hint = ""
-        if getattr(param, "_fsdp_flattened", False):
-            hint = (
-                ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group="
-                "model.process_group, module=model)"
-            )
-        elif param.ndim > 2:
-            hint = ". allow_batched_matrices=True takes it as a stack of matrices of its last two dimensions"
-        return ValueError(
-            f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} "
-            f"({which}){hint}"
-        )
-
-    def _reader(self) -> Reader | None:
-        """What reads the layouts of this optimizer's parameters, if a factory's config does."""
-        if self._distributed_config is None:
-            return None
-        from torch.optim._muon_engine.callbacks import functions_of
-
-        functions = functions_of(self._distributed_config)
-        return None if functions is None else functions.reader
+    def _problem(self, first_group: int = 0) -> ValueError | None:
+        config, stacks = self._distributed_config, self._allow_batched_matrices
+        text = _find_problem(self.param_groups, first_group, config, stacks)
+        return ValueError(text) if text else None
 
     @property
     def assignments(self) -> dict[int, list[int]]:
-        """Global rank -> indices of the parameters it orthogonalizes; {} without a config.
-
-        A parameter of several matrices, a flat one of FSDP1 or a stack, stands under the owner of its
-        first matrix; :attr:`matrix_owners` has all of them.
-        """
+        """Global rank -> indices of the parameters that it orthogonalizes; {} without a config."""
         if self._engine is None:
             return {}
         return {rank: list(owned) for rank, owned in self._engine.assignments.items()}
 
     @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:
-        """(Parameter index, matrix in it) -> the global rank that orthogonalizes it; {} without a config.
-
-        A flat FSDP1 parameter and a stack have several matrices, each with an owner of its own.
-        """
+        """(Parameter index, matrix in it) -> the global rank that orthogonalizes it."""
         if self._engine is None:
             return {}
-        layouts, owners = self._engine.layouts, self._engine.owners
+        schedule = self._engine.schedule
         return {
             (layout.key.index, layout.key.sub): owner
-            for layout, owner in zip(layouts, owners, strict=True)
+            for layout, owner in zip(schedule.layouts, schedule.owners, strict=True)
         }
 
     @property
     def current_rank(self) -> int:
-        """This process's global rank; 0 where there is no process group."""
+        """This process's global rank; 0 without process groups."""
         if self._engine is not None:
             return self._engine.rank
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank()
-        return 0
+        dist = torch.distributed
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     @torch._disable_dynamo
     def describe(self) -> str:
-        """Says what a step with a ``distributed_config`` does and costs, for a person to read.
+        """Returns a text that says who owns what and what a step costs each rank.
 
-        For each group of ranks that share matrices: how many buckets there are, and by rank the matrices
-        that it owns, FLOPs of Newton-Schulz, bytes that it sends and receives, and bytes of buffers; then
-        what would make a step shorter. Of many ranks it shows the busiest, the idlest and this one.
-        It asks no other rank, so it may be called on one rank only.
-
-        Returns:
-            str: several lines, of at most 200 characters each for most names.
+        A group of more than 16 ranks shows the busiest ones and this one. It asks no other rank.
         """
         if self._needs_config and self._distributed_config is None:
             return (
-                "Muon, a copy that lost its distributed_config: step() refuses. Build a new one, and give it this one's "
-                "state_dict()"
+                "Muon, a copy that lost its distributed_config: step() refuses. Build a new one, and load this one's "
+                "state_dict() into it"
             )
         if self._engine is None:
             count = sum(len(group["params"]) for group in self.param_groups)
-            return f"Muon without distributed_config: this process alone orthogonalizes its parameters, {count} of them"
-        return self._engine.describe_steps(self._step_params())
+            return f"Muon without distributed_config: this process alone orthogonalizes its {count} parameters"
+        from torch.optim._muon_engine.describe import in_full
+
+        changed = not self._engine.matches(self._tensors())
+        note = "\nParameters have changed since. The next step() rebuilds this."
+        return in_full(self._engine) + (note if changed else "")
+
+    def _tensors(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        # A process group can be neither copied nor pickled, so the config stays behind. The copy
-        # must not go on alone with shards as if they were matrices: it refuses to step.
+        # A process group can be neither copied nor pickled, so the copy has no config. It must not go on
+        # alone and take shards for matrices, so it refuses to step.
         state["_needs_config"] = (
             self._needs_config or self._distributed_config is not None
         )
@@ -591,76 +521,29 @@ class Muon(Optimizer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy brings its defaults along, load_state_dict() does not.
+        # A copy has defaults, load_state_dict() has not.
         if "defaults" not in state:
-            self._check_loaded(state)
+            _check_loaded(self.param_groups, state)
         super().__setstate__(state)
-        self.__dict__.setdefault("_distributed_config", None)
-        self.__dict__.setdefault("_engine", None)
-        self.__dict__.setdefault("_needs_config", False)
-        self.__dict__.setdefault("_allow_batched_matrices", False)
+        for name in ("_distributed_config", "_engine"):
+            self.__dict__.setdefault(name, None)
+        for name in ("_needs_config", "_allow_batched_matrices"):
+            self.__dict__.setdefault(name, False)
         for group in (self.defaults, *self.param_groups):
             for name, value in _LATER_OPTIONS.items():
                 group.setdefault(name, value)
-
-    def _check_loaded(self, loaded: dict[str, Any]) -> None:
-        """Raises ValueError, before anything changes, where another optimizer or model wrote ``loaded``."""
-        needed = [name for name in _MuonFormulas._fields if name not in _LATER_OPTIONS]
-        index = 0
-        for number, (mine, group) in enumerate(
-            zip(self.param_groups, loaded["param_groups"], strict=True)
-        ):
-            if not group.keys() - {"params", "param_names"}:
-                # torch.distributed.checkpoint has nothing of a group without parameters.
-                group.update({k: v for k, v in mine.items() if k != "params"})
-            lacking = [name for name in needed if name not in group]
-            if lacking:
-                raise ValueError(
-                    f"this state_dict is not of a Muon: its param_groups[{number}] lacks {lacking} and has "
-                    f"{sorted(group.keys() - {'params', 'param_names'})}"
-                )
-            names, saved = mine.get("param_names"), group.get("param_names")
-            if names and saved and names != saved and sorted(names) == sorted(saved):
-                raise ValueError(
-                    f"this state_dict has the parameters of param_groups[{number}] in another order: {saved} and not "
-                    f"{names}. State goes by the order; torch.distributed.checkpoint.state_dict goes by names"
-                )
-            for name, param in self._named(mine):
-                state = loaded["state"].get(param)
-                buffer = (
-                    state.get("momentum_buffer") if isinstance(state, dict) else None
-                )
-                # FSDP1 flattens its parameters, and shows them whole at times.
-                flat = getattr(param, "_fsdp_flattened", False)
-                known = isinstance(buffer, Tensor) and not flat
-                if known and buffer.shape != param.shape:
-                    which = _named_parameter(index, name)
-                    raise ValueError(
-                        f"this state_dict is of another model: the momentum buffer of {which} of shape "
-                        f"{tuple(param.shape)} has shape {tuple(buffer.shape)}"
-                    )
-                index += 1
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         r"""Adds a group of matrices.
 
-        With a ``distributed_config`` every rank that holds a piece of them has to make this call, and
-        with process groups every rank of the groups: owners are assigned anew.
-
-        Args:
-            param_group (dict): the parameters and the options that are special to them.
-
-        Raises:
-            AssertionError: the config's ``assign_fn`` leaves an index out, or gives it to several ranks.
-            ValueError: a parameter is not a matrix, its storage was destroyed, it is given twice, or the
-                ranks disagree about it.
-            RuntimeError: a rank that has to make this call did not within the timeout of its group.
+        With a ``distributed_config``, every rank that shares a matrix of this optimizer must make this
+        call, because the ranks assign owners again. It raises the errors of the constructor.
         """
         super().add_param_group(param_group)
         try:
             if self._distributed_config is None:
-                problem = self._find_problem(len(self.param_groups) - 1)
+                problem = self._problem(len(self.param_groups) - 1)
                 if problem is not None:
                     raise problem
             elif self._engine is not None:
@@ -695,54 +578,40 @@ class Muon(Optimizer):
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`Optimizer.state_dict`; holds nothing of the ``distributed_config``.
+        """Returns the state as :meth:`Optimizer.state_dict` does, without the ``distributed_config``.
 
-        Raises:
-            RuntimeError: the last step is only now found to have had a gradient on some holders of a
-                parameter only. A failure that was raised already is a warning in the log, so that a
-                crash handler can save what there is.
+        On accelerators, it raises RuntimeError if the last step turns out to have failed. It only logs a
+        failure that was raised before.
         """
-        if self._engine is not None:
-            if self._engine.failure:
-                log.warning("%s", self._engine.failure)
-            self._engine.raise_new_failure()
-            params = self._step_params()
-            if not self._engine.matches(params):
-                return self._state_dict_of_changed(self._engine, params)
-        return super().state_dict()
-
-    def _state_dict_of_changed(
-        self, engine: Engine, params: list[StepParam]
-    ) -> dict[str, Any]:
-        """Of a parameter that was replaced since, Optimizer.state_dict would know no index.
-
-        The next step may find the former one again, so the state itself stays.
-        """
-        own = self.state
-        self.state = defaultdict(dict, {p: dict(state) for p, state in own.items()})
+        if self._engine is None:
+            return super().state_dict()
+        if self._engine.failure:
+            log.warning("%s", self._engine.failure)
+        self._engine.raise_new_failure()
+        # Optimizer.state_dict knows no index for a parameter that left the groups.
+        state, present = self.state, set(map(id, self._tensors()))
+        self.state = type(state)(
+            state.default_factory, {p: s for p, s in state.items() if id(p) in present}
+        )
         try:
-            engine.hand_over_momentum(params, self.state)
             return super().state_dict()
         finally:
-            self.state = own
+            self.state = state
 
     @torch.no_grad()
     def step(self, closure=None):
         """Performs a single optimization step.
 
-        With a ``distributed_config``, every rank that holds a piece of a parameter has to make this
-        call, whether or not it has a gradient for it.
+        With a ``distributed_config``, every rank that holds a piece of a parameter must make this call,
+        whether or not it has a gradient for it.
 
         Args:
             closure (Callable, optional): reevaluates the model and returns the loss.
 
         Raises:
-            ValueError: a hyperparameter or a flag of the config makes no sense, or ranks changed these flags
-                differently.
-            RuntimeError: the optimizer is a copy that lost its ``distributed_config``, a parameter
-                has a gradient on some of its holders only, or one that is complex, sparse or of another
-                shape; parameters or flags changed on some ranks only; a rank did not make this call; or an
-                earlier step failed, after which parameters of the ranks may not belong together.
+            ValueError: a hyperparameter is invalid, or a flag of the config has changed.
+            RuntimeError: ranks differ in gradients, hyperparameters, parameters or their number of steps;
+                a gradient cannot be used; this is a copy without its config; or an earlier step failed.
         """
         if self._engine is not None:
             self._engine.begin_step()
@@ -754,7 +623,7 @@ class Muon(Optimizer):
         if self._needs_config and self._distributed_config is None:
             raise RuntimeError(
                 "This Muon is a copy of one with a distributed_config, which cannot be copied or pickled. "
-                "Build a new Muon with distributed_config=... and give it this one's state_dict()"
+                "Build a new Muon with distributed_config=... and load this one's state_dict() into it"
             )
         if self._engine is not None:
             self._distributed_step(self._engine)
@@ -771,16 +640,7 @@ class Muon(Optimizer):
                 params_with_grad,
                 grads,
                 muon_momentum_bufs,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                momentum=group["momentum"],
-                nesterov=group["nesterov"],
-                ns_coefficients=group["ns_coefficients"],
-                eps=group["eps"],
-                ns_steps=group["ns_steps"],
-                ns_algorithm=group["ns_algorithm"],
-                adjust_lr_fn=group["adjust_lr_fn"],
-                foreach=group["foreach"],
+                **{name: group[name] for name in MuonFormulas._fields},
                 has_complex=has_complex,
                 allow_batched_matrices=self._allow_batched_matrices,
             )
@@ -788,21 +648,20 @@ class Muon(Optimizer):
 
     @torch._disable_dynamo
     def _distributed_step(self, engine: Engine) -> None:
+        formulas, grads, tensors = [], [], self._tensors()
         for group in self.param_groups:
-            # Of groups without a parameter on this rank, too: other ranks refuse the step then.
-            _MuonFormulas.of_group(group).check()
-        params = self._step_params()
-        if not engine.matches(params):
-            # Frameworks replace parameters, or what stands behind them, after construction.
-            self._prepare_reader()
-            engine = engine.rebuilt(params, self.state, self._find_problem())
+            of_group = MuonFormulas.of_group(group)
+            formulas += [of_group] * len(group["params"])
+            grads += [p.grad for p in group["params"]]
+        if not engine.matches(tensors):
+            # Frameworks replace parameters, or the tensors behind them, after construction.
+            params = _params_of(self.param_groups)
+            engine = engine.rebuilt(params, self.state, self._problem())
             self._engine = engine
-        engine.step(params, self.state)
+        engine.step(formulas, grads, self.state)
 
 
-def _checked_config(
-    config: DistributedConfig | str | None,
-) -> DistributedConfig | None:
+def _checked_config(config: DistributedConfig | str | None) -> DistributedConfig | None:
     if config is None:
         return None
     from torch.optim.muon import create_dtensor_config, DistributedConfig
@@ -811,112 +670,10 @@ def _checked_config(
         return create_dtensor_config()
     if not isinstance(config, DistributedConfig):
         raise TypeError(
-            'distributed_config has to be a torch.optim.muon.DistributedConfig or "auto" but is '
+            'distributed_config must be a torch.optim.muon.DistributedConfig or "auto" but is '
             + (repr(config) if isinstance(config, str) else type(config).__name__)
         )
     return config
-
-
-Muon.__doc__ = (
-    r"""Implements Muon algorithm.
-
-    .. math::
-       \begin{aligned}
-            &\rule{110mm}{0.4pt}                                                                \\
-            &\textbf{input} : \gamma \text{ (lr)},\ \theta_0 \text{ (params)},\
-                f(\theta) \text{ (objective)},\ \lambda \text{ (weight decay)},                 \\
-            &\hspace{13mm} \mu \text{ (momentum)},\ \textit{nesterov},\
-                (a, b, c) \text{ (NS coefficients)},\ k \text{ (NS steps)},\
-                \varepsilon \text{ (epsilon)}                                                   \\
-            &\textbf{initialize} : B_0 \leftarrow 0 \text{ (momentum buffer)}            \\[-1.ex]
-            &\rule{110mm}{0.4pt}                                                                \\
-            &\textbf{for} \: t=1 \: \textbf{to} \: \ldots \: \textbf{do}                        \\
-            &\hspace{5mm} G_t \leftarrow \nabla_{\theta} f_t(\theta_{t-1})                      \\
-            &\hspace{5mm} B_t \leftarrow \mu B_{t-1} + (1 - \mu) G_t                            \\
-            &\hspace{5mm} M_t \leftarrow \mu B_t + (1 - \mu) G_t
-                \text{ if } \textit{nesterov} \text{ else } B_t                                 \\
-            &\hspace{5mm} X_0 \leftarrow M_t / \max(\lVert M_t \rVert_F, \varepsilon)           \\
-            &\hspace{5mm} X_i \leftarrow a X_{i-1} + b X_{i-1} X_{i-1}^\top X_{i-1}
-                + c (X_{i-1} X_{i-1}^\top)^2 X_{i-1},\quad i = 1, \ldots, k                     \\
-            &\hspace{5mm} \theta_t \leftarrow (1 - \gamma \lambda)\, \theta_{t-1}
-                - \mathrm{AdjustLR}(\gamma, \mathrm{shape}(\theta_t))\, X_k              \\[-1.ex]
-            &\rule{110mm}{0.4pt}                                                                \\
-            &\textbf{return} \: \theta_t                                                 \\[-1.ex]
-            &\rule{110mm}{0.4pt}                                                         \\[-1.ex]
-       \end{aligned}
-
-    The update of a matrix is its momentum with all singular values brought close to one, by
-    :math:`k` Newton-Schulz iterations in bfloat16. For a matrix of shape :math:`(A, B)`, ``AdjustLR``
-    multiplies the learning rate by
-
-    - "original": :math:`\sqrt{\max(1, A / B)}`, as in `Muon: An optimizer for hidden layers`_;
-    - "match_rms_adamw": :math:`0.2 \sqrt{\max(A, B)}`, as in `Muon is Scalable for LLM Training`_, so
-      that a learning rate and weight decay tuned for AdamW can be kept;
-    - "spectral_unclamped": :math:`\sqrt{A / B}`, as in `Deriving Muon`_.
-
-    Where FSDP, TP and the like leave ranks with pieces, pass a ``distributed_config`` from
-    :func:`torch.optim.muon.create_dtensor_config` or :func:`torch.optim.muon.create_auto_config`: each
-    matrix is then gathered to one owner rank, orthogonalized there once as a whole, and its update
-    sent back to every shard and replica. All ranks that share matrices then construct it at the same
-    place of the program: they compare what they mean to do, make process groups where the framework
-    has none, and on accelerators connect to their peers by a first tiny exchange.
-    """
-    + rf"""
-    Args:
-        {_params_doc}. Every parameter is a matrix; give embeddings, biases, norms and output heads
-            to another optimizer such as :class:`AdamW`.
-        lr (float, Tensor, optional): learning rate (default: 1e-3).
-        weight_decay (float, optional): decoupled weight decay (default: 0.1)
-        momentum (float, optional): momentum factor (default: 0.95)
-        nesterov (bool, optional): enables Nesterov momentum (default: True)
-        ns_coefficients (tuple of three floats, optional): coefficients of the Newton-Schulz
-            polynomial, or a sequence of such tuples, one for each step, as
-            `The Polar Express`_ gives them (default: ({DEFAULT_A}, {DEFAULT_B}, {DEFAULT_C}))
-        eps (float, optional): smallest divisor when the momentum is normalized (default: {EPS})
-        ns_steps (int, optional): number of Newton-Schulz iterations, less than 100
-            (default: {DEFAULT_NS_STEPS})
-        adjust_lr_fn (str, optional): one of "original", "match_rms_adamw" and "spectral_unclamped";
-            None means "original" (default: None)
-        distributed_config (DistributedConfig or "auto", optional): how the pieces of each matrix meet;
-            "auto" means :func:`torch.optim.muon.create_dtensor_config` (default: None)
-        foreach (bool, optional): whether to orthogonalize matrices of equal shape with one batched
-            product. An update may differ from the for-loop's in rounding, by about 1 % of its
-            Frobenius norm in what was measured. None means False, but True for accelerators with a
-            ``distributed_config`` (default: None)
-        allow_batched_matrices (bool, optional): whether a parameter of three or more dimensions is
-            taken as a stack of matrices of its last two, such as the (experts, out, in) of a mixture of
-            experts. Each matrix of a stack is orthogonalized by itself, with a learning rate scaled by
-            its own shape, and with a ``distributed_config`` each has its own owner. Accelerators
-            iterate a stack at once, unless ``foreach`` is False (default: False)
-        ns_algorithm (str, optional): "quintic" iterates on the matrix. "gram" iterates on its small
-            Gram matrix where one side is at least {_GRAM_RATIO} times the other: four products of the
-            long side in five steps instead of ten, and another rounding (default: "quintic")
-
-    Example:
-        >>> # xdoctest: +SKIP
-        >>> hidden = [p for p in model.layers.parameters() if p.ndim == 2]
-        >>> chosen = {{id(p) for p in hidden}}
-        >>> others = [p for p in model.parameters() if id(p) not in chosen]
-        >>> optimizers = [
-        ...     torch.optim.Muon(hidden, lr=0.02),
-        ...     torch.optim.AdamW(others, lr=3e-4),
-        ... ]
-        >>> loss_fn(model(input), target).backward()
-        >>> for optimizer in optimizers:
-        ...     optimizer.step()
-        ...     optimizer.zero_grad()
-
-    .. _Muon\: An optimizer for hidden layers:
-        https://kellerjordan.github.io/posts/muon/
-    .. _Muon is Scalable for LLM Training:
-        https://arxiv.org/abs/2502.16982
-    .. _Deriving Muon:
-        https://jeremybernste.in/writing/deriving-muon
-    .. _The Polar Express:
-        https://arxiv.org/abs/2505.16932
-
-    """
-)
 
 
 def _single_tensor_muon(
@@ -925,33 +682,15 @@ def _single_tensor_muon(
     muon_momentum_bufs: list[Tensor],
     *,
     lr: float | Tensor,
-    weight_decay: float,
-    momentum: float,
-    nesterov: bool,
-    ns_coefficients: _Triple | Sequence[_Triple],
-    ns_steps: int,
-    eps: float,
-    adjust_lr_fn: str | None,
     has_complex: bool,
-    ns_algorithm: str = "quintic",
     foreach: bool | None = False,
     allow_batched_matrices: bool = False,
     distributed_config: DistributedConfig | None = None,
+    **options: Any,
 ) -> None:
     if has_complex:
         raise ValueError("Complex parameters are not supported")
-    formulas = _MuonFormulas(
-        _to_scalar(lr),
-        weight_decay,
-        momentum,
-        nesterov,
-        ns_coefficients,
-        ns_steps,
-        eps,
-        adjust_lr_fn,
-        foreach,
-        ns_algorithm,
-    )
+    formulas = MuonFormulas(lr=_to_scalar(lr), foreach=foreach, **options)
     if distributed_config is not None:
         if not allow_batched_matrices and any(param.ndim > 2 for param in params):
             raise ValueError("Param gradient must be a 2D matrix")
@@ -959,48 +698,10 @@ def _single_tensor_muon(
             params, grads, muon_momentum_bufs, formulas, distributed_config
         )
         return
-    for param, grad, buf in zip(params, grads, muon_momentum_bufs, strict=True):
-        _check_is_matrix(grad, allow_batched_matrices)
-        formulas.accumulate([buf], [grad])
-        update = formulas.orthogonalize(formulas.prepare(buf, grad))
-        formulas.apply([param], [update], param.shape[-2:])
-
-
-def _multi_tensor_muon(
-    params: list[Tensor],
-    grads: list[Tensor],
-    muon_momentum_bufs: list[Tensor],
-    *,
-    lr: float | Tensor,
-    weight_decay: float,
-    momentum: float,
-    nesterov: bool,
-    ns_coefficients: _Triple | Sequence[_Triple],
-    ns_steps: int,
-    eps: float,
-    adjust_lr_fn: str | None,
-    has_complex: bool,
-    ns_algorithm: str = "quintic",
-    allow_batched_matrices: bool = False,
-) -> None:
-    """As :func:`_single_tensor_muon`, with one batched Newton-Schulz for matrices of one shape."""
-    if has_complex:
-        raise ValueError("Complex parameters are not supported")
-    formulas = _MuonFormulas(
-        _to_scalar(lr),
-        weight_decay,
-        momentum,
-        nesterov,
-        ns_coefficients,
-        ns_steps,
-        eps,
-        adjust_lr_fn,
-        True,
-        ns_algorithm,
-    )
     formulas.check()
     for grad, buf in zip(grads, muon_momentum_bufs, strict=True):
-        _check_is_matrix(grad, allow_batched_matrices)
+        if grad.ndim != 2 and not (allow_batched_matrices and grad.ndim > 2):
+            raise ValueError("Param gradient must be a 2D matrix")
         formulas.accumulate([buf], [grad])
     for batch in _batches(grads, muon_momentum_bufs, formulas):
         first = grads[batch[0]]
@@ -1009,7 +710,7 @@ def _multi_tensor_muon(
             updates = [formulas.orthogonalize(prepared)]
         else:
             shape = (len(batch), *first.shape)
-            stacked = torch.empty(shape, dtype=_NS_DTYPE, device=first.device)
+            stacked = torch.empty(shape, dtype=NS_DTYPE, device=first.device)
             for i, out in zip(batch, stacked, strict=True):
                 out.copy_(formulas.prepare(muon_momentum_bufs[i], grads[i]))
             updates = list(formulas.orthogonalize(stacked).unbind())
@@ -1017,7 +718,7 @@ def _multi_tensor_muon(
 
 
 def _unstacked(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The matrices of stacks as views; a DTensor stays whole, since its views may be copies."""
+    """The matrices of stacks as views. A DTensor stays whole, because its views may be copies."""
     found: list[Tensor] = []
     for tensor in tensors:
         is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
@@ -1028,20 +729,17 @@ def _unstacked(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _check_is_matrix(grad: Tensor, allow_batched_matrices: bool) -> None:
-    if grad.ndim != 2 and not (allow_batched_matrices and grad.ndim > 2):
-        raise ValueError("Param gradient must be a 2D matrix")
-
-
 def _batches(
-    grads: Sequence[Tensor], bufs: Sequence[Tensor], formulas: _MuonFormulas
+    grads: Sequence[Tensor], bufs: Sequence[Tensor], formulas: MuonFormulas
 ) -> list[list[int]]:
-    """The indices of matrices that are orthogonalized together."""
+    """The indices of the matrices in each batch, or of each alone unless ``foreach``."""
+    if not formulas.foreach:
+        return [[i] for i in range(len(grads))]
     alike: dict[tuple, list[list[int]]] = {}
     for i, (grad, buf) in enumerate(zip(grads, bufs, strict=True)):
         room = formulas.batch_size(grad.shape, grad.device)
         key: tuple = (grad.shape, grad.dtype, grad.device)
-        # Wrapper types orthogonalize in ways of their own, and stacking would change strides.
+        # Wrapper types have their own kernels, and stacking would change strides.
         if any(type(t) is not Tensor or not t.is_contiguous() for t in (grad, buf)):
             key = (i,)
         batches = alike.setdefault(key, [[]])
@@ -1055,26 +753,19 @@ def _distributed_muon(
     params: list[Tensor],
     grads: Sequence[Tensor | None],
     muon_momentum_bufs: list[Tensor],
-    formulas: _MuonFormulas,
+    formulas: MuonFormulas,
     config: DistributedConfig,
 ) -> None:
-    """One step of the functional form. Its engine is kept in ``config.state`` for the next call."""
+    """One step of the functional form, with an engine for this call."""
     from torch.optim._muon_engine.engine import Engine
-    from torch.optim._muon_engine.runtime import StepParam
+    from torch.optim._muon_engine.runtime import Param
 
-    given = zip(params, grads, muon_momentum_bufs, strict=True)
-    step_params, states = [], {}
-    for param, grad, buf in given:
-        step_params.append(StepParam(param, None, grad, formulas))
-        states[param] = {"momentum_buffer": buf}
-    engine = config.state.get("_muon_engine")
-    if engine is None:
-        engine = Engine(config, step_params)
-    elif not engine.matches(step_params):
-        engine = engine.rebuilt(step_params, states)
-    config.state["_muon_engine"] = engine
+    bufs = zip(params, muon_momentum_bufs, strict=True)
+    states: dict[Tensor, Any] = {p: {"momentum_buffer": buf} for p, buf in bufs}
+    given = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
+    engine = Engine(config, given, any(p.ndim > 2 for p in params))
     engine.begin_step()
-    engine.step(step_params, states)
+    engine.step([formulas] * len(params), grads, states)
 
 
 @_disable_dynamo_if_unsupported(single_tensor_fn=_single_tensor_muon)
@@ -1088,7 +779,7 @@ def muon(
     weight_decay: float,
     momentum: float,
     nesterov: bool,
-    ns_coefficients: _Triple | Sequence[_Triple],
+    ns_coefficients: Coefficients | Sequence[Coefficients],
     ns_steps: int,
     eps: float,
     adjust_lr_fn: str | None,
@@ -1104,15 +795,10 @@ def muon(
         params, grads, muon_momentum_bufs = map(
             _unstacked, (params, grads, muon_momentum_bufs)
         )
-    # A compiler fuses the loop better than it does a batch.
-    batched = foreach and distributed_config is None
-    if batched and not torch.compiler.is_compiling():
-        func = _multi_tensor_muon
-    else:
-        func = functools.partial(
-            _single_tensor_muon, foreach=foreach, distributed_config=distributed_config
-        )
-    func(
+    # A compiler fuses the loop better than a batch.
+    if torch.compiler.is_compiling():
+        foreach = False
+    _single_tensor_muon(
         params,
         grads,
         muon_momentum_bufs,
@@ -1126,7 +812,9 @@ def muon(
         adjust_lr_fn=adjust_lr_fn,
         has_complex=has_complex,
         ns_algorithm=ns_algorithm,
+        foreach=foreach,
         allow_batched_matrices=allow_batched_matrices,
+        distributed_config=distributed_config,
     )
 
 

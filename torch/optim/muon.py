@@ -1,10 +1,10 @@
 r"""Distributed Muon: one owner rank for each matrix.
 
-Muon orthogonalizes whole momentum matrices, while FSDP, TP and the like leave every rank with a
-piece. Given a :class:`DistributedConfig`, :class:`torch.optim.Muon` brings the pieces of each matrix
-to exactly one owner, orthogonalizes it there once, and sends every rank its piece of the update.
+Muon orthogonalizes whole momentum matrices, but FSDP, TP and others leave each rank with a piece. With a
+:class:`DistributedConfig`, :class:`torch.optim.Muon` gathers each matrix to exactly one owner rank, which
+orthogonalizes it once and sends every rank its piece of the update.
 
-Importing this module does not import ``torch.distributed``: each function imports what it needs.
+Importing this module does not import ``torch.distributed``. Its functions import it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch.distributed import ProcessGroup
-    from torch.optim._muon_engine.layouts import Reader
 
 
 __all__ = [
@@ -38,35 +37,25 @@ def create_dtensor_config(
 ) -> DistributedConfig:
     r"""Makes the config for parameters that are DTensors: FSDP2, TP, ``distribute_tensor`` and mixes.
 
-    The DTensors themselves say where the pieces are. A plain tensor among the parameters is taken to
-    be whole on every rank, and each rank updates its own.
+    The placements of the DTensors say where the pieces are. Each rank takes a plain tensor for a whole
+    matrix and updates it by itself.
 
     Args:
-        async_gpu_parallelism (bool, optional): lets all owners work at the same time; False goes one
-            owner after the other, for debugging (default: True)
-        prefetch_count (int, optional): number of later exchanges in flight while one is
-            orthogonalized (default: 1)
+        async_gpu_parallelism (bool, optional): see :class:`DistributedConfig` (default: True)
+        prefetch_count (int, optional): see :class:`DistributedConfig` (default: 1)
 
     Returns:
-        DistributedConfig: its ``state["is_dtensor"]`` is True, and after
-        construction of the optimizer ``state["param_metadata"][i]`` holds ``device_mesh`` and
-        ``placements`` of each DTensor.
-
-    Raises:
-        ValueError: ``prefetch_count`` is not an int of at least 0.
+        DistributedConfig: its ``state["is_dtensor"]`` is True. Once the optimizer is built,
+        ``state["param_metadata"][i]`` has ``device_mesh`` and ``placements`` of each DTensor.
 
     Example:
         >>> # xdoctest: +SKIP
         >>> fully_shard(model)
-        >>> matrices = [p for p in model.parameters() if p.ndim == 2]
-        >>> optimizer = Muon(
-        ...     matrices, lr=0.02, distributed_config=create_dtensor_config()
-        ... )
+        >>> matrices = [(n, p) for n, p in model.named_parameters() if p.ndim == 2]
+        >>> optimizer = Muon(matrices, distributed_config=create_dtensor_config())
     """
-    from torch.optim._muon_engine.layouts.dtensor import DTensorReader
-
-    state = {"is_dtensor": True, "param_metadata": {}}
-    return _config(DTensorReader(), state, async_gpu_parallelism, prefetch_count)
+    state = {"reader": "dtensor", "is_dtensor": True, "param_metadata": {}}
+    return _config(state, async_gpu_parallelism, prefetch_count)
 
 
 def create_auto_config(
@@ -90,64 +79,57 @@ def create_auto_config(
 ) -> DistributedConfig:
     r"""Makes the config for parameters that process groups share: DDP, FSDP1, tensors cut by hand.
 
-    Groups say who shares a matrix; how large each rank's piece is, the ranks tell each other when the
-    optimizer is built, over these groups only. Together they have to form a grid, as the dimensions of
-    a :class:`~torch.distributed.device_mesh.DeviceMesh` do: TP cuts a matrix first, FSDP cuts the rows
-    of the TP piece, DDP and CP replicate what is then there.
+    The groups say which ranks share a matrix. When the optimizer is built, the ranks exchange the sizes
+    of their pieces over these groups. Together the groups must form a grid, as the dimensions of a
+    :class:`~torch.distributed.device_mesh.DeviceMesh` do: TP cuts a matrix first, FSDP cuts the rows of
+    the TP piece, and DDP and CP replicate the result.
 
-    Parameters that are DTensors speak for themselves, as under :func:`create_dtensor_config`: a group
-    or dimension that says otherwise is a warning. ``ddp_process_group`` and ``cp_process_group`` add
-    replicas to what their mesh knows. For FSDP1 over DTensors of tensor parallelism the placements
-    that FSDP1 found count.
+    DTensors among the parameters describe themselves, as under :func:`create_dtensor_config`. A group or
+    dimension that contradicts a placement is a warning. ``ddp_process_group`` and ``cp_process_group``
+    add replicas of a DTensor's whole mesh.
 
     Args:
-        fsdp_process_group (ProcessGroup, optional): the ranks that shard a matrix; of FSDP1
+        fsdp_process_group (ProcessGroup, optional): the ranks that shard a matrix; for FSDP1
             ``model.process_group`` (default: None)
-        tp_process_group (ProcessGroup, optional): the ranks that tensor parallelism cuts a matrix
-            over, before FSDP cuts the piece's rows (default: None)
+        tp_process_group (ProcessGroup, optional): the ranks over which tensor parallelism cuts a matrix
+            (default: None)
         ddp_process_group (ProcessGroup, optional): the ranks that hold replicas (default: None)
-        ep_process_group (ProcessGroup, optional): the ranks that hold different experts; nothing is
-            ever sent over it (default: None)
-        cp_process_group (ProcessGroup, optional): the ranks of context parallelism, which hold
-            replicas (default: None)
-        tp_dim_per_param (dict[int, int] or int, optional): the dimension that TP cuts, by parameter
-            index; a parameter that is not in the dict is not cut, but whole on each of the TP group's
-            ranks. An int holds for all of them. None looks for a ``tp_dim`` or ``partition_dim``
-            attribute of each parameter (default: None)
-        expert_assignments (dict[int, int], optional): parameter index -> id of the expert it belongs
-            to. Along the other groups, ranks with the same id share the expert; ranks of one
-            ``ep_process_group`` never do (default: None)
+        ep_process_group (ProcessGroup, optional): the ranks that hold different experts. Muon never
+            communicates over it (default: None)
+        cp_process_group (ProcessGroup, optional): the ranks of context parallelism, which hold replicas
+            (default: None)
+        tp_dim_per_param (dict[int, int] or int, optional): parameter index -> the dimension that TP cuts.
+            TP does not cut a parameter that the dict lacks. An int is for all parameters. None looks for
+            a ``tp_dim`` or ``partition_dim`` attribute of each parameter (default: None)
+        expert_assignments (dict[int, int], optional): parameter index -> id of its expert. Along the
+            other groups, ranks with the same id share the expert. Ranks of one ``ep_process_group``
+            never share one (default: None)
         async_gpu_parallelism (bool, optional): see :class:`DistributedConfig` (default: True)
         prefetch_count (int, optional): see :class:`DistributedConfig` (default: 1)
-        tp_shard_dim (int, optional): another name of an int ``tp_dim_per_param`` (default: None)
-        shard_process_group (ProcessGroup, optional): another name of ``fsdp_process_group``
+        tp_shard_dim (int, optional): another spelling of an int ``tp_dim_per_param`` (default: None)
+        shard_process_group (ProcessGroup, optional): another spelling of ``fsdp_process_group``
             (default: None)
-        replicate_process_group (ProcessGroup, optional): another name of ``ddp_process_group``
+        replicate_process_group (ProcessGroup, optional): another spelling of ``ddp_process_group``
             (default: None)
-        pp_process_group (ProcessGroup, optional): the ranks of the pipeline; kept in ``state`` only,
-            since stages share no matrix (default: None)
+        pp_process_group (ProcessGroup, optional): kept in ``state``. Pipeline stages share no matrix
+            (default: None)
         pp_stage_id (int, optional): kept in ``state`` (default: None)
         pp_num_stages (int, optional): kept in ``state`` (default: None)
-        module (nn.Module, optional): the FSDP1-wrapped model, which knows the shapes that
-            ``use_orig_params=True`` hides, and its groups, those of ``HYBRID_SHARD`` included. A
-            parameter that FSDP1 was told to ignore is each rank's own (default: None)
+        module (nn.Module, optional): the FSDP1-wrapped model. It knows the shapes that
+            ``use_orig_params=True`` hides, and the groups of ``HYBRID_SHARD`` (default: None)
 
     Returns:
-        DistributedConfig: its ``state`` holds the groups and what is said of them.
+        DistributedConfig: its ``state`` holds the arguments.
 
     Raises:
-        ValueError: two names of one thing are given, or ``ep_process_group`` without
-            ``expert_assignments``. At construction of the optimizer, on all ranks: the groups
-            contradict each other, the pieces do not tile a matrix, ranks disagree, or nothing says how
-            TP or FSDP1 cut a parameter.
+        ValueError: two spellings of one argument are given, or ``ep_process_group`` without
+            ``expert_assignments``.
 
     Example:
         >>> # xdoctest: +SKIP
         >>> model = FullyShardedDataParallel(model, use_orig_params=True)
         >>> matrices, others = partition_parameters(model)
-        >>> config = create_auto_config(
-        ...     fsdp_process_group=model.process_group, module=model
-        ... )
+        >>> config = create_auto_config(model.process_group, module=model)
         >>> optimizer = Muon(matrices, lr=0.02, distributed_config=config)
     """
     fsdp = _either(
@@ -164,6 +146,7 @@ def create_auto_config(
             "holds no expert): without it, experts would be taken for replicas of each other"
         )
     state: dict[str, Any] = {
+        "reader": "process_groups",
         "is_dtensor": False,
         "param_metadata": {},
         "fsdp_process_group": fsdp,
@@ -175,37 +158,22 @@ def create_auto_config(
         "pp_process_group": pp_process_group,
         "pp_stage_id": pp_stage_id,
         "pp_num_stages": pp_num_stages,
+        "module": module,
     }
     if isinstance(tp_dim, int):
         state["tp_dim_default"] = tp_dim
     elif tp_dim is not None:
         state["tp_dim_per_param"] = dict(tp_dim)
-    from torch.optim._muon_engine.layouts.groups import GroupReader, ParallelGroups
-
-    groups = ParallelGroups(
-        fsdp=fsdp,
-        tp=tp_process_group,
-        ddp=ddp,
-        ep=ep_process_group,
-        cp=cp_process_group,
-        tp_dims=state.get("tp_dim_per_param"),
-        tp_dim_default=state.get("tp_dim_default"),
-        experts=state["expert_assignments"],
-        module=module,
-    )
-    return _config(GroupReader(groups), state, async_gpu_parallelism, prefetch_count)
+    return _config(state, async_gpu_parallelism, prefetch_count)
 
 
 def _config(
-    reader: Reader,
-    state: dict[str, Any],
-    async_gpu_parallelism: bool,
-    prefetch_count: int,
+    state: dict[str, Any], async_gpu_parallelism: bool, prefetch_count: int
 ) -> DistributedConfig:
-    # Here, and in the factories, because the engine imports torch.distributed.
-    from torch.optim._muon_engine.callbacks import ConfigFunctions, STATE_KEY
+    # These functions import torch.distributed.
+    from torch.optim._muon_engine.callbacks import ConfigFunctions
 
-    functions = state[STATE_KEY] = ConfigFunctions(reader)
+    functions = ConfigFunctions()
     return DistributedConfig(
         assign_fn=functions.assign,
         gather_fn=functions.gather,
@@ -219,26 +187,27 @@ def _config(
 def _either(**spellings: Any) -> Any:
     given = {name: value for name, value in spellings.items() if value is not None}
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are names of one thing; give one")
+        raise ValueError(
+            f"{' and '.join(given)} are two spellings of one argument; pass one of them"
+        )
     return next(iter(given.values()), None)
 
 
 def detect_tp_dims_from_model(
     module_or_params: nn.Module | Iterable[Tensor],
 ) -> dict[int, int]:
-    r"""Finds the dimension that tensor parallelism cuts each parameter along.
+    r"""Finds the dimension along which tensor parallelism cuts each parameter.
 
-    Looks at a ``tp_dim`` or ``partition_dim`` attribute (-1 says that the parameter is not cut, and
-    leaves it out), then at a DTensor's innermost shard; what shows neither is taken to be cut along
-    dimension 0, with a warning.
+    A ``tp_dim`` or ``partition_dim`` attribute comes first (-1 means not cut), then a DTensor's innermost
+    shard. Otherwise dimension 0 is a guess, with a warning.
 
     Args:
-        module_or_params (nn.Module or iterable of Tensor): what the optimizer is built from, in that
-            order, so that the indices are the optimizer's. For a model with biases that is the list
-            of its matrices, not the model.
+        module_or_params (nn.Module or iterable of Tensor): the parameters of the optimizer, in its order,
+            so that the indices are the optimizer's. For a model with biases, pass the list of matrices.
 
     Returns:
-        dict[int, int]: parameter index -> dimension, as ``tp_dim_per_param`` takes it.
+        dict[int, int]: parameter index -> dimension, for ``tp_dim_per_param``. It lacks parameters that
+        are not cut.
     """
     from torch.optim._muon_engine.layouts.groups import tp_dim_of
 
@@ -260,25 +229,17 @@ def partition_parameters(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     r"""Splits a model's parameters into the matrices, for Muon, and the others.
 
-    What counts is the logical, unsharded shape, which FSDP1 hides from the parameters themselves.
+    It goes by the logical, unsharded shape, which FSDP1 hides. Embeddings and output heads are matrices
+    too, but belong to another optimizer.
 
     Args:
         module (nn.Module): plain, or wrapped by DDP, FSDP1, FSDP2 or tensor parallelism.
 
     Returns:
-        tuple of two lists of Parameter: matrices and others, each in the order of
-        ``module.parameters()``.
+        tuple of two lists of Parameter: matrices and others, in the order of ``module.parameters()``.
 
     Raises:
         ValueError: a flat FSDP1 parameter holds matrices together with others.
-
-    Example:
-        >>> # xdoctest: +SKIP
-        >>> # Embeddings and output head are matrices too, but not Muon's.
-        >>> matrices, _ = partition_parameters(model.blocks)
-        >>> optimizer = Muon(
-        ...     matrices, lr=0.02, distributed_config=create_dtensor_config()
-        ... )
     """
     from torch.optim._muon_engine.layouts.fsdp1 import split_by_shape
 

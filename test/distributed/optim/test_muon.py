@@ -1,16 +1,21 @@
 # Owner(s): ["oncall: distributed"]
-"""torch.optim.Muon with a distributed_config, each kind of parallelism against one process.
+"""torch.optim.Muon with a distributed_config: each kind of parallelism against one process.
 
-The classes run on a CPU over gloo, and those called ...OnGPUs the same over NCCL where there are GPUs.
+Each class runs on a CPU over gloo. Its ``...OnGPUs`` class runs the same tests over NCCL.
 """
 
+import os
 import time
-from datetime import timedelta
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import (
+    fully_shard,
+    FullyShardedDataParallel as FSDP,
+    MixedPrecisionPolicy,
+)
 from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
@@ -22,16 +27,20 @@ from torch.optim import Muon
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
+    detect_tp_dims_from_model,
     partition_parameters,
 )
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
-    MultiProcessTestCase,
     requires_gloo,
     requires_nccl,
-    skip_if_lt_x_gpu,
 )
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
 from torch.testing._internal.distributed._muon.common_fsdp1 import Run
 from torch.testing._internal.distributed._muon.common_modules import (
     data_parallel,
@@ -47,19 +56,22 @@ from torch.testing._internal.distributed._muon.common_muon import (
     full,
     GlooOnCPU,
     grid_of,
+    local,
     mesh_of,
     NewtonSchulzCalls,
     OnGPUs,
+    R,
     S0,
     S1,
     Spec,
     specs,
+    Strategy,
     Twins,
 )
 
 
 class Tests(ModuleParity):
-    """What the classes of both devices have in common."""
+    """The base of the tests on both kinds of devices."""
 
     world_size = 4
 
@@ -175,7 +187,7 @@ class DTensorTests(Tests):
             x = full(42 + step, (4, 32))
             model(distribute_tensor(x, mesh, [Replicate()])).sum().backward()
             single(x).sum().backward()
-            # The products of autograd may round differently when sharded; Muon may not.
+            # Sharded products of autograd may round differently. Muon must not.
             torch.testing.assert_close(
                 model.weight.grad.full_tensor(), single.weight.grad
             )
@@ -206,8 +218,23 @@ class DTensorTests(Tests):
                 twins.optimizer.step()
             twins.single.step()
             self.assertParity(twins)
-            # Each once, replicas included.
+            # Each matrix once, replicas included.
             self.assertEqual(sum(everyone(len(calls.shapes))), len(twins.params))
+
+    def test_twelve_steps_twice(self):
+        """Training is deterministic."""
+        mesh, grid = mesh_of(self.world_size), grid_of(self.world_size // 2, 2)
+        placed = specs(mesh, all_placements(mesh)) + specs(grid, [(R, S0), (S0, S1)])
+        values = []
+        for _ in range(2):
+            twins = Twins(placed)
+            for _ in range(12):
+                twins.step()
+            self.assertParity(twins)
+            values.append([local(p.detach()).clone() for p in twins.params])
+        with self.everywhere():
+            for first, second in zip(*values):
+                self.assertTrue(torch.equal(first, second))
 
 
 class FSDPTests(Tests):
@@ -226,8 +253,16 @@ class FSDPTests(Tests):
             self.assertEverywhere(run.problems(), f"use_orig_params={orig}")
 
     def test_fully_shard_vs_single_device(self):
-        model = fully_shard(make_model(), mesh=mesh_of(self.world_size))
-        self.check(model, create_dtensor_config(), data_rank=self.rank)
+        bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for options in (
+            {},
+            {"mp_policy": bfloat16},
+            {"reshard_after_forward": False},
+            {"shard_placement_fn": lambda p: Shard(p.ndim - 1)},
+        ):
+            mesh = mesh_of(self.world_size)
+            model = fully_shard(make_model(), mesh=mesh, **options)
+            self.check(model, create_dtensor_config(), data_rank=self.rank)
 
     def test_hsdp(self):
         grid = grid_of(2, self.world_size // 2)
@@ -237,11 +272,13 @@ class FSDPTests(Tests):
 
 class DDPTests(Tests):
     def test_ddp_vs_single_device(self):
-        config = create_auto_config(ddp_process_group=dist.group.WORLD)
-        self.check(data_parallel(make_model()), config, data_rank=self.rank)
+        for in_buckets in (False, True):
+            config = create_auto_config(ddp_process_group=dist.group.WORLD)
+            model = data_parallel(make_model(), gradient_as_bucket_view=in_buckets)
+            self.check(model, config, data_rank=self.rank)
 
     def test_ddp_without_a_config_is_as_before(self):
-        # Each rank does all of it.
+        # Each rank orthogonalizes all matrices.
         model = data_parallel(make_model())
         self.check(model, None, data_rank=self.rank, count=4 * self.world_size)
 
@@ -258,7 +295,9 @@ class TPTests(Tests):
             tp_dim_per_param={0: 0, 1: 1, 2: 0, 3: 1},
         )
         model = tensor_parallel(make_model(), mesh_of(self.world_size))
-        self.check(model, config)
+        matrices, _ = self.check(model, config)
+        dims = detect_tp_dims_from_model(matrices)
+        self.assertEqual(dims, config.state["tp_dim_per_param"])
 
     def test_fsdp_plus_tp(self):
         grid = grid_of(self.world_size // 2, 2)
@@ -295,7 +334,7 @@ class ExpertTests(Tests):
             data_rank=self.rank,
             count=2 * self.world_size,
         )
-        # Nobody else's business.
+        # No other rank holds them.
         self.assertEqual(optimizer.assignments, {self.rank: [0, 1]})
 
     def test_expert_parallel_with_fsdp(self):
@@ -319,7 +358,7 @@ class ExpertTests(Tests):
         its = Muon(plain.parameters(), lr=0.05)
         for step in range(3):
             for each in (model, plain):
-                # Ranks of one expert see the same, so that the mean is what each has.
+                # Ranks of one expert see the same data, so the mean equals each rank's gradient.
                 each(full(10 * step + number, (6, 12))).pow(2).mean().backward()
             with NewtonSchulzCalls() as calls:
                 ours.step()
@@ -420,50 +459,158 @@ class LargeModel(torch.nn.Sequential):
         super().__init__(*(torch.nn.Linear(*shape, bias=False) for shape in shapes))
 
 
-class TestMuonPerformance(MultiProcessTestCase):
-    """Prefetching pays where transfers take time. On a CPU the bench measures it, over a delayed wire."""
+@requires_nccl()
+class TestMuonPerformance(OnGPUs, Tests, MultiProcContinuousTest):
+    """Prefetching pays if transfers take time. On a CPU, the bench measures it over a delayed wire."""
 
-    @property
-    def world_size(self):
-        return 4
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
-
-    @requires_nccl()
-    @skip_if_lt_x_gpu(4)
     def test_prefetch_speedup(self):
-        torch.cuda.set_device(self.rank)
-        dist.init_process_group(
-            "nccl",
-            store=dist.FileStore(self.file_name, self.world_size),
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=120),
-        )
-        model = FSDP(LargeModel(128, 2048).cuda())
-        seconds = {}
+        torch.manual_seed(0)
+        model = FSDP(LargeModel(128, 2048).to(device()))
+        start = [param.detach().clone() for param in model.parameters()]
+        seconds, results = {}, {}
         for prefetch in (0, 2):
             config = create_auto_config(
                 fsdp_process_group=model.process_group, prefetch_count=prefetch
             )
             optimizer = Muon(model.parameters(), lr=0.01, distributed_config=config)
-            for repetition in range(13):
-                if repetition == 3:
+            with torch.no_grad():
+                for param, value in zip(model.parameters(), start):
+                    param.copy_(value)
+            for step in range(13):
+                if step == 3:
                     torch.cuda.synchronize()
                     dist.barrier()
-                    start = time.perf_counter()
-                model(torch.randn(8, 128, device="cuda")).sum().backward()
+                    began = time.perf_counter()
+                model(full(step, (8, 128))).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
             torch.cuda.synchronize()
-            seconds[prefetch] = time.perf_counter() - start
-        speedup = seconds[0] / seconds[2]
+            seconds[prefetch] = time.perf_counter() - began
+            results[prefetch] = [param.detach().clone() for param in model.parameters()]
         if self.rank == 0:
-            print(f"prefetch speed-up: {speedup:.2f}")
-        self.assertGreater(speedup, 1.2)
-        dist.destroy_process_group()
+            print(f"prefetch speed-up: {seconds[0] / seconds[2]:.2f}")
+        with self.everywhere():
+            for first, second in zip(*results.values()):
+                self.assertTrue(equal(first, second))
+
+
+# Each kind of parallelism with each pair of flags, on 2, 4 and 8 processes. Without
+# MUON_TEST_WHOLE_MATRIX=1, each kind has one pair of flags.
+KINDS = {
+    "fsdp": (("fsdp",), (S0,)),
+    "ddp": (("ddp",), (R,)),
+    "tp": (("tp",), (S1,)),
+    "fsdp_tp": (("fsdp", "tp"), (S0, S1)),
+    "hsdp": (("ddp", "fsdp"), (R, S0)),
+    "ep": (("fsdp",), (S0,)),
+}
+FLAGS = list(product([True, False], [0, 1, 2]))
+CELLS = [(kind, *flags) for kind, flags in zip(KINDS, FLAGS, strict=True)]
+if os.environ.get("MUON_TEST_WHOLE_MATRIX") == "1":
+    CELLS = [(kind, *flags) for kind, flags in product(KINDS, FLAGS)]
+# Even for eight processes, uneven, and fewer rows than processes.
+SHAPES = [(16, 8), (9, 13), (3, 20)] * 4
+
+
+@instantiate_parametrized_tests
+class Matrix(ModuleParity):
+    """Each cell trains matrices cut by hand, the same matrices as DTensors, and a module."""
+
+    @parametrize("parallelism,async_parallel,prefetch", CELLS)
+    def test_matrix(self, parallelism, async_parallel, prefetch):
+        self.flags = dict(async_gpu_parallelism=async_parallel, prefetch_count=prefetch)
+        kinds, placements = KINDS[parallelism]
+        for shape in self.grids(1 if parallelism in ("fsdp", "ddp", "tp") else 2):
+            if parallelism == "ep":
+                self.check_experts(grid_of(*shape))
+                continue
+            grid = grid_of(*shape)
+            strategy = Strategy(grid, *kinds)
+            pieces = strategy.twins(SHAPES, dims=1, flags=self.flags)
+            self.assertTrainsAlike(pieces, 2, f"{strategy}")
+            dtensors = [Spec(shape, grid, placements) for shape in SHAPES]
+            self.assertTrainsAlike(Twins(dtensors, self.dtensors()), 2, f"{strategy}")
+            model, config, data_rank = self.model(strategy)
+            self.check(model, config, 2, data_rank)
+
+    def grids(self, ndim):
+        """All processes in ``ndim`` dimensions. Two processes fill one dimension at a time."""
+        if ndim == 1:
+            return [(self.world_size,)]
+        return [(2, 1), (1, 2)] if self.world_size == 2 else [(2, self.world_size // 2)]
+
+    def dtensors(self):
+        return create_dtensor_config(**self.flags)
+
+    def model(self, strategy):
+        """A wrapped model, its config, and a number that is the same on ranks that see the same data."""
+        grid, kinds = strategy.mesh, strategy.kinds
+        model = make_model(layers=1)
+        if kinds == ("ddp",):
+            return data_parallel(model), strategy.config(**self.flags), self.rank
+        if "tp" in kinds:
+            model = tensor_parallel(model, grid["b"] if grid.ndim == 2 else grid)
+        if "fsdp" in kinds:
+            fully_shard(model, mesh=grid["a"] if "tp" in kinds else grid)
+        if "tp" in kinds:
+            return model, self.dtensors(), grid.get_coordinate()[0] * (grid.ndim - 1)
+        return model, self.dtensors(), self.rank
+
+    def check_experts(self, grid):
+        """Each row of ``grid`` shards an expert, and dense matrices in the same way."""
+        number, shards = grid.get_local_rank("a"), grid["b"]
+        cuts = [Strategy(shards, "fsdp").cut(shape) for shape in SHAPES]
+        seeds = [100 * (number + 1) + i for i in range(len(SHAPES))]
+        config = create_auto_config(
+            ep_process_group=grid.get_group("a"),
+            fsdp_process_group=shards.get_group(),
+            expert_assignments=dict.fromkeys(range(len(SHAPES)), number),
+            **self.flags,
+        )
+        both = [*seeds, *range(len(SHAPES))]
+        self.assertTrainsAlike(Twins(cuts * 2, config, seeds=both), 2)
+        expert = fully_shard(make_model(layers=1, seed=number), mesh=shards)
+        count = 2 * grid.size(0)
+        self.check(expert, self.dtensors(), 2, data_rank=self.rank, count=count)
+
+
+@requires_gloo()
+class TestMuonMatrixOf2(GlooOnCPU, Matrix, MultiProcContinuousTest):
+    world_size = 2
+
+
+@requires_gloo()
+class TestMuonMatrixOf4(GlooOnCPU, Matrix, MultiProcContinuousTest):
+    world_size = 4
+
+
+@requires_gloo()
+class TestMuonMatrixOf8(GlooOnCPU, Matrix, MultiProcContinuousTest):
+    world_size = 8
+
+    def test_3d_mesh(self):
+        mesh = grid_of(2, 2, 2)
+        placed = specs(mesh, all_placements(mesh), [(16, 8), (7, 13), (3, 5)])
+        self.assertTrainsAlike(Twins(placed), 2)
+
+    def test_4d_mesh(self):
+        mesh = grid_of(1, 2, 2, 2)
+        placements = [(R, S0, S1, R), (S1, S0, S0, S1), (S0, R, R, S0), (R, R, R, R)]
+        self.assertTrainsAlike(Twins(specs(mesh, placements, [(8, 8), (7, 13)])), 2)
+
+    def test_more_ranks_than_rows(self):
+        mesh = mesh_of(8)
+        twins = Twins(specs(mesh, all_placements(mesh), [(5, 3), (9, 17), (1, 1)]))
+        self.assertTrainsAlike(twins)
+
+    def test_hsdp_over_tensor_parallel(self):
+        mesh = grid_of(2, 2, 2)
+        model = tensor_parallel(make_model(), mesh["c"])
+        fully_shard(model, mesh=mesh["a", "b"])
+        config = create_dtensor_config()
+        matrices, _ = self.check(model, config, data_rank=self.rank // 2)
+        kinds = [type(placement).__name__ for placement in matrices[0].placements]
+        self.assertEqual(kinds, ["Replicate", "_StridedShard", "Shard"])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""Long runs: the bits of one process to the end, and nothing that grows."""
+"""Long runs equal one process to the end, and use no more memory, threads, or groups over time."""
 
 import gc
 import os
@@ -25,11 +25,8 @@ from torch.testing._internal.distributed._muon.common_modules import (
 from torch.testing._internal.distributed._muon.common_muon import (
     Cut,
     device,
-    everyone,
     GlooOnCPU,
     grid_of,
-    held,
-    local,
     OnGPUs,
     ParityAssertions,
     Spec,
@@ -42,15 +39,15 @@ if not dist.is_available():
     sys.exit(0)
 
 
-# MUON_TEST_LONG=1 asks for runs as long as they are in life.
+# With MUON_TEST_LONG=1, runs have a realistic length.
 LONG = os.environ.get("MUON_TEST_LONG") == "1"
-STEPS, OPTIMIZERS = (1000, 200) if LONG else (100, 40)
-# After so many, all that is made once has been made.
+STEPS, OPTIMIZERS = (1000, 200) if LONG else (30, 20)
+# After that many steps or optimizers, everything that is made once exists.
 WARM = 10
 
 
 class Gradients:
-    """Some sets of gradients, made once and given in turn: to make one takes longer than a step."""
+    """Sets of gradients that are made once and given in turn. Making one takes longer than a step."""
 
     COUNT = 7
 
@@ -68,9 +65,9 @@ class Gradients:
 
 
 def usage():
-    """How much of everything this process holds."""
+    """The amount of each resource that this process holds."""
     gc.collect()
-    # Of attributes that were looked up by a new string each time, it has kept up to 4096.
+    # It keeps up to 4096 attributes that were looked up by new strings.
     sys._clear_type_cache()
     objects = gc.get_objects()
     with open("/proc/self/statm") as statm:
@@ -95,10 +92,18 @@ class LongRuns(ParityAssertions):
     """To be put before a TestCase whose methods run on every rank."""
 
     world_size = 4
+    # In each of the counted times.
+    rebuilds = 0
 
     def assertFlat(self, before, after, times):
-        """What each of ``times`` times leaves behind is there as often."""
-        allowed = {"objects": times // 2, "blocks": times // 2, "resident": 2**23}
+        """No resource grows each of ``times`` times, except a few small entries per rebuild."""
+        few = self.rebuilds * times
+        allowed = {
+            "objects": times // 2 + few,
+            "blocks": times // 2 + 8 * few,
+            "keys in the store": 12 * few,
+            "resident": 2**23,
+        }
         grown = {what: after[what] - before[what] for what in before}
         found = [f"{n} {what}" for what, n in grown.items() if n > allowed.get(what, 0)]
         self.assertEverywhere(found, f"more after {times} times")
@@ -115,13 +120,13 @@ class LongRuns(ParityAssertions):
 
     def run_twins(self, twins):
         def make(number):
-            # Some are without a gradient now and then, as unused experts are.
+            # Some lack a gradient now and then, as unused experts do.
             twins.set_gradients([number] if number % 3 == 0 else ())
 
         optimizers = [twins.optimizer, twins.single]
         self.run_long(optimizers, [*twins.params, *twins.singles], make)
 
-    def check(self, twins, replicas):
+    def check(self, twins):
         start = [param.detach().clone() for param in twins.singles]
         self.run_twins(twins)
         self.assertParity(twins)
@@ -129,18 +134,6 @@ class LongRuns(ParityAssertions):
             for param, old in zip(twins.singles, start, strict=True):
                 self.assertTrue(param.isfinite().all())
                 self.assertFalse(torch.equal(param, old))
-        self.assertEqual(self.equal_replicas(twins), replicas)
-
-    def equal_replicas(self, twins):
-        """How often another rank has the same elements that this one has."""
-        mine = {
-            (seed, frozenset(held(spec))): local(param.detach()).tolist()
-            for seed, spec, param in zip(twins.seeds, twins.specs, twins.params)
-        }
-        others = [its for rank, its in enumerate(everyone(mine)) if rank != self.rank]
-        return sum(
-            its.get(key) == value for its in others for key, value in mine.items()
-        )
 
     def specs_of(self, model):
         return [Spec(p.shape, p.device_mesh, p.placements) for p in model.parameters()]
@@ -156,7 +149,7 @@ class LongRuns(ParityAssertions):
         return self.specs_of(fully_shard(model, mesh=grid_of(2, 2)))
 
     def experts(self):
-        """Two of its own for each rank of "b", and dense matrices that all share."""
+        """Each rank of "b" has two experts of its own. All ranks share dense matrices."""
         first = 2 * grid_of(2, 2).get_coordinate()[1]
         places = [(None, (8, 16)), (None, (7, 5)), (first, (6, 4)), (first + 1, (6, 4))]
         config = create_auto_config(
@@ -175,13 +168,13 @@ class LongRuns(ParityAssertions):
 @requires_gloo()
 class TestMuonLongRuns(GlooOnCPU, LongRuns, MultiProcContinuousTest):
     def test_fsdp2_tp(self):
-        self.check(Twins(self.fsdp2_tp()), 0)
+        self.check(Twins(self.fsdp2_tp()))
 
     def test_hsdp(self):
-        self.check(Twins(self.hsdp()), 4)
+        self.check(Twins(self.hsdp()))
 
     def test_experts_ddp(self):
-        self.check(self.experts(), 8)
+        self.check(self.experts())
 
     def test_fsdp1(self):
         run = Run(False)
@@ -192,10 +185,11 @@ class TestMuonLongRuns(GlooOnCPU, LongRuns, MultiProcContinuousTest):
 
     def test_optimizers_made_and_dropped(self):
         specs, engines = self.fsdp2_tp(), weakref.WeakSet()
+        self.rebuilds = 1
         for number in range(OPTIMIZERS):
             twins = self.experts() if number % 2 else Twins(specs)
             engines.add(twins.optimizer._engine)
-            # A frozen parameter has the next step build another one.
+            # A frozen parameter makes the next step rebuild the engine.
             twins.params[0].requires_grad_(False)
             twins.step(missing=[0])
             engines.add(twins.optimizer._engine)

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""torch.optim.Muon under pipeline parallelism: each stage an optimizer of its own."""
+"""torch.optim.Muon under pipeline parallelism: each stage has its own optimizer."""
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
 
 
 class Stage:
-    """The matrices of one stage as this rank holds them, beside those of a single process.
+    """This rank's pieces of the matrices of one stage, and the same matrices in a single process.
 
     Args:
         cut: this rank's piece of matrix number i.
@@ -36,7 +36,7 @@ class Stage:
         self.params = [
             torch.nn.Parameter(cut(i, w).clone()) for i, w in enumerate(whole)
         ]
-        # In a group, because a list without parameters is none that an optimizer takes.
+        # Optimizers take an empty group, but no empty list of parameters.
         self.single = Muon([{"params": self.singles}], **options)
         self.optimizer = Muon(
             [{"params": self.params}], distributed_config=config, **options
@@ -101,9 +101,13 @@ class TestMuonPP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         stage, replica = mesh.get_coordinate()
         dp = mesh["dp"].get_group()
         module = model_of(stage)
-        # What the whole model would be on one process, all micro-batches of both replicas in turn.
+        # The whole model in one process, which sees the micro-batches of both replicas.
         whole = torch.nn.Sequential(model_of(0), model_of(1))
-        optimizer = Muon(module.parameters(), lr=0.1, distributed_config=self.config())
+        config = self.config()
+        self.assertEqual(config.state["pp_stage_id"], stage)
+        self.assertEqual(config.state["pp_num_stages"], 2)
+        self.assertIs(config.state["pp_process_group"], mesh["pp"].get_group())
+        optimizer = Muon(module.parameters(), lr=0.1, distributed_config=config)
         single = Muon(whole.parameters(), lr=0.1)
         schedule = ScheduleGPipe(
             PipelineStage(
@@ -125,7 +129,7 @@ class TestMuonPP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             loss.backward()
             theirs = list(whole[stage].parameters())
             for param, other in zip(module.parameters(), theirs):
-                # Sums over micro-batches in another order; the optimizers get one and the same.
+                # The sum over micro-batches has another order. Both optimizers get the same gradient.
                 torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-4)
                 other.grad.copy_(param.grad)
             with Collectives() as during:
@@ -133,12 +137,12 @@ class TestMuonPP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             single.step()
             same = [torch.equal(p, q) for p, q in zip(module.parameters(), theirs)]
             self.assertEverywhere([] if all(same) else [f"step {step}: {same}"])
-            groups = {ranks for _, ranks in during.names()}
+            groups = {ranks for _, ranks in during.names() if ranks}
             mine = tuple(dist.get_process_group_ranks(dp))
             self.assertEverywhere([] if groups == {mine} else [f"sent over {groups}"])
             optimizer.zero_grad()
             single.zero_grad()
-            # The reference's other stage had other gradients; it goes on from what its ranks have.
+            # The other stage of the single process takes the values of that stage's ranks.
             stages = everyone([p.detach() for p in module.parameters()])[::2]
             for stepped, reference in zip(stages, whole):
                 for new, param in zip(stepped, reference.parameters()):
@@ -147,8 +151,8 @@ class TestMuonPP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_stages_of_different_sizes_at_different_times(self):
         stage, _ = self.mesh().get_coordinate()
         shapes = [[(8, 6), (5, 7), (4, 4)], [(16, 4)]][stage]
-        # One stage has made two steps before the other builds its optimizer. A key says so, for a
-        # collective would bring the stages together.
+        # One stage makes two steps before the other one builds its optimizer. A key in the store says
+        # so, because a collective would bring the stages together.
         store = dist.distributed_c10d._get_default_store()
         done = [f"rank {rank} has made two steps" for rank in (0, 1)]
         if stage:
@@ -159,13 +163,8 @@ class TestMuonPP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         if not stage:
             store.set(done[self.rank], "yes")
         self.assertEverywhere(made.problems())
-        owned = made.optimizer.assignments
         ranks = dist.get_process_group_ranks(self.mesh()["dp"].get_group())
-        with self.everywhere():
-            self.assertEqual(sorted(owned), sorted(ranks))
-            self.assertEqual(
-                sorted(i for of in owned.values() for i in of), list(range(len(shapes)))
-            )
+        self.assertEqual(sorted(made.optimizer.assignments), sorted(ranks))
 
     def test_stage_without_matrices(self):
         stage, _ = self.mesh().get_coordinate()
@@ -187,16 +186,6 @@ class TestMuonPP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                     Muon(params, distributed_config=self.config())
             else:
                 Muon(params, distributed_config=self.config())
-
-    def test_metadata_of_the_pipeline_is_kept(self):
-        config = self.config()
-        stage = self.mesh().get_coordinate()[0]
-        with self.everywhere():
-            self.assertEqual(config.state["pp_stage_id"], stage)
-            self.assertEqual(config.state["pp_num_stages"], 2)
-            self.assertIs(
-                config.state["pp_process_group"], self.mesh()["pp"].get_group()
-            )
 
 
 @requires_gloo()
@@ -233,7 +222,7 @@ class TestMuon4D(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         extra = everyone(len(calls.shapes) - len(shapes))
         self.assertEqual(sum(extra[:8]), 3)
         self.assertEqual(sum(extra[8:]), 2)
-        groups = {ranks for _, ranks in during.names()}
+        groups = {ranks for _, ranks in during.names() if ranks}
         self.assertEverywhere([] if groups == {stage_ranks} else [f"{groups}"])
 
 

@@ -1,8 +1,8 @@
 # Owner(s): ["oncall: distributed"]
-"""Groups that their members alone make, and meetings of ranks over the store.
+"""Process groups that only their members make, and what ranks tell each other through the store.
 
-torch.optim.Muon makes the groups of a matrix's holders by new_group(use_local_synchronization=True).
-Each of them may have had any number of groups before.
+torch.optim.Muon makes the group of a matrix's holders with new_group(use_local_synchronization=True).
+Each holder may have any number of groups before.
 """
 
 import os
@@ -10,13 +10,16 @@ import shutil
 import tempfile
 from datetime import timedelta
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.optim._muon_engine import process_groups
 from torch.optim._muon_engine.process_groups import (
-    meet,
+    FailureNotes,
+    rendezvous,
     spanning_group,
-    tell_failure,
-    told_failures,
 )
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -25,19 +28,26 @@ from torch.testing._internal.common_distributed import (
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_muon import (
+    Collectives,
     everyone,
     GlooOnCPU,
+    grid_of,
     ParityAssertions,
-    without_local_names,
+    R,
+    S0,
+    S1,
+    Spec,
+    specs,
+    Twins,
 )
 
 
-# What members that wait for each other under different names lose.
+# Bounds the time that members would wait for each other under different names.
 WAIT = timedelta(seconds=15)
 
 
 def made(ranks):
-    """The group of ``ranks``, which the members alone make."""
+    """The group of ``ranks``, which only the members make."""
     return dist.new_group(ranks, timeout=WAIT, use_local_synchronization=True)
 
 
@@ -103,16 +113,16 @@ class TestMuonProcessGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
             if self.rank in ranks:
                 names.append(group.group_name)
                 dist.destroy_process_group(group)
-        # What its members wrote under an old name is in the store still.
+        # The store still has the entries of the old names.
         with self.everywhere():
             self.assertEqual(len(set(names)), len(names))
 
     def test_ways_to_name_the_ranks(self):
         self.make_unequal_numbers_of_groups()
-        # Of one group each member may list the ranks in its own order.
+        # Members may list the ranks in different orders.
         ranks = [2, 0, 1] if self.rank == 0 else [0, 1, 2]
         self.assertMeet([0, 1, 2], made(ranks))
-        # In the place of the fifth argument, and with the ranks by keyword.
+        # As the fifth positional argument, and with the ranks by keyword.
         self.assertMeet([0, 1], dist.new_group([0, 1], WAIT, None, None, True))
         by_keyword = dist.new_group(
             use_local_synchronization=True, timeout=WAIT, ranks=[2, 3]
@@ -124,7 +134,7 @@ class TestMuonProcessGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
     def test_ordinary_groups_after_unequal_numbers_of_groups(self):
         before = dist.new_group(timeout=WAIT)
         self.make_unequal_numbers_of_groups()
-        # All ranks make these, named by how many such groups there are.
+        # All ranks make these. Their number names them.
         after = dist.new_group([0, 2], WAIT)
         self.assertMeet([0, 2], after)
         last = dist.new_group(timeout=WAIT)
@@ -141,24 +151,21 @@ class TestMuonProcessGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
 
 @requires_gloo()
 class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
-    """What Muon asks for: a group of exactly some ranks, and values of ranks without a collective."""
+    """The groups and messages that Muon itself asks for."""
 
     world_size = 4
 
-    def spanning(self, ranks, known=()):
-        return spanning_group(ranks, known) if self.rank in ranks else None
-
     def outcome(self, call, ranks):
-        """What ``call`` raises on each of ``ranks``, by rank."""
+        """The error that ``call`` raises on each of ``ranks``, by rank."""
         found = ""
         if self.rank in ranks:
             try:
                 call()
             except Exception as error:
                 found = f"{type(error).__name__}: {error}"
-        return {rank: told for rank, told in enumerate(everyone(found)) if told}
+        return {rank: text for rank, text in enumerate(everyone(found)) if text}
 
-    def test_a_group_that_is_there_is_taken(self):
+    def test_an_existing_group_is_used(self):
         all_ranks, pairs = (0, 1, 2, 3), ((0, 2), (1, 3))
         given = [dist.new_group(pair, WAIT) for pair in pairs][self.rank % 2]
         mine = pairs[self.rank % 2]
@@ -171,76 +178,117 @@ class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
     def test_a_group_is_made_once(self):
         self.make_unequal_numbers_of_groups()
         ranks = (0, 1, 3)
-        group = self.spanning(ranks)
+        group = spanning_group(ranks, []) if self.rank in ranks else None
         self.assertMeet(ranks, group)
         with self.everywhere():
-            self.assertIs(self.spanning(ranks), group)
+            if self.rank in ranks:
+                self.assertIs(spanning_group(ranks, []), group)
 
-    def test_without_the_patch_unequal_numbers_are_an_error(self):
-        self.make_unequal_numbers_of_groups()
-        # No group of another test has these ranks.
-        ranks = (1, 2, 3)
-        with without_local_names():
-            found = self.outcome(lambda: spanning_group(ranks, []), ranks)
-        self.assertEqual(sorted(found), list(ranks))
-        for text in found.values():
-            self.assertRegex(
-                text, r"ValueError: ranks \[1, 2, 3\] share matrices.*173608"
-            )
-            self.assertRegex(text, "flatten .* these 3 ranks")
-        # Nobody is left waiting, and with the patch there is nothing to say.
-        self.assertMeet(ranks, self.spanning(ranks))
+    def test_group_that_was_destroyed_is_made_again(self):
+        ranks = tuple(range(self.rank % 2, 4, 2))
+        first = spanning_group(ranks, [])
+        dist.barrier()
+        dist.destroy_process_group(first)
+        again = spanning_group(ranks, [])
+        self.assertIsNot(again, first)
+        self.assertEqual(met(again), list(ranks))
 
-    def test_without_the_patch_equal_numbers_will_do(self):
-        ranks = (0, 2, 3)
-        self.make_groups_up_to(0)
-        with without_local_names():
-            group = self.spanning(ranks)
-        self.assertMeet(ranks, group)
+    # The store
 
-    def test_values_of_those_who_meet(self):
-        for time in range(3):
-            for ranks in ((0, 1, 2, 3), (1, 3), (0, 2, 3)):
-                with self.everywhere(f"{ranks} {time}"):
-                    if self.rank in ranks:
-                        # Of others too, a value may be empty.
-                        value = "" if self.rank == 3 else f"{self.rank} at {time}"
-                        found = meet(ranks, WAIT, "is here", value)
-                        expected = {r: f"{r} at {time}" for r in ranks if r != 3}
-                        expected |= {3: ""} if 3 in ranks else {}
-                        self.assertEqual(found, expected)
-
-    def test_failures_are_told_to_groups_that_are_there(self):
-        """A group that somebody destroyed hid the error that was to be told."""
-        gone, there = dist.new_group([0, 1, 2, 3]), dist.group.WORLD
-        dist.destroy_process_group(gone)
-        tell_failure([gone, there], "step 7", f"of rank {self.rank}")
-        with self.everywhere():
-            self.assertEqual(told_failures(gone, "step 7"), {})
-            told = {rank: f"of rank {rank}" for rank in range(4)}
-            self.assertEqual(told_failures(there, "step 7"), told)
-
-    def test_those_who_do_not_come_are_named(self):
+    def test_rendezvous_names_the_ranks_that_do_not_come(self):
         ranks, late = (0, 1, 3), 1
         wait = timedelta(seconds=2)
-        found = self.outcome(lambda: meet(ranks, wait, "is here"), {0, 3})
-        for rank in (0, 3):
-            self.assertRegex(
-                found[rank], rf"RuntimeError: rank {rank} is here.*ranks \[{late}\]"
-            )
-        self.assertEqual(sorted(found), [0, 3])
-        # Who waited in vain is not taken for one that came the next time.
-        found = self.outcome(lambda: meet(ranks, wait, "is here"), {late})
-        self.assertRegex(found[late], r"rank 1 is here.*ranks \[0, 3\]")
-        self.assertEqual(self.outcome(lambda: meet(ranks, WAIT, "is here"), ranks), {})
+
+        def come():
+            rendezvous(ranks, wait, "test")
+
+        self.assertEqual(self.outcome(come, ranks), {})
+        found = self.outcome(come, {0, 3})
+        # The second rank to give up may also name the first one.
+        self.assertRegex(found[0], rf"RuntimeError: rank 0 .*ranks \[{late}(, 3)?\]")
+        self.assertRegex(found[3], rf"RuntimeError: rank 3 .*ranks \[(0, )?{late}\]")
+        # A rank that gave up does not count as present.
+        found = self.outcome(come, {late})
+        self.assertRegex(found[late], r"rank 1 .*ranks \[0, 3\]")
+        self.assertEqual(self.outcome(come, ranks), {})
+
+    def test_reason_for_a_failure(self):
+        ranks = (0, 1, 2, 3)
+        # One rank left a reason. The rest find it.
+        note = FailureNotes({ranks: 90}, 7)
+        if self.rank == 2:
+            note.leave("of rank 2")
+        dist.barrier()
+        told = "Rank 2 reports: of rank 2"
+        self.assertEqual(everyone((note.read(), note.ask(ranks))), [(told, told)] * 4)
+        # Another step has none.
+        self.assertEqual(everyone(FailureNotes({ranks: 90}, 8).read()), [""] * 4)
+        if self.rank == 2:
+            note.take_back()
+        dist.barrier()
+        self.assertEqual(everyone(note.read()), [""] * 4)
+        # Two ranks ask for the reason. The others do not run.
+        absent = FailureNotes({ranks: 91}, 7)
+        with mock.patch.object(process_groups, "PATIENCE", 1.0):
+            found = everyone(absent.ask(ranks) if self.rank < 2 else "")
+        for text in found[:2]:
+            self.assertRegex(text, r"Ranks \[2, 3\] did not come")
+        self.assertEqual(found[2:], ["", ""])
+
+
+@requires_gloo()
+class TestMuonMeshGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
+    """No group of the framework spans a part of a mesh of several dimensions. Muon makes it."""
+
+    world_size = 8
+
+    def test_parts_of_a_mesh(self):
+        part = grid_of(2, 2, 2)["b", "c"]
+        placed = specs(part, [(S0, S1), (R, S0)], [(8, 8), (7, 5)])
+        twins = Twins(placed, seed=30 * (self.rank // 4))
+        self.assertTrainsAlike(twins)
+        ranks = sorted(part.mesh.flatten().tolist())
+        self.assertEqual(sorted(twins.optimizer.assignments), ranks)
+        with Collectives() as seen:
+            twins.step()
+        used = {call.ranks for call in seen.calls if call.ranks}
+        self.assertEqual(used, {tuple(ranks)})
+
+    def test_ranks_that_have_different_numbers_of_groups(self):
+        """new_group() names a group after the number of this rank's groups. Members wait under that name."""
+        part = grid_of(2, 2, 2)["a", "c"]
+        ranks = part.mesh.flatten().tolist()
+        self.make_groups_up_to(self.rank % 3)
+        self.assertEqual(len({rank % 3 for rank in ranks}), 3)
+        twins = Twins(specs(part, [(S0, S1)], [(8, 8), (7, 5)]), seed=ranks[0])
+        self.assertTrainsAlike(twins)
+
+    def test_group_has_the_longest_timeout_of_its_mesh(self):
+        part = grid_of(2, 2, 2)["a", "b"]
+        for group, seconds in zip(part.get_all_groups(), (37, 41)):
+            _set_pg_timeout(timedelta(seconds=seconds), group)
+        twins = Twins([Spec((8, 8), part, (S0, S1))])
+        groups, original = set(), dist.all_to_all_single
+
+        def all_to_all_single(*args, group=None, **kwargs):
+            groups.add(group)
+            return original(*args, group=group, **kwargs)
+
+        with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
+            twins.step()
+        self.assertParity(twins)
+        (used,) = groups
+        self.assertNotIn(used, part.get_all_groups())
+        options = used._get_backend(torch.device("cpu")).options
+        self.assertEqual(options._timeout, timedelta(seconds=41))
 
 
 @requires_gloo()
 class TestMuonWorldMadeAgain(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
     world_size = 2
 
-    def test_names_begin_anew_with_the_world(self):
-        """A process that was restarted counts from the beginning, and the others have to as well."""
+    def test_names_start_again_with_the_world(self):
+        """A restarted process counts from the beginning, so the others must do so too."""
         folder = everyone(tempfile.mkdtemp())[0]
         self.make_unequal_numbers_of_groups()
         made([0, 1])
@@ -256,7 +304,7 @@ class TestMuonWorldMadeAgain(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
         second = made([0, 1])
         self.assertMeet([0, 1], second)
         names.append(second.group_name)
-        # The second of the first world, then the first and its like of later ones.
+        # The second group of the first world, then groups of later worlds.
         with self.everywhere():
             self.assertEqual(names[1], names[2])
             self.assertEqual(names[0], names[3])
@@ -267,7 +315,7 @@ class TestMuonWorldMadeAgain(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
 
 class TestMuonThreadedWorld(TestCase):
     def test_each_thread_counts_for_itself(self):
-        """Ranks that are threads, as in upstream's tests of one process, share the module's counts."""
+        """In upstream's multi-threaded tests, ranks share the module's state."""
         names = {}
         self.make_groups(names)
         self.assertEqual(sorted(names), [0, 1, 2, 3])

@@ -1,8 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""What once went wrong with the distributed Muon: each incident, and the same without its cause."""
+"""Incidents of the distributed Muon, each with a case that lacks the incident's cause."""
 
 import functools
-import gc
 import shutil
 import tempfile
 from datetime import timedelta
@@ -78,7 +77,7 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.assertRegex(text, pattern, f"rank {rank}")
 
     def expert(self):
-        """What ranks 2 and 3 hold beside what all share."""
+        """An expert that only ranks 2 and 3 hold."""
         placed = specs(mesh_of(2), [(S0,)], [(9, 6)])
         return placed if self.rank >= 2 else []
 
@@ -86,7 +85,7 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         return Twins([Spec((8, 8), mesh_of(4), (S0,)), *self.expert()])
 
     def set_partial_gradients(self, twins, dtype):
-        """New gradients that are still to be summed over the ranks."""
+        """Sets new gradients that need a sum over the ranks."""
         for param in twins.params:
             param.grad, param.grad_dtype = None, param.dtype
         twins.set_gradients()
@@ -133,7 +132,7 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 self.assertParity(twins, f"gradient given: {given}")
 
     def test_wrapped_gather_of_a_matrix_without_columns(self):
-        """Under a wrapped gather_fn, the learning rate of such a matrix was divided by their number."""
+        """Under a wrapped gather_fn, the learning rate of such a matrix was divided by zero."""
         for adjust in (None, "spectral_unclamped"):
             for wrap in (lambda config: config, wrapped):
                 placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 0), (0, 6), (8, 8)])
@@ -142,46 +141,28 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 )
                 for _ in range(2):
                     twins.set_gradients()
-                    # Where one process divides by zero, as stock Muon does.
+                    # One process divides by zero there, as stock Muon does.
                     twins.singles[0].grad = twins.singles[3].grad = None
                     twins.single.step()
                     twins.optimizer.step()
                     self.assertParity(twins)
 
-    # Schedules that some ranks make anew
-
-    def test_expert_unfrozen_by_its_holders(self):
-        """Holders who unfroze an expert waited for ranks that know nothing of it."""
-        for frozen in (False, True):
-            twins = self.with_expert()
-            for param in twins.params[1:]:
-                param.requires_grad_(not frozen)
-            config = create_dtensor_config()
-            twins.optimizer = Muon(twins.params, distributed_config=config)
-            twins.step([1] if frozen else [])
-            self.assertParity(twins, f"frozen: {frozen}")
-            for param in twins.params:
-                param.requires_grad_(True)
-            self.assertTrainsAlike(twins, 2, f"once frozen: {frozen}")
+    # Parameters that some ranks add
 
     def test_expert_added_by_its_holders(self):
         """add_param_group on the holders of an expert waited for ranks that hold no piece of it."""
-        for callers in ("nobody", "holders", "everybody"):
-            twins = Twins([Spec((8, 8), mesh_of(4), (S0,))])
-            if callers == "nobody":
-                twins = self.with_expert()
-            twins.step()
-            added = [] if callers == "nobody" else self.expert()
-            for spec in added:
-                whole = full(1, spec.shape)
-                twins.specs.append(spec)
-                twins.seeds.append(1)
-                twins.singles.append(torch.nn.Parameter(whole.clone()))
-                twins.params.append(torch.nn.Parameter(place(whole, spec)))
-                twins.single.add_param_group({"params": twins.singles[1:]})
-            if added or callers == "everybody":
-                twins.optimizer.add_param_group({"params": twins.params[1:]})
-            self.assertTrainsAlike(twins, 2, f"added by {callers}")
+        twins = Twins([Spec((8, 8), mesh_of(4), (S0,))])
+        twins.step()
+        for spec in self.expert():
+            whole = full(1, spec.shape)
+            twins.specs.append(spec)
+            twins.seeds.append(1)
+            twins.singles.append(torch.nn.Parameter(whole.clone()))
+            twins.params.append(torch.nn.Parameter(place(whole, spec)))
+            twins.single.add_param_group({"params": twins.singles[1:]})
+        # The others add an empty group: all ranks that share a matrix make a change together.
+        twins.optimizer.add_param_group({"params": twins.params[1:]})
+        self.assertTrainsAlike(twins, 2)
 
     # Checkpoints
 
@@ -244,7 +225,7 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             twins.step()
             self.assertParity(twins, f"{len(groups)} groups")
 
-    # Gradients that come otherwise than their parameters
+    # Gradients of another placement or dtype than their parameters
 
     def test_gradients_that_are_wider_than_their_parameters(self):
         """The sum of float32 gradients of a bfloat16 parameter was made in bfloat16 on one rank."""
@@ -255,8 +236,8 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.step_with_partial_gradients(twins, dtype)
 
     def test_gradients_placed_otherwise_after_a_change(self):
-        """After parameters or settings had changed, it was forgotten how gradients come."""
-        for what in ("nothing", "prefetch", "add_param_group", "unfreeze"):
+        """After a change of parameters, Muon forgot the placement of gradients."""
+        for what in ("nothing", "add_param_group", "unfreeze"):
             twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)]))
             more = torch.nn.Parameter(place(full(9, (8, 8)), twins.specs[0]))
             more.requires_grad_(what != "unfreeze")
@@ -267,8 +248,6 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             more.requires_grad_(True)
             if what == "add_param_group":
                 twins.optimizer.add_param_group({"params": [more]})
-            if what == "prefetch":
-                config.prefetch_count = 3
             self.step_with_partial_gradients(twins)
 
     # Building
@@ -285,19 +264,6 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             )
             for mesh in (swapped, usual):
                 self.assertTrainsAlike(Twins(specs(mesh, [(placement,)])))
-
-    def test_config_that_still_serves_on_one_rank(self):
-        """A config still in use on one rank was an error there alone, and the others waited."""
-        placed = specs(mesh_of(4), [(S0,)], [(8, 8), (7, 5)])
-        for wrap in (lambda config: config, wrapped):
-            config = wrap(create_dtensor_config())
-            former = Twins(placed, config)
-            former.step()
-            if self.rank != 0:
-                former = None
-            gc.collect()
-            self.assertTrainsAlike(Twins(placed, config, seed=50))
-            del former
 
     def test_config_that_serves_several_optimizers(self):
         """A config served one optimizer at a time."""
@@ -356,43 +322,13 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     # Bits and memory
 
-    def test_as_many_threads_as_the_single_process(self):
-        """With several threads, bfloat16 updates and small matrices in batches were rounded otherwise."""
-        shapes = [*[(250, 301)] * 3, (512, 512)]
-        rounded = specs(mesh_of(4), [(S0,)], shapes, torch.bfloat16)
-        batched = specs(mesh_of(4), [(S0,)], [(96, 1024)] * 8)
-        # With one thread, every other test here compares.
-        for threads in (2, 3):
-            torch.set_num_threads(threads)
-            try:
-                for placed, ns_steps in ((rounded, 5), (batched, 1)):
-                    self.assertTrainsAlike(Twins(placed, lr=0.05, ns_steps=ns_steps), 1)
-            finally:
-                torch.set_num_threads(1)
-
     def test_matrices_without_elements_in_one_batch(self):
-        """Of several such matrices no batch could be made."""
+        """Several such matrices could not share a batch."""
         placed = specs(mesh_of(4), [(S0,), (R,)], [(0, 1), (0, 6)] * 2)
         placed += [Spec((0, 6), None, None)] * 2
         for foreach in (True, False):
             twins = Twins(placed, foreach=foreach)
             twins.step()
-            self.assertParity(twins)
-
-    def test_option_of_a_group_that_one_rank_has_nothing_of(self):
-        """Ranks that had matrices of the group refused the step, and the others waited for them."""
-        shared = specs(mesh_of(4), [(S0,)], [(8, 8)])
-        groups = [([0], {}), ([1] if self.rank >= 2 else [], {})]
-        twins = Twins([*shared, *self.expert()], groups=groups)
-        for key, wrong in (("ns_steps", 100), ("ns_algorithm", "cubic")):
-            (_, group) = twins.optimizer.param_groups
-            before = group[key]
-            twins.set_gradients()
-            group[key] = wrong
-            self.assertRaisesEverywhere(twins.optimizer.step, ValueError, "steps|cubic")
-            group[key] = before
-            twins.single.step()
-            twins.optimizer.step()
             self.assertParity(twins)
 
     def test_no_iterations(self):
@@ -413,9 +349,27 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 twins.set_gradients()
                 with LiveBytes() as bytes_alive:
                     twins.optimizer.step()
-                peaks.append(bytes_alive.peak)
+                # The two optimizers may have different owners.
+                peaks.append(max(everyone(bytes_alive.peak)))
             with self.everywhere(f"{shape}, {peaks} bytes"):
                 self.assertLess(peaks[1] - peaks[0], 1.1 * twins.singles[0].nbytes)
+
+
+@requires_gloo()
+class TestMuonThreads(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    world_size = 2
+
+    def test_as_many_threads_as_the_single_process(self):
+        """With several threads, bfloat16 updates and small matrices in batches were rounded differently."""
+        rounded = specs(mesh_of(2), [(S0,)], [(250, 301)] * 2, torch.bfloat16)
+        batched = specs(mesh_of(2), [(S0,)], [(96, 1024)] * 8)
+        # With one thread, every other test here compares.
+        torch.set_num_threads(2)
+        try:
+            for placed, ns_steps in ((rounded, 5), (batched, 1)):
+                self.assertTrainsAlike(Twins(placed, lr=0.05, ns_steps=ns_steps), 1)
+        finally:
+            torch.set_num_threads(1)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,31 @@
 # Owner(s): ["oncall: distributed"]
-"""Many replicas: one of them exchanges a shard with the owner, and relays the result to the others."""
+"""Other ways of exchanging: relays along many replicas, and two levels for many peers."""
 
+import os
 from unittest import mock
 
-from torch.optim._muon_engine.schedule import buckets, specs as packing
-from torch.optim.muon import create_auto_config
+from torch.distributed.tensor import DeviceMesh
+from torch.optim._muon_engine.runtime.transport import connect
+from torch.optim._muon_engine.schedule import buckets, packs
+from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
 )
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     Collectives,
-    EveryExchange,
+    everyone,
+    GlooOnCPU,
     grid_of,
     local,
     mesh_of,
-    OtherExchange,
+    ParityAssertions,
     R,
     S0,
     S1,
@@ -30,24 +38,73 @@ from torch.testing._internal.distributed._muon.common_muon import (
 SHAPES = [(16, 8), (9, 13), (3, 20), (5, 1)] * 3
 
 
-class Relays(OtherExchange):
-    """Results are relayed from two replicas on, a few shards at a time."""
+class OtherExchange(GlooOnCPU, ParityAssertions):
+    """The tests of every way of exchanging."""
+
+    world_size = 8
+    # Muon.describe() says so.
+    words: str
+
+    def some_specs(self, *args):
+        """Matrices of the shapes ``args`` that eight processes exchange in this way."""
+        raise NotImplementedError
+
+    def check(self, twins, message="", **kwargs):
+        self.assertTrainsAlike(twins, 2, message, **kwargs)
+        said = everyone(self.words in twins.optimizer.describe())
+        self.assertTrue(any(said), f"{message}: not {self.words}")
+
+    def test_settings_change_nothing(self):
+        layout = self.some_specs(SHAPES)
+        for parallel, ahead in ((True, 0), (False, 1), (True, 3), (False, 0)):
+            config = create_dtensor_config(parallel, ahead)
+            twins = Twins(layout, config, foreach=parallel)
+            self.check(twins, f"{parallel} {ahead}")
+
+    def test_missing_gradients(self):
+        twins = Twins(self.some_specs(SHAPES))
+        self.check(twins, missing=lambda step: (step, 5, 13))
+
+    def test_gradient_that_one_rank_lacks(self):
+        twins = Twins(self.some_specs([(16, 8)] * 4))
+        twins.step()
+        twins.set_gradients()
+        if self.rank == 5:
+            twins.params[2].grad = None
+        with self.everywhere():
+            with self.assertRaisesRegex(
+                RuntimeError, r"some have none.*: parameter 2 of shape \(16, 8\)$"
+            ):
+                twins.optimizer.step()
+
+    def connections(self, twins):
+        """The collectives that the constructor makes on accelerators, so that backends connect."""
+        with Collectives() as seen:
+            connect(twins.optimizer._engine._runner.buckets)
+        return seen.calls
+
+    def peers(self, call):
+        """The ranks that an all-to-all sends something to."""
+        return {rank for rank, sent in zip(call.ranks, call.sent) if sent}
+
+
+@requires_gloo()
+class TestMuonRelays(OtherExchange, MultiProcContinuousTest):
+    """One of many replicas exchanges a shard with the owner, and passes the result on to the rest.
+
+    Here, two replicas are many, and a relay carries a few shards at a time.
+    """
 
     words = "relayed along replicas"
 
     @classmethod
     def _init_pg(cls, rank, world_size, rdvz_file):
-        # These processes make the tests of this class only.
-        buckets.MAX_REPLICAS, packing.RELAY_BYTES = 1, 200
+        # These processes run only the tests of this class.
+        buckets.MAX_REPLICAS, packs.RELAY_BYTES = 1, 200
         super()._init_pg(rank, world_size, rdvz_file)
 
     def some_specs(self, *args):
         return specs(grid_of(4, 2), [(R, S0), (R, R)], *args)
-
-
-@requires_gloo()
-class TestMuonRelays(EveryExchange, Relays, MultiProcContinuousTest):
-    world_size = 8
 
     def test_any_placement(self):
         grid = grid_of(2, 2, 2)
@@ -64,13 +121,10 @@ class TestMuonRelays(EveryExchange, Relays, MultiProcContinuousTest):
             self.check(Twins(layout), str({spec.placements for spec in layout}))
 
     def test_process_groups(self):
-        strategies = [
-            Strategy(mesh_of(8), "ddp"),
+        for strategy in (
             Strategy(grid_of(4, 2), "ddp", "fsdp"),
             Strategy(grid_of(2, 2, 2), "ddp", "fsdp", "tp"),
-            Strategy(grid_of(2, 4), "fsdp", "cp"),
-        ]
-        for strategy in strategies:
+        ):
             self.check(strategy.twins(SHAPES), str(strategy))
 
     def test_each_element_travels_once_and_within_one_replica(self):
@@ -78,33 +132,35 @@ class TestMuonRelays(EveryExchange, Relays, MultiProcContinuousTest):
         twins = Twins(specs(grid, [(R, S0)], [(16, 8)] * 8))
         with Collectives() as seen:
             twins.step()
-        names = {call.name for call in seen.calls}
         problems = []
+        names = {call.name for call in seen.calls}
         if names != {"alltoall_base_", "broadcast_", "allreduce_"}:
             problems.append(f"calls {names}")
         mine = set(grid["b"].mesh.flatten().tolist())
-        for call in seen.calls:
-            strangers = [
-                rank
-                for rank, sent in zip(call.ranks, call.sent)
-                if sent and rank not in mine
-            ]
-            if strangers:
-                problems.append(f"sends {strangers} something")
-        # Half of its one matrix goes to an owner and comes back to the other rank of the replica.
+        strangers = [self.peers(call) - mine for call in seen.calls]
+        if any(strangers):
+            problems.append(f"sends something to {strangers}")
+        # Each rank owns one matrix, of which it has one half. Its replica's other rank has the other half.
         sent = sum(sum(call.sent) for call in seen.calls)
-        if sent != 64 + 64 + 2:
+        if sent != 64 + 64:
             problems.append(f"{sent} elements sent")
-        # All other matrices' halves come once: one from the own replica, six from others.
         relayed = sum(
             relay.packed.flat.numel()
-            for bucket in twins.optimizer._engine.pipeline.buffers.buckets
+            for bucket in twins.optimizer._engine._runner.buckets
             for relay in bucket.relays
         )
-        if relayed != 8 * 65:
+        # Half of each of the eight matrices.
+        if relayed != 8 * 64:
             problems.append(f"{relayed} elements relayed")
         self.assertEverywhere(problems)
         self.assertParity(twins)
+        calls = self.connections(twins)
+        problems = []
+        if {call.name for call in calls} != {"alltoall_base_", "broadcast_"}:
+            problems.append(f"connects by {calls}")
+        if any(self.peers(call) - mine for call in calls):
+            problems.append(f"connects to others than {mine}")
+        self.assertEverywhere(problems)
 
     def test_gradient_that_one_replica_cannot_use(self):
         twins = Twins(specs(mesh_of(8), [(R,)], [(4, 6)] * 4))
@@ -115,60 +171,108 @@ class TestMuonRelays(EveryExchange, Relays, MultiProcContinuousTest):
             with self.assertRaisesRegex(RuntimeError, "parameter 1"):
                 twins.optimizer.step()
 
-    def test_ranks_in_different_steps(self):
-        # An all-reduce of the replicas finds it, where all-to-alls meet none of them.
-        twins = Twins(specs(mesh_of(8), [(R,)], [(4, 6)] * 4))
-        twins.set_gradients()
-        if self.rank == 3:
-            twins.optimizer._engine.begin_step()
-        with self.everywhere():
-            with self.assertRaisesRegex(RuntimeError, "not in the same step"):
-                twins.optimizer.step()
-
-    def test_first_connections(self):
-        grid = grid_of(4, 2)
-        twins = Twins(specs(grid, [(R, S0)], [(16, 8)] * 8))
-        twins.step()
-        with Collectives() as seen:
-            # What the constructor does on accelerators.
-            twins.optimizer._engine.pipeline.buffers.connect()
-        names = [call.name for call in seen.calls]
-        problems = [] if names == ["alltoall_base_", "broadcast_"] else [names]
-        partners = {
-            rank for rank, n in zip(seen.calls[0].ranks, seen.calls[0].sent) if n
-        }
-        if partners != set(grid["b"].mesh.tolist()) - {self.rank}:
-            problems.append(f"connects to {partners}")
-        self.assertEverywhere(problems)
-
     def test_few_replicas_are_served_directly(self):
         layout = specs(grid_of(2, 4), [(R, S0)], SHAPES)
         with mock.patch.object(buckets, "MAX_REPLICAS", 2):
             twins = Twins(layout)
             with Collectives() as seen:
                 twins.step()
-        self.assertEverywhere([c.name for c in seen.calls if c.name[:3] != "all"])
+        names = {call.name for call in seen.calls}
+        self.assertEverywhere(
+            [] if names == {"alltoall_base_", "allreduce_"} else [names]
+        )
         self.assertParity(twins)
 
 
 @requires_gloo()
-class TestMuonRelaysOfSixteen(Relays, MultiProcContinuousTest):
-    world_size = 16
+class TestMuonTwoLevels(OtherExchange, MultiProcContinuousTest):
+    """A rank with too many peers exchanges within its node first, then along its rail.
 
-    def test_ddp_and_hsdp(self):
-        for mesh, placements in (
-            (mesh_of(16), (R,)),
-            (grid_of(8, 2), (R, S0)),
-            (grid_of(4, 4), (R, S1)),
-        ):
-            twins = Twins(specs(mesh, [placements], SHAPES))
-            self.check(twins, str(placements))
-        grid = grid_of(4, 4)
-        config = create_auto_config(
-            fsdp_process_group=grid.get_group(1), ddp_process_group=grid.get_group(0)
-        )
-        strategy = Strategy(grid, "ddp", "fsdp")
-        self.check(Twins([strategy.cut(shape) for shape in SHAPES], config))
+    Here, more than two peers are too many, and a node has two or four ranks.
+    """
+
+    words = "in two levels"
+
+    @classmethod
+    def _init_pg(cls, rank, world_size, rdvz_file):
+        # These processes run only the tests of this class.
+        buckets.MAX_PEERS = 2
+        os.environ["LOCAL_WORLD_SIZE"] = "4"
+        super()._init_pg(rank, world_size, rdvz_file)
+
+    def nodes_of(self, size):
+        return mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(size))
+
+    def some_specs(self, *args):
+        return specs(mesh_of(8), [(S0,), (S1,)], *args)
+
+    @parametrize("ranks_per_node", [2, 4])
+    def test_any_placement(self, ranks_per_node):
+        grid = grid_of(2, 2, 2)
+        with self.nodes_of(ranks_per_node):
+            for layout in (
+                specs(mesh_of(8), [(S0,), (S1,)], SHAPES),
+                specs(grid_of(2, 4), all_placements(grid_of(2, 4)), SHAPES[:4]),
+                specs(grid, all_placements(grid), SHAPES[:1]),
+                # Fewer rows than ranks; groups within groups.
+                specs(mesh_of(8), [(S0,)], [(5, 3), (1, 1)])
+                + specs(grid["b", "c"], [(S0, S1)], SHAPES),
+            ):
+                self.check(Twins(layout), str({spec.placements for spec in layout}))
+
+    def test_process_groups(self):
+        with self.nodes_of(2):
+            for strategy in (
+                Strategy(mesh_of(8), "fsdp"),
+                Strategy(grid_of(2, 2, 2), "ddp", "fsdp", "tp"),
+            ):
+                self.check(strategy.twins(SHAPES), str(strategy))
+
+    def test_results_are_relayed_afterwards(self):
+        layout = specs(grid_of(2, 4), [(R, S0), (R, S1)], SHAPES)
+        with self.nodes_of(2), mock.patch.object(buckets, "MAX_REPLICAS", 1):
+            twins = Twins(layout)
+            self.check(twins)
+            self.assertIn("relayed along replicas", twins.optimizer.describe())
+
+    def test_functions_of_the_user_exchange_directly(self):
+        """The step that calls a user's functions used to exchange in two levels without groups for it."""
+        config = create_dtensor_config()
+        gather = config.gather_fn
+        config.gather_fn = lambda piece, rank, state: gather(piece, rank, state)
+        layout = specs(mesh_of(8), [(S0,), (R,)], SHAPES[:4])
+        self.assertTrainsAlike(Twins(layout, config), 2)
+
+    def test_a_rank_exchanges_with_its_node_and_its_rail_only(self):
+        twins = Twins(specs(mesh_of(8), [(S0,)], [(16, 8)] * 8))
+        with Collectives() as seen:
+            twins.step()
+        node, rail = self.rank // 4, self.rank % 4
+        near = {4 * node + place for place in range(4)}
+        across = {rail, 4 + rail}
+        problems = []
+        for call in self.connections(twins) + seen.calls:
+            partners = self.peers(call)
+            if not (partners <= near or partners <= across):
+                problems.append(partners)
+        # Within the node, then along the rail, there and back.
+        levels = [set(call.ranks) for call in seen.calls if call.ranks]
+        if levels != [near, across, near, across]:
+            problems.append(f"collectives among {levels}")
+        self.assertEverywhere(problems)
+        self.assertParity(twins)
+
+    def test_a_group_that_forms_no_nodes_exchanges_directly(self):
+        # Seven ranks have no equal nodes.
+        mesh, problems = DeviceMesh("cpu", range(7)), []
+        if self.rank < 7:
+            with self.nodes_of(2):
+                twins = Twins(specs(mesh, [(S0,)], SHAPES))
+            problems += [self.words] * (self.words in twins.optimizer.describe())
+        self.assertEverywhere(problems)
+
+
+instantiate_parametrized_tests(TestMuonTwoLevels)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 # Owner(s): ["oncall: distributed"]
-"""What ranks of process groups tell each other, at real sizes: one process plays all ranks."""
+"""The data that ranks of process groups exchange, at real sizes: one process plays all ranks."""
 
 import pickle
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.optim._muon_engine.layouts import Key, merge, reports
+from torch.optim._muon_engine.layouts import exchange, Key
 from torch.optim._muon_engine.layouts.fsdp1 import interval_regions
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.model_shapes import MODELS
@@ -20,7 +20,7 @@ LAYER = 7
 
 
 def rows_of(shapes, at):
-    """Shard ``at`` of each matrix, where rows are cut: its shape and regions."""
+    """Shard ``at`` of each matrix, where FSDP cuts rows: its own shape and regions."""
     for rows, columns in shapes:
         step = -(-rows // SHARDS)
         rows = max(0, min(rows, (at + 1) * step) - at * step)
@@ -45,9 +45,6 @@ class TestMuonReports(TestCase):
     def setUp(self):
         super().setUp()
         dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-        # Ranks of one shard, then of one replica.
-        self.shards = dist.new_group(list(range(SHARDS)))
-        self.replicas = dist.new_group(list(range(0, WORLD, SHARDS)))
         self.shapes = MODELS["Llama 3 70B"].shapes
 
     def tearDown(self):
@@ -55,79 +52,59 @@ class TestMuonReports(TestCase):
         super().tearDown()
 
     def matrices(self, cut, dim, rank):
-        """What ``rank``, one of the first replica's, knows of all matrices."""
-        kinds = {}
-        placements = (
-            merge.GroupPlacement("fsdp", self.shards, dim),
-            merge.GroupPlacement("ddp", self.replicas),
+        """The matrices as ``rank`` knows them by itself."""
+        replica, at = divmod(rank, SHARDS)
+        first = replica * SHARDS
+        cuts = (
+            exchange.Cut("fsdp", tuple(range(first, first + SHARDS)), dim),
+            exchange.Cut("ddp", tuple(range(at, WORLD, SHARDS))),
         )
-        for i, (shape, regions) in enumerate(cut(self.shapes, rank)):
-            part = merge.Part(shape, ((rank, regions),))
-            yield merge.LocalMatrix(
-                Key(i, 0, f"layers.{i // LAYER}.{i % LAYER}.weight"),
-                torch.float32,
-                kinds.setdefault(part, part),
-                placements,
-            )
+        pieces = {}
+        for i, (shape, regions) in enumerate(cut(self.shapes, at)):
+            piece = exchange.Piece(shape, ((exchange.SPEAKER, regions),), cuts)
+            piece = pieces.setdefault(piece, piece)
+            yield exchange.LocalMatrix(Key(i), torch.float32, piece)
 
-    def merged(self, cut, dim):
-        """All layouts, the longest report in bytes, and how many parts were put together."""
-        lengths, calls = [], []
+    def record(self, cut, dim, rank):
+        mine = list(self.matrices(cut, dim, rank))
+        pieces = list(dict.fromkeys(m.piece for m in mine))
+        which = tuple(pieces.index(m.piece) for m in mine)
+        told = exchange.Told(tuple(pieces), which, (None,) * len(mine))
+        return exchange.Record(told, (rank,), 0)
 
-        def exchange(group, mine, error, names):
+    def layouts(self, cut, dim):
+        """All layouts, and the sizes in bytes of the two messages of rank 0."""
+        sizes = []
+
+        def exchanged(group, known, error, described):
             self.assertIsNone(error)
-            lengths.append(len(pickle.dumps(mine)))
-            if not isinstance(mine.values[0], merge.Part):
-                return [mine] * dist.get_world_size(group), None
-            if group is self.replicas:
-                everyone = [
-                    mine._replace(
-                        values=[
-                            merge.Part(
-                                part.shape,
-                                tuple(
-                                    (first + rank, has) for rank, has in part.holders
-                                ),
-                            )
-                            for part in mine.values
-                        ]
-                    )
-                    for first in range(0, WORLD, SHARDS)
-                ]
-                return everyone, None
-            everyone = []
-            for rank in range(SHARDS):
-                parts = [m.part for m in self.matrices(cut, dim, rank)]
-                report = reports.report_of([], parts, ())
-                everyone.append(report._replace(digest=mine.digest))
-            return everyone, None
+            sizes.append(len(pickle.dumps(known)))
+            kind, ranks = group
+            if kind == "fsdp":
+                return [{r: self.record(cut, dim, r)} for r in ranks], None
+            answers = []
+            for first in ranks:
+                replica = range(first, first + SHARDS)
+                answers.append({r: self.record(cut, dim, r) for r in replica})
+            return answers, None
 
-        def joined(placement, parts):
-            calls.append(len(parts))
-            return original(placement, parts)
-
-        original = merge._joined
-        with (
-            mock.patch.object(reports, "exchange", exchange),
-            mock.patch.object(merge, "_joined", joined),
-        ):
-            groups = [("fsdp", self.shards), ("ddp", self.replicas)]
-            mine = list(self.matrices(cut, dim, 0))
-            layouts, warned = merge.merge(mine, groups, (0,), None)
-        self.assertEqual(warned, [])
-        return layouts, lengths, calls
+        mine = list(self.matrices(cut, dim, 0))
+        groups = {(c.kind, c.ranks): (c.kind, c.ranks) for c in mine[0].piece.cuts}
+        with mock.patch.object(exchange, "exchange", exchanged):
+            layouts, equal = exchange.layouts_of(mine, groups, (0,), 0, None)
+        self.assertEqual(equal, [])
+        return layouts, sizes
 
     def test_each_kind_of_matrix_is_told_and_put_together_once(self):
-        """Of 560 matrices on 1,024 ranks; that shards tile each of them is checked on the way."""
+        """560 matrices on 1,024 ranks. The reader checks that the shards tile each of them."""
         for cut, dim in ((rows_of, 0), (intervals_of, None)):
-            layouts, lengths, calls = self.merged(cut, dim)
+            layouts, sizes = self.layouts(cut, dim)
             self.assertEqual([layout.shape for layout in layouts], self.shapes)
             self.assertTrue(all(len(layout.group) == WORLD for layout in layouts))
             kinds = len({id(layout.shards) for layout in layouts})
             self.assertLessEqual(kinds, LAYER)
-            self.assertEqual(calls, [SHARDS] * kinds + [REPLICAS] * kinds)
-            # Four bytes for each matrix and some for each kind; names alone would be 16,000.
-            self.assertLess(lengths[0], 4096)
+            # A few bytes per matrix, and some per kind. Names alone would be 16,000.
+            self.assertLess(sizes[0], 6000)
 
 
 if __name__ == "__main__":

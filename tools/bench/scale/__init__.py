@@ -5,5 +5,5 @@ vectors over ranks of it, and ``timeline`` plays the order of ``runtime/pipeline
 once. No rank is left out and none stands for another.
 
 What a step has beside is not simulated: momentum, packing and updates (passes over local memory), the
-all-reduce of replicas' flags, launches, and congestion of the network.
+all-reduce of statuses, launches, and congestion of the network.
 """

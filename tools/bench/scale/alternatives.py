@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.optim._muon_engine.layouts import Layout
-    from torch.optim._muon_engine.schedule.specs import Schedule
+    from torch.optim._muon_engine.schedule.packs import Schedule
 
     from .hardware import Hardware
 

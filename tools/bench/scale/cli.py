@@ -6,9 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
-from .. import fleet
 from torch.testing._internal.distributed._muon.model_shapes import MODELS
-from . import page, table
+from . import table
 from .hardware import Hardware
 
 
@@ -26,7 +25,6 @@ UNITS = {
     "inter_latency": ("us", 1e-6),
     "gpus_per_node": ("", 1),
 }
-CHECK_TIMEOUT = 300
 
 
 def add_parser(commands: Any) -> None:
@@ -55,15 +53,10 @@ def add_parser(commands: Any) -> None:
         help="relay beyond so many replicas; default: the engine's own",
     )
     scaled.add_argument(
-        "--check",
-        action="store_true",
-        help="instead run the engine on 4 processes whose Newton-Schulz and wire only sleep, and compare",
-    )
-    scaled.add_argument(
-        "--write",
+        "--figure",
         type=Path,
-        metavar="DOCS",
-        help="put the tables into DOCS/bench.md and the picture into DOCS/figures/scale.png",
+        metavar="FILE.png",
+        help="draw the picture of docs/bench.md",
     )
     scaled.add_argument("--out", type=Path, metavar="FILE.json")
     scaled.set_defaults(run=run, no_stock=True)
@@ -80,8 +73,6 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    if args.check:
-        return run_check()
     from .cases import CASES
     from .report import report
 
@@ -92,27 +83,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             found.append(report(case, hardware, args.prefetch, args.max_replicas))
             print(table.progress(found[-1]), flush=True)
     print("", table.times(found), table.volumes(found), sep="\n\n")
-    if args.write is not None:
-        page.write(args.write, found, hardware, args.prefetch)
+    if args.figure is not None:
+        from . import figure
+
+        figure.draw(args.figure, hardware, args.prefetch)
     return found
-
-
-def run_check() -> list[dict[str, Any]]:
-    from . import check
-
-    cases = []
-    for layout in ("shard", "hsdp"):
-        for delay_ms in (0.0, 30.0):
-            job = check.Check(layout, prefetch=(0, 1, 2), reps=5, delay_ms=delay_ms)
-            results = fleet.run("scale.check", job, 4, CHECK_TIMEOUT)
-            for prefetch, one in check.summarize(results).items():
-                cases.append(
-                    {
-                        "layout": layout,
-                        "delay_ms": delay_ms,
-                        "prefetch": prefetch,
-                        **one,
-                    }
-                )
-    print(table.check(cases))
-    return cases

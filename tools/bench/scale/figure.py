@@ -11,10 +11,10 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot
+from torch.optim._muon_engine.schedule.buckets import MAX_PEERS
 
 from .cases import Case
 from .report import report
-from .table import MANY_PEERS
 
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ def _panel(axes: Axes, found: list[dict[str, Any]]) -> None:
     for name, (label, colour, style) in LINES.items():
         seconds = [nan if one[name] is None else one[name] for one in found]
         axes.plot(ranks, seconds, style, color=colour, label=label)
-    axes.axvline(MANY_PEERS, color="#d0d7de", linewidth=1, zorder=0)
+    axes.axvline(MAX_PEERS, color="#d0d7de", linewidth=1, zorder=0)
     across = axes.get_xaxis_transform()
-    axes.text(MANY_PEERS, 0.02, f" {MANY_PEERS} ranks", fontsize=7, transform=across)
+    axes.text(MAX_PEERS, 0.02, f" {MAX_PEERS} ranks", fontsize=7, transform=across)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("ranks")

@@ -21,8 +21,6 @@ class Hardware:
     inter_bandwidth: float = 50e9
     intra_latency: float = 0.47e-6
     inter_latency: float = 2.7e-6
-    # Between the last byte sent and the result: a collective's own, which leaves the links free.
-    flight: float = 0.0
     gpus_per_node: int = 8
 
     @property

@@ -1,4 +1,8 @@
-"""A schedule as vectors over ranks: all that the timeline needs of it."""
+"""A schedule as vectors over ranks: all that the timeline needs of it.
+
+A loop over ranks, owners and matrices would take hours for 16,384 ranks. Therefore what a rank exchanges
+comes from arrays of shape (owners, ranks). A test compares it with the engine's own packs.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,110 @@ from typing import NamedTuple, TYPE_CHECKING
 import numpy as np
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
 
-from .messages import Group
-from .relays import Wave, waves
-from .shards import Vectors
-
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
-    from torch.optim._muon_engine.schedule.specs import Bucket, Schedule
+    from torch.optim._muon_engine.layouts import Shards
+    from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
 
-    from .messages import Exchange, Loads
+    from .hardware import Hardware
+
+OUT, IN = 0, 1
+INTRA, INTER = 0, 1
 
 
-class Volume(NamedTuple):
-    """Bytes that owners gather and send back, shape (owners, ranks)."""
+@dataclass(frozen=True)
+class Loads:
+    """One all-to-all: bytes and messages on each rank's links, shape (out or in, intra or inter, ranks).
 
-    gather: NDArray
-    scatter: NDArray
+    Args:
+        along: whose communicator it is: the group's, a node's or a rail's.
+        senders, receivers: places in the group. They are pairs, or each sender sends to each receiver
+            (``complete``).
+    """
+
+    along: str
+    nbytes: NDArray
+    messages: NDArray
+    senders: NDArray
+    receivers: NDArray
+    complete: bool
+
+    @classmethod
+    def of(
+        cls,
+        along: str,
+        sent: NDArray,
+        ends: tuple[NDArray, NDArray],
+        nodes: NDArray,
+        complete: bool = False,
+    ) -> Loads:
+        """Of the bytes ``sent`` between ``ends``, which are senders and receivers of the same shape.
+
+        Args:
+            nodes: the physical node of each rank of the group.
+        """
+        senders, receivers = np.broadcast_arrays(*ends)
+        travels = (sent > 0) & (senders != receivers)
+        senders, receivers = senders[travels], receivers[travels]
+        count = len(nodes)
+        link = count * (nodes[senders] != nodes[receivers])
+
+        def of_links(weights: NDArray | None) -> NDArray:
+            found = [
+                np.bincount(link + end, weights, 2 * count)
+                for end in (senders, receivers)
+            ]
+            return np.reshape(found, (2, 2, count))
+
+        loads = of_links(sent[travels]), of_links(None)
+        if complete:
+            senders, receivers = (end.ravel() for end in ends)
+        return cls(along, *loads, senders, receivers, complete)
+
+    def seconds(self, hardware: Hardware, directions: slice = slice(None)) -> NDArray:
+        """How long each rank's busiest link takes, shape (ranks,)."""
+        bandwidth = np.array([hardware.intra_bandwidth, hardware.inter_bandwidth])
+        latency = np.array([hardware.intra_latency, hardware.inter_latency])
+        of_links = (
+            self.nbytes[directions] / bandwidth[:, None]
+            + self.messages[directions] * latency[:, None]
+        )
+        return of_links.max((0, 1))
+
+    def latest(self, times: NDArray) -> NDArray:
+        """The last of ``times`` of the ranks that each rank receives from; minus infinity without any."""
+        last = np.full_like(times, -np.inf)
+        if self.complete:
+            last[self.receivers] = times[self.senders].max()
+        else:
+            np.maximum.at(last, self.receivers, times[self.senders])
+        return last
+
+
+class Wave(NamedTuple):
+    """Broadcasts that disjoint replica sets make at the same time.
+
+    Args:
+        ranks: global ranks, shape (sets, replicas).
+        is_source: which of ``ranks`` have what the others get.
+        nbytes: for each set.
+    """
+
+    ranks: NDArray
+    is_source: NDArray
+    nbytes: NDArray
+
+    def nodes(self, gpus_per_node: int) -> int:
+        return len(np.unique(self.ranks[0] // gpus_per_node))
+
+    def seconds(self, hardware: Hardware) -> tuple[NDArray, float]:
+        """Of a ring in the order of ranks: the time of its links, and of its hops, which are free meanwhile."""
+        nodes = self.nodes(hardware.gpus_per_node)
+        inside = self.ranks.shape[1] - nodes
+        slowest = hardware.inter_bandwidth if nodes > 1 else hardware.intra_bandwidth
+        hops = (nodes - 1) * hardware.inter_latency + inside * hardware.intra_latency
+        return self.nbytes / slowest, hops
 
 
 @dataclass(frozen=True)
@@ -35,16 +124,17 @@ class BucketPlan:
 
     Args:
         owners: places of owners in ``ranks``.
+        gather, scatter: their all-to-alls, one or two of them.
         work: for each of ``owners`` the FLOPs of its matrices, in the order of the step.
-        slot: bytes of ``BucketSpec.nbytes``, shape (outer, inner or passed on, ranks).
-        peers: ranks that a rank exchanges something with.
+        slot: bytes as in ``LocalPacks.nbytes``, shape (outer or inner, ranks).
+        peers: the number of ranks that a rank exchanges something with.
     """
 
     bucket: Bucket
     ranks: NDArray
     owners: NDArray
-    gather: Exchange
-    scatter: Exchange
+    gather: tuple[Loads, ...]
+    scatter: tuple[Loads, ...]
     work: list[list[int]]
     relays: list[Wave]
     slot: NDArray
@@ -62,10 +152,6 @@ class Plan:
 
 def make_plan(schedule: Schedule, world: int, gpus_per_node: int) -> Plan:
     plan = Plan(world, gpus_per_node)
-    vectors: dict[int, Vectors] = {}
-    for layout in schedule.layouts:
-        if id(layout.shards) not in vectors:
-            vectors[id(layout.shards)] = Vectors.of(layout.shards)
     busy = np.ones(world, bool)
     for bucket in schedule.buckets:
         group = np.array(bucket.group)
@@ -73,76 +159,125 @@ def make_plan(schedule: Schedule, world: int, gpus_per_node: int) -> Plan:
             plan.turns.append([])
             busy[:] = False
         busy[group] = True
-        made = plan_bucket(schedule, bucket, vectors, gpus_per_node)
-        plan.turns[-1].append(made)
+        plan.turns[-1].append(_plan_bucket(schedule, bucket, gpus_per_node))
     return plan
 
 
-def plan_bucket(
-    schedule: Schedule,
-    bucket: Bucket,
-    vectors: dict[int, Vectors],
-    gpus_per_node: int,
-) -> BucketPlan:
+def _plan_bucket(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> BucketPlan:
     ranks = np.array(bucket.group)
     owner_ranks = np.unique([schedule.owners[m] for m in bucket.matrices])
     owners = np.searchsorted(ranks, owner_ranks)
-    volume, kept = volume_of(schedule, bucket, owners, vectors)
-    group = Group(ranks, owners, gpus_per_node)
-    gather, scatter = (
-        group.in_two_levels(sent, to_owners, bucket.node_size)
-        if bucket.node_size > 1
-        else group.in_one_level(sent, to_owners, not bucket.relayed)
-        for sent, to_owners in ((volume.gather, True), (volume.scatter, False))
-    )
+    gathered, scattered, kept = _volumes(schedule, bucket, owners)
+    everybody, nodes = np.arange(len(ranks)), ranks // gpus_per_node
+    if bucket.node_size > 1:
+        gather = _gather_in_two_levels(gathered, owners, nodes, bucket.node_size)
+        scatter = _scatter_in_two_levels(scattered, owners, nodes, bucket.node_size)
+        peers = _peers_of(*gather, *scatter)
+    else:
+        ends, whole = (everybody[None], owners[:, None]), not bucket.relayed
+        gather = (Loads.of("group", gathered, ends, nodes, whole),)
+        scatter = (Loads.of("group", scattered, ends[::-1], nodes, whole),)
+        peers = _peers((gathered > 0) | (scattered > 0), owners)
+    slot = np.zeros((2, len(ranks)))
+    slot[0] = np.maximum(gathered.sum(0), scattered.sum(0))
+    in_place = (gathered == scattered).all(1)
+    slot[1, owners] = scattered.sum(1) + kept + np.where(in_place, 0, gathered.sum(1))
     return BucketPlan(
         bucket=bucket,
         ranks=ranks,
         owners=owners,
         gather=gather,
         scatter=scatter,
-        work=work_of(schedule, bucket, owner_ranks),
-        relays=waves(schedule, bucket, vectors),
-        slot=_slot(volume, kept, owners, np.maximum(gather.passed, scatter.passed)),
-        peers=_peers(volume, owners)
-        if bucket.node_size == 1
-        else _peers_of_hops((*gather.hops, *scatter.hops), len(ranks)),
+        work=_work(schedule, bucket, owner_ranks),
+        relays=_waves(schedule, bucket),
+        slot=slot,
+        peers=peers,
     )
 
 
-def volume_of(
-    schedule: Schedule, bucket: Bucket, owners: NDArray, vectors: dict[int, Vectors]
-) -> tuple[Volume, NDArray]:
-    """What travels with each owner, and what an owner keeps of a relayed bucket for its replicas."""
+def _volumes(
+    schedule: Schedule, bucket: Bucket, owners: NDArray
+) -> tuple[NDArray, NDArray, NDArray]:
+    """Bytes that owners gather and send back, shape (owners, ranks), and what they keep for relays."""
     ranks = np.array(bucket.group)
-    counts: dict[int, NDArray] = {}
+    counts: dict[Shards, NDArray] = {}
     for matrix in bucket.matrices:
-        count = counts.setdefault(
-            id(schedule.layouts[matrix].shards), np.zeros(len(owners))
-        )
+        count = counts.setdefault(schedule.layouts[matrix].shards, 0 * owners)
         count[np.searchsorted(ranks[owners], schedule.owners[matrix])] += 1
-    volume = Volume(*(np.zeros((len(owners), len(ranks))) for _ in range(2)))
+    gathered, scattered = (np.zeros((len(owners), len(ranks))) for _ in range(2))
     kept = np.zeros(len(owners))
-    for key, count in counts.items():
-        one = vectors[key]
-        sources = one.sources(owners) if one.sets else True
-        # A flag goes with each shard, and only from sources that hold something where others are
-        # relayed to.
-        said = sources & (one.numels > 0) if bucket.relayed else True
-        volume.gather[:] += count[:, None] * (one.numels * sources + said)
-        volume.scatter[:] += count[:, None] * ((one.numels + 1) * said)
-        relays = (one.replicas[owners] > 1) & (one.numels[owners] > 0)
-        kept += count * (one.numels + 1)[owners] * relays
-    for side, dtype in zip(volume, (bucket.gather_dtype, bucket.scatter_dtype)):
+    for shards, count in counts.items():
+        if shards.partial:
+            raise NotImplementedError("the simulation has no Partial parameters")
+        numels = np.array(shards.numels)[np.argsort(shards.ranks)]
+        number, replicas = np.zeros_like(ranks), np.ones_like(ranks)
+        for members in shards.replica_sets:
+            if len(members) > 1:
+                places = np.searchsorted(ranks, members)
+                number[places] = np.arange(len(members))
+                replicas[places] = len(members)
+        # As Shards.source: the source is the replica with the owner's number, or the last one.
+        wanted = np.minimum(number[owners][:, None], replicas - 1)
+        from_sources = count[:, None] * numels * (wanted == number)
+        gathered += from_sources
+        scattered += from_sources if bucket.relayed else count[:, None] * numels
+        kept += count * numels[owners] * (replicas[owners] > 1)
+    for side, dtype in (
+        (gathered, bucket.gather_dtype),
+        (scattered, bucket.scatter_dtype),
+    ):
         side[np.arange(len(owners)), owners] = 0
         side *= dtype.itemsize
-    kept *= bucket.scatter_dtype.itemsize * bucket.relayed
-    return volume, kept
+    return gathered, scattered, kept * bucket.scatter_dtype.itemsize * bucket.relayed
 
 
-def work_of(
-    schedule: Schedule, bucket: Bucket, owner_ranks: Sequence[int]
-) -> list[list[int]]:
+def _gather_in_two_levels(
+    sent: NDArray, owners: NDArray, nodes: NDArray, node_size: int
+) -> tuple[Loads, Loads]:
+    """By way of the rank of the holder's node that is on the owner's rail."""
+    holders, rails = np.arange(len(nodes)), np.arange(node_size)[:, None]
+    of_rail = (owners % node_size == rails).astype(float) @ sent
+    corners = holders - holders % node_size + rails
+    of_node = sent.reshape(len(owners), -1, node_size).sum(2)
+    ends = holders[::node_size] + owners[:, None] % node_size, owners[:, None]
+    return (
+        Loads.of("node", of_rail, (holders[None], corners), nodes),
+        Loads.of("rail", of_node, ends, nodes),
+    )
+
+
+def _scatter_in_two_levels(
+    sent: NDArray, owners: NDArray, nodes: NDArray, node_size: int
+) -> tuple[Loads, Loads]:
+    """By way of the rank of the owner's node that is on the holder's rail."""
+    holders, rails = np.arange(len(nodes)), np.arange(node_size)[None]
+    of_rail = sent.reshape(len(owners), -1, node_size).sum(1)
+    corners = (owners - owners % node_size)[:, None] + rails
+    starts = holders[::node_size][:, None]
+    of_node = (owners // node_size == starts // node_size).astype(float) @ sent
+    ends = starts + holders % node_size, holders[None]
+    return (
+        Loads.of("node", of_rail, (owners[:, None], corners), nodes),
+        Loads.of("rail", of_node, ends, nodes),
+    )
+
+
+def _peers(speaks: NDArray, owners: NDArray) -> NDArray:
+    """Owners that a rank exchanges something with, and ranks that do so with it as their owner."""
+    peers = speaks.sum(0)
+    between = speaks[:, owners]
+    peers[owners] += speaks.sum(1) - (between & between.T).sum(1)
+    return peers
+
+
+def _peers_of(*hops: Loads) -> NDArray:
+    """Ranks of its node and of its rail that a rank exchanges something with."""
+    pairs = np.concatenate([(hop.senders, hop.receivers) for hop in hops], axis=1)
+    pairs = np.unique(np.sort(pairs, axis=0), axis=1)
+    return np.bincount(pairs.ravel(), minlength=hops[0].nbytes.shape[2])
+
+
+def _work(schedule: Schedule, bucket: Bucket, owner_ranks: NDArray) -> list[list[int]]:
     """FLOPs of each owner's matrices; those of one shape follow each other, as in a step."""
     by_shape: dict[int, dict[tuple[int, int], list[int]]] = {r: {} for r in owner_ranks}
     for matrix in bucket.matrices:
@@ -152,29 +287,32 @@ def work_of(
     return [[f for same in by_shape[r].values() for f in same] for r in owner_ranks]
 
 
-def _slot(volume: Volume, kept: NDArray, owners: NDArray, passed: NDArray) -> NDArray:
-    slot = np.zeros((3, volume.gather.shape[1]))
-    slot[0] = np.maximum(volume.gather.sum(0), volume.scatter.sum(0))
-    slot[0] = np.maximum(slot[0], passed)
-    in_place = (volume.gather == volume.scatter).all(1)
-    apart = np.where(in_place, 0, volume.gather.sum(1))
-    slot[1, owners] = volume.scatter.sum(1) + kept + apart
-    slot[2] = passed
-    return slot
-
-
-def _peers(volume: Volume, owners: NDArray) -> NDArray:
-    """Owners that a rank sends shards to, and ranks that send it theirs."""
-    speaks = (volume.gather > 0) | (volume.scatter > 0)
-    peers = speaks.sum(0)
-    between = speaks[:, owners]
-    both = between & between.T
-    peers[owners] += speaks.sum(1) - both.sum(1)
-    return peers
-
-
-def _peers_of_hops(hops: Sequence[Loads], ranks: int) -> NDArray:
-    """Ranks of its node and of its rail that a rank exchanges something with."""
-    pairs = np.concatenate([(hop.senders, hop.receivers) for hop in hops], axis=1)
-    pairs = np.unique(np.sort(pairs, axis=0), axis=1)
-    return np.bincount(pairs.ravel(), minlength=ranks)
+def _waves(schedule: Schedule, bucket: Bucket) -> list[Wave]:
+    """The engine's own relays: each one as soon as the earlier ones of all its ranks have begun."""
+    if not bucket.relayed:
+        return []
+    shards = {schedule.layouts[m].shards for m in bucket.matrices}
+    sets = {
+        ranks
+        for one in shards
+        for ranks in one.replica_sets
+        if len(ranks) > 1 and not one.is_empty(ranks[0])
+    }
+    # A rank in several replica sets makes the relays of all of them.
+    by_set = {ranks: schedule.relays(bucket, ranks[0]) for ranks in sorted(sets)}
+    turn: dict[int, int] = {}
+    waves: dict[tuple[int, int], list] = {}
+    for ranks, relays in by_set.items():
+        for relay in relays:
+            if relay.replicas == tuple(sorted(ranks)):
+                at = max(turn.get(rank, 0) for rank in ranks)
+                turn.update(dict.fromkeys(ranks, at + 1))
+                waves.setdefault((at, len(ranks)), []).append(relay)
+    return [
+        Wave(
+            np.array([relay.replicas for relay in wave]),
+            np.array([[r == relay.source for r in relay.replicas] for relay in wave]),
+            np.array([float(relay.pack.nbytes) for relay in wave]),
+        )
+        for _, wave in sorted(waves.items(), key=lambda item: item[0])
+    ]

@@ -10,16 +10,6 @@ from ..table import render
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-AIM = 1.15
-# What the engine's make_schedule aims at.
-MANY_PEERS = 512
-MAX_STRETCH = 1.1
-LIMITS = {
-    "share": "a rank's share of the work",
-    "largest": "Newton-Schulz of the largest matrix",
-    "wire": "the mean rank's bytes",
-}
-
 
 def title(case: dict[str, Any]) -> str:
     return f"{case['model']}, {case['mesh']}, {case['ranks']} ranks"
@@ -99,54 +89,6 @@ def volumes(cases: Sequence[dict[str, Any]]) -> str:
             f"{case['parameters'] / 1e9:.2f}",
             str(case["buckets"]),
             str(case["relays"]),
-        ]
-        for case in cases
-    ]
-    return render(head, rows)
-
-
-def in_words(case: dict[str, Any]) -> str:
-    """What a step's time goes to beyond its ideal."""
-    rows, columns = case["largest_shape"]
-    busiest = case["busiest"] / case["share"]
-    shards = case["step"] - case["without_broadcasts"]
-    found = [f"{title(case)}: {case['ratio']:.2f} of {ideal_in_words(case)}."]
-    if case["matrices"] < case["ranks"]:
-        found.append(
-            f"Fewer matrices than ranks: the largest, {rows} x {columns}, takes {milliseconds(case['trip'])} ms "
-            f"alone, of which its Newton-Schulz is {milliseconds(case['largest'])} ms."
-        )
-    elif busiest > 1.01:
-        found.append(f"The busiest owner has {busiest:.2f} times the mean's work.")
-    if case["stretch"] > MAX_STRETCH:
-        found.append(
-            f"Its buckets one after the other take {case['stretch']:.2f} times the busiest owner's work."
-        )
-    if shards > 0.01 * case["step"]:
-        found.append(f"Broadcasts along replicas add {milliseconds(shards)} ms.")
-    return " ".join(found)
-
-
-def ideal_in_words(case: dict[str, Any]) -> str:
-    name = max(LIMITS, key=case.__getitem__)
-    return f"{milliseconds(case['ideal'])} ms, {LIMITS[name]}"
-
-
-def beyond(cases: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each case that misses the aim."""
-    return [in_words(case) for case in cases if case["ratio"] > AIM]
-
-
-def check(cases: Sequence[dict[str, Any]]) -> str:
-    head = ["", "wire ms", "prefetch", "measured ms", "simulated ms", "ratio"]
-    rows = [
-        [
-            case["layout"],
-            f"{case['delay_ms']:g}",
-            str(case["prefetch"]),
-            f"{1e3 * case['measured']:.0f}",
-            f"{1e3 * case['simulated']:.0f}",
-            f"{case['measured'] / case['simulated']:.2f}",
         ]
         for case in cases
     ]

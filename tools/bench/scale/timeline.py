@@ -6,14 +6,14 @@ from typing import NamedTuple, TYPE_CHECKING
 
 import numpy as np
 
+from .plan import IN
+
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .hardware import Hardware
-    from .messages import Exchange, Loads
-    from .plan import BucketPlan, Plan
-    from .relays import Wave
+    from .plan import BucketPlan, Loads, Plan, Wave
 
 
 class Step(NamedTuple):
@@ -37,10 +37,10 @@ class Links:
         self._over: dict[object, NDArray | float] = {}
 
     def exchange(
-        self, plan: BucketPlan, exchange: Exchange, launch: NDArray
+        self, plan: BucketPlan, hops: tuple[Loads, ...], launch: NDArray
     ) -> NDArray:
         """When it is over on each rank; a second hop begins where the first is over."""
-        for hop in exchange.hops:
+        for hop in hops:
             launch = self._all_to_all(plan, hop, launch)
         return launch
 
@@ -52,9 +52,11 @@ class Links:
         sent = begin + hop.seconds(self.hardware)
         self.free[ranks] = sent
         over = np.maximum(sent, hop.latest(sent))
-        over = np.maximum(over, hop.latest(begin) + hop.incoming(self.hardware))
+        over = np.maximum(
+            over, hop.latest(begin) + hop.seconds(self.hardware, slice(IN, None))
+        )
         self._over[key] = over
-        return over + self.hardware.flight * (len(ranks) > 1)
+        return over
 
     def broadcast(self, wave: Wave, launch: NDArray) -> NDArray:
         """When each of the ring's ranks has everything; shape (sets, replicas)."""
@@ -85,8 +87,6 @@ class Timeline:
         # By bucket: when its gather, or its scatter, is over on each rank.
         self.arrived: dict[int, NDArray] = {}
         self.waves: list[Wave] = []
-        # Phase and bucket of the all-to-alls, as they start.
-        self.order: list[tuple[str, int]] = []
 
     def run(self) -> Step:
         for turn in self.plan.turns:
@@ -112,15 +112,14 @@ class Timeline:
         return Step(self.now, self.busy)
 
     def gather(self, bucket: BucketPlan) -> None:
-        self._exchange("gather", bucket, bucket.gather)
+        self._exchange(bucket, bucket.gather)
 
     def scatter(self, bucket: BucketPlan) -> None:
-        self._exchange("scatter", bucket, bucket.scatter)
+        self._exchange(bucket, bucket.scatter)
 
-    def _exchange(self, phase: str, bucket: BucketPlan, exchange: Exchange) -> None:
-        self.order.append((phase, bucket.bucket.index))
+    def _exchange(self, bucket: BucketPlan, hops: tuple[Loads, ...]) -> None:
         launch = self.now[bucket.ranks]
-        self.arrived[id(bucket)] = self.links.exchange(bucket, exchange, launch)
+        self.arrived[id(bucket)] = self.links.exchange(bucket, hops, launch)
 
     def wait(self, bucket: BucketPlan) -> None:
         arrived = self.arrived.pop(id(bucket))

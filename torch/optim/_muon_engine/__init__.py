@@ -1,40 +1,38 @@
-"""The engine behind ``distributed_config``; ``torch.optim.muon`` is its public face.
+"""The engine behind ``distributed_config``. Its public part is ``torch.optim.muon``.
 
 [Note: distributed Muon]
 
-Muon orthogonalizes whole momentum matrices, and ranks hold pieces of them. So each matrix has one
-*owner* rank. The holders send it their shards, the owner orthogonalizes the matrix once, and it sends
-each holder its part of the result::
+Muon orthogonalizes whole momentum matrices, but ranks hold pieces of them. So each matrix has one *owner*
+rank. The holders send it their shards. The owner orthogonalizes the matrix once and sends each holder its
+part of the result::
 
     rank 0: shard of A, shard of B --+-- gather -->  owns A: assemble, orthogonalize --+-- scatter --> apply
     rank 1: shard of A, shard of B --+-- gather -->  owns B: assemble, orthogonalize --+-- scatter --> apply
 
-Who sends what to whom is decided once, when the optimizer is built. A step fills buffers and starts
-collectives, and no gradient ever changes which collectives these are.
+The ranks decide the route of every element once, when they build the optimizer. A step fills memory and
+starts collectives. No gradient ever changes which collectives these are.
 
-The words, in the order of the data:
+The vocabulary, in the order of the data:
 
-- *region*: a rectangle of a matrix, and where a rank's local storage holds it.
+- *region*: a rectangle of a matrix, and its location in a rank's local storage.
 - *shard*: all regions of one matrix on one rank. Ranks with equal shards are *replicas*.
-- *layout*: one matrix: its global shape, and the shard of each of its ranks.
-- *owner*: the rank that orthogonalizes a matrix, out of its whole grid of shards and replicas.
-- *bucket*: matrices of one group of ranks that take the step together; every owner works in each.
+- *layout*: one matrix: its global shape, and the shard of each rank that holds a part of it.
+- *owner*: the rank that orthogonalizes a matrix, out of all its holders.
+- *bucket*: matrices of one group of ranks that are processed together. Every owner works in each bucket.
 - *gather* and *scatter*: one packed all-to-all each, to the owners and back.
-- *relay*: of many replicas one, the *source*, exchanges a shard with the owner, and broadcasts what comes
-  back to the others.
-- *hop*: one of the two all-to-alls of a gather or scatter where a rank would have too many peers: one
-  within its *node*, one along its *rail*, the ranks at its place of each node.
-- *split*: what one rank sends another in it. *Spec*: which region stands where in its *buffer*.
+- *split*: what one rank sends another in an all-to-all. *Pack*: one side of it, with the place of each region.
+- *relay*: with many replicas, only the *source* exchanges its shard with the owner, and broadcasts the result.
+- *node* and *rail*: with many peers, an all-to-all has two levels: within a node, then along the ranks at
+  the same place of each node.
 - *slot*: the memory of one bucket in flight. *Prefetch*: later buckets whose gathers are in flight.
-- *grad status*: whether a holder has a gradient; where holders differ, that is a *mismatch*.
-- *signature*: what ranks compare when the optimizer is built.
+- *status*: whether a holder has a gradient. If the holders of a matrix differ, that is a *mismatch*.
+- *signature*: the values that ranks compare when they build the optimizer.
 
-The imports go one way, which a test shows::
+Imports go one way, and a test checks it::
 
     layouts <- schedule <- runtime <- engine <- torch.optim._muon
                            callbacks <- engine
 
-``config``, ``agreement`` and ``process_groups`` import none of these. Whatever is special to a framework
-is in ``layouts``, so a new kind of parallelism is a new reader and nothing else. The formulas come with
-the parameters (:class:`runtime.Formulas`), so the engine serves any optimizer of this shape.
+``config``, ``agreement`` and ``process_groups`` import none of these, except for helpers of ``layouts``.
+Only ``layouts`` knows frameworks, so a new kind of parallelism needs a new reader and nothing else.
 """

@@ -1,4 +1,4 @@
-"""What a user hands to ``Muon(distributed_config=...)``: data, and the checks of data."""
+"""The ``distributed_config`` of a Muon: data, and its checks."""
 
 from __future__ import annotations
 
@@ -14,37 +14,35 @@ if TYPE_CHECKING:
 
 @dataclass
 class DistributedConfig:
-    r"""How the pieces of each matrix meet at one owner rank and return.
+    r"""How the pieces of each matrix get to one owner rank and return.
 
-    :func:`create_dtensor_config` and :func:`create_auto_config` make one whose three functions run
-    on packed, overlapped exchanges. Any of the three may be replaced, and a config may be written
-    from scratch for a framework other than ``torch.distributed``: then :meth:`Muon.step` issues no
-    collective of its own.
+    :func:`create_dtensor_config` and :func:`create_auto_config` return one whose three functions run on
+    packed, overlapped collectives. You may replace any of the three, or write a config from scratch for
+    a framework other than ``torch.distributed``. Then :meth:`Muon.step` issues no collective of its own.
 
-    During :meth:`Muon.step` every rank that holds a piece calls ``gather_fn`` and then
-    ``redistribute_fn`` for every parameter, in the order of the parameters' indices, whether or not
-    it has a gradient. ``state["current_param_idx"]`` and ``state["current_owner"]`` are set before
-    each call. Indices count the parameters in the order of ``param_groups``. Functions and flags are
-    read at every step; whoever changes them does so on all ranks alike.
+    During :meth:`Muon.step`, every rank that holds a piece calls ``gather_fn`` and then
+    ``redistribute_fn`` for every parameter, in the order of the parameters' indices, whether or not it
+    has a gradient. ``state["current_param_idx"]`` and ``state["current_owner"]`` are set before each call.
+    Indices count the parameters in the order of ``param_groups``. Muon reads the flags when it is built.
 
     Args:
         assign_fn (Callable[[list[Tensor], dict], dict[int, list[int]]]): maps the parameters and
-            ``state`` to a dict of global rank -> indices that it orthogonalizes. Each index has to
-            appear exactly once. Called at construction, by ``add_param_group`` and when parameters were
+            ``state`` to a dict of global rank -> indices that it orthogonalizes. Each index must appear
+            exactly once. Called at construction, by ``add_param_group``, and when parameters were
             replaced, frozen or unfrozen.
-        gather_fn (Callable[[Tensor, int, dict], Tensor | None]): takes this rank's piece of what is to
-            be orthogonalized, the owner's global rank and ``state``; returns the whole matrix on the
-            owner. Elsewhere it returns a tensor of the same shape, or None.
-        redistribute_fn (Callable[[Tensor | None, int, dict], Tensor]): takes the orthogonalized matrix
-            on the owner, elsewhere zeros of the gathered shape to receive into (None if ``gather_fn``
-            returned None); returns this rank's piece of the update.
-        state (dict): handed to all three. ``state["rank"]`` and ``state["world_size"]``, where
-            present, stand for those of ``torch.distributed``. Where plain tensors are shards and
-            ``gather_fn`` returns None, ``state["global_shapes"]``, a dict of index -> shape of the
-            whole matrix, is what the learning rate is scaled by.
+        gather_fn (Callable[[Tensor, int, dict], Tensor | None]): takes this rank's piece of the tensor to
+            orthogonalize, the owner's global rank and ``state``. Returns the whole matrix on the owner,
+            and a tensor of the same shape or None elsewhere.
+        redistribute_fn (Callable[[Tensor | None, int, dict], Tensor]): takes the orthogonalized matrix on
+            the owner. Elsewhere it takes zeros of the gathered shape to receive into, or None if
+            ``gather_fn`` returned None. Returns this rank's piece of the update.
+        state (dict): passed to all three. ``state["rank"]`` and ``state["world_size"]``, if present,
+            replace those of ``torch.distributed``. If plain tensors are shards and ``gather_fn`` returns
+            None, the learning rate is scaled by ``state["global_shapes"]``, a dict of index -> shape of
+            the whole matrix.
         async_gpu_parallelism (bool, optional): lets all owners work at the same time. False is for
-            debugging: one owner after the other, in rank order (default: True)
-        prefetch_count (int, optional): number of later exchanges in flight while one is
+            debugging: one owner works at a time, in rank order (default: True)
+        prefetch_count (int, optional): number of later gathers in flight while one bucket is
             orthogonalized; each takes memory (default: 1)
 
     Raises:
@@ -62,7 +60,7 @@ class DistributedConfig:
         self.check()
 
     def check(self) -> None:
-        """Raises ValueError where a flag makes no sense; users change flags between steps."""
-        ahead = self.prefetch_count
-        if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
-            raise ValueError(f"prefetch_count has to be an int >= 0 but is {ahead!r}")
+        """Raises ValueError if a flag is invalid."""
+        count = self.prefetch_count
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"prefetch_count must be an int >= 0 but is {count!r}")

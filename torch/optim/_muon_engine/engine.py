@@ -1,76 +1,65 @@
-"""The engine of one optimizer: built together with the other ranks, run at every step."""
+"""The engine of one optimizer: the ranks build it together, and run it at every step."""
 
 from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections import Counter
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.tensor import DTensor
-from torch.optim._muon_engine import debugging, report
-from torch.optim._muon_engine.agreement import agree, forth_and_back, Signature
-from torch.optim._muon_engine.callbacks import CallbackStep, functions_of, SingleMatrix
-from torch.optim._muon_engine.hints import Hints
-from torch.optim._muon_engine.layouts import (
-    Key,
-    larger_first,
-    listed,
-    process_rank,
+from torch.optim._muon_engine import process_groups
+from torch.optim._muon_engine.agreement import agree, Signature
+from torch.optim._muon_engine.callbacks import (
+    are_factorys,
+    CallbackStep,
+    choose_owners,
+    reader_of,
 )
-from torch.optim._muon_engine.layouts.dtensor import (
-    is_frozen,
-    new_momentum_buffer,
-    place_like,
-    placed_like,
-    problem_with_gradient,
-    provenance,
-)
-from torch.optim._muon_engine.process_groups import (
-    group_timeout,
-    is_dry_run,
-    meet,
-    ranks_per_node,
-    spanning_group,
-    tell_failure,
-    told_failures,
-)
-from torch.optim._muon_engine.runtime.buffers import Buffers, ExchangeError
-from torch.optim._muon_engine.runtime.grad_status import GradStatuses
-from torch.optim._muon_engine.runtime.pipeline import ParamState, Pipeline
+from torch.optim._muon_engine.hints import Hints, warn_if_unshared
+from torch.optim._muon_engine.layouts import larger_first, listed, process_rank
+from torch.optim._muon_engine.layouts.dtensor import count_version
+from torch.optim._muon_engine.process_groups import FailureNotes, spanning_group
+from torch.optim._muon_engine.runtime import Matrix, transport
+from torch.optim._muon_engine.runtime.pipeline import Pipeline
+from torch.optim._muon_engine.runtime.relays import attach_relays
+from torch.optim._muon_engine.runtime.statuses import Statuses
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.owners import check_assignments
-from torch.optim._muon_engine.schedule.specs import slots_for
+from torch.optim._muon_engine.schedule.packs import Schedule, slots_for
+from torch.optim._newton_schulz import NS_DTYPE
 
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence
     from contextlib import AbstractContextManager
-    from typing import Any
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.optim._muon_engine.config import DistributedConfig
     from torch.optim._muon_engine.layouts import Layout
-    from torch.optim._muon_engine.runtime import StepParam
-    from torch.optim._muon_engine.schedule.specs import Schedule
+    from torch.optim._muon_engine.runtime import Param
+
+    States = MutableMapping[Tensor, MutableMapping[str, Any]]
 
 
 log = logging.getLogger("torch.optim.muon")
 
 
 class Engine:
-    """Layouts, owners, schedule and buffers for one list of parameters.
+    """The layouts, owners, schedule and memory for one list of parameters.
 
     Args:
-        config: whose functions, state and flags are used; they are read again at every step.
+        config: its functions, state and flags. They are read here, once.
         params: all parameters, in the order of their indices.
-        error: what is already wrong on this rank. It is raised once the other ranks know.
-        former: the engine of the same optimizer before its parameters changed.
+        takes_stacks: whether a parameter may be a stack of matrices.
+        error: an error that this rank found already. The other ranks learn of it before it is raised.
+        former: the optimizer's engine before its parameters changed.
 
     Raises:
         AssertionError: an index is assigned to no rank, or to several.
@@ -81,733 +70,469 @@ class Engine:
     def __init__(
         self,
         config: DistributedConfig,
-        params: Sequence[StepParam],
+        params: Sequence[Param],
+        takes_stacks: bool = False,
         error: BaseException | None = None,
         former: Engine | None = None,
     ) -> None:
         self.config = config
-        self.params = [param.tensor for param in params]
-        self.describe = [
-            Key(index, 0, param.name).describe(param.tensor.shape)
-            for index, param in enumerate(params)
-        ]
-        self.functions = functions_of(config)
-        self._set_rank()
+        self.params = params
+        self.flags = _flags_of(config)
+        self.reader = former.reader if former else reader_of(config.state, takes_stacks)
+        self.steps = former.steps if former else 0
+        # Why a step failed. After that, ranks may have different parts of it.
+        self.failure = former.failure if former else ""
+        # Has all layouts. Its buckets lack the matrices of frozen parameters.
+        self.schedule = Schedule((), (), ())
         self.assignments: dict[int, list[int]] = {}
-        self.layouts: list[Layout] = []
-        self.owners: list[int] = []
-        self.trained = [not is_frozen(tensor) for tensor in self.params]
-        # What the layouts are read from, to be compared at every step.
-        self._provenance = [provenance(tensor) for tensor in self.params]
-        self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
-        # The framework's own groups among some of those ranks.
-        self._known: dict[tuple[int, ...], list[ProcessGroup]] = {}
-        # For the flags as they last were.
-        self._schedule: Schedule | None = None
-        # One at a time, since another's buffers would only hold memory.
-        self.pipeline: Pipeline | None = None
-        # Those of the schedule, and by group those that its ranks have agreed on.
-        self._flags = self._read_flags()
-        self._agreed: dict[tuple[int, ...], tuple[bool, int] | None] = {}
-        self._singles: dict[int, SingleMatrix] = {}
-        self.statuses = GradStatuses()
-        self.hints = Hints()
-        # What went wrong in an earlier step, of which ranks may have made different parts.
-        self.failure = ""
-        # What runs the step that is under way.
-        self._running: Pipeline | CallbackStep | None = None
-        self._steps = 0
-        changed: Sequence[Tensor] = self.params
-        gone: dict[tuple[int, ...], list[ProcessGroup]] = {}
-        if former is not None:
-            changed, gone = self._take_over(former)
-        # In a dry run with fake tensors, too, indices and loads have values.
+        self.groups: dict[tuple[int, ...], ProcessGroup | None] = {}
+        # Ranks that share matrices -> which of the optimizers over these ranks this one is.
+        self.numbers: dict[tuple[int, ...], int] = {}
+        self._runner: Pipeline | CallbackStep | None = None
+        # In a dry run with fake tensors, indices and loads need values all the same.
         with unset_fake_temporarily():
-            self._build(params, changed, gone, error)
-        self.device = (
-            self.functions.reader.device_of(self.params)
-            if self.functions is not None
-            else torch.device("cpu")
-        )
-        if self._schedule is not None and self.device.type != "cpu":
-            self._pipeline(params).buffers.connect()
-        self._log_construction(former)
+            try:
+                self._build(error, former)
+            except Exception as found:
+                for step in (self.steps, self.steps + 1):
+                    self._notes(step).leave(found)
+                raise
+        self._hints = Hints(self.schedule.layouts, self.rank)
+        if self.reader is not None and self.rank == 0 < self.world_size - 1:
+            if former is None:
+                warn_if_unshared(config.state, params)
+        # Parameters on meta will be materialized, which builds another engine.
+        is_meta = any(param.tensor.is_meta for param in params)
+        if self.runs_on_engine and self.device.type != "cpu" and not is_meta:
+            transport.connect(self._pipeline().buckets)
+        if self.rank == min((l.group[0] for l in self.schedule.layouts), default=None):
+            why = "rebuilt for changed parameters" if former else "built"
+            count = len(self.schedule.layouts), len(self.schedule.buckets)
+            log.info("Muon %s: %d matrices in %d buckets", why, *count)
 
-    def _take_over(
-        self, former: Engine
-    ) -> tuple[list[Tensor], dict[tuple[int, ...], list[ProcessGroup]]]:
-        """Goes on where ``former`` was.
+    @property
+    def rank(self) -> int:
+        return self.config.state.get("rank", process_rank())
 
-        Returns the parameters that changed since, and the ranks, with their groups, that shared one which is gone.
-        """
-        self._steps, self.failure = former._steps, former.failure
-        at = {id(tensor): index for index, tensor in enumerate(self.params)}
-        for index, sub in former.statuses.compared:
-            tensor = id(former.params[index])
-            if tensor in at:
-                self.statuses.compared.add((at[tensor], sub))
-        self.hints = former.hints
-        self.hints.parameters_changed()
-        self._groups, self._known = dict(former._groups), dict(former._known)
-        # Ranks that share no changed parameter are not asked here.
-        self._agreed = dict(former._agreed)
-        before = former.params, former._provenance
-        changed, _ = _changes(*before, self.params, self._provenance)
-        return changed, former._gone_groups(self.params, self._provenance)
-
-    def _log_construction(self, former: Engine | None) -> None:
-        """One line for each set of ranks that share parameters, such as a pipeline stage."""
-        groups = {layout.group for layout in self.layouts}
-        shared = [group for group in groups if len(group) > 1] or groups
-        if not any(group[0] == self.rank for group in shared):
-            return
-        if not log.isEnabledFor(logging.INFO):
-            return
-        what = f"{len(self.params)} parameters, exchanged by functions of the user's"
-        if self._schedule is not None:
-            slots = slots_for(self.config.prefetch_count)
-            what = report.in_one_line(self._schedule, self.rank, slots)
-        why = ""
-        if former is not None:
-            came, _ = _changes(
-                former.params, former._provenance, self.params, self._provenance
-            )
-            described = {id(p): text for p, text in zip(self.params, self.describe)}
-            names = [described[id(tensor)] for tensor in came]
-            gone = {id(p) for p in former.params} - {id(p) for p in self.params}
-            why = (
-                f", built anew: new, replaced, placed anew, frozen or unfrozen: {listed(names, 3) or 'none'}; gone: "
-                f"{len(gone)}"
-            )
-        log.info("rank %d: Muon%s: %s", self.rank, why, what)
-
-    def describe_steps(self, params: Sequence[StepParam]) -> str:
-        """The page of :meth:`Muon.describe`."""
-        self.config.check()
-        advice = []
-        if not self.matches(params):
-            advice.append(
-                "parameters changed since, and this is of before: the next step() reads them anew"
-            )
-        advice += self.hints.untrained(self.layouts)
-        frozen = [self.describe[i] for i, on in enumerate(self.trained) if not on]
-        if frozen:
-            advice.append(f"frozen, and not in the schedule: {listed(frozen)}")
-        if self.functions is None or not self.functions.run(self.config):
-            owned = "\n".join(
-                f"  rank {rank}: {listed([self.describe[i] for i in indices])}"
-                for rank, indices in self.assignments.items()
-            )
-            return (
-                f"Muon on rank {self.rank} of {self.world_size}: {len(self.params)} parameters, exchanged one by one by "
-                f"functions of the user's. Owners:\n{owned or '  none'}"
-                + "".join(f"\n- {line}" for line in advice)
-            )
-        parallel, ahead = flags = self._read_flags()
-        current = self._schedule if flags == self._flags else None
-        schedule = current or self._planned(params)
-        if not parallel and self.world_size > 1:
-            advice.append(
-                "async_gpu_parallelism=False, which is for debugging, lets one owner work at a time"
-            )
-        if not ahead and any(len(group) > 1 for group in self._groups):
-            advice.append("prefetch_count=0 leaves every gather to be waited for")
-        return report.in_full(
-            schedule, self.rank, self.world_size, slots_for(ahead), advice
-        )
-
-    def _set_rank(self) -> None:
-        state = self.config.state
+    @property
+    def world_size(self) -> int:
         initialized = dist.is_available() and dist.is_initialized()
-        self.rank = process_rank()
-        self.world_size = dist.get_world_size() if initialized else 1
-        if self.functions is not None and self.functions.run(self.config):
-            # For an assign_fn of the user's.
-            state.setdefault("rank", self.rank)
-            state.setdefault("world_size", self.world_size)
-        self.rank = state.get("rank", self.rank)
-        self.world_size = state.get("world_size", self.world_size)
+        found = dist.get_world_size() if initialized else 1
+        return self.config.state.get("world_size", found)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where collectives take their memory."""
+        if self.reader is None:
+            return torch.device("cpu")
+        return self.reader.device_of([param.tensor for param in self.params])
+
+    @property
+    def runs_on_engine(self) -> bool:
+        """Whether both functions that move data are the factory's."""
+        is_factorys = are_factorys(self.config, "gather", "redistribute")
+        return self.reader is not None and is_factorys
 
     # Building
 
-    def _build(
-        self,
-        params: Sequence[StepParam],
-        changed: Sequence[Tensor],
-        gone: Mapping[tuple[int, ...], list[ProcessGroup]],
-        error: BaseException | None,
-    ) -> None:
-        """Reads and assigns; agrees with those who share one of ``changed``, or shared one that is gone.
-
-        Others are not called upon: they may not know of these parameters at all.
-        """
-        if self.functions is not None:
-            names = [param.name for param in params]
-            error = self.functions.read(self.params, names, error)
+    def _build(self, error: BaseException | None, former: Engine | None) -> None:
+        """Reads, assigns, agrees with the other ranks, and makes the schedule."""
+        tensors = [param.tensor for param in self.params]
+        layouts: list[Layout] = []
+        owners: list[int] = []
         try:
+            if self.reader is not None:
+                names = [param.name for param in self.params]
+                layouts = self.reader.read(tensors, names, error)
             if error is None:
                 self.config.check()
-                self._assign()
+                owners = self._assign(tensors, layouts)
         except Exception as found:
-            error = found
-        if self.functions is not None:
-            shared = {**gone, **self.functions.reader.sharing(changed)}
-            agreed = self._agree(shared, params, error)
-            groups = {l.group for l in self.layouts if len(l.group) > 1}
-            agreed = {**self._agreed, **agreed}
-            self._agreed = {group: agreed.get(group, self._flags) for group in groups}
-            # Those who share a changed parameter may have replaced others each: they compare all anew.
-            self.statuses.compared -= {
-                layout.key[:2] for layout in self.layouts if layout.group in shared
-            }
-            settled = all(flags == self._flags for flags in self._agreed.values())
-            if settled and self.functions.run(self.config):
-                # Further groups are made here, where all ranks are, or else once all agree on the flags.
-                self._make_schedule(params)
-        elif error is not None:
-            raise error
-
-    def _assign(self) -> None:
-        config = self.config
-        assignments = config.assign_fn(list(self.params), config.state)
-        if self.functions is None:
-            # The call may have led, through wrappers, to the functions of a factory's config.
-            self.functions = functions_of(config)
-        check_assignments(assignments, self.describe, self.world_size)
-        self.assignments = {rank: list(owned) for rank, owned in assignments.items()}
-        if self.functions is None:
+            error = error or found
+        if self.reader is None:
+            if error is not None:
+                raise error
             return
-        self.layouts = self.functions.layouts(self.params)
-        self._check_stacks()
-        if config.assign_fn == self.functions.assign:
-            self.owners = self.functions.owners(self.params, self.layouts)
-        else:
-            owner_of = self._owner_of()
-            self.owners = [owner_of[layout.key.index] for layout in self.layouts]
-        for layout, owner in zip(self.layouts, self.owners, strict=True):
+        known = self.reader.sharing(tensors)
+        kept = [param.tensor for param in (former or self).params]
+        self._agree(known, layouts, owners, kept, error)
+        self.schedule = buckets.make_schedule(
+            layouts,
+            owners,
+            NS_DTYPE,
+            frozen=[self.params[l.key.index].frozen for l in layouts],
+            one_owner_at_a_time=not self.flags[0],
+            ranks_per_node=process_groups.ranks_per_node(),
+            slots=slots_for(self.flags[1]),
+        )
+        if self.runs_on_engine:
+            further = self.schedule.further_groups(self.rank)
+            for ranks in larger_first(further.keys() - self.groups.keys()):
+                within = [known[wide] for wide in known if set(ranks) <= set(wide)]
+                groups = [group for found in within for group in found]
+                self.groups[ranks] = spanning_group(ranks, groups, further[ranks])
+
+    def _assign(self, tensors: list[Tensor], layouts: Sequence[Layout]) -> list[int]:
+        """Fills ``assignments``. Returns the owner of each layout."""
+        state = self.config.state
+        if self.reader is not None:
+            self.reader.describe_state(state)
+            if not (self.runs_on_engine and are_factorys(self.config, "assign")):
+                # For a user's assign_fn.
+                state.setdefault("rank", self.rank)
+                state.setdefault("world_size", self.world_size)
+            if not self.runs_on_engine:
+                _check_stacks(self.params, layouts)
+            if are_factorys(self.config, "assign"):
+                owners, self.assignments = choose_owners(tensors, layouts)
+                return owners
+        assignments = self.config.assign_fn(list(tensors), state)
+        described = [param.described for param in self.params]
+        check_assignments(assignments, described, self.world_size)
+        self.assignments = {rank: list(owned) for rank, owned in assignments.items()}
+        owner_of = {i: rank for rank, owned in assignments.items() for i in owned}
+        owners = [owner_of[layout.key.index] for layout in layouts]
+        for layout, owner in zip(layouts, owners, strict=True):
             if owner not in layout.shards:
                 raise ValueError(
                     f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; the ranks that "
                     f"do are {list(layout.group)}"
                 )
-
-    def _check_stacks(self) -> None:
-        """Functions of the user's go by parameter, and ranks may hold other matrices of a stack each."""
-        config, functions = self.config, self.functions
-        if functions is None or (
-            config.assign_fn == functions.assign and functions.run(config)
-        ):
-            return
-        held = Counter(layout.key.index for layout in self.layouts)
-        for index, tensor in enumerate(self.params):
-            if tensor.ndim > 2 and held[index] != math.prod(tensor.shape[:-2]):
-                raise ValueError(
-                    f"{self.describe[index]} is a stack of matrices of which ranks hold different ones, which functions of "
-                    "yours cannot tell apart; leave assign_fn, gather_fn and redistribute_fn as the factory made them"
-                )
-
-    def _owner_of(self) -> dict[int, int]:
-        return {i: rank for rank, owned in self.assignments.items() for i in owned}
+        return owners
 
     def _agree(
         self,
         known: Mapping[tuple[int, ...], list[ProcessGroup]],
-        params: Sequence[StepParam],
+        layouts: Sequence[Layout],
+        owners: Sequence[int],
+        kept: Sequence[Tensor],
         error: BaseException | None,
-    ) -> dict[tuple[int, ...], tuple[bool, int] | None]:
-        """Makes the groups of the ranks in ``known``, and compares with them what there is to do.
+    ) -> None:
+        """Makes the group of each set of ranks in ``known``, and compares signatures in it.
 
-        Returns the flags that each group has agreed on. None has a group of which a rank, or one linked to
-        it, has yet to ask others about them: what these say has to reach it.
+        ``kept`` are the parameters before a change. All ranks must have replaced the same ones.
         """
-        shared, names = [], []
+        before = set(map(id, kept))
         for ranks in larger_first(known):
+            self.groups[ranks] = None
             if len(ranks) == 1:
-                self._groups[ranks] = None
                 continue
-            group = self._spanning_group(ranks, known[ranks], error)
-            self._groups[ranks] = group
-            self._known[ranks] = known[ranks]
-            signatures = self._signatures(ranks, params) if error is None else []
-            shared.append((group, signatures))
-            names.append(ranks)
-        unsettled = any(
-            flags != self._flags for g, flags in self._agreed.items() if g not in known
-        )
-        told = agree(shared, error, unsettled)
-        flags = (None if ask else self._flags for ask in told)
-        return dict(zip(names, flags, strict=True))
+            self.numbers[ranks] = process_groups.optimizer_number(ranks)
+            mine = [pair for pair in zip(layouts, owners) if pair[0].group == ranks]
+            described = [layout.describe() for layout, _ in mine]
+            try:
+                group = self.groups[ranks] = spanning_group(ranks, known[ranks])
+            except RuntimeError as failed:
+                raise error or RuntimeError(
+                    f"could not make a process group of ranks {list(ranks)}, which share {listed(described) or 'parameters'}. "
+                    f"One of them ended, failed, or did not build its Muon within the timeout: {failed}"
+                ) from failed
+            signatures = []
+            for layout, owner in mine:
+                param = self.params[layout.key.index]
+                replaced = id(param.tensor) not in before
+                signatures.append(
+                    _signature(layout, owner, param, replaced, self.flags)
+                )
+            self.numbers[ranks], found = agree(
+                group, signatures, self.numbers[ranks], error
+            )
+            process_groups.set_optimizer_number(ranks, self.numbers[ranks] + 1)
+            if found is None:
+                process_groups.move_first_owner(ranks, len(mine))
+            error = error or found
+        if error is not None:
+            raise error
 
-    def _spanning_group(
-        self,
-        ranks: tuple[int, ...],
-        known: Sequence[ProcessGroup],
-        error: BaseException | None = None,
-        what: str = "shards",
-    ) -> ProcessGroup:
-        try:
-            return spanning_group(ranks, known, what)
-        except RuntimeError as failed:
-            shared = [l.describe() for l in self.layouts if l.group == ranks]
-            raise error or RuntimeError(
-                f"could not make a process group of ranks {list(ranks)}, which share {listed(shared) or 'parameters'}. One "
-                f"of them ended, failed, or did not build its Muon within the timeout: {failed}"
-            ) from failed
-
-    def _signatures(
-        self, ranks: tuple[int, ...], params: Sequence[StepParam]
-    ) -> list[Signature]:
-        found = []
-        for layout, owner in zip(self.layouts, self.owners, strict=True):
-            if layout.group != ranks:
-                continue
-            key = layout.key
-            fields = {
-                # No index: ranks with other experts or stages beside these count otherwise.
-                "name": f"expert {key.expert}"
-                if key.expert is not None
-                else str(key.name),
-                "shape": str(layout.shape),
-                "dtype": str(layout.dtype),
-                "placement": layout.source,
-                "shards": layout.shards.digest,
-                "requires_grad": str(self.trained[key.index]),
-                "owner": str(owner),
-                **params[key.index].formulas.signature(),
-                "prefetch_count": str(self.config.prefetch_count),
-                "async_gpu_parallelism": str(self.config.async_gpu_parallelism),
-            }
-            if len(ranks) > buckets.MAX_PEERS:
-                fields["ranks per node"] = str(ranks_per_node())
-            found.append(Signature(layout.describe(), tuple(fields.items())))
-        return found
+    def _pipeline(self) -> Pipeline:
+        """The pipeline with the memory of all buckets. The first step makes it."""
+        if not isinstance(self._runner, Pipeline):
+            self._runner = _make_pipeline(self)
+        return self._runner
 
     # Parameters that change
 
-    def matches(self, params: Sequence[StepParam]) -> bool:
-        """Whether ``params`` are those that this engine was built for, as they were then."""
-        return len(params) == len(self.params) and all(
-            param.tensor is tensor and provenance(tensor) == before
-            for param, tensor, before in zip(
-                params, self.params, self._provenance, strict=True
-            )
+    def matches(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether ``tensors`` are the parameters that this engine was built for, and unchanged."""
+        return len(tensors) == len(self.params) and all(
+            param.is_unchanged(tensor) for param, tensor in zip(self.params, tensors)
         )
 
     def rebuilt(
         self,
-        params: Sequence[StepParam],
-        states: MutableMapping[Tensor, dict[str, Any]],
+        params: Sequence[Param],
+        states: States,
         error: BaseException | None = None,
     ) -> Engine:
-        """The engine for ``params``, which have changed. Ranks that share them all come here, or none.
-
-        Momentum stays with its parameter, or goes to the parameter that took its place, if that has
-        the same shape.
-        """
-        tensors = [param.tensor for param in params]
-        if self.functions is not None:
-            now = [provenance(tensor) for tensor in tensors]
-            changed, _ = _changes(self.params, self._provenance, tensors, now)
+        """The engine for ``params``, which have changed. All ranks that share matrices come here."""
+        if self.reader is not None:
             groups = {
-                **self._gone_groups(tensors, now),
-                **self.functions.reader.meeting(changed),
+                ranks: [group]
+                for ranks in self.numbers
+                if (group := self.groups[ranks]) is not None
             }
+            groups = {**groups, **self.reader.meeting([p.tensor for p in params])}
+            # Ranks that are in the step already find this note after their collective failed.
+            self._notes().leave(
+                "it found changed parameters in step(), and waits for the other ranks to change them too"
+            )
             for ranks in larger_first(groups):
-                if len(ranks) > 1:
-                    timeout = group_timeout(groups[ranks])
-                    meet(ranks, timeout, "found changed parameters in step()")
-        engine = Engine(self.config, params, error, self)
-        self.hand_over_momentum(params, states)
+                name = str(self.numbers.get(ranks, "new"))
+                process_groups.rendezvous(
+                    ranks, process_groups.group_timeout(groups[ranks]), name
+                )
+            self._notes().take_back()
+        engine = Engine(self.config, params, False, error, self)
+        take_momentum(self.params, params, states, self.rank == 0)
         return engine
-
-    def hand_over_momentum(
-        self,
-        params: Sequence[StepParam],
-        states: MutableMapping[Tensor, dict[str, Any]],
-    ) -> None:
-        """Gives the momentum of parameters that are gone to those that took their places."""
-        tensors = [param.tensor for param in params]
-        for old, new in _successors(self.params, tensors):
-            if old in states and new not in states:
-                states[new] = states[old]
-        present = {id(tensor) for tensor in tensors}
-        for old in self.params:
-            if id(old) not in present:
-                # Of a parameter that the optimizer does not have, state_dict() knows no index.
-                states.pop(old, None)
-        for tensor in tensors:
-            state = states.get(tensor, {})
-            buffer = state.get("momentum_buffer")
-            if buffer is None:
-                continue
-            if buffer.shape != tensor.shape:
-                log.warning(
-                    "a parameter of shape %s took the place of one of shape %s; its momentum begins anew",
-                    tuple(tensor.shape),
-                    tuple(buffer.shape),
-                )
-                del state["momentum_buffer"]
-            elif buffer.dtype != tensor.dtype or buffer.device != tensor.device:
-                state["momentum_buffer"] = buffer.to(
-                    device=tensor.device, dtype=tensor.dtype
-                )
-
-    def _gone_groups(
-        self, tensors: Sequence[Tensor], provenances: Sequence[tuple]
-    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
-        """The ranks, and their group, that shared a parameter which is not among ``tensors`` as it was."""
-        _, gone = _changes(self.params, self._provenance, tensors, provenances)
-        indices = {id(tensor) for tensor in gone}
-        found: dict[tuple[int, ...], list[ProcessGroup]] = {}
-        for layout in self.layouts:
-            if id(self.params[layout.key.index]) in indices:
-                group = self._groups.get(layout.group)
-                found[layout.group] = [] if group is None else [group]
-        return found
 
     # Running
 
     def begin_step(self) -> None:
-        """Counts a step, so that one which this rank breaks off is missed by the others."""
-        self._steps += 1
+        """Counts a step, even one that this rank breaks off."""
+        self.steps += 1
 
     def step(
-        self,
-        params: Sequence[StepParam],
-        states: MutableMapping[Tensor, dict[str, Any]],
+        self, formulas: Sequence[Any], grads: Sequence[Tensor | None], states: States
     ) -> None:
-        """Makes one optimizer step over ``params``, whose momentum is in ``states``."""
+        """Makes one optimizer step.
+
+        Args:
+            formulas: the hyperparameters of each parameter in this step.
+            grads: the gradient of each parameter.
+            states: the optimizer's state, which has the momentum buffers.
+        """
         if self.failure:
             raise RuntimeError(
                 "this Muon cannot be trusted since a step failed: parameters and momentum of the ranks may not belong "
-                "together. Rebuild it, and load a checkpoint from before that step. What happened: "
-                f"{self.failure}"
+                f"together. Rebuild it, and load a checkpoint from before that step. What happened: {self.failure}"
             )
         self.raise_new_failure()
         try:
-            prepared, problems = self._begin(params, states)
+            runner = self._begin(formulas, grads, states)
         except Exception as error:
-            # Nothing has moved, and this rank may try again. Others may be in the exchange already.
-            self._tell(f"{type(error).__name__} before the first exchange: {error}")
+            # Nothing has moved, and this rank may try again. Others may be in the step already.
+            self._notes().leave(error)
             raise
         try:
-            if debugging.is_on() and isinstance(self._running, Pipeline):
-                debugging.compare_gradients(
-                    self.layouts, prepared, self._groups, self.rank
-                )
             with _without_autocast(self.device):
-                if isinstance(self._running, Pipeline):
-                    self._running.run(prepared)
-                else:
-                    self._step_through_callbacks(prepared)
-            _count_versions(params, states)
+                runner.run(self.steps)
+            problems = [p for p in self.params if p.problem]
+            for param in self.params:
+                if param.given is not None:
+                    count_version(param.tensor, states[param.tensor]["momentum_buffer"])
             if problems:
-                raise RuntimeError("; ".join(problems))
+                raise RuntimeError(
+                    "; ".join(
+                        f"{param.described}: {param.problem}" for param in problems
+                    )
+                )
             if self.device.type == "cpu":
                 self._raise_mismatch()
-        except ExchangeError as error:
-            self._fail(error)
-            found = [str(error), *self._others_say(error.ranks)]
-            raise RuntimeError(". ".join(found)) from error
         except BaseException as error:
             self._fail(error)
-            raise
+            if not isinstance(error, transport.ExchangeError):
+                raise
+            found = filter(None, [str(error), self._notes().ask(error.ranks)])
+            raise RuntimeError(". ".join(found)) from error
         finally:
-            # It holds gradients, which are the user's to free.
-            self._running = None
+            for param in self.params:
+                param.end()
 
     def _begin(
-        self,
-        params: Sequence[StepParam],
-        states: MutableMapping[Tensor, dict[str, Any]],
-    ) -> tuple[dict[int, ParamState], list[str]]:
-        """What comes before anything is sent: checks, momentum, buffers. Returns what :meth:`_prepare` does."""
+        self, formulas: Sequence[Any], grads: Sequence[Tensor | None], states: States
+    ) -> Pipeline | CallbackStep:
+        """Checks, and sets momentum and gradients. Returns what runs the step.
+
+        The first step makes every momentum buffer, so that checkpoints are the same on all ranks.
+        """
         self.config.check()
-        for formulas in {
-            id(param.formulas): param.formulas for param in params
-        }.values():
-            formulas.check()
-        if any(torch.is_complex(param.tensor) for param in params):
+        if _flags_of(self.config) != self.flags:
+            raise ValueError(
+                f"async_gpu_parallelism and prefetch_count were {self.flags} when this Muon was built and are "
+                f"{_flags_of(self.config)} now. Set them before you build Muon, or build a new one"
+            )
+        for one in {id(f): f for f in formulas}.values():
+            one.check()
+        if any(torch.is_complex(param.tensor) for param in self.params):
             raise RuntimeError("Muon does not support complex parameters")
-        prepared, problems = self._prepare(params, states)
-        self.hints.look(params, self.layouts, self.rank, self.world_size)
-        on_engine = self.functions is not None and self.functions.run(self.config)
-        self.statuses.begin(self._steps)
-        self._running = self._pipeline(params) if on_engine else None
-        return prepared, problems
+        for param, of, grad in zip(self.params, formulas, grads, strict=True):
+            if not param.frozen:
+                param.begin(of, grad, states[param.tensor])
+        self._hints.look(self.params)
+        if self._hints.steps == 1:
+            # The error of a rank that shares no group with the ranks that this one agreed with.
+            reason = self._notes().read()
+            if reason:
+                raise RuntimeError(f"another rank failed before this step. {reason}")
+        if self.runs_on_engine:
+            for param in self.params:
+                param.place_gradient_of_stack()
+            return self._pipeline()
+        self._runner = CallbackStep(self)
+        return self._runner
 
     def _fail(self, error: BaseException) -> None:
-        where = self._running.where if self._running is not None else ""
-        text = f": {error}" if str(error) else ""
-        failure = f"{type(error).__name__}{text}"
-        if where and not isinstance(error, ExchangeError):
-            failure = f"{type(error).__name__} in {where}{text}"
-            # Its type and text stay: whoever catches it may go by these.
+        where = self._runner.where if self._runner is not None else ""
+        failure = f"{type(error).__name__}: {error}"
+        is_own = not isinstance(error, transport.ExchangeError)
+        if where and is_own:
+            failure = f"{type(error).__name__} in {where}: {error}"
+            # The type and text stay the same, because the user's code may catch them.
             if hasattr(error, "add_note"):
-                error.add_note(f"Muon, rank {self.rank}, step {self._steps}: {where}")
-        # What a framework of the user's can go on from is the user's to say.
-        if self.functions is None:
-            return
-        self.failure = self.failure or failure
-        self.statuses.forget()
-        self._tell("" if isinstance(error, ExchangeError) else failure)
+                error.add_note(f"Muon, rank {self.rank}, step {self.steps}: {where}")
+        # A framework of the user's may be able to go on.
+        if self.reader is not None:
+            self.failure = self.failure or failure
+            if is_own:
+                self._notes().leave(failure)
 
-    def _tell(self, reason: str) -> None:
-        """Tells peers, who wait for this rank and get an error that says nothing of it."""
-        groups = (group for group in self._groups.values() if group is not None)
-        tell_failure(groups, f"step {self._steps}", reason)
-
-    def _others_say(self, ranks: tuple[int, ...]) -> list[str]:
-        """After an exchange among ``ranks`` failed: what went wrong on the others, as far as they tell."""
-        group = self._groups.get(ranks)
-        told = told_failures(group, f"step {self._steps}") if group is not None else {}
-        found = [f"Rank {rank} reports: {text}" for rank, text in told.items() if text]
-        missing = [rank for rank, text in told.items() if text is None]
-        if missing:
-            found.append(
-                f"Ranks {missing} did not come to this step(), or do not run any more. If they run on, and a GradScaler "
-                "skipped it on them because of an inf in their own gradients, use ShardedGradScaler of "
-                "torch.distributed.fsdp.sharded_grad_scaler, which skips it on all"
-            )
-        return found
+    def _notes(self, step: int | None = None) -> FailureNotes:
+        return FailureNotes(self.numbers, self.steps if step is None else step)
 
     def raise_new_failure(self) -> None:
-        """Raises RuntimeError where the last step, on an accelerator, is only now seen to have failed."""
-        if self.failure:
-            return
-        try:
-            self._raise_mismatch()
-        except RuntimeError as error:
-            self.failure = str(error)
-            raise
+        """On accelerators: raises RuntimeError if the last step turns out to have failed."""
+        if not self.failure:
+            try:
+                self._raise_mismatch()
+            except RuntimeError as error:
+                self.failure = str(error)
+                raise
 
     def _raise_mismatch(self) -> None:
-        if is_dry_run():
-            # No other rank says anything, and fake tensors have no values.
-            self.statuses.forget()
-            return
-        mismatch = self.statuses.mismatch()
-        if mismatch:
-            raise RuntimeError(mismatch)
+        if isinstance(self._runner, Pipeline):
+            found = [statuses.mismatch() for statuses in self._runner.statuses]
+            for text in filter(None, found):
+                raise RuntimeError(text)
 
-    def _prepare(
-        self,
-        params: Sequence[StepParam],
-        states: MutableMapping[Tensor, dict[str, Any]],
-    ) -> tuple[dict[int, ParamState], list[str]]:
-        """What the step works on, by index, and what is wrong with this rank's gradients.
 
-        Every momentum buffer is there from the first step on, whatever has a gradient, so that
-        checkpoints are alike on all ranks.
-        """
-        prepared: dict[int, ParamState] = {}
-        problems = []
-        for index, (param, trained) in enumerate(
-            zip(params, self.trained, strict=True)
-        ):
-            if not trained:
-                continue
-            state = states[param.tensor]
-            buffer = state.get("momentum_buffer")
-            if buffer is None:
-                buffer = new_momentum_buffer(param.tensor)
-            elif not placed_like(param.tensor, buffer):
-                # A checkpoint, or a changed parameter, left it in another placement.
-                buffer = place_like(param.tensor, buffer, self.describe[index])
-            state["momentum_buffer"] = buffer
-            problem = ""
-            if param.grad is not None:
-                problem = problem_with_gradient(param.tensor, param.grad)
-            if problem:
-                problems.append(f"{self.describe[index]}: {problem}")
-            prepared[index] = ParamState(param, buffer, bool(problem))
-        return prepared, problems
+def _flags_of(config: DistributedConfig) -> tuple[bool, int]:
+    return bool(config.async_gpu_parallelism), config.prefetch_count
 
-    def _pipeline(self, params: Sequence[StepParam]) -> Pipeline:
-        flags = self._read_flags()
-        changed = [ranks for ranks, agreed in self._agreed.items() if agreed != flags]
-        if changed:
-            self._agree_about_flags(changed, flags)
-        if flags != self._flags:
-            # Both flags count in the schedule: who works at one time, and how many slots there are.
-            self._flags, self._schedule, self.pipeline = flags, None, None
-        if self.pipeline is None:
-            schedule = self._schedule or self._make_schedule(params)
-            _, ahead = flags
-            buffers = Buffers(schedule, self.rank, self._groups, self.device, ahead)
-            self.pipeline = Pipeline(
-                schedule, buffers, self.rank, self.device, self.statuses
+
+def _check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
+    """A user's functions go by parameter. Ranks with different matrices would call them in other orders."""
+    held = Counter(layout.key.index for layout in layouts)
+    for index, param in enumerate(params):
+        shape = param.tensor.shape
+        if len(shape) > 2 and held[index] != math.prod(shape[:-2]):
+            raise ValueError(
+                f"{param.described} is a stack of matrices of which ranks hold different ones, which your own functions "
+                "cannot tell apart; leave gather_fn and redistribute_fn as the factory made them"
             )
-        return self.pipeline
-
-    def _read_flags(self) -> tuple[bool, int]:
-        return bool(self.config.async_gpu_parallelism), self.config.prefetch_count
-
-    def _agree_about_flags(
-        self, groups: Sequence[tuple[int, ...]], flags: tuple[bool, int]
-    ) -> None:
-        """Waits for the ranks that share matrices to have changed the flags of their configs alike.
-
-        With other flags a rank starts other collectives, or in another order.
-
-        Args:
-            groups: those that have not agreed on ``flags``.
-        """
-        words = "async_gpu_parallelism and prefetch_count have to be changed alike"
-        error = ""
-        for ranks in forth_and_back(larger_first(groups)):
-            group = self._groups.get(ranks)
-            timeout = group_timeout([group] if group is not None else [])
-            found = meet(
-                ranks,
-                timeout,
-                "found async_gpu_parallelism or prefetch_count of its config changed",
-                error or str(flags),
-            )
-            told = (text for text in found.values() if text.startswith(words))
-            error = error or next(told, "")
-            if not error and len(set(found.values())) > 1:
-                error = f"{words} on all ranks, but are now, by rank: {found}"
-        if error:
-            raise ValueError(error)
-        self._agreed.update(dict.fromkeys(groups, flags))
-
-    def _make_schedule(self, params: Sequence[StepParam]) -> Schedule:
-        """The schedule for the flags as they are, and the groups that it has collectives in."""
-        schedule = self._schedule = self._planned(params)
-        further = schedule.further_groups(self.rank)
-        for ranks in larger_first(further):
-            if ranks not in self._groups:
-                # All that hold something with all members, who know it by new groups alike.
-                known = [
-                    group
-                    for holders, groups in self._known.items()
-                    if set(ranks) <= set(holders)
-                    for group in groups
-                ]
-                self._groups[ranks] = self._spanning_group(
-                    ranks, known, what=further[ranks]
-                )
-        return schedule
-
-    def _planned(self, params: Sequence[StepParam]) -> Schedule:
-        trained = [
-            (layout, owner)
-            for layout, owner in zip(self.layouts, self.owners, strict=True)
-            if self.trained[layout.key.index]
-        ]
-        return buckets.make_schedule(
-            [layout for layout, _ in trained],
-            [owner for _, owner in trained],
-            params[0].formulas.dtype if params else torch.float32,
-            one_owner_at_a_time=not self.config.async_gpu_parallelism,
-            ranks_per_node=ranks_per_node(),
-            slots=slots_for(self.config.prefetch_count),
-        )
-
-    def _step_through_callbacks(self, params: Mapping[int, ParamState]) -> None:
-        owner_of = self._owner_of()
-        self._running = CallbackStep(
-            self.config,
-            self.functions,
-            params,
-            [owner_of[i] for i in range(len(self.params))],
-            self.describe,
-            self.layouts,
-            self.rank,
-            self._single,
-            self._steps == 1,
-        )
-        self._running.run()
-
-    def _single(self, index: int) -> SingleMatrix:
-        """The exchange of parameter ``index`` alone, for a factory's function beside a user's."""
-        made = self._singles.get(index)
-        if made is None:
-            at = [i for i, l in enumerate(self.layouts) if l.key.index == index]
-            made = self._singles[index] = SingleMatrix(
-                [self.layouts[i] for i in at],
-                [self.owners[i] for i in at],
-                self.rank,
-                self._groups,
-                self.device,
-                self.statuses,
-            )
-        return made
 
 
-def _changes(
-    before: Sequence[Tensor],
-    provenance_before: Sequence[tuple],
-    now: Sequence[Tensor],
-    provenance_now: Sequence[tuple],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors that are new or other than before, and those that are gone or were other.
+def _signature(
+    layout: Layout, owner: int, param: Param, replaced: bool, flags: tuple[bool, int]
+) -> Signature:
+    key = layout.key
+    fields = {
+        # No index: ranks that also hold other experts or stages count differently.
+        "name": f"expert {key.expert}" if key.expert is not None else str(key.name),
+        "shape": str(layout.shape),
+        "dtype": str(layout.dtype),
+        "placement": layout.source,
+        "shards": layout.shards.digest,
+        "requires_grad": str(not param.frozen),
+        "replaced": str(replaced),
+        "owner": str(owner),
+        **param.formulas.signature(),
+        "prefetch_count": str(flags[1]),
+        "async_gpu_parallelism": str(flags[0]),
+    }
+    if len(layout.group) > buckets.MAX_PEERS:
+        fields["ranks per node"] = str(process_groups.ranks_per_node())
+    return Signature(layout.describe(), tuple(fields.items()))
 
-    All of both, where the rest stands in another order: owners and buckets depend on the order.
-    """
-    known = dict(zip(map(id, before), provenance_before, strict=True))
-    found = dict(zip(map(id, now), provenance_now, strict=True))
-    kept = [key for key, value in known.items() if found.get(key) == value]
-    same = set(kept)
-    if kept != [key for key in found if key in same]:
-        return list(now), list(before)
-    changed = [tensor for tensor in now if id(tensor) not in same]
-    return changed, [tensor for tensor in before if id(tensor) not in same]
 
-
-def _successors(
-    before: Sequence[Tensor], now: Sequence[Tensor]
-) -> list[tuple[Tensor, Tensor]]:
-    """Which tensor took which one's place: where as many came as went between two that stayed.
-
-    At the end more may have come, as ``add_param_group`` brings them.
-    """
-    kept = {id(tensor) for tensor in before} & {id(tensor) for tensor in now}
-
-    def gaps(tensors: Sequence[Tensor]) -> tuple[list[int], list[list[Tensor]]]:
-        stayed: list[int] = []
-        between: list[list[Tensor]] = [[]]
-        for tensor in tensors:
-            if id(tensor) in kept:
-                stayed.append(id(tensor))
-                between.append([])
-            else:
-                between[-1].append(tensor)
-        return stayed, between
-
-    (order_before, gone), (order_now, came) = gaps(before), gaps(now)
-    if order_before != order_now:
-        return []
-    came[-1] = came[-1][: len(gone[-1])]
-    return [
-        pair
-        for old, new in zip(gone, came, strict=True)
-        if len(old) == len(new)
-        for pair in zip(old, new, strict=True)
+def _make_pipeline(engine: Engine) -> Pipeline:
+    schedule, groups, device = engine.schedule, engine.groups, engine.device
+    rank, ahead = engine.rank, engine.flags[1]
+    shared: dict[tuple[int, ...], list[Matrix]] = {}
+    matrices: dict[int, Matrix] = {}
+    for bucket in schedule.buckets:
+        for number in bucket.matrices if rank in bucket.group else ():
+            param = engine.params[schedule.layouts[number].key.index]
+            matrix = matrices[number] = Matrix(schedule, number, param, rank)
+            shared.setdefault(bucket.group, []).append(matrix)
+    found = transport.local_buckets(schedule, matrices, rank, groups, device, ahead)
+    attach_relays(found, groups, rank, device)
+    statuses = [
+        Statuses(shared[ranks], ranks, group, engine.numbers[ranks], device)
+        for ranks in larger_first(shared)
+        if (group := groups[ranks]) is not None
     ]
+    one_at_a_time = schedule.one_owner_at_a_time and ahead == 0
+    local = [bucket for bucket, _ in found]
+    return Pipeline(local, statuses, rank, device, ahead, one_at_a_time)
+
+
+def take_momentum(
+    former: Sequence[Param], now: Sequence[Param], states: States, speaks: bool
+) -> None:
+    """Gives momentum to parameters that replace others, and restarts it if it does not fit.
+
+    The momentum of a parameter that left the groups stays with that parameter.
+    """
+    restarted = []
+    for old, new, inherits in _replacements(former, now):
+        state = states.get(old.tensor, {})
+        if new.tensor in states or "momentum_buffer" not in state:
+            continue
+        if inherits:
+            states[new.tensor] = dict(state)
+        else:
+            restarted.append(new.described)
+    for param in now:
+        tensor, state = param.tensor, states.get(param.tensor, {})
+        buffer = state.get("momentum_buffer")
+        if buffer is None:
+            continue
+        if buffer.shape != tensor.shape:
+            restarted.append(param.described)
+            del state["momentum_buffer"]
+        elif buffer.dtype != tensor.dtype or buffer.device != tensor.device:
+            moved = buffer.to(device=tensor.device, dtype=tensor.dtype)
+            state["momentum_buffer"] = moved
+    if restarted and speaks:
+        warnings.warn(
+            "the momentum of these starts at zero, because they took the place of other parameters: "
+            f"{listed(restarted)}",
+            stacklevel=2,
+        )
+
+
+def _replacements(
+    former: Sequence[Param], now: Sequence[Param]
+) -> list[tuple[Param, Param, bool]]:
+    """Each parameter that took another one's place, with whether it inherits the momentum.
+
+    It does if the shape and the name are the same and nothing else in its group moved. Without names,
+    the type, placement, dtype or device must differ as well: a framework has sharded the parameter.
+    Otherwise it is another layer of equal shape, whose momentum starts at zero as in stock Muon.
+    """
+    present = {id(param.tensor) for param in now}
+    before = {id(param.tensor) for param in former}
+    found = []
+    for number in dict.fromkeys(param.group for param in now):
+        old = [param for param in former if param.group == number]
+        pairs = list(zip(old, [param for param in now if param.group == number]))
+        replaced = [
+            (a, b)
+            for a, b in pairs
+            if id(a.tensor) not in present and id(b.tensor) not in before
+        ]
+        stayed = sum(a.tensor is b.tensor for a, b in pairs)
+        for a, b in replaced:
+            # Freezing a parameter does not make it another kind of tensor.
+            same = a.name == b.name and (a.name or a.origin[1:] != b.origin[1:])
+            fits = bool(same) and a.tensor.shape == b.tensor.shape
+            found.append((a, b, fits and len(pairs) == len(replaced) + stayed))
+    return found
 
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast would end the iteration in a dtype of its own, which does not travel."""
+    """Autocast would end the iteration in a dtype that the packs do not have."""
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-def _count_versions(
-    params: Sequence[StepParam], states: Mapping[Tensor, dict[str, Any]]
-) -> None:
-    """Tells autograd what was written. A DTensor does not see writes to its local tensor."""
-    written = [
-        tensor
-        for param in params
-        if param.grad is not None
-        for tensor in (
-            param.tensor,
-            states.get(param.tensor, {}).get("momentum_buffer"),
-        )
-        if isinstance(tensor, DTensor)
-    ]
-    if written:
-        torch.autograd.graph.increment_version(written)

@@ -1,22 +1,22 @@
-"""Warnings about what is probably a mistake, each once and on one rank. No step waits for them."""
+"""Warnings about probable mistakes: each once, on one rank. No collective depends on them."""
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
-from torch.distributed.tensor import DTensor
 from torch.optim._muon_engine.layouts import listed
+from torch.optim._muon_engine.layouts.dtensor import is_dtensor
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.optim._muon_engine.layouts import Layout
-    from torch.optim._muon_engine.runtime import StepParam
+    from torch.optim._muon_engine.runtime import Param
 
 
-# Steps after which nothing, or one parameter, having had a gradient is no accident.
+# After this many steps without any gradient, or without one parameter's, it is no accident.
 STEPS_WITHOUT_ANY = 3
 STEPS_WITHOUT_ONE = 20
 
@@ -26,98 +26,50 @@ _BUILT_TOO_EARLY = (
 )
 
 
+def warn_if_unshared(state: Mapping[str, Any], params: Sequence[Param]) -> None:
+    """Warns if neither process groups nor meshes share a parameter between several processes."""
+    names = ("process_group", "stage_id", "num_stages")
+    given = [key for key in state if key.endswith(names) and state[key] is not None]
+    if not given and not any(is_dtensor(param.tensor) for param in params):
+        warnings.warn(
+            "there are several processes, but no other process shares any parameter of this Muon, so each process trains "
+            f"its own. {_BUILT_TOO_EARLY}. With DistributedDataParallel, use create_auto_config(ddp_process_group=...)",
+            stacklevel=2,
+        )
+
+
 class Hints:
-    """What one optimizer has seen of its steps so far."""
+    """Looks for parameters without gradients, step by step."""
 
-    def __init__(self) -> None:
-        self._said: set[str] = set()
-        self._steps = 0
+    def __init__(self, layouts: Sequence[Layout], rank: int) -> None:
+        self.steps = 0
         self._trains = False
-        # Indices of parameters that have not had a gradient yet; None before the first step.
-        self._without: set[int] | None = None
-        self._said_untrained = False
-        self._first: dict[int, Layout] = {}
+        self._said = False
+        # Parameters that this rank speaks for and that had no gradient yet. A rank with an empty shard
+        # may have no gradient, and neither may an expert that no token was routed to.
+        self._without = {
+            layout.key.index: layout.describe()
+            for layout in layouts
+            if layout.key.expert is None
+            and not layout.shards.is_empty(rank)
+            and rank == (layout.group[0] if len(layout.group) > 1 else 0)
+        }
 
-    def parameters_changed(self) -> None:
-        """Indices mean other parameters now."""
-        self._steps, self._trains, self._without = 0, False, None
-        self._said_untrained = False
-
-    def untrained(self, layouts: Sequence[Layout]) -> list[str]:
-        """What this rank can say of parameters that it has seen no gradient of."""
-        if not self._steps or not self._without:
-            return []
-        named = dict.fromkeys(
-            layout.describe() for layout in layouts if layout.key.index in self._without
-        )
-        return [f"no gradient here in {self._steps} steps: {listed([*named])}"]
-
-    def look(
-        self,
-        params: Sequence[StepParam],
-        layouts: Sequence[Layout],
-        rank: int,
-        world_size: int,
-    ) -> None:
-        """Looks at the parameters and gradients of a step; ``layouts`` has frozen ones, too."""
-        self._steps += 1
-        if self._without is None:
-            on_mesh = any(isinstance(param.tensor, DTensor) for param in params)
-            shared = on_mesh or any(len(layout.group) > 1 for layout in layouts)
-            experts = any(layout.key.expert is not None for layout in layouts)
-            if layouts and not shared and not experts and world_size > 1 and rank == 0:
-                self._say_that_nothing_is_shared(world_size)
-            # A rank whose shard is empty may have no gradient, nor an expert that nothing was routed to.
-            # Only one rank speaks: of what nobody shares, such as whole tensors, the first of all.
-            self._first = {
-                layout.key.index: layout
-                for layout in layouts
-                if params[layout.key.index].tensor.requires_grad
-                and not layout.shards.is_empty(rank)
-                and layout.key.expert is None
-                and self._speaks(rank, params[layout.key.index], layout, shared)
-            }
-            self._without = set(self._first)
-        if not self._without:
-            return
-        self._without = {i for i in self._without if params[i].grad is None}
-        if not self._without or self._said_untrained:
-            return
-        anything = any(param.grad is not None for param in params)
-        self._trains = self._trains or anything
-        if not self._trains and self._steps >= STEPS_WITHOUT_ANY:
-            self._say(
-                f"no parameter of this Muon has had a gradient in its {self._steps} steps, so it trains nothing. "
-                f"{_BUILT_TOO_EARLY}"
+    def look(self, params: Sequence[Param]) -> None:
+        """Looks at the gradients of one step."""
+        self.steps += 1
+        for index, param in enumerate(params):
+            if param.given is not None or param.frozen:
+                self._without.pop(index, None)
+            self._trains = self._trains or param.given is not None
+        text = ""
+        if not self._trains and self.steps >= STEPS_WITHOUT_ANY:
+            text = f"no parameter of this Muon has had a gradient, so it trains nothing. {_BUILT_TOO_EARLY}"
+        elif self._trains and self.steps >= STEPS_WITHOUT_ONE:
+            text = (
+                f"these parameters have had no gradient in {self.steps} steps, though others have. If that is "
+                f"intended, freeze them with requires_grad_(False): {listed([*self._without.values()])}"
             )
-        elif self._trains and self._steps >= STEPS_WITHOUT_ONE:
-            named = [self._first[i].describe() for i in sorted(self._without)]
-            self._say(
-                f"these have had no gradient in {self._steps} steps, though others have, and are not trained; freeze "
-                f"them with requires_grad_(False) if that is meant: {listed(named)}"
-            )
-        else:
-            return
-        self._said_untrained = True
-
-    @staticmethod
-    def _speaks(rank: int, param: StepParam, layout: Layout, shared: bool) -> bool:
-        if isinstance(param.tensor, DTensor):
-            coordinate = param.tensor.device_mesh.get_coordinate()
-            return coordinate is not None and not any(coordinate)
-        return rank == (min(layout.group) if shared else 0)
-
-    def _say_that_nothing_is_shared(self, world_size: int) -> None:
-        self._say(
-            f"there are {world_size} processes, and none of the parameters of this Muon is shared by any of them: "
-            f"each process trains its own. {_BUILT_TOO_EARLY}. Under DDP use "
-            "create_auto_config(ddp_process_group=...); give it the groups of another framework that cut plain "
-            "tensors. Where each pipeline stage has one process, all is well"
-        )
-
-    def _say(self, text: str) -> None:
-        # By its beginning: numbers in the text change.
-        kind = text[:24]
-        if kind not in self._said:
-            self._said.add(kind)
+        if text and self._without and not self._said:
+            self._said = True
             warnings.warn(text, stacklevel=2)

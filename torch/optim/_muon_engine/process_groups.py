@@ -1,4 +1,4 @@
-"""Process groups over the holders of a matrix, and meetings of ranks without a collective."""
+"""The process group over a matrix's holders, and what ranks tell each other through the store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import os
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,69 +15,83 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
+
     from torch.distributed import ProcessGroup
 
 
-# Groups made here, and how often ranks have met, for one default group after the other: a new world
-# begins anew. (A multi-threaded test world has a default group for each thread.) A made group outlives
-# the optimizers that asked for it, since backends free their resources only with the default group.
-_made = WeakIdKeyDictionary()
-_meetings = WeakIdKeyDictionary()
+# One dict per default group: a new world starts without groups and counts. (In a multi-threaded test,
+# each thread has its own default group.) A group outlives the optimizers that asked for it, because
+# backends free their resources only with the default group.
+_worlds = WeakIdKeyDictionary()
+# Seconds that ranks wait for a reason after a failed collective.
+PATIENCE = 5.0
+# Raised when the store, the default group or a group is gone.
+_GONE = KeyError, RuntimeError, ValueError
+_MISSING = (
+    "Ranks {} did not come to this step(), or no longer run. If they run, and a GradScaler skipped the step on them because "
+    "of an inf in their own gradients, use ShardedGradScaler of torch.distributed.fsdp.sharded_grad_scaler"
+)
+
+
+def _of_world(what: str) -> dict[Any, Any]:
+    return _worlds.setdefault(dist.group.WORLD, {}).setdefault(what, {})
 
 
 def spanning_group(
     ranks: tuple[int, ...], known: Iterable[ProcessGroup], what: str = "shards"
 ) -> ProcessGroup:
-    """The group of exactly ``ranks``: the framework's where it has one, else made by its members.
+    """The group of exactly ``ranks``: the framework's if it has one, else one that its members make.
 
-    Every member has to call this for its groups in one order that all agree on.
+    All members must call this for their groups in the same order.
 
     Args:
-        ranks: sorted global ranks, this one among them.
-        known: groups that the framework uses for these parameters; also give a made group its timeout.
-        what: the ranks are to each other; a made group is described so where a backend names its groups.
-
-    Raises:
-        ValueError: the group would have to be made, and its members would wait for it under different
-            names, which a torch without the overlay's patch gives them.
+        ranks: sorted global ranks, including this one.
+        known: the framework's groups for these parameters. A new group takes its timeout from them.
+        what: what the ranks share, for the description of a new group.
     """
-    known = list(known)
+    known = list(dict.fromkeys(known))
     world = dist.group.WORLD
     for group in [*known, *([world] if world is not None else [])]:
         if tuple(dist.get_process_group_ranks(group)) == ranks:
             return group
     backend = dist.get_backend_config(known[0] if known else None)
-    made = _made.setdefault(world, {})
-    # Whoever goes on after a failure makes new groups, and a broken one is no use beside them.
+    made = _of_world("groups")
+    # A user who recovers from a failure makes new groups, and must not get a broken one from here.
     key = ranks, backend, tuple(sorted(group.group_name for group in known))
-    cached = made.get(key)
-    if cached is not None and _is_alive(cached):
-        return cached
-    timeout = group_timeout(known)
-    _check_names(ranks, timeout)
-    # Only the members meet: other pipeline stages may be elsewhere in their program.
-    group = dist.new_group(
-        list(ranks),
-        timeout=timeout,
-        backend=backend,
-        use_local_synchronization=True,
-        group_desc=f"muon {what}",
-    )
-    made[key] = group
-    return group
+    if key not in made or made[key] not in distributed_c10d._world.pg_map:
+        # Only the members meet, because other pipeline stages may be elsewhere in their program.
+        made[key] = dist.new_group(
+            list(ranks),
+            timeout=group_timeout(known),
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=f"muon {what}",
+        )
+    return made[key]
 
 
-def _is_alive(group: ProcessGroup) -> bool:
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError, RuntimeError):
-        return False
-    return True
+def optimizer_number(ranks: tuple[int, ...]) -> int:
+    """The number of the next optimizer over exactly ``ranks`` in this world."""
+    return _of_world("numbers").get(ranks, 0)
+
+
+def set_optimizer_number(ranks: tuple[int, ...], number: int) -> None:
+    _of_world("numbers")[ranks] = number
+
+
+def move_first_owner(ranks: tuple[int, ...], matrices: int) -> None:
+    """Lets the next optimizer over ``ranks`` start where one with this many matrices stopped."""
+    _of_world("starts")[ranks] = (first_owner(ranks) + matrices) % len(ranks)
+
+
+def first_owner(ranks: tuple[int, ...]) -> int:
+    """The place in ``ranks`` at which the next optimizer's owners start."""
+    return _of_world("starts").get(ranks, 0) if dist.group.WORLD else 0
 
 
 def group_timeout(known: Iterable[ProcessGroup]) -> timedelta | None:
-    """The longest timeout among ``known``; None, which leaves the default, where they have none."""
+    """The longest timeout among ``known``; None, the default, if they have none."""
     timeouts = []
     for group in known:
         for device in group._device_types:
@@ -87,122 +101,128 @@ def group_timeout(known: Iterable[ProcessGroup]) -> timedelta | None:
 
 
 def ranks_per_node() -> int:
-    """How many consecutive ranks are near each other, as the launcher says, or by the accelerators here."""
+    """Number of consecutive ranks on a node, from the launcher or else from the accelerators here."""
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     if here.isdecimal():
         return max(1, int(here))
     return max(1, torch.accelerator.device_count())
 
 
+def current_device(kind: str) -> torch.device:
+    """This process's device of type ``kind``."""
+    if kind == "cpu" or not torch.accelerator.is_available():
+        return torch.device(kind)
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def device_of_group(group: ProcessGroup) -> torch.device:
+    """A device whose tensors ``group`` takes: the CPU if possible."""
+    kinds = [torch.device(kind).type for kind in group._device_types]
+    return current_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+
+
 def is_dry_run() -> bool:
-    """Whether the world is of the fake backend, whose collectives bring nothing."""
+    """Whether the world has the fake backend, whose collectives transfer nothing."""
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def _check_names(ranks: tuple[int, ...], timeout: timedelta | None) -> None:
-    """Raises where members would give the group different names, and so wait until the timeout."""
-    if hasattr(distributed_c10d, "_local_sync_group_name"):
-        return
-    # Without the patch, the name says how many groups a process has, which may differ among members.
-    name = distributed_c10d._hash_ranks_to_str(list(ranks))
-    names = meet(ranks, timeout, "makes a process group", name)
-    if len(set(names.values())) > 1:
-        raise ValueError(
-            f"ranks {list(ranks)} share matrices, and this torch cannot make a process group of them because they are "
-            "in different numbers of groups (pytorch issue #173608). Apply the overlay's patch of "
-            "distributed_c10d.py, or make the group before: flatten the dimensions of the DeviceMesh that these "
-            f"{len(ranks)} ranks form, as in mesh['shard', 'tp']._flatten(), on all ranks"
-        )
+def rendezvous(ranks: tuple[int, ...], timeout: timedelta | None, name: str) -> None:
+    """Waits over the store until all of ``ranks`` have come to ``name``.
 
-
-def _failure_key(group: ProcessGroup, what: str, rank: int) -> str:
-    # Not the ranks: who goes on with a new group hears nothing of an older one.
-    return f"muon/failed/{group.group_name}/{what}/{rank}"
-
-
-def tell_failure(groups: Iterable[ProcessGroup], what: str, text: str) -> None:
-    """Tells each of ``groups`` that ``what`` failed on this rank, and why; "" where a collective did.
-
-    After a collective failed, or while others wait in one, only the store is left to tell it over.
-    """
-    for group in groups:
-        # Of a group that somebody destroyed torch knows nothing, and the others are told all the same.
-        with suppress(KeyError, RuntimeError, ValueError):
-            store = distributed_c10d._get_default_store()
-            # A value of the store must not be empty.
-            store.set(_failure_key(group, what, dist.get_rank()), f"={text}")
-
-
-def told_failures(
-    group: ProcessGroup, what: str, patience: float = 5.0
-) -> dict[int, str | None]:
-    """By rank what is told of a failed ``what``; None of ranks that tell nothing within ``patience`` seconds.
-
-    {} where the store has gone as well, or the group.
-    """
-    try:
-        ranks = dist.get_process_group_ranks(group)
-        keys = {rank: _failure_key(group, what, rank) for rank in ranks}
-        store = distributed_c10d._get_default_store()
-        with suppress(RuntimeError):
-            store.wait(list(keys.values()), timedelta(seconds=patience))
-        return {
-            rank: store.get(key).decode()[1:] if store.check([key]) else None
-            for rank, key in keys.items()
-        }
-    except (KeyError, RuntimeError, ValueError):
-        return {}
-
-
-def meet(
-    ranks: tuple[int, ...], timeout: timedelta | None, purpose: str, value: str = ""
-) -> dict[int, str]:
-    """Waits over the store until all of ``ranks`` have come here, and returns their values.
-
-    A collective would pair up with whatever collective the others start next. A key in the store
-    pairs up with nothing.
+    A collective would pair up with whichever collective the other ranks start next. A counter in the
+    store pairs up with nothing.
 
     Raises:
-        RuntimeError: some ranks did not come within ``timeout``; names them.
+        RuntimeError: some ranks did not come within ``timeout``. The message names them.
     """
-    world = dist.group.WORLD
-    if len(ranks) == 1 or world is None or is_dry_run():
-        return dict.fromkeys(ranks, value)
-    store = distributed_c10d._get_default_store()
-    met = _meetings.setdefault(world, {})
-    number, me = met.get(ranks, 0), dist.get_rank()
-    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    keys = {rank: f"muon/{name}/{number}/{rank}" for rank in ranks}
-    # A value of the store must not be empty.
-    store.set(keys[me], f"={value}")
-    with suppress(RuntimeError):
-        store.delete_key(f"{keys[me]}/gone")
-    gone_before = {rank for rank in ranks if store.check([f"{keys[rank]}/gone"])}
+    if len(ranks) == 1 or dist.group.WORLD is None or is_dry_run():
+        return
+    store, me, met = _store(), dist.get_rank(), _of_world("met")
+    key = f"muon/met/{_short(ranks)}/{name}/{met.get((ranks, name), 0)}"
+    store.set(f"{key}/{me}", "=")
+    if store.add(key, 1) == len(ranks):
+        store.set(f"{key}/all", "=")
     try:
-        if timeout is None:
-            store.wait(list(keys.values()))
-        else:
-            store.wait(list(keys.values()), timeout)
+        store.wait([f"{key}/all"], *([] if timeout is None else [timeout]))
     except RuntimeError as error:
-        # Else a later meeting would take this rank for one that has come, or ranks that wait beside it
-        # would take it for one that has not.
-        store.set(f"{keys[me]}/gone", "=")
-        with suppress(RuntimeError):
-            store.delete_key(keys[me])
-        missing = [
-            rank
-            for rank, key in keys.items()
-            if not store.check([key])
-            and (rank in gone_before or not store.check([f"{key}/gone"]))
-        ]
+        missing = [r for r in ranks if not store.check([f"{key}/{r}"])]
+        # Otherwise a later rendezvous would count this rank as present.
+        store.delete_key(f"{key}/{me}")
+        store.add(key, -1)
         raise RuntimeError(
-            f"rank {me} {purpose}, and timed out waiting for ranks {missing}, which hold the same parameters, to do so "
-            "too. All of these ranks have to do it before the same step()"
+            f"rank {me} found changed parameters in step() and timed out waiting for ranks {missing}, which share "
+            "parameters with it, to change them too. All of these ranks must make the change before the same step()"
         ) from error
-    values = {rank: store.get(key).decode()[1:] for rank, key in keys.items()}
-    met[ranks] = number + 1
-    if number:
-        # All have met again, so nobody reads the keys of the last meeting any more.
-        with suppress(RuntimeError):
-            store.delete_key(f"muon/{name}/{number - 1}/{me}")
-    return values
+    met[ranks, name] = met.get((ranks, name), 0) + 1
+
+
+class FailureNotes:
+    """The reasons for a failed step, which the ranks of each group leave and look up in the store.
+
+    A group itself cannot carry them after a failure. Each rank makes at most four requests per group,
+    whatever the number of ranks.
+
+    Args:
+        numbers: ranks of each group -> which of the optimizers over these ranks this one is, so that
+            another optimizer's failure is not taken for this one's.
+    """
+
+    def __init__(self, numbers: Mapping[tuple[int, ...], int], step: int) -> None:
+        self._keys = {
+            ranks: f"muon/failed/{_short(ranks)}/{number}/{step}"
+            for ranks, number in numbers.items()
+        }
+
+    def leave(self, reason: BaseException | str) -> None:
+        """Tells the ranks that wait for this one why it does not complete the step."""
+        if isinstance(reason, BaseException):
+            reason = f"{type(reason).__name__}: {reason}"
+        with suppress(*_GONE):
+            for key in self._keys.values():
+                # A value of the store must not be empty.
+                text = f"=Rank {dist.get_rank()} reports: {reason}"
+                _store().set(f"{key}/answer", text)
+
+    def take_back(self) -> None:
+        """Deletes the notes again: this rank does complete the step."""
+        with suppress(*_GONE):
+            for key in self._keys.values():
+                _store().delete_key(f"{key}/answer")
+
+    def read(self) -> str:
+        """A reason that a rank has left; "" if none has."""
+        with suppress(*_GONE):
+            for key in self._keys.values():
+                if _store().check([f"{key}/answer"]):
+                    return _store().get(f"{key}/answer").decode()[1:]
+        return ""
+
+    def ask(self, among: Sequence[int]) -> str:
+        """After a failed collective: a reason of another rank, else which ranks did not fail with it."""
+        groups = [ranks for ranks in self._keys if set(among) <= set(ranks)]
+        with suppress(*_GONE, IndexError):
+            ranks, store = groups[0], _store()
+            key = self._keys[ranks]
+            answer = f"{key}/answer"
+            store.set(f"{key}/{dist.get_rank()}", "=")
+            number = store.add(key, 1)
+            if number == len(ranks) and not store.check([answer]):
+                store.set(answer, "=")
+            try:
+                # The first rank to fail looks for the missing ones, on behalf of all.
+                store.wait([answer], timedelta(seconds=PATIENCE + (number > 1)))
+            except RuntimeError:
+                if number > 1:
+                    return ""
+                missing = [r for r in ranks if not store.check([f"{key}/{r}"])]
+                store.set(answer, "=" + _MISSING.format(missing))
+            return store.get(answer).decode()[1:]
+        return ""
+
+
+def _store() -> dist.Store:
+    return distributed_c10d._get_default_store()
+
+
+def _short(ranks: tuple[int, ...]) -> str:
+    return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]

@@ -1,13 +1,12 @@
-"""Which rank stores which region of a matrix. What is special to a framework stays in here."""
+"""Which rank stores which region of a matrix. Only this folder knows frameworks."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -17,14 +16,13 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 
 class Region(NamedTuple):
     """A rectangle of a matrix, and where a rank's local storage holds it.
 
-    Element (i, j) of the rectangle is element (row + i, column + j) of the matrix, and stands at
-    ``offset + i * stride + j`` of the local tensor's elements.
+    Element (i, j) of the rectangle is element (row + i, column + j) of the matrix, and element
+    ``offset + i * stride + j`` of the local tensor.
     """
 
     row: int
@@ -57,15 +55,9 @@ class Region(NamedTuple):
         if local.shape == (self.height, self.width):
             return local
         if local.ndim > 2 and local.numel():
-            # A stack of matrices, of which this is in one.
-            at, offset = divmod(self.offset, local.shape[-2] * local.shape[-1])
-            matrix = local
-            for size in (
-                math.prod(local.shape[i:-2]) for i in range(1, local.ndim - 1)
-            ):
-                matrix = matrix[at // size]
-                at %= size
-            return self._replace(offset=offset).of_local(matrix)
+            # The region is in one matrix of a stack.
+            at, offset = divmod(self.offset, local[0].numel())
+            return self._replace(offset=offset).of_local(local[at])
         if self.end > local.numel():
             raise ValueError(
                 f"a local tensor of shape {tuple(local.shape)} does not hold {self}: it is not the one that the layout "
@@ -85,7 +77,7 @@ class Region(NamedTuple):
 
 
 def whole_regions(rows: int, columns: int) -> tuple[Region, ...]:
-    """What a rank holds that has all of a matrix, in a tensor of its shape."""
+    """The regions of a rank that has the whole matrix in a tensor of its shape."""
     return (Region(0, 0, rows, columns, 0, columns),) if rows * columns else ()
 
 
@@ -101,6 +93,11 @@ class Key(NamedTuple):
     name: str | None = None
     expert: int | None = None
 
+    @property
+    def short(self) -> str:
+        name = self.name if self.name is not None else f"parameter {self.index}"
+        return f"{name}[{self.sub}]" if self.sub else name
+
     def describe(self, shape: tuple[int, ...]) -> str:
         name = f" {self.name!r}" if self.name is not None else ""
         sub = f", matrix {self.sub} of it," if self.sub else ""
@@ -109,17 +106,16 @@ class Key(NamedTuple):
 
 
 class Shards:
-    """The shards of all ranks of a group, of one matrix or of many that were read alike.
+    """The shards of all ranks of a group, of one matrix or of many with equal shards.
 
     Args:
         ranks: global ranks, in the framework's order.
-        regions: for each of ``ranks`` the rectangles that it stores, in storage order; none where its
-            shard is empty. Replicas hold equal rectangles.
-        contributions: where the matrix is a sum of contributions that were never added up, which one
-            each of ``ranks`` holds a shard of; otherwise empty.
+        regions: for each of ``ranks`` the rectangles that it stores, in storage order. Replicas hold
+            equal rectangles.
+        contributions: for each of ``ranks``, to which contribution to a sum (Partial) its shard belongs;
+            empty if the matrix is not a sum.
 
-    What follows from these is computed once: at real sizes there are many ranks and many matrices,
-    and no loop goes over both.
+    Derived properties are computed once, because no loop may go over both all ranks and all matrices.
     """
 
     def __init__(
@@ -160,7 +156,7 @@ class Shards:
 
     @cached_property
     def replicas(self) -> int:
-        """How many ranks store the shard that most of them store, of those that are not empty."""
+        """The largest number of replicas of a shard that is not empty."""
         stored = (ranks for ranks in self.replica_sets if not self.is_empty(ranks[0]))
         return max(map(len, stored), default=0)
 
@@ -191,15 +187,18 @@ class Shards:
     def is_empty(self, rank: int) -> bool:
         return not self.numels[self._place[rank]]
 
+    def numel_of(self, rank: int) -> int:
+        return self.numels[self._place[rank]]
+
     def contribution_of(self, rank: int) -> int:
         return self.contributions[self._place[rank]] if self.contributions else 0
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that store what ``rank`` stores, itself among them."""
+        """The replicas of ``rank``'s shard, including ``rank``."""
         return self.replica_sets[self._replica_number[rank][0]]
 
     def source(self, rank: int, owner: int) -> int:
-        """Which replica of ``rank``'s shard is exchanged with ``owner``: the one of the owner's replica.
+        """The replica of ``rank``'s shard that exchanges it with ``owner``: the one in the owner's replica.
 
         The n-th ranks of all replica sets form the n-th replica.
         """
@@ -211,7 +210,7 @@ class Shards:
 class Layout:
     """One matrix: its global shape, and which rank stores what of it.
 
-    ``source`` says in words where the reader has this from, for error messages.
+    ``source`` says where the reader knows it from, for error messages.
     """
 
     key: Key
@@ -233,55 +232,6 @@ class Layout:
         return self.key.describe(self.shape)
 
 
-class Reader(Protocol):
-    """Asks a framework where the shards of its parameters are. It knows no config and no engine."""
-
-    # Whether a 1D parameter may be one that FSDP1 flattened.
-    takes_flat_params: bool
-    # Whether a parameter may be a stack of matrices, as the optimizer says.
-    takes_stacks: bool
-
-    def read(
-        self,
-        params: Sequence[Tensor],
-        names: Sequence[str | None],
-        error: BaseException | None = None,
-    ) -> list[Layout]:
-        """The layouts of all matrices in ``params``, in an order that all who share some have alike.
-
-        A reader that asks other ranks tells them an ``error`` of this one, and raises it then.
-        """
-
-    def sharing(
-        self, params: Sequence[Tensor]
-    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
-        """Sorted ranks that share one of ``params``, as last read -> the framework's groups for it.
-
-        If :meth:`read` raised, only what is known without it. All ranks on which it raised must return
-        the same.
-        """
-
-    def meeting(
-        self, params: Sequence[Tensor]
-    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
-        """Sorted ranks that have to read ``params`` together -> their groups; known before reading."""
-
-    def device_of(self, params: Sequence[Tensor]) -> torch.device:
-        """Where the groups' collectives take their buffers."""
-
-    def describe_state(self, state: dict[str, Any]) -> None:
-        """Writes into a config's ``state`` what users are promised to find there."""
-
-    def check_index(self, tensor: Tensor, index: int) -> None:
-        """Raises IndexError where what the user said of parameter ``index`` cannot be."""
-
-    def whole(self, tensor: Tensor, index: int) -> Tensor:
-        """The full matrix of ``tensor``, on every caller."""
-
-    def piece(self, full: Tensor, index: int) -> Tensor:
-        """This rank's piece of ``full``, cut without communication."""
-
-
 def listed(names: Sequence[str], most: int = 8) -> str:
     """The first of ``names``, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -297,29 +247,6 @@ def process_rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return 0
-
-
-def whole_layouts(key: Key, param: Tensor) -> list[Layout]:
-    """The layouts of matrices that this rank alone answers for, whole: one, or those of a stack."""
-    if param.ndim < 2:
-        raise ValueError(
-            f"Muon only supports 2D parameters whereas we found {key.describe(param.shape)}"
-        )
-    rows, columns = param.shape[-2:]
-    found = []
-    for sub in range(math.prod(param.shape[:-2])):
-        full = moved(whole_regions(rows, columns), sub * rows * columns)
-        shards = Shards((process_rank(),), (full,))
-        found.append(
-            Layout(
-                key._replace(sub=sub) if sub else key,
-                (rows, columns),
-                param.dtype,
-                shards,
-                "a plain tensor",
-            )
-        )
-    return found
 
 
 def moved(regions: tuple[Region, ...], offset: int) -> tuple[Region, ...]:
@@ -340,7 +267,6 @@ def check_cover(layout: Layout) -> None:
 
 def _check_tiles(layout: Layout, regions: list[Region]) -> None:
     rows, columns = layout.shape
-    found = sum(region.numel for region in regions)
     # Bands of rows from the top down. Each rectangle is looked at in its own bands only.
     edges = sorted({edge for r in regions for edge in (r.row, r.row + r.height)})
     waiting = sorted(regions, reverse=True)
@@ -356,12 +282,14 @@ def _check_tiles(layout: Layout, regions: list[Region]) -> None:
                     f"{layout.describe()}: pieces overlap in rows {top} to {bottom}, column {left} ({layout.source})"
                 )
             reach = right
-    if found != layout.numel or any(
-        min(r.row, r.column) < 0
-        or r.row + r.height > rows
-        or r.column + r.width > columns
+    found = sum(region.numel for region in regions)
+    inside = all(
+        min(r.row, r.column) >= 0
+        and r.row + r.height <= rows
+        and r.column + r.width <= columns
         for r in regions
-    ):
+    )
+    if found != layout.numel or not inside:
         raise ValueError(
             f"{layout.describe()}: its pieces hold {found} of {layout.numel} elements ({layout.source})"
         )

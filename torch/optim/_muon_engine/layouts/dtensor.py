@@ -1,29 +1,28 @@
 """DTensors: where their shards are, and this rank's part of them as plain tensors.
 
-A plain tensor comes through the same functions: it is its own local tensor.
+A plain tensor takes the same functions. It is its own local tensor.
 """
 
 from __future__ import annotations
 
-import warnings
+import math
+from contextlib import suppress
 from itertools import accumulate, product
 from typing import Any, TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim._muon_engine.layouts import (
     check_cover,
     Key,
     Layout,
-    listed,
     moved,
     process_rank,
     Region,
     Shards,
-    whole_layouts,
 )
+from torch.optim._muon_engine.process_groups import current_device
 
 
 if TYPE_CHECKING:
@@ -34,75 +33,22 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-class DTensorReader:
-    """Reads the layouts of DTensors. A plain tensor is whole, and each rank's own.
-
-    Equal shapes on equal placements share one calculation.
-    """
-
-    takes_flat_params = False
-    takes_stacks = False
+class DTensorLayouts:
+    """Reads the layouts of DTensors. Equal shapes on equal placements share one calculation."""
 
     def __init__(self) -> None:
-        self._shards: dict[Any, dict[int, Shards]] = {}
+        # Matrix in a stack -> its shards, by everything that they depend on.
+        self._shards: dict[tuple, dict[int, Shards]] = {}
         self._ranks: dict[DeviceMesh, tuple[int, ...]] = {}
-        # By index, what a piece outside of step() is cut into: as it was read or last gathered.
-        self._placed: dict[int, tuple[list[Layout], DTensor]] = {}
-        self._plain: set[int] = set()
 
-    def read(
-        self,
-        params: Sequence[Tensor],
-        names: Sequence[str | None],
-        error: BaseException | None = None,
-    ) -> list[Layout]:
-        """The layouts of all matrices in ``params``; see :class:`Reader`."""
-        self.forget()
-        layouts = []
-        for index, (param, name) in enumerate(zip(params, names, strict=True)):
-            key = Key(index, 0, name)
-            if isinstance(param, DTensor):
-                layouts += self.read_all(key, param)
-            else:
-                self._plain.add(index)
-                layouts += whole_layouts(key, param)
-        cut = [
-            Key(index, 0, name).describe(param.shape)
-            for index, (param, name) in enumerate(zip(params, names, strict=True))
-            if not isinstance(param, DTensor) and tp_mark_of(param) in (0, 1)
-        ]
-        if (
-            cut
-            and process_rank() == 0
-            and dist.is_initialized()
-            and dist.get_world_size() > 1
-        ):
-            warnings.warn(
-                "these are marked as cut by tensor parallelism (tp_dim, partition_dim), but they are plain tensors, which "
-                "create_dtensor_config takes for whole matrices. Use create_auto_config(tp_process_group=...), which "
-                f"reads the marks: {listed(cut)}",
-                stacklevel=2,
-            )
-        return layouts
-
-    def forget(self) -> None:
-        # Another mesh may come to stand at a former one's address.
-        self._shards, self._ranks, self._placed = {}, {}, {}
-        self._plain = set()
-
-    def read_dtensor(self, key: Key, tensor: DTensor) -> Layout:
-        """The layout of ``tensor``, which is one matrix; see :meth:`read_all`."""
-        (layout,) = self.read_all(key, tensor)
-        return layout
-
-    def read_all(self, key: Key, tensor: DTensor) -> list[Layout]:
+    def of(self, key: Key, tensor: DTensor) -> list[Layout]:
         """The layouts of the matrices of ``tensor`` of which this rank has a part.
 
         Raises:
-            ValueError: the mesh lacks this rank, a placement is of a kind that cannot be read, or the
-                local tensor is not of the size that the placements say.
+            ValueError: the mesh lacks this rank, a placement is of an unknown kind, or the local tensor
+                does not have the size that the placements give.
         """
-        mesh = tensor.device_mesh
+        mesh, rank = tensor.device_mesh, process_rank()
         where = (
             f"{key.describe(tensor.shape)}, placements {tensor.placements} on {mesh}"
         )
@@ -110,54 +56,49 @@ class DTensorReader:
             raise ValueError(
                 f"{where}: this rank is not in the mesh; give this optimizer only the parameters that the rank holds"
             )
-        source = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
         if tensor.ndim < 2:
             raise ValueError(f"{where}: Muon only supports 2D parameters")
-        memo = (mesh, tensor.placements, *tensor.shape)
-        fresh = memo not in self._shards
-        if fresh:
-            self._shards[memo] = self._read_shards(tensor, where)
-        rows, columns = tensor.shape[-2:]
-        layouts = []
-        for sub, shards in self._shards[memo].items():
-            one = key._replace(sub=sub) if sub else key
-            layout = Layout(one, (rows, columns), tensor.dtype, shards, source)
-            if fresh:
-                check_cover(layout)
-            layouts.append(layout)
-        local, rank = tensor._local_tensor, dist.get_rank()
-        held = sum(r.numel for layout in layouts for r in layout.shards.of(rank))
+        source = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
+        shape = (tensor.shape[-2], tensor.shape[-1])
+        found = [
+            Layout(key._replace(sub=sub), shape, tensor.dtype, shards, source)
+            for sub, shards in self._shards_of(tensor, where).items()
+        ]
+        held = sum(layout.shards.numel_of(rank) for layout in found)
+        local = tensor._local_tensor
         if held != local.numel():
             raise ValueError(
                 f"{where}: the local tensor has shape {tuple(local.shape)}, which the placements do not give"
             )
-        self._placed[key.index] = (layouts, tensor)
-        return layouts
+        return found
 
-    def _read_shards(self, tensor: DTensor, where: str) -> dict[int, Shards]:
-        """Matrix of the stack -> its shards, as far as this rank is among their ranks."""
+    def _shards_of(self, tensor: DTensor, where: str) -> dict[int, Shards]:
         mesh, placements, shape = (
             tensor.device_mesh,
             tensor.placements,
             tuple(tensor.shape),
         )
-        ranks = self._ranks_of(mesh)
-        contributions = _contributions(mesh, placements, where)
-        if len(shape) == 2:
-            regions = _regions_by_rank(mesh, placements, shape, where)
-            return {0: Shards(ranks, regions, contributions)}
-        held = _stacks_by_rank(mesh, placements, shape, where)
-        mine = held[ranks.index(dist.get_rank())]
-        return {
-            sub: Shards(
-                tuple(rank for rank, has in zip(ranks, held) if sub in has),
-                tuple(has[sub] for has in held if sub in has),
-                tuple(c for c, has in zip(contributions, held) if sub in has),
-            )
-            for sub in mine
-        }
+        memo = (mesh, placements, *shape)
+        if memo not in self._shards:
+            ranks = self.ranks_of(mesh)
+            contributions = _contributions(mesh, placements, where)
+            held = _matrices_by_rank(mesh, placements, shape, where)
+            found = {
+                sub: Shards(
+                    tuple(rank for rank, has in zip(ranks, held) if sub in has),
+                    tuple(has[sub] for has in held if sub in has),
+                    tuple(c for c, has in zip(contributions, held) if sub in has),
+                )
+                for sub in held[ranks.index(process_rank())]
+            }
+            for shards in found.values():
+                check_cover(
+                    Layout(Key(0), shape[-2:], tensor.dtype, shards, where)  # type: ignore[arg-type]
+                )
+            self._shards[memo] = found
+        return self._shards[memo]
 
-    def _ranks_of(self, mesh: DeviceMesh) -> tuple[int, ...]:
+    def ranks_of(self, mesh: DeviceMesh) -> tuple[int, ...]:
         """The ranks of ``mesh``, flattened; one tuple for all matrices on it."""
         if mesh not in self._ranks:
             self._ranks[mesh] = tuple(mesh.mesh.flatten().tolist())
@@ -166,122 +107,71 @@ class DTensorReader:
     def sharing(
         self, params: Sequence[Tensor]
     ) -> dict[tuple[int, ...], list[ProcessGroup]]:
-        """Sorted ranks that share one of ``params`` -> the mesh's groups for it."""
+        """Sorted ranks that share one of ``params`` -> the mesh's groups for it.
+
+        The result is the same on all ranks of a mesh, even if one of them cannot read its parameters.
+        """
         shared: dict[tuple[int, ...], list[ProcessGroup]] = {}
         # By address: many parameters are on one mesh object.
         meshes: dict[int, DeviceMesh] = {}
+        stacks: list[DTensor] = []
         for param in params:
-            mesh = param.device_mesh if isinstance(param, DTensor) else None
-            if mesh is None or mesh.get_coordinate() is None:
+            if not isinstance(param, DTensor) or not param.device_mesh.get_coordinate():
                 shared.setdefault((process_rank(),), [])
-            else:
-                meshes[id(mesh)] = mesh
+                continue
+            meshes[id(param.device_mesh)] = param.device_mesh
+            stacks += [param] if param.ndim > 2 else []
         for mesh in meshes.values():
-            groups = shared.setdefault(tuple(sorted(self._ranks_of(mesh))), [])
+            groups = shared.setdefault(tuple(sorted(self.ranks_of(mesh))), [])
             found = [*mesh.get_all_groups(), *_flattened_groups(mesh)]
             groups += [group for group in found if group not in groups]
-        for param in params:
-            if isinstance(param, DTensor) and param.ndim > 2:
-                of_mesh = shared.get(tuple(sorted(self._ranks_of(param.device_mesh))))
-                for ranks in self._ranks_of_stack(param):
-                    shared.setdefault(ranks, list(of_mesh or ()))
+        for stack in stacks:
+            of_mesh = shared[tuple(sorted(self.ranks_of(stack.device_mesh)))]
+            # A stack that cannot be read is an error on every rank of its mesh.
+            with suppress(ValueError):
+                for shards in self._shards_of(stack, "").values():
+                    shared.setdefault(shards.group, list(of_mesh))
         return shared
 
-    def _ranks_of_stack(self, tensor: DTensor) -> set[tuple[int, ...]]:
-        """The sorted ranks of each matrix of a stack; none where it cannot be read, on all ranks alike."""
-        mesh, placements = tensor.device_mesh, tensor.placements
-        memo = (mesh, placements, *tensor.shape)
-        if mesh.get_coordinate() is None:
-            return set()
-        try:
-            if memo not in self._shards:
-                self._shards[memo] = self._read_shards(tensor, "")
-        except ValueError:
-            return set()
-        return {shards.group for shards in self._shards[memo].values()}
 
-    meeting = sharing
-
-    def device_of(self, params: Sequence[Tensor]) -> torch.device:
-        """Where collectives take their buffers."""
-        kinds: dict[str, torch.device] = {}
-        for param in params:
-            if isinstance(param, DTensor):
-                kind = param.device_mesh.device_type
-                kinds.setdefault(kind, param._local_tensor.device)
-        if len(kinds) > 1:
-            raise ValueError(
-                f"the parameters are on meshes of different device types: {sorted(kinds)}; give each type its own Muon"
-            )
-        for kind, device in kinds.items():
-            # Offloaded parameters live on the CPU, but their mesh talks between accelerators.
-            return device if device.type == kind else current_device(kind)
-        return params[0].device if len(params) else torch.device("cpu")
-
-    def describe_state(self, state: dict[str, Any]) -> None:
-        """Writes into a config's ``state`` what users are promised to find there."""
-        state["param_metadata"] = {
-            index: {
-                "device_mesh": dtensor.device_mesh,
-                "placements": dtensor.placements,
-                "shape": dtensor.shape,
-                "stride": dtensor.stride(),
-                "local_shape": dtensor._local_tensor.shape,
-            }
-            for index, (_, dtensor) in self._placed.items()
-        }
-
-    def check_index(self, tensor: Tensor, index: int) -> None:
-        """The user says nothing of single parameters here."""
-
-    # The round trip outside of step()
-
-    def whole(self, tensor: Tensor, index: int) -> Tensor:
-        """The full matrix of ``tensor``, on every caller."""
-        if not isinstance(tensor, DTensor):
-            self._plain.add(index)
-            return tensor
-        self.read_all(Key(index), tensor)
-        return tensor.full_tensor()
-
-    def piece(self, full: Tensor, index: int) -> Tensor:
-        """This rank's piece of ``full``, cut without communication."""
-        if index in self._plain or not dist.is_initialized():
-            return full
-        if index not in self._placed:
-            raise ValueError(
-                f"nothing is known of parameter {index} yet, so redistribute_fn cannot tell which piece of the matrix is this "
-                "rank's: call assign_fn or gather_fn before"
-            )
-        layouts, like = self._placed[index]
-        local = full.new_zeros(like._local_tensor.shape)
-        return like_param(like, cut_out(layouts, full, local))
+def device_of(params: Sequence[Tensor]) -> torch.device:
+    """Where collectives between the ranks of the parameters' meshes take their memory."""
+    kinds: dict[str, torch.device] = {}
+    for param in params:
+        if isinstance(param, DTensor):
+            kind = param.device_mesh.device_type
+            kinds.setdefault(kind, param._local_tensor.device)
+    if len(kinds) > 1:
+        raise ValueError(
+            f"the parameters are on meshes of different device types: {sorted(kinds)}; give each type its own Muon"
+        )
+    for kind, device in kinds.items():
+        # Offloaded parameters are on the CPU, but their mesh communicates between accelerators.
+        return device if device.type == kind else current_device(kind)
+    return params[0].device if len(params) else torch.device("cpu")
 
 
 def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
-    """The groups of meshes that somebody flattened out of the same root as ``mesh``."""
+    """The groups of meshes that were flattened out of the same root as ``mesh``."""
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     flattened = getattr(root, "_flatten_mapping", {}).values()
     return [one.get_group() for one in flattened if one.get_coordinate() is not None]
 
 
-def current_device(kind: str) -> torch.device:
-    """This process's device of type ``kind``."""
-    if kind == "cpu" or not torch.accelerator.is_available():
-        return torch.device(kind)
-    return torch.device(kind, torch.accelerator.current_device_index())
-
-
 def cut_out(layouts: Sequence[Layout], full: Tensor, local: Tensor) -> Tensor:
-    """Fills ``local`` with this rank's shards of ``full``; of contributions to a sum, the first has them."""
+    """Fills ``local`` with this rank's shards of ``full``. The first contribution to a sum gets them."""
     rank = process_rank()
-    stack = full.reshape(-1, *full.shape[-2:])
+    stack = full.reshape(math.prod(full.shape[:-2]), *full.shape[-2:])
     for layout in layouts:
         if layout.shards.contribution_of(rank) == 0:
-            matrix = stack[layout.key.sub]
             for region in layout.shards.of(rank):
-                region.of_local(local).copy_(region.of_matrix(matrix))
+                source = region.of_matrix(stack[layout.key.sub])
+                region.of_local(local).copy_(source)
     return local
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -289,30 +179,35 @@ def local_part(tensor: Tensor) -> Tensor:
     local = tensor
     if isinstance(tensor, DTensor):
         local = tensor._local_tensor
-        # A functional collective's result is a wrapper until somebody waits for it.
+        # A functional collective's result is a wrapper until its first use waits for it.
         wait = getattr(local, "wait", None)
         local = wait() if wait is not None else local
     return local.detach() if local.requires_grad else local
 
 
-def provenance(param: Tensor) -> tuple:
-    """What the layout of ``param`` is read from; where it differs later, the layout may be another."""
-    if not isinstance(param, DTensor):
-        return (is_frozen(param), param.shape, param.dtype, param.device)
-    local = param._local_tensor
-    return (
-        is_frozen(param),
-        param.device_mesh,
-        param.placements,
-        param.shape,
-        param.dtype,
-        local.shape,
-        local.device,
-    )
+def is_frozen(param: Tensor) -> bool:
+    """Whether a Parameter takes no gradients. It does not depend on ``grad``, which ranks may differ in."""
+    return isinstance(param, torch.nn.Parameter) and not param.requires_grad
+
+
+def origin_of(param: Tensor) -> tuple:
+    """The properties from which the layout of ``param`` is read, for a later comparison."""
+    origin = (is_frozen(param), param.shape, param.dtype, param.device)
+    if isinstance(param, DTensor):
+        local = param._local_tensor
+        origin += (local.shape, local.device, param.device_mesh, param.placements)
+    return origin
+
+
+def count_version(*tensors: Tensor) -> None:
+    """Tells autograd that a step wrote these. A DTensor does not see writes to its local tensor."""
+    written = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if written:
+        torch.autograd.graph.increment_version(written)
 
 
 def tp_mark_of(param: Tensor) -> int | None:
-    """The dimension that a framework has marked ``param`` as cut along by TP; -1 for not cut at all."""
+    """The dimension along which a framework says that TP cuts ``param``; -1 for none."""
     for mark in ("tp_dim", "partition_dim"):
         dim = getattr(param, mark, None)
         if isinstance(dim, int):
@@ -320,67 +215,45 @@ def tp_mark_of(param: Tensor) -> int | None:
     return None
 
 
-def is_frozen(param: Tensor) -> bool:
-    """A Parameter that takes no gradients. A plain tensor here is given its gradient by hand."""
-    # Not a word of param.grad: what decides about the schedule must be the same on all ranks.
-    return isinstance(param, torch.nn.Parameter) and not param.requires_grad
-
-
 def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
-    """``grad`` on this rank, placed and typed as ``param`` is.
+    """``grad`` on this rank, with the placement and dtype of ``param``.
 
-    Placing it otherwise is the framework's collective: every rank has to have the gradient.
+    Changing the placement is the framework's collective, which every rank of the mesh must join. Autograd
+    gives the contributions to a sum (a Partial parameter) one replicated gradient. It is the gradient of
+    the sum, so the first contribution takes it and the others take zeros.
     """
     counts = True
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
         if grad.placements != param.placements:
-            placements, counts = _target(param, grad)
+            placements = list(param.placements)
+            coordinate = param.device_mesh.get_coordinate() or ()
+            for dim, found in enumerate(grad.placements):
+                if placements[dim].is_partial() and not found.is_partial():
+                    placements[dim] = Replicate()
+                    counts = counts and coordinate[dim] == 0
             grad = grad.redistribute(param.device_mesh, placements)
-    local = local_part(grad)
-    if local.dtype != param.dtype:
-        local = local.to(param.dtype)
+    local = local_part(grad).to(param.dtype)
     return local if counts else torch.zeros_like(local)
 
 
-def _target(param: DTensor, grad: DTensor) -> tuple[tuple[Placement, ...], bool]:
-    """Where a gradient is to be placed, and whether this rank's part of it counts.
-
-    Autograd gives the terms of a sum (a Partial parameter) one replicated gradient. It is the sum's,
-    so one of the terms takes it and the others take zeros; DTensor has no redistribution for that.
-    """
-    placements = list(param.placements)
-    counts = True
-    coordinate = param.device_mesh.get_coordinate()
-    pairs = zip(placements, grad.placements, strict=True)
-    for dim, (wanted, found) in enumerate(list(pairs)):
-        if wanted.is_partial() and not found.is_partial():
-            placements[dim] = Replicate()
-            counts = counts and coordinate is not None and coordinate[dim] == 0
-    return tuple(placements), counts
-
-
 def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
-    """Why ``grad`` cannot be used for ``param``; "" where it can."""
+    """Why ``grad`` cannot be used for ``param``; "" if it can."""
     if grad.is_sparse or grad.layout != torch.strided:
         return "Muon does not support sparse gradients"
-    if grad.is_complex() and not param.is_complex():
-        return f"the parameter is of {param.dtype} and its gradient of {grad.dtype}"
-    shapes = (param.shape, grad.shape)
+    found: list[tuple[str, Any, Any]] = [
+        ("is complex", param.is_complex(), grad.is_complex()),
+        ("is a DTensor", isinstance(param, DTensor), isinstance(grad, DTensor)),
+    ]
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
-        if param.device_mesh != grad.device_mesh:
-            return f"the parameter is on {param.device_mesh} and its gradient on {grad.device_mesh}"
-        if param.placements == grad.placements:
-            shapes = (param._local_tensor.shape, grad._local_tensor.shape)
-    elif isinstance(param, DTensor) or isinstance(grad, DTensor):
-        return (
-            f"the parameter is a {type(param).__name__} and its gradient a {type(grad).__name__}; both or none have to "
-            "be DTensors"
-        )
-    devices = local_part(param).device, local_part(grad).device
-    if devices[0] != devices[1]:
-        return f"the parameter is on {devices[0]} and its gradient on {devices[1]}"
-    if shapes[0] != shapes[1]:
-        return f"the parameter has shape {tuple(shapes[0])} on this rank and its gradient {tuple(shapes[1])}"
+        found.append(("is on the mesh", param.device_mesh, grad.device_mesh))
+    if getattr(param, "placements", None) == getattr(grad, "placements", None):
+        mine, its = local_part(param), local_part(grad)
+        found.append(("is on", mine.device, its.device))
+        found.append(("here has shape", tuple(mine.shape), tuple(its.shape)))
+    found.append(("has shape", tuple(param.shape), tuple(grad.shape)))
+    for what, mine, its in found:
+        if mine != its:
+            return f"the parameter {what} {mine}, but its gradient {its}"
     return ""
 
 
@@ -404,36 +277,31 @@ def new_momentum_buffer(param: Tensor) -> Tensor:
 
 
 def placed_like(param: Tensor, buffer: Tensor) -> bool:
-    """Whether ``buffer`` is of ``param``'s own type and placement."""
-    if isinstance(param, DTensor) and isinstance(buffer, DTensor):
-        return (
-            param.placements == buffer.placements
-            and param.device_mesh == buffer.device_mesh
-            and param.shape == buffer.shape
-        )
-    either = isinstance(param, DTensor) or isinstance(buffer, DTensor)
-    return not either and param.shape == buffer.shape
+    """Whether ``buffer`` has ``param``'s type, shape and placement."""
+    if isinstance(param, DTensor) != isinstance(buffer, DTensor):
+        return False
+    return param.shape == buffer.shape and all(
+        getattr(param, name, None) == getattr(buffer, name, None)
+        for name in ("placements", "device_mesh")
+    )
 
 
 def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
-    """A momentum ``buffer`` of another placement in ``param``'s own type and placement.
+    """A momentum ``buffer`` of another placement, in ``param``'s type and placement.
 
-    Every rank has loaded the same kind of state, or changed its parameters alike, so all of them come
-    here, or none.
+    All ranks come here or none, because they have loaded the same state or changed the same parameters.
     """
     if param.shape != buffer.shape:
         raise ValueError(
-            f"the momentum buffer of {description} has shape {tuple(buffer.shape)}: load the whole one, or a DTensor "
-            "of it"
+            f"the momentum buffer of {description} has shape {tuple(buffer.shape)}: load the whole one, or a DTensor of it"
         )
-    if isinstance(param, DTensor) and isinstance(buffer, DTensor):
-        if param.device_mesh == buffer.device_mesh:
-            return buffer.redistribute(param.device_mesh, param.placements)
     if isinstance(buffer, DTensor):
+        if isinstance(param, DTensor) and param.device_mesh == buffer.device_mesh:
+            return buffer.redistribute(param.device_mesh, param.placements)
         buffer = buffer.full_tensor()
     if not isinstance(param, DTensor):
         return buffer
-    layouts = DTensorReader().read_all(Key(0), param)
+    layouts = DTensorLayouts().of(Key(0), param)
     local = torch.zeros_like(local_part(param), dtype=buffer.dtype)
     return like_param(param, cut_out(layouts, buffer, local))
 
@@ -458,58 +326,49 @@ def _contributions(
     return tuple(result)
 
 
-def _regions_by_rank(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    where: str,
-) -> tuple[tuple[Region, ...], ...]:
-    """For each rank of the flattened mesh, the regions that it holds."""
-    rows, columns = (
-        _runs_by_coordinate(mesh, placements, shape, dim, where) for dim in (0, 1)
-    )
-    # Replicas hold the same runs, and share what comes of them.
-    known: dict[tuple[int, int], tuple[Region, ...]] = {}
-    regions = []
-    for coordinate in product(*(range(size) for size in mesh.shape)):
-        of_rows, of_columns = rows[coordinate], columns[coordinate]
-        pair = id(of_rows), id(of_columns)
-        if pair not in known:
-            known[pair] = _regions(of_rows, of_columns)
-        regions.append(known[pair])
-    return tuple(regions)
-
-
-def _stacks_by_rank(
+def _matrices_by_rank(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     where: str,
 ) -> list[dict[int, tuple[Region, ...]]]:
-    """For each rank of the flattened mesh, the matrices of a stack that it holds, and their regions.
+    """For each rank of the flattened mesh, the matrices that it holds a part of, and their regions.
 
-    A stack of three and more dimensions has matrices of its last two, numbered row-major.
+    A tensor of three and more dimensions is a stack of matrices of its last two, numbered row-major.
     """
     runs = [
         _runs_by_coordinate(mesh, placements, shape, dim, where)
         for dim in range(len(shape))
     ]
     found = []
+    # Replicas hold the same runs, and share the result.
+    known: dict[tuple[int, ...], dict[int, tuple[Region, ...]]] = {}
     for coordinate in product(*(range(size) for size in mesh.shape)):
-        *leading, rows, columns = (of_dim[coordinate] for of_dim in runs)
-        regions = _regions(rows, columns)
-        numel = sum(region.numel for region in regions)
-        indices = [
-            [i for start, length in of_dim for i in range(start, start + length)]
-            for of_dim in leading
-        ]
-        held: dict[int, tuple[Region, ...]] = {}
-        for at, index in enumerate(product(*indices)):
-            sub = 0
-            for i, size in zip(index, shape):
-                sub = sub * size + i
-            held[sub] = moved(regions, at * numel)
-        found.append(held)
+        of_dims = [of_dim[coordinate] for of_dim in runs]
+        key = tuple(map(id, of_dims))
+        if key not in known:
+            known[key] = _matrices(of_dims, shape)
+        found.append(known[key])
+    return found
+
+
+def _matrices(
+    runs: list[list[tuple[int, int]]], shape: tuple[int, ...]
+) -> dict[int, tuple[Region, ...]]:
+    """The matrices of one local tensor, which holds ``runs`` of the indices of each dimension."""
+    *leading, rows, columns = runs
+    regions = _regions(rows, columns)
+    numel = sum(region.numel for region in regions)
+    indices = [
+        [i for start, length in of_dim for i in range(start, start + length)]
+        for of_dim in leading
+    ]
+    found = {}
+    for at, index in enumerate(product(*indices)):
+        sub = 0
+        for i, size in zip(index, shape):
+            sub = sub * size + i
+        found[sub] = moved(regions, at * numel)
     return found
 
 
@@ -522,8 +381,8 @@ def _runs_by_coordinate(
 ) -> dict[tuple[int, ...], list[tuple[int, int]]]:
     """Mesh coordinate -> the runs (start, length) of indices of tensor dimension ``dim`` held there.
 
-    The placements themselves cut an index vector, mesh dimension by mesh dimension, so their rules
-    for uneven, empty and strided shards are theirs alone.
+    The placements themselves cut an index vector, mesh dimension by mesh dimension. So this function does
+    not know the rules for uneven, empty and strided shards.
     """
     vector = torch.arange(shape[dim], device="cpu").reshape(
         [-1 if d == dim else 1 for d in range(len(shape))]
@@ -553,11 +412,11 @@ def _runs_by_coordinate(
 def _order_of_cuts(
     placements: tuple[Placement, ...], sizes: tuple[int, ...], dim: int
 ) -> list[tuple[int, Placement]]:
-    """The mesh dimensions in the order in which they cut tensor dimension ``dim``, with what cuts.
+    """The mesh dimensions in the order in which they cut tensor dimension ``dim``, with their placements.
 
-    That is left to right, but for a strided shard whose split factor is the number of pieces that
-    the dimensions to its right make: FSDP over TP. It says that those cut first and that it cuts
-    each of their pieces, which for uneven sizes is not the same as cutting strides.
+    The order is left to right, except for a strided shard whose split factor is the number of pieces of
+    the dimensions to its right (FSDP over TP). It cuts each of their pieces after them, which for uneven
+    sizes differs from cutting strides.
     """
     order: list[tuple[int, Placement]] = []
     pieces = 1
@@ -595,7 +454,7 @@ def _runs(parts: list[Tensor]) -> list[list[tuple[int, int]]]:
     lengths = [part.numel() for part in parts]
     breaks = (together.diff() != 1).nonzero().flatten().add(1).tolist()
     ends = list(accumulate(lengths))
-    # A run ends where a part does, too, even if the next one goes on with the next integer.
+    # A run also ends with its part, even if the next part starts with the next integer.
     edges = sorted({0, *breaks, *ends})
     values = together[torch.tensor(edges[:-1], dtype=torch.long, device="cpu")].tolist()
     found = zip(edges, edges[1:], values)

@@ -7,7 +7,8 @@ import math
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.optim._muon_engine.layouts import Region
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.optim._muon_engine.layouts import listed, Region
 
 
 if TYPE_CHECKING:
@@ -33,65 +34,72 @@ class FlatMatrix(NamedTuple):
 
 
 class FlatView(NamedTuple):
-    """What is in one parameter of an FSDP1 model, and over which groups it is shared.
+    """The matrices in one parameter of an FSDP1 model, and the groups that share it.
 
-    The groups are None where only the module, which was not given, knows them.
+    The groups are None if only the module, which was not given, knows them.
     """
 
     matrices: tuple[FlatMatrix, ...]
     shards: ProcessGroup | None = None
     replicas: ProcessGroup | None = None
 
-
-def is_flattened(param: Tensor) -> bool:
-    """Whether FSDP1 manages ``param``: as a flat parameter, or as an original one that it slices."""
-    return getattr(param, "_fsdp_flattened", False)
-
-
-def is_flat_param(param: Tensor) -> bool:
-    return getattr(param, "_is_flat_param", False)
-
-
-def units(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Each FSDP1 unit in ``module`` that has parameters, with its flat parameter."""
-    for unit in FullyShardedDataParallel.fsdp_modules(module):
-        # A unit all of whose parameters went to nested units has none of its own.
-        if unit._handle is not None:
-            yield unit, unit._handle.flat_param
+    def check(self, described: str, has_module: bool, has_group: bool) -> None:
+        """Raises ValueError if the user must say more about this parameter."""
+        if not self.matrices:
+            raise ValueError(
+                f"{described} is a parameter of another FSDP1 model than the one that module= names"
+                if has_module
+                else f"{described} is an original parameter of an FSDP1 model, which does not say what it is a slice of. "
+                "Give create_auto_config the wrapped model: module=model"
+            )
+        if self.shards is None and not has_group:
+            raise ValueError(
+                f"{described} is a flat parameter of an FSDP1 model; give create_auto_config "
+                "fsdp_process_group=model.process_group, or module=model"
+            )
 
 
 def views(module: nn.Module) -> dict[Tensor, FlatView]:
     """The parameters of ``module`` that FSDP1 manages, with what is in them."""
     found: dict[Tensor, FlatView] = {}
-    for unit, flat in units(module):
-        handle = unit._handle
+    for name, unit in module.named_modules():
+        # A unit whose parameters all went to nested units has none of its own.
+        if not isinstance(unit, FullyShardedDataParallel) or unit._handle is None:
+            continue
+        handle, flat = unit._handle, unit._handle.flat_param
         groups = handle.process_group, getattr(unit, "_inter_node_pg", None)
-        found[flat] = FlatView(_matrices(flat), *groups)
+        matrices = _matrices(flat, clean_tensor_name(f"{name}." if name else ""))
+        found[flat] = FlatView(matrices, *groups)
         for number, param in enumerate(flat._params or ()):
             # An original parameter is the slice itself, not the unit's storage that it is cut from.
-            found[param] = FlatView((_matrix(flat, number, 0),), *groups)
+            matrix = _matrix(flat, number, 0)._replace(name=matrices[number].name)
+            found[param] = FlatView((matrix,), *groups)
     return found
 
 
-def view_of_flat_param(param: Tensor) -> FlatView:
-    """What a flat parameter knows without its module."""
-    return FlatView(_matrices(param))
+def view_of(param: Tensor, known: dict[Tensor, FlatView]) -> FlatView | None:
+    """The view of ``param``: None if FSDP1 did not flatten it, no matrices if only its module knows."""
+    if not getattr(param, "_fsdp_flattened", False):
+        return None
+    if param in known:
+        return known[param]
+    return FlatView(_matrices(param) if getattr(param, "_is_flat_param", False) else ())
 
 
-def _matrices(flat: Any) -> tuple[FlatMatrix, ...]:
+def _matrices(flat: Any, prefix: str = "") -> tuple[FlatMatrix, ...]:
     return tuple(
-        _matrix(flat, number, info.offset_in_shard)
+        _matrix(flat, number, info.offset_in_shard, prefix)
         for number, info in enumerate(flat._shard_param_infos)
     )
 
 
-def _matrix(flat: Any, number: int, offset: int | None) -> FlatMatrix:
+def _matrix(flat: Any, number: int, offset: int | None, prefix: str = "") -> FlatMatrix:
     info, shape = flat._shard_param_infos[number], tuple(flat._shapes[number])
     held = (0, 0, 0)
     if info.in_shard and offset is not None:
         held = info.intra_param_start_idx, info.intra_param_end_idx + 1, offset
     return FlatMatrix(
-        flat._fqns[number],
+        prefix + flat._fqns[number],
         shape,
         _regions_of(held, shape) if len(shape) == 2 else (),
         flat._param_extensions[number],
@@ -130,7 +138,7 @@ def interval_regions(
 ) -> Iterator[Region]:
     """Elements ``start`` to ``end`` of a matrix, counted row by row, as at most three rectangles.
 
-    They stand in a row from ``offset`` on: the end of one row, whole rows, the beginning of another.
+    They are contiguous from ``offset`` on: the end of one row, whole rows, the beginning of another.
     """
     at = start
     while at < end:
@@ -149,56 +157,46 @@ def matrices_only(
     """The matrices of ``view``, those of stacks one by one.
 
     Raises:
-        ValueError: it holds something else, too.
+        ValueError: it also holds something else.
     """
     if takes_stacks:
         each = [_unstacked(m) if len(m.shape) > 2 else (m,) for m in view.matrices]
         view = view._replace(matrices=tuple(itertools.chain(*each)))
-    others = [m.name for m in view.matrices if len(m.shape) != 2]
-    if others and len(others) < len(view.matrices):
-        matrices = [m.name for m in view.matrices if len(m.shape) == 2]
-        raise ValueError(
-            f"{described} is a flat parameter that mixes matrices ({few(matrices)}) with others ({few(others)}). "
-            "Wrap with use_orig_params=True and give create_auto_config the model as module=, or wrap the others in "
-            "units of their own"
-        )
+    others = [m for m in view.matrices if len(m.shape) != 2]
+    _refuse_mixed(view, described)
     if others:
-        shapes = [m.shape for m in view.matrices]
         raise ValueError(
-            f"Muon only supports 2D parameters whereas we found {described}, which is {few(others)} of shape "
-            f"{shapes[0] if len(shapes) == 1 else shapes}"
+            f"Muon only supports 2D parameters whereas we found {described}, which is {listed([m.name for m in others], 4)} of "
+            f"shape {others[0].shape}"
         )
     for matrix in view.matrices:
         if not matrix.contiguous:
             raise ValueError(
                 f"FSDP1 flattened {matrix.name!r} of shape {matrix.shape} in the order of its memory, which is not "
-                "contiguous; make it so before wrapping"
+                "contiguous; make it contiguous before wrapping"
             )
     return view.matrices
 
 
-def few(names: Sequence[str]) -> str:
-    """The first of ``names``, for a message."""
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+def _refuse_mixed(view: FlatView, described: str) -> None:
+    matrices = [m.name for m in view.matrices if len(m.shape) == 2]
+    others = [m.name for m in view.matrices if len(m.shape) != 2]
+    if matrices and others:
+        raise ValueError(
+            f"{described} is a flat parameter that mixes matrices ({listed(matrices, 4)}) with others ({listed(others, 4)}). "
+            "Wrap with use_orig_params=True and give create_auto_config the model as module=, or wrap the others in "
+            "units of their own"
+        )
 
 
 def split_by_shape(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The parameters of ``module`` that are matrices, and the others."""
     known = views(module)
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for param in module.parameters():
-        view = known.get(param)
-        named = (
-            [(m.name, m.shape) for m in view.matrices] if view else [("", param.shape)]
-        )
-        are_matrices = [len(shape) == 2 for _, shape in named]
-        if any(are_matrices) and not all(are_matrices):
-            inside = [name for name, shape in named if len(shape) == 2]
-            beside = [name for name, shape in named if len(shape) != 2]
-            raise ValueError(
-                f"a flat parameter holds matrices ({few(inside)}) together with other parameters ({few(beside)}). "
-                "Wrap with use_orig_params=True, or wrap the others in units of their own"
-            )
-        (matrices if all(are_matrices) else others).append(param)
-    return matrices, others
+    found: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    for name, param in module.named_parameters():
+        ndim = param.ndim
+        if param in known:
+            _refuse_mixed(known[param], f"parameter {name!r}")
+            ndim = len(known[param].matrices[0].shape)
+        found[ndim != 2].append(param)
+    return found

@@ -1,20 +1,23 @@
-"""Process groups: the user says who shares a parameter, the ranks tell each other how.
+"""The reader: where an optimizer's parameters are, by their placements or over process groups.
 
-A DTensor speaks for itself; groups can only add replicas of all of its mesh.
+With process groups, the user says which ranks share a parameter, and the ranks exchange how. DTensors
+describe themselves. Groups can only add replicas of their whole mesh.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim._muon_engine.agreement import all_gather_object
 from torch.optim._muon_engine.layouts import (
+    dtensor,
+    fsdp1,
     Key,
     Layout,
     listed,
@@ -23,63 +26,61 @@ from torch.optim._muon_engine.layouts import (
     Region,
     whole_regions,
 )
-from torch.optim._muon_engine.layouts import fsdp1
-from torch.optim._muon_engine.layouts.dtensor import (
-    current_device,
-    cut_out,
-    DTensorReader,
-    local_part,
-    tp_mark_of,
-)
-from torch.optim._muon_engine.layouts.merge import (
-    GroupPlacement,
+from torch.optim._muon_engine.layouts.exchange import (
+    Cut,
+    KINDS,
+    layouts_of,
     LocalMatrix,
-    merge,
-    Part,
+    Piece,
+    SPEAKER,
 )
-from torch.optim._muon_engine.process_groups import spanning_group
+from torch.optim._muon_engine.process_groups import (
+    device_of_group,
+    is_dry_run,
+    spanning_group,
+)
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+    # Ranks that share a matrix -> the framework's groups among them.
+    Sharing = dict[tuple[int, ...], list[ProcessGroup]]
 
-@dataclass(frozen=True)
+
 class ParallelGroups:
-    """The process groups that this rank is in, one for each kind of parallelism."""
+    """This rank's process groups, and what the user said about them in a config's ``state``."""
 
-    fsdp: ProcessGroup | None = None
-    tp: ProcessGroup | None = None
-    ddp: ProcessGroup | None = None
-    ep: ProcessGroup | None = None
-    cp: ProcessGroup | None = None
-    # The dimension that TP cuts a parameter along, by its index; None where nothing was said.
-    tp_dims: Mapping[int, int] | None = None
-    tp_dim_default: int | None = None
-    experts: Mapping[int, int] = field(default_factory=dict)
-    # An FSDP1 model, which alone knows what its original parameters are slices of.
-    module: nn.Module | None = None
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.of_kind: dict[str, ProcessGroup | None] = {
+            kind: state.get(f"{kind}_process_group") for kind in (*KINDS, "ep")
+        }
+        # Parameter index -> the dimension that TP cuts; None if the user said nothing.
+        self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
+        self.tp_dim_default: int | None = state.get("tp_dim_default")
+        self.experts: Mapping[int, int] = state.get("expert_assignments") or {}
+        # The FSDP1 model. Only it knows what its original parameters are slices of.
+        self.module: nn.Module | None = state.get("module")
 
     def shared_over(self) -> dict[str, ProcessGroup]:
-        """The groups of several ranks that share matrices; experts and stages share none."""
-        given = {"fsdp": self.fsdp, "tp": self.tp, "ddp": self.ddp, "cp": self.cp}
+        """The groups of several ranks that share matrices. Experts and stages share none."""
         return {
-            name: group
-            for name, group in given.items()
-            if group is not None and dist.get_world_size(group) > 1
+            kind: group
+            for kind, group in self.of_kind.items()
+            if kind != "ep" and group is not None and dist.get_world_size(group) > 1
         }
 
     def tp_dim(self, index: int) -> int | None:
-        """The dimension that TP cuts parameter ``index`` along; None where it does not."""
+        """The dimension along which TP cuts parameter ``index``; None if it does not."""
         return (self.tp_dims or {}).get(index, self.tp_dim_default)
 
     def check_tp_dim(self, tensor: Tensor, index: int) -> None:
-        """Raises IndexError where the TP dimension of ``tensor`` is none of its dimensions."""
+        """Raises IndexError if ``tensor`` does not have its TP dimension."""
         dim = self.tp_dim(index)
-        # A flat parameter's matrices have two dimensions each.
+        # The matrices in a flat parameter have two dimensions.
         ndim = max(2, tensor.ndim)
         if dim is not None and not -ndim <= dim < ndim:
             raise IndexError(
@@ -87,26 +88,39 @@ class ParallelGroups:
                 f"has dimensions 0 to {ndim - 1}"
             )
 
-    def ep_ranks(self) -> tuple[int, ...]:
-        return (process_rank(),) if self.ep is None else _ranks(self.ep)
+    def check_count(self, count: int) -> None:
+        """Raises ValueError if the user named parameters that do not exist."""
+        given = {"expert_assignments": self.experts}
+        if "tp" in self.shared_over():
+            given["tp_dim_per_param"] = self.tp_dims or {}
+        for name, indices in given.items():
+            unknown = sorted(i for i in indices if i >= count)
+            if unknown:
+                raise ValueError(
+                    f"{name} names parameters {unknown}, but the optimizer has 0 to {count - 1}. Indices count the "
+                    "parameters that the optimizer is given, in that order, not all parameters of the model"
+                )
 
 
-class GroupReader:
-    """Reads parameters that process groups share; see :class:`Reader`."""
+class Reader:
+    """Asks the framework where the shards of an optimizer's parameters are.
 
-    takes_flat_params = True
-    takes_stacks = False
+    A plain tensor that no group shares is whole, and each rank's own.
 
-    def __init__(self, groups: ParallelGroups) -> None:
+    Args:
+        groups: without any, only DTensors are shared.
+        takes_stacks: whether FSDP1 may have flattened stacks of matrices.
+    """
+
+    def __init__(self, groups: ParallelGroups, takes_stacks: bool = False) -> None:
         self.groups = groups
-        self.dtensors = DTensorReader()
-        # Ranks that share a matrix, as last read, and their groups; each parameter's. None where reading
-        # raised: of a stack a rank may hold no matrix, and then shares none.
-        self._sharing: dict[tuple[int, ...], list[ProcessGroup]] | None = None
-        self._holders: dict[Tensor, set[tuple[int, ...]]] = {}
+        self.takes_stacks = takes_stacks
+        self._dtensors = dtensor.DTensorLayouts()
+        # None before reading succeeded.
+        self._sharing: Sharing | None = None
         self._last: list[Tensor] = []
-        # By index: the layouts in a plain tensor, and the shape of this rank's part.
-        self._plain: dict[int, tuple[list[Layout], torch.Size]] = {}
+        # Index -> the layouts in a parameter, and a tensor with its type and local shape.
+        self._known: dict[int, tuple[list[Layout], Tensor]] = {}
 
     def read(
         self,
@@ -114,519 +128,408 @@ class GroupReader:
         names: Sequence[str | None],
         error: BaseException | None = None,
     ) -> list[Layout]:
-        self.dtensors.forget()
-        self._sharing, self._holders, self._plain = None, {}, {}
-        found: list[LocalMatrix] = []
+        """The layouts of all matrices in ``params``, in an order that all ranks share.
+
+        The ranks of the groups exchange what they hold. They learn of an ``error`` of this rank there,
+        and raise it.
+        """
+        # Another mesh may get the address of a former one.
+        self._dtensors = dtensor.DTensorLayouts()
+        self._sharing, self._known = None, {}
+        local = _LocalReader(self.groups, self._dtensors, self.takes_stacks)
         try:
             if error is None:
+                self.groups.check_count(len(params))
                 self._check_order(params)
-                found = self._local_matrices(params, names)
+                for index, (param, name) in enumerate(zip(params, names, strict=True)):
+                    expert = self.groups.experts.get(index)
+                    local.add(Key(index, 0, name, expert), param)
         except Exception as problem:
-            # Told to the others before it is raised: they are on their way into the exchange.
+            # The other ranks are on their way into the exchange, so they hear of it there.
             error = problem
-        layouts = self._merge(found, error)
-        sharing = self._sharing = {}
-        for matrix, layout in zip(found, layouts, strict=True):
-            param = params[layout.key.index]
-            self._holders.setdefault(param, set()).add(layout.group)
-            groups = sharing.setdefault(layout.group, [])
-            groups += [p.group for p in matrix.placements if p.group not in groups]
-            if not isinstance(param, DTensor):
-                shape = local_part(param).shape
-                self._plain.setdefault(layout.key.index, ([], shape))[0].append(layout)
-        # Ranks may hold the same experts in other orders, and all that share some count them alike.
+        layouts = local.exchange(params, error)
+        for layout in layouts:
+            index = layout.key.index
+            self._known.setdefault(index, ([], params[index]))[0].append(layout)
+        self._sharing = self._read_sharing(params, layouts, local)
+        # Ranks may list the same experts in different orders, and must share one order.
         return sorted(
             layouts, key=lambda l: -1 if l.key.expert is None else l.key.expert
         )
 
+    def _read_sharing(
+        self, params: Sequence[Tensor], layouts: Sequence[Layout], local: _LocalReader
+    ) -> Sharing:
+        of_meshes = self._dtensors.sharing(params)
+        given = local.groups_of.items()
+        # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
+        sharing = {} if self.groups.shared_over() else dict(of_meshes)
+        for ranks in {layout.group for layout in layouts}:
+            inside = [g for (_, of), g in given if set(of) <= set(ranks)]
+            for mesh, groups in of_meshes.items():
+                # Replicas along other groups make a mesh one part of several.
+                inside += groups if set(mesh) <= set(ranks) else []
+            sharing[ranks] = list(dict.fromkeys(inside))
+        return sharing
+
     def _check_order(self, params: Sequence[Tensor]) -> None:
-        """What the user said by index does not follow a parameter to another index."""
+        """Refuses another order if the user described parameters by index."""
         former = {id(param): index for index, param in enumerate(self._last)}
         said = {*(self.groups.tp_dims or {}), *self.groups.experts}
         for index, param in enumerate(params):
             before = former.get(id(param), index)
             if before != index and said & {before, index}:
                 raise ValueError(
-                    f"{Key(index).describe(param.shape)} was parameter {before} before, and tp_dim_per_param and "
+                    f"{Key(index).describe(param.shape)} was parameter {before} before, but tp_dim_per_param and "
                     "expert_assignments go by index. Build a new Muon with a new create_auto_config for this order"
                 )
         self._last = list(params)
 
-    def _local_matrices(
-        self, params: Sequence[Tensor], names: Sequence[str | None]
-    ) -> list[LocalMatrix]:
-        local = _LocalReader(self.groups, len(params), self.takes_stacks)
-        found: list[LocalMatrix] = []
-        for index, (param, name) in enumerate(zip(params, names, strict=True)):
-            key = Key(index, 0, name, self.groups.experts.get(index))
-            if isinstance(param, DTensor):
-                layouts = self.dtensors.read_all(key, param)
-                if layouts:
-                    local.check_dtensor(layouts[0], param)
-                found += [local.of_dtensor(layout, param) for layout in layouts]
-            else:
-                found.extend(local.of_plain(key, param))
-        self._warn_once(local.warnings)
-        return found
+    def sharing(self, params: Sequence[Tensor]) -> Sharing:
+        """Sorted ranks that share one of ``params``, as last read -> the framework's groups for it.
 
-    def _warn_once(self, found: Sequence[tuple[str, str]]) -> None:
-        """One warning for all parameters of which there is one thing to say, on the first of the ranks."""
-        shared = self.groups.shared_over().values()
-        if any(min(_ranks(group)) < process_rank() for group in shared):
-            return
-        named: dict[str, list[str]] = {}
-        for who, what in found:
-            named.setdefault(what, []).append(who)
-        for what, who in named.items():
-            warnings.warn(f"{listed(who)}: {what}", stacklevel=2)
-
-    def _merge(
-        self, matrices: Sequence[LocalMatrix], error: BaseException | None
-    ) -> list[Layout]:
-        layouts, texts = merge(
-            matrices, self.groups.shared_over().items(), self.groups.ep_ranks(), error
-        )
-        for text in texts:
-            warnings.warn(text, stacklevel=2)
-        return layouts
-
-    def sharing(
-        self, params: Sequence[Tensor]
-    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
-        shared = self.dtensors.sharing(params)
+        If :meth:`read` raised, only what is known without it, which is the same on all ranks.
+        """
         if self._sharing is None:
-            return shared
-        found = {ranks for param in params for ranks in self._holders.get(param, ())}
-        # A DTensor's replicas along other groups make its own mesh one of several parts.
-        return {
-            ranks: [
-                *(
-                    group
-                    for mesh in shared
-                    if set(mesh) <= set(ranks)
-                    for group in shared[mesh]
-                ),
-                *self._sharing[ranks],
-            ]
-            for ranks in found
-        }
+            return self._dtensors.sharing(params)
+        return self._sharing
 
-    def meeting(
-        self, params: Sequence[Tensor]
-    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
-        # The ranks tell sizes over all groups, whichever parameter changed.
+    def meeting(self, params: Sequence[Tensor]) -> Sharing:
+        """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
         given = self.groups.shared_over().values()
         known = {tuple(sorted(_ranks(group))): [group] for group in given}
-        return {**self.dtensors.meeting(params), **known}
+        return {**self._dtensors.sharing(params), **known}
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
-        device = self.dtensors.device_of(params)
-        for groups in (self._sharing or {}).values():
-            for group in groups:
-                kinds = [torch.device(kind).type for kind in group._device_types]
-                if device.type not in kinds:
-                    # Offloaded parameters, of which only another device's copies can travel.
-                    return current_device(
-                        next((kind for kind in kinds if kind != "cpu"), "cpu")
-                    )
+        """Where collectives take their memory."""
+        device = dtensor.device_of(params)
+        for group in (g for groups in (self._sharing or {}).values() for g in groups):
+            kinds = [torch.device(kind).type for kind in group._device_types]
+            if device.type in ("cpu", "meta") and device.type not in kinds:
+                # Parameters on the CPU or on meta, in a group of accelerators only.
+                return device_of_group(group)
         return device
 
     def describe_state(self, state: dict[str, Any]) -> None:
-        self.dtensors.describe_state(state)
+        """Writes the entries into a config's ``state`` that users are promised."""
+        state["param_metadata"] = {
+            index: {
+                "device_mesh": like.device_mesh,
+                "placements": like.placements,
+                "shape": like.shape,
+                "stride": like.stride(),
+                "local_shape": like._local_tensor.shape,
+            }
+            for index, (_, like) in self._known.items()
+            if isinstance(like, DTensor)
+        }
 
-    def check_index(self, tensor: Tensor, index: int) -> None:
-        self.groups.check_tp_dim(tensor, index)
-
-    # The round trip outside of step()
+    # The round trip
 
     def whole(self, tensor: Tensor, index: int) -> Tensor:
+        """The full matrix of parameter ``index``, of which ``tensor`` is this rank's piece."""
+        self.groups.check_tp_dim(tensor, index)
+        layouts, like = self._known.get(index, ([], tensor))
         if isinstance(tensor, DTensor):
-            return self.dtensors.whole(tensor, index)
-        layout = self._layout_of(tensor, index)
+            layouts = self._dtensors.of(Key(index), tensor)
+            if tensor.ndim > 2:
+                self._known[index] = layouts, tensor
+                return tensor.full_tensor()
+        elif not layouts or (len(layouts) == 1 and like.shape != tensor.shape):
+            local = _LocalReader(self.groups, self._dtensors, self.takes_stacks)
+            local.add(Key(index), tensor)
+            layouts = local.exchange({index: tensor}, None)
+        self._known[index] = layouts, tensor
+        (layout, *others) = layouts
         if len(layout.group) == 1:
-            return tensor
-        group = spanning_group(layout.group, self.groups.shared_over().values())
-        full = tensor.new_empty(layout.shape)
-        for rank, local in _everyones(tensor.detach(), group).items():
+            return dtensor.local_part(tensor)
+        if others:
+            raise ValueError(
+                f"parameter {index} holds {len(layouts)} matrices, which gather_fn and redistribute_fn cannot hand over "
+                "as one. They work for a flat parameter if every FSDP unit holds a single matrix"
+            )
+        # The engine's group, if it has read this parameter.
+        given = [*self.groups.shared_over().values()]
+        known = {layout.group: given, **self.sharing([tensor])}[layout.group]
+        parts = _all_gather(
+            dtensor.local_part(tensor), spanning_group(layout.group, known)
+        )
+        full = dtensor.local_part(tensor).new_zeros(layout.shape)
+        # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
+        for rank, *_ in layout.shards.replica_sets:
             for region in layout.shards.of(rank):
-                region.of_matrix(full).copy_(region.of_local(local))
+                region.of_matrix(full).add_(region.of_local(parts[rank]))
         return full
 
-    def _layout_of(self, tensor: Tensor, index: int) -> Layout:
-        """What is known of parameter ``index``, else what the ranks find out about ``tensor``."""
-        layouts, shape = self._plain.get(index, ([], None))
-        if not layouts or (shape != tensor.shape and len(layouts) == 1):
-            local = _LocalReader(self.groups, None, self.takes_stacks)
-            layouts = self._merge([*local.of_plain(Key(index), tensor)], None)
-            self._plain[index] = (layouts, tensor.shape)
-        if len(layouts) > 1:
-            raise ValueError(
-                f"parameter {index} is one of {len(layouts)} matrices, which gather_fn and redistribute_fn "
-                "cannot hand over as one; of a flat parameter they work where every FSDP unit holds a single matrix"
-            )
-        return layouts[0]
-
     def piece(self, full: Tensor, index: int) -> Tensor:
-        if index not in self._plain:
-            return self.dtensors.piece(full, index)
-        layouts, shape = self._plain[index]
-        return cut_out(layouts, full, full.new_zeros(shape))
+        """This rank's piece of ``full``, cut without communication."""
+        layouts, like = self._known.get(index, ([], full))
+        if not layouts and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"nothing is known of parameter {index} yet, so redistribute_fn cannot tell which piece of the matrix is "
+                "this rank's: call gather_fn before"
+            )
+        if not isinstance(like, DTensor):
+            if not layouts or len(layouts[0].group) == 1:
+                return full
+        local = dtensor.cut_out(
+            layouts, full, full.new_zeros(dtensor.local_part(like).shape)
+        )
+        return dtensor.like_param(like, local)
 
 
-def _everyones(local: Tensor, group: ProcessGroup) -> dict[int, Tensor]:
-    """Each rank's local tensor, by rank; they differ in size, and so travel padded."""
-    shapes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, tuple(local.shape), group=group)
-    sizes = [torch.Size(shape).numel() for shape in shapes]
+def _all_gather(local: Tensor, group: ProcessGroup) -> dict[int, Tensor]:
+    """Each rank's local tensor by rank. Sizes differ, so the tensors are padded."""
+    shapes = all_gather_object(tuple(local.shape), group)
+    sizes = [math.prod(shape) for shape in shapes]
     padded = local.new_zeros(max(sizes))
     padded[: local.numel()].copy_(local.reshape(-1))
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded, group=group)
-    return {
-        rank: flat[:size].view(shape)
-        for rank, flat, size, shape in zip(
-            _ranks(group), gathered, sizes, shapes, strict=True
-        )
-    }
+    found = zip(gathered, sizes, shapes, strict=True)
+    parts = [flat[:size].view(shape) for flat, size, shape in found]
+    return dict(zip(_ranks(group), parts, strict=True))
 
 
 class _LocalReader:
-    """What this rank knows of one optimizer's parameters by itself.
-
-    Args:
-        groups: the groups and dimensions that the user gave.
-        count: the number of parameters; None where a single one is looked at.
-        takes_stacks: whether FSDP1 may have flattened stacks of matrices.
-    """
+    """Collects what this rank knows by itself about one optimizer's matrices."""
 
     def __init__(
         self,
         groups: ParallelGroups,
-        count: int | None,
-        takes_stacks: bool = False,
+        dtensors: dtensor.DTensorLayouts,
+        takes_stacks: bool,
     ) -> None:
         self.groups = groups
+        self.dtensors = dtensors
         self.takes_stacks = takes_stacks
         self.shared = groups.shared_over()
-        # Of which matrix, and what.
-        self.warnings: list[tuple[str, str]] = []
-        self._views: dict[Tensor, fsdp1.FlatView] | None = None
-        # One for all matrices of a kind.
-        self._parts: dict[tuple, Part] = {}
-        self._check_indices(count)
+        # Kind and ranks -> the group. A unit of FSDP1 may have other groups than those that were given.
+        self.groups_of = {(kind, _ranks(g)): g for kind, g in self.shared.items()}
+        self.found: list[LocalMatrix] = []
+        # Text -> the matrices that it is about.
+        self.warnings: dict[str, list[str]] = {}
+        # Equal pieces become one object.
+        self._pieces: dict[Any, Piece] = {}
+        self._views = {} if groups.module is None else fsdp1.views(groups.module)
 
-    def _check_indices(self, count: int | None) -> None:
-        if count is None:
-            return
-        given = {"expert_assignments": self.groups.experts}
-        if "tp" in self.shared:
-            given["tp_dim_per_param"] = self.groups.tp_dims or {}
-        for name, indices in given.items():
-            unknown = sorted(i for i in indices if i >= count)
-            if unknown:
-                raise ValueError(
-                    f"{name} names parameters {unknown}, but the optimizer's are 0 to {count - 1}. Indices count what "
-                    "the optimizer is given, in that order, and not all of the model's parameters"
-                )
-
-    # DTensors
-
-    def _replicates(self, kind: str, dtensor: DTensor) -> bool:
-        """Whether the ranks of a group hold the same matrices of ``dtensor``, a stack perhaps."""
-        if dtensor.ndim == 2:
-            return True
-        # The ranks of a stack's mesh may hold other matrices of it.
-        ranks = dtensor.device_mesh.mesh.flatten().tolist()
-        return _only_me(self.shared[kind], ranks)
-
-    def of_dtensor(self, layout: Layout, dtensor: DTensor) -> LocalMatrix:
-        """The DTensor's own layout; groups can only add replicas of all of its mesh."""
-        placements = []
-        shape, shards = layout.shape, layout.shards
-        if not shards.contributions:
-            placements = [
-                GroupPlacement(kind, self.shared[kind], lenient=True)
-                for kind in ("ddp", "cp")
-                if kind in self.shared and self._replicates(kind, dtensor)
-            ]
-        if (shape, id(shards)) not in self._parts:
-            holders = tuple(zip(shards.ranks, shards.regions, strict=True))
-            self._parts[shape, id(shards)] = Part(shape, holders)
-        return LocalMatrix(
-            layout.key,
-            layout.dtype,
-            self._parts[shape, id(shards)],
-            tuple(placements),
-            layout.source,
-            layout.shards.contributions,
-        )
-
-    def check_dtensor(self, layout: Layout, dtensor: DTensor) -> None:
-        """Raises or warns where the user says otherwise than the placements."""
-        self.groups.check_tp_dim(dtensor, layout.key.index)
-        self._warn_about_dtensor(layout, dtensor)
-
-    def _warn_about_dtensor(self, layout: Layout, dtensor: DTensor) -> None:
-        """Notes where a group or dimension says otherwise than the placements."""
-        mesh = dtensor.device_mesh
-        placed = {
-            _ranks(mesh.get_group(dim)): placement
-            for dim, placement in enumerate(dtensor.placements)
-        }
-        for kind in ("fsdp", "tp"):
-            if kind not in self.shared:
-                continue
-            ranks = _ranks(self.shared[kind])
-            if mesh.size() == 1 or ranks not in placed:
-                self._warn(
-                    layout,
-                    f"{kind}_process_group has ranks {list(ranks)}, which no dimension of {mesh} does",
-                )
-                continue
-            dim = getattr(placed[ranks], "dim", None)
-            wanted = self.groups.tp_dim(layout.key.index)
-            if kind == "tp" and dim != (
-                None if wanted is None else wanted % dtensor.ndim
-            ):
-                self._warn(
-                    layout,
-                    f"tp_dim_per_param says that TP "
-                    f"{'does not cut it' if wanted is None else f'cuts it along dimension {wanted}'}, its placement over "
-                    f"ranks {list(ranks)} is {placed[ranks]}",
-                )
-            if kind == "fsdp" and dim is None:
-                self._warn(
-                    layout,
-                    f"fsdp_process_group says that ranks {list(ranks)} shard it, its placement over them is "
-                    f"{placed[ranks]}",
-                )
-
-        replicas = set(_ranks(self.shared["ddp"])) if "ddp" in self.shared else set()
-        inside = replicas & set(layout.group)
-        if len({layout.shards.of(rank) for rank in inside}) > 1:
+    def exchange(
+        self,
+        params: Mapping[int, Tensor] | Sequence[Tensor],
+        error: BaseException | None,
+    ) -> list[Layout]:
+        """The layouts of the matrices found, from the pieces that all ranks tell; and the warnings."""
+        values = 0
+        if error is None and not is_dry_run():
+            indices = dict.fromkeys(m.key.index for m in self.found if m.is_cut)
+            values = _digest_of(
+                [dtensor.local_part(params[index]) for index in indices]
+            )
+        ep = self.groups.of_kind["ep"]
+        ep_ranks = (process_rank(),) if ep is None else _ranks(ep)
+        layouts, equal = layouts_of(self.found, self.groups_of, ep_ranks, values, error)
+        for described in equal:
             self._warn(
-                layout,
-                f"ddp_process_group says that ranks {sorted(replicas)} hold replicas, its placements that ranks "
-                f"{sorted(inside)} hold different shards",
+                described,
+                "all ranks hold the same values, but the process groups say that each rank holds a different shard. "
+                "Replicas, as DistributedDataParallel makes them, belong to ddp_process_group",
             )
+        # Only the first of the ranks speaks.
+        if all(min(ranks) == process_rank() for _, ranks in self.groups_of):
+            for text, named in self.warnings.items():
+                warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
+        return layouts
 
-    def _warn(self, layout: Layout, what: str) -> None:
-        self.warnings.append(
-            (
-                layout.describe(),
-                f"{what}. The DTensor's placements count: {layout.source}",
-            )
-        )
+    def _warn(self, described: str, text: str) -> None:
+        self.warnings.setdefault(text, []).append(described)
 
-    # Plain tensors
-
-    def of_plain(self, key: Key, param: Tensor) -> Iterable[LocalMatrix]:
-        """All matrices in ``param``."""
+    def add(self, key: Key, param: Tensor) -> None:
+        """Adds all matrices in ``param``."""
         self.groups.check_tp_dim(param, key.index)
-        view = self._view_of(key, param)
-        if view is not None:
-            described = key.describe(param.shape)
-            matrices = fsdp1.matrices_only(view, described, self.takes_stacks)
-            for sub, matrix in enumerate(matrices):
-                yield self._of_flat(key._replace(sub=sub), param, matrix, view)
+        if isinstance(param, DTensor):
+            self._add_dtensor(key, param)
             return
-        if param.ndim < 2:
-            raise ValueError(
-                f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} "
-                f"({key.describe(param.shape)})"
-            )
-        kinds: tuple[str, ...] = ("fsdp", "tp", "ddp", "cp")
-        if self._is_ignored(param):
-            # FSDP does nothing for it, but TP may have cut it all the same.
-            kinds = ("tp",) if key.index in (self.groups.tp_dims or {}) else ()
-        groups: dict[str, ProcessGroup | None] = {
-            kind: self.shared.get(kind) for kind in kinds
-        }
-        tp_dim = self._tp_dim(key, param) if groups.get("tp") is not None else None
-        stacked = param.ndim - 2
-        if stacked:
-            # FSDP cuts a stack along its first dimension, so its ranks hold other matrices each, and none
-            # of them is a replica, whatever other group it is in.
-            cutting = groups.get("fsdp")
-            for kind, group in groups.items():
-                if cutting is not None and group is not None:
-                    apart = _only_me(group, _ranks(cutting))
-                    groups[kind] = group if apart else None
-            if tp_dim is not None:
-                groups["tp"] = groups.get("tp") if tp_dim >= stacked else None
-                tp_dim -= stacked
-        rows, columns = param.shape[-2:]
-        placements = self._placements(groups, 0, tp_dim)
-        for sub in range(math.prod(param.shape[:-2])):
-            yield self._piece(
-                key._replace(sub=sub) if sub else key,
-                param,
-                (rows, columns),
-                moved(whole_regions(rows, columns), sub * rows * columns),
-                placements,
-            )
+        view = fsdp1.view_of(param, self._views)
+        if view is None:
+            self._add_plain(key, param)
+            return
+        described = key.describe(param.shape)
+        view.check(
+            described,
+            self.groups.module is not None,
+            self.groups.of_kind["fsdp"] is not None,
+        )
+        matrices = fsdp1.matrices_only(view, described, self.takes_stacks)
+        for sub, matrix in enumerate(matrices):
+            self._add_flat(key._replace(sub=sub), param, matrix, view)
 
-    def _piece(
+    def _add(
         self,
         key: Key,
         param: Tensor,
         shape: tuple[int, int],
         regions: tuple[Region, ...],
-        placements: list[GroupPlacement],
-    ) -> LocalMatrix:
-        words = [
-            f"{c.kind}" + (f" along dimension {c.dim}" if c.kind == "tp" else "")
-            for c in placements
-        ]
-        part = Part(shape, ((process_rank(), regions),))
-        return LocalMatrix(
-            key,
-            param.dtype,
-            self._parts.setdefault((part,), part),
-            tuple(placements),
-            f"process groups: {', '.join(words)}" if words else "a plain tensor",
+        groups: Mapping[str, ProcessGroup],
+        dims: Mapping[str, int | None],
+    ) -> None:
+        cuts = tuple(
+            Cut(kind, _ranks(groups[kind]), dims.get(kind))
+            for kind in KINDS
+            if kind in groups and dist.get_world_size(groups[kind]) > 1
         )
+        self.groups_of |= {(cut.kind, cut.ranks): groups[cut.kind] for cut in cuts}
+        piece = Piece(shape, ((SPEAKER, regions),), cuts)
+        piece = self._pieces.setdefault(piece, piece)
+        self.found.append(LocalMatrix(key, param.dtype, piece))
 
-    @staticmethod
-    def _placements(
-        groups: dict[str, ProcessGroup | None],
-        fsdp_dim: int | None,
-        tp_dim: int | None,
-    ) -> list[GroupPlacement]:
-        dims = {"fsdp": fsdp_dim, "tp": tp_dim}
-        return [
-            GroupPlacement(kind, group, dims.get(kind))
-            for kind, group in groups.items()
-            if group is not None and dist.get_world_size(group) > 1
-        ]
+    def _add_dtensor(self, key: Key, tensor: DTensor) -> None:
+        """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
+        mesh_ranks = self.dtensors.ranks_of(tensor.device_mesh)
+        cuts = tuple(
+            Cut(kind, _ranks(self.shared[kind]))
+            for kind in ("ddp", "cp")
+            if kind in self.shared and _only_me(self.shared[kind], mesh_ranks)
+        )
+        layouts = self.dtensors.of(key, tensor)
+        for layout in layouts:
+            shards, of_sum = layout.shards, layout.shards.contributions
+            if id(shards) not in self._pieces:
+                holders = tuple(zip(shards.ranks, shards.regions, strict=True))
+                piece = Piece(layout.shape, holders, () if of_sum else cuts)
+                self._pieces[id(shards)] = piece
+            piece = self._pieces[id(shards)]
+            self.found.append(
+                LocalMatrix(layout.key, layout.dtype, piece, layout.source, of_sum)
+            )
+        for layout in layouts[:1]:
+            self._compare_with_groups(layout, tensor)
+
+    def _compare_with_groups(self, layout: Layout, tensor: DTensor) -> None:
+        """Warns if a group or dimension contradicts the placements."""
+        mesh, said = tensor.device_mesh, self.groups.tp_dim(layout.key.index)
+        placed = {
+            _ranks(mesh.get_group(dim)): placement
+            for dim, placement in enumerate(tensor.placements)
+        }
+        tp_dim = None if said is None else said % tensor.ndim
+        for kind in self.shared.keys() & {"fsdp", "tp"}:
+            ranks = _ranks(self.shared[kind])
+            dim = getattr(placed.get(ranks), "dim", None)
+            agrees = dim is not None if kind == "fsdp" else dim == tp_dim
+            if ranks not in placed or not agrees:
+                along = f" along dimension {said}" if kind == "tp" else ""
+                found = f"is {placed[ranks]}" if ranks in placed else f"is on {mesh}"
+                self._warn(
+                    layout.describe(),
+                    f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement {found}. The "
+                    f"DTensor's placements count: {layout.source}",
+                )
+        replicas = _ranks(self.shared["ddp"]) if "ddp" in self.shared else ()
+        inside = sorted({*replicas} & {*layout.group})
+        if len({layout.shards.of(rank) for rank in inside}) > 1:
+            self._warn(
+                layout.describe(),
+                f"ddp_process_group says that ranks {list(replicas)} hold replicas, but by its placements ranks {inside} "
+                f"hold different shards. The DTensor's placements count: {layout.source}",
+            )
+
+    def _add_plain(self, key: Key, param: Tensor) -> None:
+        if param.ndim < 2:
+            raise ValueError(
+                f"Muon only supports 2D parameters whereas we found {key.describe(param.shape)}"
+            )
+        groups = dict(self.shared)
+        if self._views:
+            # FSDP1 did not flatten it, so each rank has it whole. TP may have cut it nevertheless.
+            is_cut = key.index in (self.groups.tp_dims or {})
+            groups = {k: g for k, g in groups.items() if k == "tp" and is_cut}
+        tp_dim = self._tp_dim(key, param) if "tp" in groups else None
+        stacked = param.ndim - 2
+        if stacked:
+            # FSDP cuts a stack along its first dimension, so its ranks hold different matrices. A rank of
+            # its group is no replica, whichever other group the rank is in.
+            cutting = _ranks(groups["fsdp"]) if "fsdp" in groups else ()
+            groups = {k: g for k, g in groups.items() if _only_me(g, cutting)}
+            if tp_dim is not None:
+                tp_dim -= stacked
+                if tp_dim < 0:
+                    groups.pop("tp", None)
+        rows, columns = param.shape[-2:]
+        for sub in range(math.prod(param.shape[:-2])):
+            regions = moved(whole_regions(rows, columns), sub * rows * columns)
+            dims = {"fsdp": 0, "tp": tp_dim}
+            key = key._replace(sub=sub)
+            self._add(key, param, (rows, columns), regions, groups, dims)
 
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
-        """The dimension that TP cuts ``param`` along, as the user or the framework's mark says."""
-        said, marked = self.groups.tp_dim(key.index), tp_mark_of(param)
-        nothing_said = self.groups.tp_dims is None and said is None
-        if nothing_said and marked is None:
+        """The dimension along which TP cuts ``param``, from the user or else from the framework's mark."""
+        said = self.groups.tp_dim(key.index)
+        if said is not None:
+            return said % max(2, param.ndim)
+        marked = dtensor.tp_mark_of(param)
+        if self.groups.tp_dims is not None or marked == -1:
+            return None
+        if marked is None:
             raise ValueError(
                 f"{key.describe(param.shape)}: tp_process_group is given, but not how it cuts this. Give "
                 "tp_dim_per_param: a dict of parameter index -> dimension, without those that are not cut (see "
                 "detect_tp_dims_from_model), or an int for all"
             )
-        if nothing_said:
-            return None if marked == -1 else marked
-        said = None if said is None else said % max(2, param.ndim)
-        if marked is not None and marked != (-1 if said is None else said):
-            self.warnings.append(
-                (
-                    key.describe(param.shape),
-                    "tp_dim_per_param says "
-                    f"{'that TP does not cut it' if said is None else f'dimension {said}'}, its own tp_dim or partition_dim "
-                    f"says {marked}. tp_dim_per_param counts",
-                )
-            )
-        return said
+        return marked
 
-    # FSDP1
-
-    def _known_views(self) -> dict[Tensor, fsdp1.FlatView]:
-        if self._views is None:
-            module = self.groups.module
-            self._views = {} if module is None else fsdp1.views(module)
-        return self._views
-
-    def _is_ignored(self, param: Tensor) -> bool:
-        """Whether an FSDP1 model leaves ``param`` alone: each rank then has it whole, for itself."""
-        return self.groups.module is not None and bool(self._known_views())
-
-    def _view_of(self, key: Key, param: Tensor) -> fsdp1.FlatView | None:
-        if not fsdp1.is_flattened(param):
-            return None
-        view = self._known_views().get(param)
-        if view is not None:
-            return view
-        described = key.describe(param.shape)
-        if not fsdp1.is_flat_param(param):
-            raise ValueError(
-                f"{described} is an original parameter of an FSDP1 model, which does not say what it is a slice of. "
-                "Give create_auto_config the wrapped model: module=model"
-                if self.groups.module is None
-                else f"{described} is a parameter of another FSDP1 model than the one that module= names"
-            )
-        if self.groups.fsdp is None:
-            raise ValueError(
-                f"{described} is a flat parameter of an FSDP1 model; give create_auto_config "
-                "fsdp_process_group=model.process_group, or module=model"
-            )
-        return fsdp1.view_of_flat_param(param)
-
-    def _of_flat(
+    def _add_flat(
         self, key: Key, param: Tensor, matrix: fsdp1.FlatMatrix, view: fsdp1.FlatView
-    ) -> LocalMatrix:
-        groups: dict[str, ProcessGroup | None] = {
-            kind: self.shared.get(kind) for kind in ("fsdp", "tp", "ddp", "cp")
-        }
-        for kind, own in (("fsdp", view.shards), ("ddp", view.replicas)):
-            if own is None:
-                continue
-            given = groups[kind]
-            if given is not None and _ranks(given) != _ranks(own):
-                self.warnings.append(
-                    (
-                        key.describe(matrix.shape),
-                        f"{kind}_process_group has ranks {list(_ranks(given))}, its FSDP "
-                        f"unit's group has {list(_ranks(own))}. The unit's group counts",
-                    )
-                )
-            groups[kind] = own
+    ) -> None:
+        key = key._replace(name=key.name or matrix.name)
+        described = key.describe(matrix.shape)
+        found = {"fsdp": view.shards, "ddp": view.replicas}
         tp_dim = None
         if matrix.tp is not None:
-            groups["tp"], tp_dim = self._tp_of_spec(key, matrix, matrix.tp)
-        elif groups["tp"] is not None:
+            found["tp"], tp_dim = self._tp_of_spec(key, described, matrix.tp)
+        elif "tp" in self.shared:
             tp_dim = self._tp_dim(key, param)
-        key = key._replace(name=key.name or matrix.name)
+        own = {kind: group for kind, group in found.items() if group is not None}
+        for kind in own.keys() & self.shared.keys():
+            given, ranks = _ranks(self.shared[kind]), _ranks(own[kind])
+            if given != ranks:
+                self._warn(
+                    described,
+                    f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count",
+                )
+        # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
+        groups, dims = {**self.shared, **own}, {"tp": tp_dim}
         rows, columns = matrix.shape
-        return self._piece(
-            key,
-            param,
-            (rows, columns),
-            matrix.regions,
-            # Each rank tells its part of the same matrix: nothing has to be put end to end.
-            self._placements(groups, None, tp_dim),
-        )
+        self._add(key, param, (rows, columns), matrix.regions, groups, dims)
 
     def _tp_of_spec(
-        self, key: Key, matrix: fsdp1.FlatMatrix, spec: DTensorSpec
+        self, key: Key, described: str, spec: DTensorSpec
     ) -> tuple[ProcessGroup, int | None]:
-        """Group and dimension of the TP that FSDP1 found when it flattened ``matrix``."""
-        described = key._replace(name=key.name or matrix.name).describe(matrix.shape)
+        """Group and dimension of the TP that FSDP1 found when it flattened a matrix."""
         if spec.mesh.ndim != 1:
             raise ValueError(
                 f"{described}: FSDP1 over DTensors of a mesh of {spec.mesh.ndim} dimensions is not supported; use "
                 "fully_shard"
             )
-        group, (placement,) = spec.mesh.get_group(), spec.placements
+        (placement,), said = spec.placements, self.groups.tp_dim(key.index)
         dim = getattr(placement, "dim", None)
-        given = self.shared.get("tp")
-        if given is not None and _ranks(given) != _ranks(group):
-            self.warnings.append(
-                (
-                    described,
-                    f"tp_process_group has ranks {list(_ranks(given))}, its placement {placement} is over "
-                    f"{list(_ranks(group))}. The placement counts",
-                )
-            )
-        said = self.groups.tp_dim(key.index)
         if said is not None and said % 2 != dim:
-            self.warnings.append(
-                (
-                    described,
-                    f"tp_dim_per_param says dimension {said}, its placement over ranks {list(_ranks(group))} "
-                    f"is {placement}. The placement counts",
-                )
+            self._warn(
+                described,
+                f"tp_dim_per_param says dimension {said}, but its placement is {placement}, which counts",
             )
-        return group, dim
+        return spec.mesh.get_group(), dim
+
+
+def _digest_of(tensors: Sequence[Tensor]) -> int:
+    """A digest of the values of ``tensors``; 0 if they are all zero or have no values yet."""
+    if any(tensor.device.type == "meta" for tensor in tensors):
+        return 0
+    sums = tuple(t.abs().sum(dtype=torch.float64).item() for t in tensors)
+    return hash(sums) if any(sums) else 0
 
 
 def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:
-    """Whether ``group`` has none of ``ranks`` but this one."""
+    """Whether ``group`` has no other rank of ``ranks`` than this one."""
     return not set(_ranks(group)) & (set(ranks) - {process_rank()})
 
 
@@ -635,15 +538,15 @@ def _ranks(group: ProcessGroup) -> tuple[int, ...]:
 
 
 def tp_dim_of(param: Tensor) -> int | None:
-    """The dimension that ``param`` itself says TP cuts it along, by its mark or its placement.
+    """The dimension along which TP cuts ``param``, from its mark or its placement.
 
-    -1 for not cut at all, as Megatron marks it; None where nothing says anything.
+    -1 if TP does not cut it, as Megatron marks it; None if nothing says how.
     """
-    marked = tp_mark_of(param)
+    marked = dtensor.tp_mark_of(param)
     if marked is not None:
         return marked
     if isinstance(param, DTensor):
-        # TP is the innermost mesh dimension: what fully_shard adds stands before it.
+        # TP is the innermost mesh dimension, because fully_shard puts its own before it.
         for placement in reversed(param.placements):
             dim = getattr(placement, "dim", None)
             if dim is not None:

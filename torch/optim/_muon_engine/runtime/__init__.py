@@ -1,77 +1,157 @@
-"""What a step does with the schedule.
-
-What the optimizer hands over is here: its formulas, and one :class:`StepParam` for each parameter.
-"""
+"""The live objects of a step: this rank's parameters and matrices, from the engine's build on."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TYPE_CHECKING
+from enum import IntEnum
+from typing import Any, TYPE_CHECKING
+
+from torch.optim._muon_engine.layouts.dtensor import (
+    local_gradient,
+    local_part,
+    new_momentum_buffer,
+    origin_of,
+    place_like,
+    placed_like,
+    problem_with_gradient,
+)
+from torch.optim._muon_engine.layouts import Key
 
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import MutableMapping
 
-    import torch
     from torch import Tensor
+    from torch.optim._muon_engine.layouts import Region
+    from torch.optim._muon_engine.schedule.packs import Schedule
 
 
-class Formulas(Protocol):
-    """The phases of an optimizer that updates a matrix by a function of its whole momentum.
+class Status(IntEnum):
+    """The gradient of a matrix, as one of its holders sees it."""
 
-    Everything but :meth:`orthogonalize` works element by element, on pieces as on wholes.
+    PRESENT = 0
+    ABSENT = 1
+    # There is a gradient that this holder cannot use.
+    UNUSABLE = 2
+    # The holder's shard is empty, so the holder cannot know.
+    EMPTY = 3
+
+
+class Param:
+    """A parameter on this rank. A step sets its gradient and clears it again.
+
+    ``formulas`` are the hyperparameters of its group in this step, with the phases that they define:
+    ``accumulate``, ``prepare``, ``orthogonalize`` and ``apply``.
     """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What :meth:`orthogonalize` reads and writes, and so what travels."""
-
-    @property
-    def compute_key(self) -> Hashable:
-        """Matrices of equal keys may be orthogonalized in one batch."""
-
-    @property
-    def digest(self) -> int:
-        """Of the hyperparameters as they are in this step; equal on all ranks that share a matrix."""
-
-    @property
-    def moves(self) -> bool:
-        """Whether a step changes parameters; checkpoints make momentum by a step that does not."""
-
-    def check(self) -> None:
-        """Raises ValueError where the hyperparameters make no sense."""
-
-    def signature(self) -> dict[str, str]:
-        """The hyperparameters in words, by name; equal on all ranks that share a matrix."""
-
-    def accumulate(self, momentum_bufs: list[Tensor], grads: list[Tensor]) -> None:
-        """Takes gradients into momentum."""
-
-    def prepare(
-        self, momentum_buf: Tensor, grad: Tensor, out: Tensor | None = None
-    ) -> Tensor:
-        """What is to be orthogonalized; may write it to ``out``."""
-
-    def prepare_together(
-        self, momentum_bufs: list[Tensor], grads: list[Tensor]
-    ) -> Sequence[Tensor]:
-        """Like :meth:`prepare`, for many in few launches."""
-
-    def orthogonalize(self, prepared: Tensor) -> Tensor:
-        """The update of a (rows, columns) or of several (matrices, rows, columns)."""
-
-    def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
-        """How many matrices of ``shape`` make one batch."""
-
-    def apply(
-        self, params: list[Tensor], updates: list[Tensor] | None, shape: Sequence[int]
+    def __init__(
+        self, index: int, tensor: Tensor, name: str | None, group: int, formulas: Any
     ) -> None:
-        """Moves pieces of matrices of the global ``shape``; without updates they only decay."""
+        self.tensor = tensor
+        self.name = name
+        # The number of its parameter group.
+        self.group = group
+        self.formulas = formulas
+        self.described = Key(index, 0, name).describe(tensor.shape)
+        # The properties that the layout is read from. Every step compares them.
+        self.origin = origin_of(tensor)
+        self.local: Tensor
+        self.momentum: Tensor
+        # The gradient that the user set, and its local part placed like the parameter.
+        self.given: Tensor | None = None
+        self.grad: Tensor | None = None
+        # Why this rank cannot use the gradient.
+        self.problem = ""
+        self._accumulated = False
+
+    @property
+    def frozen(self) -> bool:
+        return self.origin[0]
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        return self.tensor is tensor and self.origin == origin_of(tensor)
+
+    def begin(
+        self, formulas: Any, grad: Tensor | None, state: MutableMapping[str, Any]
+    ) -> None:
+        """Takes one step's hyperparameters and gradient. Makes a missing momentum buffer."""
+        self.formulas = formulas
+        buffer = state.get("momentum_buffer")
+        if buffer is None:
+            buffer = new_momentum_buffer(self.tensor)
+        elif not placed_like(self.tensor, buffer):
+            # A checkpoint or a changed parameter left it in another placement.
+            buffer = place_like(self.tensor, buffer, self.described)
+        state["momentum_buffer"] = buffer
+        self.local, self.momentum = local_part(self.tensor), local_part(buffer)
+        self.given, self.grad, self._accumulated = grad, None, False
+        self.problem = "" if grad is None else problem_with_gradient(self.tensor, grad)
+
+    def end(self) -> None:
+        """Drops the gradient, whose memory is the user's to free."""
+        self.given = self.grad = None
+
+    @property
+    def has_grad(self) -> bool:
+        return self.given is not None and not self.problem
+
+    @property
+    def lookahead(self) -> Tensor:
+        """Second operand of the Nesterov lerp; without a gradient the momentum, which makes it a no-op."""
+        return self.momentum if self.grad is None else self.grad
+
+    def place_gradient(self) -> None:
+        """Brings the gradient to the parameter's placement, by a collective of DTensor's if need be."""
+        if self.grad is None and self.given is not None and not self.problem:
+            self.grad = local_gradient(self.tensor, self.given)
+
+    def place_gradient_of_stack(self) -> None:
+        """Does so before the first bucket, because ranks have a stack's matrices in different buckets."""
+        given = getattr(self.given, "placements", None)
+        if self.tensor.ndim > 2 and given != getattr(self.tensor, "placements", None):
+            self.place_gradient()
+
+    def take_gradient(self) -> bool:
+        """Returns True once per step if there is a gradient to accumulate."""
+        if self._accumulated or not self.has_grad:
+            return False
+        self._accumulated = True
+        self.place_gradient()
+        return True
 
 
-class StepParam(NamedTuple):
-    """One parameter of the optimizer, as it is at one step."""
+class Matrix:
+    """A matrix on this rank: its layout, its owner, the regions that this rank holds, and its Param.
 
-    tensor: Tensor
-    name: str | None
-    grad: Tensor | None
-    formulas: Formulas
+    Args:
+        number: the matrix's index in the schedule.
+    """
+
+    def __init__(
+        self, schedule: Schedule, number: int, param: Param, rank: int
+    ) -> None:
+        self.number = number
+        self.layout = schedule.layouts[number]
+        self.owner = schedule.owners[number]
+        self.param = param
+        self.shard = self.layout.shards.of(rank)
+        self.is_empty = self.layout.shards.is_empty(rank)
+        # One replica of each shard sends it; one contribution to a sum receives the update.
+        self.sent = self.shard if schedule.is_source(number, rank) else ()
+        self.receives = schedule.receives(number, rank)
+
+    @property
+    def status(self) -> Status:
+        if self.param.problem:
+            return Status.UNUSABLE
+        if self.is_empty:
+            return Status.EMPTY
+        return Status.PRESENT if self.param.given is not None else Status.ABSENT
+
+    @property
+    def applies(self) -> bool:
+        """Whether this rank applies the update. A rank with an empty shard goes along with the others."""
+        return self.status in (Status.PRESENT, Status.EMPTY)
+
+    def local(self, region: Region) -> Tensor:
+        """The view of the parameter that holds ``region``."""
+        return region.of_local(self.param.local)

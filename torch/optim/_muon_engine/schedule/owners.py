@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch.optim._muon_engine.layouts import larger_first
+from torch.optim._muon_engine.layouts import larger_first, listed
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
     from torch.optim._muon_engine.layouts import Layout, Shards
@@ -24,10 +24,13 @@ def newton_schulz_flops(shape: Sequence[int], ns_steps: int = 5) -> int:
 
 
 class _Loads:
-    """What the ranks of one group have to do so far, of shape (2, ranks): FLOPs, elements to receive."""
+    """The work of the ranks of one group so far, of shape (2, ranks): FLOPs, elements to receive."""
 
-    def __init__(self, group: tuple[int, ...], others: Iterable[_Loads]) -> None:
+    def __init__(
+        self, group: tuple[int, ...], others: Iterable[_Loads], start: int
+    ) -> None:
         self.group = group
+        self.start = start
         self.before = torch.zeros(2, len(group), dtype=torch.int64, device="cpu")
         for other in others:
             place = {rank: i for i, rank in enumerate(other.group)}
@@ -39,9 +42,10 @@ class _Loads:
     def give(self, flops: int, numel: int, held: Tensor) -> int:
         """Gives a matrix, of which each rank holds ``held`` elements, to a rank, and returns that."""
         busy, received = self.load
-        # What it would have received is what decides between ranks of equal load; then the first.
-        busier = busy != busy.min()
-        place = int((received - held).masked_fill(busier, _NEVER).argmin())
+        # Ranks of equal load: the one that receives fewest bytes, then the first from ``start`` on.
+        bytes_ = (received - held).masked_fill(busy != busy.min(), _NEVER)
+        count = len(self.group)
+        place = (int(bytes_.roll(-self.start).argmin()) + self.start) % count
         busy[place] += flops
         received[place] += numel - held[place]
         return self.group[place]
@@ -50,13 +54,19 @@ class _Loads:
 _NEVER = 2**62
 
 
-def assign_owners(layouts: Iterable[Layout]) -> list[int]:
-    """One owner for each layout, out of its whole group: shards, replicas and TP alike.
+def assign_owners(
+    layouts: Iterable[Layout], start: Callable[[tuple[int, ...]], int] = lambda group: 0
+) -> list[int]:
+    """One owner for each layout, out of all ranks of its group.
 
-    Heaviest first, each to the rank with the fewest FLOPs so far, then the fewest bytes to receive.
-    A group counts what its ranks do for groups that all of them are in (dense matrices, where it has
-    experts), and nothing else: ranks may differ in the other groups that they are in, and each must come
-    to the same answer from what all of the group know.
+    Heaviest first, each to the rank with the fewest FLOPs so far, then the fewest bytes to receive. A
+    group counts the work of its ranks in groups that contain all of them (dense matrices, for a group
+    that shares experts). It counts no other work, because its ranks must come to the same result and
+    differ in their other groups.
+
+    Args:
+        start: the place in a group from which ties are broken. Without it, many optimizers of few
+            matrices would all choose the first rank.
     """
     layouts = list(layouts)
     owners = [0] * len(layouts)
@@ -67,7 +77,7 @@ def assign_owners(layouts: Iterable[Layout]) -> list[int]:
     groups: list[_Loads] = []
     held: dict[int, Tensor] = {}
     for group in larger_first(members):
-        loads = _Loads(group, groups)
+        loads = _Loads(group, groups, start(group))
         groups.append(loads)
         for i in members[group]:
             shards = layouts[i].shards
@@ -96,45 +106,39 @@ def by_rank(indices: Sequence[int], owners: Sequence[int]) -> dict[int, list[int
 
 
 def check_assignments(
-    assignments: Mapping[int, Sequence[int]],
-    describe: Sequence[str],
-    world_size: int | None,
+    assignments: Mapping[int, Sequence[int]], describe: Sequence[str], world_size: int
 ) -> None:
-    """Raises AssertionError unless each index stands exactly once; ValueError for unknown ranks."""
+    """Raises AssertionError unless each index is assigned exactly once; ValueError for unknown ranks."""
     if not isinstance(assignments, Mapping) or any(
         type(number) is not int
         for rank, owned in assignments.items()
         for number in (rank, *owned)
     ):
         raise ValueError(
-            f"assign_fn has to return a dict of rank -> list of parameter indices, all of them ints, but returned "
-            f"{assignments!r}"
+            f"assign_fn must return a dict of rank -> list of parameter indices, all of them ints, but returned {assignments!r}"
         )
-    count: dict[int, int] = defaultdict(int)
-    for rank, owned in assignments.items():
-        if rank < 0 or (world_size is not None and rank >= world_size):
+    for rank in assignments:
+        if not 0 <= rank < world_size:
             raise ValueError(
-                f"assign_fn names rank {rank}, but the ranks are 0 to {world_size - 1 if world_size else '?'}"
+                f"assign_fn names rank {rank}, but the ranks are 0 to {world_size - 1}"
             )
-        for index in owned:
-            count[index] += 1
-    unknown = sorted(i for i in count if not 0 <= i < len(describe))
+    count = Counter(index for owned in assignments.values() for index in owned)
+    indices = range(len(describe))
+    unknown = sorted(i for i in count if i not in indices)
     if unknown:
         raise AssertionError(
             f"assign_fn names parameters {unknown}, but the indices are 0 to {len(describe) - 1}"
         )
-    missing = [i for i in range(len(describe)) if not count[i]]
-    doubled = [i for i in range(len(describe)) if count[i] > 1]
-    if missing or doubled:
-        found = [
-            f"{verb} {which}: {', '.join(describe[i] for i in which[:8])}"
-            + (f" and {len(which) - 8} more" if len(which) > 8 else "")
-            for verb, which in (
-                ("missing", missing),
-                ("assigned more than once", doubled),
-            )
-            if which
-        ]
+    wrong = {
+        "missing": [i for i in indices if not count[i]],
+        "assigned more than once": [i for i in indices if count[i] > 1],
+    }
+    found = [
+        f"{verb} {which}: {listed([describe[i] for i in which])}"
+        for verb, which in wrong.items()
+        if which
+    ]
+    if found:
         raise AssertionError(
             f"assign_fn must give each parameter to exactly one rank; {'; '.join(found)}"
         )

@@ -1,1 +1,1 @@
-"""What the tests of the distributed torch.optim.Muon share."""
+"""Helpers for the tests of the distributed torch.optim.Muon."""

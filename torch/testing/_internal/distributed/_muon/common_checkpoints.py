@@ -204,7 +204,7 @@ class Uninterrupted:
         return {name: param.grad for name, param in params.items()}
 
     def problems(self, whole: dict[str, Any]) -> list[str]:
-        """What is other in a job's :meth:`Job.whole`."""
+        """The differences from a job's :meth:`Job.whole`."""
         found = []
         for name, param in self.model.named_parameters():
             mine = whole["model"][name], whole["optimizer"]["state"][name]

@@ -1,4 +1,4 @@
-"""What the tests of Muon with a distributed_config on one process share."""
+"""Helpers for tests of Muon with a distributed_config on one process."""
 
 import torch
 from torch import nn

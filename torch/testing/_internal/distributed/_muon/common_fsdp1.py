@@ -1,4 +1,4 @@
-"""What the multi-process tests of torch.optim.Muon under FullyShardedDataParallel share."""
+"""Helpers for multi-process tests of torch.optim.Muon under FullyShardedDataParallel."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Run:
         return self.update()
 
     def problems(self):
-        """What is here other than in the twin: whole parameters, and this rank's momentum."""
+        """The differences from the twin: whole parameters, and this rank's momentum."""
         expected = dict(self.single.named_parameters())
         with FSDP.summon_full_params(self.model, writeback=False):
             values = {
@@ -186,7 +186,7 @@ class Run:
         for name, start, end, buffer in self.momenta():
             other = state.get(expected[name], {}).get("momentum_buffer")
             if other is None:
-                # All buffers are made in the first step, so that checkpoints are alike on all ranks.
+                # All buffers are made in the first step, so that checkpoints are the same on all ranks.
                 if buffer is not None and buffer.any():
                     found.append(f"momentum {name}")
             elif end > start and (

@@ -1,4 +1,4 @@
-"""What the multi-process tests of torch.optim.Muon with the frameworks' own modules share."""
+"""Helpers for multi-process tests of torch.optim.Muon with the frameworks' own modules."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ModuleParity(ParityAssertions):
     """To be put before a TestCase whose methods run on every rank."""
 
     def check(self, model, config, steps=3, data_rank=0, count=None):
-        """Trains ``model`` beside a Muon of one process that gets the same gradients.
+        """Trains ``model``, and next to it a Muon of one process with the same gradients.
 
         Args:
             data_rank: ranks of one ``data_rank`` see the same data.

@@ -1,4 +1,4 @@
-"""What the multi-process tests of torch.optim.Muon share.
+"""Helpers for the multi-process tests of torch.optim.Muon.
 
 Every comparison here is made with one process: the twin of a distributed parameter is a plain one with
 the same values and the same gradients, under a Muon without a distributed_config. They are equal bit for
@@ -24,7 +24,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
     distribute_tensor,
@@ -32,7 +31,7 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
 )
-from torch.optim import _muon, Muon
+from torch.optim import _newton_schulz, Muon
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import TEST_SKIPS
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -140,7 +139,7 @@ class OnGPUs(NewProcessesAfterFailure):
 def lacks_collective(error: BaseException) -> bool:
     """Whether a framework asked gloo for a collective of GPU tensors that it does not have.
 
-    What Muon itself asks for has to be there.
+    The collectives that Muon itself starts must exist.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if any("/torch/optim/" in frame.filename for frame in frames):
@@ -333,9 +332,9 @@ class NewtonSchulzCalls:
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
-        self._original = _muon._zeropower_via_newtonschulz
+        self._original = _newton_schulz._zeropower_via_newtonschulz
         self._patch = mock.patch.object(
-            _muon, "_zeropower_via_newtonschulz", side_effect=self._call
+            _newton_schulz, "_zeropower_via_newtonschulz", side_effect=self._call
         )
 
     def _call(self, grad: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -356,26 +355,6 @@ def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-@contextlib.contextmanager
-def without_local_names():
-    """As in a torch without the overlay's patch: the number of a rank's groups is in their names."""
-    name, new_group = "_local_sync_group_name", dist.new_group
-
-    def stock(ranks):
-        return distributed_c10d._process_group_name(list(ranks), use_hashed_name=True)
-
-    def stock_new_group(*args, **kwargs):
-        with mock.patch.object(distributed_c10d, name, stock, create=True):
-            return new_group(*args, **kwargs)
-
-    with (
-        mock.patch.object(distributed_c10d, name),
-        mock.patch.object(dist, "new_group", stock_new_group),
-    ):
-        delattr(distributed_c10d, name)
-        yield
 
 
 def all_placements(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
@@ -411,7 +390,7 @@ def grid_of(*shape: int) -> DeviceMesh:
 
 
 class Twins:
-    """Distributed parameters with their optimizer, and what they have to be equal to.
+    """Distributed parameters with their optimizer, and the same on one process.
 
     Args:
         specs: one for each matrix.
@@ -485,7 +464,7 @@ class Twins:
         self.optimizer.step(closure)
 
     def problems(self) -> list[str]:
-        """What this rank finds different from the single process."""
+        """The differences from the single process on this rank."""
         found = []
         for i, (param, single, spec) in enumerate(
             zip(self.params, self.singles, self.specs, strict=True)
@@ -497,7 +476,7 @@ class Twins:
             mine = self.optimizer.state.get(param, {}).get("momentum_buffer")
             its = self.single.state.get(single, {}).get("momentum_buffer")
             if its is None and mine is not None:
-                # All buffers are made in the first step, so that checkpoints are alike on all ranks.
+                # All buffers are made in the first step, so that checkpoints are the same on all ranks.
                 if local(mine).any():
                     found.append(f"momentum {name}: {mine}")
             elif (mine is None) != (its is None):
@@ -577,13 +556,6 @@ class Strategy:
         return Twins(cuts, self.config(**flags), **options)
 
 
-def strategies():
-    """All that four ranks can be used for."""
-    found = [Strategy(grid_of(4), kind) for kind in ("fsdp", "tp", "ddp", "cp")]
-    pairs = itertools.permutations(("fsdp", "tp", "ddp", "cp"), 2)
-    return found + [Strategy(grid_of(2, 2), *pair) for pair in pairs]
-
-
 class ParityAssertions:
     """To be put before a TestCase whose methods run on every rank."""
 
@@ -633,62 +605,3 @@ class ParityAssertions:
                 # A single low-precision element may come back to where it was.
                 if old.numel() > 1:
                     self.assertFalse(torch.equal(old, new.detach()), message)
-
-
-class OtherExchange(GlooOnCPU, ParityAssertions):
-    """A way of exchanging beside the direct one."""
-
-    # What Muon.describe() says of it.
-    words: str
-
-    def exchanged(self) -> contextlib.AbstractContextManager[None]:
-        """Has optimizers that are built in it exchange in this way."""
-        return contextlib.nullcontext()
-
-    def some_specs(self, *args: Any) -> list[Spec]:
-        """Matrices for eight processes, of ``shapes`` and more that :func:`specs` takes."""
-        raise NotImplementedError
-
-    def check(self, twins: Twins, message: str = "", **kwargs: Any) -> None:
-        self.assertTrainsAlike(twins, 2, message, **kwargs)
-        said = everyone(self.words in twins.optimizer.describe())
-        self.assertTrue(any(said), f"{message}: not {self.words}")
-
-
-class EveryExchange:
-    """What every way of exchanging has to pass, on eight processes; before :class:`OtherExchange`."""
-
-    def test_settings_change_nothing(self) -> None:
-        with self.exchanged():
-            for dtype in (torch.float64, torch.bfloat16):
-                narrow = Twins(self.some_specs(SHAPES[:6], dtype), lr=0.02)
-                self.check(narrow, f"{dtype}")
-            layout = self.some_specs(SHAPES)
-            for parallel in (True, False):
-                for ahead in (0, 1, 3):
-                    config = create_dtensor_config(parallel, ahead)
-                    twins = Twins(layout, config, foreach=parallel)
-                    self.check(twins, f"{parallel} {ahead}")
-            config = create_dtensor_config()
-            twins = Twins(layout, config)
-            for parallel, ahead in ((True, 1), (False, 0), (True, 2)):
-                config.async_gpu_parallelism, config.prefetch_count = parallel, ahead
-                self.check(twins, f"changed to {parallel} {ahead}")
-
-    def test_missing_gradients(self) -> None:
-        with self.exchanged():
-            twins = Twins(self.some_specs(SHAPES))
-            self.check(twins, missing=lambda step: (step, 5, 13))
-
-    def test_gradient_that_one_rank_lacks(self) -> None:
-        with self.exchanged():
-            twins = Twins(self.some_specs([(16, 8)] * 4))
-        twins.step()
-        twins.set_gradients()
-        if self.rank == 5:
-            twins.params[2].grad = None
-        with self.everywhere():
-            with self.assertRaisesRegex(
-                RuntimeError, r"some have none.*: parameter 2 of shape \(16, 8\)$"
-            ):
-                twins.optimizer.step()

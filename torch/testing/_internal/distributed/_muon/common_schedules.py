@@ -6,10 +6,12 @@ Layouts are made without a framework, and the exchanges are copies between local
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch.optim._muon_engine.layouts import Layout, Region, Shards
+from torch.optim._muon_engine.runtime import transport
 
 
 def runs(indices):
@@ -74,6 +76,32 @@ def flat_layout(key, shape, ranks, bounds):
     )
 
 
+class Call(NamedTuple):
+    """The arguments of one all-to-all on one rank. ``ranks`` is the group, in its order."""
+
+    recv: torch.Tensor
+    send: torch.Tensor
+    recv_splits: list[int]
+    send_splits: list[int]
+    ranks: tuple[int, ...]
+
+
+def deliver(calls):
+    """Makes the all-to-all of each group; ``calls`` has one call per rank."""
+    for rank, call in calls.items():
+        arriving = []
+        for peer in call.ranks:
+            sent = calls[peer].send.split(calls[peer].send_splits)
+            arriving.append(sent[calls[peer].ranks.index(rank)])
+        sizes = [len(piece) for piece in arriving]
+        # Both ends must compute the same splits.
+        if sizes != list(call.recv_splits):
+            raise AssertionError(
+                f"rank {rank} expects {call.recv_splits}, gets {sizes}"
+            )
+        call.recv.copy_(torch.cat(arriving))
+
+
 class World:
     """The local storage of all ranks, and the exchanges between them."""
 
@@ -94,47 +122,51 @@ class World:
                     region.of_local(storage).copy_(region.of_matrix(self.whole[number]))
                 self.local[rank, number] = storage
 
-    def all_to_all(self, group, sides, buffers):
-        """``sides``: rank -> (what it sends, what it receives); returns the received buffers."""
-        received = {rank: [] for rank in group}
-        for sender in group:
-            pieces = buffers[sender].split(list(sides[sender][0].splits))
-            for receiver, piece in zip(group, pieces):
-                received[receiver].append(piece)
-        for receiver in group:
-            found = [len(piece) for piece in received[receiver]]
-            # Both ends have to think alike of every segment.
-            if found != list(sides[receiver][1].splits):
-                raise AssertionError(
-                    f"rank {receiver} expects {sides[receiver][1].splits}, gets {found}"
-                )
-        return {rank: torch.cat(pieces) for rank, pieces in received.items()}
+    def exchange(self, schedule, bucket, packs, sent, phase):
+        """Makes a gather or scatter. Returns the memory that each rank received."""
+        received, calls = {}, {}
+        for rank in bucket.group:
+            send, recv = (
+                getattr(packs[rank], f"{phase}_{s}") for s in ("send", "recv")
+            )
+            received[rank] = torch.full((sum(recv.splits),), float("nan"))
+            calls[rank] = Call(
+                received[rank],
+                sent[rank],
+                list(recv.splits),
+                list(send.splits),
+                bucket.group,
+            )
+        if bucket.node_size == 1:
+            deliver(calls)
+            return received
+        at = int(phase == "scatter")
+        first = self.levels(schedule, bucket, calls, at, {})[0]
+        deliver(first)
+        arrived = {rank: call.recv for rank, call in first.items()}
+        deliver(self.levels(schedule, bucket, calls, at, arrived)[1])
+        return received
 
-    def two_hops(self, group, hops, buffers):
-        """``hops``: rank -> its part of an exchange in two levels; returns the received buffers."""
-        arrived = self.hop({rank: hops[rank].first for rank in group}, buffers)
-        passed_on = {}
-        for rank, flat in arrived.items():
-            # By whom it goes to, then by whom it came from.
-            sizes = torch.tensor(hops[rank].passed)
-            chunks = flat.split(sizes.flatten().tolist())
-            order = torch.arange(len(chunks)).view(sizes.shape).T.flatten()
-            passed_on[rank] = torch.cat([chunks[i] for i in order])
-        return self.hop({rank: hops[rank].second for rank in group}, passed_on)
+    @staticmethod
+    def levels(schedule, bucket, calls, at, arrived):
+        """The all-to-alls of both levels, where ``arrived`` is the result of the first level."""
+        levels = {}, {}
+        for rank, call in calls.items():
+            made = []
 
-    def hop(self, parts, buffers):
-        """All-to-alls among the ranks of each part."""
-        found = {}
-        for ranks in {part.ranks for part in parts.values()}:
-            sides = {
-                rank: tuple(
-                    SimpleNamespace(splits=splits)
-                    for splits in (parts[rank].sends, parts[rank].receives)
+            def all_to_all(*given, rank=rank, made=made):
+                levels[len(made)][rank] = made_now = Call(*given)
+                made.append(made_now)
+                if len(made) == 1 and rank in arrived:
+                    made_now.recv.copy_(arrived[rank])
+
+            with mock.patch.object(transport, "all_to_all", all_to_all):
+                transport.two_level_all_to_all(
+                    *call[:4],
+                    *bucket.node_and_rail(rank),
+                    schedule.passed_on(bucket, rank)[at],
                 )
-                for rank in ranks
-            }
-            found.update(self.all_to_all(ranks, sides, buffers))
-        return found
+        return levels
 
     @staticmethod
     def view(buffer, packed):
@@ -146,127 +178,90 @@ class World:
 class PlayedSchedules:
     """To be put before a TestCase."""
 
-    def play(self, world, schedule, order=tuple):
-        """Runs every bucket; checks that each matrix and each update arrives, each element once.
-
-        Args:
-            order: that a collective's group has its ranks in, of a bucket's group.
-        """
+    def play(self, world, schedule):
+        """Runs every bucket; checks that each matrix and each update arrives, each element once."""
         updates = {key: torch.zeros_like(v) for key, v in world.local.items()}
         arrivals = {key: torch.zeros_like(v) for key, v in world.local.items()}
         owned_once = []
         for bucket in schedule.buckets:
-            group = order(bucket.group)
-            specs = {rank: schedule.spec(bucket, rank, group) for rank in group}
-
+            packs = {r: schedule.packs(bucket, r) for r in bucket.group}
+            owned = schedule.owned(bucket)
+            owned_once += itertools.chain(*owned.values())
             sent = {}
-            for rank, spec in specs.items():
-                side = spec.gather_send
-                sent[rank] = torch.full((side.numel,), float("nan"))
-                for packed in side.regions:
+            for rank, mine in packs.items():
+                for packed in mine.gather_send.regions:
                     self.assertTrue(schedule.is_source(packed.matrix, rank))
-                    world.view(sent[rank], packed).copy_(
-                        packed.region.of_local(world.local[rank, packed.matrix])
-                    )
-                for flag in side.flags:
-                    sent[rank][flag.offset] = -rank - 1
-                self.assertFalse(sent[rank].isnan().any())
-            received = self.exchanged(world, bucket, specs, sent, "gather")
-
-            for rank, spec in specs.items():
-                side = spec.gather_recv
-                for matrix in spec.owned:
-                    owned_once.append(matrix)
-                    layout = schedule.layouts[matrix]
-                    out = torch.zeros(layout.shape)
-                    writes = torch.zeros(layout.shape)
-                    if schedule.is_source(matrix, rank):
-                        for region in layout.shards.of(rank):
-                            region.of_matrix(out).copy_(
-                                region.of_local(world.local[rank, matrix])
-                            )
-                            region.of_matrix(writes).add_(1)
-                    for packed in side.regions:
-                        if packed.matrix == matrix:
-                            view = world.view(received[rank], packed)
-                            packed.region.of_matrix(out).copy_(view)
-                            packed.region.of_matrix(writes).add_(1)
-                    self.assertEqual(out, world.whole[matrix])
-                    # Once, and of a sum of contributions once each.
-                    times = len(set(layout.shards.contributions)) or 1
-                    self.assertEqual(writes, torch.full(layout.shape, float(times)))
-                    flags = [f for f in side.flags if f.matrix == matrix]
-                    speaking = set(layout.group) - {rank}
-                    if bucket.relayed:
-                        # One of many replicas speaks for all, and an empty shard says nothing.
-                        speaking = {
-                            r
-                            for r in speaking
-                            if schedule.is_source(matrix, r)
-                            and not layout.shards.is_empty(r)
-                        }
-                    self.assertEqual(
-                        sorted(f.rank for f in flags),
-                        sorted(speaking),
-                    )
-                    for flag in flags:
-                        value = received[rank][flag.offset].item()
-                        self.assertEqual(value, -flag.rank - 1)
-
-            for rank, spec in specs.items():
-                side = spec.scatter_send
-                sent[rank] = torch.full((side.numel,), float("nan"))
-                for packed in side.regions:
-                    view = packed.region.of_matrix(-world.whole[packed.matrix])
-                    world.view(sent[rank], packed).copy_(view)
-                for flag in side.flags:
-                    sent[rank][flag.offset] = flag.matrix
-                self.assertFalse(sent[rank].isnan().any())
-            received = self.exchanged(world, bucket, specs, sent, "scatter")
-
-            for rank, spec in specs.items():
-                side = spec.scatter_recv
-                for packed in side.regions:
-                    target = updates[rank, packed.matrix]
-                    packed.region.of_local(target).copy_(
-                        world.view(received[rank], packed)
-                    )
-                    packed.region.of_local(arrivals[rank, packed.matrix]).add_(1)
-                for flag in side.flags:
-                    value = received[rank][flag.offset].item()
-                    self.assertEqual(value, flag.matrix)
-                for matrix in spec.owned:
+                sent[rank] = self.filled(
+                    world,
+                    mine.gather_send,
+                    lambda p, r=rank: p.region.of_local(world.local[r, p.matrix]),
+                )
+            received = world.exchange(schedule, bucket, packs, sent, "gather")
+            for rank, mine in packs.items():
+                for matrix in owned.get(rank, ()):
+                    gathered = [
+                        p for p in mine.gather_recv.regions if p.matrix == matrix
+                    ]
+                    self.check_matrix(world, schedule, matrix, gathered, received[rank])
+            sent = {
+                rank: self.filled(
+                    world,
+                    mine.scatter_send,
+                    lambda p: p.region.of_matrix(-world.whole[p.matrix]),
+                )
+                for rank, mine in packs.items()
+            }
+            received = world.exchange(schedule, bucket, packs, sent, "scatter")
+            for rank, mine in packs.items():
+                for p in mine.scatter_recv.regions:
+                    found = world.view(received[rank], p)
+                    p.region.of_local(updates[rank, p.matrix]).copy_(found)
+                    p.region.of_local(arrivals[rank, p.matrix]).add_(1)
+                for matrix in owned.get(rank, ()):
                     for region in schedule.layouts[matrix].shards.of(rank):
                         region.of_local(updates[rank, matrix]).copy_(
                             region.of_matrix(-world.whole[matrix])
                         )
                         region.of_local(arrivals[rank, matrix]).add_(1)
-            self.play_relays(world, specs, received, updates, arrivals)
+            self.play_relays(world, packs, received, updates, arrivals)
         self.assertEqual(sorted(owned_once), list(range(len(schedule.layouts))))
         for (rank, matrix), storage in world.local.items():
-            # Of contributions to a sum, one takes the update.
+            # One contribution to a sum receives the update.
             times = int(schedule.receives(matrix, rank))
             self.assertEqual(updates[rank, matrix], -storage * times)
             self.assertEqual(
                 arrivals[rank, matrix], torch.full_like(storage, float(times))
             )
 
-    def exchanged(self, world, bucket, specs, sent, phase):
-        """What each rank receives in a gather or scatter, in one hop or two."""
-        if bucket.node_size > 1:
-            hops = {r: getattr(spec, f"{phase}_hops") for r, spec in specs.items()}
-            return world.two_hops(tuple(specs), hops, sent)
-        sides = {
-            r: (getattr(spec, f"{phase}_send"), getattr(spec, f"{phase}_recv"))
-            for r, spec in specs.items()
-        }
-        return world.all_to_all(tuple(specs), sides, sent)
+    def filled(self, world, pack, content):
+        """The memory of ``pack``, each element written by a region."""
+        flat = torch.full((sum(pack.splits),), float("nan"))
+        for packed in pack.regions:
+            world.view(flat, packed).copy_(content(packed))
+        self.assertFalse(flat.isnan().any())
+        return flat
 
-    def play_relays(self, world, specs, received, updates, arrivals):
-        """Broadcasts along replicas what their sources got back or made."""
-        queues = {rank: list(spec.relays) for rank, spec in specs.items()}
+    def check_matrix(self, world, schedule, matrix, gathered, received):
+        """The owner has the whole matrix, each element of each contribution once."""
+        layout, owner = schedule.layouts[matrix], schedule.owners[matrix]
+        out, writes = torch.zeros(layout.shape), torch.zeros(layout.shape)
+        if schedule.is_source(matrix, owner):
+            for region in layout.shards.of(owner):
+                mine = region.of_local(world.local[owner, matrix])
+                region.of_matrix(out).copy_(mine)
+                region.of_matrix(writes).add_(1)
+        for packed in gathered:
+            packed.region.of_matrix(out).copy_(world.view(received, packed))
+            packed.region.of_matrix(writes).add_(1)
+        self.assertEqual(out, world.whole[matrix])
+        times = len(set(layout.shards.contributions)) or 1
+        self.assertEqual(writes, torch.full(layout.shape, float(times)))
+
+    def play_relays(self, world, packs, received, updates, arrivals):
+        """Broadcasts along replicas the results that their sources received or computed."""
+        queues = {rank: list(mine.relays) for rank, mine in packs.items()}
         while any(queues.values()):
-            # One that all of its replicas come to next: else they would wait for each other.
+            # All replicas must reach a relay before they start another one, or they would deadlock.
             relay = next(
                 relays[0]
                 for relays in queues.values()
@@ -276,26 +271,18 @@ class PlayedSchedules:
                     for rank in relays[0].replicas
                 )
             )
-            source = specs[relay.source]
-            got = {}
-            for side, buffer in (
-                (source.scatter_recv, received[relay.source]),
-                (source.kept, None),
-            ):
-                for packed in side.regions:
-                    # What the source keeps of its own, it has just made.
-                    got[packed.matrix, packed.region] = (
-                        packed.region.of_matrix(-world.whole[packed.matrix])
-                        if buffer is None
-                        else world.view(buffer, packed)
-                    )
+            source = packs[relay.source]
+            got = {
+                (p.matrix, p.region): world.view(received[relay.source], p)
+                for p in source.scatter_recv.regions
+            }
+            for p in source.kept.regions:
+                got[p.matrix, p.region] = p.region.of_matrix(-world.whole[p.matrix])
             for rank in relay.replicas:
-                self.assertEqual(queues[rank].pop(0).packed.splits, relay.packed.splits)
+                self.assertEqual(queues[rank].pop(0).pack.splits, relay.pack.splits)
                 if rank == relay.source:
                     continue
-                for packed in relay.packed.regions:
-                    target = updates[rank, packed.matrix]
-                    packed.region.of_local(target).copy_(
-                        got[packed.matrix, packed.region]
-                    )
-                    packed.region.of_local(arrivals[rank, packed.matrix]).add_(1)
+                for p in relay.pack.regions:
+                    target = updates[rank, p.matrix]
+                    p.region.of_local(target).copy_(got[p.matrix, p.region])
+                    p.region.of_local(arrivals[rank, p.matrix]).add_(1)

@@ -11,7 +11,7 @@ import torch
 
 @functools.cache
 def stock():
-    """The module that stood where torch.optim._muon stands now; None where nobody kept it."""
+    """The torch.optim._muon that the overlay replaced; None if it was not kept."""
     kept = Path(torch.__file__).parent / ".muon_overlay/original/optim/_muon.py"
     if not kept.exists():
         return None

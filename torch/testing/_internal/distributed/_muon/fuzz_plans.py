@@ -78,7 +78,7 @@ class Matrix(NamedTuple):
 
 
 class Config(NamedTuple):
-    """Of create_dtensor_config, of the word "auto", or of create_auto_config with groups.
+    """Arguments for create_dtensor_config, the word "auto", or create_auto_config with groups.
 
     ``kinds`` says what each dimension of ``mesh`` is given as; None for a dimension that is not given, as
     that of a pipeline. ``functions`` are "built", "assigned" (an assign_fn of the user's) or "wrapped".
@@ -100,7 +100,7 @@ SHARING = ("fsdp", "tp", "ddp", "cp")
 
 
 class Twist(NamedTuple):
-    """What is wrong, about ``matrix``, on ``rank``, or on all of them with -1."""
+    """A mistake about ``matrix`` on ``rank``, or on all ranks with -1."""
 
     kind: str
     rank: int = -1
@@ -120,11 +120,10 @@ class Freeze(NamedTuple):
 
 
 class Flags(NamedTuple):
-    """``rank`` alone gets another prefetch_count, unless it is -1."""
+    """New flags on the config. A step refuses them, and the ranks change them back."""
 
     asynchronous: bool
     prefetch: Any
-    rank: int = -1
 
 
 class Options(NamedTuple):
@@ -171,7 +170,7 @@ class Plan(NamedTuple):
         return (*self.matrices, *itertools.chain.from_iterable(added))
 
     def sharing(self, matrix: Matrix, rank: int) -> tuple[int, ...]:
-        """The sorted ranks that have to have ``matrix`` alike with ``rank``; () where it has none of it."""
+        """The sorted ranks that share ``matrix`` with ``rank``; () if it holds none of it."""
         if matrix.mesh is not None:
             sets = matrix.mesh.holders
         elif self.config.mesh is not None:
@@ -180,16 +179,45 @@ class Plan(NamedTuple):
             sets = [(r,) for r in range(WORLD)]
         return next((tuple(sorted(s)) for s in sets if rank in s), ())
 
-    def linked(self, rank: int, matrices) -> set[int]:
-        """The ranks that an error of ``rank`` reaches, of those that share ``matrices``."""
-        links = [self.sharing(m, r) for m in matrices for r in range(WORLD)]
+    def links(self, matrices) -> list[tuple[int, ...]]:
+        """The sets of ranks that compare what they build."""
+        found = [self.sharing(m, r) for m in matrices for r in range(WORLD)]
         if self.config.mesh is not None:
-            for dim in self.config.dims_of(*SHARING):
-                links += self.config.mesh.groups((dim,))
+            found += self.config.mesh.groups(self.config.dims_of(*SHARING))
+        return [ranks for ranks in found if len(ranks) > 1]
+
+    def linked(self, rank: int, matrices) -> set[int]:
+        """``rank``, the ranks that share something with it, those that share with these, and so on."""
         found = {rank}
         for _ in range(WORLD):
-            found.update(*(ranks for ranks in links if found & set(ranks)))
+            found.update(*(r for r in self.links(matrices) if found & set(r)))
         return found
+
+    def finders(self, twist: Twist, matrices) -> set[int]:
+        """The ranks that raise an error for ``twist`` at once. Linked ranks may learn of it later."""
+        matrix = self.all_matrices()[twist.matrix]
+        if twist.kind in ("dtype", "shape", "missing", "frozen"):
+            # The ranks that share the matrix find it when they compare.
+            return set(self.sharing(matrix, twist.rank))
+        found = {twist.rank} if twist.rank >= 0 else set(range(WORLD))
+        if twist.kind == "twice":
+            found = {rank for rank in found if self.sharing(matrix, rank)}
+        return found.union(*(r for r in self.links(matrices) if found & set(r)))
+
+    def spans(self, matrix: Matrix, matrices) -> bool:
+        """Whether each rank linked with a holder of ``matrix`` holds it, too, and sees it change."""
+        holders = [rank for rank in range(WORLD) if self.sharing(matrix, rank)]
+        linked = set().union(*(self.linked(rank, matrices) for rank in holders))
+        return linked == set(holders)
+
+    def checks_options(self, group: int, matrices) -> bool:
+        """Whether all linked ranks hold something of parameter group ``group``, or none of them does."""
+        mine = [m for m in self.matrices if m.group == group]
+        holds = [any(self.sharing(m, rank) for m in mine) for rank in range(WORLD)]
+        return all(
+            len({holds[other] for other in self.linked(rank, matrices)}) == 1
+            for rank in range(WORLD)
+        )
 
 
 def strided_order(placements: tuple[int | str, ...]) -> list[tuple[int, int]]:

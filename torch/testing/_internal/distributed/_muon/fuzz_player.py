@@ -1,8 +1,8 @@
-"""Plays a plan of the property-based tests on one rank, beside one process that has whole matrices.
+"""Plays a plan of the property-based tests on one rank, next to one process with whole matrices.
 
-After each event the ranks tell each other, over a group of their own, whether it raised: all that are
-linked have to agree. Then parameters and momentum have to be those of the one process, after an error
-those from before it.
+After each event the ranks tell each other, over a group of their own, whether it raised. All linked ranks
+must agree. Parameters and momentum must then equal those of the one process; after an error, those from
+before it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
-from torch.optim._muon_engine import callbacks
-from torch.optim._muon_engine.schedule import buckets, specs
+from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.distributed._muon.common_muon import (
     equal,
@@ -52,7 +51,7 @@ from torch.testing._internal.distributed._muon.fuzz_plans import (
 )
 
 
-# What a configuration may be refused with.
+# The errors that may refuse a configuration.
 REFUSALS = (ValueError, AssertionError, IndexError, TypeError, NotImplementedError)
 # Of a collective that pairs up with none.
 TIMEOUT = timedelta(seconds=20)
@@ -67,7 +66,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     ranks = torch.tensor(mesh.ranks).reshape(mesh.sizes)
     made = DeviceMesh("cpu", ranks, mesh_dim_names=names)
     for group in made.get_all_groups() if made.get_coordinate() is not None else ():
-        # Else half an hour, whatever the world has.
+        # The default is half an hour, whatever the timeout of the world.
         _set_pg_timeout(TIMEOUT, group)
     if mesh.kept and made.get_coordinate() is not None:
         return made[tuple(names[dim] for dim in mesh.kept)]
@@ -238,7 +237,7 @@ class Held:
                 whole = torch.zeros_like(whole)
             gradient = self.cut(whole, turned=kind == "turned")
         self.param.grad = gradient
-        # Of no elements nothing has to be computed, and stock Muon divides by their number.
+        # Stock Muon divides by the number of elements.
         self.single.grad = whole if whole.numel() else None
 
     # One process
@@ -297,8 +296,6 @@ class Player:
         # Ranks that an error of an event reaches, and whether this one takes part in the event.
         self.linked: set[int] = set()
         self.takes_part = True
-        # Those that share matrices with this rank, or with ranks that do, and so on.
-        self.reachable: set[int] = set()
         self.step_number = 0
         self.optimizer: Muon | None = None
         self.single: Muon | None = None
@@ -316,15 +313,12 @@ class Player:
         limits = dict(self.plan.limits)
         patches = [
             mock.patch.object(buckets, "MAX_PEERS", limits.pop("peers", 512)),
-            mock.patch.object(specs, "RELAY_BYTES", limits.pop("relay_bytes", 2**20)),
+            mock.patch.object(packs, "RELAY_BYTES", limits.pop("relay_bytes", 2**20)),
             mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(limits.pop("node", 4))),
-            *(
-                mock.patch.object(
-                    module,
-                    "make_schedule",
-                    functools.partial(buckets.make_schedule, **limits),
-                )
-                for module in (buckets, callbacks)
+            mock.patch.object(
+                buckets,
+                "make_schedule",
+                functools.partial(buckets.make_schedule, **limits),
             ),
             warnings.catch_warnings(),
         ]
@@ -341,7 +335,7 @@ class Player:
     # Events
 
     def events(self):
-        """What happens, each with a function that returns whether it has to raise, None for may."""
+        """The events, each with a function that returns whether it must raise; None if it may."""
         # All ranks make all meshes.
         for mesh in dict.fromkeys(
             m
@@ -387,14 +381,6 @@ class Player:
         problems: list[str] = []
         code = IDLE
         self.link([h.matrix for h in self.held.values()])
-        numbers = [] if self.gone else self.held
-        everyones = functools.reduce(
-            int.__or__, self.tell(sum(1 << n for n in numbers))
-        )
-        self.reachable = self.plan.linked(
-            self.rank,
-            [m for n, m in enumerate(self.plan.all_matrices()) if everyones >> n & 1],
-        )
         if self.held and not self.gone:
             self.takes_part = True
             try:
@@ -450,7 +436,7 @@ class Player:
         )
         return dict(options[number]).get("foreach") is True
 
-    # What ranks hold
+    # Parameters
 
     def hold(self, matrices, first: int) -> list[Held]:
         new = {
@@ -469,6 +455,9 @@ class Player:
     def build(self, twist: Twist | None = None):
         twin_error = None
         groups = list(enumerate(self.groups))
+        self.takes_part = twist is None or not self.is_late(twist, self.plan.matrices)
+        if not self.takes_part:
+            return None, None
         try:
             self.single = Muon(
                 [
@@ -490,7 +479,7 @@ class Player:
         if self.has_stacks() and not self.plan.batched:
             must = True
         if twist is not None:
-            must = self.is_refused(twist, self.order()) or None
+            must = self.is_refused(twist, self.plan.matrices) or None
         self.optimizer = None
         try:
             self.config = self.new_config(twist)
@@ -509,7 +498,6 @@ class Player:
         except REFUSALS as error:
             return must, error
         self.flags = self.plan.config.asynchronous, self.plan.config.prefetch
-        self.flag_changes = 0
         return must, None
 
     def has_stacks(self) -> bool:
@@ -604,29 +592,32 @@ class Player:
             "number": 3,
         }[how]
 
-    # What is wrong
+    # Mistakes
 
     def hits(self, twist: Twist) -> bool:
         return twist.rank in (-1, self.rank)
 
-    def is_refused(self, twist: Twist, order: list[Held]) -> bool:
-        """Whether this rank has to hear of ``twist``."""
-        if twist.rank >= 0 and twist.rank not in self.linked:
-            return False
+    def is_refused(self, twist: Twist, matrices) -> bool:
+        """Whether this rank must raise an error for ``twist``."""
         if twist.kind == "groups":
-            dims = self.plan.config.dims_of("fsdp")
-            sizes = [self.plan.config.mesh.sizes[dim] for dim in dims]
+            config = self.plan.config
+            sizes = [config.mesh.sizes[dim] for dim in config.dims_of("fsdp")]
             # A stack may have no matrix that the groups could contradict each other about.
-            return any(size > 1 for size in sizes) and any(
-                h.matrix.mesh is None and math.prod(h.matrix.shape[:-2]) for h in order
-            )
-        if twist.kind in ("assign", "tp", "expert", "prefetch"):
-            return True
-        matrix = self.plan.all_matrices()[twist.matrix]
-        return any(self.plan.sharing(matrix, rank) for rank in self.linked)
+            if max(sizes) == 1 or not any(
+                h.matrix.mesh is None and math.prod(h.matrix.shape[:-2])
+                for h in self.order()
+            ):
+                return False
+        return self.rank in self.plan.finders(twist, matrices)
+
+    def is_late(self, twist: Twist, matrices) -> bool:
+        """Whether ranks that are linked with this one learn of ``twist`` at different times."""
+        finders = self.plan.finders(twist, matrices)
+        linked = self.plan.linked(self.rank, matrices)
+        return bool(finders & linked) and not linked <= finders
 
     def twisted(self, params, group: list[Held], twist: Twist | None):
-        """What this rank gives instead of ``params``, which are those of ``group``."""
+        """The parameters that this rank gives instead of ``params``, those of ``group``."""
         if twist is None or not self.hits(twist):
             return params
         at = next((i for i, h in enumerate(group) if h.number == twist.matrix), None)
@@ -667,7 +658,7 @@ class Player:
             self.optimizer.step()
         except REFUSALS as found:
             error = found
-        # As they are now: the step may have assigned anew.
+        # After the step, which may have assigned other owners.
         owners = self.optimizer.matrix_owners
         for index, held in enumerate(self.order()):
             if held.matrix.partial:
@@ -688,7 +679,7 @@ class Player:
         return must, error
 
     def taken_down(self):
-        """Of the one process, by number."""
+        """The parameters and momentum of the one process, by number."""
         found = {}
         for held in self.order():
             buffer = self.single.state.get(held.single, {}).get("momentum_buffer")
@@ -716,23 +707,12 @@ class Player:
         return False, None
 
     def change_flags(self, action: Flags):
-        """Flags that make no sense, or differ among the ranks, are refused by a step, and changed back."""
+        """A step refuses flags that differ from those that the optimizer was built with."""
         config = self.optimizer._distributed_config
-        before = self.flags
-        ahead = action.prefetch
-        makes_sense = type(ahead) is int and ahead >= 0
-        differs = makes_sense and action.rank >= 0
-        if differs:
-            # As no flags ever were, since ranks do not ask about flags that they have agreed on.
-            self.flag_changes += 2
-            ahead = 10 + self.flag_changes + (action.rank == self.rank)
-        config.async_gpu_parallelism, config.prefetch_count = action.asynchronous, ahead
-        if makes_sense and not differs:
-            self.flags = action.asynchronous, ahead
-            return False, None
-        must = not makes_sense or action.rank in self.reachable != {self.rank}
-        found = self.step(must=must)
-        config.async_gpu_parallelism, config.prefetch_count = before
+        flags = action.asynchronous, action.prefetch
+        config.async_gpu_parallelism, config.prefetch_count = flags
+        found = self.step(must=flags != self.flags)
+        config.async_gpu_parallelism, config.prefetch_count = self.flags
         return found
 
     def change_options(self, action: Options):
@@ -757,14 +737,18 @@ class Player:
     def add(self, action: Add, first: int, twist: Twist | None):
         self.takes_part = first not in self.added
         if not self.takes_part:
-            # What is wrong is with ranks that this one shares none of them with.
+            # This rank shares nothing with the ranks where something is wrong.
+            return None, None
+        number = len(self.groups)
+        present = self.plan.all_matrices()[: first + len(action.matrices)]
+        self.link(present)
+        if twist is not None and self.is_late(twist, present):
+            self.takes_part = False
             return None, None
         new = self.hold(action.matrices, first)
-        number = len(self.groups)
-        self.link(action.matrices)
         self.takes_part = bool(new) or self.plan.config.mesh is not None
         if not self.takes_part:
-            # Who holds none of them does not hear of them, but counts groups alike.
+            # A rank that holds none of them makes no call, but counts groups in the same way.
             if twist is None:
                 for optimizer in (self.single, self.optimizer):
                     optimizer.param_groups.append(
@@ -776,7 +760,7 @@ class Player:
                     )
                 self.groups.append([])
             return None, None
-        must = False if twist is None else self.is_refused(twist, new) or None
+        must = False if twist is None else self.is_refused(twist, present) or None
         options = self.options_of(number)
         self.groups.append(new)
         try:
@@ -826,20 +810,21 @@ class Player:
             return False, None
         number = next(i for i, group in enumerate(self.groups) if held in group)
         at = self.groups[number].index(held)
-        old = held.single
-        held.placements, held.is_new = action.placements, True
+        old, former = held.single, held.param
+        held.placements = action.placements
         if action.fresh:
             held.seed += 500
             held.single = torch.nn.Parameter(held.values(0))
         else:
             held.single = torch.nn.Parameter(old.detach().clone())
-        requires_grad = held.param.requires_grad
-        held.param = held.new_param().requires_grad_(requires_grad)
+        held.param = held.new_param().requires_grad_(former.requires_grad)
         for optimizer, new in (
             (self.single, held.single),
             (self.optimizer, held.param),
         ):
             optimizer.param_groups[number]["params"][at] = new
-        if old in self.single.state:
-            self.single.state[held.single] = self.single.state.pop(old)
-        return False, None
+        state = self.single.state.pop(old, None)
+        # Without names, a parameter of the same placement is another layer, and starts at zero.
+        if state is not None and held.param.placements != former.placements:
+            self.single.state[held.single] = state
+        return self.step()

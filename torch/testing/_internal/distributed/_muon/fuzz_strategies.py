@@ -1,4 +1,4 @@
-"""What plans are drawn from: mostly what has to train, and now and then what has to be refused."""
+"""Strategies for plans: most of them train, and a few are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.testing._internal.distributed._muon.fuzz_plans import (
 )
 
 
-# Few enough to be made once, whole and as slices that stand beside each other.
+# Few enough to be made once: whole meshes, and slices of meshes.
 WHOLE = [
     Mesh((4,), (0, 1, 2, 3)),
     Mesh((4,), (2, 0, 3, 1)),
@@ -50,6 +50,7 @@ SLICES = [
 ]
 SIDES = (8, 1, 0, 2, 3, 4, 5, 7, 9, 16)
 DTYPES = ("float32", "float32", "float64", "bfloat16", "float16")
+NONSENSE = (("ns_steps", 100), ("ns_algorithm", "no"))
 WRONG_ASSIGNMENTS = (
     "none",
     "list",
@@ -90,7 +91,7 @@ def options(draw, partial):
     names = draw(st.lists(one_of(*choices), unique=True, max_size=3))
     found = [(name, draw(one_of(*choices[name]))) for name in names]
     if partial:
-        # What is exact in any order.
+        # Exact in any order of additions.
         found.append(("momentum", 0.5))
     return tuple(found)
 
@@ -173,10 +174,12 @@ def configs(draw):
 
 
 def meshes_under(config):
-    """Of DTensors beside process groups, which all of these groups' ranks have to hold."""
-    if config.mesh is None:
-        return [*WHOLE, *PARTS, *SLICES]
-    return [m for m in (*WHOLE, *PARTS) if set(m.ranks) == set(config.mesh.ranks)]
+    """For DTensors. Next to process groups, all ranks of these groups must hold them."""
+    found = [*WHOLE, *PARTS, *SLICES]
+    if config.mesh is not None:
+        found = [m for m in found if set(m.ranks) == set(config.mesh.ranks)]
+        found = [m for m in found if not m.kept]
+    return found
 
 
 @st.composite
@@ -251,7 +254,7 @@ def renumbered(twist, first):
 
 @st.composite
 def actions(draw, plan, batched, partial):
-    """What happens between construction and the last step."""
+    """The actions between construction and the last step."""
     present, config, found = list(plan.matrices), plan.config, []
     builders = {r for m in plan.matrices for r in range(WORLD) if plan.sharing(m, r)}
     for _ in range(draw(st.integers(0, 4))):
@@ -263,29 +266,37 @@ def actions(draw, plan, batched, partial):
         number = draw(st.integers(0, len(present) - 1))
         matrix = present[number]
         last = max((i for i, a in enumerate(found) if isinstance(a, Step)), default=-1)
-        # What ranks find out together while they assign anew, the others do not hear of.
+        # Ranks that rebuild find an error together, and the others do not hear of it.
         settled = not any(isinstance(a, (Freeze, Replace)) for a in found[last + 1 :])
         if kind == "step":
             found.append(draw(steps(present)))
-        elif kind == "flags":
-            found.append(draw(flags(plan, present, settled)))
+        elif kind == "flags" and settled:
+            # A rebuild would read the new flags.
+            found.append(draw(flags()))
         elif kind == "options":
             changes = one_of(
                 ("lr", 0.05),
                 ("weight_decay", 0.25),
                 ("nesterov", False),
                 ("ns_steps", 2),
-                ("ns_steps", 100),
-                ("ns_algorithm", "no"),
+                *NONSENSE,
                 ("adjust_lr_fn", "match_rms_adamw"),
             )
             at = draw(st.integers(0, len(plan.options) - 1))
-            found.append(Options(at, (draw(changes),)))
-        elif kind == "freeze":
+            change = draw(changes)
+            if change not in NONSENSE or plan.checks_options(at, present):
+                found.append(Options(at, (change,)))
+        elif kind == "freeze" and plan.spans(matrix, present):
             found.append(Freeze(number, draw(st.booleans())))
         elif kind == "load":
             found.append(Reload(draw(one_of("same", "new", "whole"))))
-        elif kind == "replace" and matrix.mesh is not None and not matrix.partial:
+        elif (
+            kind == "replace"
+            and settled
+            and matrix.mesh is not None
+            and not matrix.partial
+            and plan.spans(matrix, present)
+        ):
             placed = draw(placements(matrix.mesh, len(matrix.shape)))
             placed = placed if matrix.mesh.in_order else matrix.placements
             found.append(Replace(number, placed, draw(st.booleans())))
@@ -295,7 +306,9 @@ def actions(draw, plan, batched, partial):
             )
             new = tuple(draw(more))
             holders = {r for m in new for r in range(WORLD) if plan.sharing(m, r)}
-            if holders <= builders:
+            if holders <= builders and all(
+                plan.spans(m, present + [*new]) for m in new
+            ):
                 twist = draw(twists(plan, new, later=True)) if draw(rarely()) else None
                 twist = renumbered(twist, len(present))
                 found.append(Add(new, draw(options(partial)), twist))
@@ -314,22 +327,11 @@ def steps(draw, present):
 
 
 @st.composite
-def flags(draw, plan, present, settled):
-    asynchronous = draw(st.booleans())
-    if draw(rarely()):
-        return Flags(asynchronous, draw(one_of(-1, True, 2.5, None, "1")))
-    rank = -1
-    linked = [r for r in range(WORLD) if len(plan.linked(r, present)) > 1]
-    alike = all(len(m.shape) == 2 for m in present)
-    if (
-        settled
-        and linked
-        and alike
-        and plan.config.functions != "wrapped"
-        and draw(rarely())
-    ):
-        rank = draw(one_of(*linked))
-    return Flags(asynchronous, draw(st.integers(0, 3)), rank)
+def flags(draw):
+    ahead = (
+        draw(one_of(-1, 2.5, None, "1")) if draw(rarely()) else draw(st.integers(0, 3))
+    )
+    return Flags(draw(st.booleans()), ahead)
 
 
 @st.composite

@@ -51,7 +51,7 @@ class Workers:
         self.plans = 0
 
     def play(self, plan: Plan) -> list[dict[str, Any]]:
-        """What each rank has to say of ``plan``."""
+        """The answers of all ranks about ``plan``."""
         if self.plans >= PLANS_A_LIFE:
             self.end()
         if not self.processes:

@@ -1,0 +1,107 @@
+"""The cost of a step, in words. A rank knows the schedules of its groups, so it asks no other rank."""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from torch.optim._muon_engine.layouts import listed
+from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
+from torch.optim._muon_engine.schedule.packs import (
+    relay_sizes,
+    RELAYS_IN_FLIGHT,
+    slot_sizes,
+    slots_for,
+)
+
+
+if TYPE_CHECKING:
+    from torch.optim._muon_engine.schedule.packs import Schedule
+
+
+# A group of more ranks shows only its busiest ranks and this one.
+MOST_RANKS = 16
+_ROW = "  {:>6} {:>6} {:>8} {:>8} {:>11} {:>11} {:>11}  {}"
+
+
+def in_full(engine: Any) -> str:
+    """For a person: who owns what, what a step costs, and which rank is the busiest."""
+    count = len(engine.params)
+    first = f"Muon on rank {engine.rank} of {engine.world_size}, {count} parameters, "
+    lines = []
+    if not engine.runs_on_engine:
+        lines.append(first + "exchanged by the user's functions")
+        for rank, owned in engine.assignments.items():
+            names = [engine.params[i].described for i in owned]
+            lines.append(f"  rank {rank} owns {listed(names, 3)}")
+    else:
+        schedule, (parallel, ahead) = engine.schedule, engine.flags
+        turns = "all owners at once" if parallel else "one owner at a time (debugging)"
+        lines.append(f"{first}{turns}, prefetch_count {ahead}")
+        for group in dict.fromkeys(bucket.group for bucket in schedule.buckets):
+            lines += ["", *_table(schedule, group, engine.rank, ahead)]
+    frozen = [param.described for param in engine.params if param.frozen]
+    if frozen:
+        lines.append(f"Frozen, and not in the schedule: {listed(frozen)}")
+    return "\n".join(lines)
+
+
+def _table(
+    schedule: Schedule, group: tuple[int, ...], rank: int, prefetch_count: int
+) -> list[str]:
+    """One row per rank. FLOPs are those of five quintic steps, which also decide the owners."""
+    buckets = [bucket for bucket in schedule.buckets if bucket.group == group]
+    owned: dict[int, list[int]] = {r: [] for r in group}
+    for m in (m for bucket in buckets for m in bucket.matrices):
+        owned[schedule.owners[m]].append(m)
+    flops = [newton_schulz_flops(layout.shape) for layout in schedule.layouts]
+    loads = {r: sum(flops[m] for m in matrices) for r, matrices in owned.items()}
+    mean = sum(loads.values()) / len(group) or 1
+    busiest = sorted(group, key=lambda r: (-loads[r], r))
+    heaviest = max(flops[m] for matrices in owned.values() for m in matrices)
+    ways = ", relayed along replicas" if any(b.relayed for b in buckets) else ""
+    ways += ", in two levels" if any(b.node_size > 1 for b in buckets) else ""
+    shown = {rank, *busiest[:3]} if len(group) > MOST_RANKS else group
+    lines = [
+        f"{len(group)} ranks ({listed([str(r) for r in group])}), {sum(map(len, owned.values()))} matrices, "
+        f"{len(buckets)} buckets{ways}. Rank {busiest[0]} is the busiest, with {loads[busiest[0]] / mean:.2f} times the "
+        f"mean work. The largest matrix is {heaviest / mean:.2f} times the mean work.",
+        _ROW.format(
+            "rank", "owns", "TFLOP", "x mean", "MiB sent", "received", "memory", ""
+        ),
+    ]
+    for r in sorted(shown):
+        sent, received, memory = bytes_of(schedule, group, r, prefetch_count)
+        names = [schedule.layouts[m].key.short for m in owned[r]]
+        lines.append(
+            _ROW.format(
+                r,
+                len(owned[r]),
+                f"{loads[r] / 1e12:.3g}",
+                f"{loads[r] / mean:.2f}",
+                *(f"{size / 2**20:.4g}" for size in (sent, received, memory)),
+                listed(names, 3),
+            ).rstrip()
+        )
+    if len(shown) < len(group):
+        lines.append(f"  {len(group) - len(shown):,} other ranks are not shown")
+    return lines
+
+
+def bytes_of(
+    schedule: Schedule, group: tuple[int, ...], rank: int, prefetch_count: int
+) -> tuple[int, int, int]:
+    """Bytes that ``rank`` sends, receives and has memory for, in the buckets of ``group``."""
+    packs = [schedule.packs(b, rank) for b in schedule.buckets if b.group == group]
+    sent = received = 0
+    for pack in packs:
+        sent += pack.gather_send.nbytes + pack.scatter_send.nbytes
+        received += pack.gather_recv.nbytes + pack.scatter_recv.nbytes
+        for relay in pack.relays:
+            if relay.source == rank:
+                sent += relay.pack.nbytes
+            else:
+                received += relay.pack.nbytes
+    passing, arriving = relay_sizes((pack.relays for pack in packs), rank)
+    sizes = slot_sizes(packs, slots_for(prefetch_count))
+    slots = sum(outer + inner for outer, inner in sizes)
+    return sent, received, slots + passing + RELAYS_IN_FLIGHT * arriving

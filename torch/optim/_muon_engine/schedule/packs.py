@@ -1,0 +1,281 @@
+"""The schedule of a step, and each rank's packs: what it sends to whom, and where each region is.
+
+The split for a peer holds the regions of each matrix in order, row-major and without padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch
+    from torch.optim._muon_engine.layouts import Layout, Region
+
+
+# Maximum size of one relay, unless a single shard is larger.
+RELAY_BYTES = 64 * 1024**2
+# Number of broadcasts along replicas whose results have memory at the same time.
+RELAYS_IN_FLIGHT = 2
+
+
+class PackedRegion(NamedTuple):
+    """A region of ``matrix`` in the shard of ``rank``, at element ``offset`` of a pack."""
+
+    matrix: int
+    rank: int
+    region: Region
+    offset: int
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One side of a gather or scatter on one rank: the split for each peer, and the packed regions."""
+
+    dtype: torch.dtype
+    splits: tuple[int, ...]
+    regions: tuple[PackedRegion, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.splits) * self.dtype.itemsize
+
+
+class Relay(NamedTuple):
+    """A broadcast along ``replicas`` of the results that ``source``, one of them, received."""
+
+    replicas: tuple[int, ...]
+    source: int
+    pack: Pack
+
+
+class LocalPacks(NamedTuple):
+    """All packs of one rank in one bucket.
+
+    ``kept`` holds the results that the rank computed itself and relays to its replicas. ``relays`` are
+    the relays of this rank's replica sets, in their global order.
+    """
+
+    gather_send: Pack
+    gather_recv: Pack
+    scatter_send: Pack
+    scatter_recv: Pack
+    kept: Pack
+    relays: tuple[Relay, ...]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an update is packed where its matrix was gathered; false with direct replicas."""
+        return self.gather_recv == self.scatter_send
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of the holder's and of the owner's memory."""
+        inner = self.scatter_send.nbytes + self.kept.nbytes
+        if not self.in_place:
+            inner += self.gather_recv.nbytes
+        return max(self.gather_send.nbytes, self.scatter_recv.nbytes), inner
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Matrices of one group that are processed together; ``index`` counts the group's buckets.
+
+    In a ``relayed`` bucket, only one replica of each shard exchanges it with the owner, and the ranks
+    with an empty shard take no part. If ``node_size`` is more than 1, the exchange has two levels, and
+    ``node_size`` consecutive ranks of the group are one node.
+    """
+
+    group: tuple[int, ...]
+    index: int
+    matrices: tuple[int, ...]
+    gather_dtype: torch.dtype
+    scatter_dtype: torch.dtype
+    relayed: bool = False
+    node_size: int = 1
+
+    def node_and_rail(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ranks of the group on ``rank``'s node, and the ranks at its place of each node."""
+        place = self.group.index(rank)
+        at = place % self.node_size
+        start = place - at
+        return (
+            self.group[start : start + self.node_size],
+            self.group[at :: self.node_size],
+        )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The buckets of all groups in one global order; a matrix is its index in ``layouts``."""
+
+    layouts: tuple[Layout, ...]
+    owners: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+    one_owner_at_a_time: bool = False
+
+    def is_source(self, matrix: int, rank: int) -> bool:
+        """Whether ``rank`` sends its shard to the owner of ``matrix``; one replica of each shard does."""
+        return self.layouts[matrix].shards.source(rank, self.owners[matrix]) == rank
+
+    def receives(self, matrix: int, rank: int) -> bool:
+        """Whether ``rank`` gets the update of ``matrix``; one contribution to a sum does."""
+        shards, owner = self.layouts[matrix].shards, self.owners[matrix]
+        return shards.contribution_of(rank) == shards.contribution_of(owner)
+
+    def _receives_directly(self, matrix: int, rank: int) -> bool:
+        # Empty shards look like replicas of each other, and a group may have thousands of them.
+        is_empty = self.layouts[matrix].shards.is_empty(rank)
+        return (
+            not is_empty
+            and self.is_source(matrix, rank)
+            and self.receives(matrix, rank)
+        )
+
+    def packs(self, bucket: Bucket, rank: int) -> LocalPacks:
+        """The packs of ``rank`` in ``bucket``."""
+        owned = self.owned(bucket)
+        mine = owned.get(rank, [])
+        # A gather goes from holders to owners, a scatter from owners to holders.
+        as_holder = [
+            (rank, () if peer == rank else owned.get(peer, ())) for peer in bucket.group
+        ]
+        as_owner = [(peer, () if peer == rank else mine) for peer in bucket.group]
+        gather, scatter = bucket.gather_dtype, bucket.scatter_dtype
+        receives = self._receives_directly if bucket.relayed else self.receives
+        relays = self.relays(bucket, rank)
+        relayed = {entry.matrix for relay in relays for entry in relay.pack.regions}
+        kept = [m for m in mine if m in relayed]
+        return LocalPacks(
+            gather_send=self._pack(as_holder, gather, self.is_source),
+            gather_recv=self._pack(as_owner, gather, self.is_source),
+            scatter_send=self._pack(as_owner, scatter, receives),
+            scatter_recv=self._pack(as_holder, scatter, receives),
+            kept=self._pack([(rank, kept)], scatter, self.receives),
+            relays=relays,
+        )
+
+    def owned(self, bucket: Bucket) -> dict[int, list[int]]:
+        """Owner -> its matrices in ``bucket``."""
+        found: dict[int, list[int]] = {}
+        for matrix in bucket.matrices:
+            found.setdefault(self.owners[matrix], []).append(matrix)
+        return found
+
+    def passed_on(
+        self, bucket: Bucket, rank: int
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Elements that ``rank`` passes on between the two levels of a gather and of a scatter.
+
+        Returns:
+            For the gather, one row per holder on the node and one column per owner on the rail. For the
+            scatter, one row per owner on the node and one column per holder on the rail.
+        """
+        node, rail = bucket.node_and_rail(rank)
+        owned = self.owned(bucket)
+        receives = self._receives_directly if bucket.relayed else self.receives
+
+        def elements(
+            holder: int, owner: int, travels: Callable[[int, int], bool]
+        ) -> int:
+            if holder == owner:
+                return 0
+            return sum(
+                self.layouts[m].shards.numel_of(holder)
+                for m in owned.get(owner, ())
+                if travels(m, holder)
+            )
+
+        gathered = [[elements(h, o, self.is_source) for o in rail] for h in node]
+        scattered = [[elements(h, o, receives) for h in rail] for o in node]
+        return gathered, scattered
+
+    def further_groups(self, rank: int) -> dict[tuple[int, ...], str]:
+        """Further sets of ranks with which ``rank`` has collectives, and what these ranks share."""
+        found: dict[tuple[int, ...], str] = {}
+        for bucket in self.buckets:
+            if rank not in bucket.group:
+                continue
+            for matrix in bucket.matrices if bucket.relayed else ():
+                shards = self.layouts[matrix].shards
+                replicas = shards.replicas_of(rank)
+                if len(replicas) > 1 and not shards.is_empty(rank):
+                    found[tuple(sorted(replicas))] = "replicas"
+            if bucket.node_size > 1:
+                node, rail = bucket.node_and_rail(rank)
+                found |= {node: "node", rail: "rail"}
+        return found
+
+    def relays(self, bucket: Bucket, rank: int) -> tuple[Relay, ...]:
+        """The relays along the replicas of ``rank``'s shards, in an order that all replicas share."""
+        found: dict[tuple[tuple[int, ...], int], list[list[int]]] = {}
+        room: dict[tuple[tuple[int, ...], int], int] = {}
+        for matrix in bucket.matrices if bucket.relayed else ():
+            shards = self.layouts[matrix].shards
+            replicas = shards.replicas_of(rank)
+            if len(replicas) == 1 or shards.is_empty(rank):
+                continue
+            route = replicas, shards.source(rank, self.owners[matrix])
+            size = shards.numel_of(rank) * bucket.scatter_dtype.itemsize
+            if room.get(route, -1) < size:
+                found.setdefault(route, []).append([])
+                room[route] = RELAY_BYTES
+            room[route] -= size
+            found[route][-1].append(matrix)
+        return tuple(
+            Relay(
+                tuple(sorted(replicas)),
+                source,
+                self._pack([(rank, part)], bucket.scatter_dtype, self.receives),
+            )
+            for (replicas, source), parts in sorted(found.items())
+            for part in parts
+        )
+
+    def _pack(
+        self,
+        exchanged: Sequence[tuple[int, Sequence[int]]],
+        dtype: torch.dtype,
+        travels: Callable[[int, int], bool],
+    ) -> Pack:
+        """One split per (holder, matrices); ``travels`` says whether a matrix goes from or to a holder."""
+        splits: list[int] = []
+        regions: list[PackedRegion] = []
+        offset = 0
+        for holder, matrices in exchanged:
+            start = offset
+            for matrix in matrices:
+                if travels(matrix, holder):
+                    for region in self.layouts[matrix].shards.of(holder):
+                        regions.append(PackedRegion(matrix, holder, region, offset))
+                        offset += region.numel
+            splits.append(offset - start)
+        return Pack(dtype, tuple(splits), tuple(regions))
+
+
+def slots_for(prefetch_count: int) -> int:
+    """Slots of a group: one per prefetched gather, one to orthogonalize, one on its way back."""
+    return prefetch_count + 2
+
+
+def slot_sizes(packs: Sequence[LocalPacks], slots: int) -> list[tuple[int, int]]:
+    """Bytes of each slot, as in :attr:`LocalPacks.nbytes`, for one rank's buckets of one group.
+
+    A slot is as large as the largest of the buckets that use it.
+    """
+    count = min(len(packs), slots)
+    sizes = [[pack.nbytes for pack in packs[at::count]] for at in range(count)]
+    return [(max(o for o, _ in slot), max(i for _, i in slot)) for slot in sizes]
+
+
+def relay_sizes(relays: Iterable[Sequence[Relay]], rank: int) -> tuple[int, int]:
+    """Bytes of the results that ``rank`` relays in one bucket, and of the largest that it is sent."""
+    sent = received = 0
+    for of_bucket in relays:
+        sizes = [(relay.source == rank, relay.pack.nbytes) for relay in of_bucket]
+        sent = max(sent, sum(size for mine, size in sizes if mine))
+        received = max([received, *(size for mine, size in sizes if not mine)])
+    return sent, received

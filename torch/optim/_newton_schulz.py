@@ -1,0 +1,200 @@
+# mypy: allow-untyped-defs
+r"""Orthogonalization by Newton-Schulz iterations: the quintic, and its Gram form.
+
+The method, the quintic's coefficients and the number of steps are Keller Jordan's:
+https://kellerjordan.github.io/posts/muon/ and
+https://github.com/KellerJordan/Muon/blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbcbd/muon.py#L16,
+with suggestions by @jxbz, @leloykun and @YouJiacheng.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+EPS = 1e-7
+DEFAULT_A = 3.4445
+DEFAULT_B = -4.7750
+DEFAULT_C = 2.0315
+DEFAULT_NS_STEPS = 5
+
+# Newton-Schulz reads and writes this dtype, so ranks also exchange it. Rounding an element before it
+# is sent gives the same bits as rounding it after it has arrived.
+NS_DTYPE = torch.bfloat16
+NS_ALGORITHMS = ("quintic", "gram")
+# "gram" applies to matrices whose long side is at least this many times the short side.
+GRAM_RATIO = 1.5
+# Recompute the Gram matrix before small singular values have grown by more than this. The bfloat16 Gram
+# matrix loses the singular values below its rounding, and more growth destroys nearly low-rank matrices.
+_GRAM_GROWTH = 50
+
+Coefficients = tuple[float, float, float]
+
+
+def as_tuples(ns_coefficients: Any) -> tuple:
+    """Returns ``ns_coefficients`` with tuples for the lists that JSON and YAML checkpoints contain."""
+    return tuple(tuple(c) if isinstance(c, list) else c for c in ns_coefficients)
+
+
+def _per_step(ns_coefficients: Sequence[Any]) -> bool:
+    """Returns whether ``ns_coefficients`` has one polynomial for each step."""
+    return bool(ns_coefficients) and not isinstance(ns_coefficients[0], (float, int))
+
+
+def check_newton_schulz(
+    ns_coefficients: Sequence[Any], ns_steps: int, ns_algorithm: str = "quintic"
+) -> None:
+    """Raises ValueError if the options of Newton-Schulz are invalid."""
+    if ns_steps >= 100:
+        raise ValueError(
+            "Number of steps must be less than 100 for computational efficiency"
+        )
+    per_step = _per_step(ns_coefficients)
+    if any(len(c) != 3 for c in (ns_coefficients if per_step else [ns_coefficients])):
+        raise ValueError("Coefficients must be a tuple of exactly 3 values")
+    if per_step and len(ns_coefficients) != ns_steps:
+        raise ValueError(
+            f"ns_coefficients has {len(ns_coefficients)} tuples but ns_steps is {ns_steps}; pass one tuple per step or "
+            "one tuple for all steps"
+        )
+    check_ns_algorithm(ns_algorithm)
+
+
+def check_ns_algorithm(ns_algorithm: str) -> None:
+    """Raises ValueError if ``ns_algorithm`` is unknown."""
+    if ns_algorithm not in NS_ALGORITHMS:
+        raise ValueError(
+            f"ns_algorithm must be one of {NS_ALGORITHMS} but is {ns_algorithm!r}"
+        )
+
+
+def newton_schulz(
+    x: Tensor,
+    ns_coefficients: Sequence[Any],
+    ns_steps: int,
+    eps: float,
+    ns_algorithm: str = "quintic",
+) -> Tensor:
+    """Orthogonalizes ``x`` in its own dtype and does not write to it.
+
+    Args:
+        x (Tensor): one matrix of shape (rows, columns), or a batch of shape (matrices, rows, columns).
+        ns_coefficients (tuple): coefficients (a, b, c) of the odd quintic, or one such tuple per step.
+        ns_steps (int): number of iterations.
+        eps (float): lower bound of the Frobenius norm that divides ``x``.
+        ns_algorithm (str): "quintic" or "gram".
+    """
+    addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
+    tall = x.size(-2) > x.size(-1)
+    if tall:
+        x = x.mT
+    # The iteration converges for singular values in [0, 1]. The Frobenius norm bounds them.
+    x = x / _frobenius_norm(x).clamp(min=eps)
+    steps: Sequence[Any] = [ns_coefficients] * ns_steps
+    if _per_step(ns_coefficients):
+        steps = ns_coefficients
+    if ns_algorithm == "gram" and x.size(-1) >= GRAM_RATIO * x.size(-2):
+        for block in _gram_blocks(steps):
+            x = _gram_factor(x, block) @ x
+    else:
+        for a, b, c in steps:
+            gram = x @ x.mT
+            poly = addmm(gram, gram, gram, beta=b, alpha=c)
+            x = addmm(x, poly, x, beta=a)
+    return x.mT if tall else x
+
+
+def _gram_blocks(steps: Sequence[Coefficients]) -> list[list[Coefficients]]:
+    """Splits the steps into blocks that share one Gram matrix: three and two of the default five."""
+    blocks: list[list[Coefficients]] = []
+    growth = math.inf
+    for a, b, c in steps:
+        growth *= abs(a)
+        if growth > _GRAM_GROWTH:
+            blocks.append([])
+            growth = abs(a)
+        blocks[-1].append((a, b, c))
+    return blocks
+
+
+def _gram_factor(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
+    """Returns the factor, of shape (..., rows, rows), by which ``steps`` multiply ``x``.
+
+    Each step multiplies ``x`` by a polynomial of its Gram matrix, and the next Gram matrix is a
+    polynomial of this one. So all steps of a block need two products with the long side instead of two
+    per step.
+    """
+    addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
+    gram = x @ x.mT
+    product = torch.empty(0)
+    for step, (a, b, c) in enumerate(steps, 1):
+        poly = addmm(gram, gram, gram, beta=b, alpha=c)
+        if step == 1:
+            product = poly.clone()
+            product.diagonal(dim1=-2, dim2=-1).add_(a)
+        else:
+            product = addmm(product, poly, product, beta=a)
+        if step < len(steps):
+            # Adding ``a`` to the diagonal of ``poly`` first would round away the last bits of the rest.
+            half = addmm(gram, poly, gram, beta=a)
+            gram = addmm(half, half, poly, beta=a)
+    return product
+
+
+def _frobenius_norm(x: Tensor) -> Tensor:
+    if x.ndim == 2:
+        return x.norm()
+    # One norm per matrix: a reduction over a batch may add in another order.
+    return torch.stack([matrix.norm() for matrix in x])[:, None, None]
+
+
+def _zeropower_via_newtonschulz(
+    grad: Tensor,
+    ns_coefficients: Coefficients | Sequence[Coefficients],
+    ns_steps: int,
+    eps: float,
+    ns_algorithm: str = "quintic",
+) -> Tensor:
+    r"""Approximates the orthogonal factor :math:`UV^T` of ``grad`` :math:`= USV^T`.
+
+    The coefficients maximize the quintic's slope at zero, so a few steps suffice. The singular values
+    of the result lie between about 0.3 and 1.2 instead of at 1, which does not hurt training.
+
+    Args:
+        grad (Tensor): a matrix of shape (rows, columns). This function does not write to it.
+        ns_coefficients (tuple of three floats, or one tuple per step): coefficients of the odd quintic.
+        ns_steps (int): number of iterations, less than 100.
+        eps (float): lower bound of the norm that divides ``grad``.
+        ns_algorithm (str): "quintic", or "gram" to compute the same polynomials from the Gram matrix.
+
+    Returns:
+        Tensor: has the shape of ``grad`` and dtype bfloat16.
+    """
+    check_newton_schulz(ns_coefficients, ns_steps, ns_algorithm)
+    if len(grad.shape) != 2:
+        raise ValueError("Input tensor gradient must be a 2D matrix")
+    x = grad.to(dtype=NS_DTYPE)
+    return newton_schulz(x, ns_coefficients, ns_steps, eps, ns_algorithm)
+
+
+def orthogonalize(
+    matrices: Tensor,
+    ns_coefficients: Coefficients | Sequence[Coefficients],
+    ns_steps: int,
+    eps: float,
+    ns_algorithm: str = "quintic",
+) -> Tensor:
+    """Orthogonalizes one matrix, or each matrix of a stack (..., rows, columns), in bfloat16."""
+    how = ns_coefficients, ns_steps, eps, ns_algorithm
+    if matrices.ndim == 2:
+        return _zeropower_via_newtonschulz(matrices, *how)
+    stack = matrices.to(NS_DTYPE).flatten(0, -3)
+    return newton_schulz(stack, *how).reshape(matrices.shape)
