@@ -104,6 +104,12 @@ class DTensorLayouts:
             self._ranks[mesh] = tuple(mesh.mesh.flatten().tolist())
         return self._ranks[mesh]
 
+    def mesh_ranks(self, param: Tensor) -> tuple[int, ...]:
+        """The sorted ranks of a DTensor's mesh; () for a plain tensor."""
+        if not isinstance(param, DTensor):
+            return ()
+        return tuple(sorted(self.ranks_of(param.device_mesh)))
+
     def sharing(
         self, params: Sequence[Tensor]
     ) -> dict[tuple[int, ...], list[ProcessGroup]]:

@@ -164,11 +164,14 @@ class Reader:
         given = local.groups_of.items()
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
         sharing = {} if self.groups.shared_over() else dict(of_meshes)
-        for ranks in {layout.group for layout in layouts}:
+        for ranks, mesh in dict.fromkeys(
+            (layout.group, self._dtensors.mesh_ranks(params[layout.key.index]))
+            for layout in layouts
+        ):
+            # Replicas along other groups make a mesh one part of several. A mesh of other parameters does
+            # not count: not all of these ranks may be on one.
             inside = [g for (_, of), g in given if set(of) <= set(ranks)]
-            for mesh, groups in of_meshes.items():
-                # Replicas along other groups make a mesh one part of several.
-                inside += groups if set(mesh) <= set(ranks) else []
+            inside += [*sharing.get(ranks, []), *of_meshes.get(mesh, [])]
             sharing[ranks] = list(dict.fromkeys(inside))
         return sharing
 
