@@ -84,4 +84,4 @@ def test_each_cell_is_a_test(jobs):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     there = {line for line in done.stdout.splitlines() if "::" in line}
-    assert named == there
+    assert named <= there

@@ -722,6 +722,9 @@ class Player:
             return False, None
         options = dict(action.options)
         nonsense = options.get("ns_steps") == 100 or options.get("ns_algorithm") == "no"
+        if nonsense and not self.groups[action.group]:
+            # No rank reads the options of an empty group.
+            return False, None
         before = [
             {key: of_one[action.group][key] for key in options} for of_one in groups
         ]
