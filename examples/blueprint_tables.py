@@ -364,7 +364,7 @@ FIXES = (
     Fix(
         'Logic 1: the line `params = group["params"]` was missing',
         "A step has one list of all matrices, each with the options of its own group.",
-        ("test_parameter_groups_have_their_own_hyperparameters",),
+        ("test_indices_follow_the_groups",),
     ),
     Fix(
         "Logic 2: the gathered matrix was still flat",
@@ -372,7 +372,7 @@ FIXES = (
         (
             "test_tilings",
             "test_pieces_that_do_not_fit_together",
-            "test_wrong_tp_dim_raises",
+            "test_no_tilings",
         ),
     ),
     Fix(
