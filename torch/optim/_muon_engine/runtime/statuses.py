@@ -38,7 +38,7 @@ _SOME = {
     Status.EMPTY: (0, 0, 0),
 }
 # Optimizers of different sizes must still make all-reduces of one size when ranks confuse them.
-_ROWS = 1024
+_ROWS = 256
 
 _OTHER_STEP = (
     "the ranks are not in the same step(): one of them left out a step() that the others made, or made one more. "
