@@ -320,7 +320,7 @@ class Pipeline:
         moves = []
         for matrix in matrices:
             found = received.of(matrix.number)
-            if found and matrix.applies:
+            if matrix.applies and (found or matrix.is_empty):
                 self._log("apply", matrix)
                 moves += [(matrix, region, view) for _, region, view in found]
         self.apply(moves)
