@@ -70,7 +70,6 @@ def measured(tmp_path, monkeypatch):
     (folder / "other.py").write_text("x = 1\n")
     (tmp_path / "tests.py").write_text(TESTS)
     monkeypatch.setenv("MUON_MEASURED", str(folder))
-    monkeypatch.setenv("MUON_UNTESTED", "0")
     monkeypatch.setenv("COVERAGE_FILE", str(tmp_path / ".coverage"))
     config = ROOT / "pyproject.toml"
 

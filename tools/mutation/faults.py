@@ -267,8 +267,8 @@ FAULTS = (
     Fault(
         "a rank applies what comes back, whatever its own status",
         PIPELINE,
-        "            if found and matrix.applies:\n",
-        "            if found:\n",
+        "            if matrix.applies and (found or matrix.is_empty):\n",
+        "            if found or matrix.is_empty:\n",
         (f"{EXCHANGE}no_gradient_on_any_rank_is_skipped",),
     ),
     Fault(
