@@ -1161,6 +1161,7 @@ class TestImports(TestCase):
                 "create_auto_config",
                 "create_dtensor_config",
                 "detect_tp_dims_from_model",
+                "partition_named_parameters",
                 "partition_parameters",
             },
         )

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import unittest
 import warnings
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
     detect_tp_dims_from_model,
+    partition_named_parameters,
     partition_parameters,
 )
 from torch.testing._internal.common_utils import run_tests
@@ -26,6 +28,7 @@ from torch.testing._internal.distributed._muon.common_config import (
 
 
 if dist.is_available():
+    from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
     from torch.distributed.tensor import (
         DeviceMesh,
         distribute_tensor,
@@ -203,6 +206,44 @@ class TestDTensorsOnOneRank(ConfigTestCase):
         matrices, others = partition_parameters(model)
         self.assertEqual([id(p) for p in matrices], [id(model[0].weight)])
         self.assertEqual(len(others), 3)
+
+    def test_partition_named_parameters(self):
+        model = nn.ModuleDict(
+            {
+                "embedding": nn.Embedding(5, 3),
+                "tied": nn.Linear(3, 5, bias=False),
+                "positions": nn.Embedding(6, 3),
+                "hidden": nn.Linear(3, 4),
+                "router": nn.Linear(3, 2, bias=False),
+                "conv": nn.Conv1d(4, 2, 3, bias=False),
+                "lm_head": nn.Linear(3, 5, bias=False),
+            }
+        )
+        model["tied"].weight = model["embedding"].weight
+        # FSDP2 changes the types of modules, and FSDP1 their names.
+        fully_shard(model["positions"])
+        device = torch.device("cpu")
+        model["hidden"] = FSDP(model["hidden"], device_id=device, use_orig_params=True)
+        with mock.patch("builtins.print") as said:
+            matrices, others = partition_named_parameters(
+                model, exclude=["rout*"], verbose=True
+            )
+        self.assertEqual([name for name, _ in matrices], ["hidden.weight"])
+        rest = ["embedding", "positions", "hidden.bias", "router", "conv", "lm_head"]
+        for start, (name, _) in zip(rest, others, strict=True):
+            self.assertTrue(name.startswith(start), name)
+        self.assertEqual(
+            {id(p) for _, p in matrices + others}, {id(p) for p in model.parameters()}
+        )
+        words = [call.args[0].rpartition("> ")[2] for call in said.call_args_list]
+        reasons = ["embedding", "embedding", "1D", "excluded", "3D", "output head"]
+        words = [word.removeprefix("rest: ") for word in words]
+        self.assertEqual(words, [*reasons[:2], "Muon", *reasons[2:]])
+
+    def test_flat_parameter_of_an_embedding_and_a_matrix(self):
+        model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+        with self.assertRaisesRegex(ValueError, "mixes matrices for Muon with others"):
+            partition_named_parameters(FSDP(model, device_id=torch.device("cpu")))
 
     def test_a_plain_gradient_of_a_dtensor(self):
         param = nn.Parameter(distribute_tensor(torch.ones(4, 4), self.mesh, [Shard(0)]))

@@ -10,6 +10,7 @@ Importing this module does not import ``torch.distributed``. Its functions impor
 from __future__ import annotations
 
 import warnings
+from fnmatch import fnmatch
 from typing import Any, TYPE_CHECKING
 
 from torch import nn, Tensor
@@ -18,7 +19,7 @@ from torch.optim._muon_engine.config import DistributedConfig
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -28,8 +29,16 @@ __all__ = [
     "create_auto_config",
     "create_dtensor_config",
     "detect_tp_dims_from_model",
+    "partition_named_parameters",
     "partition_parameters",
 ]
+
+# Names that models give to the layer that computes logits.
+_HEADS = {
+    *("classifier", "embed_out", "head", "lm_head"),
+    *("output", "output_layer", "score", "unembed"),
+}
+_EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
 
 
 def create_dtensor_config(
@@ -241,9 +250,77 @@ def partition_parameters(
     Raises:
         ValueError: a flat FSDP1 parameter holds matrices together with others.
     """
-    from torch.optim._muon_engine.layouts.fsdp1 import split_by_shape
+    from torch.optim._muon_engine.layouts.fsdp1 import logical_matrices
 
-    return split_by_shape(module)
+    found: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    for _, param, ((_, shape), *_) in logical_matrices(module):
+        found[len(shape) != 2].append(param)
+    return found
+
+
+def partition_named_parameters(
+    module: nn.Module, *, exclude: Sequence[str] = (), verbose: bool = False
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    r"""Splits a model's parameters into hidden matrices, for Muon, and the rest, for AdamW.
+
+    Embeddings, output heads and everything that is not 2D (biases, norms, convolutions, stacks of experts)
+    go to the rest. An embedding that is tied to the output head counts as an embedding. A layer counts as
+    an output head if its name is one of classifier, embed_out, head, lm_head, output, output_layer, score
+    and unembed.
+
+    Args:
+        module (nn.Module): plain, or wrapped by DDP, FSDP1, FSDP2 or tensor parallelism.
+        exclude (sequence of str, optional): patterns of names, as in :mod:`fnmatch`, that go to the rest
+            (default: ())
+        verbose (bool, optional): prints on rank 0 where each parameter goes, and why
+            (default: False)
+
+    Returns:
+        tuple of two lists of (name, Parameter): matrices and the rest. Each parameter is in one of them,
+        under its name without FSDP1's prefixes.
+
+    Raises:
+        ValueError: a flat FSDP1 parameter holds parameters for both.
+
+    Example:
+        >>> # xdoctest: +SKIP
+        >>> matrices, others = partition_named_parameters(model)
+        >>> optimizers = Muon(matrices, lr=0.02), AdamW(others, lr=3e-4)
+    """
+    from torch.distributed.fsdp._common_utils import clean_tensor_name
+    from torch.optim._muon_engine.layouts import fsdp1, process_rank
+
+    modules = {clean_tensor_name(f"{n}."): m for n, m in module.named_modules()}
+    embeddings = [m for m in modules.values() if isinstance(m, _EMBEDDINGS)]
+    tied = {id(p) for m in embeddings for p in m.parameters(recurse=False)}
+
+    def why_not(name: str, shape: Sequence[int]) -> str:
+        layer, _, _ = name.rpartition(".")
+        if any(fnmatch(name, pattern) for pattern in exclude):
+            return "excluded"
+        if len(shape) != 2:
+            return f"{len(shape)}D"
+        if isinstance(modules.get(f"{layer}."), _EMBEDDINGS):
+            return "embedding"
+        return "output head" if layer.rpartition(".")[2] in _HEADS else ""
+
+    found: tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]
+    found = [], []
+    for name, param, inside in fsdp1.logical_matrices(module):
+        reasons = {n: why_not(n, shape) for n, shape in inside}
+        if id(param) in tied:
+            reasons = {name: "embedding"}
+        if len({not reason for reason in reasons.values()}) > 1:
+            raise ValueError(
+                f"{name} is a flat parameter that mixes matrices for Muon with others: {reasons}. Wrap with "
+                "use_orig_params=True, or wrap the others in units of their own"
+            )
+        rest = any(reasons.values())
+        found[rest].append((name, param))
+        for n, shape in inside if verbose and process_rank() == 0 else ():
+            why = f"rest: {reasons.get(n, 'embedding')}" if rest else "Muon"
+            print(f"{n} {tuple(shape)} -> {why}")
+    return found
 
 
 DistributedConfig.__module__ = __name__

@@ -189,14 +189,15 @@ def _refuse_mixed(view: FlatView, described: str) -> None:
         )
 
 
-def split_by_shape(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The parameters of ``module`` that are matrices, and the others."""
+def logical_matrices(
+    module: nn.Module,
+) -> Iterator[tuple[str, nn.Parameter, list[tuple[str, tuple[int, ...]]]]]:
+    """Each parameter of ``module``: its name, itself, and the name and unsharded shape of all tensors in it."""
     known = views(module)
-    found: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
     for name, param in module.named_parameters():
-        ndim = param.ndim
+        name = clean_tensor_name(name)
+        inside = [(name, tuple(param.shape))]
         if param in known:
             _refuse_mixed(known[param], f"parameter {name!r}")
-            ndim = len(known[param].matrices[0].shape)
-        found[ndim != 2].append(param)
-    return found
+            inside = [(m.name, m.shape) for m in known[param].matrices]
+        yield name, param, inside
