@@ -175,7 +175,7 @@ class Runs(TestCase):
 
 
 # Options that the first release did not have.
-NEW_FLAGS = {"foreach", "ns_algorithm"}
+NEW_FLAGS = {"foreach", "ns_algorithm", "split", "flatten"}
 SHAPES = [(8, 8), (16, 48), (48, 16), (1, 7), (7, 1), (1, 1), (33, 31), (64, 5)]
 FEW_SHAPES = [(8, 8), (5, 24), (24, 5), (1, 3)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

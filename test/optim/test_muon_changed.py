@@ -216,14 +216,6 @@ class TestReplaced(TestCase):
         with self.assertWarnsRegex(UserWarning, "starts at zero"):
             ours.step()
 
-    def test_an_index_in_the_config_does_not_follow_a_parameter(self):
-        config = create_auto_config(tp_dim_per_param={0: 0, 1: 1})
-        params = [nn.Parameter(matrix(i, 4, 4)) for i in range(2)]
-        optimizer = Muon(params, distributed_config=config)
-        optimizer.param_groups[0]["params"].reverse()
-        with self.assertRaisesRegex(ValueError, "was parameter 1 before.*by index"):
-            optimizer.step()
-
     def test_region_that_a_local_tensor_does_not_hold(self):
         region = Region(0, 0, 4, 8, 0, 8)
         self.assertEqual(region.of_local(torch.ones(4, 8)).shape, (4, 8))

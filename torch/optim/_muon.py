@@ -56,7 +56,12 @@ _BATCH_BYTES = 64 * 1024**2
 _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 
 # Options that checkpoints of the first Muon do not have, and their defaults.
-_LATER_OPTIONS = {"foreach": None, "ns_algorithm": "quintic"}
+_LATER_OPTIONS = {
+    "foreach": None,
+    "ns_algorithm": "quintic",
+    "split": None,
+    "flatten": False,
+}
 
 
 def _adjust_lr(
@@ -93,6 +98,8 @@ class MuonFormulas(NamedTuple):
     adjust_lr_fn: str | None
     foreach: bool | None = None
     ns_algorithm: str = "quintic"
+    split: Sequence[int] | None = None
+    flatten: bool = False
 
     @classmethod
     def of_group(cls, group: MutableMapping[str, Any]) -> MuonFormulas:
@@ -136,6 +143,24 @@ class MuonFormulas(NamedTuple):
         )
         return zlib.crc32(repr(values).encode())
 
+    @property
+    def form(self) -> tuple[tuple[int, ...], bool]:
+        """How a parameter becomes matrices: ``split``, ``flatten``."""
+        return tuple(self.split or ()), bool(self.flatten)
+
+    def matrices(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The matrices in a parameter, as views. A DTensor stays whole, because its views may be copies."""
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return [tensor]
+        split, flatten = self.form
+        if tensor.ndim > 2:
+            tensor = tensor.detach()
+            tensor = tensor.flatten(1) if flatten else tensor
+        stack = [tensor]
+        while stack[0].ndim > 2:
+            stack = [matrix for one in stack for matrix in one.unbind()]
+        return [p for m in stack for p in (m.detach().split(split) if split else [m])]
+
     def check(self) -> None:
         """Raises ValueError if the hyperparameters are invalid."""
         check_newton_schulz(self.ns_coefficients, self.ns_steps, self.ns_algorithm)
@@ -170,10 +195,13 @@ class MuonFormulas(NamedTuple):
             return momentum_bufs
         return torch._foreach_lerp(grads, momentum_bufs, self.momentum)
 
-    def orthogonalize(self, prepared: Tensor) -> Tensor:
-        """Returns the update of one matrix, or of a batch (matrices, rows, columns)."""
+    def orthogonalize(self, prepared: Tensor, products: Any = None) -> Tensor:
+        """Returns the update of one matrix, or of a batch (matrices, rows, columns).
+
+        ``products`` computes with the other owners of a divided matrix.
+        """
         how = self.ns_coefficients, self.ns_steps, self.eps, self.ns_algorithm
-        return orthogonalize(prepared, *how)
+        return orthogonalize(prepared, *how, products)
 
     def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
         """How many matrices of ``shape`` a distributed step orthogonalizes in one batch."""
@@ -221,7 +249,11 @@ def _storage_is_gone(param: Tensor) -> bool:
 
 
 def _problem_with(
-    param: Tensor, which: str, takes_flat: bool, takes_stacks: bool
+    param: Tensor,
+    group: MutableMapping[str, Any],
+    which: str,
+    takes_flat: bool,
+    takes_stacks: bool,
 ) -> str:
     """Why Muon cannot take ``param``; "" if it can."""
     if _storage_is_gone(param):
@@ -232,14 +264,33 @@ def _problem_with(
         )
     if param.ndim == 2 or (param.ndim == 1 and takes_flat):
         return ""
+    if group["flatten"] and param.ndim > 2:
+        if param.is_contiguous():
+            return ""
+        return f"{which} of shape {tuple(param.shape)} is not contiguous, so flatten=True would copy it; make it contiguous"
     hint = ""
     if getattr(param, "_fsdp_flattened", False):
         hint = ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group=model.process_group, module=model)"
     elif param.ndim > 2:
         if takes_stacks:
             return ""
-        hint = ". allow_batched_matrices=True takes it as a stack of matrices of its last two dimensions"
+        hint = (
+            ". flatten=True in its parameter group takes it as one matrix, dimension 0 by all others; "
+            "allow_batched_matrices=True as a stack of matrices of its last two dimensions"
+        )
     return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({which}){hint}"
+
+
+def _problem_with_split(
+    param: Tensor, group: MutableMapping[str, Any], which: str
+) -> str:
+    from torch.optim._muon_engine.layouts.divide import problem_with
+
+    if type(param) not in (Tensor, torch.nn.Parameter):
+        return f"{which} is a {type(param).__name__}, which only a distributed_config can split"
+    dim = 0 if group["flatten"] or param.ndim == 2 else param.ndim - 2
+    text = problem_with(group["split"], param.shape[dim], dim)
+    return f"{which} of shape {tuple(param.shape)}: {text}" if text else ""
 
 
 def _find_problem(
@@ -258,7 +309,9 @@ def _find_problem(
             index += 1
             if number < first_group:
                 continue
-            problem = _problem_with(param, which, takes_flat, takes_stacks)
+            problem = _problem_with(param, group, which, takes_flat, takes_stacks)
+            if config is None and group["split"] and not problem:
+                problem = _problem_with_split(param, group, which)
             other = seen.setdefault(param, which)
             if other != which and config is not None:
                 problem = f"{other} and {which} are the same tensor; pass tied weights to Muon once"
@@ -294,6 +347,9 @@ def _check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
         if not group.keys() - {"params", "param_names"}:
             # torch.distributed.checkpoint saves no options of a group without parameters.
             group.update({k: v for k, v in mine.items() if k != "params"})
+        # A checkpoint of stock Muon does not know them, but they say what the parameters are.
+        for option in ("split", "flatten"):
+            group.setdefault(option, mine[option])
         for name, param in _named(mine):
             state = loaded["state"].get(param)
             buffer = state.get("momentum_buffer") if state else None
@@ -372,7 +428,16 @@ class Muon(Optimizer):
             batch a stack, unless ``foreach`` is False (default: False)
         ns_algorithm (str, optional): "quintic" iterates on the matrix. "gram" iterates on its small
             Gram matrix if one side is at least 1.5 times the other, and rounds differently: five steps
-            have four products with the long side instead of ten (default: "quintic")
+            have four products with the long side instead of ten. "symmetric" computes only the upper
+            blocks of the symmetric products. On CPUs where this has the same bits, "quintic" does so,
+            too (default: "quintic")
+
+    A parameter group may also have
+
+    - ``split`` (sequence of int): the rows of each part of a fused weight, such as ``(q, k, v)``. Each
+      part is a matrix with its own Newton-Schulz, learning rate and owner. (default: None)
+    - ``flatten`` (bool): whether a parameter of three or more dimensions, such as a convolution, is one
+      matrix, dimension 0 by all others. (default: False)
 
     Example:
         >>> # xdoctest: +SKIP
@@ -433,6 +498,7 @@ class Muon(Optimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
+            **_LATER_OPTIONS,
             "foreach": foreach,
             "ns_algorithm": ns_algorithm,
         }
@@ -570,8 +636,9 @@ class Muon(Optimizer):
             grads.append(p.grad)
             state = self.state[p]
             if "momentum_buffer" not in state:
+                like = p if group["flatten"] else p.grad
                 state["momentum_buffer"] = torch.zeros_like(
-                    p.grad, memory_format=torch.preserve_format
+                    like, memory_format=torch.preserve_format
                 )
             muon_momentum_bufs.append(state["momentum_buffer"])
         return False  # has_complex
@@ -691,17 +758,23 @@ def _single_tensor_muon(
     if has_complex:
         raise ValueError("Complex parameters are not supported")
     formulas = MuonFormulas(lr=_to_scalar(lr), foreach=foreach, **options)
+    takes_more = allow_batched_matrices or formulas.flatten
     if distributed_config is not None:
-        if not allow_batched_matrices and any(param.ndim > 2 for param in params):
+        if not takes_more and any(param.ndim > 2 for param in params):
             raise ValueError("Param gradient must be a 2D matrix")
         _distributed_muon(
             params, grads, muon_momentum_bufs, formulas, distributed_config
         )
         return
     formulas.check()
+    if any(grad.ndim != 2 and not (takes_more and grad.ndim > 2) for grad in grads):
+        raise ValueError("Param gradient must be a 2D matrix")
+    if takes_more or formulas.split:
+        params, grads, muon_momentum_bufs = (
+            [matrix for tensor in tensors for matrix in formulas.matrices(tensor)]
+            for tensors in (params, grads, muon_momentum_bufs)
+        )
     for grad, buf in zip(grads, muon_momentum_bufs, strict=True):
-        if grad.ndim != 2 and not (allow_batched_matrices and grad.ndim > 2):
-            raise ValueError("Param gradient must be a 2D matrix")
         formulas.accumulate([buf], [grad])
     for batch in _batches(grads, muon_momentum_bufs, formulas):
         first = grads[batch[0]]
@@ -715,18 +788,6 @@ def _single_tensor_muon(
                 out.copy_(formulas.prepare(muon_momentum_bufs[i], grads[i]))
             updates = list(formulas.orthogonalize(stacked).unbind())
         formulas.apply([params[i] for i in batch], updates, first.shape[-2:])
-
-
-def _unstacked(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The matrices of stacks as views. A DTensor stays whole, because its views may be copies."""
-    found: list[Tensor] = []
-    for tensor in tensors:
-        is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
-        if tensor.ndim > 2 and is_plain:
-            found += _unstacked(tensor.detach().unbind())
-        else:
-            found.append(tensor)
-    return found
 
 
 def _batches(
@@ -785,16 +846,14 @@ def muon(
     adjust_lr_fn: str | None,
     has_complex: bool,
     ns_algorithm: str = "quintic",
+    split: Sequence[int] | None = None,
+    flatten: bool = False,
     allow_batched_matrices: bool = False,
     distributed_config: DistributedConfig | None = None,
 ) -> None:
     if foreach is None and allow_batched_matrices and not torch.compiler.is_compiling():
         # Accelerators iterate a stack at once.
         foreach = any(p.ndim > 2 and p.device.type != "cpu" for p in params)
-    if allow_batched_matrices and distributed_config is None:
-        params, grads, muon_momentum_bufs = map(
-            _unstacked, (params, grads, muon_momentum_bufs)
-        )
     # A compiler fuses the loop better than a batch.
     if torch.compiler.is_compiling():
         foreach = False
@@ -812,6 +871,8 @@ def muon(
         adjust_lr_fn=adjust_lr_fn,
         has_complex=has_complex,
         ns_algorithm=ns_algorithm,
+        split=split,
+        flatten=flatten,
         foreach=foreach,
         allow_batched_matrices=allow_batched_matrices,
         distributed_config=distributed_config,

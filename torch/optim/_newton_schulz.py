@@ -9,6 +9,7 @@ with suggestions by @jxbz, @leloykun and @YouJiacheng.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, TYPE_CHECKING
 
@@ -29,12 +30,15 @@ DEFAULT_NS_STEPS = 5
 # Newton-Schulz reads and writes this dtype, so ranks also exchange it. Rounding an element before it
 # is sent gives the same bits as rounding it after it has arrived.
 NS_DTYPE = torch.bfloat16
-NS_ALGORITHMS = ("quintic", "gram")
+NS_ALGORITHMS = ("quintic", "gram", "symmetric")
 # "gram" applies to matrices whose long side is at least this many times the short side.
 GRAM_RATIO = 1.5
 # Recompute the Gram matrix before small singular values have grown by more than this. The bfloat16 Gram
 # matrix loses the singular values below its rounding, and more growth destroys nearly low-rank matrices.
 _GRAM_GROWTH = 50
+# Symmetric products with at least this many rows are cut into blocks, at most this many times.
+_MIN_SYMMETRIC = 512
+_SYMMETRIC_LEVELS = 2
 
 Coefficients = tuple[float, float, float]
 
@@ -76,12 +80,116 @@ def check_ns_algorithm(ns_algorithm: str) -> None:
         )
 
 
+class Products:
+    """The steps' products, which commute and so have symmetric results.
+
+    Args:
+        shape: of the whole matrix, if a rank has only a block of it.
+    """
+
+    def __init__(self, shape: Sequence[int] | None = None) -> None:
+        self.shape = shape
+
+    def norm(self, x: Tensor) -> Tensor:
+        """The Frobenius norm of each matrix."""
+        if x.ndim == 2:
+            return x.norm()
+        # One norm per matrix: a reduction over a batch may add in another order.
+        return torch.stack([matrix.norm() for matrix in x])[:, None, None]
+
+    def gram(self, x: Tensor) -> Tensor:
+        """``x`` times its transpose."""
+        return x @ x.mT
+
+    def combine(
+        self, base: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1
+    ) -> Tensor:
+        """``beta * base + alpha * left @ right``."""
+        return _addmm(base, left, right, beta, alpha)
+
+
+class SymmetricProducts(Products):
+    """Computes the blocks on and above the diagonal, and mirrors those above."""
+
+    def gram(self, x: Tensor) -> Tensor:
+        return _mirrored(None, x, x.mT, 0, 1)
+
+    def combine(
+        self, base: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1
+    ) -> Tensor:
+        return _mirrored(base, left, right, beta, alpha)
+
+
+def _mirrored(
+    base: Tensor | None,
+    left: Tensor,
+    right: Tensor,
+    beta: float,
+    alpha: float,
+    out: Tensor | None = None,
+    levels: int = _SYMMETRIC_LEVELS,
+) -> Tensor:
+    rows = left.size(-2)
+    if not levels or rows < _MIN_SYMMETRIC or torch.compiler.is_compiling():
+        if base is None:
+            return torch.matmul(left, right, out=out)
+        return _addmm(base, left, right, beta, alpha, out)
+    out = left.new_empty(*left.shape[:-1], rows) if out is None else out
+    upper, lower = slice(None, rows // 2), slice(rows // 2, None)
+    for down, along in ((upper, upper), (lower, lower), (upper, lower)):
+        _mirrored(
+            None if base is None else base[..., down, along],
+            left[..., down, :],
+            right[..., along],
+            beta,
+            alpha,
+            out[..., down, along],
+            levels - 1 if down == along else 0,
+        )
+    out[..., lower, upper] = out[..., upper, lower].mT
+    return out
+
+
+def _addmm(
+    base: Tensor,
+    left: Tensor,
+    right: Tensor,
+    beta: float,
+    alpha: float = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    addmm = torch.addmm if left.ndim == 2 else torch.baddbmm
+    return addmm(base, left, right, beta=beta, alpha=alpha, out=out)
+
+
+@functools.cache
+def _has_same_bits() -> bool:
+    """Whether symmetric products have the bits of plain ones on this CPU.
+
+    Measured on CPUs with AVX-512 bfloat16 and without AMX. Other CPUs and accelerators use them on request.
+    """
+    cpu = torch.cpu
+    return cpu._is_avx512_bf16_supported() and not cpu._is_amx_tile_supported()
+
+
+def _products_for(x: Tensor, ns_algorithm: str) -> Products:
+    """Symmetric products on request, and where they are as exact as plain products, and faster."""
+    if ns_algorithm != "quintic":
+        return SymmetricProducts()
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.ndim != 2:
+        return Products()
+    # With more threads, the library may cut the sums of small blocks.
+    is_measured = x.dtype == NS_DTYPE and torch.get_num_threads() <= 2
+    return SymmetricProducts() if is_measured and _has_same_bits() else Products()
+
+
 def newton_schulz(
     x: Tensor,
     ns_coefficients: Sequence[Any],
     ns_steps: int,
     eps: float,
     ns_algorithm: str = "quintic",
+    products: Products | None = None,
 ) -> Tensor:
     """Orthogonalizes ``x`` in its own dtype and does not write to it.
 
@@ -90,25 +198,27 @@ def newton_schulz(
         ns_coefficients (tuple): coefficients (a, b, c) of the odd quintic, or one such tuple per step.
         ns_steps (int): number of iterations.
         eps (float): lower bound of the Frobenius norm that divides ``x``.
-        ns_algorithm (str): "quintic" or "gram".
+        ns_algorithm (str): "quintic", "gram" or "symmetric".
+        products (Products): computes with the other owners of a divided matrix; ``x`` is a block of it.
     """
-    addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
-    tall = x.size(-2) > x.size(-1)
+    products = products or _products_for(x, ns_algorithm)
+    rows, columns = products.shape or x.shape[-2:]
+    tall = rows > columns
     if tall:
         x = x.mT
     # The iteration converges for singular values in [0, 1]. The Frobenius norm bounds them.
-    x = x / _frobenius_norm(x).clamp(min=eps)
+    x = x / products.norm(x).clamp(min=eps)
     steps: Sequence[Any] = [ns_coefficients] * ns_steps
     if _per_step(ns_coefficients):
         steps = ns_coefficients
-    if ns_algorithm == "gram" and x.size(-1) >= GRAM_RATIO * x.size(-2):
+    long, short = max(rows, columns), min(rows, columns)
+    if ns_algorithm == "gram" and long >= GRAM_RATIO * short:
         for block in _gram_blocks(steps):
-            x = _gram_factor(x, block) @ x
+            x = _gram_factor(x, block, products) @ x
     else:
         for a, b, c in steps:
-            gram = x @ x.mT
-            poly = addmm(gram, gram, gram, beta=b, alpha=c)
-            x = addmm(x, poly, x, beta=a)
+            gram = products.gram(x)
+            x = _addmm(x, products.combine(gram, gram, gram, b, c), x, a)
     return x.mT if tall else x
 
 
@@ -125,35 +235,29 @@ def _gram_blocks(steps: Sequence[Coefficients]) -> list[list[Coefficients]]:
     return blocks
 
 
-def _gram_factor(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
+def _gram_factor(
+    x: Tensor, steps: Sequence[Coefficients], products: Products
+) -> Tensor:
     """Returns the factor, of shape (..., rows, rows), by which ``steps`` multiply ``x``.
 
     Each step multiplies ``x`` by a polynomial of its Gram matrix, and the next Gram matrix is a
     polynomial of this one. So all steps of a block need two products with the long side instead of two
     per step.
     """
-    addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
-    gram = x @ x.mT
-    product = torch.empty(0)
+    gram = products.gram(x)
+    factor = torch.empty(0)
     for step, (a, b, c) in enumerate(steps, 1):
-        poly = addmm(gram, gram, gram, beta=b, alpha=c)
+        poly = products.combine(gram, gram, gram, b, c)
         if step == 1:
-            product = poly.clone()
-            product.diagonal(dim1=-2, dim2=-1).add_(a)
+            factor = poly.clone()
+            factor.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            product = addmm(product, poly, product, beta=a)
+            factor = products.combine(factor, poly, factor, a)
         if step < len(steps):
             # Adding ``a`` to the diagonal of ``poly`` first would round away the last bits of the rest.
-            half = addmm(gram, poly, gram, beta=a)
-            gram = addmm(half, half, poly, beta=a)
-    return product
-
-
-def _frobenius_norm(x: Tensor) -> Tensor:
-    if x.ndim == 2:
-        return x.norm()
-    # One norm per matrix: a reduction over a batch may add in another order.
-    return torch.stack([matrix.norm() for matrix in x])[:, None, None]
+            half = products.combine(gram, poly, gram, a)
+            gram = products.combine(half, half, poly, a)
+    return factor
 
 
 def _zeropower_via_newtonschulz(
@@ -173,7 +277,7 @@ def _zeropower_via_newtonschulz(
         ns_coefficients (tuple of three floats, or one tuple per step): coefficients of the odd quintic.
         ns_steps (int): number of iterations, less than 100.
         eps (float): lower bound of the norm that divides ``grad``.
-        ns_algorithm (str): "quintic", or "gram" to compute the same polynomials from the Gram matrix.
+        ns_algorithm (str): "quintic", "gram" or "symmetric", as in :class:`Muon`.
 
     Returns:
         Tensor: has the shape of ``grad`` and dtype bfloat16.
@@ -191,10 +295,10 @@ def orthogonalize(
     ns_steps: int,
     eps: float,
     ns_algorithm: str = "quintic",
+    products: Products | None = None,
 ) -> Tensor:
-    """Orthogonalizes one matrix, or each matrix of a stack (..., rows, columns), in bfloat16."""
+    """Orthogonalizes one matrix, or each matrix of a batch, in bfloat16."""
     how = ns_coefficients, ns_steps, eps, ns_algorithm
-    if matrices.ndim == 2:
+    if matrices.ndim == 2 and products is None:
         return _zeropower_via_newtonschulz(matrices, *how)
-    stack = matrices.to(NS_DTYPE).flatten(0, -3)
-    return newton_schulz(stack, *how).reshape(matrices.shape)
+    return newton_schulz(matrices.to(NS_DTYPE), *how, products)

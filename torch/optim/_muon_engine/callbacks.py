@@ -193,9 +193,9 @@ class CallbackStep:
         owned = engine.assignments.items()
         # By parameter index.
         self.owners = {i: rank for rank, indices in owned for i in indices}
-        self.layouts: dict[int, Layout] = {
-            layout.key.index: layout for layout in engine.schedule.layouts
-        }
+        self.layouts: dict[int, list[Layout]] = {}
+        for layout in engine.schedule.layouts:
+            self.layouts.setdefault(layout.key.index, []).append(layout)
         order = list(self.layouts) or range(len(self.params))
         self.order = [index for index in order if not self.params[index].frozen]
         self.gathered: dict[int, Tensor | None] = {}
@@ -226,7 +226,7 @@ class CallbackStep:
         waiting: dict[tuple[int, ...] | None, list[int]] = {}
         group_of: dict[int, tuple[int, ...] | None] = {}
         for index in self.order:
-            group = self.layouts[index].group if index in self.layouts else None
+            group = self.layouts[index][0].group if index in self.layouts else None
             group_of[index] = group
             waiting.setdefault(group, []).append(index)
         first = {i for queue in waiting.values() for i in queue[: prefetch_count + 1]}
@@ -276,8 +276,11 @@ class CallbackStep:
         formulas = self.params[index].formulas
         if self.owners[index] != self.rank:
             return whole.new_zeros(whole.shape, dtype=NS_DTYPE)
-        # A tall matrix comes as a transpose, which some collectives would send in its memory's order.
-        return formulas.orthogonalize(local_part(whole)).contiguous()
+        whole = local_part(whole)
+        update = torch.empty_like(whole, dtype=NS_DTYPE).contiguous()
+        for matrix, out in zip(formulas.matrices(whole), formulas.matrices(update)):
+            out.copy_(formulas.orthogonalize(matrix))
+        return update
 
     def redistribute(self, index: int, update: Tensor | None) -> Tensor:
         owner = self._announce(index, "redistribute_fn")
@@ -296,10 +299,9 @@ class CallbackStep:
 
     def broadcast(self, index: int, update: Tensor | None) -> Tensor:
         """The owner's ``update`` on every holder, for a factory's ``redistribute_fn``."""
-        layout, param = self.layouts[index], self.params[index]
-        # A stack has matrices of one layout.
-        shape = torch.Size((*param.tensor.shape[:-2], *layout.shape))
-        owner = self.owners[index]
+        layout, param = self.layouts[index][0], self.params[index]
+        owner, reader = self.owners[index], self.reader
+        shape = param.tensor.shape if reader is None else reader.shape_of(index)
         fits = update is not None and update.shape == shape
         if owner == self.rank and not fits:
             found = "None" if update is None else tuple(update.shape)
@@ -320,14 +322,23 @@ class CallbackStep:
         if not param.local.numel():
             # The learning rate of a matrix without columns cannot be scaled.
             return
-        update = update.to(param.local.device)
-        shape = self._global_shape(index, whole)
-        param.formulas.apply([param.local], [update], shape[-2:])
+        update = update.to(param.local.device).contiguous()
+        moves = []
+        for layout in self.layouts.get(index, ()):
+            for r in layout.shards.of(self.rank):
+                moves.append(
+                    (r.of_local(param.local), r.of_local(update), layout.shape)
+                )
+        if index not in self.layouts:
+            shape = self._global_shape(index, whole)
+            parts = map(param.formulas.matrices, (param.local, update))
+            is_one = param.form == ((), False)
+            moves = [(p, u, shape if is_one else p.shape) for p, u in zip(*parts)]
+        for local, part, shape in moves:
+            param.formulas.apply([local], [part], shape[-2:])
 
     def _global_shape(self, index: int, whole: Tensor | None) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""
-        if index in self.layouts:
-            return self.layouts[index].shape
         tensor = self.params[index].tensor
         if whole is not None:
             return whole.shape

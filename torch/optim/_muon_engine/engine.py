@@ -143,7 +143,8 @@ class Engine:
         try:
             if self.reader is not None:
                 names = [param.name for param in self.params]
-                layouts = self.reader.read(tensors, names, error)
+                forms = [param.form for param in self.params]
+                layouts = self.reader.read(tensors, names, forms, error)
             if error is None:
                 self.config.check()
                 owners = self._assign(tensors, layouts)
@@ -352,6 +353,12 @@ class Engine:
                 f"async_gpu_parallelism and prefetch_count were {self.flags} when this Muon was built and are "
                 f"{_flags_of(self.config)} now. Set them before you build Muon, or build a new one"
             )
+        for param, of in zip(self.params, formulas, strict=True):
+            if param.form != of.form:
+                raise ValueError(
+                    f"split and flatten of {param.described} were {param.form} when this Muon was built and are {of.form} now; "
+                    "build a new Muon"
+                )
         for one in {id(f): f for f in formulas}.values():
             one.check()
         if any(torch.is_complex(param.tensor) for param in self.params):
@@ -414,8 +421,9 @@ def _check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
     """A user's functions go by parameter. Ranks with different matrices would call them in other orders."""
     held = Counter(layout.key.index for layout in layouts)
     for index, param in enumerate(params):
-        shape = param.tensor.shape
-        if len(shape) > 2 and held[index] != math.prod(shape[:-2]):
+        shape, (split, flatten) = param.tensor.shape, param.form
+        expected = math.prod(shape[:-2]) * max(1, len(split))
+        if len(shape) > 2 and not flatten and held[index] != expected:
             raise ValueError(
                 f"{param.described} is a stack of matrices of which ranks hold different ones, which your own functions "
                 "cannot tell apart; leave gather_fn and redistribute_fn as the factory made them"

@@ -55,9 +55,10 @@ class Region(NamedTuple):
         if local.shape == (self.height, self.width):
             return local
         if local.ndim > 2 and local.numel():
-            # The region is in one matrix of a stack.
             at, offset = divmod(self.offset, local[0].numel())
-            return self._replace(offset=offset).of_local(local[at])
+            if self.end <= (at + 1) * local[0].numel():
+                # The region is in one matrix of a stack.
+                return self._replace(offset=offset).of_local(local[at])
         if self.end > local.numel():
             raise ValueError(
                 f"a local tensor of shape {tuple(local.shape)} does not hold {self}: it is not the one that the layout "
@@ -82,9 +83,10 @@ def whole_regions(rows: int, columns: int) -> tuple[Region, ...]:
 
 
 class Key(NamedTuple):
-    """Names one matrix: the parameter's index, its place in a flat parameter, its name if known.
+    """Names one matrix: the parameter's index, its place among the parameter's matrices, its name if known.
 
-    ``expert`` is the id of the expert that it belongs to, under expert parallelism.
+    ``expert`` is the id of the expert that it belongs to, under expert parallelism. ``block`` is the place
+    of a block of a divided matrix, and the number of its blocks.
     """
 
     # pyrefly: ignore [bad-override]
@@ -92,17 +94,24 @@ class Key(NamedTuple):
     sub: int = 0
     name: str | None = None
     expert: int | None = None
+    block: tuple[int, int] = (0, 1)
 
     @property
     def short(self) -> str:
         name = self.name if self.name is not None else f"parameter {self.index}"
-        return f"{name}[{self.sub}]" if self.sub else name
+        name += f"[{self.sub}]" if self.sub else ""
+        number, count = self.block
+        return f"{name} {number + 1}/{count}" if count > 1 else name
 
     def describe(self, shape: tuple[int, ...]) -> str:
         name = f" {self.name!r}" if self.name is not None else ""
         sub = f", matrix {self.sub} of it," if self.sub else ""
         expert = f", expert {self.expert}," if self.expert is not None else ""
-        return f"parameter {self.index}{name}{sub}{expert} of shape {tuple(shape)}"
+        number, count = self.block
+        block = f", block {number} of {count}," if count > 1 else ""
+        return (
+            f"parameter {self.index}{name}{sub}{expert}{block} of shape {tuple(shape)}"
+        )
 
 
 class Shards:
@@ -208,9 +217,10 @@ class Shards:
 
 @dataclass(frozen=True)
 class Layout:
-    """One matrix: its global shape, and which rank stores what of it.
+    """One matrix, or a block of a divided one: its global shape, and which rank stores what of it.
 
-    ``source`` says where the reader knows it from, for error messages.
+    ``source`` says where the reader knows it from, for error messages. ``divided`` is the shape of the
+    matrix that a block is from.
     """
 
     key: Key
@@ -218,6 +228,12 @@ class Layout:
     dtype: torch.dtype
     shards: Shards
     source: str = ""
+    divided: tuple[int, int] | None = None
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """The shape that Newton-Schulz and the learning rate go by."""
+        return self.divided or self.shape
 
     @property
     def numel(self) -> int:

@@ -41,8 +41,10 @@ class DTensorLayouts:
         self._shards: dict[tuple, dict[int, Shards]] = {}
         self._ranks: dict[DeviceMesh, tuple[int, ...]] = {}
 
-    def of(self, key: Key, tensor: DTensor) -> list[Layout]:
+    def of(self, key: Key, tensor: DTensor, flatten: bool = False) -> list[Layout]:
         """The layouts of the matrices of ``tensor`` of which this rank has a part.
+
+        With ``flatten``, dimension 0 by all others is one matrix.
 
         Raises:
             ValueError: the mesh lacks this rank, a placement is of an unknown kind, or the local tensor
@@ -59,10 +61,10 @@ class DTensorLayouts:
         if tensor.ndim < 2:
             raise ValueError(f"{where}: Muon only supports 2D parameters")
         source = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
-        shape = (tensor.shape[-2], tensor.shape[-1])
+        shape = matrix_shape(tensor.shape, flatten)
         found = [
             Layout(key._replace(sub=sub), shape, tensor.dtype, shards, source)
-            for sub, shards in self._shards_of(tensor, where).items()
+            for sub, shards in self._shards_of(tensor, where, flatten).items()
         ]
         held = sum(layout.shards.numel_of(rank) for layout in found)
         local = tensor._local_tensor
@@ -72,17 +74,15 @@ class DTensorLayouts:
             )
         return found
 
-    def _shards_of(self, tensor: DTensor, where: str) -> dict[int, Shards]:
-        mesh, placements, shape = (
-            tensor.device_mesh,
-            tensor.placements,
-            tuple(tensor.shape),
-        )
-        memo = (mesh, placements, *shape)
+    def _shards_of(
+        self, tensor: DTensor, where: str, flatten: bool = False
+    ) -> dict[int, Shards]:
+        mesh, placements = tensor.device_mesh, tensor.placements
+        memo = (mesh, placements, flatten, *tensor.shape)
         if memo not in self._shards:
             ranks = self.ranks_of(mesh)
             contributions = _contributions(mesh, placements, where)
-            held = _matrices_by_rank(mesh, placements, shape, where)
+            held = _matrices_by_rank(tensor, where, flatten)
             found = {
                 sub: Shards(
                     tuple(rank for rank, has in zip(ranks, held) if sub in has),
@@ -91,10 +91,9 @@ class DTensorLayouts:
                 )
                 for sub in held[ranks.index(process_rank())]
             }
+            shape = matrix_shape(tensor.shape, flatten)
             for shards in found.values():
-                check_cover(
-                    Layout(Key(0), shape[-2:], tensor.dtype, shards, where)  # type: ignore[arg-type]
-                )
+                check_cover(Layout(Key(0), shape, tensor.dtype, shards, where))
             self._shards[memo] = found
         return self._shards[memo]
 
@@ -167,8 +166,8 @@ def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
 def cut_out(layouts: Sequence[Layout], full: Tensor, local: Tensor) -> Tensor:
     """Fills ``local`` with this rank's shards of ``full``. The first contribution to a sum gets them."""
     rank = process_rank()
-    stack = full.reshape(math.prod(full.shape[:-2]), *full.shape[-2:])
     for layout in layouts:
+        stack = full.reshape(-1, *layout.shape)
         if layout.shards.contribution_of(rank) == 0:
             for region in layout.shards.of(rank):
                 source = region.of_matrix(stack[layout.key.sub])
@@ -332,18 +331,24 @@ def _contributions(
     return tuple(result)
 
 
+def matrix_shape(shape: Sequence[int], flatten: bool) -> tuple[int, int]:
+    """The shape of a matrix in a parameter: dimension 0 by all others, or else the last two."""
+    if flatten:
+        return shape[0], math.prod(shape[1:])
+    return shape[-2], shape[-1]
+
+
 def _matrices_by_rank(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    where: str,
+    tensor: DTensor, where: str, flatten: bool
 ) -> list[dict[int, tuple[Region, ...]]]:
     """For each rank of the flattened mesh, the matrices that it holds a part of, and their regions.
 
-    A tensor of three and more dimensions is a stack of matrices of its last two, numbered row-major.
+    Unless it is to be flattened, a tensor of three and more dimensions is a stack of matrices of its last
+    two, numbered row-major.
     """
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     runs = [
-        _runs_by_coordinate(mesh, placements, shape, dim, where)
+        _runs_by_coordinate(mesh, tensor.placements, shape, dim, where)
         for dim in range(len(shape))
     ]
     found = []
@@ -353,8 +358,27 @@ def _matrices_by_rank(
         of_dims = [of_dim[coordinate] for of_dim in runs]
         key = tuple(map(id, of_dims))
         if key not in known:
-            known[key] = _matrices(of_dims, shape)
+            if flatten:
+                columns = _flattened(of_dims[1:], shape[1:])
+                known[key] = {0: _regions(of_dims[0], columns)}
+            else:
+                known[key] = _matrices(of_dims, shape)
         found.append(known[key])
+    return found
+
+
+def _flattened(
+    runs: Sequence[list[tuple[int, int]]], shape: Sequence[int]
+) -> list[tuple[int, int]]:
+    """The runs of indices of several dimensions, as runs of the indices of all of them, row-major."""
+    found, inner = [(0, 1)], 1
+    for of_dim, size in zip(reversed(runs), reversed(shape), strict=True):
+        if found == [(0, inner)]:
+            found = [(start * inner, length * inner) for start, length in of_dim]
+        else:
+            indices = (i for start, n in of_dim for i in range(start, start + n))
+            found = [(i * inner + start, n) for i in indices for start, n in found]
+        inner *= size
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -152,16 +151,24 @@ def interval_regions(
 
 
 def matrices_only(
-    view: FlatView, described: str, takes_stacks: bool
+    view: FlatView, described: str, takes_stacks: bool, flatten: bool
 ) -> Sequence[FlatMatrix]:
-    """The matrices of ``view``, those of stacks one by one.
+    """The matrices of ``view``: those of stacks one by one, or each tensor flattened.
 
     Raises:
         ValueError: it also holds something else.
     """
-    if takes_stacks:
-        each = [_unstacked(m) if len(m.shape) > 2 else (m,) for m in view.matrices]
-        view = view._replace(matrices=tuple(itertools.chain(*each)))
+    found: list[FlatMatrix] = []
+    for tensor in view.matrices:
+        if len(tensor.shape) > 2 and flatten:
+            shape = tensor.shape[0], math.prod(tensor.shape[1:])
+            regions = _regions_of(tensor.held, shape)
+            found.append(tensor._replace(shape=shape, regions=regions))
+        elif len(tensor.shape) > 2 and takes_stacks:
+            found += _unstacked(tensor)
+        else:
+            found.append(tensor)
+    view = view._replace(matrices=tuple(found))
     others = [m for m in view.matrices if len(m.shape) != 2]
     _refuse_mixed(view, described)
     if others:

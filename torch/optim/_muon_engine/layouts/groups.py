@@ -24,8 +24,10 @@ from torch.optim._muon_engine.layouts import (
     moved,
     process_rank,
     Region,
+    Shards,
     whole_regions,
 )
+from torch.optim._muon_engine.layouts.divide import split
 from torch.optim._muon_engine.layouts.exchange import (
     Cut,
     KINDS,
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+    # The rows of each part, and whether dimension 0 by all others is one matrix.
+    Form = tuple[Sequence[int], bool]
     # Ranks that share a matrix -> the framework's groups among them.
     Sharing = dict[tuple[int, ...], list[ProcessGroup]]
 
@@ -118,7 +122,7 @@ class Reader:
         self._dtensors = dtensor.DTensorLayouts()
         # None before reading succeeded.
         self._sharing: Sharing | None = None
-        self._last: list[Tensor] = []
+        self._forms: dict[int, Form] = {}
         # Index -> the layouts in a parameter, and a tensor with its type and local shape.
         self._known: dict[int, tuple[list[Layout], Tensor]] = {}
 
@@ -126,13 +130,18 @@ class Reader:
         self,
         params: Sequence[Tensor],
         names: Sequence[str | None],
+        forms: Sequence[Form] = (),
         error: BaseException | None = None,
     ) -> list[Layout]:
         """The layouts of all matrices in ``params``, in an order that all ranks share.
 
         The ranks of the groups exchange what they hold. They learn of an ``error`` of this rank there,
         and raise it.
+
+        Args:
+            forms: ``split`` and ``flatten`` of each parameter (default: neither).
         """
+        self._forms = dict(enumerate(forms))
         # Another mesh may get the address of a former one.
         self._dtensors = dtensor.DTensorLayouts()
         self._sharing, self._known = None, {}
@@ -140,10 +149,10 @@ class Reader:
         try:
             if error is None:
                 self.groups.check_count(len(params))
-                self._check_order(params)
                 for index, (param, name) in enumerate(zip(params, names, strict=True)):
                     expert = self.groups.experts.get(index)
-                    local.add(Key(index, 0, name, expert), param)
+                    key = Key(index, 0, name, expert)
+                    local.add(key, param, self._form(index)[1])
         except Exception as problem:
             # The other ranks are on their way into the exchange, so they hear of it there.
             error = problem
@@ -152,10 +161,13 @@ class Reader:
             index = layout.key.index
             self._known.setdefault(index, ([], params[index]))[0].append(layout)
         self._sharing = self._read_sharing(params, layouts, local)
+        known: dict[Any, list[Shards]] = {}
+        parts = []
+        for layout in layouts:
+            sizes = self._form(layout.key.index)[0]
+            parts += split(layout, sizes, known) if sizes else [layout]
         # Ranks may list the same experts in different orders, and must share one order.
-        return sorted(
-            layouts, key=lambda l: -1 if l.key.expert is None else l.key.expert
-        )
+        return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
     def _read_sharing(
         self, params: Sequence[Tensor], layouts: Sequence[Layout], local: _LocalReader
@@ -174,19 +186,6 @@ class Reader:
             inside += [*sharing.get(ranks, []), *of_meshes.get(mesh, [])]
             sharing[ranks] = list(dict.fromkeys(inside))
         return sharing
-
-    def _check_order(self, params: Sequence[Tensor]) -> None:
-        """Refuses another order if the user described parameters by index."""
-        former = {id(param): index for index, param in enumerate(self._last)}
-        said = {*(self.groups.tp_dims or {}), *self.groups.experts}
-        for index, param in enumerate(params):
-            before = former.get(id(param), index)
-            if before != index and said & {before, index}:
-                raise ValueError(
-                    f"{Key(index).describe(param.shape)} was parameter {before} before, but tp_dim_per_param and "
-                    "expert_assignments go by index. Build a new Muon with a new create_auto_config for this order"
-                )
-        self._last = list(params)
 
     def sharing(self, params: Sequence[Tensor]) -> Sharing:
         """Sorted ranks that share one of ``params``, as last read -> the framework's groups for it.
@@ -227,20 +226,32 @@ class Reader:
             if isinstance(like, DTensor)
         }
 
+    def _form(self, index: int) -> Form:
+        return self._forms.get(index, ((), False))
+
     # The round trip
+
+    def shape_of(self, index: int) -> torch.Size:
+        """The shape of what :meth:`whole` returns for parameter ``index``."""
+        (layout, *_), like = self._known[index]
+        is_stack = not isinstance(like, DTensor) and not self._form(index)[1]
+        leading = like.shape[:-2] if is_stack else ()
+        shape = like.shape if isinstance(like, DTensor) else (*leading, *layout.shape)
+        return torch.Size(shape)
 
     def whole(self, tensor: Tensor, index: int) -> Tensor:
         """The full matrix of parameter ``index``, of which ``tensor`` is this rank's piece."""
         self.groups.check_tp_dim(tensor, index)
         layouts, like = self._known.get(index, ([], tensor))
+        flatten = self._form(index)[1]
         if isinstance(tensor, DTensor):
-            layouts = self._dtensors.of(Key(index), tensor)
+            layouts = self._dtensors.of(Key(index), tensor, flatten)
             if tensor.ndim > 2:
                 self._known[index] = layouts, tensor
                 return tensor.full_tensor()
         elif not layouts or (len(layouts) == 1 and like.shape != tensor.shape):
             local = _LocalReader(self.groups, self._dtensors, self.takes_stacks)
-            local.add(Key(index), tensor)
+            local.add(Key(index), tensor, flatten)
             layouts = local.exchange({index: tensor}, None)
         self._known[index] = layouts, tensor
         (layout, *others) = layouts
@@ -346,15 +357,15 @@ class _LocalReader:
     def _warn(self, described: str, text: str) -> None:
         self.warnings.setdefault(text, []).append(described)
 
-    def add(self, key: Key, param: Tensor) -> None:
+    def add(self, key: Key, param: Tensor, flatten: bool = False) -> None:
         """Adds all matrices in ``param``."""
         self.groups.check_tp_dim(param, key.index)
         if isinstance(param, DTensor):
-            self._add_dtensor(key, param)
+            self._add_dtensor(key, param, flatten)
             return
         view = fsdp1.view_of(param, self._views)
         if view is None:
-            self._add_plain(key, param)
+            self._add_plain(key, param, flatten)
             return
         described = key.describe(param.shape)
         view.check(
@@ -362,7 +373,7 @@ class _LocalReader:
             self.groups.module is not None,
             self.groups.of_kind["fsdp"] is not None,
         )
-        matrices = fsdp1.matrices_only(view, described, self.takes_stacks)
+        matrices = fsdp1.matrices_only(view, described, self.takes_stacks, flatten)
         for sub, matrix in enumerate(matrices):
             self._add_flat(key._replace(sub=sub), param, matrix, view)
 
@@ -385,7 +396,7 @@ class _LocalReader:
         piece = self._pieces.setdefault(piece, piece)
         self.found.append(LocalMatrix(key, param.dtype, piece))
 
-    def _add_dtensor(self, key: Key, tensor: DTensor) -> None:
+    def _add_dtensor(self, key: Key, tensor: DTensor, flatten: bool) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
         mesh_ranks = self.dtensors.ranks_of(tensor.device_mesh)
         cuts = tuple(
@@ -393,7 +404,7 @@ class _LocalReader:
             for kind in ("ddp", "cp")
             if kind in self.shared and _only_me(self.shared[kind], mesh_ranks)
         )
-        layouts = self.dtensors.of(key, tensor)
+        layouts = self.dtensors.of(key, tensor, flatten)
         for layout in layouts:
             shards, of_sum = layout.shards, layout.shards.contributions
             if id(shards) not in self._pieces:
@@ -436,7 +447,7 @@ class _LocalReader:
                 f"hold different shards. The DTensor's placements count: {layout.source}",
             )
 
-    def _add_plain(self, key: Key, param: Tensor) -> None:
+    def _add_plain(self, key: Key, param: Tensor, flatten: bool) -> None:
         if param.ndim < 2:
             raise ValueError(
                 f"Muon only supports 2D parameters whereas we found {key.describe(param.shape)}"
@@ -447,7 +458,12 @@ class _LocalReader:
             is_cut = key.index in (self.groups.tp_dims or {})
             groups = {k: g for k, g in groups.items() if k == "tp" and is_cut}
         tp_dim = self._tp_dim(key, param) if "tp" in groups else None
-        stacked = param.ndim - 2
+        stacked = 0 if flatten else param.ndim - 2
+        if flatten and (tp_dim or 0) > 1:
+            raise ValueError(
+                f"{key.describe(param.shape)}: tensor parallelism cuts dimension {tp_dim}, so a rank's part of the "
+                "flattened matrix is no block of columns; cut dimension 0 or 1"
+            )
         if stacked:
             # FSDP cuts a stack along its first dimension, so its ranks hold different matrices. A rank of
             # its group is no replica, whichever other group the rank is in.
@@ -457,8 +473,8 @@ class _LocalReader:
                 tp_dim -= stacked
                 if tp_dim < 0:
                     groups.pop("tp", None)
-        rows, columns = param.shape[-2:]
-        for sub in range(math.prod(param.shape[:-2])):
+        rows, columns = dtensor.matrix_shape(param.shape, flatten)
+        for sub in range(math.prod(param.shape[:stacked])):
             regions = moved(whole_regions(rows, columns), sub * rows * columns)
             dims = {"fsdp": 0, "tp": tp_dim}
             key = key._replace(sub=sub)

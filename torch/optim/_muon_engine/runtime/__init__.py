@@ -51,6 +51,8 @@ class Param:
         # The number of its parameter group.
         self.group = group
         self.formulas = formulas
+        # Its ``split`` and ``flatten``, which the layouts are made for.
+        self.form = formulas.form
         self.described = Key(index, 0, name).describe(tensor.shape)
         # The properties that the layout is read from. Every step compares them.
         self.origin = origin_of(tensor)
@@ -102,7 +104,8 @@ class Param:
     def place_gradient(self) -> None:
         """Brings the gradient to the parameter's placement, by a collective of DTensor's if need be."""
         if self.grad is None and self.given is not None and not self.problem:
-            self.grad = local_gradient(self.tensor, self.given)
+            grad = local_gradient(self.tensor, self.given)
+            self.grad = grad.contiguous() if self.form[1] else grad
 
     def place_gradient_of_stack(self) -> None:
         """Does so before the first bucket, because ranks have a stack's matrices in different buckets."""
