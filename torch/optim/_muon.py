@@ -536,13 +536,14 @@ class Muon(Optimizer):
 
     @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:
-        """(Parameter index, matrix in it) -> the global rank that orthogonalizes it."""
+        """(Parameter index, matrix in it) -> the global rank that orthogonalizes it, or its first block."""
         if self._engine is None:
             return {}
         schedule = self._engine.schedule
         return {
             (layout.key.index, layout.key.sub): owner
             for layout, owner in zip(schedule.layouts, schedule.owners, strict=True)
+            if layout.key.block[0] == 0
         }
 
     @property

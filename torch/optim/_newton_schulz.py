@@ -172,7 +172,7 @@ def _has_same_bits() -> bool:
     return cpu._is_avx512_bf16_supported() and not cpu._is_amx_tile_supported()
 
 
-def _products_for(x: Tensor, ns_algorithm: str) -> Products:
+def products_for(x: Tensor, ns_algorithm: str) -> Products:
     """Symmetric products on request, and where they are as exact as plain products, and faster."""
     if ns_algorithm != "quintic":
         return SymmetricProducts()
@@ -201,7 +201,7 @@ def newton_schulz(
         ns_algorithm (str): "quintic", "gram" or "symmetric".
         products (Products): computes with the other owners of a divided matrix; ``x`` is a block of it.
     """
-    products = products or _products_for(x, ns_algorithm)
+    products = products or products_for(x, ns_algorithm)
     rows, columns = products.shape or x.shape[-2:]
     tall = rows > columns
     if tall:

@@ -42,7 +42,9 @@ _EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
 
 
 def create_dtensor_config(
-    async_gpu_parallelism: bool = True, prefetch_count: int = 1
+    async_gpu_parallelism: bool = True,
+    prefetch_count: int = 1,
+    owners_per_matrix: int = 1,
 ) -> DistributedConfig:
     r"""Makes the config for parameters that are DTensors: FSDP2, TP, ``distribute_tensor`` and mixes.
 
@@ -52,6 +54,10 @@ def create_dtensor_config(
     Args:
         async_gpu_parallelism (bool, optional): see :class:`DistributedConfig` (default: True)
         prefetch_count (int, optional): see :class:`DistributedConfig` (default: 1)
+        owners_per_matrix (int, optional): number of ranks that orthogonalize a large matrix together. With
+            fewer matrices than ranks, one owner's Newton-Schulz takes the whole step;
+            :meth:`Muon.describe` advises a number. Only 1 gives the bits of a single process. A config with a
+            function of yours has one owner per matrix. (default: 1)
 
     Returns:
         DistributedConfig: its ``state["is_dtensor"]`` is True. Once the optimizer is built,
@@ -64,7 +70,7 @@ def create_dtensor_config(
         >>> optimizer = Muon(matrices, distributed_config=create_dtensor_config())
     """
     state = {"reader": "dtensor", "is_dtensor": True, "param_metadata": {}}
-    return _config(state, async_gpu_parallelism, prefetch_count)
+    return _config(state, async_gpu_parallelism, prefetch_count, owners_per_matrix)
 
 
 def create_auto_config(
@@ -85,6 +91,7 @@ def create_auto_config(
     pp_stage_id: int | None = None,
     pp_num_stages: int | None = None,
     module: nn.Module | None = None,
+    owners_per_matrix: int = 1,
 ) -> DistributedConfig:
     r"""Makes the config for parameters that process groups share: DDP, FSDP1, tensors cut by hand.
 
@@ -126,12 +133,13 @@ def create_auto_config(
         pp_num_stages (int, optional): kept in ``state`` (default: None)
         module (nn.Module, optional): the FSDP1-wrapped model. It knows the shapes that
             ``use_orig_params=True`` hides, and the groups of ``HYBRID_SHARD`` (default: None)
+        owners_per_matrix (int, optional): as in :func:`create_dtensor_config` (default: 1)
 
     Returns:
         DistributedConfig: its ``state`` holds the arguments.
 
     Raises:
-        ValueError: two spellings of one argument are given, or ``ep_process_group`` without
+        ValueError: ``owners_per_matrix`` is not an int of at least 1, two spellings of one argument are given, or ``ep_process_group`` without
             ``expert_assignments``.
 
     Example:
@@ -173,12 +181,20 @@ def create_auto_config(
         state["tp_dim_default"] = tp_dim
     elif tp_dim is not None:
         state["tp_dim_per_param"] = dict(tp_dim)
-    return _config(state, async_gpu_parallelism, prefetch_count)
+    return _config(state, async_gpu_parallelism, prefetch_count, owners_per_matrix)
 
 
 def _config(
-    state: dict[str, Any], async_gpu_parallelism: bool, prefetch_count: int
+    state: dict[str, Any],
+    async_gpu_parallelism: bool,
+    prefetch_count: int,
+    owners_per_matrix: int,
 ) -> DistributedConfig:
+    if type(owners_per_matrix) is not int or owners_per_matrix < 1:
+        raise ValueError(
+            f"owners_per_matrix must be an int >= 1 but is {owners_per_matrix!r}"
+        )
+    state["owners_per_matrix"] = owners_per_matrix
     # These functions import torch.distributed.
     from torch.optim._muon_engine.callbacks import ConfigFunctions
 

@@ -48,7 +48,7 @@ def reader_of(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader | 
 
 
 def choose_owners(
-    params: Sequence[Tensor], layouts: Sequence[Layout]
+    params: Sequence[Tensor], layouts: Sequence[Layout], ranks_per_node: int = 1
 ) -> tuple[list[int], dict[int, list[int]]]:
     """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
     owners = [0] * len(layouts)
@@ -57,7 +57,7 @@ def choose_owners(
         chosen = [
             i for i, l in enumerate(layouts) if is_frozen(params[l.key.index]) == frozen
         ]
-        found = assign_owners((layouts[i] for i in chosen), first_owner)
+        found = assign_owners((layouts[i] for i in chosen), first_owner, ranks_per_node)
         for i, owner in zip(chosen, found, strict=True):
             owners[i] = owner
     owned = by_rank([layout.key.index for layout in layouts], owners)

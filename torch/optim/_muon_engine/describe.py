@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TYPE_CHECKING
 
 from torch.optim._muon_engine.layouts import listed
-from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
+from torch.optim._muon_engine.schedule.owners import flops_of
 from torch.optim._muon_engine.schedule.packs import (
     relay_sizes,
     RELAYS_IN_FLIGHT,
@@ -53,7 +53,7 @@ def _table(
     owned: dict[int, list[int]] = {r: [] for r in group}
     for m in (m for bucket in buckets for m in bucket.matrices):
         owned[schedule.owners[m]].append(m)
-    flops = [newton_schulz_flops(layout.shape) for layout in schedule.layouts]
+    flops = [flops_of(layout) for layout in schedule.layouts]
     loads = {r: sum(flops[m] for m in matrices) for r, matrices in owned.items()}
     mean = sum(loads.values()) / len(group) or 1
     busiest = sorted(group, key=lambda r: (-loads[r], r))

@@ -24,10 +24,12 @@ from torch.optim._muon_engine.callbacks import (
 from torch.optim._muon_engine.hints import Hints, warn_if_unshared
 from torch.optim._muon_engine.layouts import larger_first, listed, process_rank
 from torch.optim._muon_engine.layouts.dtensor import count_version
+from torch.optim._muon_engine.layouts.divide import divide
 from torch.optim._muon_engine.process_groups import FailureNotes, spanning_group
 from torch.optim._muon_engine.runtime import Matrix, transport
 from torch.optim._muon_engine.runtime.pipeline import Pipeline
 from torch.optim._muon_engine.runtime.relays import attach_relays
+from torch.optim._muon_engine.runtime.shared import SharedProducts
 from torch.optim._muon_engine.runtime.statuses import Statuses
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.owners import check_assignments
@@ -147,6 +149,10 @@ class Engine:
                 layouts = self.reader.read(tensors, names, forms, error)
             if error is None:
                 self.config.check()
+                if self.runs_on_engine and are_factorys(self.config, "assign"):
+                    known: dict[Any, Any] = {}
+                    each = self.config.state["owners_per_matrix"]
+                    layouts = [b for l in layouts for b in divide(l, each, known)]
                 owners = self._assign(tensors, layouts)
         except Exception as found:
             error = error or found
@@ -185,7 +191,8 @@ class Engine:
             if not self.runs_on_engine:
                 _check_stacks(self.params, layouts)
             if are_factorys(self.config, "assign"):
-                owners, self.assignments = choose_owners(tensors, layouts)
+                near = process_groups.ranks_per_node()
+                owners, self.assignments = choose_owners(tensors, layouts, near)
                 return owners
         assignments = self.config.assign_fn(list(tensors), state)
         described = [param.described for param in self.params]
@@ -447,8 +454,9 @@ def _signature(
         **param.formulas.signature(),
         "prefetch_count": str(flags[1]),
         "async_gpu_parallelism": str(flags[0]),
+        "owners_per_matrix": str(layout.key.block[1]),
     }
-    if len(layout.group) > buckets.MAX_PEERS:
+    if len(layout.group) > buckets.MAX_PEERS or layout.divided:
         fields["ranks per node"] = str(process_groups.ranks_per_node())
     return Signature(layout.describe(), tuple(fields.items()))
 
@@ -462,6 +470,9 @@ def _make_pipeline(engine: Engine) -> Pipeline:
         for number in bucket.matrices if rank in bucket.group else ():
             param = engine.params[schedule.layouts[number].key.index]
             matrix = matrices[number] = Matrix(schedule, number, param, rank)
+            team = groups.get(schedule.team(number))
+            if matrix.layout.divided and matrix.owner == rank and team is not None:
+                matrix.products = SharedProducts(matrix.layout.divided, team)
             shared.setdefault(bucket.group, []).append(matrix)
     found = transport.local_buckets(schedule, matrices, rank, groups, device, ahead)
     attach_relays(found, groups, rank, device)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.optim._muon_engine.layouts import Region
+    from torch.optim._muon_engine.runtime.shared import SharedProducts
     from torch.optim._muon_engine.schedule.packs import Schedule
 
 
@@ -141,6 +142,8 @@ class Matrix:
         # One replica of each shard sends it; one contribution to a sum receives the update.
         self.sent = self.shard if schedule.is_source(number, rank) else ()
         self.receives = schedule.receives(number, rank)
+        # On the owners of a divided matrix: what they compute together.
+        self.products: SharedProducts | None = None
 
     @property
     def status(self) -> Status:

@@ -17,7 +17,7 @@ import torch
 # The public profiler range costs tens of microseconds even when no profiler runs.
 from torch._C._profiler import _RecordFunctionFast
 from torch.optim._muon_engine.layouts import listed
-from torch.optim._muon_engine.runtime.transport import copy_all, drain
+from torch.optim._muon_engine.runtime.transport import copy_all, drain, named
 from torch.optim._muon_engine.schedule.packs import RELAYS_IN_FLIGHT
 
 
@@ -207,9 +207,13 @@ class Pipeline:
         """Matrices of one shape and equal options, as many as the formulas allow in a batch."""
         found: dict[Hashable, list[list[Matrix]]] = {}
         for matrix in matrices:
+            formulas, shape = matrix.param.formulas, matrix.layout.shape
+            if matrix.products is not None:
+                # The other owners wait for this one, whatever its own gradient.
+                found[matrix.number] = [[matrix]]
+                continue
             if not matrix.applies:
                 continue
-            formulas, shape = matrix.param.formulas, matrix.layout.shape
             batches = found.setdefault((formulas.compute_key, shape), [[]])
             if len(batches[-1]) == formulas.batch_size(shape, self.device):
                 batches.append([])
@@ -224,7 +228,10 @@ class Pipeline:
         self.assemble(bucket, batch, wholes)
         self._at = "orthogonalize", batch
         formulas = batch[0].param.formulas
-        if len(batch) == 1:
+        if batch[0].products is not None:
+            with named("Newton-Schulz", batch, batch[0].products.ranks):
+                updates = [formulas.orthogonalize(wholes[0], batch[0].products)]
+        elif len(batch) == 1:
             updates = [formulas.orthogonalize(wholes[0])]
         else:
             updates = list(formulas.orthogonalize(whole).unbind())
@@ -247,7 +254,7 @@ class Pipeline:
         self.apply(
             (matrix, region, region.of_matrix(update))
             for matrix, update in made
-            for region in matrix.shard
+            for region in (matrix.shard if matrix.applies else ())
         )
 
     def assemble(
@@ -334,12 +341,12 @@ class Pipeline:
             update = None if update is None else update.to(local.device)
             key = number
             if local.device.type != "cpu":
-                key = id(matrix.param.formulas), matrix.layout.shape, update is None
+                key = id(matrix.param.formulas), matrix.layout.whole, update is None
             alike.setdefault(key, []).append((matrix, local, update))
         for found in alike.values():
             (matrix, *_), (_, local, updates) = found[0], map(list, zip(*found))
             updates = None if updates[0] is None else updates
-            matrix.param.formulas.apply(local, updates, matrix.layout.shape)
+            matrix.param.formulas.apply(local, updates, matrix.layout.whole)
 
 
 def accumulate(params: Iterable[Param]) -> None:

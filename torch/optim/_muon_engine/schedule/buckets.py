@@ -11,12 +11,12 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
+from torch.optim._muon_engine.schedule.owners import flops_of
 from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
     from torch.optim._muon_engine.layouts import Layout
@@ -74,10 +74,8 @@ def make_schedule(
         if one_owner_at_a_time:
             parts = [
                 (rank, part)
-                for rank in sorted(queues)
-                for part in _cut(
-                    {rank: queues[rank]}, layouts, 1, limit, max_replicas, slots
-                )
+                for rank, turn in _turns(queues, layouts, owners)
+                for part in _cut(turn, layouts, 1, limit, max_replicas, slots)
             ]
         else:
             cut = _cut(queues, layouts, max_buckets, limit, max_replicas, slots)
@@ -105,14 +103,33 @@ def _numbered(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
 def _queues(
     members: Sequence[int], layouts: Sequence[Layout], owners: Sequence[int]
 ) -> dict[int, list[int]]:
-    """Owner -> its matrices, heaviest first."""
+    """Owner -> its matrices, heaviest first.
+
+    Divided matrices come before the others. So all owners of one have it at the same place.
+    """
     queues: dict[int, list[int]] = {}
-    for m in sorted(
-        members,
-        key=lambda m: (-newton_schulz_flops(layouts[m].shape), layouts[m].shape, m),
-    ):
+
+    def key(m: int) -> tuple:
+        layout = layouts[m]
+        return layout.divided is None, -flops_of(layout), layout.whole, m
+
+    for m in sorted(members, key=key):
         queues.setdefault(owners[m], []).append(m)
     return queues
+
+
+def _turns(
+    queues: dict[int, list[int]], layouts: Sequence[Layout], owners: Sequence[int]
+) -> Iterator[tuple[int, dict[int, list[int]]]]:
+    """Queues that work sequentially, for debugging: one owner, or those of the same divided matrices."""
+    for rank in sorted(queues):
+        together: dict[int, list[int]] = {}
+        for m in queues[rank]:
+            number, count = layouts[m].key.block
+            for block in range(m, m + count) if number == 0 and count > 1 else ():
+                together.setdefault(owners[block], []).append(block)
+        alone = {rank: [m for m in queues[rank] if layouts[m].divided is None]}
+        yield from ((rank, turn) for turn in (together, alone) if any(turn.values()))
 
 
 def _cut(
@@ -131,9 +148,7 @@ def _cut(
     Args:
         limit: elements that an owner gathers in a bucket, unless one matrix is larger.
     """
-    work = {
-        m: newton_schulz_flops(layouts[m].shape) for q in queues.values() for m in q
-    }
+    work = {m: flops_of(layouts[m]) for q in queues.values() for m in q}
     largest = max(layouts[m].numel for m in work)
     # One slot may be larger if the others stay at the limit: small matrices fill the time of a large one.
     wide, narrow = limit + slots * largest, limit
@@ -191,14 +206,21 @@ def _spread(
     for _ in range(2):
         parts: list[list[int]] = [[] for _ in range(count)]
         busiest = [0] * count
+        # First block of a divided matrix -> the bucket of all its blocks.
+        shared: dict[int, int] = {}
         for queue in queues.values():
             room, free = list(heights), list(limits)
             for m in queue:
                 size = layouts[m].numel
                 fitting = [at for at in range(count) if free[at] >= size]
+                first = m - layouts[m].key.block[0]
+                if first in shared:
+                    fitting = [at for at in fitting if at == shared[first]]
                 if not fitting:
                     return best
                 at = max(fitting, key=room.__getitem__)
+                if layouts[m].divided is not None:
+                    shared[first] = at
                 room[at] -= work[m]
                 free[at] -= size
                 parts[at].append(m)

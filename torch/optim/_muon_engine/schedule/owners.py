@@ -23,14 +23,24 @@ def newton_schulz_flops(shape: Sequence[int], ns_steps: int = 5) -> int:
     return ns_steps * (4 * short * short * long + 2 * short**3)
 
 
+def flops_of(layout: Layout) -> int:
+    """The work of one owner of a matrix."""
+    return newton_schulz_flops(layout.whole) // layout.key.block[1]
+
+
 class _Loads:
     """The work of the ranks of one group so far, of shape (2, ranks): FLOPs, elements to receive."""
 
     def __init__(
-        self, group: tuple[int, ...], others: Iterable[_Loads], start: int
+        self,
+        group: tuple[int, ...],
+        others: Iterable[_Loads],
+        start: int,
+        ranks_per_node: int,
     ) -> None:
         self.group = group
         self.start = start
+        self.ranks_per_node = ranks_per_node
         self.before = torch.zeros(2, len(group), dtype=torch.int64, device="cpu")
         for other in others:
             place = {rank: i for i, rank in enumerate(other.group)}
@@ -38,52 +48,84 @@ class _Loads:
                 places = [place[rank] for rank in group]
                 self.before += (other.load - other.before)[:, places]
         self.load = self.before.clone()
+        self._teams: dict[int, Tensor] = {}
 
-    def give(self, flops: int, numel: int, held: Tensor) -> int:
-        """Gives a matrix, of which each rank holds ``held`` elements, to a rank, and returns that."""
+    def give(self, flops: int, blocks: Sequence[tuple[int, Tensor]]) -> list[int]:
+        """Gives a matrix to one rank for each of its blocks, and returns these.
+
+        Each block has its number of elements, and how many of them each rank holds.
+        """
+        teams = self._teams_of(len(blocks))
         busy, received = self.load
-        # Ranks of equal load: the one that receives fewest bytes, then the first from ``start`` on.
-        bytes_ = (received - held).masked_fill(busy != busy.min(), _NEVER)
-        count = len(self.group)
-        place = (int(bytes_.roll(-self.start).argmin()) + self.start) % count
-        busy[place] += flops
-        received[place] += numel - held[place]
-        return self.group[place]
+        # Teams of equal load: the one that receives fewest bytes, then the first from ``start`` on.
+        load = busy[teams].amax(1)
+        apart = [received[t] - held[t] for t, (_, held) in zip(teams.T, blocks)]
+        bytes_ = sum(apart).masked_fill(load != load.min(), _NEVER)  # type: ignore[union-attr]
+        start = self.start // len(blocks)
+        at = (int(bytes_.roll(-start).argmin()) + start) % len(teams)
+        places = teams[at].tolist()
+        for place, (numel, held) in zip(places, blocks, strict=True):
+            busy[place] += flops
+            received[place] += numel - held[place]
+        return [self.group[place] for place in places]
+
+    def _teams_of(self, size: int) -> Tensor:
+        """Places of neighbouring ranks, of shape (teams, size): of one node if a node has enough."""
+        if size not in self._teams:
+            nodes: dict[int, list[int]] = {}
+            for place, rank in enumerate(self.group):
+                nodes.setdefault(rank // self.ranks_per_node, []).append(place)
+            parts = list(nodes.values())
+            if min(map(len, parts)) < size:
+                parts = [list(range(len(self.group)))]
+            teams = [
+                part[at : at + size]
+                for part in parts
+                for at in range(0, len(part) - size + 1, size)
+            ]
+            self._teams[size] = torch.tensor(teams, device="cpu")
+        return self._teams[size]
 
 
 _NEVER = 2**62
 
 
 def assign_owners(
-    layouts: Iterable[Layout], start: Callable[[tuple[int, ...]], int] = lambda group: 0
+    layouts: Iterable[Layout],
+    start: Callable[[tuple[int, ...]], int] = lambda group: 0,
+    ranks_per_node: int = 1,
 ) -> list[int]:
     """One owner for each layout, out of all ranks of its group.
 
     Heaviest first, each to the rank with the fewest FLOPs so far, then the fewest bytes to receive. A
     group counts the work of its ranks in groups that contain all of them (dense matrices, for a group
     that shares experts). It counts no other work, because its ranks must come to the same result and
-    differ in their other groups.
+    differ in their other groups. The blocks of a matrix, which follow each other, go to neighbours.
 
     Args:
         start: the place in a group from which ties are broken. Without it, many optimizers of few
             matrices would all choose the first rank.
+        ranks_per_node: this many consecutive ranks are near each other.
     """
     layouts = list(layouts)
     owners = [0] * len(layouts)
-    flops = [newton_schulz_flops(layout.shape) for layout in layouts]
+    flops = [flops_of(layout) for layout in layouts]
     members: dict[tuple[int, ...], list[int]] = {}
     for i in sorted(range(len(layouts)), key=lambda i: -flops[i]):
-        members.setdefault(layouts[i].group, []).append(i)
+        if layouts[i].key.block[0] == 0:
+            members.setdefault(layouts[i].group, []).append(i)
     groups: list[_Loads] = []
     held: dict[int, Tensor] = {}
     for group in larger_first(members):
-        loads = _Loads(group, groups, start(group))
+        loads = _Loads(group, groups, start(group), ranks_per_node)
         groups.append(loads)
         for i in members[group]:
-            shards = layouts[i].shards
-            if id(shards) not in held:
-                held[id(shards)] = _held(shards)
-            owners[i] = loads.give(flops[i], layouts[i].numel, held[id(shards)])
+            blocks = layouts[i : i + layouts[i].key.block[1]]
+            for shards in (block.shards for block in blocks):
+                if id(shards) not in held:
+                    held[id(shards)] = _held(shards)
+            found = [(block.numel, held[id(block.shards)]) for block in blocks]
+            owners[i : i + len(blocks)] = loads.give(flops[i], found)
     return owners
 
 

@@ -117,6 +117,11 @@ class Schedule:
     buckets: tuple[Bucket, ...]
     one_owner_at_a_time: bool = False
 
+    def team(self, matrix: int) -> tuple[int, ...]:
+        """The owners of all blocks of a divided matrix, in the order of the blocks."""
+        number, count = self.layouts[matrix].key.block
+        return self.owners[matrix - number : matrix - number + count]
+
     def is_source(self, matrix: int, rank: int) -> bool:
         """Whether ``rank`` sends its shard to the owner of ``matrix``; one replica of each shard does."""
         return self.layouts[matrix].shards.source(rank, self.owners[matrix]) == rank
@@ -199,11 +204,14 @@ class Schedule:
         for bucket in self.buckets:
             if rank not in bucket.group:
                 continue
-            for matrix in bucket.matrices if bucket.relayed else ():
+            for matrix in bucket.matrices:
+                if self.owners[matrix] == rank and len(self.team(matrix)) > 1:
+                    found[self.team(matrix)] = "a matrix"
                 shards = self.layouts[matrix].shards
-                replicas = shards.replicas_of(rank)
-                if len(replicas) > 1 and not shards.is_empty(rank):
-                    found[tuple(sorted(replicas))] = "replicas"
+                if bucket.relayed and not shards.is_empty(rank):
+                    replicas = shards.replicas_of(rank)
+                    if len(replicas) > 1:
+                        found[tuple(sorted(replicas))] = "replicas"
             if bucket.node_size > 1:
                 node, rail = bucket.node_and_rail(rank)
                 found |= {node: "node", rail: "rail"}
