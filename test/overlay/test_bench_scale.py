@@ -1,25 +1,21 @@
-"""The simulated step: by hand where it is small, and beside the engine's own packs."""
+"""The simulated step: by hand where it is small, and against the engine's own packs; and its page."""
 
-import importlib.util
-import json
-import pathlib
-import sys
+import os
+import shutil
+import subprocess
 from dataclasses import replace
+from html.parser import HTMLParser
 
 import pytest
 
 
-spec = importlib.util.find_spec("torch")
-if (
-    spec is None
-    or not pathlib.Path(spec.origin).with_name("optim").joinpath("muon.py").is_file()
-):
-    pytest.skip("the interpreter's torch has no overlay", allow_module_level=True)
+pytest.importorskip("torch.optim.muon", reason="the interpreter's torch has no overlay")
 
 import numpy as np
 import torch
-from tools.bench.scale import meshes, report
-from tools.bench.scale.cases import Case, CASES
+from tools.bench import cli
+from tools.bench.scale import report
+from tools.bench.scale.cases import Case, CASES, layouts_of
 from tools.bench.scale.hardware import Hardware
 from tools.bench.scale.plan import make_plan, OUT
 from tools.bench.scale.timeline import Links, simulate
@@ -39,6 +35,7 @@ BY_HAND = Hardware(
     inter_latency=0.25,
     gpus_per_node=1,
 )
+SLOW = replace(BY_HAND, inter_bandwidth=8.0)
 
 
 def schedule_of(layouts, **options):
@@ -57,7 +54,7 @@ def schedule_of(layouts, **options):
     ],
 )
 def test_buckets_by_hand(matrices, prefetch, seconds):
-    layouts = meshes.fsdp(Model([(4, 4)] * matrices), 2)
+    layouts = layouts_of(Model([(4, 4)] * matrices), "fsdp", 2)
     plan = make_plan(schedule_of(layouts), 2, BY_HAND.gpus_per_node)
     step = simulate(plan, BY_HAND, prefetch)
     assert step.done.tolist() == [seconds] * 2
@@ -65,61 +62,49 @@ def test_buckets_by_hand(matrices, prefetch, seconds):
 
 
 def test_relays_hide_behind_the_next_bucket():
-    """Two owners of three matrices each, in three buckets; two broadcasts a bucket."""
-    layouts = meshes.hsdp(Model([(4, 4)] * 6), 2, 1)
+    """Two owners of three matrices each, in three buckets; two broadcasts per bucket."""
+    layouts = layouts_of(Model([(4, 4)] * 6), "hsdp", 2, 1)
     schedule = schedule_of(layouts, max_replicas=1)
     fast = replace(BY_HAND, inter_bandwidth=32 / 0.25)
     step = simulate(make_plan(schedule, 2, 1), fast)
-    # Bucket 0 is finished at 2; its broadcasts are over at 2.5 and 2.75, before bucket 2 is made at 3.
-    # Those of bucket 1 are over at 3.5 and 3.75, and those of bucket 2 follow.
+    # Those of buckets 0 and 1 end before the next Newton-Schulz does. Those of bucket 2 are not hidden.
     assert step.done == pytest.approx([4.5, 4.5])
 
 
-def in_two_levels(schedule, node_size):
-    found = tuple(replace(bucket, node_size=node_size) for bucket in schedule.buckets)
-    return replace(schedule, buckets=found)
-
-
 def test_two_levels_by_hand():
-    """Four ranks hold a row each, which takes a second; nodes of two, which are two nodes."""
-    layouts = meshes.fsdp(Model([(4, 4)]), 4)
-    direct = make_schedule(layouts, [0], torch.bfloat16)
-    slow = replace(BY_HAND, inter_bandwidth=8.0)
+    """Four ranks hold a row each, which takes a second; the schedule has two nodes of two."""
+    direct = make_schedule(layouts_of(Model([(4, 4)]), "fsdp", 4), [0], torch.bfloat16)
+    (bucket,) = direct.buckets
+    levels = replace(direct, buckets=(replace(bucket, node_size=2),))
     one, two = (
-        simulate(make_plan(schedule, 4, 1), slow).done.tolist()
-        for schedule in (direct, in_two_levels(direct, 2))
+        simulate(make_plan(schedule, 4, 1), SLOW).done.tolist()
+        for schedule in (direct, levels)
     )
-    # The owner gets three messages, and sends as many.
+    # The owner gets three messages, and sends three.
     assert one == [3.75 + 1 + 3.75] * 4
-    # It gets one of its node while another arrives at its rail, which then sends two rows at once. It
-    # sends two rows to its node, and one along its rail.
+    # It gets one from its node while another one arrives at its rail, which then sends two rows at once.
+    # It sends two rows to its node, and one along its rail.
     assert two[:2] == [1.25 + 2.25 + 1 + 2.25 + 1.25] * 2
-
-
-def test_a_second_hop_begins_where_the_first_is_over():
-    """Rank 1 sends rank 0 its row late; ranks 2 and 3, of another node, do not wait for that."""
-    layouts = meshes.fsdp(Model([(4, 4)]), 4)
-    schedule = in_two_levels(make_schedule(layouts, [0], torch.bfloat16), 2)
-    (plan,) = make_plan(schedule, 4, 1).turns[0]
-    links = Links(4, replace(BY_HAND, inter_bandwidth=8.0))
-    over = links.exchange(plan, plan.gather, np.array([0.0, 5.0, 0.0, 0.0]))
+    # Rank 1 sends rank 0 its row late. Ranks 2 and 3, of another node, do not wait for that.
+    (plan,) = make_plan(levels, 4, 1).turns[0]
+    over = Links(4, SLOW).exchange(plan, "gather", np.array([0.0, 5.0, 0.0, 0.0]))
     assert over.tolist() == [8.5, 6.25, 3.5, 1.25]
 
 
 SMALL = Model([(24, 16), (16, 40), (4, 16)] * 4, [(8, 16), (16, 8)], 4)
 PLACES = {
-    "fsdp": lambda model: meshes.fsdp(model, 16),
-    "hsdp": lambda model: meshes.hsdp(model, 2, 8),
-    "hsdp-relayed": lambda model: meshes.hsdp(model, 8, 2),
-    "fsdp-tp": lambda model: meshes.fsdp_tp(model, 16),
-    "ep": lambda model: meshes.ep_fsdp(model, 16, 4),
+    "fsdp": ("fsdp", 16),
+    "hsdp": ("hsdp", 2, 8),
+    "hsdp-relayed": ("hsdp", 8, 2),
+    "fsdp-tp": ("tp", 2, 8),
+    "ep": ("ep", 4, 4),
 }
 
 
 @pytest.mark.parametrize("max_peers", [512, 1], ids=["one level", "two levels"])
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_plans_are_the_schedule_s_own_packs(place, max_peers, monkeypatch):
-    layouts = place(SMALL)
+    layouts = layouts_of(SMALL, *place)
     for layout in layouts:
         check_cover(layout)
     monkeypatch.setattr(buckets, "MAX_PEERS", max_peers)
@@ -132,18 +117,15 @@ def test_plans_are_the_schedule_s_own_packs(place, max_peers, monkeypatch):
 
 def assert_as_packs(schedule, plan, place, rank):
     packs = schedule.packs(plan.bucket, rank)
-    assert tuple(plan.slot[:, place]) == packs.nbytes
     phases = (plan.gather, packs.gather_send), (plan.scatter, packs.scatter_send)
     for at, (hops, sent) in enumerate(phases):
-        passed = 0
-        if len(hops) == 2:
-            elements = sum(map(sum, schedule.passed_on(plan.bucket, rank)[at]))
-            passed = elements * sent.dtype.itemsize
-            ends = hops[1].nbytes[OUT, :, place].sum()
-            # What stays on the rank in one of the two hops is copied.
-            assert ends <= passed
         first = hops[0].nbytes[OUT, :, place].sum()
         assert first == sent.nbytes if len(hops) == 1 else first <= sent.nbytes
+        if len(hops) == 2:
+            passed = sum(map(sum, schedule.passed_on(plan.bucket, rank)[at]))
+            # The rank copies what stays on it in one of the two hops.
+            nbytes = hops[1].nbytes[OUT, :, place].sum()
+            assert nbytes <= passed * sent.dtype.itemsize
     found = [
         (tuple(ranks), nbytes)
         for wave in plan.relays
@@ -154,39 +136,93 @@ def assert_as_packs(schedule, plan, place, rank):
     assert sorted(found) == sorted(expected)
 
 
-def test_command(shell, tmp_path):
-    out = tmp_path / "report.json"
-    command = [sys.executable, "-m", "tools.bench", "scale", "--models", "GPT-2 124M"]
-    printed = shell(*command, "--utilization", "0.25", "--out", out, cwd=ROOT).out
-    fsdp, hsdp = json.loads(out.read_text())["cases"]
-    assert (fsdp["ranks"], hsdp["ranks"]) == (8, 64)
-    assert fsdp["share"] == pytest.approx(2 * 3.847e-4, rel=1e-3)
+def test_report():
+    fsdp, hsdp, wide = (
+        report.report(case, report.schedule_of(case, Hardware()), Hardware(), 1)
+        for case in (*CASES[:2], Case("GPT-2 124M", "fsdp", 1024))
+    )
     for case in (fsdp, hsdp):
-        assert case["ideal"] <= case["step"] < case["one_at_a_time"]
-    # One update a replica is broadcast, and fewer matrices than ranks leave ranks idle.
+        assert case["ideal"] <= case["step"] < case["all_gather"]
+    # One update per replica is broadcast, and fewer matrices than ranks leave ranks idle.
     assert fsdp["relays"] == 0 < hsdp["relays"]
     assert hsdp["idle"] > 0.5 > fsdp["idle"]
-    assert "GPT-2 124M, HSDP 8 x 8, 64 ranks" in printed
+    assert fsdp["one_level"] is None
+    assert wide["one_level"] not in (None, wide["step"])
+    half = Hardware().with_values(["utilization=0.25", "gpus_per_node=4"])
+    assert (half.flops, half.gpus_per_node) == (Hardware().flops / 2, 4)
 
 
-def test_empty_shards_relay_nothing():
-    """Eight rows over 16 ranks: half of them are replicas of nothing."""
-    layouts = meshes.fsdp(Model([(8, 16)]), 16)
-    (plan,) = make_plan(schedule_of(layouts), 16, 8).turns[0]
-    assert plan.relays == []
-
-
-def test_more_peers_than_many_are_two_levels():
-    """A thousand ranks and few matrices: the report has the step both ways."""
-    case = report.report(Case("GPT-2 124M", "fsdp", 1024), Hardware(), prefetch=1)
-    assert buckets.MAX_PEERS < case["one_level_peers"] <= 1023
-    # Those of a node of 8 and of a rail.
-    assert case["peers_max"] <= 7 + 127
-    assert case["one_level"] != case["step"]
-
-
-def test_the_page_has_all_cases():
-    text = (ROOT / "docs" / "bench.md").read_text()
+def test_the_page_of_tables_has_all_cases():
+    text = (ROOT / "docs" / "data" / "scale.md").read_text()
     for case in CASES:
-        words = f"{case.model}, {case.mesh}, {case.world} ranks"
-        assert text.count(words) >= 2, words
+        assert f"\n{case.title}  " in text, case.title
+
+
+class Parts(HTMLParser):
+    """The classes and ranks of the bars of each figure, and the text of the page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.figures, self.text = {}, ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag == "svg":
+            self.bars = self.figures.setdefault(attrs["id"], [])
+        elif tag == "rect":
+            assert float(attrs["width"]) >= 0
+            self.bars.append((attrs["class"], int(attrs["data-rank"])))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chrome")
+browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def in_a_browser(path, tmp_path):
+    """The page as a headless browser has understood it."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    # The browser writes there, and must not take the libraries of this interpreter.
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    return subprocess.run(
+        [browser, *options, path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environ,
+        check=True,
+    ).stdout
+
+
+@pytest.mark.parametrize("reader", ["parser", "browser"])
+def test_html_page(tmp_path, capsys, reader):
+    if reader == "browser" and browser is None:
+        pytest.skip(f"none of {BROWSERS} is installed")
+    path = tmp_path / "step.html"
+    assert cli.main(["scale", "--only", "HSDP 8 x 8", "--html", str(path)]) == 0
+    page = path.read_text()
+    parts = Parts(page if reader == "parser" else in_a_browser(path, tmp_path))
+    # The busiest 32 ranks of 64 own a matrix each.
+    ranks = {rank for _, rank in parts.figures["loads"]}
+    assert len(parts.figures["loads"]) == len(ranks) == 32
+    kinds = [(kind, rank) for rank in sorted(ranks) for kind in ("sent", "received")]
+    assert parts.figures["traffic"] == kinds
+    assert {kind for kind, _ in parts.figures["timeline"]} == {
+        "gather",
+        "orthogonalize",
+        "scatter",
+        "relay",
+    }
+    assert {rank for _, rank in parts.figures["timeline"]} <= ranks
+    for words in ("GPT-2 124M, HSDP 8 x 8, 64 ranks", "48 matrices", "64 ranks (0, 1"):
+        assert words in parts.text
+    assert "http" not in page.replace("https://www.w3.org", "")
+
+
+def test_html_is_about_one_row(tmp_path, capsys):
+    assert cli.main(["scale", "--only", "GPT-2", "--html", str(tmp_path / "x")]) == 1
+    assert "GPT-2 124M, FSDP, 8 ranks\nGPT-2" in capsys.readouterr().err

@@ -1,194 +1,130 @@
-"""The commands and their arguments."""
-
-from __future__ import annotations
+"""The commands of the bench and their arguments."""
 
 import argparse
-import importlib.metadata
-import importlib.util
-import json
-import os
 import sys
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
 
-from . import bound, figures, fleet, gram, promises, table
-from .catalog import fits, Job, LAYOUTS, names_for, PEERS, WORKLOADS
-from .scale import cli as scale
-from .stock import stock_path
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from . import check, contestants, fleet, page, step, table, traffic
+from .layouts import fits, LAYOUTS, WORKLOADS
+from .scale import report
+from .scale.cases import CASES
+from .scale.hardware import Hardware
 
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser("python -m tools.bench", description=__doc__)
     commands = result.add_subparsers(dest="command", required=True)
-
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    shared.add_argument(
-        "--workloads", nargs="+", choices=WORKLOADS, default=["pairs", "gpt2"]
-    )
-    shared.add_argument("--world", nargs="+", type=int, default=[2, 4])
-    shared.add_argument(
-        "--no-stock", action="store_true", help="leave out stock Muon, which is slow"
-    )
-    shared.add_argument(
-        "--prefetch",
-        nargs="+",
-        type=int,
-        help="ours once with each prefetch_count; the first is what others are compared with",
-    )
-    shared.add_argument("--only-ours", action="store_true", help="no alternatives")
-    shared.add_argument(
-        "--timeout",
-        type=float,
-        default=900,
-        metavar="SECONDS",
-        help="for one layout and workload",
-    )
-    shared.add_argument("--out", type=Path, metavar="FILE.json")
-
-    timed = commands.add_parser(
-        "step", parents=[shared], help="time a step of each implementation"
-    )
-    timed.add_argument("--reps", type=int, default=15)
-    timed.add_argument(
-        "--patience",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="spend so long, for each layout and workload, on waiting for other programs to leave the machine alone",
-    )
-    timed.add_argument(
-        "--profile", action="store_true", help="then show where a step of ours goes"
-    )
-    timed.set_defaults(run=run_step)
-
-    counted = commands.add_parser(
-        "bytes", parents=[shared], help="count what a step sends"
-    )
-    counted.set_defaults(run=run_bytes)
-    scale.add_parser(commands)
-    for module, name, words in (
-        (gram, "gram", "compare ns_algorithm='gram' with the quintic"),
-        (promises, "promises", "time all owners at once and prefetch over a slow wire"),
+    for name, run, words in (
+        ("step", run_step, "time a step of each implementation"),
+        ("bytes", run_bytes, "count what a step sends"),
+        ("scale", run_scale, "simulate a step of public models on many ranks"),
+        ("check", run_check, "compare simulated steps with real ones on a slow wire"),
     ):
-        command = commands.add_parser(name, help=words, description=module.__doc__)
-        command.add_argument("--reps", type=int, default=7)
-        command.add_argument("--out", type=Path, metavar="FILE.json")
-        command.set_defaults(run=module.run, no_stock=True, shapes=None)
+        command = commands.add_parser(name, help=words)
+        command.set_defaults(run=run)
+        add = command.add_argument
+        add("--write", type=Path, metavar="FOLDER", help=f"also write {name}.md")
+        if name == "scale":
+            add("--only", default="", metavar="WORDS", help="rows whose title has them")
+            add("--prefetch", type=int, default=1, help="prefetch_count")
+            add("--html", type=Path, metavar="FILE", help="a page about one row")
+            what = "Hardware's fields: " + ", ".join(vars(Hardware()))
+            add("--hardware", nargs="+", default=[], metavar="NAME=VALUE", help=what)
+            continue
+        seconds = 900.0
+        add("--timeout", type=float, default=seconds, help="seconds of one table")
+        if name != "bytes":
+            add("--reps", type=int, default=11)
+        if name == "check":
+            continue
+        add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+        add("--workloads", nargs="+", choices=WORKLOADS, default=["pairs", "gpt2"])
+        add("--world", nargs="+", type=int, default=[2, 4], help="processes")
+        add("--prefetch", nargs="+", type=int, default=[1], help="prefetch_count")
+        add("--algorithms", nargs="+", default=["quintic"], help="ns_algorithm")
+        add(
+            "--against",
+            nargs="*",
+            choices=list(contestants.IMPLEMENTATIONS)[1:],
+            default=list(contestants.IMPLEMENTATIONS)[1:],
+            help="other implementations",
+        )
     return result
 
 
 def main(arguments: Sequence[str]) -> int:
     args = parser().parse_args(arguments)
+    texts = []
     try:
-        if not (args.no_stock or args.only_ours):
-            stock_path()
-        cases = args.run(args)
-    except (fleet.Failed, FileNotFoundError) as error:
+        for text in args.run(args):
+            print(text, end="\n\n", flush=True)
+            texts.append(text)
+    except (fleet.Failed, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if args.out is not None:
-        report = {
-            "command": [args.command, *arguments[1:]],
-            "torch": importlib.metadata.version("torch"),
-            "cores": cores(),
-            "cases": cases,
-        }
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if args.write is not None:
+        table.write(args.write / f"{args.command}.md", arguments, texts)
     return 0
 
 
-def cases_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every layout, workload and world size that go together."""
+def names_of(args: argparse.Namespace) -> list[str]:
+    ours = [f"ours-{p}-{a}" for p in args.prefetch for a in args.algorithms]
+    return [*ours, *args.against]
+
+
+def jobs(args: argparse.Namespace, reps: int = 1) -> Iterator[tuple[step.Job, int]]:
+    """Every layout, workload and number of processes that fit together."""
     for workload in args.workloads:
         for world in args.world:
             for layout in args.layouts:
                 if fits(layout, world):
-                    yield {"workload": workload, "world": world, "layout": layout}
+                    able = contestants.able(names_of(args), layout)
+                    yield step.Job(layout, workload, able, reps), world
 
 
-def names_of(args: argparse.Namespace) -> tuple[str, ...]:
-    names = [f"ours-{p}" for p in dict.fromkeys(args.prefetch or [1])]
-    if not args.only_ours:
-        others = ("stock", "allgather", *PEERS, "adamw")
-        names += [n for n in others if n not in left_out(args)]
-    return tuple(names)
+def legend(args: argparse.Namespace) -> str:
+    words = contestants.IMPLEMENTATIONS
+    return "\n".join(f"{name}: {words[name]}" for name in ("ours", *args.against))
 
 
-def left_out(args: argparse.Namespace) -> dict[str, str]:
-    """Alternatives that are not there, and why."""
-    missing = {
-        name: "is not installed"
-        for name in PEERS
-        if importlib.util.find_spec(name) is None
-    }
-    return missing | ({"stock": "was not asked for"} if args.no_stock else {})
+def run_step(args: argparse.Namespace) -> Iterator[str]:
+    yield legend(args)
+    rows = []
+    for job, world in jobs(args, args.reps):
+        results = fleet.run(step.work, job, world, args.timeout)
+        yield step.text(job, results)
+        found = step.ratios(results, min(world, table.cores()))
+        middle = {name: f"{quartiles[1]:.2f}" for name, (_, quartiles) in found.items()}
+        cells = [middle.get(name, "refuses") for name in names_of(args)]
+        rows.append([step.title(job, world), *cells])
+    yield table.render(["x limit", *names_of(args)], rows)
 
 
-def legend(args: argparse.Namespace, names: Sequence[str]) -> str:
-    lines = [table.legend(names)]
-    if len({name.partition("-")[0] for name in names}) > 1:
-        lines += [f"  {name}: {why}" for name, why in left_out(args).items()]
-    return "\n".join(lines)
+def run_bytes(args: argparse.Namespace) -> Iterator[str]:
+    yield legend(args)
+    for job, world in jobs(args):
+        yield traffic.text(job, fleet.run(traffic.work, job, world, args.timeout))
 
 
-def run_step(args: argparse.Namespace) -> list[dict[str, Any]]:
-    names = names_of(args)
-    print(legend(args, names), end="\n\n")
-    cases = []
-    for case in cases_of(args):
-        able = names_for(case["layout"], names)
-        job = Job(
-            case["layout"],
-            case["workload"],
-            able,
-            cores(),
-            args.reps,
-            args.patience,
-            args.profile,
-        )
-        results = fleet.run("step", job, case["world"], args.timeout + args.patience)
-        case.update(
-            asdict(job),
-            placed=results[0]["placed"],
-            buckets=results[0]["buckets"],
-            owned=[result["owned"] for result in results],
-            figures=figures.summarize(results, able, cores(), args.reps),
-            profile=[r["profile"] for r in results] if args.profile else None,
-            others=results[0]["others"],
-            seconds=[result["seconds"] for result in results],
-        )
-        cases.append(case)
-        print(table.step_case(case), end="\n\n", flush=True)
-        if args.profile:
-            print(table.profile(case), end="\n\n", flush=True)
-    if cases:
-        print(table.step_overview(cases))
-    return cases
+def run_check(args: argparse.Namespace) -> Iterator[str]:
+    yield check.text(fleet.run(check.work, args.reps, check.WORLD, args.timeout))
 
 
-def run_bytes(args: argparse.Namespace) -> list[dict[str, Any]]:
-    names = names_of(args)
-    print(legend(args, names), end="\n\n")
-    cases = []
-    for case in cases_of(args):
-        able = names_for(case["layout"], names)
-        job = Job(case["layout"], case["workload"], able, cores())
-        results = fleet.run("traffic", job, case["world"], args.timeout)
-        case.update(
-            names=list(able),
-            figures=bound.summarize(results, able),
-            by_rank=[result["sent"] for result in results],
-        )
-        cases.append(case)
-        print(table.bytes_case(case), end="\n\n", flush=True)
-    return cases
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
+def run_scale(args: argparse.Namespace) -> Iterator[str]:
+    cases = [case for case in CASES if args.only in case.title]
+    if not cases:
+        raise ValueError(f"no row has {args.only!r} in its title")
+    if args.html is not None and len(cases) > 1:
+        titles = "\n".join(case.title for case in cases)
+        raise ValueError(f"--html needs --only with the title of one row:\n{titles}")
+    hardware = Hardware().with_values(args.hardware)
+    found = []
+    for case in cases:
+        schedule = report.schedule_of(case, hardware)
+        found.append(report.report(case, schedule, hardware, args.prefetch))
+        if args.html is not None:
+            page.write(
+                args.html, case.title, schedule, case.world, hardware, args.prefetch
+            )
+    yield report.text(found)

@@ -1,129 +1,96 @@
-"""The implementations that are compared, all on the same parameters and gradients."""
-
-from __future__ import annotations
+"""The implementations that are compared, on the same parameters and gradients."""
 
 import importlib.util
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import _muon, _newton_schulz as ns, AdamW, Muon
+from torch.optim import _newton_schulz as ns, AdamW, Muon, Optimizer
 
-from .catalog import prefetch_of
-from .stock import stock_path
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from .layouts import Held
+from . import engine_view
+from .layouts import Laid, local_of, Shape
 
 
 LR, WEIGHT_DECAY, MOMENTUM = 1e-3, 0.1, 0.95
+OPTIONS = {"lr": LR, "weight_decay": WEIGHT_DECAY}
+IMPLEMENTATIONS = {
+    "ours": "Muon(distributed_config=...); ours-p-a has prefetch_count=p and ns_algorithm=a",
+    "stock": "the Muon that the overlay replaced, on the same parameters",
+    "allgather": "bf16 all-gather of each matrix, Newton-Schulz of all on every rank",
+    "adamw": "AdamW(foreach=True)",
+}
 
 
-def make_ours(
-    held: Sequence[Held], prefetch: int, all_owners_at_once: bool = True
-) -> Muon:
-    config = held[0].make_config(prefetch)
-    config.async_gpu_parallelism = all_owners_at_once
-    return Muon(
-        [h.param for h in held],
-        lr=LR,
-        weight_decay=WEIGHT_DECAY,
-        momentum=MOMENTUM,
-        distributed_config=config,
-    )
+def stock_path() -> Path:
+    """The Muon that the overlay replaced in this interpreter's torch."""
+    return Path(torch.__file__).parent / ".muon_overlay/original/optim/_muon.py"
 
 
-def make_stock(held: Sequence[Held]) -> torch.optim.Optimizer:
-    # Under a name of its own beside ours; the package is torch.optim's for its relative imports.
-    spec = importlib.util.spec_from_file_location(
-        "torch.optim._stock_muon", stock_path()
-    )
-    stock = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stock)
-    return stock.Muon(
-        [h.param for h in held], lr=LR, weight_decay=WEIGHT_DECAY, momentum=MOMENTUM
-    )
+def able(names: Iterable[str], layout: str) -> tuple[str, ...]:
+    """The implementations of ``names`` that support ``layout``; stock Muon refuses flat shards."""
+    return tuple(n for n in names if (n, layout) != ("stock", "fsdp1"))
 
 
-def make_adamw(held: Sequence[Held]) -> AdamW:
-    return AdamW(
-        [h.param for h in held], lr=LR, weight_decay=WEIGHT_DECAY, foreach=True
-    )
-
-
-def make_muon_fsdp2(held: Sequence[Held]) -> torch.optim.Optimizer:
-    import muon_fsdp2
-
-    # Its step leaves updates where gradients were.
-    params = [nn.Parameter(h.param.detach().clone()) for h in held]
-    for param, h in zip(params, held, strict=True):
-        param.grad = h.param.grad.clone()
-    group = {"params": params, "use_muon": True, "rms_scale": False}
-    group |= {"lr": LR, "weight_decay": WEIGHT_DECAY, "momentum": MOMENTUM}
-    return muon_fsdp2.Muon([group])
+def make(
+    name: str, laid: Laid, ours: Muon | None = None
+) -> "Optimizer | AllGatherMuon":
+    """The optimizer ``name``. ``ours`` has read the layouts already."""
+    if name.startswith("ours"):
+        _, prefetch, *algorithm = name.split("-")
+        return Muon(
+            laid.params,
+            momentum=MOMENTUM,
+            distributed_config=laid.make_config(int(prefetch)),
+            ns_algorithm=(algorithm or ["quintic"])[0],
+            **OPTIONS,
+        )
+    if name == "stock":
+        # The package torch.optim resolves its relative imports.
+        where = "torch.optim._stock_muon", stock_path()
+        spec = importlib.util.spec_from_file_location(*where)
+        stock = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(stock)
+        return stock.Muon(laid.params, momentum=MOMENTUM, **OPTIONS)
+    if name == "adamw":
+        return AdamW(laid.params, foreach=True, **OPTIONS)
+    return AllGatherMuon(laid, ours)
 
 
 class AllGatherMuon:
-    """What one writes first: everybody gets every matrix whole, and orthogonalizes all of them.
+    """The simplest distributed Muon: every rank gathers and orthogonalizes every matrix.
 
-    Elementwise passes are on the local parts and what travels is bf16, so that nothing but the idea
-    itself is slow.
+    It makes elementwise passes over local parts and gathers in bf16, so that only the idea itself is slow.
     """
 
-    def __init__(self, held: Sequence[Held]) -> None:
-        self.held = held
-        self.momentum = [torch.zeros_like(h.local) for h in held]
+    def __init__(self, laid: Laid, ours: Muon) -> None:
+        regions = engine_view.regions(ours)
+        momenta = [torch.zeros_like(local_of(p)) for p in laid.params]
+        self.matrices = list(zip(laid.params, laid.shapes, regions, momenta))
 
     @torch.no_grad()
     def step(self) -> None:
-        for h, momentum in zip(self.held, self.momentum, strict=True):
-            local = h.local
-            momentum.lerp_(h.local_grad, 1 - MOMENTUM)
-            whole = _whole(h, h.local_grad.lerp(momentum, MOMENTUM).bfloat16())
-            triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
-            update = ns.orthogonalize(whole, triple, ns.DEFAULT_NS_STEPS, ns.EPS)
+        triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
+        for param, shape, region, momentum in self.matrices:
+            local, grad = local_of(param), local_of(param.grad)
+            momentum.lerp_(grad, 1 - MOMENTUM)
+            whole = _whole(param, shape, grad.lerp(momentum, MOMENTUM).bfloat16())
+            update = ns.newton_schulz(whole, triple, ns.DEFAULT_NS_STEPS, ns.EPS)
+            scale = max(1, shape[0] / shape[1]) ** 0.5
             local.mul_(1 - LR * WEIGHT_DECAY)
-            local.add_(
-                update[h.rows, h.columns],
-                alpha=-_muon._adjust_lr(LR, None, h.shape),
+            local.view(region.height, region.width).add_(
+                region.of_matrix(update), alpha=-LR * scale
             )
 
 
-def _whole(held: Held, part: Tensor) -> Tensor:
-    param = held.param
+def _whole(param: Tensor, shape: Shape, part: Tensor) -> Tensor:
     if isinstance(param, DTensor):
-        return DTensor.from_local(
-            part,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        ).full_tensor()
-    if part.shape == held.shape:
+        like = param.device_mesh, param.placements
+        return DTensor.from_local(part, *like, run_check=False).full_tensor()
+    if part.shape == shape:
         return part
-    whole = part.new_empty(held.shape)
-    dist.all_gather(list(whole.chunk(dist.get_world_size())), part)
+    whole = part.new_empty(shape)
+    dist.all_gather_into_tensor(whole.view(-1), part)
     return whole
-
-
-def make_step(name: str, held: Sequence[Held]) -> tuple[Callable[[], object], object]:
-    """One step of implementation ``name`` as a function, and the optimizer behind it."""
-    if name.startswith("ours-"):
-        optimizer = make_ours(held, prefetch_of(name))
-    else:
-        make = {
-            "stock": make_stock,
-            "allgather": AllGatherMuon,
-            "muon_fsdp2": make_muon_fsdp2,
-            "adamw": make_adamw,
-        }
-        optimizer = make[name](held)
-    return optimizer.step, optimizer

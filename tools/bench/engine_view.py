@@ -1,19 +1,17 @@
-"""What the bench reads of the engine's insides: the only module here that follows their shape."""
+"""The engine's internals that the bench reads. No other module here depends on their structure."""
 
-from __future__ import annotations
+from typing import NamedTuple
 
-from typing import NamedTuple, TYPE_CHECKING
-
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
-    from torch.optim import Muon
-    from torch.optim._muon_engine.schedule.packs import Schedule
+import torch
+from torch.distributed import ProcessGroup
+from torch.optim import Muon
+from torch.optim._muon_engine import describe
+from torch.optim._muon_engine.layouts import Region
+from torch.optim._muon_engine.schedule.packs import Schedule
 
 
 class AllToAll(NamedTuple):
-    """One ``all_to_all_single`` of a step, as this rank calls it."""
+    """One ``all_to_all_single`` of a step on this rank."""
 
     group: ProcessGroup
     dtype: torch.dtype
@@ -37,11 +35,34 @@ def all_to_alls(optimizer: Muon) -> list[AllToAll]:
     return calls
 
 
-def prepared_by(optimizer: Muon, rank: int) -> set[int]:
-    """The parameters of which ``rank`` contributes its shard to what is orthogonalized."""
-    schedule: Schedule = optimizer._engine.schedule
-    return {
-        layout.key.index
-        for matrix, layout in enumerate(schedule.layouts)
-        if schedule.is_source(matrix, rank)
-    }
+def regions(optimizer: Muon) -> list[Region]:
+    """The rectangle of each parameter that this rank holds."""
+    engine = optimizer._engine
+    return [layout.shards.of(engine.rank)[0] for layout in engine.schedule.layouts]
+
+
+def is_source(optimizer: Muon, index: int) -> bool:
+    """Whether this rank's shard of a parameter is part of the orthogonalized matrix."""
+    return optimizer._engine.schedule.is_source(index, optimizer._engine.rank)
+
+
+def least_bytes(optimizer: Muon) -> int:
+    """The bytes that must travel between all ranks in a step, given the layouts and owners.
+
+    The owner must receive the elements that it lacks, and each other rank its part of the update.
+    """
+    schedule = optimizer._engine.schedule
+    elements = 0
+    for layout, owner in zip(schedule.layouts, schedule.owners, strict=True):
+        kept = layout.shards.numel_of(owner)
+        elements += layout.numel - kept + sum(layout.shards.numels) - kept
+    return elements * schedule.buckets[0].scatter_dtype.itemsize
+
+
+def described(schedule: Schedule, rank: int, prefetch: int) -> tuple[str, int]:
+    """The tables of ``Muon.describe()`` on ``rank``, and the bytes of the buffers that it keeps."""
+    tables, memory = [], 0
+    for group in dict.fromkeys(b.group for b in schedule.buckets if rank in b.group):
+        tables.append("\n".join(describe._table(schedule, group, rank, prefetch)))
+        memory += describe.bytes_of(schedule, group, rank, prefetch)[2]
+    return "\n\n".join(tables), memory

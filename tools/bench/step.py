@@ -1,125 +1,145 @@
-"""Times one optimizer step of each implementation, interleaved repetition by repetition."""
+"""``step``: the times of one optimizer step, and the limit that no implementation can undercut.
 
-from __future__ import annotations
+The limit has three parts, timed in the same repetition:
 
+- ``newton_schulz``: all matrices, one by one, on one rank while the others wait, divided by
+  min(processes, cores);
+- ``exchange``: one blocking ``all_to_all_single`` after another, with the splits of the engine's buckets;
+- ``elementwise``: momentum, look-ahead, weight decay and the update over this rank's storage.
+"""
+
+import os
+import statistics
 import time
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
-from torch.profiler import profile, ProfilerActivity
+from torch.optim import _newton_schulz as ns, Muon
 
-from . import contestants, engine_view, limit
-from .catalog import WORKLOADS
-from .layouts import make_parameters
-from .quiet import QUIET, Watch
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch.optim import Muon
-
-    from .catalog import Job, Shape
-    from .layouts import Held
+from . import contestants, engine_view
+from .contestants import LR, MOMENTUM, WEIGHT_DECAY
+from .layouts import Laid, lay, LAYOUTS, local_of
+from .table import cores, render
 
 
-WARM_UP = 1
+PARTS = ("newton_schulz", "exchange", "elementwise")
 
 
-def work(rank: int, world: int, job: Job) -> dict[str, Any]:
-    """One rank's times in seconds, by name and repetition.
+class Job(NamedTuple):
+    """The work of one set of processes; the first of ``names`` is one of ours."""
 
-    ``others`` is the share of the machine that other programs had in each repetition.
-
-    The limit's parts are timed among the implementations, under names of their own: ``ns_alone``
-    on the rank whose turn it is (nothing elsewhere), ``exchange`` and ``elementwise``.
-    """
-    shapes = WORKLOADS[job.workload]
-    held = make_parameters(job.layout, shapes, world)
-    steps: dict[str, Callable[[], object]] = {}
-    optimizers = {}
-    for name in job.names:
-        steps[name], optimizers[name] = contestants.make_step(name, held)
-    ours = optimizers[job.names[0]]
-    for _ in range(WARM_UP):
-        for step in steps.values():
-            step()
-    parts = _limit_parts(held, shapes, ours, rank)
-    for name, run in parts.items():
-        if name != "ns_alone":
-            run(0)
-    times = _interleave(steps, parts, job)
-    operations = _profile(steps[job.names[0]], job.reps) if job.profile else None
-    return {
-        **times,
-        "profile": operations,
-        "owned": len(ours.assignments[rank]),
-        "buckets": len(engine_view.all_to_alls(ours)) // 2,
-        "placed": sorted({h.placed for h in held}),
-    }
+    layout: str
+    workload: str
+    names: tuple[str, ...]
+    reps: int = 1
 
 
-def _profile(step: Callable[[], object], reps: int) -> str:
-    """The operations of ``reps`` steps on this rank, by the time of their own."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(reps):
-            dist.barrier()
-            step()
-    return profiler.key_averages().table("self_cpu_time_total", row_limit=20)
-
-
-def _limit_parts(
-    held: Sequence[Held], shapes: Sequence[Shape], ours: Muon, rank: int
-) -> dict[str, Callable[[int], None]]:
-    world = dist.get_world_size()
-    newton_schulz = limit.NewtonSchulz(shapes)
-    exchange = limit.Exchange(engine_view.all_to_alls(ours))
-    elementwise = limit.Elementwise(held, ours)
-
-    def alone(rep: int) -> None:
-        if rep % world == rank:
-            newton_schulz.run()
-
-    return {
-        "ns_alone": alone,
-        "exchange": lambda rep: exchange.run(),
-        "elementwise": lambda rep: elementwise.run(),
-    }
-
-
-def _interleave(
-    steps: Mapping[str, Callable[[], object]],
-    parts: Mapping[str, Callable[[int], None]],
-    job: Job,
-) -> dict[str, Any]:
-    """Each once a repetition, starting one further in each, so that none always follows another.
-
-    With patience a repetition waits until the machine is quiet, and is repeated if it was not: for
-    so many seconds in all.
-    """
-    names = [*steps, *parts]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    others: list[float] = []
-    watch = Watch(job.cores)
-    patience = job.patience
-    rep = quiet = 0
-    while quiet < job.reps:
-        patience -= watch.wait_for_quiet(patience)
-        watch.restart()
-        first = rep % len(names)
+def work(rank: int, world: int, job: Job) -> dict[str, list[float]]:
+    """The seconds of one rank by name and repetition."""
+    laid = lay(job.layout, job.workload, world)
+    ours = contestants.make(job.names[0], laid)
+    steps: dict[str, Callable[[], object]] = {job.names[0]: ours.step}
+    for name in job.names[1:]:
+        steps[name] = contestants.make(name, laid, ours).step
+    for step in steps.values():
+        step()  # makes all state
+    runs = {name: lambda rep, step=step: step() for name, step in steps.items()}
+    runs |= _limit(laid, ours, rank, world)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for rep in range(job.reps):
+        # Each repetition starts with another name, so that none always follows the same one.
+        first = rep % len(runs)
+        names = [*runs]
         for name in names[first:] + names[:first]:
             dist.barrier()
             began = time.perf_counter()
-            if name in steps:
-                steps[name]()
-            else:
-                parts[name](rep)
+            runs[name](rep)
             seconds[name].append(time.perf_counter() - began)
-        share, wall = watch.others()
-        others.append(share)
-        rep += 1
-        if share < QUIET or patience <= 0:
-            quiet += 1
-        else:
-            patience -= wall
-    return {"seconds": seconds, "others": others}
+    return seconds
+
+
+def _limit(
+    laid: Laid, ours: Muon, rank: int, world: int
+) -> dict[str, Callable[[int], None]]:
+    triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
+    matrices = [torch.randn(shape).bfloat16() for shape in laid.shapes]
+    calls = [
+        (
+            torch.zeros(sum(call.receive), dtype=call.dtype),
+            torch.zeros(sum(call.send), dtype=call.dtype),
+            list(call.receive),
+            list(call.send),
+            call.group,
+        )
+        for call in engine_view.all_to_alls(ours)
+    ]
+    shards = []
+    for index, param in enumerate(laid.params):
+        momentum = local_of(ours.state[param]["momentum_buffer"])
+        update = torch.randn_like(momentum).bfloat16()
+        ahead = torch.empty_like(update) if engine_view.is_source(ours, index) else None
+        shards.append((local_of(param), local_of(param.grad), momentum, ahead, update))
+
+    def newton_schulz(rep: int) -> None:
+        if rep % world == rank:
+            for matrix in matrices:
+                ns.newton_schulz(matrix, triple, ns.DEFAULT_NS_STEPS, ns.EPS)
+
+    def exchange(rep: int) -> None:
+        for call in calls:
+            dist.all_to_all_single(*call)
+
+    @torch.no_grad()
+    def elementwise(rep: int) -> None:
+        for param, grad, momentum, ahead, update in shards:
+            momentum.lerp_(grad, 1 - MOMENTUM)
+            if ahead is not None:
+                torch.lerp(grad, momentum, MOMENTUM, out=ahead)
+            param.mul_(1 - LR * WEIGHT_DECAY)
+            param.add_(update, alpha=-LR)
+
+    exchange(0)  # gloo connects
+    return dict(zip(PARTS, (newton_schulz, exchange, elementwise), strict=True))
+
+
+def ratios(
+    results: Sequence[dict[str, list[float]]], share: int
+) -> dict[str, tuple[float, list[float]]]:
+    """By name: the median seconds of the slowest rank, and its quartiles in multiples of the limit.
+
+    Args:
+        share: how many processes run at the same time.
+    """
+    slowest = {
+        name: [max(times) for times in zip(*(r[name] for r in results))]
+        for name in results[0]
+    }
+    limits = [
+        alone / share + exchange + passes
+        for alone, exchange, passes in zip(*(slowest[part] for part in PARTS))
+    ]
+    found = {}
+    for name, times in (*slowest.items(), ("limit", limits)):
+        each = [a / b for a, b in zip(times, limits, strict=True)]
+        quartiles = statistics.quantiles(each * 2, n=4, method="inclusive")
+        found[name] = statistics.median(times), quartiles
+    return found
+
+
+def text(job: Job, results: Sequence[dict[str, list[float]]]) -> str:
+    """One set of processes as a table: each implementation in multiples of the limit."""
+    world = len(results)
+    found = ratios(results, min(world, cores()))
+    rows = [
+        [name, f"{1e3 * seconds:.1f}", f"{middle:.2f} ({low:.2f}-{high:.2f})"]
+        for name, (seconds, (low, middle, high)) in found.items()
+    ]
+    table = render(["", "ms", "x limit (quartiles)"], rows)
+    load = f"load average {os.getloadavg()[1]:.1f}"
+    return f"{title(job, world)}: {job.reps} repetitions, {load}\n{table}"
+
+
+def title(job: Job, world: int) -> str:
+    return f"{job.workload}, {LAYOUTS[job.layout]}, {world} processes"

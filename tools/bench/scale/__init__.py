@@ -1,9 +1,8 @@
 """One optimizer step at real sizes, simulated from the schedule's own buckets and splits.
 
-``models`` and ``meshes`` give layouts, the engine gives owners and a schedule of these, ``plan`` makes
-vectors over ranks of it, and ``timeline`` plays the order of ``runtime/pipeline.py`` for all ranks at
-once. No rank is left out and none stands for another.
+``cases`` gives the layouts, and the engine gives the owners and the schedule. ``plan`` turns the schedule
+into vectors over all ranks, and ``timeline`` plays the order of ``runtime/pipeline.py`` on them.
 
-What a step has beside is not simulated: momentum, packing and updates (passes over local memory), the
-all-reduce of statuses, launches, and congestion of the network.
+The simulation leaves out momentum, packing and updates (passes over local memory), the all-reduce of
+statuses, launches, and congestion of the network.
 """

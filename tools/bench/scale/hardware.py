@@ -1,8 +1,7 @@
-"""What a simulated step runs on. Bandwidths are of one rank and one direction."""
+"""The cluster of a simulated step. Bandwidths are of one rank and one direction."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -12,7 +11,7 @@ class Hardware:
     Compute: H100 SXM, 989e12 dense bfloat16 FLOP/s (NVIDIA's data sheet), at ``utilization``.
     Inside a node: NVLink, 900e9 bytes/s in both directions together (same data sheet).
     Between nodes: one 400 Gb/s InfiniBand adapter for each GPU (NVIDIA's DGX H100 data sheet).
-    Latencies: what NCCL's own model (src/graph/tuning.cc) takes for a hop of a ring of small messages.
+    Latencies: those of NCCL's own model (src/graph/tuning.cc) for a hop of a ring of small messages.
     """
 
     peak_flops: float = 989e12
@@ -26,3 +25,10 @@ class Hardware:
     @property
     def flops(self) -> float:
         return self.peak_flops * self.utilization
+
+    def with_values(self, settings: Iterable[str]) -> "Hardware":
+        """This cluster with values written as ``name=value``."""
+        values = dict(setting.split("=", 1) for setting in settings)
+        return replace(
+            self, **{k: type(getattr(self, k))(v) for k, v in values.items()}
+        )

@@ -1,24 +1,19 @@
-"""A schedule as vectors over ranks: all that the timeline needs of it.
+"""A schedule as vectors over ranks.
 
-A loop over ranks, owners and matrices would take hours for 16,384 ranks. Therefore what a rank exchanges
-comes from arrays of shape (owners, ranks). A test compares it with the engine's own packs.
+A loop over ranks, owners and matrices would take hours for 16,384 ranks. Therefore the exchanges come from
+arrays of shape (owners, ranks). A test compares them with the engine's own packs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import NamedTuple, TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
+from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
 
+from .hardware import Hardware
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch.optim._muon_engine.layouts import Shards
-    from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
-
-    from .hardware import Hardware
 
 OUT, IN = 0, 1
 INTRA, INTER = 0, 1
@@ -29,9 +24,9 @@ class Loads:
     """One all-to-all: bytes and messages on each rank's links, shape (out or in, intra or inter, ranks).
 
     Args:
-        along: whose communicator it is: the group's, a node's or a rail's.
-        senders, receivers: places in the group. They are pairs, or each sender sends to each receiver
-            (``complete``).
+        along: the communicator: "group", "node" or "rail".
+        senders, receivers: places in the group. They are pairs; or, if ``complete``, each sender sends to
+            each receiver.
     """
 
     along: str
@@ -49,8 +44,8 @@ class Loads:
         ends: tuple[NDArray, NDArray],
         nodes: NDArray,
         complete: bool = False,
-    ) -> Loads:
-        """Of the bytes ``sent`` between ``ends``, which are senders and receivers of the same shape.
+    ) -> "Loads":
+        """From the bytes ``sent`` between ``ends``: senders and receivers of the same shape.
 
         Args:
             nodes: the physical node of each rank of the group.
@@ -98,7 +93,7 @@ class Wave(NamedTuple):
 
     Args:
         ranks: global ranks, shape (sets, replicas).
-        is_source: which of ``ranks`` have what the others get.
+        is_source: which of ``ranks`` have the result already.
         nbytes: for each set.
     """
 
@@ -110,7 +105,7 @@ class Wave(NamedTuple):
         return len(np.unique(self.ranks[0] // gpus_per_node))
 
     def seconds(self, hardware: Hardware) -> tuple[NDArray, float]:
-        """Of a ring in the order of ranks: the time of its links, and of its hops, which are free meanwhile."""
+        """The time of the links of a ring in the order of ranks, and of its hops, which block no link."""
         nodes = self.nodes(hardware.gpus_per_node)
         inside = self.ranks.shape[1] - nodes
         slowest = hardware.inter_bandwidth if nodes > 1 else hardware.intra_bandwidth
@@ -124,10 +119,8 @@ class BucketPlan:
 
     Args:
         owners: places of owners in ``ranks``.
-        gather, scatter: their all-to-alls, one or two of them.
-        work: for each of ``owners`` the FLOPs of its matrices, in the order of the step.
-        slot: bytes as in ``LocalPacks.nbytes``, shape (outer or inner, ranks).
-        peers: the number of ranks that a rank exchanges something with.
+        gather, scatter: one or two all-to-alls each.
+        work: for each of ``owners`` the FLOPs of its matrices.
     """
 
     bucket: Bucket
@@ -135,23 +128,22 @@ class BucketPlan:
     owners: NDArray
     gather: tuple[Loads, ...]
     scatter: tuple[Loads, ...]
-    work: list[list[int]]
+    work: NDArray
     relays: list[Wave]
-    slot: NDArray
-    peers: NDArray
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``turns`` have buckets of disjoint groups, which ranks run at the same time."""
+    """The buckets of a turn have disjoint groups, which run at the same time."""
 
     world: int
     gpus_per_node: int
+    one_owner_at_a_time: bool
     turns: list[list[BucketPlan]] = field(default_factory=list)
 
 
 def make_plan(schedule: Schedule, world: int, gpus_per_node: int) -> Plan:
-    plan = Plan(world, gpus_per_node)
+    plan = Plan(world, gpus_per_node, schedule.one_owner_at_a_time)
     busy = np.ones(world, bool)
     for bucket in schedule.buckets:
         group = np.array(bucket.group)
@@ -167,45 +159,40 @@ def _plan_bucket(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> Buck
     ranks = np.array(bucket.group)
     owner_ranks = np.unique([schedule.owners[m] for m in bucket.matrices])
     owners = np.searchsorted(ranks, owner_ranks)
-    gathered, scattered, kept = _volumes(schedule, bucket, owners)
+    work = np.zeros(len(owners))
+    for m in bucket.matrices:
+        at = np.searchsorted(owner_ranks, schedule.owners[m])
+        work[at] += newton_schulz_flops(schedule.layouts[m].shape)
+    gathered, scattered = _volumes(schedule, bucket, owners)
     everybody, nodes = np.arange(len(ranks)), ranks // gpus_per_node
     if bucket.node_size > 1:
         gather = _gather_in_two_levels(gathered, owners, nodes, bucket.node_size)
         scatter = _scatter_in_two_levels(scattered, owners, nodes, bucket.node_size)
-        peers = _peers_of(*gather, *scatter)
     else:
         ends, whole = (everybody[None], owners[:, None]), not bucket.relayed
         gather = (Loads.of("group", gathered, ends, nodes, whole),)
         scatter = (Loads.of("group", scattered, ends[::-1], nodes, whole),)
-        peers = _peers((gathered > 0) | (scattered > 0), owners)
-    slot = np.zeros((2, len(ranks)))
-    slot[0] = np.maximum(gathered.sum(0), scattered.sum(0))
-    in_place = (gathered == scattered).all(1)
-    slot[1, owners] = scattered.sum(1) + kept + np.where(in_place, 0, gathered.sum(1))
     return BucketPlan(
         bucket=bucket,
         ranks=ranks,
         owners=owners,
         gather=gather,
         scatter=scatter,
-        work=_work(schedule, bucket, owner_ranks),
+        work=work,
         relays=_waves(schedule, bucket),
-        slot=slot,
-        peers=peers,
     )
 
 
 def _volumes(
     schedule: Schedule, bucket: Bucket, owners: NDArray
-) -> tuple[NDArray, NDArray, NDArray]:
-    """Bytes that owners gather and send back, shape (owners, ranks), and what they keep for relays."""
+) -> tuple[NDArray, NDArray]:
+    """Bytes that owners gather and send back, shape (owners, ranks)."""
     ranks = np.array(bucket.group)
-    counts: dict[Shards, NDArray] = {}
+    counts = {}
     for matrix in bucket.matrices:
         count = counts.setdefault(schedule.layouts[matrix].shards, 0 * owners)
         count[np.searchsorted(ranks[owners], schedule.owners[matrix])] += 1
     gathered, scattered = (np.zeros((len(owners), len(ranks))) for _ in range(2))
-    kept = np.zeros(len(owners))
     for shards, count in counts.items():
         if shards.partial:
             raise NotImplementedError("the simulation has no Partial parameters")
@@ -221,20 +208,19 @@ def _volumes(
         from_sources = count[:, None] * numels * (wanted == number)
         gathered += from_sources
         scattered += from_sources if bucket.relayed else count[:, None] * numels
-        kept += count * numels[owners] * (replicas[owners] > 1)
     for side, dtype in (
         (gathered, bucket.gather_dtype),
         (scattered, bucket.scatter_dtype),
     ):
         side[np.arange(len(owners)), owners] = 0
         side *= dtype.itemsize
-    return gathered, scattered, kept * bucket.scatter_dtype.itemsize * bucket.relayed
+    return gathered, scattered
 
 
 def _gather_in_two_levels(
     sent: NDArray, owners: NDArray, nodes: NDArray, node_size: int
 ) -> tuple[Loads, Loads]:
-    """By way of the rank of the holder's node that is on the owner's rail."""
+    """Through the rank of the holder's node that is on the owner's rail."""
     holders, rails = np.arange(len(nodes)), np.arange(node_size)[:, None]
     of_rail = (owners % node_size == rails).astype(float) @ sent
     corners = holders - holders % node_size + rails
@@ -249,7 +235,7 @@ def _gather_in_two_levels(
 def _scatter_in_two_levels(
     sent: NDArray, owners: NDArray, nodes: NDArray, node_size: int
 ) -> tuple[Loads, Loads]:
-    """By way of the rank of the owner's node that is on the holder's rail."""
+    """Through the rank of the owner's node that is on the holder's rail."""
     holders, rails = np.arange(len(nodes)), np.arange(node_size)[None]
     of_rail = sent.reshape(len(owners), -1, node_size).sum(1)
     corners = (owners - owners % node_size)[:, None] + rails
@@ -262,33 +248,8 @@ def _scatter_in_two_levels(
     )
 
 
-def _peers(speaks: NDArray, owners: NDArray) -> NDArray:
-    """Owners that a rank exchanges something with, and ranks that do so with it as their owner."""
-    peers = speaks.sum(0)
-    between = speaks[:, owners]
-    peers[owners] += speaks.sum(1) - (between & between.T).sum(1)
-    return peers
-
-
-def _peers_of(*hops: Loads) -> NDArray:
-    """Ranks of its node and of its rail that a rank exchanges something with."""
-    pairs = np.concatenate([(hop.senders, hop.receivers) for hop in hops], axis=1)
-    pairs = np.unique(np.sort(pairs, axis=0), axis=1)
-    return np.bincount(pairs.ravel(), minlength=hops[0].nbytes.shape[2])
-
-
-def _work(schedule: Schedule, bucket: Bucket, owner_ranks: NDArray) -> list[list[int]]:
-    """FLOPs of each owner's matrices; those of one shape follow each other, as in a step."""
-    by_shape: dict[int, dict[tuple[int, int], list[int]]] = {r: {} for r in owner_ranks}
-    for matrix in bucket.matrices:
-        shape = schedule.layouts[matrix].shape
-        flops = newton_schulz_flops(shape)
-        by_shape[schedule.owners[matrix]].setdefault(shape, []).append(flops)
-    return [[f for same in by_shape[r].values() for f in same] for r in owner_ranks]
-
-
 def _waves(schedule: Schedule, bucket: Bucket) -> list[Wave]:
-    """The engine's own relays: each one as soon as the earlier ones of all its ranks have begun."""
+    """The engine's own relays. A relay begins when the earlier relays of all its ranks have begun."""
     if not bucket.relayed:
         return []
     shards = {schedule.layouts[m].shards for m in bucket.matrices}

@@ -1,26 +1,29 @@
 """Plays one step of ``runtime/pipeline.py`` for all ranks at once: vectors of times, in seconds."""
 
-from __future__ import annotations
-
-from typing import NamedTuple, TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .plan import IN
+from .hardware import Hardware
+from .plan import BucketPlan, IN, Loads, Plan, Wave
 
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+class Event(NamedTuple):
+    """Something that takes each of ``ranks`` from ``begin`` to ``end``."""
 
-    from .hardware import Hardware
-    from .plan import BucketPlan, Loads, Plan, Wave
+    kind: str
+    ranks: NDArray
+    begin: NDArray
+    end: NDArray
 
 
 class Step(NamedTuple):
-    """When each rank is done, and how long it has orthogonalized; shape (ranks,)."""
+    """When each rank is done, and how long it has orthogonalized, shape (ranks,); and all events."""
 
     done: NDArray
     busy: NDArray
+    events: list[Event]
 
     @property
     def seconds(self) -> float:
@@ -28,24 +31,26 @@ class Step(NamedTuple):
 
 
 class Links:
-    """The links of all ranks. Transfers of a rank take turns; what is in flight takes none of them."""
+    """The links of all ranks. The transfers of a rank take turns."""
 
     def __init__(self, world: int, hardware: Hardware) -> None:
         self.hardware = hardware
         self.free = np.zeros(world)
-        # A communicator runs its collectives one after the other.
+        self.events: list[Event] = []
+        # A communicator runs its collectives sequentially.
         self._over: dict[object, NDArray | float] = {}
 
-    def exchange(
-        self, plan: BucketPlan, hops: tuple[Loads, ...], launch: NDArray
-    ) -> NDArray:
-        """When it is over on each rank; a second hop begins where the first is over."""
-        for hop in hops:
-            launch = self._all_to_all(plan, hop, launch)
+    def exchange(self, plan: BucketPlan, kind: str, launch: NDArray) -> NDArray:
+        """When a gather or scatter is over on each rank; a second hop begins when the first is over."""
+        for hop in getattr(plan, kind):
+            begin, launch = self._all_to_all(plan, hop, launch)
+            self.events.append(Event(kind, plan.ranks, begin, launch))
         return launch
 
-    def _all_to_all(self, plan: BucketPlan, hop: Loads, launch: NDArray) -> NDArray:
-        """When it is over on each rank: it and those it receives from have sent."""
+    def _all_to_all(
+        self, plan: BucketPlan, hop: Loads, launch: NDArray
+    ) -> tuple[NDArray, NDArray]:
+        """When each rank begins, and when it and the ranks that it receives from have sent."""
         ranks, key = plan.ranks, (hop.along, plan.bucket.group)
         begin = np.maximum(launch, self.free[ranks])
         begin = np.maximum(begin, self._over.get(key, 0.0))
@@ -56,7 +61,7 @@ class Links:
             over, hop.latest(begin) + hop.seconds(self.hardware, slice(IN, None))
         )
         self._over[key] = over
-        return over
+        return begin, over
 
     def broadcast(self, wave: Wave, launch: NDArray) -> NDArray:
         """When each of the ring's ranks has everything; shape (sets, replicas)."""
@@ -67,11 +72,13 @@ class Links:
         over = begin + seconds[:, None]
         self.free[wave.ranks] = over
         self._over[key] = over
-        return np.broadcast_to(over + hops, wave.ranks.shape)
+        begin, end = np.broadcast_arrays(begin, over + hops, wave.ranks)[:2]
+        self.events.append(Event("relay", *map(np.ravel, (wave.ranks, begin, end))))
+        return end
 
 
 class Timeline:
-    """One step. ``now`` is where each rank's compute stands."""
+    """One step. ``now`` is the time at which each rank's compute has arrived."""
 
     def __init__(self, plan: Plan, hardware: Hardware, prefetch: int) -> None:
         self.plan = plan
@@ -92,34 +99,32 @@ class Timeline:
         for turn in self.plan.turns:
             for bucket in turn:
                 if bucket.bucket.index <= self.prefetch:
-                    self.gather(bucket)
+                    self.exchange(bucket, "gather")
         returning: dict[tuple[int, ...], BucketPlan] = {}
         for turn in self.plan.turns:
             self.orthogonalize(turn)
             for bucket in turn:
-                self.scatter(bucket)
+                self.exchange(bucket, "scatter")
                 finished = returning.pop(bucket.bucket.group, None)
-                returning[bucket.bucket.group] = bucket
+                if self.plan.one_owner_at_a_time and self.prefetch == 0:
+                    finished = bucket
+                else:
+                    returning[bucket.bucket.group] = bucket
                 if finished is not None:
                     self.finish(finished)
                 ring = self.by_group[bucket.bucket.group]
                 if bucket.bucket.index + self.prefetch + 1 < len(ring):
-                    self.gather(ring[bucket.bucket.index + self.prefetch + 1])
+                    follower = ring[bucket.bucket.index + self.prefetch + 1]
+                    self.exchange(follower, "gather")
         for bucket in returning.values():
-            self.relay()
+            self.now = self.relay()
             self.finish(bucket)
-        self.relay()
-        return Step(self.now, self.busy)
+        self.now = self.relay()
+        return Step(self.now, self.busy, self.links.events)
 
-    def gather(self, bucket: BucketPlan) -> None:
-        self._exchange(bucket, bucket.gather)
-
-    def scatter(self, bucket: BucketPlan) -> None:
-        self._exchange(bucket, bucket.scatter)
-
-    def _exchange(self, bucket: BucketPlan, hops: tuple[Loads, ...]) -> None:
+    def exchange(self, bucket: BucketPlan, kind: str) -> None:
         launch = self.now[bucket.ranks]
-        self.arrived[id(bucket)] = self.links.exchange(bucket, hops, launch)
+        self.arrived[id(bucket)] = self.links.exchange(bucket, kind, launch)
 
     def wait(self, bucket: BucketPlan) -> None:
         arrived = self.arrived.pop(id(bucket))
@@ -130,64 +135,26 @@ class Timeline:
         self.waves += bucket.relays
 
     def orthogonalize(self, turn: list[BucketPlan]) -> None:
-        """What each rank owns in ``turn``, between which it relays what came back before."""
-        before = self.now.copy()
+        """Each rank's matrices of ``turn``, while the relays of earlier results travel."""
+        relayed = self.relay()
         for bucket in turn:
             self.wait(bucket)
-        done = self.work_done(turn)
-        self.busy += done[:, -1]
-        if self.waves:
-            self.relay(before, done)
-        else:
-            self.now += done[:, -1]
+            ranks = bucket.ranks[bucket.owners]
+            begin = self.now[ranks]
+            self.busy[ranks] += bucket.work / self.hardware.flops
+            self.now[ranks] = begin + bucket.work / self.hardware.flops
+            event = Event("orthogonalize", ranks, begin, self.now[ranks])
+            self.links.events.append(event)
+        self.now = np.maximum(self.now, relayed)
 
-    def work_done(self, turn: list[BucketPlan]) -> NDArray:
-        """Seconds of work until each rank has n of its matrices, shape (ranks, most matrices + 1).
-
-        A rank with fewer repeats its last.
-        """
-        most = max((len(work) for b in turn for work in b.work), default=0)
-        if not self.waves:
-            most = min(most, 1)
-        done = np.zeros((self.plan.world, most + 1))
-        for bucket in turn:
-            for place, work in zip(bucket.owners, bucket.work, strict=True):
-                steps = np.cumsum(work) if self.waves else [sum(work)]
-                row = done[bucket.ranks[place]]
-                row[1 : len(steps) + 1] = steps
-                row[len(steps) + 1 :] = steps[-1]
-        return done / self.hardware.flops
-
-    def relay(self, before: NDArray | None = None, done: NDArray | None = None) -> None:
-        """Makes all broadcasts that wait, two in flight, evenly between a rank's matrices.
-
-        Args:
-            before: when each rank may start the first two.
-            done: as of :meth:`work_done`; nothing to do by default.
-        """
-        world = self.plan.world
-        if done is None:
-            done = np.zeros((world, 1))
-        # A rank starts a broadcast when it has waited for the last but one.
-        last_but_one = (self.now if before is None else before).copy()
-        last = last_but_one.copy()
-        total, passed, matrices = (np.zeros(world, int) for _ in range(3))
+    def relay(self) -> NDArray:
+        """Starts all waiting broadcasts; when each rank has everything from them."""
+        over = self.now.copy()
         for wave in self.waves:
-            total[wave.ranks] += 1
-        matrices[:] = (np.diff(done) > 0).sum(1)
-        worked = np.zeros(world)
-        for wave in self.waves:
-            ranks = wave.ranks
-            over = self.links.broadcast(wave, last_but_one[ranks])
-            passed[ranks] += 1
-            at = -(-passed[ranks] * matrices[ranks] // total[ranks])
-            now = self.now[ranks] + done[ranks, at] - worked[ranks]
-            worked[ranks] = done[ranks, at]
-            self.now[ranks] = np.maximum(now, over)
-            last_but_one[ranks] = last[ranks]
-            last[ranks] = self.now[ranks]
-        self.now += done[:, -1] - worked
+            end = self.links.broadcast(wave, self.now[wave.ranks])
+            over[wave.ranks] = np.maximum(over[wave.ranks], end)
         self.waves = []
+        return over
 
 
 def simulate(plan: Plan, hardware: Hardware, prefetch: int = 1) -> Step:
