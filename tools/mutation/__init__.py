@@ -1,5 +1,5 @@
-"""Whether the tests notice faults that are put into the engine deliberately.
+"""Whether the tests notice faults that somebody puts into the engine.
 
-``python -m tools.mutation`` by an interpreter whose torch has the overlay tries one after another,
-each in a copy of the optimizer that only the tests of that run import.
+``python -m tools.mutation`` by an interpreter whose torch has the overlay tries one fault after another. Each
+is in a copy of the optimizer that only the tests of that run import.
 """

@@ -1,8 +1,9 @@
 """A fault, and the copy of the optimizer that has it."""
 
-from __future__ import annotations
-
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ SOURCES = ("_muon.py", "_newton_schulz.py", "muon.py", "_muon_engine")
 
 
 class CannotTry(Exception):
-    """The check itself does not work: no statement about the tests."""
+    """The check itself does not work, so it says nothing about the tests."""
 
 
 class Fault(NamedTuple):
@@ -31,27 +32,30 @@ class Fault(NamedTuple):
         """``source`` with the fault.
 
         Raises:
-            CannotTry: the place is not there any more, or is one of several.
+            CannotTry: the text of the place is not in the source exactly once.
         """
         count = source.count(self.old)
         if count != 1 or self.old == self.new:
             raise CannotTry(
-                f"{self.name!r} has to be written anew: its text occurs {count} times in {self.file}"
+                f"rewrite {self.name!r}: its text occurs {count} times in {self.file}"
             )
         return source.replace(self.old, self.new)
 
 
-def make_copy(optim: Path, folder: Path, fault: Fault | None = None) -> None:
-    """Copies the optimizer below ``optim`` into ``folder``, with ``fault`` and the redirection to it."""
-    ignore = shutil.ignore_patterns("__pycache__")
-    for name in SOURCES:
-        source, place = optim / name, folder / "optim" / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_dir():
-            shutil.copytree(source, place, ignore=ignore)
-        else:
-            shutil.copyfile(source, place)
-    if fault is not None:
-        place = folder / "optim" / fault.file
-        place.write_text(fault.edit(place.read_text()))
-    shutil.copyfile(REDIRECT, folder / "sitecustomize.py")
+@contextmanager
+def copied(optim: Path, fault: Fault | None = None) -> Iterator[Path]:
+    """A folder with a copy of the optimizer, with ``fault`` and the redirection of imports to the copy."""
+    with tempfile.TemporaryDirectory(prefix="muon-fault-") as name:
+        folder = Path(name)
+        for source in (optim / name for name in SOURCES):
+            place = folder / "optim" / source.name
+            place.parent.mkdir(exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, place)
+            else:
+                shutil.copyfile(source, place)
+        if fault is not None:
+            place = folder / "optim" / fault.file
+            place.write_text(fault.edit(place.read_text()))
+        shutil.copyfile(REDIRECT, folder / "sitecustomize.py")
+        yield folder
