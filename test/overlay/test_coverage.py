@@ -1,5 +1,6 @@
-"""The coverage of the optimizer is measured in all processes, and too little of it is found."""
+"""The coverage of the optimizer counts all processes, and too little of it is an error."""
 
+import os
 import subprocess
 import sys
 
@@ -25,13 +26,9 @@ def f(x):
         raise
     raise NotImplementedError
 """
-
-# Each branch of the optimizer's stand-in runs in a process of its own.
+# Runs each branch of this optimizer in a process of its own: spawned, or started by its command line.
 TESTS = """\
-import multiprocessing
-import os
-import subprocess
-import sys
+import multiprocessing, os, subprocess, sys
 sys.path.insert(0, os.path.dirname(os.environ["MUON_MEASURED"]))
 
 def run(x):
@@ -43,9 +40,8 @@ def run(x):
     os._exit(0) if x == 0 else None
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
     for x in map(int, sys.argv[1:]):
-        process = context.Process(target=run, args=(x,))
+        process = multiprocessing.get_context("spawn").Process(target=run, args=(x,))
         process.start()
         process.join()
     code = "import sys; sys.argv = ['']; import runpy; runpy.run_path('tests.py')['run'](1)"
@@ -61,63 +57,42 @@ def test_error_lines():
     }
 
 
-@pytest.fixture
-def measured(tmp_path, monkeypatch):
-    """Runs a stand-in with the given numbers and returns the report's output and exit code."""
+def test_processes_count_together_and_error_paths_are_missed(tmp_path):
     folder = tmp_path / "torch" / "optim"
     folder.mkdir(parents=True)
     (folder / "_muon.py").write_text(SOURCE)
     (folder / "other.py").write_text("x = 1\n")
     (tmp_path / "tests.py").write_text(TESTS)
-    monkeypatch.setenv("MUON_MEASURED", str(folder))
-    monkeypatch.setenv("COVERAGE_FILE", str(tmp_path / ".coverage"))
-    config = ROOT / "pyproject.toml"
+    place = {
+        "MUON_MEASURED": str(folder),
+        "COVERAGE_FILE": str(tmp_path / ".coverage"),
+    }
 
-    def measure(*numbers, options=()):
-        command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}"]
-        command += ["tests.py", *map(str, numbers)]
-        subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
-        done = subprocess.run(
-            [sys.executable, "-m", "tools.coverage", *options],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert not done.stderr
+    def python(*arguments, cwd=ROOT):
+        command = [sys.executable, "-m", *arguments]
+        how = {"cwd": cwd, "env": os.environ | place, "timeout": 120}
+        done = subprocess.run(command, capture_output=True, text=True, **how)
+        assert cwd != ROOT or not done.stderr
         return done.stdout, done.returncode
 
-    return measure
-
-
-def test_processes_count_together(measured):
-    out, code = measured(0, 3)
-    assert code == 0, out
+    measure = ("coverage", "run", f"--rcfile={ROOT / 'pyproject.toml'}", "tests.py")
+    python(*measure, "0", cwd=tmp_path)
+    out, code = python("tools.coverage")
+    assert (code, "optim/_muon.py:3: raise ValueError( is in no test" in out) == (
+        1,
+        True,
+    )
+    # The data of a second run adds to the first.
+    python(*measure, "3", cwd=tmp_path)
+    out, code = python("tools.coverage")
+    assert (code, "coverage: " in out) == (0, False), out
     assert "optim/_muon.py" in out
     assert "other.py" not in out
-    assert "coverage: " not in out
-
-
-def test_an_error_path_that_no_test_takes(measured):
-    out, code = measured(0)
-    assert code == 1
-    assert "optim/_muon.py:3: raise ValueError( is in no test" in out
-    out, code = measured(options=["--no-limits"])
-    assert (code, "is in no test" in out) == (0, False)
-
-
-def test_a_file_that_no_test_imports(measured, tmp_path):
-    (tmp_path / "torch/optim/muon.py").write_text("def f():\n    raise KeyError\n")
-    out, code = measured(0, 3)
-    assert code == 1
-    assert "optim/muon.py:2: raise KeyError is in no test" in out
-
-
-def test_nothing_measured(measured, tmp_path):
-    (tmp_path / "tests.py").write_text("")
-    out, code = measured()
-    assert code == 1
-    assert "0.0 % of the statements executed" in out
+    # A file that no test imports counts, too.
+    (folder / "muon.py").write_text("def f():\n    raise KeyError\n")
+    out, code = python("tools.coverage")
+    assert (code, "optim/muon.py:2: raise KeyError is in no test" in out) == (1, True)
+    assert python("tools.coverage", "--no-limits")[1] == 0
 
 
 @pytest.mark.parametrize(
