@@ -1,275 +1,221 @@
-"""Train the GPT of train_gpt.py with FSDP2 and distributed Muon, and compare with one process.
+"""Train the GPT of train_fsdp2.py with several processes and with one, and compare.
 
     python examples/compare_gpt.py
-    torchrun --nproc-per-node 4 examples/compare_gpt.py
+    python examples/compare_gpt.py --processes 2 --steps 40 --width 96
 
-The processes train on the same batches as the first of them does afterwards, alone. A table
-compares: the losses, who orthogonalized how many matrices, the bytes that were sent with the
-least that have to be, the time. Then all take a few steps with gradients that are identical
-to those of one process. After these the parameters and the momentum have to be equal to the
-last bit. The exit code is 1 if what has to be equal is not.
+Both runs see the same batches. A table compares their losses and seconds, and a picture shows the
+curves. After that, the processes take a few steps with gradients that are identical to those of one
+process: each rank's parameters and momentum must be equal to the last bit, and the ranks may send
+only the bytes that they have to. The exit code is 1 if something does not hold.
 
-The trained parameters are far from equal, and that is not the optimizer's doing. The
-processes' gradients are added up in another order, and Newton-Schulz lifts the rounding of
-a gradient's small directions to the size of its large ones. One process that adds up its
-own gradients in four slices ends as far from itself: 37 % of the way trained, where four
-processes end 43 % away (80 steps, torch 2.13, on a CPU).
+The losses of the two runs are close, not equal. The processes add up gradients in another order,
+and Newton-Schulz lifts the rounding of a gradient's small directions to the size of its large ones.
 
-All of this is on the CPU: on a GPU the rounding of a product depends on strides.
+Everything runs on the CPU. On a GPU, the rounding of a product depends on strides. Other options
+go to train_fsdp2.py.
 """
 
 import argparse
 import json
 import os
+import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import train_gpt
-from measure import by_kind, conclude, exact_steps, last_tenth, Meter, print_loss
-from processes import connect, Failed, leave_on_signals, Place, Processes
+import train_fsdp2
+from gpt import GPT
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor, DTensor
 from torch.optim import Muon
+from torch.optim.muon import partition_named_parameters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
-CPU = torch.device("cpu")
-SECONDS = 3600  # for everything together
-Parameters = dict[str, Tensor]
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes that this rank sends to other ranks in all-to-alls."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "alltoall_base_" in str(func):
+            packed, splits = args[1], args[4]
+            elements = sum(splits) - splits[dist.get_rank()]
+            self.count += elements * packed.itemsize
+        return func(*args, **(kwargs or {}))
 
 
-def run_training(
-    args: argparse.Namespace, mesh: DeviceMesh | None
-) -> tuple[dict[str, Any], Parameters, Parameters]:
-    """The figures, and on the first process the parameters before and after."""
-    model = train_gpt.build_model(args, mesh, CPU)
-    optimizers = train_gpt.build_optimizers(model, args, mesh)
-    meter = Meter(optimizers[0])
-    before = {n: p.clone() for n, p in train_gpt.full_parameters(model).items()}
-    losses: list[float] = []
-    who = "one process" if mesh is None else f"{mesh.size()} processes"
-
-    def report(step: int, loss: float) -> None:
-        losses.append(loss)
-        print_loss(who, args.steps, step, loss)
-
-    began = time.monotonic()
-    held_out = train_gpt.train(model, optimizers, args, mesh, report)
-    figures = {
-        "losses": losses,
-        "held_out": held_out,
-        "seconds": time.monotonic() - began,
-        **meter.figures(),
-    }
-    if mesh is not None:
-        kinds = {"all ranks": dist.group.WORLD}
-        figures["sent"] = by_kind(meter.wire, kinds, meter.steps)
-        figures |= needed(optimizers[0], mesh)
-    return figures, before, train_gpt.full_parameters(model)
-
-
-def needed(muon: Muon, mesh: DeviceMesh) -> dict[str, int]:
-    """The bytes that this rank cannot avoid sending in a step.
-
-    Its shards of others' matrices go to their owners, and everybody else's shards of its
-    own results go back; in bfloat16.
-    """
-    owned = muon.assignments.get(mesh.get_rank(), ())
-    elements = 0
-    parameters = [p for group in muon.param_groups for p in group["params"]]
-    for index, p in enumerate(parameters):
-        here = p.to_local().numel()
-        elements += p.numel() - here if index in owned else here
-    return {"needed": elements * torch.bfloat16.itemsize}
-
-
-def run_exact(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Any]:
-    """The same gradients for this rank's shards and for the whole model on one process."""
-    many, one = (train_gpt.build_model(args, on, CPU) for on in (mesh, None))
-    muons = (
-        train_gpt.build_optimizers(model, args, on)[0]
-        for model, on in ((many, mesh), (one, None))
+def exact(args: argparse.Namespace, steps: int) -> dict[str, Any]:
+    """Takes steps with the same gradients for this rank's shards and for the whole model."""
+    mesh = init_device_mesh(
+        "cpu",
+        (1, dist.get_world_size(), 1),
+        mesh_dim_names=("replicate", "shard", "tp"),
     )
-    return exact_steps(*zip((many, one), muons), args.exact_steps)
-
-
-def compare(args: argparse.Namespace) -> int:
-    """What each process does. Returns the exit code."""
-    began = time.monotonic()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    figures, _, trained_by_many = run_training(args, mesh)
-    figures |= run_exact(args, mesh)
-    trained_by_one: list[Parameters] = []
-
-    def alone() -> dict[str, Any]:
-        figures, *parameters = run_training(args, None)
-        trained_by_one.extend(parameters)
-        return figures
-
-    def more(one: dict[str, Any], many: list[dict[str, Any]], found: list[str]) -> None:
-        found += problems(one, many)
-        apart = distances(*trained_by_one, trained_by_many)
-        print(WORDS.format_map(apart))
-        write(args.out, {"one": one, "many": many, **apart, "problems": found})
-        print(f"\n{time.monotonic() - began:.0f} s in all", flush=True)
-
-    size = sum(p.numel() for p in train_gpt.build_model(args, None, CPU).parameters())
-    count = len(figures["checked"])
-    title = f"GPT of {size:,} parameters, {count} matrices by Muon"
-    return conclude(title, figures, alone, more=more)
-
-
-def problems(one: dict[str, Any], many: list[dict[str, Any]]) -> list[str]:
-    """What does not hold of the training, in words."""
-    found = []
-    for who, ranks in (("one process", [one]), (f"{len(many)} processes", many)):
-        first, last = ranks[0]["losses"][0], last_tenth(ranks[0])
-        if not last < first:  # also when it is NaN
-            found.append(f"{who}: the loss did not fall: {first:.4f} to {last:.4f}")
-    # Before the first update nothing but the sharded forward pass differs.
-    starts = [figures["losses"][0] for figures in (one, many[0])]
-    if not abs(starts[0] - starts[1]) < 1e-3:
-        found.append(f"the runs do not start alike: loss {starts[0]} and {starts[1]}")
-    for rank, figures in enumerate(many):
-        sent, least = sum(figures["sent"].values()), figures["needed"]
-        if sent != least:
-            found.append(f"rank {rank} sends {sent:.0f} bytes a step, {least} needed")
-    return found
-
-
-WORDS = """
-Training: the processes add gradients up in another order; Newton-Schulz amplifies rounding
-  largest difference of a parameter      {largest:.2g} ({largest_in})
-  training moved parameters by up to     {largest_move:.2g}
-  distance of all parameters at the end  {percent:.1f} % of the distance trained"""
-
-
-def distances(before: Parameters, one: Parameters, many: Parameters) -> dict[str, Any]:
-    """How far the trained parameters are apart, and how far training had moved them."""
-    apart = {name: many[name] - one[name] for name in one}
-    moved = {name: one[name] - before[name] for name in one}
-    largest = {
-        name: difference.abs().max().item() for name, difference in apart.items()
-    }
-    name = max(largest, key=largest.__getitem__)
-    norms = [
-        torch.cat([t.flatten() for t in d.values()]).norm() for d in (apart, moved)
+    many = train_fsdp2.build_model(args, mesh)
+    muon, _ = train_fsdp2.build_optimizers(many, args)
+    shards = dict(partition_named_parameters(many)[0])
+    one = GPT(args.width, args.layers, args.heads, args.context)
+    one.load_state_dict({n: t.full_tensor() for n, t in many.state_dict().items()})
+    wholes = dict(partition_named_parameters(one)[0])
+    options = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    alone = Muon(wholes.items(), lr=args.lr, **options)
+    sent = SentBytes()
+    generator = torch.Generator().manual_seed(args.seed)
+    for _ in range(steps):
+        for name, whole in wholes.items():
+            whole.grad = torch.randn(whole.shape, generator=generator)
+            shards[name].grad = as_shard(whole.grad, shards[name])
+        with sent:
+            muon.step()
+        alone.step()
+    differing = [
+        name
+        for name, whole in wholes.items()
+        for mine, its in (
+            (shards[name], whole),
+            (
+                muon.state[shards[name]]["momentum_buffer"],
+                alone.state[whole]["momentum_buffer"],
+            ),
+        )
+        if not torch.equal(mine.to_local(), as_shard(its.detach(), mine).to_local())
     ]
+    # A rank must send its shards to their owners and, as an owner, the rest of each result.
+    owned = muon.assignments.get(dist.get_rank(), [])
+    least = 0
+    for index, shard in enumerate(shards.values()):
+        here = shard.to_local().numel()
+        least += shard.numel() - here if index in owned else here
     return {
-        "largest": largest[name],
-        "largest_in": name,
-        "largest_move": max(t.abs().max().item() for t in moved.values()),
-        "percent": 100 * (norms[0] / norms[1]).item(),
+        "matrices": len(owned),
+        "differing": differing,
+        "sent": sent.count // steps,
+        "least": least * torch.bfloat16.itemsize,
     }
 
 
-def write(out: Path, figures: dict[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "verify.json").write_text(json.dumps(figures, indent=2) + "\n")
-    many = figures["many"]
-    losses = {
-        "one process": figures["one"]["losses"],
-        f"{len(many)} processes, FSDP2": many[0]["losses"],
-    }
-    try:
-        draw(losses, out / "losses.png")
-        print(f"\n{out / 'losses.png'}")
-    except ImportError:  # the picture is not worth the figures
-        print("\nno picture: there is no matplotlib")
-    print(out / "verify.json")
+def as_shard(whole: Tensor, like: DTensor) -> DTensor:
+    return distribute_tensor(
+        whole, like.device_mesh, like.placements, src_data_rank=None
+    )
 
 
-def draw(losses: dict[str, list[float]], path: Path) -> None:
+def report(
+    one: dict[str, Any], many: dict[str, Any], ranks: list[dict[str, Any]], steps: int
+) -> list[str]:
+    """Prints the comparison. Returns what does not hold, in words."""
+    losses = [[step["loss"] for step in run["steps"]] for run in (one, many)]
+    tenth = max(1, len(losses[0]) // 10)
+    ends = [sum(each[-tenth:]) / tenth for each in losses]
+    apart = max(abs(a - b) for a, b in zip(*losses))
+    seconds = [run["steps"][-1]["seconds"] for run in (one, many)]
+    print(f"\n{'':34}{'one process':>14}{f'{len(ranks)} processes':>14}")
+    for what, figures, form in (
+        ("loss, first step", [each[0] for each in losses], ".4f"),
+        ("loss, mean of the last tenth", ends, ".4f"),
+        ("loss on held-out text", [run["held_out"] for run in (one, many)], ".4f"),
+        ("seconds", seconds, ".1f"),
+    ):
+        print(f"  {what:32}{figures[0]:14{form}}{figures[1]:14{form}}")
+    print(f"  {'largest difference of loss':46}{apart:14.2g}")
+    print(
+        f"\n  {'a Muon step of rank':22}{'matrices':>10}{'KiB sent':>12}{'least':>12}"
+    )
+    for number, rank in enumerate(ranks):
+        row = f"{rank['matrices']:10}{rank['sent'] / 1024:12.1f}"
+        print(f"  {number:<22}{row}{rank['least'] / 1024:12.1f}")
+    count = sum(rank["matrices"] for rank in ranks)
+    unequal = sorted({name for rank in ranks for name in rank["differing"]})
+    words = f"NO, {', '.join(unequal)}" if unequal else "yes"
+    print(
+        "\nIdentical gradients: each rank's parameters and momentum against one process"
+    )
+    print(f"  bitwise equal: {words} ({count} matrices, {steps} steps)")
+
+    problems = [f"not bitwise equal: {name}" for name in unequal]
+    for who, each, end in zip(("one process", "the processes"), losses, ends):
+        if not end < each[0]:  # also if it is NaN
+            problems.append(f"{who}: loss did not fall: {each[0]:.4f} to {end:.4f}")
+    if not abs(losses[0][0] - losses[1][0]) < 1e-3:
+        problems.append("the first losses differ")
+    for number, rank in enumerate(ranks):
+        if rank["sent"] != rank["least"]:
+            problems.append(f"rank {number} sends {rank['sent']} bytes in a step")
+    return problems
+
+
+def draw(one: dict[str, Any], many: dict[str, Any], count: int, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    (one_name, one), (many_name, many) = losses.items()
-    figure, (curves, gap) = pyplot.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
-    )
-    steps = range(1, len(one) + 1)
-    # The curves lie on each other, so the lower one is wide and pale.
-    curves.plot(steps, one, color="#9ecae1", linewidth=5, label=one_name)
-    curves.plot(steps, many, color="#08306b", linewidth=1.2, label=many_name)
-    curves.set(ylabel="loss (nats per byte)", title="Training loss, same batches")
-    curves.legend(frameon=False)
-    # Below float32's resolution the logarithm would only show noise, and zero not at all.
-    apart = [max(abs(a - b), 1e-7) for a, b in zip(one, many)]
-    gap.semilogy(steps, apart, color="#a63603", linewidth=1.2)
-    gap.set(ylabel="difference", xlabel="step")
-    for axes in (curves, gap):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.01)
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for run, label, style in (
+        (one, "one process", {"color": "#9ecae1", "linewidth": 5}),
+        (many, f"{count} processes, FSDP2", {"color": "#08306b", "linewidth": 1.2}),
+    ):
+        losses = [step["loss"] for step in run["steps"]]
+        axes.plot(range(1, len(losses) + 1), losses, label=label, **style)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Muon, same batches")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
 
 
-def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        parents=[train_gpt.options()],
-        add_help=False,
-        description="Compare distributed Muon with one process.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.set_defaults(steps=80)
-    parser.add_argument("--exact-steps", type=int, default=5, help="same gradients")
-    parser.add_argument("--processes", type=int, default=4, help="without torchrun")
-    parser.add_argument(
-        "--out", type=Path, default="out", help="folder for all figures and a picture"
-    )
-    return parser
-
-
-def check(parser: argparse.ArgumentParser, args: argparse.Namespace, size: int) -> None:
-    for name in (
-        "steps",
-        "exact_steps",
-        "batch",
-        "context",
-        "width",
-        "layers",
-        "heads",
-    ):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} has to be at least 1")
-    if size < 2:
-        parser.error("one process is what the others are compared with; at least 2")
-    if args.batch % size:
-        parser.error(f"--batch {args.batch} does not divide among {size} processes")
-    if args.width % args.heads:
-        parser.error(f"--width {args.width} does not divide among {args.heads} heads")
-    if args.out.exists() and not args.out.is_dir():
-        parser.error(f"--out {args.out} is no folder")
-
-
-def work(place: Place, args: argparse.Namespace) -> int:
-    connect(place, SECONDS)
-    return compare(args)
+def torchrun(count: int, script: str, *arguments: object) -> None:
+    """Runs an example on ``count`` processes. Exits if it fails."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command = [sys.executable, *launcher, count, Path(__file__).with_name(script)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    print(f"\n{script} on {count} process{'es' * (count > 1)}", flush=True)
+    done = subprocess.run(list(map(str, (*command, *arguments))), env=environ)
+    if done.returncode:
+        sys.exit(f"compare_gpt: {script} failed on {count} processes")
 
 
 def main() -> int:
-    parser = options()
-    args = parser.parse_args()
-    under_torchrun = "RANK" in os.environ
-    size = int(os.environ["WORLD_SIZE"]) if under_torchrun else args.processes
-    check(parser, args, size)
-    if under_torchrun:
-        torch.set_num_threads(1)  # equal bits need equal sums
+    parser = argparse.ArgumentParser(
+        description="Compare several processes with one. Other options: train_fsdp2.py's",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--processes", type=int, default=4, help=" ")
+    parser.add_argument("--exact-steps", type=int, default=5, help="same gradients")
+    parser.add_argument("--out", type=Path, default="out", help="folder for figures")
+    args, given = parser.parse_known_args()
+    given = ["--steps", "80", *given]
+    training = train_fsdp2.options().parse_args(given)
+    if (
+        training.replicate * training.tp > 1
+        or min(args.processes - 1, args.exact_steps) < 1
+    ):
+        parser.error("this compares FSDP2 on two or more processes with one")
+    figures = {name: args.out / f"{name}.json" for name in ("one", "many", "ranks")}
+    if "RANK" in os.environ:
         dist.init_process_group("gloo")
-        return compare(args)
-    try:
-        with Processes(size) as processes:
-            return max(processes.run(work, args, seconds=SECONDS))
-    except Failed as error:
-        print(f"compare_gpt: {error}", file=sys.stderr)
-        return 1
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, exact(training, args.exact_steps))
+        if dist.get_rank() == 0:
+            figures["ranks"].write_text(json.dumps(ranks))
+        dist.destroy_process_group()
+        return 0
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, count in (("many", args.processes), ("one", 1)):
+        torchrun(count, "train_fsdp2.py", *given, "--losses", figures[name])
+    torchrun(args.processes, "compare_gpt.py", *sys.argv[1:])
+    one, many, ranks = (json.loads(path.read_text()) for path in figures.values())
+    problems = report(one, many, ranks, args.exact_steps)
+    draw(one, many, args.processes, args.out / "losses.png")
+    print(f"\n{args.out / 'losses.png'}", flush=True)
+    for problem in problems:
+        print(f"compare_gpt: {problem}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    leave_on_signals()
     sys.exit(main())

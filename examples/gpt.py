@@ -1,4 +1,4 @@
-"""A small GPT: pre-norm attention and MLP blocks over bytes."""
+"""A small GPT over bytes: pre-norm attention and MLP blocks."""
 
 import torch
 from torch import nn, Tensor
@@ -8,21 +8,22 @@ from torch.nn import functional as F
 class Attention(nn.Module):
     """Causal self-attention.
 
-    Query, key and value are matrices of their own: Muon orthogonalizes a matrix as a
-    whole, and a fused one would tie the three together.
+    Query, key and value are separate matrices. Muon orthogonalizes a whole matrix, so a fused
+    weight would couple the three (see fused_weights.py).
     """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_size = width // heads
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Under tensor parallelism the layers return this rank's heads only.
         query, key, value = (
-            linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            linear(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -37,6 +38,9 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
+        # Each residual branch starts at zero.
+        nn.init.zeros_(self.attention.out.weight)
+        nn.init.zeros_(self.down.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -44,7 +48,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out: ``(batch, time)`` to ``(batch, time, 256)``."""
+    """Maps bytes of shape (batch, time) to logits of the next byte, (batch, time, 256)."""
 
     def __init__(self, width: int, layers: int, heads: int, context: int) -> None:
         super().__init__()
@@ -53,17 +57,13 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
-        for embedding in (self.token, self.position):
-            nn.init.normal_(embedding.weight, std=0.02)
-        # Residual branches and head of zeros: training starts at the uniform guess, ln(256).
-        nn.init.zeros_(self.head.weight)
-        for block in self.blocks:
-            nn.init.zeros_(block.attention.out.weight)
-            nn.init.zeros_(block.down.weight)
+        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
+        nn.init.zeros_(self.head.weight)  # the first loss is ln(256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token(tokens) + self.position(places)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token(tokens) + self.position(positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

@@ -6,9 +6,8 @@ from torch import Tensor
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """The text to train on and the held-out text: its first nine tenths and the rest."""
-    # Topics repeat each other's paragraphs. Kept more than once, the held-out text would
-    # not be unseen.
+    """Returns the text to train on (the first nine tenths) and the held-out text."""
+    # Topics repeat paragraphs. Without duplicates, the held-out text is unseen.
     paragraphs = dict.fromkeys(
         part for name in sorted(topics) for part in topics[name].split("\n\n")
     )
@@ -20,7 +19,7 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 def sample(text: Tensor, count: int, context: int, seed: int) -> tuple[Tensor, Tensor]:
-    """``count`` random windows, the same on every process, and the bytes that follow."""
+    """Returns ``count`` random windows (the same for a given seed) and their next bytes."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - context, (count, 1), generator=generator)
     windows = text[starts + torch.arange(context + 1)].long()

@@ -1,12 +1,11 @@
-"""Draw one step of Muon: a row for each process, time across, a colour for each phase.
+"""Draw one step of Muon: a row for each rank, time across, a colour for each phase.
 
     torchrun --nproc-per-node 4 examples/timeline.py
-    torchrun --nproc-per-node 4 examples/timeline.py --parallel ddp --prefetch 0 --picture ddp.png
+    torchrun --nproc-per-node 4 examples/timeline.py --parallel ddp --prefetch 0
 
-The blocks of ``train_gpt.py``'s GPT take some steps, and a profiler watches the last one. In a step
-that overlaps well there is much blue and little grey. An owner applies its own part of an update, and
-relays others' results, within "orthogonalize". What each process has to do is printed first
-(``muon.describe()``).
+A small GPT takes some steps, and a profiler watches the last one. A step that overlaps well has much
+dark blue and little grey. An owner applies its own part of an update within "orthogonalize". The
+program first prints what each rank has to do (``muon.describe()``).
 """
 
 import argparse
@@ -17,20 +16,18 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from text import load
-from text_table import render
+from gpt import GPT
+from text import load, sample
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Muon
-from torch.optim.muon import partition_parameters
-from torch.profiler import profile, record_function
-from train_gpt import (
-    batch,
-    build_model,
-    config_of,
-    connect,
-    loss_of,
-    options,
-    WRAPPERS,
+from torch.optim.muon import (
+    create_auto_config,
+    create_dtensor_config,
+    partition_named_parameters,
 )
+from torch.profiler import profile, record_function
 
 
 COLOURS = {
@@ -42,12 +39,12 @@ COLOURS = {
     "apply": "#a63603",
     "wait for relay": "#969696",
 }
-TOGETHER = "all processes are here"
+TOGETHER = "all ranks are here"
 RANGE = re.compile(r"Muon (?P<phase>.+), bucket (?P<bucket>\d+) of \d+ ranks")
 
 
 class Range(NamedTuple):
-    """What a process did in a step, in milliseconds since the step began."""
+    """One phase of a step on a rank, in milliseconds since the step began."""
 
     phase: str
     bucket: int
@@ -56,7 +53,7 @@ class Range(NamedTuple):
 
 
 def watched_step(muon: Muon) -> list[Range]:
-    """The ranges of one step, in which all processes begin together."""
+    """The ranges of one step, which all ranks begin together."""
     with profile() as profiled:
         with record_function(TOGETHER):
             dist.barrier()
@@ -64,7 +61,7 @@ def watched_step(muon: Muon) -> list[Range]:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
     events = list(profiled.events())
-    # An accelerator has ranges of its own beside those of the host that launches its kernels.
+    # An accelerator has its own ranges, next to those of the host that launches its kernels.
     kinds = {event.device_type for event in events if RANGE.match(event.name)}
     kind = max(kinds, key=lambda kind: kind.value)
     found = [
@@ -72,7 +69,7 @@ def watched_step(muon: Muon) -> list[Range]:
         for event in events
         if event.device_type == kind and (match := RANGE.match(event.name))
     ]
-    # Clocks of processes differ, and so do the moments at which their profilers are ready.
+    # The clocks of ranks differ, and their profilers start at different moments.
     begin = min(event.time_range.end for event in events if event.name == TOGETHER)
     return [
         Range(
@@ -85,38 +82,37 @@ def watched_step(muon: Muon) -> list[Range]:
     ]
 
 
-def train_and_watch(args: argparse.Namespace) -> tuple[Muon, list[Range]]:
-    mesh, device = connect()
-    if mesh is None:
-        raise SystemExit("timeline: start it under torchrun, on several processes")
-    model = build_model(args, mesh, device)
-    matrices, _ = partition_parameters(getattr(model, "module", model).blocks)
-    config = config_of(model)
+def train(args: argparse.Namespace, device: str) -> tuple[Muon, list[Range]]:
+    torch.manual_seed(0)
+    model = GPT(args.width, layers=4, heads=4, context=64).to(device)
+    if args.parallel == "ddp":
+        model = DistributedDataParallel(model)
+        config = create_auto_config(ddp_process_group=model.process_group)
+    else:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        config = create_dtensor_config()
     config.prefetch_count = args.prefetch
-    muon = Muon(matrices, lr=args.lr, distributed_config=config)
+    matrices, _ = partition_named_parameters(model)
+    muon = Muon(matrices, lr=0.02, distributed_config=config)
     text, _ = load()
-    ranges: list[Range] = []
     for step in range(args.steps):
-        loss_of(model, *batch(text, args, mesh, seed=args.seed + step)).backward()
-        if step < args.steps - 1:
+        inputs, targets = (t.to(device) for t in sample(text, 4, 64, seed=step))
+        cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        if step + 1 < args.steps:
             muon.step()
-        else:
-            ranges = watched_step(muon)
-        model.zero_grad()
-    return muon, ranges
+            model.zero_grad()
+    return muon, watched_step(muon)
 
 
-def table(everyone: list[list[Range]]) -> str:
-    rows = []
+def print_table(everyone: list[list[Range]]) -> None:
+    print("".join(f"{name:>18}" for name in ("ms on rank", *COLOURS)))
     for rank, ranges in enumerate(everyone):
         spent: Counter[str] = Counter()
         for each in ranges:
             spent[each.phase] += each.end - each.start
-        last = max(each.end for each in ranges)
-        rows.append(
-            [str(rank), *(f"{spent[name]:.1f}" for name in COLOURS), f"{last:.1f}"]
-        )
-    return render(["ms on rank", *COLOURS, "all"], rows)
+        print(f"{rank:18}" + "".join(f"{spent[name]:18.1f}" for name in COLOURS))
 
 
 def draw(everyone: list[list[Range]], path: Path) -> None:
@@ -158,25 +154,23 @@ def draw(everyone: list[list[Range]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = options()
-    parser.set_defaults(steps=5)
-    parser.description = __doc__
-    parser.add_argument("--parallel", choices=WRAPPERS, default="fsdp2")
-    parser.add_argument(
-        "--prefetch", type=int, default=1, help="prefetch_count of the config"
-    )
-    parser.add_argument(
-        "--picture", type=Path, default=Path("timeline.png"), metavar="FILE"
-    )
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parallel", choices=("fsdp2", "ddp"), default="fsdp2")
+    parser.add_argument("--prefetch", type=int, default=1, help="prefetch_count")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--picture", type=Path, default="timeline.png", metavar="FILE")
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error("--steps has to be at least 1")
-    muon, ranges = train_and_watch(args)
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    if cuda:
+        torch.cuda.set_device(dist.get_node_local_rank())
+    muon, ranges = train(args, "cuda" if cuda else "cpu")
     everyone: list[list[Range]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, ranges)
     if dist.get_rank() == 0:
         print(muon.describe(), end="\n\n")
-        print(table(everyone))
+        print_table(everyone)
         draw(everyone, args.picture)
         print(args.picture)
     dist.destroy_process_group()

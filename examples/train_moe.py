@@ -1,180 +1,141 @@
-"""Train a small mixture-of-experts GPT with Muon under expert parallelism.
+"""Train a small mixture of experts: expert parallelism, with replicas of each expert.
 
     torchrun --nproc-per-node 4 examples/train_moe.py
-    python examples/train_moe.py
 
-The processes are a grid, data parallel x expert parallel. Along ep each holds other
-experts, and tokens travel; along dp stand replicas. Everything but the experts is
-replicated on all. Each process has its own slice of the batch.
-
-Muon orthogonalizes each matrix on one of the ranks that hold it: an expert's on one of
-its replicas along dp, any other on one of all. At the end, the first process trains
-alone, and a table compares. The exit code is 1 if what has to be equal is not.
+The ranks are a grid, dp x ep. Along ep, each rank holds other experts, and tokens travel to
+their expert. Along dp, ranks hold replicas. Everything except the experts is on all ranks. Muon
+never communicates over ep: it orthogonalizes an expert's matrices on one of its replicas, and
+every other matrix on one of all ranks.
 """
 
 import argparse
-import sys
-from typing import Any
+import os
 
 import torch
 import torch.distributed as dist
-from gradients import average
-from measure import (
-    by_kind,
-    conclude,
-    exact_steps,
-    Meter,
-    print_loss,
-    Wire,
-)
-from moe import MixtureGPT
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from gpt import Block, GPT
+from text import load, sample
+from torch import nn, Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy, gelu
 from torch.optim import AdamW, Muon
-from torch.optim.muon import (
-    create_auto_config,
-    DistributedConfig,
-    partition_parameters,
-)
-from text import load
-from train_gpt import batch, connect, loss_of, train
+from torch.optim.muon import create_auto_config, partition_named_parameters
 
 
-def build(
-    args: argparse.Namespace, grid: DeviceMesh | None, device: torch.device
-) -> tuple[MixtureGPT, Muon, AdamW]:
-    """With no ``grid``, all of the experts and a Muon that needs no other process."""
-    torch.manual_seed(args.seed)  # the same start on every process
-    sizes = (args.width, args.layers, args.heads, args.context, args.experts)
-    group = grid.get_group("ep") if grid is not None else None
-    model = MixtureGPT(*sizes, group).to(device)
-    matrices, _ = partition_parameters(model.blocks)
-    chosen = set(matrices)
-    others = [p for p in model.parameters() if p not in chosen]
-    config = None if grid is None else config_of(model, matrices, grid)
-    muon = Muon(matrices, lr=args.lr, distributed_config=config)
-    return model, muon, AdamW(others, lr=args.adamw_lr)
+class Expert(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gelu(self.up(x)))
 
 
-def experts_of(model: MixtureGPT) -> dict[nn.Parameter, int]:
-    """The parameters of the experts that are here, and each one's number among all."""
-    return {
-        parameter: int(number)
+class Mixture(nn.Module):
+    """Each token goes to the expert with the largest weight."""
+
+    def __init__(self, width: int, count: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.count = group, count
+        self.router = nn.Linear(width, count, bias=False)
+        here = count // group.size()
+        first = group.rank() * here
+        # Every rank draws all experts, so that replicas start equal.
+        drawn = [(str(number), Expert(width)) for number in range(count)]
+        self.experts = nn.ModuleDict(drawn[first : first + here])
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weight, chosen = self.router(tokens).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)  # by expert, and so by rank
+        sent = chosen.bincount(minlength=self.count).view(self.group.size(), -1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        there, back = sent.sum(1).tolist(), received.sum(1).tolist()
+        arrived = all_to_all_single_autograd(tokens[order], back, there, self.group)
+        # The tokens arrive sorted by sender, then by expert.
+        pieces = list(arrived.split(received.flatten().tolist()))
+        for index, expert in enumerate(self.experts.values()):
+            own = pieces[index :: len(self.experts)]
+            # An expert without tokens runs too. Its gradient is then zero and not None.
+            done = expert(torch.cat(own)).split([len(piece) for piece in own])
+            pieces[index :: len(self.experts)] = done
+        done = all_to_all_single_autograd(torch.cat(pieces), there, back, self.group)
+        mixed = torch.zeros_like(tokens).index_copy(0, order, done)
+        return (weight[:, None] * mixed).view_as(x)
+
+
+class MixtureBlock(Block):
+    def __init__(self, width: int, heads: int, mixture: Mixture) -> None:
+        super().__init__(width, heads)
+        del self.up, self.down
+        self.mixture = mixture
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mixture(self.mlp_norm(x))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=4, help="windows on each rank")
+    parser.add_argument("--ep", type=int, default=2, help="ranks that share experts")
+    args = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(
+        device.type, (ranks // args.ep, args.ep), mesh_dim_names=("dp", "ep")
+    )
+    dp, ep = mesh.get_group("dp"), mesh.get_group("ep")
+
+    torch.manual_seed(0)
+    model = GPT(width=128, layers=0, heads=4, context=64)
+    model.blocks.extend(MixtureBlock(128, 4, Mixture(128, 4, ep)) for _ in range(2))
+    model.to(device)
+    experts = {
+        p: int(number)
         for block in model.blocks
         for number, expert in block.mixture.experts.items()
-        for parameter in expert.parameters()
+        for p in expert.parameters()
     }
 
-
-def config_of(
-    model: MixtureGPT, matrices: list[nn.Parameter], grid: DeviceMesh
-) -> DistributedConfig:
-    experts = experts_of(model)
-    return create_auto_config(
-        ep_process_group=grid.get_group("ep"),
-        # All ranks: what is no expert's is replicated on all of them. Of an expert only
-        # those hold a replica that give it the same number.
+    matrices, others = partition_named_parameters(model, exclude=["*.router.weight"])
+    config = create_auto_config(
+        ep_process_group=ep,
+        # All ranks hold the attention. Only ranks that name the same id share an expert.
         ddp_process_group=dist.group.WORLD,
         expert_assignments={
-            index: experts[p] for index, p in enumerate(matrices) if p in experts
+            index: experts[p] for index, (_, p) in enumerate(matrices) if p in experts
         },
     )
+    muon = Muon(matrices, lr=0.02, distributed_config=config)
+    adamw = AdamW(others, lr=3e-3)
 
-
-def average_gradients(model: MixtureGPT, grid: DeviceMesh) -> None:
-    """Makes them those of the mean loss over all processes."""
-    experts = experts_of(model)
-    rest = [p for p in model.parameters() if p not in experts]
-    average(rest, dist.group.WORLD, grid.size())
-    # All ranks' losses go into an expert's gradient: along ep its own backward pass has
-    # added them up, and along dp this does.
-    average(experts, grid.get_group("dp"), grid.size())
-
-
-def run_training(
-    args: argparse.Namespace,
-    mesh: DeviceMesh | None,
-    grid: DeviceMesh | None,
-    device: torch.device,
-) -> dict[str, Any]:
-    model, muon, adamw = build(args, grid, device)
-    if grid is not None:
-        # Muon is the first to step.
-        muon.register_step_pre_hook(lambda *_: average_gradients(model, grid))
-    meter = Meter(muon)
-    losses: list[float] = []
-    who = "one process" if mesh is None else f"{mesh.size()} processes"
-
-    def report(step: int, loss: float) -> None:
-        losses.append(loss)
-        print_loss(who, args.steps, step, loss)
-
-    held_out = train(model, (muon, adamw), args, mesh, report)
-    figures = {"losses": losses, "held_out": held_out, **meter.figures()}
-    if grid is not None:
-        kinds = {
-            "all ranks (no expert)": dist.group.WORLD,
-            "dp (experts)": grid.get_group("dp"),
-            "ep": grid.get_group("ep"),
-        }
-        with Wire() as wire:
-            loss_of(model, *batch(load()[0], args, mesh, args.seed)).backward()
-        figures["sent"] = by_kind(meter.wire, kinds, meter.steps)
-        figures["batch_sent"] = by_kind(wire, kinds)
-    return figures
-
-
-def run_exact(
-    args: argparse.Namespace, grid: DeviceMesh, device: torch.device
-) -> dict[str, Any]:
-    """The same gradients for all of the experts on one process and for this rank's part."""
-    many, one = (build(args, on, device)[:2] for on in (grid, None))
-    return exact_steps(many, one, args.exact_steps)
-
-
-def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Train a small mixture-of-experts GPT with Muon under expert parallelism.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--exact-steps", type=int, default=3, help="same gradients")
-    parser.add_argument(
-        "--ep", type=int, default=2, help="ranks that share experts out"
-    )
-    parser.add_argument("--experts", type=int, default=4, help="in each block")
-    parser.add_argument("--batch", type=int, default=16, help="windows, all processes")
-    parser.add_argument("--context", type=int, default=64, help="bytes in a window")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=0.02, help="of Muon")
-    parser.add_argument("--adamw-lr", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    return parser
-
-
-def main() -> int:
-    parser = options()
-    args = parser.parse_args()
-    mesh, device = connect()
-    if mesh is None:
-        figures = run_training(args, None, None, device)
-        print(f"loss on held-out text {figures['held_out']:.4f}")
-        return 0
-    if mesh.size() % args.ep or args.experts % args.ep:
-        parser.error(
-            f"--ep {args.ep} has to divide {mesh.size()} processes and --experts"
-        )
-    shape = (mesh.size() // args.ep, args.ep)
-    grid = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "ep"))
-    figures = run_training(args, mesh, grid, device)
-    figures |= run_exact(args, grid, device)
-    title = f"GPT of {args.layers} blocks of {args.experts} experts, {shape[0]} x {shape[1]} (dp x ep)"
-    return conclude(
-        title, figures, lambda: run_training(args, None, None, device), silent="ep"
-    )
+    text, _ = load()
+    for step in range(args.steps):
+        inputs, targets = sample(text, args.batch, 64, seed=step * ranks + rank)
+        logits = model(inputs.to(device)).flatten(0, 1)
+        loss = cross_entropy(logits, targets.to(device).flatten())
+        loss.backward()
+        for p in model.parameters():
+            # Along ep, the backward pass has added up an expert's gradients already.
+            dist.all_reduce(p.grad, group=dp if p in experts else dist.group.WORLD)
+            p.grad /= ranks
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == 0 and (step + 1) % 10 == 0:
+            print(f"step {step + 1}/{args.steps}, loss {loss:.4f}", flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
