@@ -1,0 +1,495 @@
+"""The models of the recipes, and the proof: the same training on one process, bit for bit."""
+
+import re
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import (
+    distribute_module,
+    distribute_tensor,
+    DTensor,
+    Replicate,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    parallelize_module,
+    RowwiseParallel,
+)
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import AdamW, Muon
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal.distributed._muon.common_muon import (
+    equal,
+    everyone,
+    GlooOnCPU,
+    NewtonSchulzCalls,
+    ParityAssertions,
+)
+
+
+CPU = torch.device("cpu")
+WIDTH = 32
+STEPS = 3
+# The dimension that tensor parallelism cuts. A weight is (out, in): ColwiseParallel cuts dimension 0.
+TP_DIMS = {"qkv_proj": 0, "out_proj": 1, "w1": 0, "w2": 1, "up": 0, "down": 1}
+
+
+class MLP(nn.Module):
+    def __init__(self, bias=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(WIDTH, 48, bias=bias)
+        self.middle = nn.Linear(48, 40, bias=bias)
+        self.down = nn.Linear(40, WIDTH, bias=bias)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.middle(F.gelu(self.up(x)))))
+
+
+class Attention(nn.Module):
+    """Rows of ``qkv_proj`` go by head. With ``context``, each of its ranks has a part of a sequence."""
+
+    context = None
+
+    def __init__(self):
+        super().__init__()
+        self.qkv_proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        heads = self.qkv_proj(x).unflatten(-1, (-1, 3, 8)).transpose(1, 2)
+        query, key, value = heads.unbind(-2)
+        first = 0
+        if self.context is not None:
+            first = x.shape[1] * self.context.rank()
+            key, value = (Gathered.apply(t, 2, self.context, 1) for t in (key, value))
+        places = torch.arange(key.shape[2])
+        seen = places <= places[first : first + x.shape[1], None]
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        return self.out_proj(mixed.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1 = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.w2 = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.gelu(self.w1(x)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+        self.ffn = FeedForward()
+
+    def forward(self, x):
+        x = x + self.attention(F.layer_norm(x, x.shape[-1:]))
+        return x + self.ffn(F.layer_norm(x, x.shape[-1:]))
+
+
+class Transformer(nn.Module):
+    """All of its parameters are matrices: vectors in, vectors out."""
+
+    def __init__(self, layers=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class MoE(nn.Module):
+    """Four experts. Each rank of ``group`` holds some of them, whole."""
+
+    def __init__(self, group=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.group = group
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        experts = [(str(number), FeedForward()) for number in range(4)]
+        here = 4 // group.size() if group else 4
+        first = here * group.rank() if group else 0
+        self.experts = nn.ModuleDict(experts[first : first + here])
+
+    def forward(self, x):
+        tokens = x
+        if self.group is not None:
+            tokens = Gathered.apply(x, 0, self.group, 1)
+        weight, chosen = self.router(tokens).softmax(-1).max(-1)
+        mixed = sum(
+            weight[..., None] * (chosen == int(number))[..., None] * expert(tokens)
+            for number, expert in self.experts.items()
+        )
+        if self.group is not None:
+            mixed = SumOfAll.apply(mixed, self.group, True)
+            mixed = mixed.chunk(self.group.size())[self.group.rank()]
+        return x + mixed
+
+
+def parallelize(model, mesh):
+    columns = dict.fromkeys(("attention.qkv_proj", "ffn.w1"), ColwiseParallel())
+    rows = dict.fromkeys(("attention.out_proj", "ffn.w2"), RowwiseParallel())
+    layers = model.layers
+    for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
+        parallelize_module(layer, mesh, columns | rows)
+    return model
+
+
+class CutLinear(nn.Module):
+    """This rank's piece of a linear layer, as Megatron has it; FSDP cuts the rows of TP's piece."""
+
+    def __init__(self, linear, tp, dim, fsdp=None):
+        super().__init__()
+        self.tp, self.dim, self.fsdp = tp, dim, fsdp
+        piece = linear.weight.detach().chunk(tp.size(), dim)[tp.rank()]
+        if fsdp is not None:
+            piece = piece.chunk(fsdp.size())[fsdp.rank()]
+        self.weight = nn.Parameter(piece.contiguous().clone())
+        self.weight.tp_dim = dim  # as such frameworks mark their parameters
+        self.weight.is_rows = fsdp is not None
+
+    def forward(self, x):
+        weight = self.weight
+        if self.fsdp is not None:
+            weight = Gathered.apply(weight, 0, self.fsdp, self.fsdp.size())
+        if self.dim == 0:
+            return F.linear(ForEach.apply(x, self.tp), weight)
+        if x.shape[-1] != weight.shape[1]:  # no layer cut along 0 comes before
+            x = ForEach.apply(x, self.tp).chunk(self.tp.size(), -1)[self.tp.rank()]
+        return SumOfAll.apply(F.linear(x, weight), self.tp, False)
+
+
+def cut_linears(model, tp, dim=None, fsdp=None):
+    """Cuts each linear layer along ``dim``, by default along that of TP_DIMS."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                along = TP_DIMS[name] if dim is None else dim
+                setattr(module, name, CutLinear(child, tp, along, fsdp))
+    return model
+
+
+class ForEach(torch.autograd.Function):
+    """The same on each rank. The gradients add up."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduced(grad, ctx.group), None
+
+
+class SumOfAll(torch.autograd.Function):
+    """The sum over the ranks. The gradients add up too if each rank has a loss of its own."""
+
+    @staticmethod
+    def forward(ctx, x, group, adds_up):
+        ctx.group = group if adds_up else None
+        return all_reduced(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduced(grad, ctx.group) if ctx.group else grad, None, None
+
+
+class Gathered(torch.autograd.Function):
+    """The pieces of all ranks, in rank order along ``dim``. Divides the gradient by ``count``."""
+
+    @staticmethod
+    def forward(ctx, x, dim, group, count):
+        ctx.dim, ctx.group, ctx.count = dim, group, count
+        x = x.contiguous()
+        pieces = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(pieces, x, group=group)
+        return torch.cat(pieces, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        whole = all_reduced(grad, ctx.group) / ctx.count
+        own = whole.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()]
+        return own, None, None, None
+
+
+def place_weights(model, mesh, placements):
+    """Makes DTensors of all parameters: weights as told, biases replicated.
+
+    An assignment to ``param.data`` would destroy the parameter, and a plain bias cannot be added to
+    what a DTensor weight gives.
+    """
+
+    def place(name, module, mesh):
+        for key, param in list(module.named_parameters(recurse=False)):
+            chosen = placements if param.ndim == 2 else [Replicate()] * mesh.ndim
+            dtensor = distribute_tensor(param.detach(), mesh, chosen)
+            module.register_parameter(key, nn.Parameter(dtensor))
+
+    return distribute_module(model, mesh, place)
+
+
+def placed_backward(model, mesh, placements):
+    """The backward pass for inputs that are DTensors, too."""
+
+    def backward(inputs, targets):
+        inputs, targets = (
+            distribute_tensor(t, mesh, placements) for t in (inputs, targets)
+        )
+        # The backward pass of mse_loss would divide by the elements of this rank's piece only.
+        (model(inputs) - targets).square().mean().backward()
+
+    return backward
+
+
+def all_reduced(tensor, group):
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def average(parameters, group, count=None):
+    """Each gradient becomes the sum over ``group`` divided by ``count``, as under DDP."""
+    grads = [p.grad for p in parameters]
+    flat = all_reduced(parameters_to_vector(grads), group)
+    vector_to_parameters(flat / (count or group.size()), grads)
+
+
+def batch(step):
+    """The inputs and targets of all ranks."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    inputs = torch.randn(16, 8, WIDTH, generator=generator)
+    return inputs, inputs.roll(1, 1).sin()
+
+
+def batches(*groups):
+    """This rank's slices. The ranks of each of ``groups`` have different slices."""
+    for step in range(STEPS):
+        mine = batch(step)
+        for group in groups:
+            mine = tuple(t.chunk(group.size())[group.rank()] for t in mine)
+        yield mine
+
+
+def everyones(tensors, group):
+    """For each of ``tensors`` those of all ranks of ``group``."""
+    return list(zip(*everyone([t.detach() for t in tensors], group))) if tensors else []
+
+
+class OneProcess:
+    """Trains the whole model next to a distributed one, on this process alone.
+
+    Before a step of the distributed Muon it takes over the gradients, put together from the pieces of
+    all ranks. After the step, this rank's parameters and momentum must be equal to the last bit. Pieces
+    are put together by the framework or by concatenation, never by the optimizer's own readers.
+
+    Args:
+        one: the whole model, as training starts.
+        model: its distributed form, with the same names.
+        optimizers: each Muon of ``model``.
+        fsdp: the ranks that cut rows, for FSDP1 and for layers cut by hand.
+        tp: the ranks that cut plain tensors along ``tp_dims``.
+        gather: puts the pieces of all ranks together, for a framework without torch.distributed.
+    """
+
+    def __init__(
+        self, one, model, *optimizers, fsdp=None, tp=None, tp_dims=TP_DIMS, gather=None
+    ):
+        self.one, self.whole = one, dict(one.named_parameters())
+        self.fsdp, self.tp, self.tp_dims, self.gather = fsdp, tp, tp_dims, gather
+        self.held = self.names_of(model)
+        self.cut_rows = {
+            p
+            for name, p in model.named_parameters()
+            if "_fsdp_wrapped_module" in name or getattr(p, "is_rows", False)
+        }
+        self.problems, self.losses, self.twins = [], [], {}
+        self.compare("at first", model.parameters(), lambda p: p, self.whole.get)
+        self.calls = NewtonSchulzCalls()
+        for optimizer in optimizers:
+            groups = [
+                {
+                    **g,
+                    "params": [
+                        self.whole[n] for p in g["params"] for n in self.held[p]
+                    ],
+                }
+                for g in optimizer.param_groups
+            ]
+            self.twins[optimizer] = Muon(groups)
+            optimizer.register_step_pre_hook(self.before_step)
+            optimizer.register_step_post_hook(self.after_step)
+        twins = self.twins.values()
+        self.chosen = {p for t in twins for g in t.param_groups for p in g["params"]}
+        here = {name for names in self.held.values() for name in names}
+        # Stages and experts of other ranks.
+        self.elsewhere = [name for name in self.whole if name not in here]
+        self.is_partial = gather is None and any(everyone(self.elsewhere))
+
+    def names_of(self, model):
+        """The whole parameters of which each parameter is a piece; a flat one of FSDP1, of several."""
+        held, units = {}, {}
+        for name, param in model.named_parameters():
+            plain = re.sub(r"\b(module|_fsdp_wrapped_module)\.", "", name)
+            held[param] = [plain]
+            if isinstance(param, FlatParameter):
+                held[param], units[plain.rpartition(".")[0]] = [], param
+        for name in self.whole if units else ():
+            around = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
+            if around:
+                held[units[max(around, key=len)]].append(name)
+        return held
+
+    def before_step(self, optimizer, *_):
+        if optimizer is next(iter(self.twins)):
+            with torch.enable_grad():
+                self.train_one()
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        # FSDP1 leaves a rank without elements of a matrix without a gradient.
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        for name, grad in self.join(grads, params).items():
+            own = self.whole[name].grad
+            # A forgotten average or division would show. The rounding differs.
+            if not (grad - own).abs().max() <= 1e-4 * own.abs().max():
+                self.problems.append(f"{name} does not have the gradient of the batch")
+            self.whole[name].grad = grad.clone()
+        self.twins[optimizer].step()
+        self.calls.__enter__()
+
+    def after_step(self, optimizer, *_):
+        self.calls.__exit__()
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        state, its = optimizer.state, self.twins[optimizer].state
+        step, key = f"step {len(self.losses)}", "momentum_buffer"
+        self.compare(f"{step}, parameter", params, lambda p: p, self.whole.get)
+        self.compare(
+            f"{step}, momentum",
+            params,
+            lambda p: state[p][key],
+            lambda name: its[self.whole[name]][key],
+        )
+
+    def train_one(self):
+        """The backward pass of the whole batch, from the parameters that the ranks have now."""
+        others = [
+            p
+            for p, names in self.held.items()
+            if not self.chosen.issuperset(self.whole[n] for n in names)
+        ]
+        values = self.join([p.detach() for p in others], others)
+        if self.is_partial:
+            own = {n: p.detach() for n, p in self.whole.items()}
+            own = {n: p for n, p in own.items() if n not in self.elsewhere}
+            known = {n: p for theirs in everyone(own) for n, p in theirs.items()}
+            values |= {name: known[name] for name in self.elsewhere}
+        for name, value in values.items():
+            self.whole[name].data.copy_(value)
+        self.one.zero_grad()
+        inputs, targets = batch(len(self.losses))
+        loss = F.mse_loss(self.one(inputs), targets)
+        loss.backward()
+        self.losses.append(loss.item())
+
+    def compare(self, what, params, mine, its):
+        params = list(params)
+        for name, found in self.join(
+            [mine(p).detach() for p in params], params
+        ).items():
+            if not equal(found, its(name).detach()):
+                self.problems.append(f"{what}: {name} differs from one process")
+
+    def join(self, tensors, params):
+        """The whole tensors by name. ``tensors`` are laid out as ``params`` are."""
+        if self.gather is not None:
+            return {self.held[p][0]: self.gather(t) for p, t in zip(params, tensors)}
+        whole, pieces, rows = {}, {}, {}
+        for tensor, param in zip(tensors, params, strict=True):
+            if isinstance(tensor, DTensor):
+                placed = tensor.redistribute(placements=param.placements)
+                whole[self.held[param][0]] = placed.full_tensor()
+            elif param in self.cut_rows:
+                rows[param] = tensor
+            else:
+                pieces[self.held[param][0]] = tensor
+        for param, parts in zip(rows, everyones(list(rows.values()), self.fsdp)):
+            flat = torch.cat([part.flatten() for part in parts])
+            for name in self.held[param]:  # FSDP's padding is left over
+                shape = self.piece_shape(name)
+                pieces[name] = flat[: shape.numel()].view(shape)
+                flat = flat[shape.numel() :]
+        cut = [name for name in pieces if self.tp_dim(name) is not None]
+        joined = everyones([pieces[name] for name in cut], self.tp)
+        for name, parts in zip(cut, joined, strict=True):
+            pieces[name] = torch.cat(parts, self.tp_dim(name))
+        return whole | pieces
+
+    def tp_dim(self, name):
+        last = name.removesuffix(".weight").rpartition(".")[2]
+        return None if self.tp is None else self.tp_dims.get(last)
+
+    def piece_shape(self, name):
+        shape, dim = list(self.whole[name].shape), self.tp_dim(name)
+        if dim is not None:
+            shape[dim] //= self.tp.size()
+        return torch.Size(shape)
+
+
+class Recipe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    """Each test is a block of the documents. Its docstring names the block."""
+
+    world_size = 4
+
+    def compare(
+        self,
+        one,
+        model,
+        *muons,
+        others=(),
+        data=(),
+        backward=None,
+        after=None,
+        once=True,
+        **pieces,
+    ):
+        """Trains ``model`` next to ``one`` on a single process, and requires equal bits.
+
+        Args:
+            muons: each Muon of ``model``.
+            others: further parameters, for AdamW.
+            data: groups whose ranks have different slices of each batch.
+            backward: takes the inputs and targets of a step.
+            after: called after it.
+            once: whether only one rank may orthogonalize each matrix.
+            pieces: see :class:`OneProcess`.
+
+        Returns the losses of the whole batches.
+        """
+        alone = OneProcess(one, model, *muons, **pieces)
+        optimizers = [*muons, AdamW(others, lr=1e-3)] if others else muons
+        for inputs, targets in batches(*data):
+            if backward is not None:
+                backward(inputs, targets)
+            else:
+                F.mse_loss(model(inputs), targets).backward()
+            if after is not None:
+                after()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        self.assertEverywhere(alone.problems[:2])
+        self.assertEqual(len(alone.losses), STEPS)
+        if once:
+            names = {n for n, p in alone.whole.items() if p in alone.chosen}
+            matrices = len(set().union(*everyone(names)))
+            calls = sum(everyone(len(alone.calls.shapes)))
+            self.assertEqual(calls, matrices * STEPS)
+        return alone.losses

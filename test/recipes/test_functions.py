@@ -1,0 +1,228 @@
+"""Recipes for the update rule, and for functions of a user's own."""
+
+import pickle
+
+import torch
+import torch.distributed as dist
+from recipes.common import average, batches, CPU, MLP, Recipe, Transformer
+from torch import nn
+from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
+from torch.nn.functional import mse_loss
+from torch.optim import Muon
+from torch.optim._muon import (
+    _single_tensor_muon,
+    _zeropower_via_newtonschulz,
+    DEFAULT_A,
+    DEFAULT_B,
+    DEFAULT_C,
+    EPS,
+    muon,
+)
+from torch.optim.muon import (
+    create_auto_config,
+    create_dtensor_config,
+    DistributedConfig,
+)
+from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed._muon.common_muon import Collectives
+
+
+COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
+
+
+@torch.no_grad()
+def muon_step(params, momentum_buffers, lr, beta, weight_decay=0.0, nesterov=False):
+    """The algorithm. Only the orthogonalization needs the whole matrix."""
+    for param, momentum_buffer in zip(params, momentum_buffers):
+        # An average, and in place: the buffer must outlive the step.
+        grad = param.grad
+        momentum_buffer.lerp_(grad, 1 - beta)
+        mixed = grad.lerp(momentum_buffer, beta) if nesterov else momentum_buffer
+        update = _zeropower_via_newtonschulz(mixed, COEFFICIENTS, 5, EPS)
+        rows, columns = param.shape
+        param.mul_(1 - lr * weight_decay)
+        param.add_(update, alpha=-lr * max(1, rows / columns) ** 0.5)
+
+
+class TestOneProcess(TestCase):
+    def check(self, make, lr, weight_decay, nesterov):
+        """Trains ``make``'s model with Muon, and next to it by the rule written out."""
+        model, by_hand = make(), make()
+        options = {"weight_decay": weight_decay, "nesterov": nesterov}
+        optimizer = Muon(model.parameters(), lr=lr, momentum=0.95, **options)
+        params = list(by_hand.parameters())
+        momentum_buffers = [torch.zeros_like(p) for p in params]
+        for inputs, targets in batches():
+            mse_loss(model(inputs), targets).backward()
+            for p, q in zip(model.parameters(), params):
+                q.grad = p.grad.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+            muon_step(params, momentum_buffers, lr, 0.95, **options)
+        for p, q in zip(model.parameters(), params):
+            self.assertTrue(torch.equal(p, q))
+        return momentum_buffers
+
+    def test_update_rule(self):
+        """PROJECT, the step of Muon: halves that are orthogonalized alone are wrong."""
+        whole, *_ = self.check(MLP, 0.01, 0.0, nesterov=False)
+        halves = [
+            _zeropower_via_newtonschulz(half, COEFFICIENTS, 5, EPS)
+            for half in whole.chunk(2)
+        ]
+        right = _zeropower_via_newtonschulz(whole, COEFFICIENTS, 5, EPS)
+        self.assertGreater((torch.cat(halves) - right).norm(), 0.1 * right.norm())
+
+    def test_baseline(self):
+        """END_TO_END, one process, no config."""
+        self.check(Transformer, 1e-3, 0.1, nesterov=True)
+
+
+def round_robin(params, state):
+    count = state["world_size"]
+    return {rank: list(range(rank, len(params), count)) for rank in range(count)}
+
+
+class Framework:
+    """A framework without process groups: its ranks exchange values over a store."""
+
+    def __init__(self):
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+        self.store, self.count = dist.PrefixStore("framework", store), 0
+
+    def exchange(self, value):
+        """The values of all ranks."""
+        self.count += 1
+        self.store.set(f"{self.count} {self.rank}", pickle.dumps(value))
+        keys = [f"{self.count} {rank}" for rank in range(self.size)]
+        return [pickle.loads(self.store.get(key)) for key in keys]
+
+    def join(self, piece):
+        return torch.cat(self.exchange(piece))
+
+    def cut(self, whole):
+        return whole.chunk(self.size)[self.rank].clone()
+
+
+class TestFunctions(Recipe):
+    def test_unified(self):
+        """END_TO_END, one implementation: only the config tells one process from many."""
+        options = {
+            **dict(lr=0.01, weight_decay=0.1, momentum=0.95, nesterov=True, eps=EPS),
+            **dict(ns_steps=5, ns_coefficients=COEFFICIENTS),
+            **dict(adjust_lr_fn=None, has_complex=False),
+        }
+        model, one = fully_shard(MLP()), MLP()
+        config = create_dtensor_config()
+        shards, wholes = list(model.parameters()), list(one.parameters())
+        mine, its = (
+            [torch.zeros_like(p.detach()) for p in ps] for ps in (shards, wholes)
+        )
+        for inputs, targets in batches(dist.group.WORLD):
+            model.zero_grad()
+            mse_loss(model(inputs), targets).backward()
+            grads = [p.grad for p in shards]
+            whole_grads = [grad.full_tensor() for grad in grads]
+            with torch.no_grad():
+                muon(shards, grads, mine, distributed_config=config, **options)
+                _single_tensor_muon(wholes, whole_grads, its, **options)
+        for shard, whole in (*zip(shards, wholes), *zip(mine, its)):
+            self.assertTrue(torch.equal(shard.detach().full_tensor(), whole))
+
+    def test_functions(self):
+        """EXAMPLES, custom functions for replicas: the owner broadcasts its result."""
+
+        def assign_fn(params, state):
+            return {0: [0, 1], 1: [2, 3]}  # the other ranks own nothing
+
+        def gather_fn(tensor, rank, state):
+            return tensor
+
+        def redistribute_fn(update, rank, state):
+            # All ranks call this for each parameter; ``rank`` is the owner's. A function that
+            # returned its argument would apply zeros on the other ranks.
+            dist.broadcast(update, src=rank)
+            return update
+
+        config = DistributedConfig(
+            assign_fn=assign_fn,
+            gather_fn=gather_fn,
+            redistribute_fn=redistribute_fn,
+            state={"rank": dist.get_rank(), "world_size": dist.get_world_size()},
+        )
+        model, world = Transformer(layers=1), dist.group.WORLD
+        muon = Muon(model.parameters(), lr=0.01, distributed_config=config)
+
+        def after():
+            average(model.parameters(), world)
+
+        self.compare(Transformer(layers=1), model, muon, data=[world], after=after)
+
+    def test_other_framework(self):
+        """END_TO_END, a framework of a user's own: Muon starts no collective itself."""
+        framework = Framework()
+
+        def redistribute_fn(update, rank, state):
+            return framework.cut(framework.exchange(update)[rank])
+
+        config = DistributedConfig(
+            assign_fn=round_robin,
+            gather_fn=lambda piece, rank, state: framework.join(piece),
+            redistribute_fn=redistribute_fn,
+            state={"rank": framework.rank, "world_size": framework.size},
+        )
+        model, shards = MLP(), MLP()
+        for linear in shards.children():
+            linear.weight = nn.Parameter(framework.cut(linear.weight.detach()))
+        muon = Muon(shards.parameters(), lr=1e-3, distributed_config=config)
+        seen = Collectives()
+        muon.register_step_pre_hook(lambda *_: seen.__enter__() and None)
+        muon.register_step_post_hook(lambda *_: seen.__exit__(None, None, None))
+
+        def backward(inputs, targets):
+            pairs = list(zip(shards.parameters(), model.parameters()))
+            for shard, param in pairs:
+                param.data.copy_(framework.join(shard.detach()))
+            model.zero_grad()
+            mse_loss(model(inputs), targets).backward()
+            for shard, param in pairs:
+                grads = framework.exchange(param.grad)
+                shard.grad = framework.cut(sum(grads) / framework.size)
+
+        self.compare(
+            MLP(),
+            shards,
+            muon,
+            data=[dist.group.WORLD],
+            backward=backward,
+            gather=framework.join,
+        )
+        self.assertEqual(seen.calls, [])
+
+    def test_size_aware(self):
+        """END_TO_END, assignment by size: one's own ``assign_fn`` on a factory's config."""
+        model, world = Transformer(), dist.group.WORLD
+        # Before FSDP hides them: its slices differ in size between ranks.
+        sizes = [p.numel() for p in model.parameters()]
+        model = FSDP(model, device_id=CPU, use_orig_params=True)
+
+        def assign_by_size(params, state):
+            owned = {rank: [] for rank in range(state["world_size"])}
+            for index in sorted(range(len(params)), key=lambda i: -sizes[i]):
+                least = min(owned, key=lambda r: sum(sizes[i] for i in owned[r]))
+                owned[least].append(index)
+            return owned
+
+        config = create_auto_config(fsdp_process_group=world, module=model)
+        config.assign_fn = assign_by_size
+        config.state["rank"] = dist.get_rank()
+        config.state["world_size"] = dist.get_world_size()
+        muon = Muon(model.parameters(), lr=0.01, distributed_config=config)
+        self.compare(Transformer(), model, muon, fsdp=world, data=[world])
+        owned = muon.assignments.values()
+        self.assertEqual(len({sum(sizes[i] for i in indices) for indices in owned}), 1)
+
+
+if __name__ == "__main__":
+    run_tests()
