@@ -1,38 +1,31 @@
 # %% [markdown]
 """# The blueprint: distributed Muon over DP x TP, on eight CPU processes
 
-Muon turns the whole momentum matrix of each weight into a nearly orthogonal one. But
-in a large training no process has a whole matrix. Data parallelism (DP, of the kind
-that shards) and tensor parallelism (TP) leave each with a piece, its *shard*. So the
-shards have to meet.
+Muon turns the whole momentum matrix of each weight into a nearly orthogonal one. In a large training,
+no process has a whole matrix. Data parallelism (DP, of the kind that shards) and tensor parallelism
+(TP) leave each process with a piece of it, a *shard*. So the shards must meet.
 
 Jen Wei's [CPU-friendly tutorial][wei], the "blueprint", walks one way there:
 
     DP gather -> TP gather -> orthogonalize -> TP shard -> DP shard
 
-This is an answer to it, on the Muon of this repository. We walk the blueprint's way
-too, step by step. Then we watch a shorter one: every matrix has one owner. The shards
-go to the owner and nowhere else, and it orthogonalizes the matrix once for all.
+This notebook answers it with the Muon of this repository. It walks the blueprint's way, step by step.
+It then follows a shorter one: every matrix has one owner, its shards go to the owner and nowhere else,
+and the owner orthogonalizes the matrix once for all ranks.
 
-As a script, this starts eight processes by itself, and ends with a proof. The exit
-code is 1 if the proof fails:
+The script `blueprint.py` is the same text and the same code. It starts eight processes, and ends with a
+proof. Its exit code is 1 if the proof fails:
 
     python examples/blueprint.py
-    python examples/blueprint.py --grid 2x4
 
-As a notebook, `blueprint.ipynb`, it is the same text and the same code. That is made
-from this by `jupytext --to ipynb --update examples/blueprint.py`. Its two raw cells are
-for the script alone.
-
-It takes ten minutes if you read the text and what is printed, and skip most code. At a
-first reading, the docstrings are enough in these cells: the model (chapter 2), the master
-schedule (5), `report_of` (6), `ways` (7) and `problems_in` (9).
+`jupytext --to ipynb --update examples/blueprint.py` makes the notebook. To read both the text and the
+output takes ten minutes.
 
 [wei]: https://huggingface.co/datasets/bird-of-paradise/muon-distributed
 """
 
 # %% tags=["active-ipynb"]
-# # A hosted notebook has neither this repository nor its torch: this brings both.
+# # A hosted notebook has no NumPy, no repository and no torch with this Muon: this installs them.
 # import importlib
 # import os
 # import subprocess
@@ -41,86 +34,52 @@ schedule (5), `report_of` (6), `ways` (7) and `problems_in` (9).
 # from pathlib import Path
 #
 # REPOSITORY = os.environ.get("MUON_REPOSITORY", "")  # or write its address here
-# clone = Path.cwd() / "distributed-muon"
-# places = [Path.cwd(), Path.cwd() / "examples", clone / "examples"]
 #
 #
-# def do(*command):
-#     done = subprocess.run(command, capture_output=True, text=True)
-#     print(done.stdout + done.stderr)
-#     done.check_returncode()
+# def run_python(*arguments):
+#     subprocess.run([sys.executable, *map(str, arguments)], check=True)
 #
 #
-# def has_overlay():
-#     # An import would keep the torch that is there before.
-#     torch = find_spec("torch")
-#     return bool(torch) and (Path(torch.origin).parent / "optim" / "muon.py").exists()
-#
-#
+# if find_spec("numpy") is None:
+#     run_python("-m", "pip", "install", "--quiet", "numpy")
+# clone = Path("distributed-muon")
+# places = [Path(), Path("examples"), clone / "examples"]
 # if not any((place / "blueprint.py").exists() for place in places):
 #     if not REPOSITORY:
 #         raise RuntimeError("Write this repository's address into REPOSITORY.")
-#     do("git", "clone", "--depth", "1", REPOSITORY, str(clone))
-# if clone.exists() and not has_overlay():
-#     do(sys.executable, "-m", "pip", "install", "torch==2.13.0")
-#     overlay = str(clone / "setup_overlay.py")
-#     do(sys.executable, overlay, "apply", "--python", sys.executable)
+#     subprocess.run(["git", "clone", "--depth", "1", REPOSITORY, clone], check=True)
+#     run_python("-m", "pip", "install", "--quiet", "torch==2.13.0")
+#     run_python(clone / "setup_overlay.py", "apply", "--python", sys.executable)
 #     importlib.invalidate_caches()
-
-# %% tags=["active-ipynb"]
-# # So that the notebook finds the files beside it, and a torch that has this Muon.
-# here = [place for place in places if (place / "blueprint.py").exists()]
-# sys.path.insert(0, str(here[0]))
+# here = next(place for place in places if (place / "blueprint.py").exists())
+# sys.path.insert(0, str(here.resolve()))
 # try:
 #     import torch.optim.muon
 # except ImportError as error:
 #     raise ImportError(
 #         f"{error}. This kernel needs the overlay: `python3 setup_overlay.py env`, then "
-#         "`.venv/bin/python -m pip install jupyterlab`, and start the notebook by "
+#         "`.venv/bin/python -m pip install jupyterlab`, and start the notebook with "
 #         "`.venv/bin/python -m jupyterlab examples/blueprint.ipynb`."
 #     ) from error
 
-# %% tags=["active-py"]
-import sys
-
-from processes import leave_on_signals
-
-
-if __name__ == "__main__":
-    leave_on_signals()
-    try:
-        import torch.optim.muon
-    except ImportError as error:
-        print(
-            f"blueprint: {error}; this needs the overlay: `python3 setup_overlay.py env`, "
-            "then `.venv/bin/python examples/blueprint.py`.",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-
 # %%
-import hashlib
 import math
-from functools import partial
+import sys
+import tempfile
+import zlib
+from collections import Counter
+from contextlib import contextmanager, ExitStack
+from datetime import timedelta
 from typing import Any, NamedTuple
+from unittest import mock
 
-import blueprint_tables as tables
 import torch
 import torch.distributed as dist
-from blueprint_long_way import LongWay
-from blueprint_processes import (
-    first_difference,
-    gradient,
-    matrices_of,
-    overheard,
-    run,
-    take_step,
-    values_of,
-)
-from measure import Meter
+import torch.multiprocessing as mp
 from torch import nn, Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     parallelize_module,
@@ -129,93 +88,82 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Muon
 from torch.optim._muon_engine.layouts import Key, Layout
 from torch.optim._muon_engine.layouts.dtensor import DTensorLayouts
+from torch.optim._muon_engine.runtime.pipeline import Pipeline
+from torch.optim._muon_engine.runtime.transport import LocalBucket
 from torch.optim._muon_engine.schedule.buckets import make_schedule
-from torch.optim._muon_engine.schedule.owners import assign_owners
-from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
-from torch.optim._newton_schulz import NS_DTYPE
+from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
+from torch.optim._muon_engine.schedule.packs import Schedule
+from torch.optim._newton_schulz import NS_DTYPE, orthogonalize
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 # %% [markdown]
 # ## 1. The grid
 #
-# Eight processes stand in a grid. A process goes by its number, its *rank*.
+# Eight processes form a grid. The number of a process is its *rank*.
 #
-# - The ranks of a column are a DP group. They see different data, and each stores some
-#   of the rows of what they have in common.
-# - The ranks of a row are a TP group. They see the same data, and each does a part of
-#   each layer's work.
+# - The ranks of a column are a DP group. They see different data, and each stores some of the rows of
+#   the matrices that they share.
+# - The ranks of a row are a TP group. They see the same data, and each does a part of each layer's work.
 #
-# Every rank is in one group of each kind. On a cluster, a TP group is inside one
-# machine, where links are fast. A DP group reaches across machines.
-
+# Every rank is in one group of each kind. On a cluster, a TP group is inside one machine, where links
+# are fast. A DP group spans machines.
 
 # %%
-class Grid(NamedTuple):
-    """``dp`` rows of ``tp`` ranks."""
-
-    dp: int
-    tp: int
-
-    @property
-    def ranks(self) -> range:
-        return range(self.dp * self.tp)
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """Row and column of ``rank``: its numbers in its DP group and its TP group."""
-        return divmod(rank, self.tp)
-
-    def dp_group(self, rank: int) -> list[int]:
-        return [r for r in self.ranks if self.place(r)[1] == self.place(rank)[1]]
-
-    def tp_group(self, rank: int) -> list[int]:
-        return [r for r in self.ranks if self.place(r)[0] == self.place(rank)[0]]
+DP, TP = 4, 2
+RANKS = range(DP * TP)
 
 
-GRID = Grid(4, 2)
+def dp_group(rank: int) -> list[int]:
+    return [r for r in RANKS if r % TP == rank % TP]
+
+
+def tp_group(rank: int) -> list[int]:
+    return [r for r in RANKS if r // TP == rank // TP]
+
+
+def print_grid() -> None:
+    print("rank  (dp, tp)  DP group      TP group")
+    for rank in RANKS:
+        groups = (" ".join(map(str, group(rank))) for group in (dp_group, tp_group))
+        print("{:4}  {!s:8}  {:12}  {}".format(rank, divmod(rank, TP), *groups))
+
 
 # %% tags=["active-ipynb"]
-# tables.print_grid(GRID)
+# print_grid()
 
 # %% [markdown]
-# ## 2. What a rank holds
+# ## 2. The shards of a rank
 #
-# Our model is the matrices of six small transformer blocks: four in each, 24 in all.
-# PyTorch cuts each matrix twice:
+# The model has the matrices of six small transformer blocks: four in each, 24 in all. PyTorch cuts each
+# matrix twice:
 #
-# - TP cuts first. Of `qkv` and `up` each rank gets some rows (PyTorch calls the layer
-#   *column-parallel*), of `out` and `down` some columns (*row-parallel*).
-# - FSDP2 (`fully_shard`) then cuts the rows of what TP has left.
+# - TP cuts first. Each rank gets some rows of `qkv` and `up` (PyTorch calls these layers
+#   *column-parallel*) and some columns of `out` and `down` (*row-parallel*).
+# - FSDP2 (`fully_shard`) then cuts the rows of TP's piece.
 #
-# Momentum is cut just as its weight is.
+# Momentum is cut in the same way as its weight.
 #
-# In DTensor's words these are *placements*, one for each dimension of the grid: `S(0)`
-# is a cut by rows, `S(1)` one by columns. `_S(0, 2)` is a cut of rows that another
-# dimension has cut in two before.
+# DTensor calls this *placements*, one for each dimension of the grid. The engine does not interpret
+# them. Its *reader* asks DTensor which rectangles of each matrix each rank holds, its *regions*. The
+# answer is a *layout*.
 #
-# The engine does not interpret them. Its *reader* asks DTensor which rectangles of each
-# matrix each rank holds, its *regions*. The answer is called a *layout*.
-#
-# Up to chapter 5 all is arithmetic, and needs no process but this one. A process group
-# that only pretends stands in for the other ranks.
+# Chapters 2 to 5 are arithmetic. They need only this process, and a process group that pretends to have
+# eight ranks.
 
 # %%
 WIDTH, BLOCKS = 32, 6
-# Two parameter groups, each with a learning rate of its own: the blueprint's "aisles".
+# Two parameter groups, each with its learning rate: the blueprint's "aisles".
 AISLES = {"attention": (("qkv", "out"), 0.02), "mlp": (("up", "down"), 0.01)}
-TP_PLAN = {
-    "qkv": ColwiseParallel(),
-    "out": RowwiseParallel(),
-    "up": ColwiseParallel(),
-    "down": RowwiseParallel(),
-}
+RATES = [lr for _, lr in AISLES.values()]
 # The dimension of the weight that TP cuts.
 TP_DIM = {"qkv": 0, "out": 1, "up": 0, "down": 1}
 
 
 class Block(nn.Module):
-    """The matrices of a transformer block. Nobody computes a loss here."""
+    """The matrices of a transformer block. The gradients will be random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,138 +173,162 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
 
-def build(mesh: DeviceMesh | None) -> nn.ModuleList:
-    """The model, equal on every rank; cut by TP and FSDP2 where there is a ``mesh``."""
+def build(mesh: DeviceMesh | None) -> list[dict[str, Any]]:
+    """The parameter groups of the model, equal on every rank; sharded if there is a ``mesh``."""
     torch.manual_seed(0)
     blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+    styles = (ColwiseParallel(), RowwiseParallel())
+    plan = {kind: styles[dim] for kind, dim in TP_DIM.items()}
     for block in blocks if mesh is not None else ():
-        parallelize_module(block, mesh["tp"], TP_PLAN)
+        parallelize_module(block, mesh["tp"], plan)
         fully_shard(block, mesh=mesh["dp"])
-    return blocks
+
+    def named(kinds: tuple[str, ...]) -> list[tuple[str, nn.Parameter]]:
+        pairs = (
+            (f"{i}.{kind}", block) for i, block in enumerate(blocks) for kind in kinds
+        )
+        return [(name, getattr(block, name[2:]).weight) for name, block in pairs]
+
+    return [{"params": named(kinds), "lr": lr} for kinds, lr in AISLES.values()]
 
 
-def aisles_of(blocks: nn.ModuleList) -> list[dict[str, Any]]:
-    """The parameter groups, as an optimizer takes them: names and parameters."""
-    return [
-        {
-            "params": [
-                (f"{i}.{kind}", getattr(block, kind).weight)
-                for i, block in enumerate(blocks)
-                for kind in kinds
-            ],
-            "lr": lr,
-        }
-        for kinds, lr in AISLES.values()
-    ]
-
-
-def layouts_of(grid: Grid) -> list[Layout]:
-    """Where the shards of each matrix are, in the optimizer's order."""
-    world = len(grid.ranks)
+def layouts_of() -> list[Layout]:
+    """The layout of each matrix, in the optimizer's order."""
+    world = len(RANKS)
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        mesh = init_device_mesh("cpu", grid, mesh_dim_names=("dp", "tp"))
-        named = [pair for aisle in aisles_of(build(mesh)) for pair in aisle["params"]]
+        mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+        pairs = [pair for group in build(mesh) for pair in group["params"]]
         reader = DTensorLayouts()
-        return [
-            layout
-            for i, (name, param) in enumerate(named)
-            for layout in reader.of(Key(i, 0, name), param)
-        ]
+        keyed = ((Key(i, 0, name), param) for i, (name, param) in enumerate(pairs))
+        return [layout for key, param in keyed for layout in reader.of(key, param)]
     finally:
         dist.destroy_process_group()
 
 
+def print_shards(layouts: list[Layout]) -> None:
+    named = {layout.key.name: layout for layout in layouts}
+    for name in ("0.qkv", "0.out"):
+        layout = named[name]
+        rows, columns = layout.shape
+        print(f"{name} is {rows} x {columns}: {layout.source}")
+        for rank in RANKS:
+            (region,) = layout.shards.of(rank)
+            rows = f"rows {region.row} to {region.row + region.height - 1}"
+            last = region.column + region.width - 1
+            print(f"  rank {rank}  {rows:14}  columns {region.column} to {last}")
+
+
 # %% tags=["active-ipynb"]
-# layouts = layouts_of(GRID)
-# tables.print_shards(layouts)
+# layouts = layouts_of()
+# print_shards(layouts)
 
 # %% [markdown]
-# ## 3. Who owns what
+# ## 3. The owners
 #
-# Each matrix gets one *owner*. Only the owner orthogonalizes it. Any rank of the grid
-# can be one, wherever it stands.
+# Each matrix gets one *owner*. Only the owner orthogonalizes it. Any rank of the grid can be an owner.
 #
-# The matrix with the most work is given away first, each to the rank that has the
-# least work so far. Work is counted in floating-point operations (FLOPs) of
-# Newton-Schulz, the iteration that orthogonalizes. Every rank computes this for itself,
-# and all come to the same answer.
+# The engine assigns the matrix with the most work first, and each matrix to the rank with the least
+# work so far. It counts the floating-point operations (FLOPs) of Newton-Schulz, the iteration that
+# orthogonalizes. Every rank computes the owners for itself, and all ranks get the same answer.
+
+
+# %%
+def print_owners(layouts: list[Layout], owners: list[int]) -> None:
+    work: Counter[int] = Counter()
+    names: dict[int, list[str]] = {rank: [] for rank in RANKS}
+    for layout, owner in zip(layouts, owners):
+        work[owner] += newton_schulz_flops(layout.shape)
+        names[owner].append(layout.key.name)
+    mean = work.total() / len(RANKS)
+    print("rank  owns                  its work (1.00 is an equal share)")
+    for rank in RANKS:
+        share = work[rank] / mean
+        bar = "#" * round(30 * share)
+        print(f"{rank:4}  {' '.join(names[rank]):20}  {share:.2f}  {bar}")
+
 
 # %% tags=["active-ipynb"]
 # owners = assign_owners(layouts)
-# tables.print_owners(layouts, owners)
+# print_owners(layouts, owners)
 
 # %% [markdown]
 # ## 4. The schedule
 #
-# The matrices do not travel one by one, and not all at once, but in *buckets*. In a
-# bucket, each owner has about the same work. A bucket has two collectives, each of them
-# one `all_to_all_single` over all ranks:
+# The engine sends the matrices in *buckets*: neither one by one, nor all at once. In a bucket, each
+# owner has about the same work. A bucket has two collectives, each of them one `all_to_all_single` over
+# all ranks:
 #
-# - the *gather*: every rank sends each owner its shards, rounded to bfloat16;
+# - the *gather*: every rank sends its shards, rounded to bfloat16, to their owners;
 # - the *scatter*: every owner sends each rank its regions of the results.
 #
-# The schedule follows from layouts and owners alone. It is made once, before the first
-# step.
+# The schedule follows from layouts and owners alone. The engine makes it once, before the first step.
 #
-# What is the least that has to be sent? An owner lacks what it does not hold itself.
-# Each other rank lacks its part of the result. The schedule sends just that.
+# A step cannot send less than this: an owner receives the shards that it lacks, and each other rank
+# receives its part of the result. The schedule sends exactly that.
 
 
 # %%
-def sent_by(schedule: Schedule, bucket: Bucket, rank: int) -> dict[str, list[int]]:
-    """Bytes that ``rank`` sends each of the ranks in the two collectives of a bucket."""
-    packs = schedule.packs(bucket, rank)
-    sent = {"gather": packs.gather_send, "scatter": packs.scatter_send}
-    width = NS_DTYPE.itemsize
-    return {what: [n * width for n in pack.splits] for what, pack in sent.items()}
+def sent_by(schedule: Schedule, rank: int) -> int:
+    """The bytes that ``rank`` sends in a step."""
+    packs = [schedule.packs(bucket, rank) for bucket in schedule.buckets]
+    elements = sum(
+        sum(p.gather_send.splits) + sum(p.scatter_send.splits) for p in packs
+    )
+    return elements * NS_DTYPE.itemsize
 
 
-def lower_bound(schedule: Schedule, rank: int) -> int:
-    """Bytes that ``rank`` has to send: its shards to owners; as an owner, the rest."""
+def least_bytes(schedule: Schedule, rank: int) -> int:
+    """Its shards to their owners; as an owner, the rest of each result."""
     elements = 0
     for layout, owner in zip(schedule.layouts, schedule.owners):
-        own = sum(region.numel for region in layout.shards.of(rank))
+        own = layout.shards.numel_of(rank)
         elements += layout.numel - own if owner == rank else own
     return elements * NS_DTYPE.itemsize
 
 
-def digest(schedule: Schedule) -> str:
-    """A fingerprint, by which the eight processes compare their schedules."""
-    return hashlib.sha256(repr(schedule).encode()).hexdigest()[:12]
+def print_schedule(schedule: Schedule) -> None:
+    buckets = "".join(f"bucket {bucket.index:<5}" for bucket in schedule.buckets)
+    print(f"rank  {buckets}{'bytes sent':>12}{'least':>8}")
+    for rank in RANKS:
+        owned = (bucket.matrices for bucket in schedule.buckets)
+        cells = (
+            " ".join(
+                schedule.layouts[m].key.name for m in ms if schedule.owners[m] == rank
+            )
+            for ms in owned
+        )
+        row = "".join(f"{cell:12}" for cell in cells)
+        print(
+            f"{rank:4}  {row}{sent_by(schedule, rank):12}{least_bytes(schedule, rank):8}"
+        )
 
 
 # %% tags=["active-ipynb"]
 # schedule = make_schedule(layouts, owners, NS_DTYPE)
-# tables.print_buckets(schedule)
-# tables.print_bytes(schedule, sent_by, lower_bound)
+# print_schedule(schedule)
 
 # %% [markdown]
 # ## 5. The long way
 #
-# Now the blueprint's own route, with plain collectives. It belongs to ZeRO-1: the state
-# of the optimizer is cut over DP, but not matrix by matrix.
+# The blueprint's own route uses plain collectives. It belongs to ZeRO-1: DP cuts the state of the
+# optimizer, but not matrix by matrix.
 #
-# - A rank's TP slices are laid end to end in a *virtual buffer*. It is virtual because
-#   no rank stores all of it. Each parameter group has one (an *aisle*, `buffer_idx`).
-# - The buffer is filled into *buckets* (*pallets*, `bucket_idx`). Each bucket is cut
-#   into equal runs, one for each member of the DP group. A rank stores its run.
-# - The *master schedule* (`dist_meta`) says where each matrix is. Here it is a list of
-#   entries.
+# - A *virtual buffer* has a rank's TP slices end to end. It is virtual because no rank stores all of it.
+#   Each parameter group has one (an *aisle*, `buffer_idx`).
+# - The slices fill *buckets* (*pallets*, `bucket_idx`) of the buffer. Each bucket is cut into equal runs,
+#   one for each member of the DP group. A rank stores its run.
+# - The *master schedule* (`dist_meta`) says where each matrix is. Here it is a list of entries.
 #
-# A run does not care where a matrix ends. It may begin in the middle of one.
-#
-# The route is the blueprint's. Momentum, learning rate and the rest are those of the
-# Muon here, so that we can compare.
+# A run ignores where a matrix ends. It may start in the middle of a matrix.
 
 
 # %%
 class Entry(NamedTuple):
-    """One line of the master schedule: where a matrix's TP slice stands."""
+    """One line of the master schedule: the place of a matrix's TP slice."""
 
     name: str
-    aisle: int
-    bucket: int
+    bucket: tuple[int, int]  # aisle and number
     start: int  # first element within the bucket
     shape: tuple[int, int]  # of the TP slice
     tp_dim: int
@@ -366,321 +338,478 @@ class Entry(NamedTuple):
         return self.start + math.prod(self.shape)
 
 
-BUCKET = 12288  # elements, unless one slice alone has more
+BUCKET = 12288  # elements
 
 
-def master_plan(layouts: list[Layout], grid: Grid) -> list[Entry]:
+def master_schedule(layouts: list[Layout]) -> list[Entry]:
     entries: list[Entry] = []
     for layout in layouts:
-        kind = layout.key.name.split(".")[1]
+        kind = layout.key.name[2:]
         aisle = [kind in kinds for kinds, _ in AISLES.values()].index(True)
-        shape = list(layout.shape)
-        shape[TP_DIM[kind]] //= grid.tp
-        bucket = start = 0
-        if entries and entries[-1].aisle == aisle:
-            bucket, start = entries[-1].bucket, entries[-1].stop
-        if start and start + math.prod(shape) > BUCKET:
-            bucket, start = bucket + 1, 0
-        entries.append(
-            Entry(layout.key.name, aisle, bucket, start, tuple(shape), TP_DIM[kind])
-        )
+        rows, columns = layout.shape
+        tp_dim = TP_DIM[kind]
+        shape = (rows, columns // TP) if tp_dim else (rows // TP, columns)
+        number = start = 0
+        if entries and entries[-1].bucket[0] == aisle:
+            number, start = entries[-1].bucket[1], entries[-1].stop
+        if start + math.prod(shape) > BUCKET:
+            number, start = number + 1, 0
+        entries.append(Entry(layout.key.name, (aisle, number), start, shape, tp_dim))
     return entries
 
 
-def bucket_sizes(entries: list[Entry], grid: Grid) -> dict[tuple[int, int], int]:
-    """The elements of each bucket, filled up to a multiple of the DP group's size."""
-    filled = {(entry.aisle, entry.bucket): entry.stop for entry in entries}
-    return {key: -(-stop // grid.dp) * grid.dp for key, stop in filled.items()}
-
-
-def run_of(entry: Entry, row: int, buckets: dict, grid: Grid) -> tuple[int, int]:
-    """From where to where the DP group's member ``row`` stores the slice, flattened."""
-    length = buckets[entry.aisle, entry.bucket] // grid.dp
+def run_of(entry: Entry, row: int) -> slice:
+    """The part of a flattened slice in the run of the DP group's member ``row``."""
+    length = BUCKET // DP  # all buckets are full here; others would need padding
     first = max(entry.start, row * length) - entry.start
     last = min(entry.stop, (row + 1) * length) - entry.start
-    return (first, last) if first < last else (0, 0)
+    return slice(first, max(first, last))
+
+
+def print_virtual_buffer(entries: list[Entry]) -> None:
+    print(
+        f"{len({e.bucket for e in entries})} buckets of {DP} runs of {BUCKET // DP} elements"
+    )
+    for entry in entries[:4]:
+        size = " x ".join(map(str, entry.shape))
+        runs = ((row, run_of(entry, row)) for row in range(DP))
+        parts = (
+            f"dp {row}: {r.start} to {r.stop - 1}"
+            for row, r in runs
+            if r.start < r.stop
+        )
+        print(
+            f"  {entry.name}  bucket {entry.bucket}  slice {size:8}  {'; '.join(parts)}"
+        )
 
 
 # %% tags=["active-ipynb"]
-# entries = master_plan(layouts, GRID)
-# buckets = bucket_sizes(entries, GRID)
-# stored = partial(run_of, buckets=buckets, grid=GRID)
-# tables.print_virtual_buffer(entries, buckets, list(AISLES), GRID.dp, stored)
+# entries = master_schedule(layouts)
+# print_virtual_buffer(entries)
 
 # %% [markdown]
-# This is the journey. Steps 1 and 2 communicate, steps 4 and 5 only slice:
+# The journey has five steps. Steps 1 and 2 communicate, steps 4 and 5 only slice:
 #
-# 1. **DP gather.** `all_gather` each bucket over the DP group. Now each rank has all of
-#    its TP slices.
-# 2. **TP gather.** `all_gather` a slice over the TP group. Now each rank of the TP
-#    group has the whole matrix.
+# 1. **DP gather.** `all_gather` each bucket over the DP group. Now each rank has all of its TP slices.
+# 2. **TP gather.** `all_gather` a slice over the TP group. Now each rank of the TP group has the matrix.
 # 3. **Run the math.** Each of them orthogonalizes it.
 # 4. **TP shard.** Keep the TP slice, drop the rest.
 # 5. **DP shard.** Keep the run, drop the rest.
 #
-# A rank takes steps 2 to 5 for the matrices of which it stores a part.
+# A rank takes steps 2 to 5 for each matrix of which its run has a part.
 #
-# Why is the DP gather bucketed, but not the TP gather? Each call has a fixed cost, its
-# latency. Between machines that is high, so many small ones share one call. Inside a
-# machine it is low. And one by one, only one whole matrix is in memory at a time.
+# The DP gather is bucketed, and the TP gather is not. Each call has a fixed cost, its latency. Between
+# machines the latency is high, so many small messages share one call. Inside a machine it is low, and
+# with one call per matrix only one whole matrix is in memory at a time.
 #
-# In short, with the numbers of the steps; all of it is `LongWay`, in
-# `blueprint_long_way.py`:
-#
-#     dist.all_gather(runs, run, group=dp_group)          # 1, of a bucket
-#     tp_slice = torch.cat(runs)[start:stop].view(shape)
-#     dist.all_gather(slices, tp_slice, group=tp_group)   # 2
-#     matrix = torch.cat(slices, dim=tp_dim)
-#     update = newton_schulz(matrix)                      # 3
-#     update_slice = update.chunk(tp, dim=tp_dim)[column] # 4
-#     update_run = update_slice.flatten()[first:last]     # 5
+# Momentum, learning rate and the rest are those of the Muon here, so that both ways can be compared.
+
+
+# %%
+class LongWay:
+    """Muon by the blueprint's route. ``params`` and ``momentum`` are this rank's runs."""
+
+    def __init__(
+        self, whole: dict[str, Tensor], entries: list[Entry], mesh: DeviceMesh
+    ):
+        self.entries = entries
+        self.row, self.column = mesh.get_coordinate()
+        self.dp_group, self.tp_group = mesh.get_group("dp"), mesh.get_group("tp")
+        self.params = {e.name: self.shard(whole[e.name], e).clone() for e in entries}
+        self.momentum = {n: torch.zeros_like(p) for n, p in self.params.items()}
+        self.calls: Counter[str] = Counter()
+        self.sent = 0
+        self.journey: list[str] = []
+
+    def shard(self, matrix: Tensor, entry: Entry) -> Tensor:
+        """TP shard, then DP shard."""
+        tp_slice = matrix.chunk(TP, dim=entry.tp_dim)[self.column]
+        return tp_slice.reshape(-1)[run_of(entry, self.row)]
+
+    def step(self, grads: dict[str, Tensor], hyper: dict[str, Any]) -> None:
+        mu = hyper["momentum"]
+        runs: dict[str, Tensor] = {}
+        for entry in self.entries:
+            grad = self.shard(grads[entry.name], entry)
+            momentum = self.momentum[entry.name].lerp_(grad, 1 - mu)
+            # Nesterov looks ahead along the gradient. The ranks exchange bfloat16.
+            runs[entry.name] = torch.lerp(grad, momentum, mu).bfloat16()
+        slices: dict[str, Tensor] = {}
+        for key in dict.fromkeys(entry.bucket for entry in self.entries):
+            inside = [entry for entry in self.entries if entry.bucket == key]
+            # 1. DP gather
+            run = torch.cat([runs[entry.name] for entry in inside])
+            bucket = self.all_gather("DP gather", run, self.dp_group).flatten()
+            slices |= {e.name: bucket[e.start : e.stop].view(e.shape) for e in inside}
+        for entry in self.entries:
+            if runs[entry.name].numel():
+                self.update(entry, runs[entry.name], slices[entry.name], hyper)
+
+    def update(self, entry: Entry, run: Tensor, tp_slice: Tensor, hyper: dict) -> None:
+        # 2. TP gather
+        slices = self.all_gather("TP gather", tp_slice, self.tp_group)
+        matrix = torch.cat(list(slices), dim=entry.tp_dim)
+        # 3. Run the math
+        coefficients, steps = hyper["ns_coefficients"], hyper["ns_steps"]
+        update = orthogonalize(matrix, coefficients, steps, hyper["eps"])
+        self.calls["Newton-Schulz"] += 1
+        # 4. TP shard, 5. DP shard
+        update_run = self.shard(update, entry)
+
+        lr, param = RATES[entry.bucket[0]], self.params[entry.name]
+        param.mul_(1 - lr * hyper["weight_decay"])
+        # The scale is that of the whole matrix, not of the run.
+        rows, columns = matrix.shape
+        param.add_(update_run, alpha=-lr * math.sqrt(max(1, rows / columns)))
+        shapes = [tuple(t.shape) for t in (run, tp_slice, matrix, tp_slice, update_run)]
+        self.journey = self.journey or list(map(str, shapes))
+
+    def all_gather(self, what: str, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        gathered = tensor.new_empty((group.size(), *tensor.shape))
+        dist.all_gather(list(gathered), tensor.contiguous(), group=group)
+        self.calls[what] += 1
+        self.sent += tensor.nbytes * (group.size() - 1)
+        return gathered
+
 
 # %% [markdown]
 # ## 6. Eight processes
 #
-# Now for real. In each process, a job takes three steps with the same gradients, four
-# times over: alone, with the whole matrices; with the engine, at two settings; and by
-# the long way. What comes out alone has to come out each time, bit for bit.
+# In each process, a job takes three steps with the same gradients, four times over: alone, with the
+# whole matrices; with the engine, at two settings; and by the long way. All of them must end with the
+# same bits as the process alone.
 #
-# `overheard` listens at the engine's doors: it wraps some of its functions from
-# outside, and notes when they are called. `Meter` counts Newton-Schulz calls and bytes.
-#
-# Each process has one thread. What waits does not wait forever.
+# `overheard` wraps some methods of the engine from outside, and notes when it calls them. `SentBytes`
+# counts the bytes of its collectives.
 
 # %%
 STEPS = 3
 AHEAD = (0, 1)  # values of prefetch_count
 
 
-def report_of(mesh: DeviceMesh) -> dict[str, Any]:
-    """What one rank has to tell."""
-    grid = Grid(*mesh.shape)
+class SentBytes(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "alltoall_base_" in str(func):
+            packed, splits = args[1], args[4]
+            self.count += (sum(splits) - splits[dist.get_rank()]) * packed.itemsize
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def overheard(events: list[str]):
+    """Notes G0 (gather 0 starts), g0 (wait for it), S0 and s0 (scatter), <name> (Newton-Schulz)."""
+    on_its_way: dict[int, str] = {}
+
+    def starts(sign: str):
+        def note(bucket: LocalBucket, *_: Any) -> None:
+            on_its_way[bucket.bucket.index] = sign
+            events.append(f"{sign}{bucket.bucket.index}")
+
+        return note
+
+    def waits(bucket: LocalBucket) -> None:
+        index = bucket.bucket.index
+        events.append(f"{on_its_way.pop(index).lower()}{index}")
+
+    def orthogonalizes(_: Pipeline, bucket: LocalBucket, batch: Any) -> None:
+        events.extend(f"<{matrix.layout.key.name}>" for matrix in batch)
+
+    def listening(owner: type, method: str, note: Any) -> Any:
+        original = getattr(owner, method)
+
+        def noted(*args: Any) -> Any:
+            note(*args)
+            return original(*args)
+
+        return mock.patch.object(owner, method, noted)
+
+    with ExitStack() as stack:
+        for owner, method, note in (
+            (LocalBucket, "start_gather", starts("G")),
+            (LocalBucket, "start_scatter", starts("S")),
+            (LocalBucket, "wait", waits),
+            (Pipeline, "orthogonalize_batch", orthogonalizes),
+        ):
+            stack.enter_context(listening(owner, method, note))
+        yield
+
+
+def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
+    """The same on every rank."""
+    seed = zlib.crc32(f"{name} {step}".encode())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """``whole``, sharded as ``tensor`` is."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    mesh, shard = tensor.device_mesh, tensor.to_local().shape
     row, column = mesh.get_coordinate()
+    tp_dim = int(shard[1] < whole.shape[1])
+    local = whole.chunk(TP, dim=tp_dim)[column].chunk(DP)[row].contiguous()
+    return DTensor.from_local(local, mesh, tensor.placements, run_check=False)
 
-    def shard(name: str, matrix: Tensor) -> Tensor:
-        """Cuts as FSDP2 does: TP shard, then some rows of that."""
-        tp_slice = matrix.chunk(grid.tp, dim=TP_DIM[name.split(".")[1]])[column]
-        return tp_slice.chunk(grid.dp, dim=0)[row].contiguous()
 
-    alone = Muon(aisles_of(build(None)))
-    start = {name: p.detach().clone() for name, p in matrices_of(alone).items()}
-    for step in range(STEPS):
-        take_step(alone, step, lambda name, matrix: matrix)
-    whole = values_of(alone)
-    expected = {n: tuple(shard(n, t) for t in pair) for n, pair in whole.items()}
+def matrices_of(muon: Muon) -> dict[str, nn.Parameter]:
+    groups = muon.param_groups
+    return {n: p for g in groups for n, p in zip(g["param_names"], g["params"])}
 
-    engines, differs = {}, {}
-    for ahead in AHEAD:
-        config = create_dtensor_config(prefetch_count=ahead)
-        muon = Muon(aisles_of(build(mesh)), distributed_config=config)
-        meter = Meter(muon)
-        for step in range(STEPS):
-            events: list[tables.Event] = []
-            with overheard(events):
-                take_step(muon, step, shard)
-        engines[ahead] = {
-            "owned": muon.assignments[dist.get_rank()],
-            "schedule": digest(muon._engine.schedule),
-            "calls": meter.newton_schulz / STEPS,
-            "sent": sum(meter.wire.bytes.values()) / STEPS,
-            "other": dict(meter.wire.other),
-            "events": events,
-        }
-        way = f"engine, prefetch_count={ahead}"
-        differs[way] = first_difference(values_of(muon), expected)
 
-    entries = master_plan(list(muon._engine.schedule.layouts), grid)
-    buckets = bucket_sizes(entries, grid)
-    stores = partial(run_of, buckets=buckets, grid=grid)
-    long = LongWay(
-        start, entries, buckets, stores, [lr for _, lr in AISLES.values()], mesh
-    )
-    for step in range(STEPS):
-        grads = {name: gradient(name, p.shape, step) for name, p in start.items()}
-        long.step(grads, alone.defaults)
-    runs = {s.name: tuple(long.shard(t, s) for t in whole[s.name]) for s in entries}
-    stored = {name: (p, long.momentum[name]) for name, p in long.params.items()}
-    differs["the long way"] = first_difference(stored, runs)
+def take_step(muon: Muon, step: int) -> None:
+    for name, param in matrices_of(muon).items():
+        param.grad = like(gradient(name, param.shape, step), param)
+    muon.step()
+
+
+def values_of(muon: Muon) -> dict[str, tuple[Tensor, Tensor]]:
     return {
-        "groups": [
-            dist.get_process_group_ranks(group)
-            for group in (long.dp_group, long.tp_group)
-        ],
-        "engine": engines,
-        "long calls": {what: count / STEPS for what, count in long.calls.items()},
-        "long sent": long.sent.total() / STEPS,
-        "journey": long.journey,
-        "differs": differs,
+        name: (param.detach(), muon.state[param]["momentum_buffer"])
+        for name, param in matrices_of(muon).items()
     }
 
 
+def report_of(mesh: DeviceMesh, entries: list[Entry]) -> dict[str, Any]:
+    """The figures of one rank. ``differing`` has the matrices that are not bitwise equal."""
+    alone = Muon(build(None))
+    start = {name: p.detach().clone() for name, p in matrices_of(alone).items()}
+    for step in range(STEPS):
+        take_step(alone, step)
+    expected = values_of(alone)
+    report: dict[str, Any] = {"differing": {}, "events": {}, "sent": {}}
+    for ahead in AHEAD:
+        config = create_dtensor_config(prefetch_count=ahead)
+        muon = Muon(build(mesh), distributed_config=config)
+        events: list[str] = []
+        with overheard(events), SentBytes() as sent:
+            for step in range(STEPS):
+                take_step(muon, step)
+        report["events"][ahead] = events[: len(events) // STEPS]
+        report["sent"][ahead] = sent.count // STEPS
+        report["differing"][f"the engine, prefetch_count={ahead}"] = [
+            name
+            for name, pair in values_of(muon).items()
+            for mine, whole in zip(pair, expected[name])
+            if not torch.equal(mine.to_local(), like(whole, mine).to_local())
+        ]
+    report["owned"] = muon.assignments[dist.get_rank()]
+
+    long = LongWay(start, entries, mesh)
+    for step in range(STEPS):
+        grads = {name: gradient(name, p.shape, step) for name, p in start.items()}
+        long.step(grads, alone.defaults)
+    report["differing"]["the long way"] = [
+        entry.name
+        for entry in entries
+        for mine, whole in zip((long.params, long.momentum), expected[entry.name])
+        if not torch.equal(mine[entry.name], long.shard(whole, entry))
+    ]
+    report["long calls"] = {what: n // STEPS for what, n in long.calls.items()}
+    report["long sent"], report["journey"] = long.sent // STEPS, long.journey
+    groups = long.dp_group, long.tp_group
+    report["groups"] = [dist.get_process_group_ranks(group) for group in groups]
+    return report
+
+
+def work(rank: int, entries: list[Entry], folder: str) -> None:
+    torch.set_num_threads(1)  # equal bits need equal sums
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=len(RANKS),
+        timeout=timedelta(seconds=60),
+    )
+    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+    torch.save(report_of(mesh, entries), f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+def run_processes(job: Any, entries: list[Entry]) -> list[dict[str, Any]]:
+    """Runs ``job`` on eight processes. Returns their reports."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(job, (entries, folder), nprocs=len(RANKS))
+        files = (f"{folder}/{rank}" for rank in RANKS)
+        return [torch.load(file, weights_only=False) for file in files]
+
+
 # %% [markdown]
-# In a notebook there is a catch. A spawned process is a fresh Python. It imports the
-# function that it is to run, and it cannot import one from a notebook. So the job comes
-# from the file, `blueprint.py`. What you change in the cell above has no effect on it.
+# A notebook has a catch here. A spawned process is a fresh Python that imports the function to run, and
+# it cannot import a function from a notebook. So the job comes from the file, `blueprint.py`. A change
+# in the cell above has no effect on it.
 
 # %% tags=["active-ipynb"]
 # import blueprint
 #
-# reports = run(blueprint.report_of, *GRID)
+# reports = run_processes(blueprint.work, blueprint.master_schedule(layouts))
 
 # %% [markdown]
-# ## 7. The long way, counted
+# ## 7. The cost of both ways
 #
-# First the sizes of rank 0's first matrix on its journey. Then what each way costs. The
-# engine's bytes are metered as it sends them. Those of the long way are counted: what
-# each of its calls has to send, by the sizes of its tensors.
+# The first lines show the shapes of rank 0's first matrix on its journey. The table compares the ways.
+# The bytes are those of the calls that the ranks made. The last row is calculated: it is the long way
+# if DP cut each matrix by rows, as FSDP2 does. Every rank would then have a part of every matrix, and
+# orthogonalize them all.
 #
-# A third way is not run at all: the long way, if DP cut each matrix by rows, as
-# FSDP2 does. Every rank would have a part of every matrix, and orthogonalize them all.
-#
-# What comes after the optimizer is in none of them. ZeRO-1 has to gather the changed
-# weights, and so has FSDP2, before the next forward pass.
+# The table leaves out the work after the optimizer. ZeRO-1 and FSDP2 must gather the changed weights
+# before the next forward pass.
 
 
 # %%
-def ways(
-    reports: list[dict[str, Any]], schedule: Schedule, entries: list[Entry], grid: Grid
-) -> list[tables.Way]:
-    engine = [report["engine"][AHEAD[-1]] for report in reports]
-    long = [report["long calls"] for report in reports]
+def print_ways(reports: list[dict], schedule: Schedule, entries: list[Entry]) -> None:
+    names = ("its run", "DP gather", "TP gather", "TP shard", "DP shard")
+    print(" -> ".join(map("{} {}".format, names, reports[0]["journey"])))
+    least = sum(least_bytes(schedule, rank) for rank in RANKS)
     elements = sum(math.prod(entry.shape) for entry in entries)
-    by_rows = elements // grid.dp * (grid.dp - 1) + elements * (grid.tp - 1)
-    return [
-        tables.Way(
-            "the engine",
-            [rank["calls"] for rank in engine],
-            sum(rank["sent"] for rank in engine),
+    by_rows = elements // DP * (DP - 1) + elements * (TP - 1)
+    long = [report["long calls"] for report in reports]
+    events = [report["events"][1] for report in reports]
+    rows = {
+        "the engine": (
+            [sum(event.startswith("<") for event in each) for each in events],
+            sum(report["sent"][1] for report in reports),
             2 * len(schedule.buckets),
         ),
-        tables.Way(
-            "the long way",
+        "the long way": (
             [rank["Newton-Schulz"] for rank in long],
             sum(report["long sent"] for report in reports),
             max(rank["DP gather"] + rank["TP gather"] for rank in long),
         ),
-        tables.Way(
-            "the long way, cut by rows",
-            [len(entries)] * len(reports),
-            len(reports) * by_rows * torch.bfloat16.itemsize,
-            len(bucket_sizes(entries, grid)) + len(entries),
+        "the long way, cut by rows": (
+            [len(entries)] * len(RANKS),
+            len(RANKS) * by_rows * NS_DTYPE.itemsize,
+            len({entry.bucket for entry in entries}) + len(entries),
         ),
-    ]
-
-
-def print_ways(
-    reports: list[dict[str, Any]], schedule: Schedule, entries: list[Entry], grid: Grid
-) -> None:
-    least = sum(lower_bound(schedule, rank) for rank in grid.ranks)
-    tables.print_ways(
-        reports[0]["journey"], ways(reports, schedule, entries, grid), least
-    )
+    }
+    heads = ("Newton-Schulz", "busiest rank", "bytes sent", "x least", "collectives")
+    print(f"\n{'a step':26}" + "".join(f"{head:>14}" for head in heads))
+    for name, (calls, sent, collectives) in rows.items():
+        cells = (sum(calls), max(calls), sent, f"{sent / least:.2f}", collectives)
+        print(f"{name:26}" + "".join(f"{cell:>14}" for cell in cells))
 
 
 # %% tags=["active-ipynb"]
-# print_ways(reports, schedule, entries, GRID)
+# entries = master_schedule(layouts)
+# print_ways(reports, schedule, entries)
 
 # %% [markdown]
-# ## 8. The engine's step, as it happened
+# ## 8. A step of the engine
 #
-# `prefetch_count` says how many later gathers are on their way while a bucket is
-# orthogonalized. With 0, the next gather starts only when a bucket's results are on
-# their way. With 1, bucket 1 travels while bucket 0 is computed. In brackets is what is
-# on its way: G is a gather, S a scatter.
+# `prefetch_count` is the number of later gathers in flight while the owners orthogonalize a bucket. With
+# 0, the next gather starts only after a bucket's results were sent. With 1, bucket 1 is on its way
+# while the owners compute bucket 0.
+#
+# G0 means that gather 0 starts, g0 that the rank waits for it. S0 and s0 are the scatter. <0.up> is
+# Newton-Schulz.
+
+
+# %%
+def print_events(reports: list[dict]) -> None:
+    for ahead in AHEAD:
+        print(f"prefetch_count={ahead}")
+        for rank, report in enumerate(reports):
+            print(f"  rank {rank}  {' '.join(report['events'][ahead])}")
+
 
 # %% tags=["active-ipynb"]
-# tables.print_events(reports)
+# print_events(reports)
 
 # %% [markdown]
 # ## 9. The proof
 #
-# Equal gradients have to give equal bits. How can they, with so much cut and moved?
+# Equal gradients must give equal bits, although the ranks cut and sent so much. Four facts make it so:
 #
 # - Momentum works element by element, wherever an element is stored.
-# - What travels is rounded to bfloat16. Newton-Schulz reads bfloat16 anyway, so this
-#   rounds earlier, but not more.
+# - The ranks exchange bfloat16. Newton-Schulz reads bfloat16 anyway, so this rounds earlier, but not
+#   more.
 # - The whole matrix goes through the same function as on one process.
 # - The learning rate is scaled by the shape of the matrix, never by that of a shard.
 #
-# All of this holds for the long way as well.
+# The same holds for the long way.
 
 
 # %%
-def problems_in(
-    reports: list[dict[str, Any]], schedule: Schedule, grid: Grid
-) -> list[str]:
-    """What does not hold, in words."""
-    found = [
-        f"rank {rank}: {way}: {differs}"
-        for rank, report in enumerate(reports)
-        for way, differs in report["differs"].items()
-        if differs
-    ]
-    for rank, report in enumerate(reports):
-        if report["groups"] != [grid.dp_group(rank), grid.tp_group(rank)]:
-            found.append(f"rank {rank}: its groups are {report['groups']}")
-        owned = [i for i, owner in enumerate(schedule.owners) if owner == rank]
-        sent = sum(
-            sum(packets)
-            for bucket in schedule.buckets
-            for packets in sent_by(schedule, bucket, rank).values()
+def prove(reports: list[dict], schedule: Schedule) -> list[str]:
+    """Prints the proof. Returns the facts that do not hold, in words."""
+    problems = []
+    print(f"{STEPS} steps, {len(schedule.layouts)} matrices, {len(RANKS)} ranks")
+    for way in reports[0]["differing"]:
+        wrong = sorted(
+            {name for report in reports for name in report["differing"][way]}
         )
-        for ahead, engine in report["engine"].items():
-            where = f"rank {rank}, prefetch_count={ahead}"
-            if engine["schedule"] != digest(schedule) or engine["owned"] != owned:
-                found.append(f"{where}: another schedule than that of chapter 4")
-            if engine["calls"] != len(owned):
-                found.append(f"{where}: {engine['calls']} Newton-Schulz calls")
-            if engine["sent"] != sent or engine["other"]:
-                found.append(f"{where}: {engine['sent']} bytes and {engine['other']}")
-    if not tables.same_launches(reports):
-        found.append("the ranks start their collectives in different orders")
-    return found
+        print(f"  {way:28} bitwise equal: {'NO' if wrong else 'yes'}")
+        problems += [f"{way}: {name} differs" for name in wrong]
+    for rank, report in enumerate(reports):
+        if report["groups"] != [dp_group(rank), tp_group(rank)]:
+            problems.append(f"rank {rank}: its groups are {report['groups']}")
+        owned = [i for i, owner in enumerate(schedule.owners) if owner == rank]
+        names = {f"<{schedule.layouts[i].key.name}>" for i in owned}
+        for ahead, events in report["events"].items():
+            if report["owned"] != owned or {e for e in events if e[0] == "<"} != names:
+                problems.append(f"rank {rank}: other owners than those of chapter 3")
+            if report["sent"][ahead] != sent_by(schedule, rank):
+                problems.append(f"rank {rank}: sends {report['sent'][ahead]} bytes")
+    for ahead in AHEAD:
+        launches = {
+            tuple(event for event in report["events"][ahead] if event[0] in "GS")
+            for report in reports
+        }
+        if len(launches) > 1:
+            problems.append("the ranks start their collectives in different orders")
+    print(
+        f"  the ranks did what chapters 1 to 4 calculated: {'NO' if problems else 'yes'}"
+    )
+    return problems
 
 
 # %% tags=["active-ipynb"]
-# problems = problems_in(reports, schedule, GRID)
-# tables.print_proof(reports, len(layouts), STEPS, problems)
+# problems = prove(reports, schedule)
 
 # %% [markdown]
 # ## 10. The blueprint's words and ours
 #
-# The files are in `torch/optim/_muon_engine/`. "There" is the [proof of concept][poc]
-# that the blueprint explains and repairs.
+# The files are in `torch/optim/_muon_engine/`. "There" is the [proof of concept][poc] that the blueprint
+# explains and repairs.
+#
+# | there | here | difference |
+# |---|---|---|
+# | `dist_group`, `tp_group` | one group of a matrix's holders (process_groups.py: spanning_group) | There, pieces cross two groups in sequence. Here they cross one, which spans the grid. |
+# | `param_groups`, `buffer_idx` (aisles) | the matrices that the same ranks hold (schedule/buckets.py: families) | There, each parameter group has a buffer. Here a bucket takes matrices of several parameter groups. |
+# | buckets, `bucket_idx` (pallets) | buckets (schedule/packs.py: Bucket) | There, the order of the parameters fills a bucket. Here each owner has work in each bucket. |
+# | `dist_meta` (master schedule) | a layout and a schedule (layouts/__init__.py: Layout) | `dist_meta` has this rank's ranges. A layout has every rank's regions, and the ranks compare theirs (agreement.py: agree). |
+# | `global_buffer_size` (virtual buffer) | a slot for each bucket in flight (runtime/transport.py: slot) | There, a step makes room for all TP slices with padding. Slots stay, have room for one bucket, and have no padding. |
+# | DP gather, TP gather | the gather of a bucket (runtime/transport.py: start_gather) | There, all ranks get everything. Here the owner gets the shards that it lacks. |
+# | run math | Newton-Schulz on the owner (runtime/pipeline.py: orthogonalize_batch) | There, each rank with a part of a matrix orthogonalizes all of it. |
+# | TP shard, DP shard | the scatter of a bucket (runtime/transport.py: start_scatter) | There, each rank has the whole result and slices it. Here the owner sends the regions. |
+# | ZeRO-1 | momentum is placed as its parameter (layouts/dtensor.py: new_momentum_buffer) | There, DP cuts momentum and the optimizer's copy of the weights. Here FSDP2 cuts both, and DDP neither. |
 #
 # [poc]: https://github.com/NVIDIA/Megatron-LM/pull/1428
-
-# %% tags=["active-ipynb"]
-# tables.print_terms()
-
-# %% [markdown]
+#
 # ## 11. The blueprint's bugs
 #
-# Its README lists five bugs that had to be found. Each is a trap for whoever writes
-# such a thing. This is how each is met here, and which test shows it.
-
-# %% tags=["active-ipynb"]
-# tables.print_fixes()
-
-# %% [markdown]
+# Its README lists five bugs. Everyone who writes such an optimizer meets them.
+#
+# | bug | here | test |
+# |---|---|---|
+# | the line `params = group["params"]` was missing | A step has one list of all matrices, each with the options of its group. | test_indices_follow_the_groups |
+# | the gathered matrix was still flat | Regions have a place in their matrix and must tile it. | test_tilings, test_no_tilings |
+# | the backend was always nccl | The groups are the user's. Here they run gloo. | test_script |
+# | the device was always cuda | Buffers are on the device of the parameters. Here it is the CPU. | test_script |
+# | processes that a notebook spawns crash | They import the function to run from the script. | test_notebook |
+#
 # ## Sources
 #
 # - Keller Jordan et al., [Muon: An optimizer for hidden layers in neural
 #   networks](https://kellerjordan.github.io/posts/muon/), 2024. The algorithm.
-# - Jingyuan Liu et al., [Muon is Scalable for LLM
-#   Training](https://arxiv.org/abs/2502.16982), 2025. Muon on ZeRO-1.
-# - Jeremy Bernstein, [Deriving Muon](https://jeremybernste.in/writing/deriving-muon),
-#   2025. Why to orthogonalize.
-# - Samyam Rajbhandari et al., [ZeRO: Memory Optimizations Toward Training Trillion
-#   Parameter Models](https://arxiv.org/abs/1910.02054), 2019. Sharded data parallelism.
-# - Mohammad Shoeybi et al., [Megatron-LM: Training Multi-Billion Parameter Language
-#   Models Using Model Parallelism](https://arxiv.org/abs/1909.08053), 2019. Tensor
-#   parallelism.
+# - Jingyuan Liu et al., [Muon is Scalable for LLM Training](https://arxiv.org/abs/2502.16982), 2025.
+#   Muon on ZeRO-1.
+# - Jeremy Bernstein, [Deriving Muon](https://jeremybernste.in/writing/deriving-muon), 2025.
+# - Samyam Rajbhandari et al., [ZeRO](https://arxiv.org/abs/1910.02054), 2019. Sharded data parallelism.
+# - Mohammad Shoeybi et al., [Megatron-LM](https://arxiv.org/abs/1909.08053), 2019. Tensor parallelism.
 # - Jen Wei, [A CPU-Friendly Tutorial for Distributed Muon
-#   (DPxTP)](https://huggingface.co/datasets/bird-of-paradise/muon-distributed), 2025.
-#   The blueprint.
-#
-# To cite the blueprint, Muon, and Muon at scale:
+#   (DPxTP)](https://huggingface.co/datasets/bird-of-paradise/muon-distributed), 2025. The blueprint.
 #
 # ```bibtex
 # @misc{wei2025muondistributed,
@@ -689,14 +818,12 @@ def problems_in(
 #   year         = {2025},
 #   howpublished = {\url{https://huggingface.co/datasets/bird-of-paradise/muon-distributed}}
 # }
-#
 # @misc{jordan2024muon,
 #   author = {Jordan, Keller and others},
 #   title  = {Muon: An optimizer for hidden layers in neural networks},
 #   year   = {2024},
 #   url    = {https://kellerjordan.github.io/posts/muon/}
 # }
-#
 # @misc{liu2025muonscalable,
 #   author = {Liu, Jingyuan and others},
 #   title  = {Muon is Scalable for LLM Training},
@@ -707,55 +834,32 @@ def problems_in(
 
 
 # %% tags=["active-py"]
-import argparse
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Walk through distributed Muon over DP x TP, on 8 CPU processes."
-    )
-    parser.add_argument("--grid", choices=("4x2", "2x4"), default="4x2", help="dp x tp")
-    grid = Grid(*map(int, parser.parse_args().grid.split("x")))
-
-    chapter(1, "The grid")
-    tables.print_grid(grid)
-    chapter(2, "What a rank holds")
-    layouts = layouts_of(grid)
-    tables.print_shards(layouts)
-    chapter(3, "Who owns what")
+    print("1. The grid\n")
+    print_grid()
+    print("\n2. The shards of a rank\n")
+    layouts = layouts_of()
+    print_shards(layouts)
+    print("\n3. The owners\n")
     owners = assign_owners(layouts)
-    tables.print_owners(layouts, owners)
-    chapter(4, "The schedule")
+    print_owners(layouts, owners)
+    print("\n4. The schedule\n")
     schedule = make_schedule(layouts, owners, NS_DTYPE)
-    tables.print_buckets(schedule)
-    tables.print_bytes(schedule, sent_by, lower_bound)
-    chapter(5, "The long way")
-    entries = master_plan(layouts, grid)
-    buckets = bucket_sizes(entries, grid)
-    stored = partial(run_of, buckets=buckets, grid=grid)
-    tables.print_virtual_buffer(entries, buckets, list(AISLES), grid.dp, stored)
-    chapter(6, "Eight processes")
-    tables.show("start, take their steps, and report ...")
-    sys.stdout.flush()
-    reports = run(report_of, *grid)
-    chapter(7, "The long way, counted")
-    print_ways(reports, schedule, entries, grid)
-    chapter(8, "The engine's step, as it happened")
-    tables.print_events(reports)
-    chapter(9, "The proof")
-    problems = problems_in(reports, schedule, grid)
-    tables.print_proof(reports, len(layouts), STEPS, problems)
-    chapter(10, "The blueprint's words and ours")
-    tables.print_terms()
-    chapter(11, "The blueprint's bugs")
-    tables.print_fixes()
+    print_schedule(schedule)
+    print("\n5. The long way\n")
+    entries = master_schedule(layouts)
+    print_virtual_buffer(entries)
+    print("\n6. Eight processes\n\nstart, take their steps, and report ...", flush=True)
+    reports = run_processes(work, entries)
+    print("\n7. The cost of both ways\n")
+    print_ways(reports, schedule, entries)
+    print("\n8. A step of the engine\n")
+    print_events(reports)
+    print("\n9. The proof\n")
+    problems = prove(reports, schedule)
     for problem in problems:
         print(f"blueprint: {problem}", file=sys.stderr)
     return 1 if problems else 0
-
-
-def chapter(number: int, title: str) -> None:
-    print(f"\n{number}. {title}\n")
 
 
 if __name__ == "__main__":
