@@ -24,6 +24,7 @@ TINY = ["--layers", 1, "--width", 32, "--heads", 2, "--context", 32, "--batch", 
         ("train_moe.py", 4, ["--steps", 10]),
         ("train_pipeline.py", 4, ["--steps", 10]),
         ("custom_functions.py", 2, []),
+        ("fused_weights.py", 2, []),
     ],
 )
 def test_loss_falls(script, processes, options):
