@@ -1,0 +1,139 @@
+"""Draws the losses of Muon and AdamW on the GPT of `setup_overlay.py verify`.
+
+    torchrun --nproc-per-node 4 docs/figures/loss.py [FILE.png] [--steps N]
+
+The first process trains alone, with AdamW and with Muon, at several learning rates each (--adamw, --muon). After
+that, all processes train with FSDP2 and distributed Muon at the best rates, on the same batches.
+"""
+
+import argparse
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.optim import AdamW, Muon
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.muon import partition_named_parameters
+
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1] / "examples"))
+
+from gpt import GPT
+from text import load, sample
+
+
+BATCH, CONTEXT = 16, 128
+
+
+def optimizers_of(model, lr, adamw_lr, config):
+    """Muon for the hidden matrices and AdamW for the rest; only AdamW if ``lr`` is None."""
+    if lr is None:
+        return [AdamW(model.parameters(), lr=adamw_lr)]
+    matrices, others = partition_named_parameters(model)
+    muon = Muon(matrices, lr=lr, distributed_config=config)
+    return [muon, AdamW(others, lr=adamw_lr)]
+
+
+def train(steps, lr, adamw_lr, sharded=False):
+    """The loss of each step, as the mean over all processes."""
+    torch.manual_seed(0)
+    model = GPT(192, 4, 6, CONTEXT)
+    if sharded:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    optimizers = optimizers_of(model, lr, adamw_lr, "auto" if sharded else None)
+
+    def pace(step):  # up over the first tenth, then down to a tenth
+        return min((step + 1) / max(1, steps // 10), 1 - 0.9 * step / steps)
+
+    schedules = [LambdaLR(optimizer, pace) for optimizer in optimizers]
+    text, _ = load()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if sharded else (0, 1)
+    losses = []
+    for step in range(steps):
+        inputs, targets = (
+            part.chunk(size)[rank] for part in sample(text, BATCH, CONTEXT, step + 1)
+        )
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        for optimizer, schedule in zip(optimizers, schedules):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        mean = loss.detach() / size
+        if sharded:
+            dist.all_reduce(mean)
+        losses.append(mean.item())
+    return losses
+
+
+def best(title, runs):
+    """The run whose last tenth has the lowest mean, and its learning rate."""
+
+    def end(losses):
+        return sum(losses[-len(losses) // 10 :]) / len(losses[-len(losses) // 10 :])
+
+    for lr, losses in runs.items():
+        print(f"{title}, learning rate {lr}: {end(losses):.3f} at the end", flush=True)
+    return min(runs.items(), key=lambda item: end(item[1]))
+
+
+def draw(curves, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    styles = [("#9ecae1", 5, "-"), ("#08306b", 1.2, "-"), ("#d94801", 1.6, "--")]
+    for (label, losses), (color, width, dashes) in zip(curves.items(), styles):
+        steps = range(1, len(losses) + 1)
+        axes.plot(steps, losses, dashes, color=color, linewidth=width, label=label)
+    axes.set(xlabel="step", ylabel="training loss (nats per byte)")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=100)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", nargs="?", type=Path, default=HERE / "loss.png")
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--muon", type=float, nargs="+", default=[0.01, 0.02, 0.04])
+    parser.add_argument("--adamw", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    # The others wait while the first process trains alone.
+    dist.init_process_group("gloo", timeout=timedelta(hours=2))
+    found = [None]
+    if dist.get_rank() == 0:
+        adamw = {lr: train(args.steps, None, lr) for lr in args.adamw}
+        adamw_lr, adamw = best("AdamW", adamw)
+        muon = {lr: train(args.steps, lr, adamw_lr) for lr in args.muon}
+        muon_lr, muon = best("Muon", muon)
+        found = [(muon_lr, adamw_lr, muon, adamw)]
+    dist.broadcast_object_list(found)
+    muon_lr, adamw_lr, muon, adamw = found[0]
+    many = train(args.steps, muon_lr, adamw_lr, sharded=True)
+    if dist.get_rank() == 0:
+        gap = max(abs(a - b) for a, b in zip(muon, many))
+        print(f"Muon on one process and on many: losses at most {gap:.3f} apart")
+        curves = {
+            f"Muon, 1 process (lr {muon_lr})": muon,
+            f"Muon, {dist.get_world_size()} processes, FSDP2": many,
+            f"AdamW (lr {adamw_lr})": adamw,
+        }
+        draw(curves, args.out)
+        print(args.out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""docs/migrating.md: each Muon that a page's function builds takes the steps of the optimizer that it names."""
+
+import importlib
+import math
+import subprocess
+import sys
+
+import pytest
+from overlay.test_docs import PROGRAMS
+
+
+torch = pytest.importorskip("torch")
+
+SHAPES = [(96, 32), (32, 96), (48, 48)]
+ONE_TRIPLE = [(3.4445, -4.7750, 2.0315)] * 5
+# Newton-Schulz in bfloat16 is this far from the exact polynomial, for Gaussian gradients.
+CLOSE = 0.04
+
+
+def page():
+    (program,) = (p for p in PROGRAMS if "docs/migrating.md" in p.name)
+    names = {}
+    exec(program.code, names)
+    return names
+
+
+def trained(make, shape, steps=4):
+    """How far a parameter moves in some steps with Gaussian gradients."""
+    torch.manual_seed(1)
+    param = torch.nn.Parameter(0.1 * torch.randn(shape))
+    start = param.detach().clone()
+    step = make(param)
+    for _ in range(steps):
+        param.grad = torch.randn(shape)
+        step()
+    return param.detach() - start
+
+
+class Published:
+    """A published formula in float64, with the defaults of its optimizer."""
+
+    def __init__(self, param, *, lr, decay, nesterov, triples, scale, summed=False):
+        self.param, self.lr, self.decay = param, lr, decay
+        self.nesterov, self.triples = nesterov, triples
+        self.scale, self.summed = scale(*param.shape), summed
+        self.momentum = torch.zeros_like(param, dtype=torch.float64)
+
+    def __call__(self, mu=0.95):
+        grad = self.param.grad.double()
+        weight = 1 if self.summed else 1 - mu
+        self.momentum = mu * self.momentum + weight * grad
+        ahead = mu * self.momentum + weight * grad
+        update = orthogonalized(ahead if self.nesterov else self.momentum, self.triples)
+        with torch.no_grad():
+            self.param.mul_(1 - self.lr * self.decay)
+            self.param.sub_(self.lr * self.scale * update)
+
+
+def orthogonalized(matrix, triples):
+    rows, values, columns = torch.linalg.svd(matrix, full_matrices=False)
+    values = values / values.norm()
+    for a, b, c in triples:
+        values = a * values + b * values**3 + c * values**5
+    return rows @ torch.diag(values) @ columns
+
+
+def original(rows, columns):
+    return math.sqrt(max(1, rows / columns))
+
+
+def five_triples():
+    return page()["FIVE_TRIPLES"]
+
+
+PUBLISHED = {
+    "like_stock": lambda p: Published(
+        p, lr=1e-3, decay=0.1, nesterov=True, triples=ONE_TRIPLE, scale=original
+    ),
+    "like_keller_jordan": lambda p: Published(
+        p, lr=0.02, decay=0, nesterov=True, triples=ONE_TRIPLE, scale=original
+    ),
+    "like_dion": lambda p: Published(
+        p,
+        lr=0.01,
+        decay=0.01,
+        nesterov=False,
+        triples=five_triples(),
+        scale=lambda rows, columns: math.sqrt(rows / columns),
+        summed=True,
+    ),
+    "like_megatron": lambda p: Published(
+        p,
+        lr=3e-4,
+        decay=0.01,
+        nesterov=False,
+        triples=five_triples(),
+        scale=lambda rows, columns: math.sqrt(max(rows, columns)),
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_formulas(name, shape):
+    theirs = trained(PUBLISHED[name], shape)
+    ours = trained(lambda param: page()[name]([param]).step, shape)
+    assert (theirs - ours).norm() < CLOSE * theirs.norm()
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("shape", SHAPES)
+def test_package_of_keller_jordan(shape, keller_jordan):
+    theirs = trained(lambda param: keller_jordan([param], lr=0.02).step, shape)
+    ours = trained(lambda p: page()["like_keller_jordan"]([p]).step, shape)
+    assert (theirs - ours).norm() < CLOSE * theirs.norm()
+
+
+@pytest.fixture(scope="module")
+def keller_jordan(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("peers"))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
+    done = subprocess.run(
+        [*pip, "--target", folder, "muon-optimizer==0.1.0"], check=False, timeout=120
+    )
+    if done.returncode:
+        pytest.skip("pip cannot install muon-optimizer")
+    sys.path.insert(0, folder)
+    try:
+        yield importlib.import_module("muon").SingleDeviceMuon
+    finally:
+        sys.path.remove(folder)
