@@ -295,6 +295,17 @@ def test_api_is_that_of_the_code():
         assert dict(rows) == signature_of(title), title
 
 
+def test_quoted_simulations_are_those_of_the_data():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    page = page.partition("## Simulated")[2]
+    data = (ROOT / "docs" / "data" / "scale.md").read_text()
+    quoted = re.findall(r"^\| ([^|]+ ranks) \| ([\d.| ]+) \|$", page, re.MULTILINE)
+    assert len(quoted) > 4
+    for title, cells in quoted:
+        (row,) = re.findall(rf"^{re.escape(title)}  (.*)", data, re.MULTILINE)
+        assert set(cells.split(" | ")) <= set(row.split()), title
+
+
 def test_figure_is_drawn_again(tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "route.png"
