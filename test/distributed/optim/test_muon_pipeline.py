@@ -3,10 +3,8 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.optim import Muon
-from torch.optim.muon import create_auto_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
@@ -14,54 +12,16 @@ from torch.testing._internal.common_distributed import (
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
+    Cut,
     everyone,
     full,
     GlooOnCPU,
+    grid_of,
     NewtonSchulzCalls,
     ParityAssertions,
+    Strategy,
+    Twins,
 )
-
-
-class Stage:
-    """This rank's pieces of the matrices of one stage, and the same matrices in a single process.
-
-    Args:
-        cut: this rank's piece of matrix number i.
-    """
-
-    def __init__(self, seed, shapes, cut, config, **options):
-        self.seed, self.shapes, self.cut = seed, shapes, cut
-        whole = [full(seed + i, shape) for i, shape in enumerate(shapes)]
-        self.singles = [torch.nn.Parameter(w.clone()) for w in whole]
-        self.params = [
-            torch.nn.Parameter(cut(i, w).clone()) for i, w in enumerate(whole)
-        ]
-        # Optimizers take an empty group, but no empty list of parameters.
-        self.single = Muon([{"params": self.singles}], **options)
-        self.optimizer = Muon(
-            [{"params": self.params}], distributed_config=config, **options
-        )
-        self.steps = 0
-
-    def step(self):
-        self.steps += 1
-        for i, shape in enumerate(self.shapes):
-            gradient = full(self.seed + 100 * self.steps + i, shape)
-            self.singles[i].grad = gradient
-            self.params[i].grad = self.cut(i, gradient).clone()
-        self.single.step()
-        self.optimizer.step()
-
-    def problems(self):
-        found = []
-        for i, (param, single) in enumerate(zip(self.params, self.singles)):
-            mine = self.optimizer.state[param]["momentum_buffer"]
-            its = self.single.state[single]["momentum_buffer"]
-            if not torch.equal(param.detach(), self.cut(i, single.detach())):
-                found.append(f"parameter {i}")
-            if not torch.equal(mine, self.cut(i, its)):
-                found.append(f"momentum {i}")
-        return found
 
 
 def model_of(stage):
@@ -79,45 +39,32 @@ def model_of(stage):
 class TestMuonPP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     world_size = 4
 
-    def mesh(self):
-        if not hasattr(type(self), "made"):
-            type(self).made = init_device_mesh(
-                "cpu", (2, 2), mesh_dim_names=("pp", "dp")
-            )
-        return self.made
-
-    def config(self, **options):
-        mesh = self.mesh()
-        return create_auto_config(
-            ddp_process_group=mesh["dp"].get_group(),
-            pp_process_group=mesh["pp"].get_group(),
-            pp_stage_id=mesh.get_coordinate()[0],
-            pp_num_stages=2,
-            **options,
+    def config(self):
+        grid = grid_of(2, 2)
+        return Strategy(grid, "pp", "ddp").config(
+            pp_stage_id=grid.get_local_rank("a"), pp_num_stages=2
         )
 
     def test_pipeline_of_two_stages(self):
-        mesh = self.mesh()
-        stage, replica = mesh.get_coordinate()
-        dp = mesh["dp"].get_group()
+        grid = grid_of(2, 2)
+        stage, replica = grid.get_coordinate()
+        pp, dp = grid.get_all_groups()
         module = model_of(stage)
         # The whole model in one process, which sees the micro-batches of both replicas.
         whole = torch.nn.Sequential(model_of(0), model_of(1))
         config = self.config()
         self.assertEqual(config.state["pp_stage_id"], stage)
         self.assertEqual(config.state["pp_num_stages"], 2)
-        self.assertIs(config.state["pp_process_group"], mesh["pp"].get_group())
+        self.assertIs(config.state["pp_process_group"], pp)
         optimizer = Muon(module.parameters(), lr=0.1, distributed_config=config)
         single = Muon(whole.parameters(), lr=0.1)
         schedule = ScheduleGPipe(
-            PipelineStage(
-                module, stage, 2, torch.device("cpu"), group=mesh["pp"].get_group()
-            ),
+            PipelineStage(module, stage, 2, torch.device("cpu"), group=pp),
             n_microbatches=2,
             loss_fn=lambda out, target: (out - target).pow(2).sum(),
             scale_grads=False,
         )
-        for step in range(3):
+        for step in range(2):
             inputs, targets = full(step, (2, 4, 8)), full(50 + step, (2, 4, 4))
             if stage == 0:
                 schedule.step(inputs[replica])
@@ -149,7 +96,7 @@ class TestMuonPP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                     param.data.copy_(new)
 
     def test_stages_of_different_sizes_at_different_times(self):
-        stage, _ = self.mesh().get_coordinate()
+        stage, _ = grid_of(2, 2).get_coordinate()
         shapes = [[(8, 6), (5, 7), (4, 4)], [(16, 4)]][stage]
         # One stage makes two steps before the other one builds its optimizer. A key in the store says
         # so, because a collective would bring the stages together.
@@ -157,27 +104,25 @@ class TestMuonPP(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         done = [f"rank {rank} has made two steps" for rank in (0, 1)]
         if stage:
             store.wait(done, self.timeout)
-        made = Stage(1000 * stage, shapes, lambda i, whole: whole, self.config())
+        twins = Twins(map(Cut, shapes), self.config(), seed=1000 * stage)
         for _ in range(2):
-            made.step()
+            twins.step()
         if not stage:
             store.set(done[self.rank], "yes")
-        self.assertEverywhere(made.problems())
-        ranks = dist.get_process_group_ranks(self.mesh()["dp"].get_group())
-        self.assertEqual(sorted(made.optimizer.assignments), sorted(ranks))
+        self.assertParity(twins)
+        ranks = grid_of(2, 2)["b"].mesh.tolist()
+        self.assertEqual(sorted(twins.optimizer.assignments), ranks)
 
     def test_stage_without_matrices(self):
-        stage, _ = self.mesh().get_coordinate()
-        shapes = [[], [(6, 8), (7, 3)]][stage]
-        made = Stage(500, shapes, lambda i, whole: whole, self.config())
-        for _ in range(2):
-            made.step()
-        self.assertEverywhere(made.problems())
+        stage, _ = grid_of(2, 2).get_coordinate()
+        cuts = [[], [Cut((6, 8)), Cut((7, 3))]][stage]
+        twins = Twins(cuts, self.config(), seed=500)
+        self.assertTrainsAlike(twins, 2)
         with self.everywhere():
-            made.optimizer.load_state_dict(made.optimizer.state_dict())
+            twins.optimizer.load_state_dict(twins.optimizer.state_dict())
 
     def test_error_in_one_stage_stays_there(self):
-        stage, replica = self.mesh().get_coordinate()
+        stage, replica = grid_of(2, 2).get_coordinate()
         shape = (4, 8) if stage == 0 and replica else (8, 8)
         params = [torch.nn.Parameter(full(0, shape))]
         with self.everywhere():
@@ -193,36 +138,21 @@ class TestMuon4D(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     world_size = 16
 
     def test_pp_tp_hsdp(self):
-        names = ("pp", "replicate", "shard", "tp")
-        mesh = init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=names)
-        stage, _, shard, tp = mesh.get_coordinate()
+        strategy = Strategy(grid_of(2, 2, 2, 2), "pp", "ddp", "fsdp", "tp")
+        stage = strategy.mesh.get_local_rank("a")
         shapes = [[(8, 8), (16, 6), (9, 7)], [(4, 12), (10, 10)]][stage]
-
-        def cut(i, whole):
-            piece = whole.tensor_split(2, i % 2)[tp]
-            return piece.tensor_split(2, 0)[shard]
-
-        config = create_auto_config(
-            tp_process_group=mesh["tp"].get_group(),
-            shard_process_group=mesh["shard"].get_group(),
-            replicate_process_group=mesh["replicate"].get_group(),
-            tp_dim_per_param={i: i % 2 for i in range(len(shapes))},
-            pp_process_group=mesh["pp"].get_group(),
-            pp_stage_id=stage,
-            pp_num_stages=2,
-        )
-        made = Stage(1000 * stage, shapes, cut, config)
-        stage_ranks = tuple(range(8 * stage, 8 * stage + 8))
-        for _ in range(3):
-            with NewtonSchulzCalls() as calls, Collectives() as during:
-                made.optimizer.zero_grad()
-                made.step()
-            self.assertEverywhere(made.problems())
-        # The single process of this rank makes as many calls as the stage has matrices.
-        extra = everyone(len(calls.shapes) - len(shapes))
-        self.assertEqual(sum(extra[:8]), 3)
-        self.assertEqual(sum(extra[8:]), 2)
+        flags = {"pp_stage_id": stage, "pp_num_stages": 2}
+        twins = strategy.twins(shapes, "balanced", flags=flags, seed=1000 * stage)
+        twins.step()
+        twins.set_gradients()
+        twins.single.step()
+        with NewtonSchulzCalls() as calls, Collectives() as during:
+            twins.optimizer.step()
+        self.assertParity(twins)
+        counts = everyone(len(calls.shapes))
+        self.assertEqual([sum(counts[:8]), sum(counts[8:])], [3, 2])
         groups = {ranks for _, ranks in during.names() if ranks}
+        stage_ranks = tuple(range(8 * stage, 8 * stage + 8))
         self.assertEverywhere([] if groups == {stage_ranks} else [f"{groups}"])
 
 

@@ -1,17 +1,14 @@
 # Owner(s): ["oncall: distributed"]
 """The schedule of the distributed Muon as the pure function that it is: all ranks played in one process."""
 
-import itertools
-import random
 from collections import Counter
 from dataclasses import replace
-from graphlib import CycleError, TopologicalSorter
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from torch.optim._muon_engine import describe
-from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region, Shards
+from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
 from torch.optim._muon_engine.schedule.owners import (
@@ -20,38 +17,11 @@ from torch.optim._muon_engine.schedule.owners import (
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_schedules import (
-    flat_layout,
     grid_layout,
     PlayedSchedules,
     World,
 )
 from torch.testing._internal.distributed._muon.model_shapes import MODELS
-
-
-def random_layout(rng, index, world):
-    shape = (rng.randint(1, 13), rng.randint(1, 13))
-    size = rng.choice([s for s in (1, 2, 4, 8) if s <= world])
-    # As along any dimension of a mesh: neighbours, or ranks with others between them.
-    stride = rng.choice([s for s in (1, 2, 4) if s * size <= world])
-    block, offset = rng.randrange(world // (stride * size)), rng.randrange(stride)
-    ranks = [block * stride * size + offset + i * stride for i in range(size)]
-    if rng.random() < 0.3:
-        numel = shape[0] * shape[1]
-        inner = sorted(rng.randint(0, numel) for _ in range(size - 1))
-        return flat_layout(Key(index), shape, ranks, [0, *inner, numel])
-    mesh_shape = rng.choice(
-        [
-            m
-            for m in [(1,), (2,), (4,), (8,), (2, 2), (2, 4), (2, 2, 2)]
-            if size_of(m) == size
-        ]
-    )
-    cuts = [(rng.choice((0, 1, None)), rng.choice((1, 1, 2, 3))) for _ in mesh_shape]
-    return grid_layout(Key(index), shape, mesh_shape, ranks, cuts)
-
-
-def size_of(mesh_shape):
-    return torch.Size(mesh_shape).numel()
 
 
 def cut(length, parts):
@@ -69,32 +39,19 @@ def layouts_of(shapes, ranks, regions_of):
     ]
 
 
-def row_layouts(shapes, world, replicas=1):
-    """Matrices whose rows FSDP cuts over ``world`` ranks, each of ``replicas`` times."""
-
-    def regions(shape):
-        rows, columns = shape
-        of_one = tuple(
-            (Region(a, 0, b - a, columns, 0, columns),) if b > a else ()
-            for a, b in cut(rows, world)
-        )
-        return of_one * replicas
-
-    return layouts_of(shapes, range(world * replicas), regions)
-
-
-def tp_layouts(shapes, fsdp, tp):
+def shards_of(shapes, fsdp, tp=1, replicas=1):
     """Matrices whose columns TP cuts, and whose rows FSDP."""
 
     def regions(shape):
         rows, columns = shape
-        return tuple(
+        of_one = tuple(
             (Region(a, c, b - a, d - c, 0, d - c),) if b > a and d > c else ()
             for a, b in cut(rows, fsdp)
             for c, d in cut(columns, tp)
         )
+        return of_one * replicas
 
-    return layouts_of(shapes, range(fsdp * tp), regions)
+    return layouts_of(shapes, range(fsdp * tp * replicas), regions)
 
 
 def expert_layouts(model, world, ep):
@@ -102,55 +59,16 @@ def expert_layouts(model, world, ep):
     ranks = tuple(range(0, world, ep))
     experts = model.expert * (model.n_experts // ep)
     few = layouts_of(
-        experts, ranks, lambda shape: row_layouts([shape], len(ranks))[0].shards.regions
+        experts, ranks, lambda shape: shards_of([shape], len(ranks))[0].shards.regions
     )
-    found = [*row_layouts(model.dense, world), *few]
+    found = [*shards_of(model.dense, world), *few]
     return [replace(layout, key=Key(i)) for i, layout in enumerate(found)]
 
 
 class TestMuonSchedule(PlayedSchedules, TestCase):
-    def random_layouts(self, rng):
-        world = rng.choice((1, 2, 4, 8))
-        count = rng.randint(1, 20)
-        return world, [random_layout(rng, i, world) for i in range(count)]
-
-    def test_every_piece_arrives_and_no_element_twice(self):
-        for seed in range(100):
-            rng = random.Random(seed)
-            _, layouts = self.random_layouts(rng)
-            for layout in layouts:
-                check_cover(layout)
-            schedule = make_schedule(
-                layouts,
-                assign_owners(layouts),
-                torch.bfloat16,
-                one_owner_at_a_time=rng.random() < 0.3,
-                max_buckets=rng.choice((1, 2, 4)),
-                max_replicas=rng.choice((1, 2, 8)),
-                bucket_bytes=rng.choice((16, 300, 2**20)),
-            )
-            self.play(World(layouts), schedule)
-
-    def test_every_piece_arrives_in_two_hops(self):
-        in_two = 0
-        for seed in range(80):
-            rng = random.Random(seed)
-            _, layouts = self.random_layouts(rng)
-            with mock.patch.object(buckets, "MAX_PEERS", 1):
-                schedule = make_schedule(
-                    layouts,
-                    assign_owners(layouts),
-                    torch.bfloat16,
-                    max_replicas=rng.choice((1, 8)),
-                    ranks_per_node=rng.choice((1, 2, 4)),
-                )
-            in_two += any(bucket.node_size > 1 for bucket in schedule.buckets)
-            self.play(World(layouts), schedule)
-        self.assertGreater(in_two, 20)
-
     def test_no_rank_has_thousands_of_peers(self):
         for world, node in ((512, 1), (1024, 8), (4096, 16), (16384, 64)):
-            layouts = row_layouts([(world, 8)] * 64, world)
+            layouts = shards_of([(world, 8)] * 64, world)
             owners = assign_owners(layouts)
             schedule = make_schedule(layouts, owners, torch.bfloat16, ranks_per_node=8)
             for bucket in schedule.buckets:
@@ -183,88 +101,6 @@ class TestMuonSchedule(PlayedSchedules, TestCase):
             schedule = make_schedule([layout], [owner], torch.bfloat16)
             sources = [rank for rank in range(4) if schedule.is_source(0, rank)]
             self.assertEqual(sources, [0, 1] if owner < 2 else [2, 3])
-
-    def test_what_travels_is_the_least_possible(self):
-        for seed in range(60):
-            rng = random.Random(seed)
-            _, layouts = self.random_layouts(rng)
-            owners = assign_owners(layouts)
-            schedule = make_schedule(
-                layouts, owners, torch.bfloat16, max_replicas=rng.choice((1, 2, 8))
-            )
-            found = needed = 0
-            for bucket in schedule.buckets:
-                for rank in bucket.group:
-                    packs = schedule.packs(bucket, rank)
-                    found += sum(packs.gather_send.splits + packs.scatter_send.splits)
-                    for replicas, source, pack in packs.relays:
-                        copies = (len(replicas) - 1) * (source == rank)
-                        found += copies * sum(pack.splits)
-            for layout, owner in zip(layouts, owners):
-                held = {
-                    rank: sum(region.numel for region in layout.shards.of(rank))
-                    for rank in layout.group
-                }
-                needed += layout.numel - held[owner]
-                needed += sum(held.values()) - held[owner]
-            self.assertEqual(found, needed, f"seed {seed}")
-
-    def test_every_rank_comes_to_the_same_buckets(self):
-        for seed in range(100):
-            rng = random.Random(seed)
-            world, layouts = self.random_layouts(rng)
-            one_by_one = rng.random() < 0.3
-            seen = {}
-            for rank in range(world):
-                # A rank knows of what it holds, and of nothing else. In each group matrices have one
-                # order on all ranks, but between groups the order, and so the index, is a rank's own.
-                queues = {}
-                for layout in layouts:
-                    if rank in layout.group:
-                        queues.setdefault(layout.group, []).append(layout)
-                turns = [group for group, queue in queues.items() for _ in queue]
-                random.Random(1000 * seed + rank).shuffle(turns)
-                known = [
-                    replace(layout, key=Key(i, 0, f"w{layout.key.index}"))
-                    for i, layout in enumerate(queues[group].pop(0) for group in turns)
-                ]
-                schedule = make_schedule(
-                    known,
-                    assign_owners(known),
-                    torch.bfloat16,
-                    one_owner_at_a_time=one_by_one,
-                )
-                seen[rank] = [
-                    (
-                        bucket.group,
-                        [
-                            (known[m].key.name, schedule.owners[m])
-                            for m in bucket.matrices
-                        ],
-                    )
-                    for bucket in schedule.buckets
-                    if rank in bucket.group
-                ]
-            for one, other in itertools.combinations(range(world), 2):
-                mine = [r for r in seen[one] if other in r[0]]
-                its = [r for r in seen[other] if one in r[0]]
-                self.assertEqual(mine, its, f"seed {seed}: ranks {one} and {other}")
-            self.assertNoCircle(seen.values(), f"seed {seed}")
-
-    def assertNoCircle(self, sequences, message):
-        """Each rank follows one order of all buckets, so ranks cannot wait for each other in a circle."""
-        after = TopologicalSorter()
-        for sequence in sequences:
-            counts = {}
-            previous = None
-            for group, _ in sequence:
-                counts[group] = counts.get(group, 0) + 1
-                after.add((group, counts[group]), *([previous] if previous else []))
-                previous = (group, counts[group])
-        try:
-            after.prepare()
-        except CycleError as error:
-            self.fail(f"{message}: {error.args[1]}")
 
     def equal_matrices(self, count, world=4, shape=(8, 8)):
         return [
@@ -310,27 +146,21 @@ class TestMuonSchedule(PlayedSchedules, TestCase):
         buckets of Llama 3 70B took 51 times as long on 64 ranks. One of 18432 x 7168 takes as long as 33
         experts, of which 13 fitted next to it: DeepSeek-V3's took 1.45 times as long on 1,024.
         """
-        for name, model in MODELS.items():
-            worlds = (64, 16384)
-            if model.n_experts:
-                # Experts of all layers over all ranks take seconds. One such case shows them.
-                worlds = (1024,) if name == "DeepSeek-V3" else ()
-            for world in worlds:
-                self.assertShort(row_layouts(model.shapes, world), f"{name} on {world}")
-
-    def test_every_owner_works_in_every_bucket_of_a_grid(self):
-        for name, model in MODELS.items():
-            if model.n_experts:
-                for world, ep in ((64, 8), (16384, 64)):
-                    layouts = expert_layouts(model, world, ep)
-                    self.assertShort(layouts, f"{name}, EP {ep} on {world}")
-                continue
-            for outer, inner in ((8, 8), (256, 64)):
-                for layouts, kind in (
-                    (row_layouts(model.shapes, inner, outer), "HSDP"),
-                    (tp_layouts(model.shapes, outer, inner), "FSDP x TP"),
-                ):
-                    self.assertShort(layouts, f"{name}, {kind} {outer} x {inner}")
+        for name in ("GPT-2 124M", "Llama 3 8B", "Llama 3 70B"):
+            shapes = MODELS[name].shapes
+            for layouts, kind in (
+                (shards_of(shapes, 64), "64"),
+                (shards_of(shapes, 16384), "16384"),
+                (shards_of(shapes, 64, replicas=256), "HSDP"),
+                (shards_of(shapes, 256, 64), "FSDP x TP"),
+            ):
+                self.assertShort(layouts, f"{name}, {kind}")
+        model = MODELS["DeepSeek-V3"]
+        for world, ep in ((64, 8), (16384, 64)):
+            layouts = expert_layouts(model, world, ep)
+            self.assertShort(layouts, f"DeepSeek-V3, EP {ep} on {world}")
+        # Experts of all layers over all ranks.
+        self.assertShort(shards_of(model.shapes, 1024), "DeepSeek-V3 on 1024")
 
     def test_page_of_a_large_model_can_be_read(self):
         model = MODELS["DeepSeek-V3"]
@@ -401,7 +231,7 @@ class TestMuonSchedule(PlayedSchedules, TestCase):
         whole = (Region(0, 0, 4, 4, 0, 4),)
         shards = Shards((0, 1), (whole, whole), contributions=(0, 1))
         partial = Layout(Key(0), (4, 4), torch.float32, shards)
-        other = row_layouts([(4, 4)], 2)[0]
+        other = shards_of([(4, 4)], 2)[0]
         schedule = make_schedule([partial, other], [0, 1], torch.bfloat16)
         dtypes = {
             m: (bucket.gather_dtype, bucket.scatter_dtype)

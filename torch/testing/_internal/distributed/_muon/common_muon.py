@@ -588,6 +588,15 @@ class ParityAssertions:
             problems.append(traceback.format_exc())
         self.assertEverywhere(problems, message)
 
+    def assertRaisesEverywhere(self, call, kind, pattern, ranks=None) -> None:
+        """``call`` raises on each of ``ranks``, and on no other rank; on all ranks by default."""
+        with self.everywhere(pattern):
+            if ranks is None or self.rank in ranks:
+                with self.assertRaisesRegex(kind, pattern):
+                    call()
+            else:
+                call()
+
     def assertParity(self, twins: Twins, message: str = "") -> None:
         self.assertGreater(twins.steps, 0)
         self.assertEverywhere(twins.problems(), message)

@@ -86,7 +86,7 @@ class Config(NamedTuple):
 
     kind: str = "dtensor"
     asynchronous: bool = True
-    prefetch: Any = 1
+    prefetch: int = 1
     functions: str = "built"
     mesh: Mesh | None = None
     kinds: tuple[str | None, ...] = ()
@@ -97,15 +97,6 @@ class Config(NamedTuple):
 
 
 SHARING = ("fsdp", "tp", "ddp", "cp")
-
-
-class Twist(NamedTuple):
-    """A mistake about ``matrix`` on ``rank``, or on all ranks with -1."""
-
-    kind: str
-    rank: int = -1
-    matrix: int = 0
-    value: Any = None
 
 
 class Step(NamedTuple):
@@ -119,24 +110,16 @@ class Freeze(NamedTuple):
     frozen: bool = True
 
 
-class Flags(NamedTuple):
-    """New flags on the config. A step refuses them, and the ranks change them back."""
-
-    asynchronous: bool
-    prefetch: Any
-
-
 class Options(NamedTuple):
     group: int
     options: tuple[tuple[str, Any], ...]
 
 
 class Add(NamedTuple):
-    """A group of parameters; with a ``twist`` it is refused first, and then comes again without."""
+    """A group of parameters."""
 
     matrices: tuple[Matrix, ...]
     options: tuple[tuple[str, Any], ...] = ()
-    twist: Twist | None = None
 
 
 class Reload(NamedTuple):
@@ -161,7 +144,6 @@ class Plan(NamedTuple):
     batched: bool = False
     # Of the schedule: its limits, smaller than those of real models.
     limits: tuple[tuple[str, int], ...] = ()
-    twist: Twist | None = None
     actions: tuple[Any, ...] = (Step(),)
 
     def all_matrices(self) -> tuple[Matrix, ...]:
@@ -193,31 +175,11 @@ class Plan(NamedTuple):
             found.update(*(r for r in self.links(matrices) if found & set(r)))
         return found
 
-    def finders(self, twist: Twist, matrices) -> set[int]:
-        """The ranks that raise an error for ``twist`` at once. Linked ranks may learn of it later."""
-        matrix = self.all_matrices()[twist.matrix]
-        if twist.kind in ("dtype", "shape", "missing", "frozen"):
-            # The ranks that share the matrix find it when they compare.
-            return set(self.sharing(matrix, twist.rank))
-        found = {twist.rank} if twist.rank >= 0 else set(range(WORLD))
-        if twist.kind == "twice":
-            found = {rank for rank in found if self.sharing(matrix, rank)}
-        return found.union(*(r for r in self.links(matrices) if found & set(r)))
-
     def spans(self, matrix: Matrix, matrices) -> bool:
         """Whether each rank linked with a holder of ``matrix`` holds it, too, and sees it change."""
         holders = [rank for rank in range(WORLD) if self.sharing(matrix, rank)]
         linked = set().union(*(self.linked(rank, matrices) for rank in holders))
         return linked == set(holders)
-
-    def checks_options(self, group: int, matrices) -> bool:
-        """Whether all linked ranks hold something of parameter group ``group``, or none of them does."""
-        mine = [m for m in self.matrices if m.group == group]
-        holds = [any(self.sharing(m, rank) for m in mine) for rank in range(WORLD)]
-        return all(
-            len({holds[other] for other in self.linked(rank, matrices)}) == 1
-            for rank in range(WORLD)
-        )
 
 
 def strided_order(placements: tuple[int | str, ...]) -> list[tuple[int, int]]:

@@ -37,7 +37,7 @@ def work(rank: int, port: int, pipe: connection.Connection) -> None:
         try:
             pipe.send(Player(plan, rank, control).run())
         except Exception:
-            pipe.send({"problems": [traceback.format_exc()], "log": []})
+            pipe.send([traceback.format_exc()])
     dist.destroy_process_group()
 
 
@@ -50,8 +50,8 @@ class Workers:
         self.store: dist.TCPStore | None = None
         self.plans = 0
 
-    def play(self, plan: Plan) -> list[dict[str, Any]]:
-        """The answers of all ranks about ``plan``."""
+    def play(self, plan: Plan) -> list[list[str]]:
+        """The problems of each rank with ``plan``."""
         if self.plans >= PLANS_A_LIFE:
             self.end()
         if not self.processes:
@@ -59,16 +59,13 @@ class Workers:
         self.plans += 1
         for pipe in self.pipes:
             pipe.send(plan)
-        found: list[dict[str, Any]] = []
+        found: list[list[str]] = []
         for pipe in self.pipes:
             try:
-                said = pipe.recv() if pipe.poll(PATIENCE) else "came to no end"
+                found.append(pipe.recv() if pipe.poll(PATIENCE) else ["came to no end"])
             except (EOFError, ConnectionError):
-                said = "died"
-            found.append(
-                {"problems": [said], "log": []} if isinstance(said, str) else said
-            )
-        if any(one["problems"] for one in found):
+                found.append(["died"])
+        if any(found):
             self.end(kindly=False)
         return found
 
