@@ -102,7 +102,7 @@ TRACED = {
     "test_muon_user_functions",
 }
 # Classes of these files that repeat what others execute.
-UNTRACED = {"TestMuonFSDPState", "TestMuonKilled", "TestMuonStopped"}
+UNTRACED = {"TestMuonFSDP1State", "TestMuonKilled", "TestMuonStopped"}
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ LAYOUTS = f"{HERE}layouts.py::TestMuonDTensorLayouts::test_"
 EXCHANGE = f"{HERE}exchange.py::TestMuonExchange::test_"
 ORDER = f"{HERE}exchange.py::TestMuonOrder::test_"
 GROUPS = f"{HERE}groups.py::TestMuonGroups::test_"
-FSDP1 = f"{HERE}fsdp1.py::TestMuonFSDP::test_"
+FSDP1 = f"{HERE}fsdp1.py::TestMuonFSDP1::test_"
 ERRORS = f"{HERE}errors.py::TestMuonAgreement::test_"
 MISTAKES = f"{HERE}mistakes.py::TestMuonMistakes::test_"
 PARTIAL = f"{HERE}partial.py::TestMuonPartial::test_"
@@ -106,7 +106,7 @@ FAULTS = (
         PIPELINE,
         "found = bucket.gather_send.of(matrix.number)\n",
         "found = bucket.gather_send.of(matrix.number)[:1]\n",
-        (f"{FSDP1}fsdp_correctness",),
+        (f"{FSDP1}strategies_and_units",),
     ),
     Fault(
         "only the first region of the result is packed",
@@ -332,7 +332,7 @@ FAULTS = (
         LIVE,
         "        if self._accumulated or not self.has_grad:\n",
         "        if not self.has_grad:\n",
-        (f"{FSDP1}fsdp_correctness",),
+        (f"{FSDP1}strategies_and_units",),
     ),
     Fault(
         "momentum is kept where there is a gradient, and nowhere else",
@@ -424,14 +424,14 @@ FAULTS = (
         "_muon_engine/layouts/fsdp1.py",
         "info.intra_param_start_idx, info.intra_param_end_idx + 1",
         "info.intra_param_start_idx, info.intra_param_end_idx",
-        (f"{FSDP1}fsdp_correctness",),
+        (f"{FSDP1}strategies_and_units",),
     ),
     Fault(
         "an FSDP1 shard is read as if it began with a row",
         "_muon_engine/layouts/fsdp1.py",
         "offset + at - start, width)",
         "offset + (at - start) // columns * columns, width)",
-        (f"{FSDP1}fsdp_correctness",),
+        (f"{FSDP1}strategies_and_units",),
     ),
     # Agreement
     Fault(
