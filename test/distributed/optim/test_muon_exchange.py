@@ -38,7 +38,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Twins,
 )
-from torch.utils.flop_counter import FlopCounterMode
 
 
 ALL_TO_ALL = ("alltoall_base_", (0, 1, 2, 3))
@@ -215,28 +214,6 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             twins.optimizer.step()
         self.assertEqual(everyone(len(calls.shapes)), [1] * 4)
 
-    def flops_of_a_step(self, twins):
-        """Each rank's FLOPs."""
-        twins.set_gradients()
-        with FlopCounterMode(display=False) as counter:
-            twins.optimizer.step()
-        return everyone(counter.get_total_flops())
-
-    def test_flops_are_those_of_one_process(self):
-        grid = grid_of(2, 2)
-        shapes = [(8, 8), (7, 5), (3, 9), (1, 8), (16, 24), (24, 16)]
-        twins = Twins(specs(grid, all_placements(grid), shapes))
-        expected = 0
-        for spec in twins.specs:
-            short, long = sorted(spec.shape)
-            expected += 5 * (2 * 2 * short * short * long + 2 * short**3)
-        self.assertEqual(sum(self.flops_of_a_step(twins)), expected)
-
-    def test_work_is_balanced(self):
-        placements, shapes = [(R, S0), (S0, S1)], [(24, 24)] * 4 + [(8, 8)] * 4
-        flops = self.flops_of_a_step(Twins(specs(grid_of(2, 2), placements, shapes)))
-        self.assertEqual(flops, [flops[0]] * 4)
-
     # Bytes
 
     def expected_traffic(self, twins):
@@ -246,13 +223,14 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         that it holds once.
         """
         traffic = [[0] * 4 for _ in range(4)]
+        everything = everyone([held(spec) for spec in twins.specs])
         for i, owner in self.owner_of(twins.optimizer).items():
             spec = twins.specs[i]
-            holdings = everyone(sorted(held(spec)))
+            holdings = [of_rank[i] for of_rank in everything]
             for rank in set(range(4)) - {owner}:
                 traffic[owner][rank] += len(holdings[rank])
                 if self.replica_of(spec, rank) == self.replica_of(spec, owner):
-                    missing = set(holdings[rank]) - set(holdings[owner])
+                    missing = holdings[rank] - holdings[owner]
                     traffic[rank][owner] += len(missing)
         return traffic
 
@@ -274,9 +252,8 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_bytes_sent_are_what_the_placements_need(self):
         mesh, grid = mesh_of(4), grid_of(2, 2)
         shapes = [(8, 8), (7, 5), (3, 9), (16, 24)]
-        for placements in all_placements(mesh) + all_placements(grid):
-            on = mesh if len(placements) == 1 else grid
-            self.check_traffic(specs(on, [placements], shapes))
+        for on in (mesh, grid):
+            self.check_traffic(specs(on, all_placements(on), shapes))
 
     def test_bytes_sent_do_not_depend_on_flags_or_dtypes(self):
         mesh = mesh_of(4)
@@ -410,7 +387,7 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_first_gradient_late_and_gone_again(self):
         twins = Twins(self.placed())
         n = len(twins.params)
-        absent = [range(n), range(0, n, 2), range(1, n, 2), (), range(5, n), ()]
+        absent = [range(n), range(0, n, 2), range(1, n, 2), ()]
         self.assertTrainsAlike(twins, len(absent), missing=absent.__getitem__)
 
     def test_gradient_on_some_holders_only_is_an_error_on_every_holder(self):
@@ -482,8 +459,7 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             twins = Twins(placed, weight_decay=0.2, foreach=False)
             twins.step()
             as_on_an_accelerator(twins.optimizer)
-            missing = [(), (1,), (1,), ()]
-            self.assertTrainsAlike(twins, 4, missing=lambda i: missing[i])
+            self.assertTrainsAlike(twins, 2, missing=[(1,), ()].__getitem__)
             twins.set_gradients(missing=(0,) if self.rank == 1 else ())
             with self.everywhere():
                 with self.assertNoLogs("torch.optim.muon", "WARNING"):
@@ -510,14 +486,13 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_gradient_of_an_empty_shard_does_not_matter(self):
         for accelerator, others_have_one in itertools.product((False, True), repeat=2):
             twins = self.with_an_empty_shard(accelerator)
-            for _ in range(3):
-                twins.set_gradients([] if others_have_one else [0])
-                if self.rank == 3:
-                    empty = torch.zeros_like(twins.params[0])
-                    twins.params[0].grad = None if others_have_one else empty
-                twins.single.step()
-                twins.optimizer.step()
-                self.assertParity(twins, f"{accelerator=} {others_have_one=}")
+            twins.set_gradients([] if others_have_one else [0])
+            if self.rank == 3:
+                empty = torch.zeros_like(twins.params[0])
+                twins.params[0].grad = None if others_have_one else empty
+            twins.single.step()
+            twins.optimizer.step()
+            self.assertParity(twins, f"{accelerator=} {others_have_one=}")
             # On an accelerator, this looks at the statuses of the last step.
             with self.assertNoLogs("torch.optim.muon", "WARNING"):
                 twins.optimizer.state_dict()
