@@ -602,7 +602,7 @@ class ParityAssertions:
         self.assertEverywhere(twins.problems(), message)
 
     def assertTrainsAlike(
-        self, twins: Twins, steps: int = 3, message: str = "", missing=lambda step: ()
+        self, twins: Twins, steps: int = 2, message: str = "", missing=lambda step: ()
     ) -> None:
         before = [p.detach().clone() for p in twins.singles]
         for step in range(steps):
