@@ -91,7 +91,7 @@ TRACED = {
     "test_muon_faults",
     "test_muon_fsdp1",
     "test_muon_functions",
-    "test_muon_group_modules",
+    "test_muon_groups",
     "test_muon_mistakes",
     "test_muon_process_groups",
     "test_muon_relays",

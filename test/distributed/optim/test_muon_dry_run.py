@@ -1,10 +1,11 @@
 # Owner(s): ["oncall: distributed"]
-"""One rank of a large world alone: the fake backend, and fake tensors on the device "lazy".
+"""Large worlds in one process: the fake backend, and fake tensors on the device "lazy".
 
 "lazy" takes the path of accelerators. It has no kernels and needs none. An operation that reads a value on
 the host raises an error.
 """
 
+import pickle
 from collections import Counter
 from contextlib import contextmanager
 from unittest import mock
@@ -17,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Muon
+from torch.optim._muon_engine.layouts import exchange, Key
+from torch.optim._muon_engine.layouts.fsdp1 import interval_regions
 from torch.optim._muon_engine.runtime.pipeline import PREPARED_BYTES
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES
 from torch.optim.muon import create_dtensor_config
@@ -25,6 +28,12 @@ from torch.testing._internal.distributed._muon.common_muon import LiveBytes
 from torch.testing._internal.distributed._muon.model_shapes import MODELS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+WORLD, REPLICAS = 256, 4
+SHARDS = WORLD // REPLICAS
+# The matrices of one layer, which FSDP1 flattens to one parameter.
+LAYER = 7
 
 
 class Launches(TorchDispatchMode):
@@ -45,6 +54,8 @@ class Launches(TorchDispatchMode):
 
 
 class TestMuonDryRun(TestCase):
+    """One rank alone."""
+
     device = "lazy:0"
 
     def tearDown(self):
@@ -91,7 +102,13 @@ class TestMuonDryRun(TestCase):
             for _ in range(2):
                 self.give_gradients(params)
                 muon.step()
-            self.assertIn("busiest", muon.describe())
+            lines = muon.describe().splitlines()
+            self.assertIn("busiest", "".join(lines))
+            # A user can read it.
+            self.assertLess(len(lines), 40)
+            self.assertLess(max(map(len, lines)), 250)
+            if world > 4:
+                self.assertIn("other ranks are not shown", "".join(lines))
             dist.destroy_process_group()
 
     def params(self, shapes, placements):
@@ -104,7 +121,7 @@ class TestMuonDryRun(TestCase):
     def test_launches_do_not_grow_with_matrices_or_ranks(self):
         """A launch took tens of microseconds for each shard of each matrix once."""
         found = []
-        for sizes, rank, count in (((4,), 0, 16), ((4,), 3, 64), ((16,), 15, 256)):
+        for sizes, rank, count in (((4,), 0, 16), ((4,), 3, 32), ((8,), 7, 64)):
             with self.fake_world(rank, *sizes):
                 params = self.params([(512, 256)] * count, [Shard(0)])
                 muon = Muon(params, distributed_config="auto")
@@ -130,7 +147,6 @@ class TestMuonDryRun(TestCase):
         largest = max(2 * rows * columns for rows, columns in shapes)
         for prefetch, sizes, placements in (
             (0, (8, 8), [Replicate(), Shard(0)]),
-            (1, (64,), [Shard(0)]),
             (2, (64,), [Replicate()]),
         ):
             with self.fake_world(5, *sizes):
@@ -147,6 +163,96 @@ class TestMuonDryRun(TestCase):
             # the dtype of momentum.
             bound += 5 * largest + PREPARED_BYTES
             self.assertLess(alive.peak, given + bound, f"{sizes} {prefetch}")
+
+
+def rows_of(shapes, at):
+    """Shard ``at`` of each matrix, where FSDP cuts rows: its own shape and regions."""
+    for rows, columns in shapes:
+        step = -(-rows // SHARDS)
+        rows = max(0, min(rows, (at + 1) * step) - at * step)
+        yield (rows, columns), tuple(interval_regions(0, rows * columns, columns, 0))
+
+
+def intervals_of(shapes, at):
+    """Shard ``at`` of each matrix, where FSDP1 cuts the storage of a layer."""
+    for first in range(0, len(shapes), LAYER):
+        layer = shapes[first : first + LAYER]
+        step = -(-sum(rows * columns for rows, columns in layer) // SHARDS)
+        begin = 0
+        for rows, columns in layer:
+            end = begin + rows * columns
+            start, stop = max(at * step, begin), min((at + 1) * step, end)
+            local = start - begin, stop - begin, columns, start - at * step
+            yield (rows, columns), tuple(interval_regions(*local))
+            begin = end
+
+
+class TestMuonReports(TestCase):
+    """The data that ranks of process groups exchange: one process plays all ranks."""
+
+    def setUp(self):
+        super().setUp()
+        dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+        self.shapes = MODELS["Llama 3 8B"].shapes
+
+    def tearDown(self):
+        dist.destroy_process_group()
+        super().tearDown()
+
+    def matrices(self, cut, dim, rank):
+        """The matrices as ``rank`` knows them by itself."""
+        replica, at = divmod(rank, SHARDS)
+        first = replica * SHARDS
+        cuts = (
+            exchange.Cut("fsdp", tuple(range(first, first + SHARDS)), dim),
+            exchange.Cut("ddp", tuple(range(at, WORLD, SHARDS))),
+        )
+        pieces = {}
+        for i, (shape, regions) in enumerate(cut(self.shapes, at)):
+            piece = exchange.Piece(shape, ((exchange.SPEAKER, regions),), cuts)
+            piece = pieces.setdefault(piece, piece)
+            yield exchange.LocalMatrix(Key(i), torch.float32, piece)
+
+    def record(self, cut, dim, rank):
+        mine = list(self.matrices(cut, dim, rank))
+        pieces = list(dict.fromkeys(m.piece for m in mine))
+        which = tuple(pieces.index(m.piece) for m in mine)
+        told = exchange.Told(tuple(pieces), which, (None,) * len(mine))
+        return exchange.Record(told, (rank,), 0)
+
+    def layouts(self, cut, dim):
+        """All layouts, and the sizes in bytes of the two messages of rank 0."""
+        sizes = []
+
+        def exchanged(group, known, error, described):
+            self.assertIsNone(error)
+            sizes.append(len(pickle.dumps(known)))
+            kind, ranks = group
+            if kind == "fsdp":
+                return [{r: self.record(cut, dim, r)} for r in ranks], None
+            answers = []
+            for first in ranks:
+                replica = range(first, first + SHARDS)
+                answers.append({r: self.record(cut, dim, r) for r in replica})
+            return answers, None
+
+        mine = list(self.matrices(cut, dim, 0))
+        groups = {(c.kind, c.ranks): (c.kind, c.ranks) for c in mine[0].piece.cuts}
+        with mock.patch.object(exchange, "exchange", exchanged):
+            layouts, equal = exchange.layouts_of(mine, groups, (0,), 0, None)
+        self.assertEqual(equal, [])
+        return layouts, sizes
+
+    def test_each_kind_of_matrix_is_told_and_put_together_once(self):
+        """224 matrices on 256 ranks. The reader checks that the shards tile each of them."""
+        for cut, dim in ((rows_of, 0), (intervals_of, None)):
+            layouts, sizes = self.layouts(cut, dim)
+            self.assertEqual([layout.shape for layout in layouts], self.shapes)
+            self.assertTrue(all(len(layout.group) == WORLD for layout in layouts))
+            kinds = len({id(layout.shards) for layout in layouts})
+            self.assertLessEqual(kinds, LAYER)
+            # A few bytes per matrix, and some per kind. Names alone would be 6,000.
+            self.assertLess(sizes[0], 2400)
 
 
 if __name__ == "__main__":

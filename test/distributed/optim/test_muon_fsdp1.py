@@ -5,11 +5,6 @@ import copy
 import warnings
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-    StateDictOptions,
-)
 from torch.distributed.fsdp import (
     FullyShardedDataParallel as FSDP,
     MixedPrecision,
@@ -238,15 +233,11 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         for orig in (False, True):
             model = wrap(Model(), orig)
             matrices, _ = partition_parameters(model)
-            config = create_auto_config(module=model)
             if self.rank == 2:
                 order = [3, 4, 5, 0, 1, 2, 6, 7] if orig else [0, 2, 1, 3]
                 matrices = [matrices[i] for i in order]
-            self.assertRaisesEverywhere(
-                lambda: Muon(matrices, distributed_config=config),
-                ValueError,
-                r"ranks disagree.*name is blocks\.\d\.a\.weight",
-            )
+            pattern = r"ranks disagree.*name is blocks\.\d\.a\.weight"
+            self.assertRefused(pattern, matrices, module=model)
 
     # Over tensor parallelism
 
@@ -358,22 +349,21 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     # Errors
 
+    def assertRefused(self, pattern, params, **options):
+        """Muon for ``params`` under create_auto_config with ``options``."""
+        params, config = list(params), create_auto_config(**options)
+        self.assertRaisesEverywhere(
+            lambda: Muon(params, distributed_config=config), ValueError, pattern
+        )
+
     def test_flat_parameter_that_mixes_matrices_with_biases(self):
         for units in ((Block, Tail), None):
             model = wrap(Model(bias=True), False, units=units)
-            pattern = r"a\.weight.*a\.bias.*use_orig_params=True"
-            for config in (
-                create_auto_config(fsdp_process_group=model.process_group),
-                create_auto_config(module=model),
-            ):
-                flats = [p for p in model.parameters() if hasattr(p, "_fqns")][-2:]
-                if units is None:
-                    flats = list(model.parameters())
-                self.assertRaisesEverywhere(
-                    lambda: Muon(flats, distributed_config=config),
-                    ValueError,
-                    pattern if units is None else r"weight.*bias.*use_orig_params=True",
-                )
+            pattern = r"weight.*bias.*use_orig_params=True"
+            flats = [p for p in model.parameters() if hasattr(p, "_fqns")][-2:]
+            group = model.process_group
+            self.assertRefused(pattern, flats, fsdp_process_group=group)
+            self.assertRefused(pattern, flats, module=model)
             self.assertRaisesEverywhere(
                 lambda: partition_parameters(model), ValueError, "weight.*bias"
             )
@@ -382,42 +372,40 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         model = wrap(Model(), True)
         matrices, _ = partition_parameters(model)
         for group in (None, model.process_group):
-            config = create_auto_config(fsdp_process_group=group)
-            self.assertRaisesEverywhere(
-                lambda: Muon(matrices, distributed_config=config),
-                ValueError,
-                "module=model",
-            )
+            self.assertRefused("module=model", matrices, fsdp_process_group=group)
         # Another optimizer over the same ranks works.
         self.check(Run(True), 1)
 
     def test_module_of_another_model(self):
         model, other = wrap(Model(), True), wrap(Model(), True)
         matrices, _ = partition_parameters(model)
-        config = create_auto_config(module=other)
-        self.assertRaisesEverywhere(
-            lambda: Muon(matrices, distributed_config=config),
-            ValueError,
-            "another.*module=",
-        )
+        self.assertRefused("another.*module=", matrices, module=other)
 
     def test_flat_parameters_without_a_group(self):
         model = wrap(Model(), False)
-        self.assertRaisesEverywhere(
-            lambda: Muon(model.parameters(), distributed_config=create_auto_config()),
-            ValueError,
-            "fsdp_process_group=.*module=",
-        )
+        self.assertRefused("fsdp_process_group=.*module=", model.parameters())
 
     def test_dtensor_config_for_fsdp1(self):
         for orig in (False, True):
-            model = wrap(Model(), orig)
-            matrices, _ = partition_parameters(model)
+            matrices, _ = partition_parameters(wrap(Model(), orig))
             self.assertRaisesEverywhere(
                 lambda: Muon(matrices, distributed_config=create_dtensor_config()),
                 ValueError,
                 "create_auto_config",
             )
+
+    def test_matrices_that_are_not_contiguous(self):
+        for orig in (False, True):
+            model = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False))
+            model[0].weight = torch.nn.Parameter(torch.randn(8, 6).t())
+            model = wrap(model, orig, units=None)
+            pattern = "'0.weight'.*not contiguous"
+            self.assertRefused(pattern, model.parameters(), module=model)
+
+    def test_biases_of_original_parameters(self):
+        model = wrap(Model(bias=True), True)
+        pattern = r"only supports 2D parameters.*bias"
+        self.assertRefused(pattern, model.parameters(), module=model)
 
     def test_memory_order_of_parameters_that_are_not_muons(self):
         conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
@@ -433,21 +421,6 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         with self.everywhere():
             self.assertEqual([len(matrices), len(others)], [1, 2])
             Muon(matrices, distributed_config=config)
-
-    def test_matrices_that_are_not_contiguous(self):
-        for orig in (False, True):
-            model = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False))
-            turned = torch.randn(8, 6).t()
-            model[0].weight = torch.nn.Parameter(turned)
-            model = wrap(model, orig, units=None)
-            self.assertRaisesEverywhere(
-                lambda: Muon(
-                    model.parameters(),
-                    distributed_config=create_auto_config(module=model),
-                ),
-                ValueError,
-                "'0.weight'.*not contiguous",
-            )
 
     def test_direct_calls_for_a_flat_parameter_of_several_matrices(self):
         model = wrap(Model(), False, units=None)
@@ -467,15 +440,6 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             param.grad = torch.ones(param.shape)
         run.update()
         self.assertEverywhere(run.problems())
-
-    def test_biases_of_original_parameters(self):
-        model = wrap(Model(bias=True), True)
-        config = create_auto_config(module=model)
-        self.assertRaisesEverywhere(
-            lambda: Muon(model.parameters(), distributed_config=config),
-            ValueError,
-            r"only supports 2D parameters.*bias",
-        )
 
     def test_group_that_contradicts_the_unit(self):
         model = wrap(Model(), False)
@@ -540,29 +504,6 @@ class TestMuonFSDP1State(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_sharded_state_dict(self):
         self.check_kind(StateDictType.SHARDED_STATE_DICT)
-
-    def check_checkpoint(self, **options):
-        options = StateDictOptions(**options)
-
-        def save(run):
-            return copy.deepcopy(
-                get_optimizer_state_dict(run.model, run.optimizer, options=options)
-            )
-
-        def load(run, saved):
-            set_optimizer_state_dict(
-                run.model, run.optimizer, optim_state_dict=saved, options=options
-            )
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.check(save, load)
-
-    def test_checkpoint_in_full(self):
-        self.check_checkpoint(full_state_dict=True)
-
-    def test_checkpoint_in_shards(self):
-        self.check_checkpoint()
 
     def test_own_state_dict(self):
         def save(run):

@@ -1,5 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""create_auto_config with plain matrices that were cut by hand, and with DTensors."""
+"""create_auto_config with matrices that were cut by hand, and with DTensors; what it warns of and refuses."""
+
+import contextlib
+import warnings
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,6 +22,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     GlooOnCPU,
     grid_of,
     local,
+    mesh_of,
     NewtonSchulzCalls,
     ParityAssertions,
     place,
@@ -25,6 +30,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S0,
     S1,
     SHAPES,
+    Spec,
     specs,
     Strategy,
     Twins,
@@ -137,35 +143,6 @@ class TestMuonGroups(GroupParity, MultiProcContinuousTest):
             strategy = Strategy(grid_of(4), "fsdp")
             self.check_once(Twins([strategy.cut(s) for s in SHAPES], config))
 
-    def test_dtypes_flags_and_memory_formats(self):
-        cases = (
-            (torch.bfloat16, True, (True, 0)),
-            (torch.float16, False, (False, 2)),
-            (torch.float64, True, (True, 2)),
-        )
-        for strategy, case in zip(self.strategies()[::2], cases, strict=True):
-            dtype, turned, (parallel, ahead) = case
-            cuts = [strategy.cut(s, 1, "chunk", dtype, turned) for s in SHAPES]
-            config = strategy.config(
-                tp_dim_per_param=1, async_gpu_parallelism=parallel, prefetch_count=ahead
-            )
-            twins = Twins(cuts, config, nesterov=parallel, lr=0.1)
-            self.assertTrainsAlike(twins, 2, f"{strategy} {dtype}")
-
-    def test_indices_count_over_parameter_groups(self):
-        strategy = Strategy(grid_of(2, 2), "fsdp", "tp")
-        groups = [
-            ([4, 0, 2], dict(lr=0.3, momentum=0.5, nesterov=False, weight_decay=0.2)),
-            ([1, 3], dict(lr=torch.tensor(0.05), adjust_lr_fn="match_rms_adamw")),
-            ([5], dict(ns_steps=3)),
-        ]
-        dims = [1, 0, None, 0, 1, 1]
-        cuts = [strategy.cut(shape, dim) for shape, dim in zip(SHAPES, dims)]
-        order = [i for indices, _ in groups for i in indices]
-        by_index = {at: dims[i] for at, i in enumerate(order) if dims[i] is not None}
-        config = strategy.config(tp_dim_per_param=by_index)
-        self.assertTrainsAlike(Twins(cuts, config, groups))
-
     # The three functions outside of step()
 
     def test_gather_then_redistribute_is_the_identity(self):
@@ -207,19 +184,6 @@ class TestMuonGroups(GroupParity, MultiProcContinuousTest):
         self.assertEqual(owned, list(range(len(params))))
         self.assertEqual(everyone(assignments), [assignments] * 4)
         self.assertEqual(config.state["param_metadata"], {})
-
-    def test_wrapped_functions_give_the_bits_of_the_engine(self):
-        twins = Strategy(grid_of(2, 2), "fsdp", "tp").twins()
-        config, calls = twins.config, []
-        built = config.gather_fn
-
-        def gather(piece, rank, state):
-            calls.append(state["current_param_idx"])
-            return built(piece, rank, state)
-
-        config.gather_fn = gather
-        self.assertTrainsAlike(twins, 2)
-        self.assertEqual(calls, list(range(len(twins.params))) * 2)
 
     # DTensors
 
@@ -272,6 +236,285 @@ class TestMuonGroupsEightRanks(GroupParity, MultiProcContinuousTest):
             strategy = Strategy(grid_of(2, 2, 2), *kinds)
             shapes = [(16, 8), (7, 13), (3, 5), (9, 9), (1, 8)]
             self.check_once(strategy.twins(shapes, how))
+
+
+@contextlib.contextmanager
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+@requires_gloo()
+class TestMuonGroupWarnings(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    """The placements of a DTensor count. Groups and dimensions that contradict them are a warning."""
+
+    world_size = 4
+
+    def build(self, placements, mesh, count=1, **options):
+        params = [
+            (f"w{i}", torch.nn.Parameter(place(full(i, (8, 8)), spec)))
+            for i, spec in enumerate([Spec((8, 8), mesh, placements)] * count)
+        ]
+        return Muon(params, distributed_config=create_auto_config(**options))
+
+    def check_warning(self, pattern, *placed, **options):
+        self.assertWarnsOnce(pattern, lambda: self.build(*placed, **options))
+
+    def test_one_warning_for_all_parameters(self):
+        group = dist.group.WORLD
+        self.check_warning(
+            "parameter 0 'w0'.* and 4 more: ",
+            *((S0,), mesh_of(4), 12),
+            tp_process_group=group,
+            tp_dim_per_param=1,
+        )
+
+    def test_tp_dim_that_contradicts_a_dtensor(self):
+        group = dist.group.WORLD
+        for placement, dim, pattern in [
+            (S0, 1, r"parameter 0 'w0'.*dimension 1.*(S\(0\)|Shard\(dim=0\))"),
+            (S1, 0, r"parameter 0 'w0'.*dimension 0.*(S\(1\)|Shard\(dim=1\))"),
+            (S1, {}, r"parameter 0 'w0'.*tp.*(S\(1\)|Shard\(dim=1\))"),
+            (R, -1, r"parameter 0 'w0'.*dimension -1.* (R|Replicate\(\))\."),
+        ]:
+            self.check_warning(
+                pattern,
+                (placement,),
+                mesh_of(4),
+                tp_process_group=group,
+                tp_dim_per_param=dim,
+            )
+        with no_warnings():
+            self.build((S1,), mesh_of(4), tp_process_group=group, tp_dim_per_param=-1)
+            self.build((R,), mesh_of(4), tp_process_group=group, tp_dim_per_param={})
+
+    def test_group_that_contradicts_a_dtensor(self):
+        group = grid_of(2, 2).get_group("a")
+        words = ", ".join(map(str, dist.get_process_group_ranks(group)))
+        for kind in ("fsdp", "tp"):
+            self.check_warning(
+                rf"parameter 0 'w0'.*{kind}.*\[{words}\].*(S\(0\)|Shard\(dim=0\))",
+                (S0,),
+                mesh_of(4),
+                tp_dim_per_param=0,
+                **{f"{kind}_process_group": group},
+            )
+        self.check_warning(
+            r"parameter 0 'w0'.*fsdp.* (R|Replicate\(\))\.",
+            (R,),
+            mesh_of(4),
+            fsdp_process_group=dist.group.WORLD,
+        )
+        self.check_warning(
+            r"parameter 0 'w0'.*ddp.*(S\(0\)|Shard\(dim=0\))",
+            (S0,),
+            mesh_of(4),
+            ddp_process_group=group,
+        )
+
+    def test_warned_or_not_the_dtensor_counts(self):
+        grid = grid_of(2, 2)
+        for options in (
+            dict(tp_process_group=dist.group.WORLD, tp_dim_per_param=1),
+            dict(fsdp_process_group=grid.get_group("b")),
+            dict(ddp_process_group=grid.get_group("a")),
+        ):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                placed = [Spec(s, mesh_of(4), (S0,)) for s in ((8, 8), (7, 5), (3, 9))]
+                twins = Twins(placed, create_auto_config(**options))
+            self.assertTrainsAlike(twins, 1, f"{options}")
+
+    def test_marks_say_the_tp_dim_if_the_user_does_not(self):
+        strategy, dims = Strategy(mesh_of(4), "tp"), (0, 1, None)
+        for mark in ("tp_dim", "partition_dim"):
+            twins = Twins(
+                [strategy.cut((8, 12), d) for d in dims],
+                strategy.config(tp_dim_per_param={0: 0, 1: 1}),
+            )
+            for param, dim in zip(twins.params, dims):
+                setattr(param, mark, -1 if dim is None else dim)
+            with no_warnings():
+                twins.optimizer = Muon(
+                    twins.params, distributed_config=strategy.config()
+                )
+            self.assertTrainsAlike(twins, 1, mark)
+
+
+@requires_gloo()
+class TestMuonGroupErrors(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    world_size = 4
+
+    def build(self, config, shapes=((8, 8), (8, 8)), dtypes=(), names="01"):
+        """``names`` are in this rank's order."""
+        params = []
+        for i, name in enumerate(names[: len(shapes)]):
+            tensor = torch.ones(shapes[i], dtype=dict(enumerate(dtypes)).get(i))
+            params.append((f"w{name}", torch.nn.Parameter(tensor)))
+        before = [p.detach().clone() for _, p in params]
+        try:
+            return Muon(params, distributed_config=config)
+        finally:
+            for (_, param), value in zip(params, before):
+                self.assertTrue(torch.equal(param.detach(), value))
+
+    def test_a_correct_config_works_after_errors(self):
+        dims = {1: 2} if self.rank == 2 else {}
+        tp = Strategy(grid_of(4), "tp")
+        self.assertRaisesEverywhere(
+            lambda: self.build(tp.config(tp_dim_per_param=dims)),
+            IndexError,
+            r"dimension 2.*parameter 1.*\(8, 8\)",
+        )
+        for strategy in (tp, Strategy(grid_of(2, 2), "ddp", "fsdp")):
+            self.assertTrainsAlike(strategy.twins([(8, 8), (7, 5), (3, 9)]), 1)
+
+    # Mistakes of one rank or of all
+
+    def test_tp_dim_out_of_range(self):
+        tp = Strategy(grid_of(4), "tp")
+        for dim, given in ((2, 2), (-3, {1: -3}), (-3, -3)):
+            self.assertRaisesEverywhere(
+                lambda: self.build(tp.config(tp_dim_per_param=given)),
+                IndexError,
+                rf"dimension {dim}.*parameter [01].*\(8, 8\)",
+            )
+
+    def test_wrong_tp_dim_raises(self):
+        for group in (None, dist.group.WORLD):
+            config = create_auto_config(tp_process_group=group, tp_dim_per_param={0: 3})
+            with self.everywhere():
+                with self.assertRaises(IndexError):
+                    config.gather_fn(torch.ones(10, 20), 0, config.state)
+                with self.assertRaises(IndexError):
+                    config.redistribute_fn(torch.ones(10, 20), 0, config.state)
+
+    def test_pieces_that_do_not_fit_together(self):
+        group = dist.group.WORLD
+        for groups, shape, pattern in (
+            (
+                {"tp_process_group": group, "tp_dim_per_param": {0: 0, 1: 1}},
+                (1 + self.rank, 6),
+                "tp_process_group.*dimension 1.*differ in dimension 0",
+            ),
+            (
+                {"fsdp_process_group": group},
+                (7, 6 if self.rank == 1 else 5),
+                "fsdp_process_group.*differ in dimension 1",
+            ),
+            (
+                {"ddp_process_group": group},
+                (7, 6 if self.rank == 2 else 5),
+                r"ddp_process_group.*shapes.*\(7, 6\)",
+            ),
+            (
+                {"cp_process_group": group},
+                (7, 6 if self.rank == 2 else 5),
+                r"cp_process_group.*shapes.*\(7, 6\)",
+            ),
+        ):
+            config = create_auto_config(**groups)
+            self.assertRaisesEverywhere(
+                lambda: self.build(config, [(8, 8), shape]),
+                ValueError,
+                f"parameter 1 'w1'.*{pattern}",
+            )
+
+    def test_tp_group_without_tp_dims(self):
+        self.assertRaisesEverywhere(
+            lambda: self.build(Strategy(grid_of(4), "tp").config()),
+            ValueError,
+            "parameter 0 'w0'.*tp_dim_per_param",
+        )
+
+    def test_indices_that_do_not_exist(self):
+        wrong = {2: 0} if self.rank == 3 else {}
+        for kind, name in (("tp", "tp_dim_per_param"), ("ddp", "expert_assignments")):
+            config = Strategy(grid_of(4), kind).config(**{name: wrong})
+            self.assertRaisesEverywhere(
+                lambda: self.build(config), ValueError, rf"{name}.*\[2\].*0 to 1"
+            )
+
+    # Ranks that disagree
+
+    def test_ranks_that_disagree(self):
+        strategy = Strategy(grid_of(2, 2), "ddp", "fsdp")
+        config = strategy.config()
+        dtypes = [None, torch.bfloat16 if self.rank == 1 else None]
+        self.assertRaisesEverywhere(
+            lambda: self.build(config, dtypes=dtypes),
+            ValueError,
+            r"'w1'.*dtype is torch.\w+ on rank \d and torch.\w+ on rank \d",
+        )
+        self.assertRaisesEverywhere(
+            lambda: self.build(config, names="10" if self.rank == 1 else "01"),
+            ValueError,
+            r"ranks disagree.*name is w\d on rank \d and w\d on rank \d",
+        )
+        shapes = [(8, 8), (4, 4, 4) if self.rank == 3 else (8, 8)]
+        self.assertRaisesEverywhere(
+            lambda: self.build(config, shapes),
+            ValueError,
+            r"only supports 2D parameters.*\[4, 4, 4\]",
+        )
+        config = strategy.config(prefetch_count=1 + (self.rank == 3))
+        self.assertRaisesEverywhere(
+            lambda: self.build(config), ValueError, "prefetch_count is 1.*2 on rank 3"
+        )
+
+    def test_different_numbers(self):
+        grid = grid_of(2, 2)
+        for kinds, few in ((("ddp", "fsdp"), [2]), (("fsdp", "cp"), [0, 1, 2])):
+            shapes = [(8, 8)] * (1 if self.rank in few else 2)
+            self.assertRaisesEverywhere(
+                lambda: self.build(Strategy(grid, *kinds).config(), shapes),
+                ValueError,
+                "ranks disagree about the number",
+            )
+
+    def test_different_tp_dims(self):
+        tp = Strategy(grid_of(4), "tp")
+        for here, there in [(0, 1), ({}, 1)]:
+            dim = there if self.rank == 3 else here
+            self.assertRaisesEverywhere(
+                lambda: self.build(tp.config(tp_dim_per_param=dim)),
+                ValueError,
+                "parameter 0 'w0'.*contradict.*[Rr]ank 3",
+            )
+
+    # Groups that contradict each other
+
+    def test_groups_that_contradict_each_other(self):
+        grid = grid_of(2, 2)
+        all_ranks, a, b = dist.group.WORLD, grid.get_group("a"), grid.get_group("b")
+        for groups in (
+            {"fsdp": all_ranks, "ddp": a},
+            {"fsdp": all_ranks, "ddp": b},
+            {"tp": b, "ddp": b},
+            {"fsdp": b, "tp": b},
+            {"fsdp": b, "ddp": b},
+            # Both members of one pair of replicas have no group.
+            {"fsdp": b, "ddp": a if self.rank % 2 else None},
+            {"fsdp": b if self.rank < 2 else None, "ddp": a},
+        ):
+            options = {f"{kind}_process_group": group for kind, group in groups.items()}
+            config = create_auto_config(**options, tp_dim_per_param=0)
+            self.assertRaisesEverywhere(
+                lambda: self.build(config), ValueError, "contradict|shapes"
+            )
+
+    def test_group_on_one_rank_too_few(self):
+        # The other rank of the pair can only notice that rank 0 does not come.
+        pairs = [
+            dist.new_group(pair, timeout=timedelta(seconds=2))
+            for pair in ([0, 1], [2, 3])
+        ]
+        own = pairs[self.rank // 2]
+        config = create_auto_config(ddp_process_group=own if self.rank else None)
+        self.assertRaisesEverywhere(
+            lambda: self.build(config), RuntimeError, "", ranks=[1]
+        )
 
 
 if __name__ == "__main__":

@@ -142,26 +142,6 @@ class TestMuonDTensorLayouts(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
             # Each option must make a difference.
             self.assertFalse(all(map(torch.equal, twins.singles, others)), f"{own}")
 
-    def test_hyperparameters_changed_between_steps(self):
-        mesh = mesh_of(4)
-        # A scheduler fills a tensor in place.
-        twins = Twins(
-            specs(mesh, all_placements(mesh), SHAPES[1:6]), lr=torch.tensor(0.1)
-        )
-        twins.step()
-        for key, value in [
-            ("momentum", 0.5),
-            ("nesterov", False),
-            ("weight_decay", 0.3),
-            ("ns_steps", 2),
-            ("lr", 0.3),
-        ]:
-            for optimizer in (twins.single, twins.optimizer):
-                group = optimizer.param_groups[0]
-                group[key] = group[key].fill_(value) if key == "lr" else value
-            twins.step()
-            self.assertParity(twins, key)
-
     def test_matrices_of_one_shape_together(self):
         shapes = [(16, 16)] * 6 + [(24, 8)] * 5 + [(5, 9)] * 3
         # The single process does not batch.
@@ -319,22 +299,6 @@ class TestMuonDTensorLayouts(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
         # Equal matrices, so equal shares, replicas included.
         self.assertEqual([len(views[0][rank]) for rank in range(4)], [2] * 4)
         self.assertEqual(twins.optimizer.current_rank, self.rank)
-
-    def test_parameters_added_later(self):
-        mesh = mesh_of(4)
-        twins = Twins(specs(mesh, all_placements(mesh), [(8, 8), (7, 5)]))
-        twins.step()
-        more = Twins(specs(mesh, [(S1,), (R,)], [(6, 4), (3, 9)]), seed=500)
-        for optimizer, params in [
-            (twins.optimizer, more.params),
-            (twins.single, more.singles),
-        ]:
-            optimizer.add_param_group({"params": params, "lr": 0.07})
-        for both in ("specs", "seeds", "params", "singles"):
-            getattr(twins, both).extend(getattr(more, both))
-        self.assertTrainsAlike(twins)
-        owned = sorted(i for own in twins.optimizer.assignments.values() for i in own)
-        self.assertEqual(owned, list(range(10)))
 
 
 class TestMuonOnOneRank(TestCase):

@@ -3,11 +3,9 @@
 
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from torch.optim._muon_engine import describe
 from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
@@ -146,42 +144,19 @@ class TestMuonSchedule(PlayedSchedules, TestCase):
         buckets of Llama 3 70B took 51 times as long on 64 ranks. One of 18432 x 7168 takes as long as 33
         experts, of which 13 fitted next to it: DeepSeek-V3's took 1.45 times as long on 1,024.
         """
-        for name in ("GPT-2 124M", "Llama 3 8B", "Llama 3 70B"):
-            shapes = MODELS[name].shapes
-            for layouts, kind in (
-                (shards_of(shapes, 64), "64"),
-                (shards_of(shapes, 16384), "16384"),
-                (shards_of(shapes, 64, replicas=256), "HSDP"),
-                (shards_of(shapes, 256, 64), "FSDP x TP"),
-            ):
-                self.assertShort(layouts, f"{name}, {kind}")
+        for name, *cut in (
+            ("GPT-2 124M", 16384),
+            ("Llama 3 8B", 64, 1, 256),
+            ("Llama 3 70B", 64),
+            ("Llama 3 70B", 256, 64),
+        ):
+            self.assertShort(shards_of(MODELS[name].shapes, *cut), f"{name} {cut}")
         model = MODELS["DeepSeek-V3"]
         for world, ep in ((64, 8), (16384, 64)):
             layouts = expert_layouts(model, world, ep)
             self.assertShort(layouts, f"DeepSeek-V3, EP {ep} on {world}")
         # Experts of all layers over all ranks.
         self.assertShort(shards_of(model.shapes, 1024), "DeepSeek-V3 on 1024")
-
-    def test_page_of_a_large_model_can_be_read(self):
-        model = MODELS["DeepSeek-V3"]
-        layouts = expert_layouts(model, 1024, 8)
-        schedule = make_schedule(layouts, assign_owners(layouts), torch.bfloat16)
-        self.assertGreater(len(layouts), 5000)
-        engine = SimpleNamespace(
-            runs_on_engine=True,
-            schedule=schedule,
-            rank=8,
-            world_size=1024,
-            params=[],
-            flags=(True, 1),
-        )
-        lines = describe.in_full(engine).splitlines()
-        self.assertLess(len(lines), 40)
-        self.assertLess(max(map(len, lines)), 250)
-        # Each of the two groups has a row for this rank.
-        shown = [line for line in lines if line.split()[:1] == ["8"]]
-        self.assertEqual(len(shown), 2)
-        self.assertIn("other ranks are not shown", "".join(lines))
 
     def assertShort(self, layouts, message):
         # One pass over the owners does not pack DeepSeek-V3's experts next to its large matrices quite

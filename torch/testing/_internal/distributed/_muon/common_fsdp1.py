@@ -57,14 +57,6 @@ class Model(torch.nn.Module):
         return self.tail(self.head(x))
 
 
-STRATEGIES = [
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-    ShardingStrategy.HYBRID_SHARD,
-]
-
-
 def wrap(
     model,
     orig=False,
@@ -112,7 +104,7 @@ def state_dicts(model, kind):
 class Run:
     """An FSDP1 model and its plain twin, with an optimizer for their matrices and one for the rest."""
 
-    def __init__(self, orig, bias=None, by_module=None, flags=None, lr=0.1, **wrapping):
+    def __init__(self, orig, bias=None, by_module=None, lr=0.1, **wrapping):
         torch.manual_seed(5)
         self.orig = orig
         self.single = Model(orig if bias is None else bias).to(device())
@@ -123,7 +115,7 @@ class Run:
             if by_module
             else {"fsdp_process_group": self.model.process_group}
         )
-        self.config = create_auto_config(**source, **(flags or {}))
+        self.config = create_auto_config(**source)
         self.lr = lr
         self.build()
         matrices, others = partition_parameters(self.single)
