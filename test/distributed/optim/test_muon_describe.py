@@ -176,17 +176,7 @@ class TestMuonDescribe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             muon = Muon(self.params([(8, 8)] * 4), distributed_config="auto")
             self.assertIn("in two levels", muon.describe())
             muon.step()
-        found = {
-            ranks: group.group_desc
-            for ranks, group in muon._engine.groups.items()
-            if group is not None and group.group_desc.startswith("muon")
-        }
-        node = self.rank // 2 * 2
-        rail = self.rank % 2
-        expected = {(node, node + 1): "muon node", (rail, rail + 2): "muon rail"}
-        with self.everywhere():
-            self.assertEqual(found, expected)
-        # A flight recorder keeps these names, too.
+        # A flight recorder keeps these names.
         recorded = json.loads(_distributed_c10d._dump_fr_trace_json())["entries"]
         named = {entry["process_group"][1] for entry in recorded}
         with self.everywhere():

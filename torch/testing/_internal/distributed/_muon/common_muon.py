@@ -259,7 +259,10 @@ def held(spec: Spec | Cut) -> set[int]:
 
 
 class Collective(NamedTuple):
-    """One call that moves data; sizes in elements, for an all-to-all by peer."""
+    """One call that moves data; sizes in elements, for an all-to-all by peer.
+
+    A broadcast has one size, on the ranks that receive it, too.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -282,6 +285,9 @@ class Collectives(TorchDispatchMode):
 
     @staticmethod
     def _call(name: str, args: tuple) -> Collective:
+        if name == "broadcast_":
+            (tensor,) = args[0]
+            return Collective(name, (), (tensor.numel(),), (), tensor.element_size())
         if name != "alltoall_base_":
             return Collective(name, (), (), (), 0)
         output, input, group, received, sent = args[:5]
