@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim import _muon as ours, Muon
 from torch.optim._newton_schulz import newton_schulz
-from torch.optim.lr_scheduler import LinearLR, OneCycleLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -152,17 +152,12 @@ class Runs(TestCase):
             if other is None:
                 self.assertIsNone(mine)
                 continue
-            mine, other = mine.detach(), other.detach()
             self.assertEqual(mine.dtype, other.dtype)
             self.assertEqual(mine.shape, other.shape)
             self.assertEqual(mine.stride(), other.stride())
-            bits = [
-                torch.empty(t.shape, dtype=t.dtype).copy_(t).reshape(-1)
-                for t in (mine, other)
-            ]
-            bits = [t.view(torch.uint8) for t in bits]
             self.assertTrue(
-                torch.equal(*bits), f"{(mine != other).sum()} of {mine.numel()} differ"
+                torch.equal(mine, other),
+                f"{(mine != other).sum()} of {mine.numel()} differ",
             )
 
     def assert_same_training(self, shapes, **options):
@@ -276,62 +271,41 @@ class TestStockResults(TestCase):
     @parametrize("case", list(STOCK_RESULTS))
     def test_results_of_stock(self, case):
         options, steps, atol, expected = STOCK_RESULTS[case]
-        found = run_stock_case(Muon, options, steps, expected)
-        self.assertEqual(found, torch.tensor(expected), atol=atol, rtol=0)
+        classes = [Muon]
+        if stock() is not None and stock_supports(options.get("adjust_lr_fn")):
+            classes.append(stock().Muon)
+        for cls in classes:
+            found = run_stock_case(cls, options, steps, expected)
+            self.assertEqual(found, torch.tensor(expected), atol=atol, rtol=0)
 
 
 @needs_stock
 @instantiate_parametrized_tests
 class TestStockParity(Runs):
-    @parametrize("case", list(STOCK_RESULTS))
-    def test_results_that_are_numbers(self, case):
-        options, steps, atol, expected = STOCK_RESULTS[case]
-        if not stock_supports(options.get("adjust_lr_fn")):
-            self.skipTest(f"stock {torch.__version__} does not know it")
-        found = run_stock_case(stock().Muon, options, steps, expected)
-        self.assertEqual(found, torch.tensor(expected), atol=atol, rtol=0)
-
     @parametrize("dtype", DTYPES)
     @parametrize("nesterov", [True, False])
     def test_shapes_and_dtypes(self, dtype, nesterov):
         spared = contextlib.nullcontext() if nesterov else stock_that_spares_its_input()
         with spared:
-            for weight_decay, momentum in [(0.1, 0.95), (0.0, 0.0), (0.3, 0.5)]:
-                self.assert_same_training(
-                    SHAPES,
-                    dtype=dtype,
-                    nesterov=nesterov,
-                    lr=0.05,
-                    weight_decay=weight_decay,
-                    momentum=momentum,
-                )
+            self.assert_same_training(
+                SHAPES, dtype=dtype, nesterov=nesterov, lr=0.05, momentum=0.5
+            )
 
     @parametrize("adjust_lr_fn", [None, *ours._ADJUST_LR_FNS])
     def test_learning_rate_modes(self, adjust_lr_fn):
         if not stock_supports(adjust_lr_fn):
             self.skipTest(f"stock {torch.__version__} does not know {adjust_lr_fn}")
-        for dtype in (torch.float32, torch.bfloat16):
-            self.assert_same_training(
-                FEW_SHAPES, dtype=dtype, adjust_lr_fn=adjust_lr_fn
-            )
+        self.assert_same_training(FEW_SHAPES, adjust_lr_fn=adjust_lr_fn)
 
     def test_tensor_lr(self):
-        for lr in (
-            torch.tensor(0.02),
-            torch.tensor([0.02]),
-            torch.tensor(0.02, dtype=torch.float64),
-            torch.tensor([[0.02]]),
-            torch.tensor(0.02, dtype=torch.bfloat16),
-        ):
+        for lr in (torch.tensor(0.02), torch.tensor([0.02], dtype=torch.bfloat16)):
             for dtype in (torch.float32, torch.bfloat16):
-                self.assert_same_training(SHAPES[:4], dtype=dtype, lr=lr)
+                self.assert_same_training(FEW_SHAPES, dtype=dtype, lr=lr)
 
     def test_newton_schulz_options(self):
         for options in (
-            {"lr": 0.0},
+            {"lr": 0.0, "weight_decay": 0.0},
             {"ns_steps": 0},
-            {"ns_steps": 1},
-            {"ns_steps": 6},
             {"ns_steps": 12, "ns_coefficients": (2.0, -1.5, 0.5)},
             {"ns_coefficients": (3.4, -4.7, 2.0)},
             {"eps": 1e-3},
@@ -339,16 +313,6 @@ class TestStockParity(Runs):
             {"eps": 1e4},
         ):
             self.assert_same_training(FEW_SHAPES, steps=2, **options)
-
-    def test_zero_gradients(self):
-        def zeros(optimizer, step):
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    p.grad.zero_()
-            optimizer.step()
-
-        params = self.assert_same_training(SHAPES[:4], between=zeros)
-        self.assertTrue(all(p.isfinite().all() for p in params))
 
     @parametrize(
         "strided,grad_strided",
@@ -369,30 +333,16 @@ class TestStockParity(Runs):
                     grad_strided=grad_strided,
                 )
 
-    def test_gradient_none_for_some_steps(self):
-        self.assert_same_training(
-            SHAPES[:4], steps=6, has_grad=lambda step, index: (step + index) % 3 != 0
-        )
+    def test_missing_gradients(self):
+        def has_grad(step, index):
+            return index and (step + index) % 3 != 0
 
-    def test_gradient_never(self):
-        params, buffers, optimizer = self.run_steps(
-            Muon, [(3, 4), (4, 3)], has_grad=lambda step, index: index == 1
-        )
+        params, buffers, optimizer = self.run_steps(Muon, SHAPES[:4], has_grad=has_grad)
         self.assertIsNone(buffers[0])
         self.assertNotIn(params[0], optimizer.state)
-        self.assert_same_training(
-            [(3, 4), (4, 3)], has_grad=lambda step, index: index == 1
-        )
+        self.assert_same_training(SHAPES[:4], steps=6, has_grad=has_grad)
 
-    def test_groups(self):
-        groups = [
-            {"params": [0, 2], "lr": 0.1, "weight_decay": 0.0, "nesterov": False},
-            {"params": [1], "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"},
-            {"params": [3], "momentum": 0.5, "eps": 1e-2},
-        ]
-        self.assert_same_training(SHAPES[:4], groups=groups, lr=0.02)
-
-    def test_hyperparameters_changed_between_steps(self):
+    def test_groups_whose_hyperparameters_change(self):
         def change(optimizer, step):
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5
@@ -400,7 +350,12 @@ class TestStockParity(Runs):
                 group["nesterov"] = not group["nesterov"]
                 group["ns_steps"] -= 1
 
-        self.assert_same_training(SHAPES[:4], between=change, steps=4)
+        groups = [
+            {"params": [0, 2], "lr": 0.1, "weight_decay": 0.0, "nesterov": False},
+            {"params": [1], "ns_steps": 4, "adjust_lr_fn": "match_rms_adamw"},
+            {"params": [3], "momentum": 0.5, "eps": 1e-2},
+        ]
+        self.assert_same_training(SHAPES[:4], groups=groups, lr=0.02, between=change)
 
     @parametrize("shape", [(3, 0), (0, 3), (0, 0)])
     def test_empty(self, shape):
@@ -412,44 +367,6 @@ class TestStockParity(Runs):
                 return type(error), str(error)
 
         self.assertEqual(outcome(Muon), outcome(stock().Muon))
-
-    def test_closure(self):
-        def losses(cls):
-            torch.manual_seed(0)
-            model = nn.Sequential(
-                nn.Linear(6, 10, bias=False), nn.Linear(10, 3, bias=False)
-            )
-            data = torch.randn(5, 6)
-            optimizer = cls(model.parameters(), lr=0.05)
-
-            def closure():
-                optimizer.zero_grad()
-                loss = model(data).square().sum()
-                loss.backward()
-                return loss
-
-            return [optimizer.step(closure).detach() for _ in range(5)]
-
-        mine = losses(Muon)
-        self.assert_bitwise(mine, losses(stock().Muon))
-        self.assertLess(mine[-1], mine[0])
-
-    @parametrize("dtype", DTYPES)
-    def test_newton_schulz_function(self, dtype):
-        for shape in SHAPES:
-            for strided in ("contiguous", "transposed", "every other column"):
-                for ns_steps in (0, 1, 5):
-                    matrix = make_matrix(shape, dtype, strided=strided)
-                    before = matrix.clone()
-                    mine = ours._zeropower_via_newtonschulz(
-                        matrix, COEFFICIENTS, ns_steps, 1e-7
-                    )
-                    self.assert_bitwise([matrix.clone()], [before])
-                    other = stock()._zeropower_via_newtonschulz(
-                        matrix.clone(), COEFFICIENTS, ns_steps, 1e-7
-                    )
-                    self.assertEqual(mine.dtype, torch.bfloat16)
-                    self.assertTrue(torch.equal(mine, other), f"{shape} {strided}")
 
     @parametrize("name", ["muon", "_single_tensor_muon"])
     def test_functional(self, name):
@@ -464,23 +381,7 @@ class TestStockParity(Runs):
             return params + buffers + grads
 
         self.assert_bitwise(run(ours), run(stock()))
-
-    def test_functional_of_nothing(self):
-        for name in ("muon", "_single_tensor_muon"):
-            self.assertIsNone(getattr(ours, name)([], [], [], **FUNCTIONAL_DEFAULTS))
-
-    def test_adjust_lr_function(self):
-        modes = filter(stock_supports, [None, *ours._ADJUST_LR_FNS])
-        for mode, shape in itertools.product(modes, SHAPES):
-            for lr in (0.02, torch.tensor(0.02)):
-                self.assertEqual(
-                    ours._adjust_lr(lr, mode, torch.Size(shape)),
-                    stock()._adjust_lr(lr, mode, torch.Size(shape)),
-                    rtol=0,
-                    atol=0,
-                )
-        self.assertEqual(stock()._adjust_lr(0.5, "none of them", (8, 2)), 0.5)
-        self.assertEqual(ours._adjust_lr(0.5, "none of them", (8, 2)), 0.5)
+        self.assertIsNone(getattr(ours, name)([], [], [], **FUNCTIONAL_DEFAULTS))
 
     @parametrize("nesterov", [True, False])
     def test_bf16_momentum_is_not_written_by_orthogonalizing(self, nesterov):
@@ -558,51 +459,24 @@ class TestStockParity(Runs):
             self.assertLessEqual(new, options)
 
     def test_schedulers(self):
-        def make(kind, optimizer):
-            if kind == "sequential":
-                parts = [LinearLR(optimizer, 0.1, total_iters=2), StepLR(optimizer, 2)]
-                return SequentialLR(optimizer, parts, milestones=[2])
-            # It cycles the momentum as well.
-            return OneCycleLR(optimizer, 0.2, total_steps=8)
-
-        def train(cls, kind):
+        """One that cycles the momentum, too."""
+        found = []
+        for cls in (Muon, stock().Muon):
             schedulers = []
 
-            def between(optimizer, step):
+            def between(optimizer, step, schedulers=schedulers):
                 if not schedulers:
-                    schedulers.append(make(kind, optimizer))
+                    schedulers.append(OneCycleLR(optimizer, 0.2, total_steps=8))
                 schedulers[0].step()
 
             params, _, optimizer = self.run_steps(
-                cls, SHAPES[:3], steps=6, between=between
+                cls, FEW_SHAPES, steps=4, between=between
             )
-            return params, optimizer.param_groups[0]
-
-        for kind in ("one cycle", "sequential"):
-            params, group = train(Muon, kind)
-            others, other_group = train(stock().Muon, kind)
-            self.assert_bitwise(params, others)
-            self.assertEqual(group["lr"], other_group["lr"])
-            self.assertEqual(group["momentum"], other_group["momentum"])
-            self.assertNotEqual(group["lr"], 1e-3)
-
-
-def calls_after_compiling(cls, backend):
-    """A compiled step of the whole optimizer, without a break in the graph."""
-    torch._dynamo.reset()
-    generator = torch.Generator().manual_seed(0)
-    params = [
-        nn.Parameter(make_matrix(shape, generator=generator))
-        for shape in [(6, 9), (9, 6)]
-    ]
-    for param in params:
-        param.grad = make_matrix(param.shape, generator=generator)
-    optimizer = cls(params, lr=torch.tensor(0.01))
-    compiled = torch.compile(optimizer.step, fullgraph=True, backend=backend)
-    for _ in range(3):
-        compiled()
-    torch._dynamo.reset()
-    return params
+            group = optimizer.param_groups[0]
+            found.append((params, group["lr"], group["momentum"]))
+        self.assert_bitwise(found[0][0], found[1][0])
+        self.assertEqual(found[0][1:], found[1][1:])
+        self.assertNotEqual(found[0][1], 1e-3)
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
@@ -627,25 +501,24 @@ class TestMuonOnGPU(Runs):
 
 
 class TestCompile(Runs):
-    def test_step_is_one_graph(self):
-        def eager(cls):
-            generator = torch.Generator().manual_seed(0)
-            params = [
-                nn.Parameter(make_matrix(shape, generator=generator))
-                for shape in [(6, 9), (9, 6)]
-            ]
-            for param in params:
-                param.grad = make_matrix(param.shape, generator=generator)
-            optimizer = cls(params, lr=torch.tensor(0.01))
-            for _ in range(3):
-                optimizer.step()
-            return params
+    def trained(self, cls, compiled):
+        _, _, optimizer = self.run_steps(
+            cls, [(6, 9), (9, 6)], steps=1, lr=torch.tensor(0.01)
+        )
+        step = optimizer.step
+        if compiled:
+            torch._dynamo.reset()
+            self.addCleanup(torch._dynamo.reset)
+            step = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            step()
+        return optimizer.param_groups[0]["params"]
 
-        compiled = calls_after_compiling(Muon, "aot_eager")
-        self.assertEqual(compiled, eager(Muon), atol=2e-3, rtol=0)
+    def test_step_is_one_graph(self):
+        compiled = self.trained(Muon, True)
+        self.assertEqual(compiled, self.trained(Muon, False), atol=2e-3, rtol=0)
         if stock() is not None:
-            others = calls_after_compiling(stock().Muon, "aot_eager")
-            self.assert_bitwise(compiled, others)
+            self.assert_bitwise(compiled, self.trained(stock().Muon, True))
 
 
 @instantiate_parametrized_tests
@@ -664,8 +537,8 @@ class TestMuonCore(Runs):
         self.assertEqual(optimizer.assignments, {})
         self.assertEqual(optimizer.current_rank, 0)
 
-    @parametrize("shape", [(64, 64), (32, 96), (96, 32), (1, 20), (20, 1)])
-    @parametrize("dtype", DTYPES)
+    @parametrize("shape", [(64, 64), (32, 96), (96, 32), (1, 20)])
+    @parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_orthogonalization_correctness(self, shape, dtype):
         generator = torch.Generator().manual_seed(sum(shape))
         rank = min(shape)
@@ -705,19 +578,6 @@ class TestMuonCore(Runs):
             result.fill_(7.0)
             self.assertEqual(matrix, before, rtol=0, atol=0)
             self.assertEqual(matrix._version, version)
-
-    def test_newton_schulz_errors(self):
-        matrix = torch.randn(3, 4)
-        call = ours._zeropower_via_newtonschulz
-        with self.assertRaisesRegex(
-            ValueError, "Number of steps must be less than 100"
-        ):
-            call(matrix, COEFFICIENTS, 100, 1e-7)
-        with self.assertRaisesRegex(ValueError, "gradient must be a 2D matrix"):
-            call(torch.randn(3, 4, 5), COEFFICIENTS, 5, 1e-7)
-        with self.assertRaisesRegex(ValueError, "tuple of exactly 3 values"):
-            call(matrix, (1.0, 2.0), 5, 1e-7)
-        self.assertEqual(call(matrix, COEFFICIENTS, 99, 1e-7).shape, (3, 4))
 
     def test_learning_rate_scale(self):
         expected = {
@@ -770,7 +630,6 @@ class TestMuonCore(Runs):
             return still, not torch.equal(param, torch.ones(4, 4))
 
         self.assertEqual(moved(torch.tensor(0.1)), (True, True))
-        self.assertEqual(moved(torch.tensor([0.1])), (True, True))
 
     def test_closure(self):
         param = nn.Parameter(torch.ones(2, 2))
@@ -903,32 +762,25 @@ class TestGramNewtonSchulz(TestCase):
 
     def test_nearly_square_matrices_keep_the_quintic(self):
         torch.manual_seed(0)
-        for shape in ((8, 8), (8, 11), (11, 8), (1, 1)):
+        for shape, alike in [((8, 11), True), ((11, 8), True), ((8, 12), False)]:
             x = torch.randn(shape)
             results = [
-                ours._zeropower_via_newtonschulz(
-                    x, (3.4, -4.7, 2.0), 5, 1e-7, algorithm
-                )
+                ours._zeropower_via_newtonschulz(x, COEFFICIENTS, 5, 1e-7, algorithm)
                 for algorithm in ("quintic", "gram")
             ]
-            self.assertTrue(torch.equal(*results))
-        x = torch.randn(8, 12)
-        results = [
-            ours._zeropower_via_newtonschulz(x, (3.4, -4.7, 2.0), 5, 1e-7, algorithm)
-            for algorithm in ("quintic", "gram")
-        ]
-        self.assertFalse(torch.equal(*results))
+            self.assertEqual(torch.equal(*results), alike, f"{shape}")
 
     def test_one_tuple_for_each_step(self):
         torch.manual_seed(0)
-        one = (3.4445, -4.775, 2.0315)
-        for shape in ((8, 8), (4, 32), (32, 4), (3, 8, 16)):
+        for shape in ((8, 8), (4, 32), (3, 8, 16)):
             x = torch.randn(shape).bfloat16()
             for algorithm in ("quintic", "gram"):
-                for steps in (0, 1, 2, 3, 4, 7):
-                    alike = newton_schulz(x, [one] * steps, steps, 1e-7, algorithm)
-                    expected = newton_schulz(x, one, steps, 1e-7, algorithm)
-                    self.assertTrue(torch.equal(alike, expected) or not steps)
+                for steps in (1, 4):
+                    alike = newton_schulz(
+                        x, [COEFFICIENTS] * steps, steps, 1e-7, algorithm
+                    )
+                    expected = newton_schulz(x, COEFFICIENTS, steps, 1e-7, algorithm)
+                    self.assertTrue(torch.equal(alike, expected))
         params = [nn.Parameter(torch.randn(6, 4))]
         optimizer = Muon(params, ns_coefficients=self.POLAR_EXPRESS)
         params[0].grad = torch.randn(6, 4)
@@ -942,60 +794,29 @@ class TestGramNewtonSchulz(TestCase):
     def test_batch(self):
         torch.manual_seed(0)
         x = torch.randn(3, 8, 40).bfloat16()
-        together = newton_schulz(x, (3.4445, -4.775, 2.0315), 5, 1e-7, "gram")
+        together = newton_schulz(x, COEFFICIENTS, 5, 1e-7, "gram")
         for matrix, update in zip(x, together):
-            alone = newton_schulz(matrix, (3.4445, -4.775, 2.0315), 5, 1e-7, "gram")
+            alone = newton_schulz(matrix, COEFFICIENTS, 5, 1e-7, "gram")
             # A batched product may round otherwise.
             self.assertLess((alone - update).norm() / alone.norm(), 0.02)
 
     def test_option(self):
-        torch.manual_seed(0)
         shapes = [(8, 8), (4, 16), (16, 4)]
-        start = [torch.randn(shape) for shape in shapes]
-        grads = [torch.randn(shape) for shape in shapes]
-        trained = {}
+        start, grads = ([make_matrix(s) for s in shapes] for _ in range(2))
+        trained = []
         for algorithm in ("quintic", "gram"):
             params = [nn.Parameter(p.clone()) for p in start]
-            optimizer = Muon(params, lr=0.1, ns_algorithm=algorithm)
+            optimizer = Muon(params, lr=0.02, ns_algorithm=algorithm)
             for p, g in zip(params, grads):
                 p.grad = g
             optimizer.step()
-            trained[algorithm] = params
-            buffers = [torch.zeros_like(g) for g in grads]
+            trained.append(params)
             copies = [p.clone() for p in start]
-            ours.muon(
-                copies,
-                grads,
-                buffers,
-                foreach=None,
-                lr=0.1,
-                weight_decay=0.1,
-                momentum=0.95,
-                nesterov=True,
-                ns_coefficients=(ours.DEFAULT_A, ours.DEFAULT_B, ours.DEFAULT_C),
-                ns_steps=5,
-                eps=ours.EPS,
-                adjust_lr_fn=None,
-                has_complex=False,
-                ns_algorithm=algorithm,
-            )
+            buffers = [torch.zeros_like(g) for g in grads]
+            options = {**FUNCTIONAL_DEFAULTS, "ns_algorithm": algorithm}
+            ours.muon(copies, grads, buffers, **options)
             self.assertTrue(all(map(torch.equal, copies, params)))
-        same = list(map(torch.equal, *trained.values()))
-        self.assertEqual(same, [True, False, False])
-
-    def test_errors(self):
-        params = [nn.Parameter(torch.ones(2, 3))]
-        with self.assertRaisesRegex(
-            ValueError, "ns_algorithm .*'quintic', 'gram'.*'g'"
-        ):
-            Muon(params, ns_algorithm="g")
-        optimizer = Muon(params, ns_coefficients=[(1, 2, 3)] * 4)
-        params[0].grad = torch.ones(2, 3)
-        with self.assertRaisesRegex(ValueError, "4 tuples but ns_steps is 5"):
-            optimizer.step()
-        optimizer = Muon(params, ns_coefficients=[(1, 2)] * 5)
-        with self.assertRaisesRegex(ValueError, "exactly 3 values"):
-            optimizer.step()
+        self.assertEqual(list(map(torch.equal, *trained)), [True, False, False])
 
 
 class TestMuonRefusals(TestCase):
@@ -1008,6 +829,7 @@ class TestMuonRefusals(TestCase):
             ({"momentum": -0.5}, "momentum should be >= 0 but is: -0.5"),
             ({"weight_decay": -0.1}, "weight decay should be >= 0 but is: -0.1"),
             ({"adjust_lr_fn": "x"}, "Adjust learning rate function x is not supported"),
+            ({"ns_algorithm": "g"}, "ns_algorithm .*'quintic', 'gram'.*'g'"),
         ):
             with self.assertRaisesRegex(ValueError, words):
                 Muon(params, **options)
@@ -1062,12 +884,18 @@ class TestMuonRefusals(TestCase):
         for options, words in (
             ({"ns_steps": 100}, "Number of steps must be less than 100"),
             ({"ns_coefficients": (1.0, 2.0)}, "tuple of exactly 3 values"),
+            ({"ns_coefficients": [(1, 2)] * 5}, "exactly 3 values"),
+            ({"ns_coefficients": [(1, 2, 3)] * 4}, "4 tuples but ns_steps is 5"),
         ):
             param = nn.Parameter(torch.rand(2, 3))
             param.grad = torch.rand(2, 3)
             optimizer = Muon([param], **options)
             with self.assertRaisesRegex(ValueError, words):
                 optimizer.step()
+        call = ours._zeropower_via_newtonschulz
+        with self.assertRaisesRegex(ValueError, "gradient must be a 2D matrix"):
+            call(torch.randn(3, 4, 5), COEFFICIENTS, 5, 1e-7)
+        self.assertEqual(call(torch.randn(3, 4), COEFFICIENTS, 99, 1e-7).shape, (3, 4))
 
     def test_state_dict_of_another_model(self):
         """torch.optim takes any state_dict with the same number of parameters."""
@@ -1140,39 +968,29 @@ class TestImports(TestCase):
         )
         self.assertEqual(seen, ["watched", "then", "distributed"])
 
-    def test_public_bindings(self):
+    def test_public_names(self):
         module = importlib.import_module("torch.optim.muon")
-        self.assertEqual(len(module.__all__), len(set(module.__all__)))
-        for name in module.__all__:
-            self.assertFalse(name.startswith("_"))
-            self.assertEqual(getattr(module, name).__module__, "torch.optim.muon")
         # As upstream's test of public bindings: __all__ must list each public name of this module.
-        claims = {
+        public = {
             name
             for name, value in vars(module).items()
             if not name.startswith("_")
             and getattr(value, "__module__", None) == "torch.optim.muon"
         }
-        self.assertEqual(claims, set(module.__all__))
-        self.assertEqual(
-            set(module.__all__),
-            {
-                "DistributedConfig",
-                "create_auto_config",
-                "create_dtensor_config",
-                "detect_tp_dims_from_model",
-                "partition_named_parameters",
-                "partition_parameters",
-            },
-        )
-
-    def test_where_names_live(self):
-        module = importlib.import_module("torch.optim.muon")
+        names = [
+            "DistributedConfig",
+            "create_auto_config",
+            "create_dtensor_config",
+            "detect_tp_dims_from_model",
+            "partition_named_parameters",
+            "partition_parameters",
+        ]
+        self.assertEqual(public, set(names))
+        self.assertEqual(sorted(module.__all__), names)
+        self.assertTrue(all(getattr(module, name).__doc__ for name in names))
         self.assertIs(module.Muon, torch.optim.Muon)
         self.assertEqual(Muon.__module__, "torch.optim")
         self.assertIn("Muon", torch.optim.__all__)
-        for name in module.__all__:
-            self.assertTrue(getattr(module, name).__doc__)
         self.assertIn("distributed_config", Muon.__doc__)
         self.assertIn("Muon", ours.muon.__doc__)
 
