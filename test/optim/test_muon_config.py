@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import pickle
+import weakref
 from unittest import mock
 
 import torch
@@ -16,7 +17,11 @@ from torch.optim.muon import (
     create_dtensor_config,
     DistributedConfig,
 )
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 from torch.testing._internal.distributed._muon.common_config import (
     all_to,
     ConfigTestCase,
@@ -38,6 +43,7 @@ FUNCTIONAL = {
 }
 
 
+@instantiate_parametrized_tests
 class TestDistributedConfig(ConfigTestCase):
     def test_fields(self):
         fields = {f.name: f for f in dataclasses.fields(DistributedConfig)}
@@ -54,8 +60,6 @@ class TestDistributedConfig(ConfigTestCase):
         )
         self.assertIs(fields["async_gpu_parallelism"].default, True)
         self.assertEqual(fields["prefetch_count"].default, 1)
-        with self.assertRaises(TypeError):
-            DistributedConfig(all_to(0))
 
     def test_flags(self):
         for make in (create_dtensor_config, create_auto_config, local_config):
@@ -135,15 +139,6 @@ class TestDistributedConfig(ConfigTestCase):
             )
             self.assertEqual(config.state["expert_assignments"], given)
 
-    def test_pipeline_metadata(self):
-        group = object()
-        config = create_auto_config(
-            pp_process_group=group, pp_stage_id=1, pp_num_stages=4
-        )
-        self.assertIs(config.state["pp_process_group"], group)
-        self.assertEqual(config.state["pp_stage_id"], 1)
-        self.assertEqual(config.state["pp_num_stages"], 4)
-
     def test_state_keys(self):
         self.assertIs(create_dtensor_config().state["is_dtensor"], True)
         self.assertFalse(create_auto_config().state["is_dtensor"])
@@ -153,10 +148,11 @@ class TestDistributedConfig(ConfigTestCase):
             self.assertEqual(config.assign_fn(params, config.state), {0: [0, 1]})
             self.assertEqual(config.state["param_metadata"], {})
             self.assertNotIn("current_owner", config.state)
+        pipeline = {"pp_process_group": object(), "pp_stage_id": 1, "pp_num_stages": 4}
+        state = create_auto_config(**pipeline).state
+        self.assertEqual({name: state[name] for name in pipeline}, pipeline)
 
-    def test_factories_share_nothing(self):
-        first, second = create_dtensor_config(), create_dtensor_config()
-        self.assertIsNot(first.state, second.state)
+    def test_factories_copy_what_they_are_given(self):
         given = {0: 1}
         config = create_auto_config(tp_dim_per_param=given)
         given[5] = 7
@@ -178,13 +174,8 @@ class TestDistributedConfig(ConfigTestCase):
     def test_tp_dim_without_a_group_moves_nothing(self):
         shapes = [(8, 6), (6, 8)]
         expected = self.trained(None, *shapes)
-        for options in (
-            {"tp_dim_per_param": 1},
-            {"tp_dim_per_param": {0: 0, 1: 1}},
-            {"tp_dim_per_param": -1},
-            {"tp_shard_dim": 0},
-        ):
-            config = create_auto_config(**options)
+        for dims in (1, {0: 0, 1: 1}, -1):
+            config = create_auto_config(tp_dim_per_param=dims)
             self.assert_same_bits(self.trained(config, *shapes), expected)
             matrix = torch.randn(8, 6)
             full = config.gather_fn(matrix, 0, config.state)
@@ -192,77 +183,57 @@ class TestDistributedConfig(ConfigTestCase):
 
     def test_one_process_is_one_process(self):
         shapes = [(8, 6), (6, 8), (1, 5), (6, 8)]
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            for options in ({"dtype": dtype}, {"dtype": dtype, "nesterov": False}):
-                expected = self.trained(None, *shapes, **options)
-                configs = [local_config()]
-                for make, (parallel, ahead) in itertools.product(
-                    (create_dtensor_config, create_auto_config),
-                    ((True, 1), (True, 3), (False, 0)),
-                ):
-                    configs.append(
-                        make(async_gpu_parallelism=parallel, prefetch_count=ahead)
-                    )
-                for config in configs:
-                    found = self.trained(config, *shapes, **options)
-                    n = len(shapes)
-                    self.assert_moved_alike(found[:n], expected[:n], steps=3)
-                    self.assert_same_bits(found[n:], expected[n:])
+        configs = [local_config]
+        for make, (parallel, ahead) in itertools.product(
+            (create_dtensor_config, create_auto_config),
+            ((True, 1), (True, 3), (False, 0)),
+        ):
+            configs.append(
+                lambda make=make, flags=(parallel, ahead): make(
+                    async_gpu_parallelism=flags[0], prefetch_count=flags[1]
+                )
+            )
+        for dtype, nesterov in (
+            (torch.float64, True),
+            (torch.float32, False),
+            (torch.bfloat16, True),
+        ):
+            options = {"dtype": dtype, "nesterov": nesterov}
+            expected = self.trained(None, *shapes, **options)
+            for make in configs:
+                found = self.trained(make(), *shapes, **options)
+                n = len(shapes)
+                self.assert_moved_alike(found[:n], expected[:n], steps=3)
+                self.assert_same_bits(found[n:], expected[n:])
 
     def test_one_config_serves_several_live_optimizers(self):
-        shapes = [(2, 2)], [(3, 4), (4, 3)], [(5, 3)] * 2
-        options = {"lr": 0.05}, {"lr": 0.2, "nesterov": False}, {"lr": 0.1}
-        for make in (local_config, create_dtensor_config, create_auto_config):
-            results = []
-            for config in (None, make()):
-                params = [make_params(*s, seed=i) for i, s in enumerate(shapes)]
-                optimizers = [
-                    Muon(p, distributed_config=config, **o)
-                    for p, o in zip(params, options)
-                ]
-                # In turns, so that each step comes upon what another optimizer left.
-                for optimizer in (*optimizers, *reversed(optimizers), *optimizers):
-                    optimizer.step()
-                results.append([p.detach() for some in params for p in some])
-            self.assert_same_bits(*results)
-            self.assertEqual(
-                [optimizer.assignments for optimizer in optimizers],
-                [{0: [0]}, {0: [0, 1]}, {0: [0, 1]}],
-            )
-
-    def test_optimizers_of_one_config_change_apart(self):
         for make in (local_config, create_dtensor_config, create_auto_config):
             results = []
             for config in (None, make()):
                 params = make_params((4, 3), (3, 4), (5, 5), (2, 6))
                 first = Muon(params[:1], lr=0.05, distributed_config=config)
                 second = Muon(params[1:3], lr=0.1, distributed_config=config)
-                first.step()
-                second.step()
+                for optimizer in (first, second, first):
+                    optimizer.step()
                 # Both engines are built again, at different times.
                 first.add_param_group({"params": params[3:]})
                 params[2].requires_grad_(False)
                 params[2].grad = None
                 for optimizer in (second, first, second):
                     optimizer.step()
+                if config is not None:
+                    self.assertEqual(first.assignments, {0: [0, 1]})
+                    self.assertEqual(second.assignments, {0: [0, 1]})
                 results.append([p.detach() for p in params])
             self.assert_same_bits(*results)
 
     def test_failed_construction_does_not_use_the_config_up(self):
         config = create_dtensor_config()
-        kept = []
-        for params, options in (
-            ([nn.Parameter(torch.ones(3))], {}),
-            (make_params((2, 2)), {"lr": -1.0}),
-        ):
-            try:
-                Muon(params, distributed_config=config, **options)
-            except ValueError as error:
-                # Its traceback keeps the failed optimizer alive.
-                kept.append(error)
-        self.assertEqual(len(kept), 2)
+        with self.assertRaisesRegex(ValueError, "2D") as kept:
+            Muon([nn.Parameter(torch.ones(3))], distributed_config=config)
+        # Its traceback keeps the failed optimizer alive.
+        self.assertIsNotNone(kept.exception)
         Muon(make_params((2, 2)), distributed_config=config).step()
-
         broken = local_config(lambda params, state: {})
         with self.assertRaises(AssertionError):
             Muon(make_params((2, 2)), distributed_config=broken)
@@ -279,10 +250,8 @@ class TestDistributedConfig(ConfigTestCase):
             self.assertEqual(replaced.prefetch_count, 2)
             self.assertEqual(config.prefetch_count, 1)
             self.assert_same_bits(self.trained(replaced, *shapes), expected)
-            # Also once the original has been used.
+            # The original serves, too.
             self.assert_same_bits(self.trained(config, *shapes), expected)
-            again = dataclasses.replace(config, async_gpu_parallelism=False)
-            self.assert_same_bits(self.trained(again, *shapes), expected)
 
     def test_a_frozen_parameter_stays(self):
         for make in (create_dtensor_config, create_auto_config):
@@ -348,110 +317,64 @@ class TestDistributedConfig(ConfigTestCase):
             self.trained("auto", *shapes), self.trained(None, *shapes)
         )
         optimizer = Muon(make_params(*shapes), distributed_config="auto")
+        # Each optimizer has a config of its own.
+        Muon(make_params((2, 2)), distributed_config="auto")
         self.assertEqual(optimizer.assignments, {0: [0, 1]})
-        config = optimizer._engine.config
-        self.assertIs(type(config), DistributedConfig)
-        self.assertIs(config.state["is_dtensor"], True)
-        # Each optimizer has one of its own.
-        other = Muon(make_params(*shapes), distributed_config="auto")
-        self.assertIsNot(other._engine.config, config)
 
     def test_new_arguments_stand_last(self):
         names = list(inspect.signature(Muon).parameters)
         new = ["distributed_config", "foreach", "allow_batched_matrices"]
         self.assertEqual(names[-4:], [*new, "ns_algorithm"])
 
-    def test_foreach_with_a_config(self):
-        # Four buckets of four matrices.
-        shapes = [(4, 6)] * 16
-        for foreach, accelerator, batched in (
+    @parametrize(
+        "foreach,accelerator,batched",
+        [
             (None, False, False),
             (True, False, True),
             (None, True, True),
             (False, True, False),
-        ):
-            optimizer = Muon(
-                make_params(*shapes), distributed_config="auto", foreach=foreach
-            )
-            optimizer.step()
-            if accelerator:
-                # The type of this device tells accelerators apart. The tensors stay on the CPU.
-                optimizer._engine._pipeline().device = torch.device("cuda")
-            original = _newton_schulz.newton_schulz
-            with mock.patch.object(
-                _newton_schulz, "newton_schulz", side_effect=original
-            ) as seen:
-                optimizer.step()
-            found = [tuple(call.args[0].shape) for call in seen.call_args_list]
-            expected = [(4, 4, 6)] * 4 if batched else shapes
-            self.assertEqual(found, expected, f"{foreach=} {accelerator=}")
-
-    def test_functions_are_read_at_every_step(self):
-        calls = []
-        config = local_config(prefetch_count=2)
-        optimizer = Muon(make_params(*[(2, 2)] * 3), distributed_config=config)
-        optimizer.step()
-
-        def gather(piece, owner, state):
-            calls.append(state["current_param_idx"])
-            return piece
-
-        def redistribute(full, owner, state):
-            calls.append(-1)
-            return full
-
-        config.gather_fn, config.redistribute_fn = gather, redistribute
-        optimizer.step()
-        self.assertEqual(calls, [0, 1, 2, -1, -1, -1])
-
-    def test_debug_mode_tells_what_it_does(self):
-        config = create_dtensor_config(async_gpu_parallelism=False, prefetch_count=0)
-        model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 4, bias=False))
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        optimizer = Muon(model.named_parameters(), distributed_config=config)
-        with self.assertLogs("torch.optim.muon", "DEBUG") as seen:
-            optimizer.step()
-        for name, phase in itertools.product(
-            ("0.weight", "1.weight"), ("orthogonalize", "apply")
-        ):
-            lines = [line for line in seen.output if phase in line and name in line]
-            self.assertEqual(len(lines), 1, seen.output)
-
-    def test_a_wrapped_function_gives_the_same_bits(self):
-        shapes = [(4, 6), (6, 4), (5, 5)]
-        expected = self.trained(None, *shapes)
-        for make, which in itertools.product(
-            (create_dtensor_config, create_auto_config),
-            (["gather_fn"], ["redistribute_fn"], ["gather_fn", "redistribute_fn"]),
-        ):
-            config = make()
-            seen = []
-            for name in which:
-
-                def wrapper(tensor, rank, state, original=getattr(config, name)):
-                    seen.append((state["current_param_idx"], state["current_owner"]))
-                    return original(tensor, rank, state)
-
-                setattr(config, name, wrapper)
-            self.assert_same_bits(self.trained(config, *shapes), expected)
-            self.assertEqual(len(seen), 3 * 3 * len(which))
-            self.assertEqual(set(seen), {(0, 0), (1, 0), (2, 0)})
-
-    def test_a_replaced_assign_fn_runs_on_the_engine(self):
-        config = create_dtensor_config()
-        seen = []
-
-        def assign_fn(params, state):
-            seen.append((len(params), state["rank"], state["world_size"]))
-            return {0: [1, 0]}
-
-        config.assign_fn = assign_fn
-        shapes = [(4, 6), (6, 4)]
-        self.assert_same_bits(
-            self.trained(config, *shapes), self.trained(None, *shapes)
+        ],
+    )
+    def test_foreach_with_a_config(self, foreach, accelerator, batched):
+        # Four buckets of four matrices.
+        shapes = [(4, 6)] * 16
+        optimizer = Muon(
+            make_params(*shapes), distributed_config="auto", foreach=foreach
         )
-        self.assertEqual(seen, [(2, 0, 1)])
+        optimizer.step()
+        if accelerator:
+            # The type of this device tells accelerators apart. The tensors stay on the CPU.
+            optimizer._engine._pipeline().device = torch.device("cuda")
+        original = _newton_schulz.newton_schulz
+        with mock.patch.object(
+            _newton_schulz, "newton_schulz", side_effect=original
+        ) as seen:
+            optimizer.step()
+        found = [tuple(call.args[0].shape) for call in seen.call_args_list]
+        self.assertEqual(found, [(4, 4, 6)] * 4 if batched else shapes)
+
+    def test_foreach_keeps_groups_of_different_eps_apart(self):
+        """Matrices of one shape, of which the second group's updates are tiny."""
+        moved = []
+        for config, foreach in ((None, False), ("auto", True)):
+            params = make_params(*[(4, 6)] * 8)
+            before = [p.detach().clone() for p in params]
+            groups = [{"params": params[:4]}, {"params": params[4:], "eps": 1e4}]
+            options = {"lr": 0.5, "weight_decay": 0.0, "foreach": foreach}
+            Muon(groups, distributed_config=config, **options).step()
+            moved.append([(p - old).norm() for p, old in zip(params, before)])
+        for alone, together in zip(*moved):
+            self.assertEqual(alone, together, rtol=0.05, atol=0)
+        self.assertLess(max(moved[1][4:]), 0.1 * min(moved[1][:4]))
+
+    def test_gradients_are_freed(self):
+        for make in (lambda: None, local_config, create_dtensor_config):
+            params = make_params((4, 6), (6, 4))
+            optimizer = Muon(params, distributed_config=make())
+            optimizer.step()
+            kept = [weakref.ref(param.grad) for param in params]
+            optimizer.zero_grad()
+            self.assertEqual([ref() for ref in kept], [None, None])
 
 
 class TestMuonErrors(ConfigTestCase):
@@ -471,29 +394,6 @@ class TestMuonErrors(ConfigTestCase):
         self.assertRegex(str(seen.exception), r"missing \[3\]")
         self.assertRegex(str(seen.exception), r"more than once \[0\]")
 
-    def test_names_stand_in_the_message(self):
-        model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 4, bias=False))
-        config = self.config_for_two(lambda params, state: {1: [0]})
-        with self.assertRaisesRegex(AssertionError, r"'1\.weight'.*\(4, 3\)"):
-            Muon(model.named_parameters(), distributed_config=config)
-        config.assign_fn = lambda params, state: {0: [0, 1], 1: [0]}
-        with self.assertRaisesRegex(AssertionError, r"'0\.weight'.*\(3, 2\)"):
-            Muon(model.named_parameters(), distributed_config=config)
-
-    def test_owner_that_holds_no_piece(self):
-        config = create_dtensor_config()
-        config.state.update(rank=0, world_size=2)
-        config.assign_fn = lambda params, state: {1: [0]}
-        with self.assertRaisesRegex(ValueError, r"parameter 0 .*holds no piece"):
-            Muon(make_params((2, 2)), distributed_config=config)
-
-    def test_nothing_changes_when_construction_fails(self):
-        params = make_params((3, 4), (4, 3))
-        before = [p.detach().clone() for p in params]
-        with self.assertRaises(AssertionError):
-            Muon(params, distributed_config=local_config(lambda p, s: {0: [0]}))
-        self.assert_same_bits([p.detach() for p in params], before)
-
     def test_wrong_tp_dim_raises(self):
         param = torch.randn(10, 20)
         for options in (
@@ -510,25 +410,17 @@ class TestMuonErrors(ConfigTestCase):
                 config.assign_fn([param], config.state)
             with self.assertRaises(IndexError):
                 Muon([param], distributed_config=config)
-
-    def test_the_index_comes_from_the_state(self):
-        param = torch.randn(10, 20)
         config = create_auto_config(tp_dim_per_param={1: 3})
         self.assertIs(config.gather_fn(param, 0, config.state), param)
         config.state["current_param_idx"] = 1
         with self.assertRaisesRegex(IndexError, "parameter 1"):
             config.gather_fn(param, 0, config.state)
 
-    def test_gradients_that_cannot_be(self):
+    def test_complex_parameters(self):
         for make in (create_dtensor_config, local_config):
-            sparse = nn.Parameter(torch.ones(2, 2))
-            sparse.grad = torch.eye(2).to_sparse()
-            optimizer = Muon([sparse], distributed_config=make())
-            with self.assertRaisesRegex(RuntimeError, "sparse gradients"):
-                optimizer.step()
-            wild = torch.ones(2, 2, dtype=torch.complex64)
-            wild.grad = torch.ones_like(wild)
-            optimizer = Muon([wild], distributed_config=make())
+            param = torch.ones(2, 2, dtype=torch.complex64)
+            param.grad = torch.ones_like(param)
+            optimizer = Muon([param], distributed_config=make())
             with self.assertRaisesRegex(RuntimeError, "complex parameters"):
                 optimizer.step()
 
@@ -541,35 +433,6 @@ class TestMuonErrors(ConfigTestCase):
             pattern = rf'DistributedConfig or "auto" but is {words}'
             with self.assertRaisesRegex(TypeError, pattern):
                 Muon(make_params((4, 4)), distributed_config=wrong)
-
-    def test_a_changed_flag_and_a_step_after_it(self):
-        """The engine reads flags when it is built. An error before anything moved is forgotten."""
-        for make in (local_config, create_dtensor_config, create_auto_config):
-            results = []
-            for config in (None, make()):
-                params = make_params((4, 6), (6, 4))
-                optimizer = Muon(params, lr=0.05, distributed_config=config)
-                for flag, value in (
-                    ("prefetch_count", 0),
-                    ("prefetch_count", -1),
-                    ("async_gpu_parallelism", False),
-                ):
-                    if config is not None:
-                        before = getattr(config, flag)
-                        setattr(config, flag, value)
-                        with self.assertRaisesRegex(ValueError, "prefetch_count"):
-                            optimizer.step()
-                        setattr(config, flag, before)
-                if config is not None:
-                    optimizer.param_groups[0]["ns_steps"] = 100
-                    with self.assertRaisesRegex(ValueError, "less than 100"):
-                        optimizer.step()
-                    optimizer.param_groups[0]["ns_steps"] = 5
-                optimizer.step()
-                with self.assertNoLogs("torch.optim.muon", "WARNING"):
-                    optimizer.state_dict()
-                results.append([p.detach() for p in params])
-            self.assert_same_bits(*results)
 
     def test_assignments_of_another_kind(self):
         for wrong in ([[0]], {"0": [0]}, {0: ["0"]}, {0: [True]}, None):
@@ -607,12 +470,6 @@ class TestAssignments(ConfigTestCase):
         self.assertEqual(optimizer.current_rank, 2)
         self.assertEqual(optimizer.assignments, {3: [0, 1]})
 
-    def test_without_anything(self):
-        optimizer = Muon(make_params((2, 2)))
-        self.assertEqual((optimizer.assignments, optimizer.current_rank), ({}, 0))
-        optimizer = Muon(make_params((2, 2)), distributed_config=local_config())
-        self.assertEqual(optimizer.current_rank, 0)
-
     def test_indices_follow_the_groups(self):
         seen = []
 
@@ -642,8 +499,7 @@ class TestAssignments(ConfigTestCase):
                 made[1]["params"].append(("w4", param) if named else param)
             return made
 
-        makes = (lambda: None, local_config, create_dtensor_config, create_auto_config)
-        for make, named in itertools.product(makes, (False, True)):
+        for make, named in itertools.product((lambda: None, local_config), (0, 1)):
             which = "parameter 4 'w4" if named else "parameter 4"
             pattern = rf"only supports 2D parameters.*{which}\b"
             with self.assertRaisesRegex(ValueError, pattern):
@@ -675,32 +531,20 @@ class TestAssignments(ConfigTestCase):
                 params = make_params(*shapes)
                 optimizer = Muon(params[:2], lr=0.05, distributed_config=config)
                 optimizer.step()
+                if config is not None:
+                    # A group that is refused changes nothing.
+                    working = config.assign_fn
+                    config.assign_fn = lambda params, state: {0: [0, 1]}
+                    with self.assertRaisesRegex(AssertionError, "missing"):
+                        optimizer.add_param_group({"params": params[2:]})
+                    self.assertEqual(optimizer.assignments, {0: [0, 1]})
+                    config.assign_fn = working
+                self.assertEqual(len(optimizer.param_groups), 1)
+                optimizer.step()
                 optimizer.add_param_group({"params": params[2:], "lr": 0.5})
                 optimizer.step()
                 results.append([p.detach() for p in params])
             self.assert_same_bits(*results)
-
-    def test_add_param_group_that_fails(self):
-        for make in (local_config, create_dtensor_config):
-            config = make()
-            params = make_params((4, 6), (6, 4))
-            optimizer = Muon(params[:1], distributed_config=config)
-            working = config.assign_fn
-            config.assign_fn = lambda params, state: {0: [0]}
-            with self.assertRaisesRegex(AssertionError, "missing"):
-                optimizer.add_param_group({"params": params[1:]})
-            self.assertEqual(len(optimizer.param_groups), 1)
-            self.assertEqual(optimizer.assignments, {0: [0]})
-            config.assign_fn = working
-            with self.assertRaisesRegex(ValueError, "2D parameters"):
-                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-            before = [p.detach().clone() for p in params]
-            optimizer.step()
-            self.assertNotEqual(params[0], before[0])
-            self.assert_same_bits(params[1:], before[1:])
-            optimizer.add_param_group({"params": params[1:]})
-            optimizer.step()
-            self.assertNotEqual(params[1], before[1])
 
 
 class TestCopies(ConfigTestCase):
@@ -725,20 +569,6 @@ class TestCopies(ConfigTestCase):
             # The original does not mind.
             optimizer.step()
 
-    def test_a_copy_with_a_new_config(self):
-        params = make_params((2, 3))
-        optimizer = Muon(params, lr=0.03, distributed_config=create_dtensor_config())
-        optimizer.step()
-        duplicated = copy.deepcopy(optimizer)
-        others = duplicated.param_groups[0]["params"]
-        rebuilt = Muon(others, distributed_config=create_dtensor_config())
-        rebuilt.load_state_dict(duplicated.state_dict())
-        others[0].grad = params[0].grad.clone()
-        optimizer.step()
-        rebuilt.step()
-        self.assert_same_bits(others, params)
-        self.assertEqual(rebuilt.param_groups[0]["lr"], 0.03)
-
     def test_state_dict_holds_nothing_of_the_config(self):
         plain = Muon(make_params((2, 3)))
         configured = Muon(make_params((2, 3)), distributed_config=local_config())
@@ -754,8 +584,11 @@ class TestCopies(ConfigTestCase):
         self.assertEqual(mine["state"][0].keys(), other["state"][0].keys())
 
     def test_checkpoints_load_with_and_without_a_config(self):
-        for first, second in itertools.product(
-            (None, local_config, create_dtensor_config), repeat=2
+        for first, second in (
+            (None, local_config),
+            (None, create_dtensor_config),
+            (create_dtensor_config, None),
+            (create_dtensor_config, create_dtensor_config),
         ):
             params = make_params((2, 3), (3, 2))
             optimizer = Muon(
