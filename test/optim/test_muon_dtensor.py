@@ -23,7 +23,6 @@ from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import (
     ConfigTestCase,
     local_config,
-    make_params,
 )
 
 
@@ -44,20 +43,15 @@ class TestModels(ConfigTestCase):
         model = nn.Sequential(
             nn.Embedding(5, 3), nn.Linear(3, 4), nn.LayerNorm(4), nn.Conv1d(4, 2, 3)
         )
-        matrices, others = partition_parameters(model)
-        self.assertEqual([tuple(p.shape) for p in matrices], [(5, 3), (4, 3)])
-        self.assertEqual([p.ndim for p in others], [1, 1, 1, 3, 1])
-        every = {id(p) for p in matrices + others}
-        self.assertEqual(every, {id(p) for p in model.parameters()})
-        Muon(matrices)
-
-    def test_partition_of_tied_parameters(self):
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
-        model[1].weight = model[0].weight
-        matrices, others = partition_parameters(model)
-        self.assertEqual([id(p) for p in matrices], [id(model[0].weight)])
-        self.assertEqual(len(others), 1)
-        self.assertEqual(partition_parameters(nn.ReLU()), ([], []))
+        tied = nn.Sequential(*model, nn.Linear(3, 5, bias=False))
+        tied[-1].weight = tied[0].weight
+        for one in (model, tied):
+            matrices, others = partition_parameters(one)
+            self.assertEqual([tuple(p.shape) for p in matrices], [(5, 3), (4, 3)])
+            self.assertEqual([p.ndim for p in others], [1, 1, 1, 3, 1])
+            every = {id(p) for p in matrices + others}
+            self.assertEqual(every, {id(p) for p in model.parameters()})
+            Muon(matrices)
 
     def test_detect_tp_dims(self):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3, bias=False))
@@ -88,47 +82,6 @@ class TestDTensorsOnOneRank(ConfigTestCase):
         dist.destroy_process_group()
         super().tearDown()
 
-    def test_equals_one_process(self):
-        shapes = [(8, 6), (6, 8), (5, 5), (7, 3)]
-        placements = [[Shard(0)], [Shard(1)], [Replicate()], None]
-        expected = self.trained(None, *shapes)
-        for make in (create_dtensor_config, create_auto_config):
-            params = [
-                p
-                if placement is None
-                else nn.Parameter(distribute_tensor(p.detach(), self.mesh, placement))
-                for p, placement in zip(make_params(*shapes), placements)
-            ]
-            config = make()
-            optimizer = Muon(params, lr=0.05, distributed_config=config)
-            self.assertEqual(optimizer.assignments, {0: [0, 1, 2, 3]})
-            self.assertEqual(optimizer.current_rank, 0)
-            self.assertEqual(sorted(config.state["param_metadata"]), [0, 1, 2])
-            generator = torch.Generator().manual_seed(1)
-            for _ in range(3):
-                for param, shape, placement in zip(params, shapes, placements):
-                    grad = torch.randn(shape, generator=generator)
-                    param.grad = (
-                        grad
-                        if placement is None
-                        else distribute_tensor(grad, self.mesh, placement)
-                    )
-                optimizer.step()
-            found = []
-            for tensor in params + [
-                optimizer.state[p]["momentum_buffer"] for p in params
-            ]:
-                found.append(
-                    (
-                        tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                    ).detach()
-                )
-            self.assert_same_bits(found, expected)
-            for param, placement in zip(params[:3], placements):
-                buffer = optimizer.state[param]["momentum_buffer"]
-                self.assertIsInstance(buffer, DTensor)
-                self.assertEqual(list(buffer.placements), placement)
-
     def test_round_trip(self):
         params = [
             distribute_tensor(torch.randn(5, 3), self.mesh, [placement])
@@ -146,26 +99,22 @@ class TestDTensorsOnOneRank(ConfigTestCase):
                 self.assertEqual(piece.shape, param.shape)
                 self.assert_same_bits([piece.to_local()], [param.to_local()])
 
-    def test_metadata_without_an_optimizer_follows_the_parameters(self):
-        config = create_dtensor_config()
-        first = [distribute_tensor(torch.randn(4, 4), self.mesh, [Shard(0)])]
-        config.assign_fn(first, config.state)
-        self.assertEqual(sorted(config.state["param_metadata"]), [0])
-        second = [torch.randn(2, 2), *first]
-        config.assign_fn(second, config.state)
-        self.assertEqual(sorted(config.state["param_metadata"]), [1])
-
-    def test_partial_gradient_is_brought_to_the_parameter(self):
-        weight = torch.randn(4, 6)
-        grad = torch.randn(4, 6)
+    def test_gradient_is_brought_to_the_placement_of_the_parameter(self):
+        weight, grad = torch.randn(4, 6), torch.randn(4, 6)
         alone = nn.Parameter(weight.clone())
         alone.grad = grad.clone()
         Muon([alone]).step()
-        param = nn.Parameter(distribute_tensor(weight, self.mesh, [Shard(0)]))
-        param.grad = DTensor.from_local(grad, self.mesh, [Partial()])
-        optimizer = Muon([param], distributed_config=create_dtensor_config())
-        optimizer.step()
-        self.assert_same_bits([param.full_tensor()], [alone])
+        for placed in (
+            DTensor.from_local(grad, self.mesh, [Partial()]),
+            distribute_tensor(grad, self.mesh, [Shard(1)]),
+        ):
+            param = nn.Parameter(distribute_tensor(weight, self.mesh, [Shard(0)]))
+            param.grad = placed
+            optimizer = Muon([param], distributed_config=create_dtensor_config())
+            optimizer.step()
+            self.assert_same_bits([param.full_tensor()], [alone])
+            buffer = optimizer.state[param]["momentum_buffer"]
+            self.assertEqual(list(buffer.placements), [Shard(0)])
 
     def test_data_is_looked_at_too(self):
         # Some users reach for the DTensor through param.data.
@@ -193,19 +142,6 @@ class TestDTensorsOnOneRank(ConfigTestCase):
                 ]
             )
         self.assertEqual(found, {0: 1, 1: 0, 2: 1, 3: 1, 4: 0, 5: 0})
-
-    def test_partition_parameters(self):
-        model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-        for module, name in [(model[0], "weight"), (model[0], "bias")]:
-            value = getattr(module, name).detach()
-            setattr(
-                module,
-                name,
-                nn.Parameter(distribute_tensor(value, self.mesh, [Shard(0)])),
-            )
-        matrices, others = partition_parameters(model)
-        self.assertEqual([id(p) for p in matrices], [id(model[0].weight)])
-        self.assertEqual(len(others), 3)
 
     def test_partition_named_parameters(self):
         model = nn.ModuleDict(
@@ -244,17 +180,6 @@ class TestDTensorsOnOneRank(ConfigTestCase):
         model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
         with self.assertRaisesRegex(ValueError, "mixes matrices for Muon with others"):
             partition_named_parameters(FSDP(model, device_id=torch.device("cpu")))
-
-    def test_a_plain_gradient_of_a_dtensor(self):
-        param = nn.Parameter(distribute_tensor(torch.ones(4, 4), self.mesh, [Shard(0)]))
-        optimizer = Muon([param], distributed_config=create_dtensor_config())
-        before = param.full_tensor().detach().clone()
-        param.grad = distribute_tensor(torch.eye(4), self.mesh, [Shard(1)])
-        optimizer.step()
-        self.assertNotEqual(param.full_tensor(), before)
-        self.assertEqual(
-            list(optimizer.state[param]["momentum_buffer"].placements), [Shard(0)]
-        )
 
     def test_groups_of_processes_on_one_rank(self):
         # A group of one rank shares nothing, so plain tensors are fine.

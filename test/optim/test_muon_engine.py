@@ -132,11 +132,6 @@ class TestOwners(TestCase):
             best = min(map(busiest, itertools.product(ranks, repeat=len(layouts))))
             self.assertLessEqual(busiest(assign_owners(layouts)), best * 4 / 3)
 
-    def test_shards_and_replicas_own_the_same_amount(self):
-        for shards in (1, 2, 8):
-            layouts = [row_layout(i, (8, 8), range(8), shards) for i in range(16)]
-            self.assertEqual(sorted(assign_owners(layouts)), sorted([*range(8)] * 2))
-
     def test_work_for_a_wider_group_counts(self):
         # Rank 0 owns a dense matrix of all ranks, so rank 1 owns the experts of both.
         dense, experts = row_layout(0, (32, 32), (0, 1, 2, 3)), []
@@ -152,13 +147,6 @@ class TestOwners(TestCase):
         middle = [row_layout(i, (16, 16), (0, 1)) for i in range(9, 11)]
         owners = assign_owners([dense, *middle, *experts])
         self.assertEqual(owners[1:3], [1, 1])
-
-    def test_groups_do_not_see_each_others_owners(self):
-        # Rank 1 is in both groups, but rank 2 does not know the matrices of rank 0.
-        pair = [row_layout(i, (8, 8), (0, 1)) for i in range(3)]
-        other = [row_layout(i, (9, 9), (1, 2)) for i in range(3, 6)]
-        found = assign_owners(pair + other)
-        self.assertEqual(found, assign_owners(pair) + assign_owners(other))
 
     def test_ties(self):
         # The rank that receives fewest bytes, whatever the framework's order of ranks.
@@ -231,7 +219,7 @@ class TestDTensorLayouts(FakeWorld):
             region.of_local(covered).add_(1)
         self.assertEqual(covered, torch.ones_like(local))
 
-    @parametrize("mesh_shape", [(1,), (2,), (3,), (5,), (2, 2), (3, 2), (2, 2, 2)])
+    @parametrize("mesh_shape", [(1,), (3,), (3, 2), (2, 2, 2)])
     def test_as_distribute_tensor(self, mesh_shape):
         world_size = torch.Size(mesh_shape).numel()
         kinds = [Shard(0), Shard(1), Replicate()]
@@ -259,9 +247,8 @@ class TestDTensorLayouts(FakeWorld):
 
     def test_fully_shard_over_tensor_parallel(self):
         # The rows of the second cut are strided: TP cuts first, though its dimension comes last.
-        shapes = {0: [(12, 6), (9, 5), (2, 3)], 1: [(12, 6), (7, 5), (2, 3)]}
-        for rank, dim, which in itertools.product(range(6), (0, 1), range(3)):
-            shape = shapes[dim][which]
+        cases = [(0, (9, 5)), (0, (2, 3)), (1, (7, 5))]
+        for rank, (dim, shape) in itertools.product(range(6), cases):
             self.as_rank(rank, 6)
             mesh = self.mesh((3, 2), ("dp", "tp"))
             module = nn.Linear(shape[1], shape[0], bias=False)

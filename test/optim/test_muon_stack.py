@@ -6,23 +6,15 @@ import copy
 import torch
 from torch import nn
 from torch.optim import Muon
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon.common_config import ConfigTestCase
 
 
 def randn(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-class TestMuonStack(TestCase):
-    def setUp(self):
-        super().setUp()
-        self.threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-
-    def tearDown(self):
-        torch.set_num_threads(self.threads)
-        super().tearDown()
-
+class TestMuonStack(ConfigTestCase):
     def trained(self, params, **options):
         muon = Muon(params, lr=0.1, **options)
         for step in range(3):
@@ -32,30 +24,25 @@ class TestMuonStack(TestCase):
         return muon
 
     def test_a_stack_is_its_matrices(self):
-        for shape in ((3, 4, 6), (2, 3, 6, 4), (1, 5, 5)):
-            for options in (
-                {},
-                {"adjust_lr_fn": "match_rms_adamw", "nesterov": False},
-                {"ns_algorithm": "gram"},
-                {"distributed_config": "auto"},
-            ):
-                stack = nn.Parameter(randn(7, *shape))
-                matrices = [
-                    nn.Parameter(m.clone())
-                    for m in stack.detach().reshape(-1, *shape[-2:])
-                ]
-                muon = self.trained([stack], allow_batched_matrices=True, **options)
-                alone = Muon(matrices, lr=0.1, **options)
-                for step in range(3):
-                    whole = randn(100 * step, *shape).reshape(-1, *shape[-2:])
-                    for matrix, grad in zip(matrices, whole):
-                        matrix.grad = grad.clone()
-                    alone.step()
-                found = stack.detach().reshape(-1, *shape[-2:])
-                self.assertTrue(
-                    torch.equal(found, torch.stack(matrices)), f"{shape} {options}"
-                )
-                self.assertEqual(muon.state[stack]["momentum_buffer"].shape, shape)
+        for shape, options in (
+            ((3, 4, 6), {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}),
+            ((2, 3, 6, 4), {"ns_algorithm": "gram"}),
+            ((2, 3, 6, 4), {"distributed_config": "auto"}),
+            ((1, 5, 5), {}),
+        ):
+            stack = nn.Parameter(randn(7, *shape))
+            start = stack.detach().reshape(-1, *shape[-2:])
+            matrices = [nn.Parameter(m.clone()) for m in start]
+            muon = self.trained([stack], allow_batched_matrices=True, **options)
+            alone = Muon(matrices, lr=0.1, **options)
+            for step in range(3):
+                whole = randn(100 * step, *shape).reshape(-1, *shape[-2:])
+                for matrix, grad in zip(matrices, whole):
+                    matrix.grad = grad.clone()
+                alone.step()
+            found = stack.detach().reshape(-1, *shape[-2:])
+            self.assert_same_bits(found, matrices)
+            self.assertEqual(muon.state[stack]["momentum_buffer"].shape, shape)
 
     def test_stacks_in_one_batch(self):
         # Rounding differs between a batch and a loop.

@@ -1,11 +1,9 @@
 # Owner(s): ["module: optimizer"]
 """A user's functions, called by Muon.step(): one process plays several ranks."""
 
-import itertools
 import threading
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Muon
 from torch.optim.muon import (
@@ -74,15 +72,11 @@ class RowShards:
         return matrix.split(self.sizes[index])[self.rank]
 
     def assign(self, params, state):
-        """Largest first, to the rank with the least so far."""
-        load = [0] * state["world_size"]
-        owned = {rank: [] for rank in range(state["world_size"])}
-        sizes = [rows * columns for rows, columns in self.shapes]
-        for index in sorted(range(len(params)), key=lambda i: (-sizes[i], i)):
-            rank = load.index(min(load))
-            load[rank] += sizes[index]
-            owned[rank].append(index)
-        return owned
+        world_size = state["world_size"]
+        count = len(params)
+        return {
+            rank: list(range(rank, count, world_size)) for rank in range(world_size)
+        }
 
     def gather(self, piece, owner, state):
         index = state["current_param_idx"]
@@ -140,7 +134,7 @@ class TestAnotherFramework(ConfigTestCase):
             raise errors[0]
         return [results[rank] for rank in range(world_size)]
 
-    @parametrize("prefetch_count", [0, 1, 2, 5, 100])
+    @parametrize("prefetch_count", [0, 1, 100])
     @parametrize("others_get", ["zeros", "none"])
     def test_equals_one_process(self, prefetch_count, others_get):
         world_size, mailbox = 3, Mailbox()
@@ -181,53 +175,41 @@ class TestAnotherFramework(ConfigTestCase):
         results = self.run_ranks(world_size, train)
         self.assertEqual(len(mailbox), 0)
         for index, param in enumerate(whole):
-            self.assert_same_bits(
-                [
-                    torch.cat([result[kind][index].detach() for result in results])
-                    for kind in (0, 1)
-                ],
-                [param.detach(), single.state[param]["momentum_buffer"]],
-            )
+            found = [
+                torch.cat([result[kind][index].detach() for result in results])
+                for kind in (0, 1)
+            ]
+            buffer = single.state[param]["momentum_buffer"]
+            self.assert_same_bits(found, [param, buffer])
         for _, _, assignments in results:
             self.assertEqual(assignments, results[0][2])
-            # Size-aware: the largest matrix's owner has nothing else of its size.
-            self.assertEqual(
-                sorted(itertools.chain(*assignments.values())),
-                list(range(len(self.SHAPES))),
-            )
             self.assertTrue(all(assignments.values()))
 
     def test_functions_that_communicate_nothing(self):
         # By their updates they move only what their own rank owns.
-        for weight_decay in (0.0, 0.1):
-            params = make_params((4, 6), (6, 4), (3, 3))
-            before = [p.detach().clone() for p in params]
-            config = local_config(
-                lambda params, state: {0: [0, 2], 1: [1]},
-                state={"rank": 1, "world_size": 2},
-            )
-            optimizer = Muon(
-                params, lr=0.5, weight_decay=weight_decay, distributed_config=config
-            )
-            optimizer.step()
-            for index in (0, 2):
-                self.assert_same_bits(
-                    [params[index].detach()], [before[index] * (1 - 0.5 * weight_decay)]
-                )
-            alone = nn.Parameter(before[1].clone())
-            alone.grad = params[1].grad
-            Muon([alone], lr=0.5, weight_decay=weight_decay).step()
-            self.assert_same_bits([params[1]], [alone])
-            # Momentum is everybody's.
-            for param in params:
-                self.assertEqual(
-                    optimizer.state[param]["momentum_buffer"], 0.05 * param.grad
-                )
+        params = make_params((4, 6), (6, 4), (3, 3))
+        before = [p.detach().clone() for p in params]
+        config = local_config(
+            lambda params, state: {0: [0, 2], 1: [1]},
+            state={"rank": 1, "world_size": 2},
+        )
+        options = {"lr": 0.5, "weight_decay": 0.1}
+        optimizer = Muon(params, distributed_config=config, **options)
+        optimizer.step()
+        alone = nn.Parameter(before[1].clone())
+        alone.grad = params[1].grad
+        Muon([alone], **options).step()
+        decayed = [old * (1 - 0.5 * 0.1) for old in before]
+        self.assert_same_bits(params, [decayed[0], alone, decayed[2]])
+        # Momentum is everybody's.
+        for param in params:
+            buffer = optimizer.state[param]["momentum_buffer"]
+            self.assertEqual(buffer, 0.05 * param.grad)
 
 
 @instantiate_parametrized_tests
 class TestUserFunctions(ConfigTestCase):
-    @parametrize("prefetch_count", [0, 1, 2, 5])
+    @parametrize("prefetch_count", [0, 1, 5])
     def test_sequence_of_calls(self, prefetch_count):
         calls = []
         owner_of = [1, 0, 1, 1]
@@ -307,39 +289,30 @@ class TestUserFunctions(ConfigTestCase):
             self.assertEqual(pieces.pop(), blended)
 
     def test_no_gradient(self):
-        pieces, wholes = [], []
+        pieces = []
 
         def gather(piece, rank, state):
             pieces.append(piece.clone())
             return piece + 1
 
-        def redistribute(full, rank, state):
-            wholes.append(full.clone())
-            return full + 100
-
         config = local_config()
-        config.gather_fn, config.redistribute_fn = gather, redistribute
+        config.gather_fn = gather
+        config.redistribute_fn = lambda full, rank, state: full + 100
         (param,) = make_params((3, 4))
         grad, param.grad = param.grad, None
         before = param.detach().clone()
         optimizer = Muon([param], distributed_config=config)
         optimizer.step()
-        self.assertEqual(pieces, [torch.zeros(3, 4)])
-        self.assertEqual(len(wholes), 1)
-        self.assert_same_bits([param], [before])
         buffer = optimizer.state[param]["momentum_buffer"]
-        self.assert_same_bits([buffer], [torch.zeros(3, 4)])
+        self.assert_same_bits([param, buffer], [before, torch.zeros(3, 4)])
         # With a buffer from an earlier step it is the same.
         param.grad = grad
         optimizer.step()
         param.grad = None
-        moved = param.detach().clone()
-        buffer = optimizer.state[param]["momentum_buffer"].clone()
+        before = [param.detach().clone(), buffer.clone()]
         optimizer.step()
-        self.assertEqual(pieces[-1], torch.zeros(3, 4))
-        self.assert_same_bits(
-            [param, optimizer.state[param]["momentum_buffer"]], [moved, buffer]
-        )
+        self.assert_same_bits([param, buffer], before)
+        self.assert_same_bits(pieces[::2], [torch.zeros(3, 4)] * 2)
 
     def test_what_ranks_other_than_the_owner_get(self):
         fulls = []
@@ -452,11 +425,6 @@ class TestUserFunctions(ConfigTestCase):
             # So that calls by hand are a round trip again.
             matrix = torch.randn(2, 2)
             self.assert_same_bits([original(matrix, 0, config.state)], [matrix])
-
-    def test_no_process_group_is_made(self):
-        if dist.is_available():
-            Muon(make_params((2, 2)), distributed_config=local_config()).step()
-            self.assertFalse(dist.is_initialized())
 
 
 if __name__ == "__main__":
