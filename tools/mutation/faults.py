@@ -290,7 +290,7 @@ FAULTS = (
         STATUSES,
         "o + minus_o, _OTHER_OPTIONS",
         "0, _OTHER_OPTIONS",
-        (f"{MISTAKES}learning_rate_of_one_rank_in_the_first_step",),
+        (f"{MISTAKES}hyperparameter_of_one_rank_in_the_first_step_name_lr",),
     ),
     Fault(
         "values that differ are no mismatch",

@@ -1,8 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 """Mistakes around the distributed Muon: every rank hears of them, and none waits for ever."""
 
-import faulthandler
-import os
 import re
 import sys
 from datetime import timedelta
@@ -10,14 +8,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
-from torch.optim import _newton_schulz, Muon
+from torch.optim import Muon
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
-    MultiProcessTestCase,
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
@@ -50,31 +46,6 @@ def snapshot(params):
 @requires_gloo()
 class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     world_size = 4
-    # A test that hangs here fails soon.
-    timeout = timedelta(seconds=30)
-
-    def outcome(self, build):
-        try:
-            build()
-        except Exception as error:
-            return type(error).__name__, str(error)
-        return None
-
-    def assertRaisesEverywhere(self, build, kind, pattern, ranks=range(4)):
-        """``build`` raises the same error on all of ``ranks``, and none on the others."""
-        outcomes = everyone(self.outcome(build))
-        for rank, outcome in enumerate(outcomes):
-            if rank not in ranks:
-                self.assertIsNone(outcome, f"rank {rank}")
-                continue
-            self.assertIsNotNone(outcome, f"rank {rank} of {outcomes}")
-            self.assertEqual(outcome[0], kind.__name__, f"rank {rank}: {outcome}")
-            self.assertRegex(outcome[1], pattern)
-        # The rank that found it says so in the first person.
-        texts = {
-            re.sub(r"^rank \d+ reports: ", "", outcomes[rank][1]) for rank in ranks
-        }
-        self.assertEqual(len(texts), 1, texts)
 
     def build(self, placed, change=None, named=True, **options):
         """Makes an optimizer; ``change`` gets the list of (name, parameter) pairs."""
@@ -85,9 +56,17 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.before = [p.detach() for _, p in pairs]
         return Muon(pairs if named else [p for _, p in pairs], **options)
 
+    def assertRefused(self, kind, pattern, placed=None, change=None, **options):
+        """:meth:`build` raises the same error on all ranks."""
+        if placed is None:
+            placed = self.placed()
+        self.assertRaisesEverywhere(
+            lambda: self.build(placed, change, **options), kind, pattern
+        )
+
     def mesh_of_its_own(self, name, ranks=None):
         """A mesh over a new group, which a test may break. DTensor's caches know meshes by their names."""
-        group = dist.new_group(ranks, timeout=timedelta(seconds=3))
+        group = dist.new_group(ranks, timeout=timedelta(seconds=2))
         if ranks is not None and self.rank not in ranks:
             return None
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
@@ -118,136 +97,80 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def placed(self):
         return specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)])
 
-    def test_different_shapes(self):
-        placed = self.placed()
-        if self.rank == 2:
-            placed[1] = placed[1]._replace(shape=(7, 6))
-        self.assertRaisesEverywhere(
-            lambda: self.build(placed),
-            ValueError,
-            r"parameter 1 'w1'.*shape is \(7, 5\) on rank 0 and \(7, 6\) on rank 2",
-        )
+    def test_different_shapes_dtypes_and_placements(self):
+        for field, value, pattern in [
+            ("shape", (7, 6), r"shape is \(7, 5\) on rank 0 and \(7, 6\) on rank 2"),
+            ("dtype", torch.bfloat16, "dtype is torch.float32 on rank 0"),
+            ("placements", (S1,), "rank 0.*rank 2"),
+            ("placements", (R,), "rank 0.*rank 2"),
+        ]:
+            placed = self.placed()
+            if self.rank == 2:
+                placed[1] = placed[1]._replace(**{field: value})
+            self.assertRefused(ValueError, f"parameter 1 'w1'.*{pattern}", placed)
 
-    def groups(self, wrong=False):
-        """Two groups of two; ``wrong``: of another shape in the second one on rank 2."""
-        placed = self.placed()
-        if wrong and self.rank == 2:
-            placed[3] = placed[3]._replace(shape=(7, 6))
-        pairs = [(f"w{i}", parameter(spec, i)) for i, spec in enumerate(placed)]
-        return [{"params": pairs[:2]}, {"params": pairs[2:]}]
-
-    def test_indices_count_over_all_groups(self):
-        pattern = r"parameter 3 'w3'.*\(7, 5\) on rank 0 and \(7, 6\) on rank 2"
-        self.assertRaisesEverywhere(
-            lambda: Muon(
-                self.groups(wrong=True), distributed_config=create_dtensor_config()
-            ),
-            ValueError,
-            pattern,
-        )
-        optimizer = Muon(self.groups()[:1], distributed_config=create_dtensor_config())
-        self.assertRaisesEverywhere(
-            lambda: optimizer.add_param_group(self.groups(wrong=True)[1]),
-            ValueError,
-            pattern,
-        )
-        optimizer.add_param_group(self.groups()[1])
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        for i, param in enumerate(params):
-            if i != 3 or self.rank != 1:
-                param.grad = torch.ones_like(param)
-        self.assertRaisesEverywhere(
-            optimizer.step, RuntimeError, r"gradient.*parameter 3 'w3'"
-        )
+    def reverse(self, pairs):
+        return pairs[::-1] if self.rank == 1 else pairs
 
     def test_different_order(self):
-        def change(pairs):
-            return pairs[::-1] if self.rank == 1 else pairs
-
-        self.assertRaisesEverywhere(
-            lambda: self.build(self.placed(), change),
+        self.assertRefused(
             ValueError,
             "ranks disagree about parameter 0 'w0'.*name is w0 on rank 0 and w3 on rank 1",
+            change=self.reverse,
         )
 
     def test_different_order_without_names(self):
-        def change(pairs):
-            return pairs[::-1] if self.rank == 1 else pairs
-
-        self.assertRaisesEverywhere(
-            lambda: self.build(self.placed(), change, named=False),
-            ValueError,
-            "ranks disagree about parameter 0 .*rank 0.*rank 1.*same order",
-        )
+        """Replicas of equal shapes differ in nothing but their values."""
+        unnamed = {"named": False}
+        for placements in ([(S0,), (R,)], [(S0,), (S1,)]):
+            placed = specs(mesh_of(4), placements, [(8, 8)])
+            self.assertRefused(
+                ValueError,
+                "ranks disagree about parameter 0 .*rank 0.*rank 1.*same order",
+                placed,
+                self.reverse,
+                **unnamed,
+            )
+        placed = specs(mesh_of(4), [(R,)], [(8, 8)] * 2)
+        optimizer = self.build(placed, self.reverse, **unnamed)
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        self.assertRaisesEverywhere(optimizer.step, RuntimeError, "different values")
 
     def test_different_number_of_parameters(self):
-        def change(pairs):
-            return pairs[:-1] if self.rank == 3 else pairs
-
-        self.assertRaisesEverywhere(
-            lambda: self.build(self.placed(), change), ValueError, "ranks disagree"
-        )
-
-    def test_different_number_of_equal_parameters(self):
-        placed = [Spec((8, 8), mesh_of(4), (S0,))] * 3
-        if self.rank == 0:
-            placed = placed[:2]
-        self.assertRaisesEverywhere(
-            lambda: self.build(placed), ValueError, "ranks disagree"
-        )
-
-    def test_different_dtypes_and_placements(self):
-        for field, value, pattern in [
-            ("dtype", torch.bfloat16, "w0.*dtype is torch.float32 on rank 0"),
-            ("placements", (S1,), "w0.*rank 0.*rank 3"),
-            ("placements", (R,), "w0.*rank 0.*rank 3"),
-        ]:
-            placed = self.placed()
-            if self.rank == 3:
-                placed[0] = placed[0]._replace(**{field: value})
-            self.assertRaisesEverywhere(lambda: self.build(placed), ValueError, pattern)
+        for placed in (self.placed(), [Spec((8, 8), mesh_of(4), (S0,))] * 3):
+            mine = placed[:-1] if self.rank == 3 else placed
+            self.assertRefused(ValueError, "ranks disagree", mine)
 
     def test_different_hyperparameters(self):
+        coefficients = (3.4, -4.7, 2.0), (3.4, -4.7, 2.1)
         for field, usual, other in [
-            ("nesterov", True, False),
-            ("momentum", 0.9, 0.8),
+            ("lr", 0.1, 0.2),
             ("weight_decay", 0.0, 0.2),
+            ("momentum", 0.9, 0.8),
+            ("nesterov", True, False),
+            ("ns_coefficients", *coefficients),
             ("ns_steps", 5, 4),
+            ("eps", 1e-7, 1e-6),
             ("adjust_lr_fn", None, "match_rms_adamw"),
+            ("foreach", None, True),
+            ("ns_algorithm", "quintic", "gram"),
         ]:
             value = other if self.rank == 2 else usual
-            self.assertRaisesEverywhere(
-                lambda: self.build(self.placed(), **{field: value}),
+            self.assertRefused(
                 ValueError,
-                f"parameter 0 'w0'.*{field} is {usual} on rank 0 and {other} on rank 2",
+                f"parameter 0 'w0'.*{field} is {re.escape(f'{usual} on rank 0 and {other} on rank 2')}",
+                **{field: value},
             )
 
     def test_different_flags_of_the_config(self):
         for flags in ({"prefetch_count": 3}, {"async_gpu_parallelism": False}):
             config = create_dtensor_config(**(flags if self.rank == 1 else {}))
-            self.assertRaisesEverywhere(
-                lambda: self.build(self.placed(), distributed_config=config),
+            self.assertRefused(
                 ValueError,
                 f"{next(iter(flags))} is .* on rank 0 and .* on rank 1",
+                distributed_config=config,
             )
-
-    def test_flags_changed_after_construction(self):
-        twins = Twins(self.placed())
-        twins.step()
-        for name, value in (("prefetch_count", 3), ("async_gpu_parallelism", False)):
-            usual = getattr(twins.config, name)
-            setattr(twins.config, name, value)
-            twins.set_gradients()
-            before = snapshot(twins.params)
-            self.assertRaisesEverywhere(
-                twins.optimizer.step, ValueError, "Set them before you build Muon"
-            )
-            with self.everywhere(name):
-                self.assertEqual(snapshot(twins.params), before)
-            setattr(twins.config, name, usual)
-            twins.single.step()
-            twins.optimizer.step()
-            self.assertParity(twins, name)
 
     def test_flags_changed_on_one_rank_only(self):
         mesh = self.mesh_of_its_own("flags")
@@ -268,10 +191,10 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         """Rank 3 alone had an error, because ranks compare "2" and 2 as equal words."""
         config = create_dtensor_config()
         config.prefetch_count = "2" if self.rank == 3 else 2
-        self.assertRaisesEverywhere(
-            lambda: self.build(self.placed(), distributed_config=config),
+        self.assertRefused(
             ValueError,
             "prefetch_count must be an int >= 0 but is '2'",
+            distributed_config=config,
         )
 
     def test_frozen_on_one_rank_only(self):
@@ -279,26 +202,31 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             pairs[2][1].requires_grad_(self.rank != 1)
             return pairs
 
-        self.assertRaisesEverywhere(
-            lambda: self.build(self.placed(), change),
+        self.assertRefused(
             ValueError,
             "parameter 2 'w2'.*requires_grad is True on rank 0 and False on rank 1",
+            change=change,
         )
 
-    def test_one_rank_with_a_parameter_that_is_no_matrix(self):
-        def change(pairs):
-            if self.rank == 1:
-                cube = distribute_tensor(
-                    torch.ones(4, 4, 4), mesh_of(4), [S0], src_data_rank=None
-                )
-                pairs[2] = ("w2", torch.nn.Parameter(cube))
-            return pairs
+    def test_one_rank_with_a_parameter_that_muon_cannot_take(self):
+        def dtensor(*shape):
+            return distribute_tensor(
+                torch.ones(shape), mesh_of(4), [S0], src_data_rank=None
+            )
 
-        self.assertRaisesEverywhere(
-            lambda: self.build(self.placed(), change),
-            ValueError,
-            r"only supports 2D parameters.*\[4, 4, 4\]",
-        )
+        destroyed = torch.nn.Parameter(torch.ones(8, 8))
+        destroyed.data = dtensor(8, 8)
+        for wrong, pattern in (
+            (torch.nn.Parameter(dtensor(4, 4, 4)), r"only supports 2D.*\[4, 4, 4\]"),
+            (destroyed, r"param\.data = dtensor.*nn\.Parameter\(distribute_tensor\("),
+        ):
+
+            def change(pairs, wrong=wrong):
+                if self.rank == 1:
+                    pairs[2] = ("w2", wrong)
+                return pairs
+
+            self.assertRefused(ValueError, pattern, change=change)
 
     def assign(self, assignments):
         """A config of the factory whose assign_fn gives ``assignments``."""
@@ -321,12 +249,8 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             ({0: [0, 1, 2], 4: [3]}, ValueError, "rank 4.*0 to 3"),
             ({0: [0, 1, 2], -1: [3]}, ValueError, "rank -1.*0 to 3"),
         ]:
-            self.assertRaisesEverywhere(
-                lambda: self.build(
-                    self.placed(), distributed_config=self.assign(assignments)
-                ),
-                kind,
-                pattern,
+            self.assertRefused(
+                kind, pattern, distributed_config=self.assign(assignments)
             )
 
     def test_one_rank_with_a_bad_assign_fn(self):
@@ -339,11 +263,7 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             (IndexError("no idea"), IndexError, "no idea"),
         ]:
             config = self.assign(bad if self.rank == 3 else good)
-            self.assertRaisesEverywhere(
-                lambda: self.build(self.placed(), distributed_config=config),
-                kind,
-                pattern,
-            )
+            self.assertRefused(kind, pattern, distributed_config=config)
 
     def test_one_rank_with_an_error_of_a_kind_of_its_own(self):
         class Unheard(ValueError):
@@ -368,23 +288,6 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.assertEqual(kind, "ValueError")
             self.assertRegex(text, r"parameter 1 'w1'.*rank 2.*\[0, 1\]")
 
-    def test_destroyed_parameter_on_one_rank(self):
-        def change(pairs):
-            mesh = mesh_of(4)
-            if self.rank == 1:
-                plain = torch.nn.Parameter(torch.ones(8, 8))
-                plain.data = distribute_tensor(
-                    torch.ones(8, 8), mesh, [S0], src_data_rank=None
-                )
-                pairs[1] = ("w1", plain)
-            return pairs
-
-        self.assertRaisesEverywhere(
-            lambda: self.build(self.placed(), change),
-            ValueError,
-            r"param\.data = dtensor.*nn\.Parameter\(distribute_tensor\(",
-        )
-
     def test_mesh_without_this_rank(self):
         mesh = mesh_of(4)
         first_half = DeviceMesh("cpu", [0, 1])
@@ -393,10 +296,11 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             foreign = distribute_tensor(torch.ones(8, 8), first_half, [S0])
             return [*pairs, ("foreign", torch.nn.Parameter(foreign))]
 
-        self.assertRaisesEverywhere(
-            lambda: self.build([Spec((8, 8), mesh, (S0,))], change),
+        self.assertRefused(
             ValueError,
             "parameter 1 .*this rank is not in the mesh",
+            [Spec((8, 8), mesh, (S0,))],
+            change,
         )
 
     def test_disagreement_stays_among_those_who_share(self):
@@ -421,11 +325,12 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 lambda: self.build(placed), ValueError, "ranks disagree.*shape is"
             )
 
-    def test_disagreement_among_overlapping_groups(self):
+    def test_errors_among_overlapping_groups(self):
         # Four pairs and no group of all: (0, 1), (2, 3), (0, 2), (1, 3).
         grid = grid_of(2, 2)
+        usual = [Spec((8, 8), grid["a"], (S0,)), Spec((8, 8), grid["b"], (S0,))]
         for which, culprit in ((1, 0), (0, 3)):
-            placed = [Spec((8, 8), grid["a"], (S0,)), Spec((8, 8), grid["b"], (S0,))]
+            placed = list(usual)
             if self.rank == culprit:
                 placed[which] = placed[which]._replace(shape=(8, 9))
             self.assertNobodyTrains(
@@ -433,16 +338,12 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 ValueError,
                 f"ranks disagree about parameter {which}",
             )
-
-    def test_error_on_one_rank_among_overlapping_groups(self):
-        grid = grid_of(2, 2)
-        placed = [Spec((8, 8), grid["a"], (S0,)), Spec((8, 8), grid["b"], (S0,))]
-        for culprit in (0, 3):
-            config = self.assign({0: [0]}) if self.rank == culprit else None
-            options = {} if config is None else {"distributed_config": config}
-            self.assertNobodyTrains(
-                lambda: self.build(placed, **options), AssertionError, r"missing \[1\]"
-            )
+        options = {}
+        if self.rank == 3:
+            options["distributed_config"] = self.assign({0: [0]})
+        self.assertNobodyTrains(
+            lambda: self.build(usual, **options), AssertionError, r"missing \[1\]"
+        )
 
     def test_error_at_an_end_of_a_chain_of_groups(self):
         """Rank 0 shares nothing with rank 2 or 3. Its step fails within the timeout."""
@@ -472,10 +373,8 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         if self.rank == 2:
             wrong[0] = wrong[0]._replace(shape=(9, 9))
         config = create_dtensor_config()
-        self.assertRaisesEverywhere(
-            lambda: self.build(wrong, distributed_config=config),
-            ValueError,
-            "ranks disagree",
+        self.assertRefused(
+            ValueError, "ranks disagree", wrong, distributed_config=config
         )
         for i, (param, spec) in enumerate(zip(self.before, wrong)):
             expected = parameter(spec, i).detach()
@@ -501,20 +400,6 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         )
         self.assertTrainsAlike(twins)
 
-    def test_add_param_group_does_not_make_a_failed_optimizer_good_again(self):
-        mesh = mesh_of(4)
-        optimizer = self.build([Spec((8, 8), mesh, (S0,))])
-        (param,) = optimizer.param_groups[0]["params"]
-        param.grad = None if self.rank == 2 else torch.ones_like(param)
-        self.assertRaisesEverywhere(optimizer.step, RuntimeError, "'w0'")
-        more = [("more", parameter(Spec((6, 6), mesh, (S0,)), 9))]
-        outcome = self.outcome(lambda: optimizer.add_param_group({"params": more}))
-        everyone(outcome)
-        param.grad = torch.ones_like(param)
-        before = snapshot([param])
-        self.assertRaisesEverywhere(optimizer.step, RuntimeError, "[Rr]ebuild")
-        self.assertEqual(snapshot([param]), before)
-
     # Several optimizers
 
     def two_optimizers(self, shapes, counts=(1, 1), mesh=None):
@@ -527,34 +412,25 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_optimizers_stepped_in_different_orders(self):
         for shapes, counts in (
             ([(8, 8), (8, 8)], (1, 1)),
-            ([(8, 8), (7, 5)], (1, 1)),
             ([(8, 8), (12, 4)], (2, 5)),
         ):
             both = self.two_optimizers(shapes, counts)
-            for _ in range(2):
-                for twins in both:
-                    twins.step()
-                    self.assertParity(twins)
+            for twins in both:
+                twins.step()
+                self.assertParity(twins)
             before = [snapshot(twins.params) for twins in both]
             for twins in both:
                 twins.set_gradients()
             order = both[::-1] if self.rank == 2 else both
             for twins in order:
                 self.assertRaisesEverywhere(
-                    lambda: self.step_of(twins),
+                    twins.optimizer.step,
                     RuntimeError,
                     "step different optimizers.*in the same order",
                 )
             with self.everywhere(f"{shapes}"):
                 for twins, old in zip(both, before, strict=True):
                     self.assertEqual(snapshot(twins.params), old)
-
-    def step_of(self, twins):
-        """The step, whose error lacks what this rank's optimizer has."""
-        try:
-            twins.optimizer.step()
-        except RuntimeError as error:
-            raise RuntimeError(str(error).split(". This rank's")[0]) from error
 
     def test_failure_of_another_optimizer_over_the_same_ranks(self):
         """One rank failed in the step of the first. The others waited for it in the second one's, and
@@ -579,9 +455,6 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_construction_without_numpy(self):
         """torch's all_gather_object needs NumPy, and ranks said that one of them had ended."""
         missing = RuntimeError("Numpy is not available")
-        placed = self.placed()
-        if self.rank == 2:
-            placed[1] = placed[1]._replace(shape=(7, 6))
         with (
             mock.patch.object(torch.Tensor, "numpy", side_effect=missing),
             mock.patch.dict(sys.modules, {"numpy": None}),
@@ -590,11 +463,7 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 dist.all_gather_object([None] * 4, self.rank)
             twins = Twins(self.placed())
             twins.step()
-            outcome = self.outcome(lambda: self.build(placed))
         self.assertParity(twins)
-        for kind, text in everyone(outcome):
-            self.assertEqual(kind, "ValueError")
-            self.assertRegex(text, "ranks disagree about parameter 1")
 
     def test_mismatch_names_the_first_parameters_and_counts_the_others(self):
         optimizer = self.build([Spec((8, 8), mesh_of(4), (S0,))] * 9)
@@ -622,19 +491,25 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                     saved = optimizer.state_dict()
                 self.assertRegex(seen.output[0], "gradient.*'w0'")
                 self.assertIs(saved["state"][0]["momentum_buffer"], buffer)
-        # It still does not go on.
+        # It still does not go on, with another parameter neither.
         param.grad = torch.ones_like(param)
+        more = parameter(Spec((6, 6), mesh_of(4), (S0,)), 9)
+        optimizer.add_param_group({"params": [("more", more)]})
+        before = snapshot([param])
         self.assertRaisesEverywhere(optimizer.step, RuntimeError, "[Rr]ebuild")
+        self.assertEqual(snapshot([param]), before)
 
     def test_errors_that_sent_nothing_are_forgotten(self):
         twins = Twins(self.placed())
         twins.step()
         group = twins.optimizer.param_groups[0]
-        for where, name, wrong, right, pattern in (
-            (vars(twins.config), "prefetch_count", -1, 1, "prefetch_count"),
-            (group, "ns_steps", 100, 5, "less than 100"),
+        for where, name, wrong, pattern in (
+            (vars(twins.config), "prefetch_count", -1, "prefetch_count must be"),
+            (vars(twins.config), "prefetch_count", 3, "Set them before you build"),
+            (vars(twins.config), "async_gpu_parallelism", False, "Set them before"),
+            (group, "ns_steps", 100, "less than 100"),
         ):
-            where[name] = wrong
+            right, where[name] = where[name], wrong
             twins.set_gradients()
             self.assertRaisesEverywhere(twins.optimizer.step, ValueError, pattern)
             with self.everywhere():
@@ -655,81 +530,6 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         with mock.patch.object(type(param), "grad", new=torch.ones(2, 8), create=True):
             self.assertRaisesEverywhere(optimizer.step, RuntimeError, "DTensor")
         self.assertEqual(snapshot([param]), before)
-
-
-@requires_gloo()
-class TestMuonPeerFailure(MultiProcessTestCase):
-    """A peer dies, or stalls, in the middle of a step."""
-
-    @property
-    def world_size(self):
-        return 3
-
-    @property
-    def destroy_pg_upon_exit(self):
-        # It would wait for the peer as well.
-        return False
-
-    def setUp(self):
-        super().setUp()
-        self._spawn_processes()
-
-    def lose_rank_1(self, leave, prefetch_count):
-        # An interpreter that hangs says where, and fails the test.
-        faulthandler.dump_traceback_later(100, exit=True)
-        torch.set_num_threads(1)
-        store = dist.FileStore(self.file_name, self.world_size)
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=self.rank,
-            world_size=self.world_size,
-            # The ranks still import torch, which takes long on a busy machine.
-            timeout=timedelta(seconds=60),
-        )
-        mesh = init_device_mesh("cpu", (self.world_size,))
-        params = [
-            parameter(Spec((9, 8), mesh, (placement,)), i)
-            for i, placement in enumerate((S0, S1, R, S0, R, S1))
-        ]
-        optimizer = Muon(
-            params, distributed_config=create_dtensor_config(True, prefetch_count)
-        )
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-        # All ranks are here. From now on only the lost peer makes the others wait.
-        dist.barrier()
-        _set_pg_timeout(timedelta(seconds=4), mesh.get_group())
-
-        if self.rank == 1:
-            with mock.patch.object(
-                _newton_schulz,
-                "_zeropower_via_newtonschulz",
-                side_effect=lambda *a: leave(store),
-            ):
-                optimizer.step()
-            self.fail("it should have left")
-        with self.assertRaises(RuntimeError):
-            optimizer.step()
-        with self.assertRaisesRegex(RuntimeError, "[Rr]ebuild"):
-            optimizer.step()
-        store.set(f"rank {self.rank} is through", "yes")
-        faulthandler.cancel_dump_traceback_later()
-
-    def test_peer_that_exits_is_an_error_on_the_others(self):
-        def leave(store):
-            os._exit(0)
-
-        self.lose_rank_1(leave, 1)
-
-    def test_peer_that_stalls_is_an_error_on_the_others(self):
-        def leave(store):
-            others = ["rank 0 is through", "rank 2 is through"]
-            store.wait(others, timedelta(seconds=90))
-            os._exit(0)
-
-        self.lose_rank_1(leave, 0)
 
 
 if __name__ == "__main__":

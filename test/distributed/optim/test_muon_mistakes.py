@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import Muon
-from torch.optim._muon_engine import hints, process_groups
+from torch.optim._muon_engine import hints
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
@@ -42,6 +42,20 @@ from torch.testing._internal.distributed._muon.common_muon import (
 )
 
 
+# The options that a step compares, with values that are not the defaults.
+OTHER_OPTIONS = {
+    "lr": 0.0,
+    "weight_decay": 0.2,
+    "momentum": 0.9,
+    "nesterov": False,
+    "ns_coefficients": (3.4, -4.7, 2.0),
+    "ns_steps": 4,
+    "eps": 1e-6,
+    "adjust_lr_fn": "match_rms_adamw",
+    "ns_algorithm": "gram",
+}
+
+
 @requires_gloo()
 class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     world_size = 4
@@ -58,11 +72,6 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         texts = [str(one.message) for one in warned]
         count = sum(text in one for one in texts)
         self.assertEverywhere([] if count == int(self.rank == 0) else texts or ["none"])
-
-    def assertFailsEverywhere(self, call, pattern):
-        with self.everywhere():
-            with self.assertRaisesRegex(RuntimeError, pattern):
-                call()
 
     # Nothing is distributed
 
@@ -96,7 +105,10 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_parameter_that_is_never_trained(self):
         twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 6)] * 4))
-        with warnings.catch_warnings(record=True) as warned:
+        with (
+            mock.patch.object(hints, "STEPS_WITHOUT_ONE", 5),
+            warnings.catch_warnings(record=True) as warned,
+        ):
             warnings.simplefilter("always")
             for _ in range(hints.STEPS_WITHOUT_ONE + 3):
                 twins.set_gradients(missing=[2])
@@ -110,21 +122,24 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     # Ranks that are not replicas
 
-    def replicas(self, **options):
+    def replicas(self, config=None):
         """Parameters of equal shapes. Rank 2 has other values."""
         params = self.whole((4, 6), (5, 3))
         if self.rank == 2:
             params[1].data += 1
-        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        if config is None:
+            config = create_auto_config(ddp_process_group=dist.group.WORLD)
         self.give_gradients(params)
-        return Muon(params, distributed_config=config, **options)
+        return Muon(params, distributed_config=config)
 
     @parametrize("max_replicas", [1, 4])
     def test_replicas_with_other_values(self, max_replicas):
         with mock.patch.object(buckets, "MAX_REPLICAS", max_replicas):
             muon = self.replicas()
-        self.assertFailsEverywhere(
-            muon.step, r"ZeroRedundancyOptimizer.*: parameter 1 of shape \(5, 3\)$"
+        self.assertRaisesEverywhere(
+            muon.step,
+            RuntimeError,
+            r"ZeroRedundancyOptimizer.*: parameter 1 of shape \(5, 3\)$",
         )
 
     def test_values_are_compared_once_and_send_nothing(self):
@@ -146,7 +161,9 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             distributed_config=create_auto_config(ddp_process_group=dist.group.WORLD),
         )
         self.give_gradients(params)
-        self.assertFailsEverywhere(zero.step, "ZeroRedundancyOptimizer hands each rank")
+        self.assertRaisesEverywhere(
+            zero.step, RuntimeError, "ZeroRedundancyOptimizer.*leave their group out"
+        )
 
     def test_replicas_that_are_passed_as_shards(self):
         """Two replicas counted as the halves of a matrix, without a word."""
@@ -177,7 +194,7 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_piece_of_a_parameter_that_nothing_is_known_of(self):
         config = create_dtensor_config()
         with self.everywhere():
-            with self.assertRaisesRegex(ValueError, "call assign_fn or gather_fn"):
+            with self.assertRaisesRegex(ValueError, "call gather_fn before"):
                 config.redistribute_fn(full(0, (8, 6)), 0, config.state)
 
     # Hyperparameters
@@ -185,29 +202,37 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     @parametrize("max_replicas", [1, 4])
     def test_learning_rate_of_one_rank(self, max_replicas):
         for layout in (
-            specs(mesh_of(4), [(S0,)], [(8, 6)] * 3),
             specs(mesh_of(4), [(R,)], [(8, 6)] * 3),
             specs(grid_of(2, 2), [(R, S0)], [(8, 6)] * 3),
         ):
             with mock.patch.object(buckets, "MAX_REPLICAS", max_replicas):
                 twins = Twins(layout)
-            for _ in range(2):
+            for step in range(2):
+                # The schedulers of all ranks agree.
+                for optimizer in (twins.optimizer, twins.single):
+                    optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
                 twins.step()
+                self.assertParity(twins)
             if self.rank == 1:
                 twins.optimizer.param_groups[0]["lr"] *= 0.5
             twins.set_gradients()
-            self.assertFailsEverywhere(
-                twins.optimizer.step, "other hyperparameters.*parameter 0 .*parameter 2"
+            self.assertRaisesEverywhere(
+                twins.optimizer.step,
+                RuntimeError,
+                "different hyperparameters.*parameter 0 .*parameter 2",
             )
 
-    def test_schedulers_of_all_ranks(self):
-        twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 6)] * 3))
-        for step in range(4):
-            for optimizer in (twins.optimizer, twins.single):
-                optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
-                optimizer.param_groups[0]["momentum"] = 0.9 + 0.01 * step
-            twins.step()
-            self.assertParity(twins)
+    @parametrize("name", list(OTHER_OPTIONS))
+    def test_hyperparameter_of_one_rank_in_the_first_step(self, name):
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 6)]))
+        if self.rank == 3:
+            twins.optimizer.param_groups[0][name] = OTHER_OPTIONS[name]
+        twins.set_gradients()
+        self.assertRaisesEverywhere(
+            twins.optimizer.step,
+            RuntimeError,
+            "different hyperparameters.*parameter 0 of shape",
+        )
 
     def test_kinds_of_numbers_are_no_difference(self):
         twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 6)]))
@@ -233,10 +258,11 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         with self.everywhere():
             muon.step()
 
-    def of_two_groups(self, **options):
-        """Two optimizer groups of replicas; ranks 2 and 3 hold none of the second."""
+    def test_values_are_compared_when_they_first_move(self):
+        """Ranks that held different further groups compared different things."""
         two = DeviceMesh("cpu", [0, 1])
         params = []
+        # Ranks 2 and 3 hold none of the second group.
         for i in range(4 if self.rank < 2 else 2):
             mesh = mesh_of(4) if i < 2 else two
             value, grad = (
@@ -245,23 +271,17 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             )
             params.append(nn.Parameter(value))
             params[i].grad = grad
-        groups = [{"params": params[:2], **options}, {"params": params[2:], "lr": 0.1}]
-        return Muon(groups, lr=0.1, distributed_config="auto")
-
-    def test_group_that_does_not_move_beside_one_that_ranks_lack(self):
-        """Ranks that held different further groups compared different things."""
-        muon = self.of_two_groups(lr=0.0, weight_decay=0.0)
+        still = {"params": params[:2], "lr": 0.0, "weight_decay": 0.0}
+        muon = Muon([still, {"params": params[2:]}], lr=0.1, distributed_config="auto")
         with self.everywhere():
             muon.step()
-
-    def test_values_are_compared_when_they_first_move(self):
-        muon = self.of_two_groups(lr=0.0, weight_decay=0.0)
-        muon.step()
         first = muon.param_groups[0]
         if self.rank == 3:
             first["params"][1].data.to_local().add_(1)
         first["lr"] = 0.1
-        self.assertFailsEverywhere(muon.step, "other values.*: parameter 1 of shape")
+        self.assertRaisesEverywhere(
+            muon.step, RuntimeError, "different values.*: parameter 1 of shape"
+        )
 
     def test_ranks_that_replaced_different_parameters(self):
         """Momentum restarted for different parameters, so replicas got different updates."""
@@ -281,20 +301,15 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 self.assertTrue(torch.equal(param, old))
 
     def test_values_are_compared_after_functions_of_the_users(self):
-        muon = self.replicas()
-        config = muon._distributed_config
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        muon = self.replicas(config)
         gather = config.gather_fn
         config.gather_fn = lambda *args: gather(*args)
         muon.step()
         config.gather_fn = gather
-        self.assertFailsEverywhere(muon.step, "other values.*: parameter 1 of shape")
-
-    def test_learning_rate_of_one_rank_in_the_first_step(self):
-        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 6)] * 3))
-        if self.rank == 3:
-            twins.optimizer.param_groups[0]["lr"] = 0.0
-        twins.set_gradients()
-        self.assertFailsEverywhere(twins.optimizer.step, "other hyperparameters")
+        self.assertRaisesEverywhere(
+            muon.step, RuntimeError, "different values.*: parameter 1 of shape"
+        )
 
     # A step that one rank skips
 
@@ -306,17 +321,13 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         )
         self.give_gradients(params)
         muon.step()
-        outcome = "skipped"
-        if self.rank != 2:
-            self.give_gradients(params)
-            try:
-                with mock.patch.object(process_groups, "PATIENCE", 1):
-                    muon.step()
-            except RuntimeError as error:
-                outcome = str(error)
+        self.give_gradients(params)
+        outcome = None if self.rank == 2 else self.outcome(muon.step)
         for rank, found in enumerate(everyone(outcome)):
             if rank != 2:
-                self.assertRegex(found, r"Ranks \[2\] did not come.*ShardedGradScaler")
+                self.assertRegex(
+                    found[1], r"Ranks \[2\] did not come.*ShardedGradScaler"
+                )
 
 
 instantiate_parametrized_tests(TestMuonMistakes)

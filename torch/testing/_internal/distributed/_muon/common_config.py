@@ -7,6 +7,20 @@ from torch.optim.muon import DistributedConfig
 from torch.testing._internal.common_utils import TestCase
 
 
+# The arguments that torch.optim._muon.muon needs.
+FUNCTIONAL = {
+    "lr": 0.02,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": (3.4445, -4.7750, 2.0315),
+    "ns_steps": 5,
+    "eps": 1e-7,
+    "adjust_lr_fn": None,
+    "has_complex": False,
+}
+
+
 def all_to(rank):
     return lambda params, state: {rank: list(range(len(params)))}
 

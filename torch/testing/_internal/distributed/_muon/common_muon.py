@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import traceback
+import unittest
 import warnings
 import weakref
 from datetime import timedelta
@@ -32,6 +33,7 @@ from torch.distributed.tensor import (
     Shard,
 )
 from torch.optim import _newton_schulz, Muon
+from torch.optim._muon_engine import process_groups
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import TEST_SKIPS
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,6 +75,11 @@ class NewProcessesAfterFailure:
             cls.poison_pill = False
         super().setUp()
 
+    def assertRaisesRegex(self, *args: Any, **kwargs: Any) -> Any:
+        # torch's TestCase ignores the pattern on devices that it does not know. Here, ``device_type`` is a
+        # method, which is none of them.
+        return unittest.TestCase.assertRaisesRegex(self, *args, **kwargs)
+
 
 class GlooOnCPU(NewProcessesAfterFailure):
     """To be put before MultiProcContinuousTest."""
@@ -91,6 +98,8 @@ class GlooOnCPU(NewProcessesAfterFailure):
     def _init_pg(cls, rank: int, world_size: int, rdvz_file: str | None) -> None:
         # Equal bits need equal sums, and so as many threads here as in the single process.
         torch.set_num_threads(1)
+        # The ranks of a test come to a step together, if they come.
+        process_groups.PATIENCE = 1.0
         super()._init_pg(rank, world_size, rdvz_file)
 
 
@@ -593,6 +602,14 @@ class ParityAssertions:
         except Exception:
             problems.append(traceback.format_exc())
         self.assertEverywhere(problems, message)
+
+    def outcome(self, call: Callable[[], object]) -> tuple[str, str] | None:
+        """The type and text of the error that ``call`` raises on this rank."""
+        try:
+            call()
+        except Exception as error:
+            return type(error).__name__, str(error)
+        return None
 
     def assertRaisesEverywhere(self, call, kind, pattern, ranks=None) -> None:
         """``call`` raises on each of ``ranks``, and on no other rank; on all ranks by default."""
