@@ -96,7 +96,6 @@ TRACED = {
     "test_muon_process_groups",
     "test_muon_relays",
     "test_muon_replaced",
-    "test_muon_several",
     "test_muon_stacks",
     "test_muon_state",
     "test_muon_user_functions",

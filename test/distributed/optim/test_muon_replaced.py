@@ -2,16 +2,14 @@
 """Parameters that change under a Muon with a distributed_config: other parameters in their place, other
 values, another placement or dtype. Frameworks do all of this after they build an optimizer.
 
-The reference is a Muon without a config over whole matrices. This file makes the same changes to it. Its
-momentum is the expected one: a parameter that a framework sharded keeps its momentum, and the momentum of
-another parameter starts at zero.
+The reference is a Muon without a config over whole matrices, to which the tests make the same changes. A
+parameter that a framework sharded keeps its momentum. The momentum of another parameter starts at zero.
 """
 
 import re
 import warnings
 from collections import Counter
 from datetime import timedelta
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -21,23 +19,23 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Muon
-from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
 )
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 from torch.testing._internal.distributed._muon.common_muon import (
-    Cut,
     everyone,
     full,
     GlooOnCPU,
     grid_of,
     local,
     mesh_of,
-    moved_alike,
     ParityAssertions,
     place,
     R,
@@ -45,244 +43,144 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S1,
     Spec,
     Strategy,
+    Twins,
 )
 
 
 # Even, uneven, and with empty pieces on four ranks.
 SHAPES = [(8, 8), (7, 5), (3, 9)]
-# Before the first step, and between two.
-TIMES = (0, 1)
 
 
-class Pair(NamedTuple):
-    """A parameter, and the whole matrix that one process has for it."""
+class Changing(Twins):
+    """Twins whose parameters are exchanged. A row is a spec, a seed, a parameter and its twin."""
 
-    seed: int
-    spec: Spec | Cut
-    param: nn.Parameter
-    single: nn.Parameter
+    def __init__(self, specs, config=None):
+        super().__init__(specs, config, lr=0.1)
 
+    @property
+    def rows(self):
+        return list(zip(self.specs, self.seeds, self.params, self.singles))
 
-def make_pair(seed, spec):
-    whole = full(seed, spec.shape, spec.dtype)
-    return Pair(seed, spec, nn.Parameter(place(whole, spec)), nn.Parameter(whole))
-
-
-class Sides:
-    """A Muon with a config and one without, over the same matrices."""
-
-    def __init__(self, pairs, config=None, named=False):
-        self.pairs = list(pairs)
-        config = create_dtensor_config() if config is None else config
-        params = [pair.param for pair in self.pairs]
-        if named:
-            params = [(f"w{i}", param) for i, param in enumerate(params)]
-        self.single = Muon([pair.single for pair in self.pairs], lr=0.1)
-        self.optimizer = Muon(params, lr=0.1, distributed_config=config)
-        self.steps = 0
-
-    @classmethod
-    def of(cls, specs, *args, **kwargs):
-        pairs = [make_pair(i, spec) for i, spec in enumerate(specs)]
-        return cls(pairs, *args, **kwargs)
-
-    def set_pairs(self, pairs, in_place=False):
+    def set_rows(self, rows, in_place=False):
         """Gives both optimizers these parameters instead of what they have."""
-        self.pairs = list(pairs)
+        self.specs, self.seeds, self.params, self.singles = map(list, zip(*rows))
         for optimizer, params in (
-            (self.optimizer, [pair.param for pair in self.pairs]),
-            (self.single, [pair.single for pair in self.pairs]),
+            (self.optimizer, self.params),
+            (self.single, self.singles),
         ):
             group = optimizer.param_groups[0]
             if in_place:
                 group["params"][:] = params
             else:
-                group["params"] = params
+                group["params"] = list(params)
+
+    @staticmethod
+    def row(seed, spec):
+        whole = full(seed, spec.shape, spec.dtype)
+        return spec, seed, nn.Parameter(place(whole, spec)), nn.Parameter(whole)
 
     def replacement(self, index, spec, restarts=False):
-        """Another parameter, of other values, for the place of number ``index``."""
-        old = self.pairs[index]
-        new = make_pair(old.seed + 500, spec)
-        if restarts or spec.shape != old.spec.shape:
+        """A row of other values for the place of number ``index``."""
+        old, seed, _, single = self.rows[index]
+        new = self.row(seed + 500, spec)
+        if restarts or spec.shape != old.shape:
             return new
         # The single process keeps its own parameter, and with it the momentum.
-        old.single.data.copy_(new.single)
-        return new._replace(single=old.single)
+        single.data.copy_(new[-1])
+        return (*new[:-1], single)
 
     def replace_all(self, specs, restarts=False):
-        pairs = [self.replacement(i, spec, restarts) for i, spec in enumerate(specs)]
-        self.set_pairs(pairs)
-
-    def step(self):
-        self.steps += 1
-        for pair in self.pairs:
-            seed = pair.seed + 1000 * self.steps
-            gradient = full(seed, pair.spec.shape, pair.spec.dtype)
-            pair.single.grad = gradient
-            pair.param.grad = place(gradient, pair.spec)
-        self.single.step()
-        self.optimizer.step()
-
-    def problems(self):
-        """The differences of this rank from the single process."""
-        found = []
-        for i, (_, spec, param, single) in enumerate(self.pairs):
-            name = f"{i}: {spec.shape} {spec.placements} {spec.dtype}"
-            momentum = self.optimizer.state.get(param, {}).get("momentum_buffer")
-            expected = self.single.state[single]["momentum_buffer"]
-            if momentum is None:
-                found.append(f"no momentum of {name}")
-                continue
-            for what, mine, whole in (
-                ("parameter", param.detach(), single.detach()),
-                ("momentum", momentum, expected),
-            ):
-                wanted = place(whole, spec)
-                if isinstance(mine, DTensor) != isinstance(wanted, DTensor):
-                    found.append(f"{what} {name} is a {type(mine)}")
-                elif isinstance(mine, DTensor) and (
-                    (mine.placements, mine.device_mesh, mine.shape)
-                    != (wanted.placements, wanted.device_mesh, wanted.shape)
-                ):
-                    found.append(f"{what} {name}: {mine.placements} {mine.shape}")
-                elif mine.dtype != wanted.dtype:
-                    found.append(f"{what} {name} is {mine.dtype}")
-                elif what == "momentum" and not torch.equal(local(mine), local(wanted)):
-                    found.append(f"{what} {name}")
-                elif not moved_alike(local(mine), local(wanted), self.steps):
-                    found.append(f"{what} {name}")
-        return found
+        new = [self.replacement(i, spec, restarts) for i, spec in enumerate(specs)]
+        self.set_rows(new)
 
 
-class ReplacedParameters(ParityAssertions):
-    """To be put before a TestCase whose methods run on every rank."""
-
-    def assertSteps(self, sides, message, steps=2):
-        """``sides`` make steps without an error, and stay equal."""
-        for step in range(steps):
-            before = [pair.single.detach().clone() for pair in sides.pairs]
-            message = f"{message} step {step}"
-            with self.everywhere(message):
-                sides.step()
-                problems = sides.problems()
-                self.assertFalse(problems, f"{problems}")
-                for pair, old in zip(sides.pairs, before, strict=True):
-                    self.assertFalse(torch.equal(pair.single.detach(), old))
-
-    def mesh(self):
-        return mesh_of(self.world_size)
-
-    def grid(self):
-        return grid_of(2, self.world_size // 2)
+@requires_gloo()
+class TestMuonReplacedOnFour(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    world_size = 4
 
     def specs(self, *placements, mesh=None, shapes=SHAPES):
         """Matrices on a mesh; plain ones, whole on each rank, without placements."""
         if not placements:
             return [Spec(shape, None, None) for shape in shapes]
-        mesh = self.mesh() if mesh is None else mesh
+        mesh = mesh_of(4) if mesh is None else mesh
         return [Spec(shape, mesh, placements) for shape in shapes]
+
+    def trained(self, specs, config=None, steps=1):
+        twins = Changing(specs, config)
+        if steps:
+            self.assertTrainsAlike(twins, steps, "before the change")
+        return twins
 
     # param_group["params"]
 
-    def check_replaced(self, before, after, message):
-        for steps in TIMES:
-            sides = Sides.of(before)
-            told = f"{message} after {steps}"
-            self.assertSteps(sides, f"{told}, as it was,", steps)
-            sides.replace_all(after)
-            self.assertSteps(sides, told)
-            # And back again.
-            sides.replace_all(before)
-            self.assertSteps(sides, f"{told} and back", 1)
+    def check_replaced(self, before, after, steps=1):
+        twins = self.trained(before, steps=steps)
+        twins.replace_all(after)
+        self.assertTrainsAlike(twins, 2)
+        twins.replace_all(before)
+        self.assertTrainsAlike(twins, 1, "back")
 
-    def test_plain_parameters_are_sharded(self):
-        self.check_replaced(self.specs(), self.specs(S0), "plain to Shard(0)")
-        self.check_replaced(self.specs(), self.specs(S1), "plain to Shard(1)")
-
-    def test_plain_parameters_are_replicated(self):
-        self.check_replaced(self.specs(), self.specs(R), "plain to Replicate")
+    @parametrize("steps", [0, 1])
+    def test_plain_parameters_are_sharded(self, steps):
+        self.check_replaced(self.specs(), self.specs(S0), steps)
 
     def test_shards_become_replicas(self):
-        self.check_replaced(self.specs(S0), self.specs(R), "Shard(0) to Replicate")
-
-    def test_shards_are_cut_otherwise(self):
-        self.check_replaced(self.specs(S0), self.specs(S1), "Shard(0) to Shard(1)")
+        self.check_replaced(self.specs(S0), self.specs(R))
 
     def test_parameters_on_another_mesh(self):
-        grid = self.specs(S1, S0, mesh=self.grid())
-        half = self.specs(S0, mesh=mesh_of(self.world_size // 2))
-        self.check_replaced(self.specs(S0), grid, "to a mesh of two dimensions")
-        self.check_replaced(self.specs(S0), half, "to a part of the ranks")
+        grid = self.specs(S1, S0, mesh=grid_of(2, 2))
+        self.check_replaced(self.specs(S0), grid)
+        self.check_replaced(grid, self.specs(S0, mesh=mesh_of(2)))
 
-    def test_equal_placements(self):
+    @parametrize("named", [False, True])
+    def test_equal_placements(self, named):
         """Without names, another layer of equal shape looks like this. As in stock Muon, it starts at zero."""
-        for named in (False, True):
-            sides = Sides.of(self.specs(S0), named=named)
-            self.assertSteps(sides, f"{named=}, before,", 1)
-            sides.replace_all(self.specs(S0), restarts=not named)
-            pattern = r"momentum of these starts at zero.*: parameter 0 .*parameter 2 "
-            with warnings.catch_warnings(record=True) as warned:
-                warnings.simplefilter("always")
-                self.assertSteps(sides, f"{named=}")
-            texts = [str(one.message) for one in warned]
-            found = [text for text in texts if re.search(pattern, text)]
-            with self.everywhere(f"{named=}: {texts}"):
-                self.assertEqual(len(found), int(self.rank == 0 and not named))
+        twins = Changing(self.specs(S0))
+        params = [(f"w{i}", p) for i, p in enumerate(twins.params)]
+        if named:
+            twins.optimizer = Muon(params, lr=0.1, distributed_config=twins.config)
+        self.assertTrainsAlike(twins, 1)
+        twins.replace_all(self.specs(S0), restarts=not named)
+        pattern = r"momentum of these starts at zero.*: parameter 0 .*parameter 2 "
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            self.assertTrainsAlike(twins, 2)
+        texts = [str(one.message) for one in warned]
+        found = [text for text in texts if re.search(pattern, text)]
+        with self.everywhere(f"{texts}"):
+            self.assertEqual(len(found), int(self.rank == 0 and not named))
 
-    def test_some_parameters_only(self):
-        for steps in TIMES:
-            for in_place in (False, True):
-                sides = Sides.of(self.specs(S0))
-                self.assertSteps(sides, "as it was,", steps)
-                pairs = list(sides.pairs)
-                pairs[1] = sides.replacement(1, self.specs(S1)[1])
-                sides.set_pairs(pairs, in_place)
-                self.assertSteps(sides, f"{in_place=} after {steps}")
+    @parametrize("in_place", [False, True])
+    def test_some_parameters_only(self, in_place):
+        twins = self.trained(self.specs(S0))
+        rows = twins.rows
+        rows[1] = twins.replacement(1, self.specs(S1)[1])
+        twins.set_rows(rows, in_place)
+        self.assertTrainsAlike(twins, 2)
 
     def test_other_shapes_begin_anew(self):
-        for steps in TIMES:
-            sides = Sides.of(self.specs(S0))
-            self.assertSteps(sides, "as it was,", steps)
-            # The last one has its shape, but another placement, and keeps its momentum.
-            shapes = [(6, 8), (5, 7), (3, 9)]
-            sides.replace_all(self.specs(S1, shapes=shapes))
-            self.assertSteps(sides, f"after {steps}")
+        twins = self.trained(self.specs(S0))
+        # The last one has its shape, but another placement, and keeps its momentum.
+        twins.replace_all(self.specs(S1, shapes=[(6, 8), (5, 7), (3, 9)]))
+        self.assertTrainsAlike(twins, 2)
 
     # Other lists
 
-    def test_reordered(self):
+    @parametrize("in_place", [False, True])
+    def test_reordered_appended_and_shortened(self, in_place):
         # Two have one shape. Momentum belongs to the parameter, not to its place.
-        shapes = [(8, 8), (7, 5), (8, 8), (3, 9)]
-        for steps in TIMES:
-            for in_place in (False, True):
-                sides = Sides.of(self.specs(S0, shapes=shapes))
-                self.assertSteps(sides, "as it was,", steps)
-                sides.set_pairs(sides.pairs[::-1], in_place)
-                self.assertSteps(sides, f"{in_place=} after {steps}")
-
-    def test_appended(self):
-        for steps in TIMES:
-            for in_place in (False, True):
-                sides = Sides.of(self.specs(S0))
-                self.assertSteps(sides, "as it was,", steps)
-                more = [
-                    make_pair(50, self.specs(S1)[0]),
-                    make_pair(51, self.specs()[1]),
-                ]
-                sides.set_pairs([*sides.pairs, *more], in_place)
-                self.assertSteps(sides, f"{in_place=} after {steps}")
-
-    def test_shortened(self):
-        for steps in TIMES:
-            for in_place in (False, True):
-                sides = Sides.of(self.specs(S0) + self.specs(S1))
-                self.assertSteps(sides, "as it was,", steps)
-                gone = sides.pairs[1].param
-                before = local(gone.detach()).clone()
-                sides.set_pairs([sides.pairs[0], *sides.pairs[2:-1]], in_place)
-                self.assertSteps(sides, f"{in_place=} after {steps}")
-                with self.everywhere():
-                    self.assertTrue(torch.equal(local(gone.detach()), before))
+        twins = self.trained(self.specs(S0, shapes=[(8, 8), (7, 5), (8, 8), (3, 9)]))
+        twins.set_rows(twins.rows[::-1], in_place)
+        self.assertTrainsAlike(twins, 1, "reordered")
+        more = [twins.row(50, self.specs(S1)[0]), twins.row(51, self.specs()[1])]
+        twins.set_rows([*twins.rows, *more], in_place)
+        self.assertTrainsAlike(twins, 2, "appended")
+        gone = twins.params[1]
+        before = local(gone.detach()).clone()
+        twins.set_rows([twins.rows[0], *twins.rows[2:-1]], in_place)
+        self.assertTrainsAlike(twins, 2, "shortened")
+        with self.everywhere():
+            self.assertTrue(torch.equal(local(gone.detach()), before))
 
     def test_saved_while_others_are_in_place(self):
         """state_dict() moved the momentum, and the former parameters restarted."""
@@ -290,85 +188,88 @@ class ReplacedParameters(ParityAssertions):
             ("replaced", lambda first, rest: [nn.Parameter(first.clone()), *rest], 2),
             ("shortened", lambda first, rest: rest, 2),
         ):
-            sides = Sides.of(self.specs(S0))
-            self.assertSteps(sides, f"{message}, before,", 1)
-            group = sides.optimizer.param_groups[0]
+            twins = self.trained(self.specs(S0))
+            group = twins.optimizer.param_groups[0]
             params = group["params"]
             group["params"] = change(params[0].detach(), params[1:])
             with self.everywhere(message):
                 # The new parameter has no momentum before its first step.
-                self.assertEqual(len(sides.optimizer.state_dict()["state"]), count)
+                self.assertEqual(len(twins.optimizer.state_dict()["state"]), count)
             group["params"] = params
-            self.assertSteps(sides, message)
+            self.assertTrainsAlike(twins, 2, message)
 
     def test_blocks_that_take_turns(self):
         """Block-coordinate training: the momentum of a block that rests stays with it, as in stock."""
-        sides = Sides.of(self.specs(S0, shapes=[(8, 8)] * 4))
-        blocks = [sides.pairs[:2], sides.pairs[2:]]
+        twins = Changing(self.specs(S0, shapes=[(8, 8)] * 4))
+        blocks = [twins.rows[:2], twins.rows[2:]]
         for turn in range(4):
-            sides.set_pairs(blocks[turn % 2])
-            self.assertSteps(sides, f"turn {turn}")
+            twins.set_rows(blocks[turn % 2])
+            self.assertTrainsAlike(twins, 2, f"turn {turn}")
+
+    def test_groups_that_take_turns(self):
+        """A layer was once given the momentum of the layer whose group it replaced."""
+        twins = Changing(self.specs(S0, shapes=[(8, 8)] * 3))
+        first, *others = twins.rows
+        twins.set_rows([first])
+        for turn in range(4):
+            rows = [first, others[turn % 2]]
+            twins.specs, twins.seeds, twins.params, twins.singles = map(
+                list, zip(*rows)
+            )
+            for optimizer, params in (
+                (twins.optimizer, twins.params),
+                (twins.single, twins.singles),
+            ):
+                del optimizer.param_groups[1:]
+                optimizer.add_param_group({"params": params[1:]})
+            self.assertTrainsAlike(twins, 2, f"turn {turn}")
 
     # The same parameters, changed
 
-    def test_swapped_tensors(self):
-        grid = self.specs(S1, S0, mesh=self.grid())
-        for steps in TIMES:
-            for before, after in [
-                (self.specs(), self.specs()),
-                (self.specs(S0), self.specs(S0)),
-                (self.specs(S0), self.specs(S1)),
-                (self.specs(S0), self.specs(R)),
-                (self.specs(S0), grid),
-            ]:
-                sides = Sides.of(before)
-                self.assertSteps(sides, "as it was,", steps)
-                pairs = []
-                for i, spec in enumerate(after):
-                    old, new = sides.pairs[i], sides.replacement(i, spec)
-                    old.param.grad = None
-                    torch.utils.swap_tensors(old.param, new.param)
-                    pairs.append(new._replace(param=old.param))
-                sides.pairs = pairs
-                placements = before[0].placements, after[0].placements
-                self.assertSteps(sides, f"{placements} after {steps}")
+    @parametrize("steps", [0, 1])
+    def test_swapped_tensors(self, steps):
+        for before, after in [
+            (self.specs(), self.specs()),
+            (self.specs(S0), self.specs(S1, S0, mesh=grid_of(2, 2))),
+        ]:
+            twins = self.trained(before, steps=steps)
+            rows = []
+            for i, (param, spec) in enumerate(zip(twins.params, after)):
+                _, seed, new, single = twins.replacement(i, spec)
+                param.grad = None
+                torch.utils.swap_tensors(param, new)
+                rows.append((spec, seed, param, single))
+            twins.set_rows(rows)
+            self.assertTrainsAlike(twins, 2)
 
     def test_data_of_equal_shape(self):
-        strategy = Strategy(self.mesh(), "fsdp")
-        for steps in TIMES:
-            for specs, config in [
-                (self.specs(), None),
-                ([strategy.cut(shape) for shape in SHAPES], strategy.config()),
-            ]:
-                sides = Sides.of(specs, config)
-                self.assertSteps(sides, "as it was,", steps)
-                for i, pair in enumerate(sides.pairs):
-                    new = sides.replacement(i, pair.spec)
-                    pair.param.data = new.param.detach()
-                self.assertSteps(sides, f"after {steps}")
+        strategy = Strategy(mesh_of(4), "fsdp")
+        for specs, config in [
+            (self.specs(), None),
+            ([strategy.cut(shape) for shape in SHAPES], strategy.config()),
+        ]:
+            twins = self.trained(specs, config)
+            for i, param in enumerate(twins.params):
+                _, twins.seeds[i], new, _ = twins.replacement(i, specs[i])
+                param.data = new.detach()
+            self.assertTrainsAlike(twins, 2)
 
-    def test_dtypes(self):
-        for dtype in (torch.bfloat16, torch.float64):
-            for steps in TIMES:
-                sides = Sides.of(self.specs(S0) + self.specs(R) + self.specs())
-                self.assertSteps(sides, "as it was,", steps)
-                model = nn.ParameterList([pair.param for pair in sides.pairs])
-                model.zero_grad()
-                model.to(dtype)
-                for pair in sides.pairs:
-                    pair.single.grad = None
-                    pair.single.data = pair.single.data.to(dtype)
-                    state = sides.single.state.get(pair.single, {})
-                    for name, buffer in state.items():
-                        state[name] = buffer.to(dtype)
-                sides.pairs = [
-                    pair._replace(spec=pair.spec._replace(dtype=dtype))
-                    for pair in sides.pairs
-                ]
-                with self.everywhere():
-                    for pair, param in zip(sides.pairs, model, strict=True):
-                        self.assertIs(pair.param, param)
-                self.assertSteps(sides, f"{dtype} after {steps}")
+    @parametrize("dtype", [torch.bfloat16, torch.float64])
+    def test_dtypes(self, dtype):
+        twins = self.trained(self.specs(S0) + self.specs(R) + self.specs())
+        model = nn.ParameterList(twins.params)
+        model.zero_grad()
+        model.to(dtype)
+        for single in twins.singles:
+            single.grad = None
+            single.data = single.data.to(dtype)
+            state = twins.single.state[single]
+            state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
+        twins.specs = [spec._replace(dtype=dtype) for spec in twins.specs]
+        with self.everywhere():
+            for mine, param in zip(twins.params, model, strict=True):
+                self.assertIs(mine, param)
+        self.assertTrainsAlike(twins, 2)
 
     # Changes that frameworks make
 
@@ -379,99 +280,71 @@ class ReplacedParameters(ParityAssertions):
     def test_model_on_meta_is_filled_later(self):
         with torch.device("meta"):
             model = self.model()
-        fully_shard(model, mesh=self.mesh())
-        optimizer = Muon(
-            model.parameters(), lr=0.1, distributed_config=create_dtensor_config()
-        )
+        fully_shard(model, mesh=mesh_of(4))
+        optimizer = Muon(model.parameters(), lr=0.1, distributed_config="auto")
         model.to_empty(device="cpu")
-        pairs = []
-        for i, param in enumerate(model.parameters()):
-            pair = make_pair(i, self.specs(S0)[i])
+        twins = Changing(self.specs(S0))
+        for param, filled in zip(model.parameters(), twins.params, strict=True):
             with torch.no_grad():
-                param.to_local().copy_(pair.param.to_local())
-            pairs.append(pair._replace(param=param))
-        sides = Sides.__new__(Sides)
-        sides.pairs, sides.steps, sides.optimizer = pairs, 0, optimizer
-        sides.single = Muon([pair.single for pair in pairs], lr=0.1)
-        self.assertSteps(sides, "filled")
+                param.to_local().copy_(filled.to_local())
+        twins.params, twins.optimizer = list(model.parameters()), optimizer
+        self.assertTrainsAlike(twins, 2)
 
     def test_placeholders_while_a_model_is_sharded(self):
         # Accelerate releases the whole parameters before it shards them. Placeholders keep their
         # addresses.
         model = self.model()
-        specs = self.specs()
-        for i, param in enumerate(model.parameters()):
-            param.data = full(i, specs[i].shape)
+        twins = Changing(self.specs())
+        for param, filled in zip(model.parameters(), twins.params, strict=True):
+            param.data = filled.detach()
         names = {p.data_ptr(): name for name, p in model.named_parameters()}
-        pairs = [
-            Pair(i, specs[i], param, nn.Parameter(param.detach().clone()))
-            for i, param in enumerate(model.parameters())
-        ]
-        sides = Sides(pairs)
-        (group,) = sides.optimizer.param_groups
+        twins.optimizer = Muon(model.parameters(), lr=0.1, distributed_config="auto")
+        (group,) = twins.optimizer.param_groups
         for i, param in enumerate(group["params"]):
             group["params"][i] = torch.empty(1, dtype=param.dtype)
             group["params"][i].data_ptr = param.data_ptr()
-        fully_shard(model, mesh=self.mesh())
+        fully_shard(model, mesh=mesh_of(4))
         sharded = dict(model.named_parameters())
         group["params"] = [sharded[names[p.data_ptr]] for p in group["params"]]
-        sides.pairs = [
-            pair._replace(spec=spec, param=param)
-            for pair, spec, param in zip(
-                sides.pairs, self.specs(S0), group["params"], strict=True
-            )
-        ]
-        self.assertSteps(sides, "sharded")
+        twins.specs, twins.params = self.specs(S0), list(group["params"])
+        self.assertTrainsAlike(twins, 2)
 
     # Mistakes
 
     def test_change_on_one_rank_only(self):
-        for steps in TIMES:
-            # This breaks the group. DTensor's caches tell its mesh from others by its name.
-            group, name = dist.new_group(), f"changed after {steps}"
-            mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
-            sides = Sides.of([Spec(shape, mesh, (S0,)) for shape in SHAPES])
-            self.assertSteps(sides, "as it was,", steps)
-            changed = self.world_size - 1
-            if self.rank == changed:
-                pairs = list(sides.pairs)
-                pairs[1] = sides.replacement(1, pairs[1].spec)
-                sides.set_pairs(pairs)
-            before = [local(pair.param.detach()).clone() for pair in sides.pairs]
-            dist.barrier()
-            _set_pg_timeout(timedelta(seconds=3), group)
-            message = ""
-            try:
-                sides.step()
-            except RuntimeError as error:
-                message = str(error)
-            texts = everyone(message)
-            with self.everywhere(f"{texts}"):
-                # It waits over the store: a collective would pair up with the others' first one.
-                pattern = (
-                    r"found changed parameters in step.*waiting for ranks \[0, 1, 2\]"
-                )
-                self.assertRegex(texts[changed], pattern)
-                # The other ranks learn the reason.
-                for text in texts[:changed]:
-                    self.assertRegex(
-                        text, r"Rank 3 reports: it found changed parameters"
-                    )
-                for pair, old in zip(sides.pairs, before, strict=True):
-                    self.assertTrue(torch.equal(local(pair.param.detach()), old))
+        # This breaks the group. DTensor's caches tell its mesh from others by its name.
+        group = dist.new_group()
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("changed",))
+        twins = self.trained(self.specs(S0, mesh=mesh))
+        if self.rank == 3:
+            rows = twins.rows
+            rows[1] = twins.replacement(1, twins.specs[1])
+            twins.set_rows(rows)
+        before = [local(param.detach()).clone() for param in twins.params]
+        dist.barrier()
+        _set_pg_timeout(timedelta(seconds=2), group)
+        found = everyone(self.outcome(twins.step))
+        with self.everywhere(f"{found}"):
+            self.assertEqual([kind for kind, _ in found], ["RuntimeError"] * 4)
+            # It waits over the store: a collective would pair up with the others' first one.
+            pattern = r"found changed parameters in step.*waiting for ranks \[0, 1, 2\]"
+            self.assertRegex(found[3][1], pattern)
+            for _, text in found[:3]:
+                self.assertRegex(text, r"Rank 3 reports: it found changed parameters")
+            for param, old in zip(twins.params, before, strict=True):
+                self.assertTrue(torch.equal(local(param.detach()), old))
 
     def test_rebuild_makes_as_many_store_requests_on_any_number_of_ranks(self):
         """Each rank asked for each other rank: at 256 ranks, 131,840 requests."""
         most = {}
         for count in (2, 4):
-            sides = Sides.of([Spec((8, 8), mesh_of(count), (S0,))])
-            self.assertSteps(sides, "before", 1)
-            sides.replace_all([Spec((8, 8), mesh_of(count), (S1,))])
+            twins = self.trained([Spec((8, 8), mesh_of(count), (S0,))])
+            twins.replace_all([Spec((8, 8), mesh_of(count), (S1,))])
             store = CountingStore(distributed_c10d._get_default_store())
             with mock.patch.object(
                 distributed_c10d, "_get_default_store", lambda store=store: store
             ):
-                self.assertSteps(sides, f"{count} ranks", 1)
+                self.assertTrainsAlike(twins, 1, f"{count} ranks")
             most[count] = max(sum(calls.values()) for calls in everyone(store.calls))
         self.assertGreater(most[2], 0)
         self.assertEqual(most[4], most[2])
@@ -488,37 +361,7 @@ class CountingStore:
         return getattr(self.store, name)
 
 
-@requires_gloo()
-class TestMuonReplacedOnFour(GlooOnCPU, ReplacedParameters, MultiProcContinuousTest):
-    world_size = 4
-
-
-class TestMuonReplacedOnOne(TestCase):
-    """One process without process groups."""
-
-    def setUp(self):
-        super().setUp()
-        threads = torch.get_num_threads()
-        self.addCleanup(torch.set_num_threads, threads)
-        torch.set_num_threads(1)
-
-    def test_data_of_another_shape(self):
-        for make in (create_dtensor_config, create_auto_config):
-            for steps in TIMES:
-                sides = Sides.of([Spec(shape, None, None) for shape in SHAPES], make())
-                for _ in range(steps):
-                    sides.step()
-                old = sides.pairs[1]
-                larger = make_pair(700, Spec((9, 12), None, None))
-                # The single process takes another parameter, which has no momentum.
-                sides.single.param_groups[0]["params"][1] = larger.single
-                old.param.grad = None
-                old.param.data = larger.param.detach()
-                sides.pairs[1] = larger._replace(param=old.param)
-                for _ in range(2):
-                    sides.step()
-                    problems = sides.problems()
-                    self.assertFalse(problems, f"{make} after {steps}: {problems}")
+instantiate_parametrized_tests(TestMuonReplacedOnFour)
 
 
 if __name__ == "__main__":
