@@ -25,7 +25,6 @@ import torch
 from torch import nn
 from torch.optim import _muon as ours, Muon
 from torch.optim._newton_schulz import newton_schulz
-from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -33,6 +32,7 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
+from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL
 from torch.testing._internal.distributed._muon.common_stock import needs_stock, stock
 
 
@@ -48,17 +48,6 @@ def tearDownModule():
 
 
 COEFFICIENTS = (ours.DEFAULT_A, ours.DEFAULT_B, ours.DEFAULT_C)
-FUNCTIONAL_DEFAULTS = {
-    "lr": 0.02,
-    "weight_decay": 0.1,
-    "momentum": 0.95,
-    "nesterov": True,
-    "ns_coefficients": COEFFICIENTS,
-    "ns_steps": 5,
-    "eps": 1e-7,
-    "adjust_lr_fn": None,
-    "has_complex": False,
-}
 
 
 @functools.cache
@@ -377,11 +366,11 @@ class TestStockParity(Runs):
                 for _ in range(3)
             )
             for _ in range(3):
-                getattr(module, name)(params, grads, buffers, **FUNCTIONAL_DEFAULTS)
+                getattr(module, name)(params, grads, buffers, **FUNCTIONAL)
             return params + buffers + grads
 
         self.assert_bitwise(run(ours), run(stock()))
-        self.assertIsNone(getattr(ours, name)([], [], [], **FUNCTIONAL_DEFAULTS))
+        self.assertIsNone(getattr(ours, name)([], [], [], **FUNCTIONAL))
 
     @parametrize("nesterov", [True, False])
     def test_bf16_momentum_is_not_written_by_orthogonalizing(self, nesterov):
@@ -457,26 +446,6 @@ class TestStockParity(Runs):
             new = mine.keys() - other.keys()
             options = {"distributed_config", "allow_batched_matrices", *NEW_FLAGS}
             self.assertLessEqual(new, options)
-
-    def test_schedulers(self):
-        """One that cycles the momentum, too."""
-        found = []
-        for cls in (Muon, stock().Muon):
-            schedulers = []
-
-            def between(optimizer, step, schedulers=schedulers):
-                if not schedulers:
-                    schedulers.append(OneCycleLR(optimizer, 0.2, total_steps=8))
-                schedulers[0].step()
-
-            params, _, optimizer = self.run_steps(
-                cls, FEW_SHAPES, steps=4, between=between
-            )
-            group = optimizer.param_groups[0]
-            found.append((params, group["lr"], group["momentum"]))
-        self.assert_bitwise(found[0][0], found[1][0])
-        self.assertEqual(found[0][1:], found[1][1:])
-        self.assertNotEqual(found[0][1], 1e-3)
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
@@ -589,33 +558,6 @@ class TestMuonCore(Runs):
         self.assertEqual(set(expected), {None, *ours._ADJUST_LR_FNS})
         for (mode, ratio), (a, b) in itertools.product(expected.items(), SHAPES):
             self.assertEqual(ours._adjust_lr(0.5, mode, (a, b)), 0.5 * ratio(a, b))
-            # The whole of what a step does to a parameter without weight decay.
-            param = nn.Parameter(torch.zeros(a, b))
-            param.grad = torch.randn(a, b)
-            Muon([param], lr=0.5, weight_decay=0.0, adjust_lr_fn=mode).step()
-            blended = param.grad * 0.05 * (0.95 + 1)
-            update = ours._zeropower_via_newtonschulz(blended, COEFFICIENTS, 5, 1e-7)
-            wanted = -0.5 * ratio(a, b) * update.float()
-            self.assertEqual(param.detach(), wanted, atol=0.02 * ratio(a, b), rtol=0.1)
-
-    def test_weight_decay_alone(self):
-        param = nn.Parameter(torch.randn(3, 4))
-        before = param.detach().clone()
-        param.grad = torch.zeros(3, 4)
-        Muon([param], lr=0.5, weight_decay=0.2).step()
-        self.assertEqual(param.detach(), before * (1 - 0.5 * 0.2), rtol=0, atol=0)
-
-    def test_momentum_buffer(self):
-        grads = [torch.randn(3, 4) for _ in range(3)]
-        param = nn.Parameter(torch.randn(3, 4))
-        optimizer = Muon([param], momentum=0.7)
-        expected = torch.zeros(3, 4)
-        for grad in grads:
-            param.grad = grad
-            optimizer.step()
-            expected = 0.7 * expected + (1 - 0.7) * grad
-        self.assertEqual(optimizer.state[param]["momentum_buffer"], expected)
-        self.assertEqual(list(optimizer.state[param]), ["momentum_buffer"])
 
     def test_tensor_lr_is_read_at_each_step(self):
         def moved(lr):
@@ -813,7 +755,7 @@ class TestGramNewtonSchulz(TestCase):
             trained.append(params)
             copies = [p.clone() for p in start]
             buffers = [torch.zeros_like(g) for g in grads]
-            options = {**FUNCTIONAL_DEFAULTS, "ns_algorithm": algorithm}
+            options = {**FUNCTIONAL, "ns_algorithm": algorithm}
             ours.muon(copies, grads, buffers, **options)
             self.assertTrue(all(map(torch.equal, copies, params)))
         self.assertEqual(list(map(torch.equal, *trained)), [True, False, False])
@@ -857,7 +799,7 @@ class TestMuonRefusals(TestCase):
             with self.assertRaisesRegex(
                 ValueError, "Complex parameters are not supported"
             ):
-                given = {**FUNCTIONAL_DEFAULTS, **options, "has_complex": True}
+                given = {**FUNCTIONAL, **options, "has_complex": True}
                 ours.muon([], [], [], **given)
 
     def test_sparse(self):
@@ -878,7 +820,7 @@ class TestMuonRefusals(TestCase):
             with self.assertRaisesRegex(
                 ValueError, "Param gradient must be a 2D matrix"
             ):
-                ours.muon(*lists, **FUNCTIONAL_DEFAULTS, **options)
+                ours.muon(*lists, **FUNCTIONAL, **options)
 
     def test_newton_schulz_options_are_checked_by_the_step(self):
         for options, words in (

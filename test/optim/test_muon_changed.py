@@ -68,42 +68,6 @@ class TestReplaced(TestCase):
             params[0] = param
         self.train(optimizers)
 
-    @parametrize("factory", FACTORIES)
-    def test_longer_shorter_and_reordered_lists(self, factory):
-        optimizers = self.pair(factory(), (8, 8), (6, 4), (5, 9))
-        for change in (
-            lambda params: params.append(nn.Parameter(matrix(9, 3, 7))),
-            lambda params: params.reverse(),
-            lambda params: params.pop(1),
-        ):
-            self.train(optimizers, 1)
-            for optimizer in optimizers:
-                change(optimizer.param_groups[0]["params"])
-            self.train(optimizers, 1)
-
-    def test_built_on_meta(self):
-        optimizers = []
-        for config in (create_dtensor_config(), None):
-            with torch.device("meta"):
-                model = nn.Linear(6, 4, bias=False)
-            optimizer = Muon(model.parameters(), lr=0.1, distributed_config=config)
-            model.to_empty(device="cpu")
-            (param,) = model.parameters()
-            optimizer.param_groups[0]["params"] = [param]
-            param.data.copy_(matrix(1, 4, 6))
-            optimizers.append(optimizer)
-        self.train(optimizers)
-
-    def test_other_dtype(self):
-        model = nn.Linear(6, 4, bias=False)
-        optimizer = Muon(model.parameters(), distributed_config="auto")
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
-            model.to(dtype)
-            model.weight.grad = matrix(0, 4, 6).to(dtype)
-            optimizer.step()
-            buffer = optimizer.state[model.weight]["momentum_buffer"]
-            self.assertEqual(buffer.dtype, dtype)
-
     def test_named_parameter_is_appended(self):
         """The list of names stays as it was, and so the new parameter was not trained."""
         for place in (0, 1):
@@ -133,28 +97,6 @@ class TestReplaced(TestCase):
         # As in stock Muon, the momentum of the old one stays with it, but not in a checkpoint.
         self.assertIs(ours.state[old]["momentum_buffer"], momentum)
         self.assertEqual(set(ours.state_dict()["state"]), {0, 1})
-
-    def test_state_dict_between_a_change_and_the_next_step(self):
-        (ours, _) = optimizers = self.pair(create_dtensor_config(), (8, 8), (6, 4))
-        self.train(optimizers, 1)
-        params = ours.param_groups[0]["params"]
-        former, params[1] = params[1], nn.Parameter(matrix(7, 6, 4))
-        buffer = ours.state[former]["momentum_buffer"]
-        self.assertEqual(set(ours.state_dict()["state"]), {0})
-        params[:] = [former]
-        state = ours.state_dict()["state"]
-        self.assertEqual(set(state), {0})
-        self.assertIs(state[0]["momentum_buffer"], buffer)
-
-    def test_momentum_restarts_with_a_warning(self):
-        (ours, _) = optimizers = self.pair(create_dtensor_config(), *[(4, 4)] * 3)
-        self.train(optimizers, 1)
-        params = ours.param_groups[0]["params"]
-        params[:2] = [nn.Parameter(matrix(7, 4, 4))]
-        with self.assertWarnsRegex(UserWarning, "starts at zero.*parameter 0"):
-            ours.step()
-        self.assertEqual(ours.state[params[0]]["momentum_buffer"], torch.zeros(4, 4))
-        self.assertTrue(ours.state[params[1]]["momentum_buffer"].any())
 
     def test_a_frozen_layer_does_not_leave_its_momentum_to_another(self):
         (ours, _) = optimizers = self.pair(create_dtensor_config(), (4, 4))
