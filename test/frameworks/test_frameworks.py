@@ -115,7 +115,7 @@ def test_lightning_recipe(recipe):
 @needs("transformers")
 @pytest.mark.parametrize("recipe", ["accelerate_fsdp2", "trainer_fsdp2"])
 @pytest.mark.parametrize(
-    ("config", "ram"), [("auto", 0), ("dtensor", 0), ("dtensor", 1), ("fsdp", 1)]
+    ("config", "ram"), [("dtensor", 0), ("dtensor", 1), ("fsdp", 1)]
 )
 def test_prepared_after_muon_was_built(recipe, config, ram):
     words = [HERE / "cases" / "variant.py", recipe, "--config", config, "--ram", ram]
@@ -126,12 +126,7 @@ def test_prepared_after_muon_was_built(recipe, config, ram):
 @needs("transformers")
 @pytest.mark.parametrize(
     ("fsdp", "order", "config"),
-    [
-        (1, "after", "module"),
-        (1, "before", "module"),
-        (2, "after", "dtensor"),
-        (2, "before", "dtensor"),
-    ],
+    [(1, "after", "module"), (1, "before", "module"), (2, "after", "dtensor")],
 )
 def test_accelerate_order(fsdp, order, config):
     words = ["--fsdp", fsdp, "--order", order, "--config", config]

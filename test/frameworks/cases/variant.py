@@ -11,7 +11,6 @@ from torch.optim.muon import create_auto_config, create_dtensor_config
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "frameworks"))
 CONFIGS = {
-    "auto": lambda: "auto",
     "dtensor": create_dtensor_config,
     "fsdp": lambda: create_auto_config(
         fsdp_process_group=torch.distributed.group.WORLD
