@@ -219,7 +219,7 @@ class Job:
             Delegate(config, self.rank)
         most = 1 if phase is not None and phase.relayed else buckets.MAX_REPLICAS
         with mock.patch.object(buckets, "MAX_REPLICAS", most):
-            self.twins = Twins([Spec((8, 8), self.mesh, (R, S0))] * 8, config)
+            self.twins = Twins([Spec((8, 8), self.mesh, (R, S0))] * 16, config)
 
     def state(self):
         module = torch.nn.ParameterList(self.twins.params)
