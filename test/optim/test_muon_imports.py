@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "runtime": {"schedule", "layouts", "process_groups"},
     "hints": {"layouts", "runtime"},
     "callbacks": {"runtime", "schedule", "layouts", "process_groups", "config"},
-    "describe": {"layouts", "schedule"},
+    "describe": {"layouts", "process_groups", "schedule"},
     "engine": {
         *("callbacks", "describe", "hints", "runtime", "schedule"),
         *("layouts", "process_groups", "agreement", "config"),

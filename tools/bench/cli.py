@@ -128,3 +128,4 @@ def run_scale(args: argparse.Namespace) -> Iterator[str]:
                 args.html, case.title, schedule, case.world, hardware, args.prefetch
             )
     yield report.text(found)
+    yield report.divided_text(found)

@@ -103,6 +103,7 @@ CASES = (
     Case("Llama 3 8B", "tp", 16, 8),
     Case("Llama 3 70B", "fsdp", 64),
     Case("Llama 3 70B", "fsdp", 256),
+    Case("Llama 3 70B", "fsdp", 1024),
     Case("Llama 3 70B", "fsdp", 2048),
     Case("Llama 3 70B", "hsdp", 4, 64),
     Case("Llama 3 70B", "tp", 256, 8),

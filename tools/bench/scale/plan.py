@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
+from torch.optim._muon_engine.schedule.owners import flops_of
 from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
 
 from .hardware import Hardware
@@ -121,6 +121,7 @@ class BucketPlan:
         owners: places of owners in ``ranks``.
         gather, scatter: one or two all-to-alls each.
         work: for each of ``owners`` the FLOPs of its matrices.
+        shared: for each of ``owners`` the short sides of its blocks of divided matrices, and their teams.
     """
 
     bucket: Bucket
@@ -129,7 +130,28 @@ class BucketPlan:
     gather: tuple[Loads, ...]
     scatter: tuple[Loads, ...]
     work: NDArray
+    shared: list[list[tuple[int, tuple[int, ...]]]]
     relays: list[Wave]
+
+    def seconds(self, hardware: Hardware) -> NDArray:
+        """The time of each owner's Newton-Schulz."""
+        teams = [sum(together(hardware, *of) for of in found) for found in self.shared]
+        return self.work / hardware.flops + np.array(teams)
+
+
+def together(
+    hardware: Hardware, short: int, team: tuple[int, ...], steps: int = 5
+) -> float:
+    """Seconds of the collectives of a divided matrix: rings that overlap with nothing.
+
+    Each step all-reduces a float32 Gram matrix and all-gathers a bfloat16 polynomial of it.
+    """
+    near = len({rank // hardware.gpus_per_node for rank in team}) == 1
+    bandwidth = hardware.intra_bandwidth if near else hardware.inter_bandwidth
+    latency = hardware.intra_latency if near else hardware.inter_latency
+    hops = len(team) - 1
+    nbytes = hops / len(team) * short * short * (2 * 4 + 2)
+    return steps * (nbytes / bandwidth + 3 * hops * latency)
 
 
 @dataclass(frozen=True)
@@ -160,9 +182,15 @@ def _plan_bucket(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> Buck
     owner_ranks = np.unique([schedule.owners[m] for m in bucket.matrices])
     owners = np.searchsorted(ranks, owner_ranks)
     work = np.zeros(len(owners))
+    shared: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in owners]
     for m in bucket.matrices:
-        at = np.searchsorted(owner_ranks, schedule.owners[m])
-        work[at] += newton_schulz_flops(schedule.layouts[m].shape)
+        at, layout = (
+            np.searchsorted(owner_ranks, schedule.owners[m]),
+            schedule.layouts[m],
+        )
+        work[at] += flops_of(layout)
+        if layout.divided:
+            shared[at].append((min(layout.divided), schedule.team(m)))
     gathered, scattered = _volumes(schedule, bucket, owners)
     everybody, nodes = np.arange(len(ranks)), ranks // gpus_per_node
     if bucket.node_size > 1:
@@ -179,6 +207,7 @@ def _plan_bucket(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> Buck
         gather=gather,
         scatter=scatter,
         work=work,
+        shared=shared,
         relays=_waves(schedule, bucket),
     )
 

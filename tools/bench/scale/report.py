@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.optim._muon_engine.describe import advised_owners
 from torch.optim._muon_engine.layouts import Layout
+from torch.optim._muon_engine.layouts.divide import divide
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
 from torch.optim._muon_engine.schedule.packs import Schedule
@@ -20,12 +22,17 @@ from .plan import IN, make_plan, OUT, Plan
 from .timeline import simulate
 
 
-def schedule_of(case: Case, hardware: Hardware) -> Schedule:
+# The numbers of owners per matrix that the table compares.
+OWNERS = (2, 4, 8)
+
+
+def schedule_of(case: Case, hardware: Hardware, owners: int = 1) -> Schedule:
     """The engine's schedule on nodes of this hardware."""
-    layouts = case.layouts()
+    known: dict[Any, Any] = {}
+    layouts = [b for l in case.layouts() for b in divide(l, owners, known)]
     return make_schedule(
         layouts,
-        assign_owners(layouts),
+        assign_owners(layouts, ranks_per_node=hardware.gpus_per_node),
         torch.bfloat16,
         ranks_per_node=hardware.gpus_per_node,
     )
@@ -53,7 +60,17 @@ def report(
         "all_gather": all_gather(schedule.layouts, hardware),
         "each_replica": None,
         "one_level": None,
+        "advised": max(
+            advised_owners(schedule, group, hardware.gpus_per_node)
+            for group in {layout.group for layout in schedule.layouts}
+        ),
+        "divided": {1: step.seconds},
     }
+    for owners in OWNERS:
+        divided = schedule_of(case, hardware, owners)
+        if len(divided.layouts) > len(schedule.layouts):
+            many = make_plan(divided, case.world, hardware.gpus_per_node)
+            result["divided"][owners] = simulate(many, hardware, prefetch).seconds
     direct = plan
     if any(bucket.node_size > 1 for bucket in schedule.buckets):
         buckets = tuple(replace(bucket, node_size=1) for bucket in schedule.buckets)
@@ -123,6 +140,8 @@ def milliseconds(seconds: float | None) -> str:
 COLUMNS = ("ms and GB", "matrices per owner", "step", "ideal", "step / ideal", "idle")
 COLUMNS += ("all-gather", "owners per replica", "one level", "sent: mean", "busiest")
 COLUMNS += ("received: mean", "busiest", "buffers", "buckets", "broadcasts")
+DIVIDED = ("ms by owners per matrix", "true limit", "1", *map(str, OWNERS), "advised")
+DIVIDED += ("1 / limit", "advised / limit")
 
 
 def text(cases: Sequence[dict[str, Any]]) -> str:
@@ -138,3 +157,16 @@ def text(cases: Sequence[dict[str, Any]]) -> str:
         row += [f"{case['buffers'] / 1e9:.2f}"]
         rows.append(row + [str(case["buckets"]), str(case["relays"])])
     return render(COLUMNS, rows)
+
+
+def divided_text(cases: Sequence[dict[str, Any]]) -> str:
+    """One row per case: the step with several owners per matrix, over all work and bytes divided by all ranks."""
+    rows = []
+    for case in cases:
+        limit, by_owners = max(case["share"], case["wire"]), case["divided"]
+        steps = [by_owners.get(owners) for owners in (1, *OWNERS)]
+        row = [case["title"], *map(milliseconds, (limit, *steps))]
+        advised = by_owners.get(case["advised"], by_owners[1])
+        row += [str(case["advised"])]
+        rows.append(row + [f"{one / limit:.2f}" for one in (by_owners[1], advised)])
+    return render(DIVIDED, rows)

@@ -141,8 +141,9 @@ class Timeline:
             self.wait(bucket)
             ranks = bucket.ranks[bucket.owners]
             begin = self.now[ranks]
-            self.busy[ranks] += bucket.work / self.hardware.flops
-            self.now[ranks] = begin + bucket.work / self.hardware.flops
+            seconds = bucket.seconds(self.hardware)
+            self.busy[ranks] += seconds
+            self.now[ranks] = begin + seconds
             event = Event("orthogonalize", ranks, begin, self.now[ranks])
             self.links.events.append(event)
         self.now = np.maximum(self.now, relayed)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, TYPE_CHECKING
 
 from torch.optim._muon_engine.layouts import listed
-from torch.optim._muon_engine.schedule.owners import flops_of
+from torch.optim._muon_engine.layouts.divide import MIN_DIVIDED
+from torch.optim._muon_engine.process_groups import ranks_per_node
+from torch.optim._muon_engine.schedule.owners import flops_of, newton_schulz_flops
 from torch.optim._muon_engine.schedule.packs import (
     relay_sizes,
     RELAYS_IN_FLIGHT,
@@ -82,9 +84,24 @@ def _table(
                 listed(names, 3),
             ).rstrip()
         )
+    advised = advised_owners(schedule, group, ranks_per_node())
+    if advised > max(l.key.block[1] for l in schedule.layouts if l.group == group):
+        lines.append(f"  owners_per_matrix={advised} would divide the largest matrices")
     if len(shown) < len(group):
         lines.append(f"  {len(group) - len(shown):,} other ranks are not shown")
     return lines
+
+
+def advised_owners(schedule: Schedule, group: tuple[int, ...], per_node: int) -> int:
+    """The ``owners_per_matrix`` that brings the largest matrix closest to the mean work of a rank."""
+    found = [l for l in schedule.layouts if l.group == group]
+    wholes = [l for l in found if l.key.block[0] == 0 and min(l.whole) >= MIN_DIVIDED]
+    mean = sum(flops_of(layout) for layout in found) / len(group)
+    heaviest = max((newton_schulz_flops(layout.whole) for layout in wholes), default=0)
+    advised = 1
+    while heaviest > advised * mean and 2 * advised <= min(per_node, len(group)):
+        advised *= 2
+    return advised
 
 
 def bytes_of(

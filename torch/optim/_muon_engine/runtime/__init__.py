@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.optim._muon_engine.layouts import Region
-    from torch.optim._muon_engine.runtime.shared import SharedProducts
     from torch.optim._muon_engine.schedule.packs import Schedule
 
 
@@ -143,7 +142,7 @@ class Matrix:
         self.sent = self.shard if schedule.is_source(number, rank) else ()
         self.receives = schedule.receives(number, rank)
         # On the owners of a divided matrix: what they compute together.
-        self.products: SharedProducts | None = None
+        self.products: Any = None
 
     @property
     def status(self) -> Status:
