@@ -53,7 +53,13 @@ log = logging.getLogger("torch.optim.muon")
 # Maximum bytes of matrices in one batched Newton-Schulz. Its workspace is four times as large.
 _BATCH_BYTES = 64 * 1024**2
 
+_COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
+
+_LOST_CONFIG = (
+    "This Muon is a copy of one with a distributed_config, which cannot be copied or pickled. "
+    "Build a new Muon with distributed_config=... and load this one's state_dict() into it"
+)
 
 # Options that checkpoints of the first Muon do not have, and their defaults.
 _LATER_OPTIONS = {
@@ -463,11 +469,7 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: Coefficients | Sequence[Coefficients] = (
-            DEFAULT_A,
-            DEFAULT_B,
-            DEFAULT_C,
-        ),
+        ns_coefficients: Coefficients | Sequence[Coefficients] = _COEFFICIENTS,
         eps: float = EPS,
         ns_steps: int = DEFAULT_NS_STEPS,
         adjust_lr_fn: str | None = None,
@@ -514,13 +516,12 @@ class Muon(Optimizer):
         """Builds the engine together with the other ranks."""
         from torch.optim._muon_engine.engine import Engine, take_momentum
 
-        former, stacks = self._engine, self._allow_batched_matrices
+        former, params = self._engine, _params_of(self.param_groups)
         # The other ranks wait for this one, so a problem is raised after they have learned of it.
-        params, problem = _params_of(self.param_groups), self._problem()
-        self._engine = Engine(config, params, stacks, problem, former)
+        what = self._allow_batched_matrices, self._problem(), former
+        self._engine = Engine(config, params, *what)
         if former is not None:
-            speaks = self.current_rank == 0
-            take_momentum(former.params, params, self.state, speaks)
+            take_momentum(former.params, params, self.state, self.current_rank == 0)
 
     def _problem(self, first_group: int = 0) -> ValueError | None:
         config, stacks = self._distributed_config, self._allow_batched_matrices
@@ -539,12 +540,10 @@ class Muon(Optimizer):
         """(Parameter index, matrix in it) -> the global rank that orthogonalizes it, or its first block."""
         if self._engine is None:
             return {}
-        schedule = self._engine.schedule
-        return {
-            (layout.key.index, layout.key.sub): owner
-            for layout, owner in zip(schedule.layouts, schedule.owners, strict=True)
-            if layout.key.block[0] == 0
-        }
+        layouts, owners = self._engine.schedule.layouts, self._engine.schedule.owners
+        keys = [(l.key.index, l.key.sub) for l in layouts]
+        # The first block comes last, and so counts.
+        return dict(reversed([*zip(keys, owners, strict=True)]))
 
     @property
     def current_rank(self) -> int:
@@ -560,14 +559,10 @@ class Muon(Optimizer):
 
         A group of more than 16 ranks shows the busiest ones and this one. It asks no other rank.
         """
-        if self._needs_config and self._distributed_config is None:
-            return (
-                "Muon, a copy that lost its distributed_config: step() refuses. Build a new one, and load this one's "
-                "state_dict() into it"
-            )
         if self._engine is None:
-            count = sum(len(group["params"]) for group in self.param_groups)
-            return f"Muon without distributed_config: this process alone orthogonalizes its {count} parameters"
+            lost = self._needs_config and self._distributed_config is None
+            why = "lost its distributed_config" if lost else "has no distributed_config"
+            return f"Muon with {len(self._tensors())} parameters, which {why}"
         from torch.optim._muon_engine.describe import in_full
 
         changed = not self._engine.matches(self._tensors())
@@ -689,10 +684,7 @@ class Muon(Optimizer):
                 loss = closure()
 
         if self._needs_config and self._distributed_config is None:
-            raise RuntimeError(
-                "This Muon is a copy of one with a distributed_config, which cannot be copied or pickled. "
-                "Build a new Muon with distributed_config=... and load this one's state_dict() into it"
-            )
+            raise RuntimeError(_LOST_CONFIG)
         if self._engine is not None:
             self._distributed_step(self._engine)
             return loss

@@ -19,7 +19,7 @@ from torch.optim._muon_engine.config import DistributedConfig
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -309,34 +309,39 @@ def partition_named_parameters(
     modules = {clean_tensor_name(f"{n}."): m for n, m in module.named_modules()}
     embeddings = [m for m in modules.values() if isinstance(m, _EMBEDDINGS)]
     tied = {id(p) for m in embeddings for p in m.parameters(recurse=False)}
-
-    def why_not(name: str, shape: Sequence[int]) -> str:
-        layer, _, _ = name.rpartition(".")
-        if any(fnmatch(name, pattern) for pattern in exclude):
-            return "excluded"
-        if len(shape) != 2:
-            return f"{len(shape)}D"
-        if isinstance(modules.get(f"{layer}."), _EMBEDDINGS):
-            return "embedding"
-        return "output head" if layer.rpartition(".")[2] in _HEADS else ""
-
-    found: tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]
-    found = [], []
+    speaks = verbose and process_rank() == 0
+    matrices, others = [], []
     for name, param, inside in fsdp1.logical_matrices(module):
-        reasons = {n: why_not(n, shape) for n, shape in inside}
+        reasons = {n: _why_not(n, shape, modules, exclude) for n, shape in inside}
         if id(param) in tied:
-            reasons = {name: "embedding"}
+            reasons = dict.fromkeys(reasons, "embedding")
         if len({not reason for reason in reasons.values()}) > 1:
             raise ValueError(
                 f"{name} is a flat parameter that mixes matrices for Muon with others: {reasons}. Wrap with "
                 "use_orig_params=True, or wrap the others in units of their own"
             )
-        rest = any(reasons.values())
-        found[rest].append((name, param))
-        for n, shape in inside if verbose and process_rank() == 0 else ():
-            why = f"rest: {reasons.get(n, 'embedding')}" if rest else "Muon"
+        (others if any(reasons.values()) else matrices).append((name, param))
+        for n, shape in inside if speaks else ():
+            why = f"rest: {reasons[n]}" if reasons[n] else "Muon"
             print(f"{n} {tuple(shape)} -> {why}")
-    return found
+    return matrices, others
+
+
+def _why_not(
+    name: str,
+    shape: Sequence[int],
+    modules: Mapping[str, nn.Module],
+    exclude: Sequence[str],
+) -> str:
+    """Why a parameter is not for Muon; "" if it is."""
+    layer, _, _ = name.rpartition(".")
+    if any(fnmatch(name, pattern) for pattern in exclude):
+        return "excluded"
+    if len(shape) != 2:
+        return f"{len(shape)}D"
+    if isinstance(modules.get(f"{layer}."), _EMBEDDINGS):
+        return "embedding"
+    return "output head" if layer.rpartition(".")[2] in _HEADS else ""
 
 
 DistributedConfig.__module__ = __name__

@@ -6,7 +6,6 @@ import logging
 import math
 import warnings
 from collections import Counter
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, TYPE_CHECKING
 
@@ -39,7 +38,6 @@ from torch.optim._newton_schulz import NS_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -196,17 +194,10 @@ class Engine:
                 return owners
         assignments = self.config.assign_fn(list(tensors), state)
         described = [param.described for param in self.params]
-        check_assignments(assignments, described, self.world_size)
+        check_assignments(assignments, described, self.world_size, layouts)
         self.assignments = {rank: list(owned) for rank, owned in assignments.items()}
         owner_of = {i: rank for rank, owned in assignments.items() for i in owned}
-        owners = [owner_of[layout.key.index] for layout in layouts]
-        for layout, owner in zip(layouts, owners, strict=True):
-            if owner not in layout.shards:
-                raise ValueError(
-                    f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; the ranks that "
-                    f"do are {list(layout.group)}"
-                )
-        return owners
+        return [owner_of[layout.key.index] for layout in layouts]
 
     def _agree(
         self,
@@ -303,13 +294,7 @@ class Engine:
     def step(
         self, formulas: Sequence[Any], grads: Sequence[Tensor | None], states: States
     ) -> None:
-        """Makes one optimizer step.
-
-        Args:
-            formulas: the hyperparameters of each parameter in this step.
-            grads: the gradient of each parameter.
-            states: the optimizer's state, which has the momentum buffers.
-        """
+        """Makes one optimizer step, with each parameter's hyperparameters and gradient."""
         if self.failure:
             raise RuntimeError(
                 "this Muon cannot be trusted since a step failed: parameters and momentum of the ranks may not belong "
@@ -323,18 +308,15 @@ class Engine:
             self._notes().leave(error)
             raise
         try:
-            with _without_autocast(self.device):
+            # Autocast would end the iteration in a dtype that the packs do not have.
+            with torch.autocast(self.device.type, enabled=False):
                 runner.run(self.steps)
-            problems = [p for p in self.params if p.problem]
+            problems = [f"{p.described}: {p.problem}" for p in self.params if p.problem]
             for param in self.params:
                 if param.given is not None:
                     count_version(param.tensor, states[param.tensor]["momentum_buffer"])
             if problems:
-                raise RuntimeError(
-                    "; ".join(
-                        f"{param.described}: {param.problem}" for param in problems
-                    )
-                )
+                raise RuntimeError("; ".join(problems))
             if self.device.type == "cpu":
                 self._raise_mismatch()
         except BaseException as error:
@@ -548,10 +530,3 @@ def _replacements(
             fits = bool(same) and a.tensor.shape == b.tensor.shape
             found.append((a, b, fits and len(pairs) == len(replaced) + stayed))
     return found
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Autocast would end the iteration in a dtype that the packs do not have."""
-    if not torch.amp.is_autocast_available(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)

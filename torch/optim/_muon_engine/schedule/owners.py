@@ -148,9 +148,15 @@ def by_rank(indices: Sequence[int], owners: Sequence[int]) -> dict[int, list[int
 
 
 def check_assignments(
-    assignments: Mapping[int, Sequence[int]], describe: Sequence[str], world_size: int
+    assignments: Mapping[int, Sequence[int]],
+    describe: Sequence[str],
+    world_size: int,
+    layouts: Sequence[Layout] = (),
 ) -> None:
-    """Raises AssertionError unless each index is assigned exactly once; ValueError for unknown ranks."""
+    """Raises AssertionError unless each index is assigned exactly once; ValueError for unknown ranks.
+
+    An owner must also hold a piece of each of ``layouts``.
+    """
     if not isinstance(assignments, Mapping) or any(
         type(number) is not int
         for rank, owned in assignments.items()
@@ -184,3 +190,10 @@ def check_assignments(
         raise AssertionError(
             f"assign_fn must give each parameter to exactly one rank; {'; '.join(found)}"
         )
+    for layout in layouts:
+        (owner,) = (r for r, owned in assignments.items() if layout.key.index in owned)
+        if owner not in layout.shards:
+            raise ValueError(
+                f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; the ranks that "
+                f"do are {list(layout.group)}"
+            )
