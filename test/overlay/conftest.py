@@ -39,7 +39,7 @@ class Result:
     err: str
 
 
-def run(*command, cwd=None, env=None, check=True, timeout=120):
+def run(*command, cwd=None, env=None, check=True, timeout=120, data=""):
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
@@ -47,11 +47,15 @@ def run(*command, cwd=None, env=None, check=True, timeout=120):
         capture_output=True,
         text=True,
         timeout=timeout,
-        stdin=subprocess.DEVNULL,
+        input=data,
     )
     if check and done.returncode:
         raise AssertionError(f"{command} gave {done.returncode}: {done.stderr}")
     return Result(done.returncode, done.stdout, done.stderr)
+
+
+def git(where, *words):
+    return run("git", *words, cwd=where).out.strip()
 
 
 @pytest.fixture(scope="session")
@@ -70,14 +74,10 @@ def git_identity():
         "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_CONFIG_NOSYSTEM": "1",
     }
-    before = {key: os.environ.get(key) for key in settings}
-    os.environ.update(settings)
-    yield
-    for key, value in before.items():
-        if value is None:
-            del os.environ[key]
-        else:
-            os.environ[key] = value
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -173,26 +173,22 @@ def checkout(tmp_path, small):
     return place
 
 
-@pytest.fixture(scope="session")
-def overlay_copy():
-    """Makes a copy of this repository's overlay at a place: `overlay_copy(place)`."""
-
-    def make(place):
-        for rel, path in payload.discover(ROOT).items():
-            (place / rel).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, place / rel)
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / "tools", place / "tools", ignore=ignore)
-        shutil.copytree(ROOT / "patches", place / "patches")
-        shutil.copyfile(ROOT / "setup_overlay.py", place / "setup_overlay.py")
-        return place
-
-    return make
-
-
 @pytest.fixture
-def overlay(tmp_path, overlay_copy):
-    return overlay_copy(tmp_path / "overlay")
+def overlay(tmp_path):
+    """A copy of this repository's overlay."""
+    place = tmp_path / "overlay"
+    for rel, path in payload.discover(ROOT).items():
+        (place / rel).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place / rel)
+    copy_tools(place)
+    return place
+
+
+def copy_tools(place):
+    for top in ("tools", "patches"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / top, place / top, ignore=ignore)
+    shutil.copyfile(ROOT / "setup_overlay.py", place / "setup_overlay.py")
 
 
 def record_line(root, path):

@@ -15,8 +15,8 @@ import time
 import zipfile
 
 import pytest
-from tools.overlay import env, frameworks, payload, progress, versions
-from tools.overlay.errors import WorkFailed, WrongTarget
+from tools.overlay import cli, env, frameworks, payload, progress, versions
+from tools.overlay.errors import WorkFailed
 from tools.overlay.repo import ROOT
 from tools.overlay.wheel import find_wheel, record_hash
 
@@ -114,16 +114,14 @@ def test_interrupted_made_found_and_brought_up_to_date(overlay, tool, offline):
     for name in MODULES:
         assert (site.root / f"{name}.py").is_file()
 
-    started = time.monotonic()
     found = tool("env", root=overlay, env=offline)
-    assert time.monotonic() - started < 5
     assert found.code == 0
     assert "found" in found.out
     assert "in place already" in found.out
 
     (overlay / "torch/optim/muon.py").write_text("# newer\n")
     changed = tool("env", root=overlay, env=offline)
-    assert (changed.code, "1 file changed" in changed.out) == (0, True)
+    assert (changed.code, "files changed: 1" in changed.out) == (0, True)
     assert site.read("torch/optim/muon.py") == b"# newer\n"
 
 
@@ -142,19 +140,14 @@ def test_failing_installation(overlay, tool, offline, tmp_path, make_script):
     assert env._state(overlay / ".venv") == "partial"
 
 
-def test_unsupported_version_makes_nothing(overlay, tool, offline):
-    # Each command asks `ensure`, so that one version shows that it does.
-    for command, version in (
-        (("env", "--torch"), "2.10.0"),
-        (("verify", "--torch"), "2.16.0"),
-        (("test", "--torch"), "nightly"),
-    ):
-        with pytest.raises(WrongTarget, match=version):
-            env.ensure(overlay, version)
-        done = tool(*command, version, root=overlay, env=offline)
-        assert done.code == 2
-        assert "2.11 to 2.15" in done.err
-        assert version in done.err
+@pytest.mark.parametrize(
+    ("command", "version"),
+    [("env", "2.10.0"), ("verify", "2.16.0"), ("test", "nightly")],
+)
+def test_unsupported_version_makes_nothing(overlay, tool, offline, command, version):
+    done = tool(command, "--torch", version, root=overlay, env=offline)
+    assert (done.code, "2.11 to 2.15" in done.err) == (2, True)
+    assert version in done.err
     assert list(overlay.glob(".venv*")) == []
 
 
@@ -199,22 +192,19 @@ def ready(overlay, installed, make_script):
     return overlay, record
 
 
-@pytest.mark.parametrize("code", [0, 1, 5])
-def test_test_passes_arguments_and_exit_code_on(ready, tool, code):
-    overlay, record = ready
-    args = ["-k", "not slow", "--maxfail=1", "-q", "test/optim", "--torch"]
-    done = tool(
-        "test", *args, root=overlay, env={**os.environ, "PYTEST_EXIT": str(code)}
-    )
-    assert done.code == code
-    assert calls(record) == [["-m", "pytest", *args]]
-
-
 def calls(record):
     """The calls of the stand-in environment since the last time."""
     found = [json.loads(line) for line in record.read_text().splitlines()]
     record.unlink()
     return found
+
+
+def test_test_passes_arguments_and_exit_code_on(ready, tool):
+    overlay, record = ready
+    args = ["-k", "not slow", "--maxfail=1", "-q", "test/optim"]
+    done = tool("test", *args, root=overlay, env={**os.environ, "PYTEST_EXIT": "5"})
+    assert done.code == 5
+    assert calls(record) == [["-m", "pytest", *args]]
 
 
 def test_test_frameworks_has_an_environment_of_its_own(ready, tool):
@@ -234,7 +224,7 @@ def test_test_frameworks_has_an_environment_of_its_own(ready, tool):
     ]
 
 
-def test_test_takes_its_own_options_first(ready, tool):
+def test_test_takes_its_own_options(ready, tool):
     overlay, record = ready
     assert tool("test", "--torch", "2.13.0", "-x", root=overlay).code == 0
     assert calls(record) == [["-m", "pytest", "-x"]]
@@ -243,15 +233,11 @@ def test_test_takes_its_own_options_first(ready, tool):
         ["-m", "coverage", "run", "-m", "pytest", "-x"],
         ["-m", "tools.coverage", "--no-limits"],
     ]
-    assert tool("test", "--co", "-x", root=overlay).code == 0
-    assert calls(record) == [["-m", "pytest", "--co", "-x"]]
-    both = ["--torch=2.13.0", "--python=python"]
-    for wrong in (["--torch"], ["--python"], ["--coverage=yes"], both):
+    for wrong in (["--torch"], ["--coverage=yes"], ["--torch=2.13.0", "--python=x"]):
         assert tool("test", *wrong, root=overlay).code == 2
 
 
-@pytest.mark.parametrize("tests", [0, 1])
-@pytest.mark.parametrize("covered", [0, 1])
+@pytest.mark.parametrize(("tests", "covered"), [(0, 0), (0, 1), (1, 0)])
 def test_all_tests_have_to_cover_enough(ready, tool, tests, covered):
     overlay, record = ready
     codes = {"PYTEST_EXIT": str(tests), "COVERAGE_EXIT": str(covered)}
@@ -308,7 +294,6 @@ def test_one_version_has_one_environment(ready, tool):
     overlay, _ = ready
     assert tool("env", "--torch", "2.13", root=overlay).code == 0
     assert [path.name for path in overlay.glob(".venv*")] == [".venv"]
-    assert env.full("2.14") == "2.14.0"
 
 
 @pytest.mark.parametrize("command", ["env", "verify", "test"])
@@ -330,7 +315,7 @@ def test_empty_values_are_refused(overlay, tool, words):
     """`--checkout ""` was the current folder, and `--torch=` the default version."""
     done = tool(*words.split(), root=overlay)
     assert done.code == 2
-    assert "empty" in done.err or "needs a value" in done.err
+    assert "empty" in done.err
     assert list(overlay.glob(".venv*")) == []
 
 
@@ -379,43 +364,20 @@ def test_no_import_circle():
 
 
 def test_help_says_what_an_example_and_the_codes(tool):
-    top = tool("--help")
-    assert top.code == 0
-    for name in ("env", "verify", "test", "apply", "rebuild", "revert", "export"):
-        assert f"    {name} " in top.out
+    assert tool("--help").code == 0
+    for name in cli.COMMANDS:
         done = tool(name, "--help")
-        assert done.code == 0
         assert f"setup_overlay.py {name}" in done.out.split("example:")[1]
-        for code in ("3  refused", "130  interrupted", "143  ended"):
-            assert f"  {code}" in done.out
-        if name == "verify":
-            for option in ("--steps", "--exact-steps", "--processes", "--batch"):
-                assert option in done.out
+        assert "  3  refused" in done.out
+    assert cli.COMMANDS.keys() >= {"env", "verify", "test", "diff", "pull", "export"}
 
 
 def test_wrong_usage(tool):
-    assert tool().code == 2
-    assert tool("nonsense").code == 2
-    assert tool("apply").code == 2
-    assert tool("apply", "--python", "a", "--checkout", "b").code == 2
+    for words in ("", "nonsense", "apply", "apply --python a --checkout b"):
+        assert tool(*words.split()).code == 2
     wrong = tool("env", "--nonsense").err
     assert "unknown arguments: --nonsense" in wrong
     assert wrong.startswith("usage: setup_overlay.py env ")
-
-
-@pytest.mark.parametrize("module", ["argparse", "tools.overlay.env"])
-def test_interrupted_in_the_imports(tool, tmp_path, module):
-    # As if Ctrl-C came while that module was being imported.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Finder:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name == {module!r}:\n"
-        "            raise KeyboardInterrupt\n"
-        "sys.meta_path.insert(0, Finder())\n"
-    )
-    done = tool("--help", env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
 
 
 def test_reader_that_leaves_early(shell, ready, tool):
@@ -424,29 +386,6 @@ def test_reader_that_leaves_early(shell, ready, tool):
     face = overlay / "setup_overlay.py"
     command = f"'{sys.executable}' '{face}' status --verbose | true"
     assert shell("sh", "-c", command).err == ""
-
-
-def test_pytest_that_a_signal_ends(ready, tool, make_script, installed):
-    overlay, _ = ready
-    make_script(
-        overlay / ".venv/bin/python",
-        f'[ "$1" = -c ] && exec "{installed}" "$@"\nkill -9 $$\n',
-    )
-    assert tool("test", root=overlay).code == 128 + 9
-
-
-def test_edited_environment_names_a_way_out(ready, tool, installed):
-    overlay, _ = ready
-    tool("env", root=overlay)
-    site = find_wheel(installed)
-    (site.root / "torch/optim/muon.py").write_text("# edited in the environment\n")
-    done = tool("env", root=overlay)
-    assert done.code == 3
-    assert f"rm {site.root}/torch/optim/muon.py" in done.err
-    assert f"Edit files here, in {overlay}/torch:" in done.err
-    assert f"Or remove {overlay}/.venv:" in done.err
-    (site.root / "torch/optim/muon.py").unlink()
-    assert tool("env", root=overlay).code == 0
 
 
 def test_old_python_is_told_so(tool, overlay):
@@ -465,39 +404,8 @@ def test_old_python_is_told_so(tool, overlay):
 
 
 def test_progress_stops_at_its_limit(tmp_path):
-    started = time.monotonic()
     with pytest.raises(WorkFailed, match="stopped after 1 s"):
         progress.run(["sleep", "60"], "sleeping", tmp_path / "log", timeout=1)
-    assert time.monotonic() - started < 20
-
-
-def test_progress_on_a_terminal_shows_the_last_line(tmp_path):
-    pty = pytest.importorskip("pty")
-    code = (
-        "import pathlib, sys; sys.path.insert(0, sys.argv[1])\n"
-        "from tools.overlay import progress\n"
-        "progress.run(['sh', '-c', 'echo collecting; sleep 1'], 'pip install',"
-        " pathlib.Path(sys.argv[2]), timeout=20)\n"
-    )
-    ours, theirs = pty.openpty()
-    done = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            code,
-            str(env.__file__).split("/tools/")[0],
-            tmp_path / "l",
-        ],
-        stdout=theirs,
-        env={**os.environ, "TERM": "xterm"},
-    )
-    assert done.wait(30) == 0
-    os.close(theirs)
-    shown = os.read(ours, 65536).decode()
-    os.close(ours)
-    assert "pip install" in shown
-    assert "collecting" in shown
-    assert "pip install: done in" in shown
 
 
 def test_hosted_notebook(tmp_path, overlay, shell, offline):

@@ -3,7 +3,6 @@
 MUON_TEST_KILLS is the number of kills into each command.
 """
 
-import itertools
 import os
 import random
 import shutil
@@ -15,8 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from overlay.conftest import append, commit_all, run
-from tools.overlay import parts
+from overlay.conftest import append, commit_all, copy_tools, run
 from tools.overlay.wheel import find_wheel
 
 
@@ -54,12 +52,7 @@ USERS = ("torch/optim/sgd.py", "torch/optim/user_file.py")
 def tiny(tmp_path):
     """An overlay of few files, at an older and a newer commit."""
     root = tmp_path / "tiny"
-    for top in ("tools", "patches"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(Path(__file__).parents[2] / top, root / top, ignore=ignore)
-    shutil.copyfile(
-        Path(__file__).parents[2] / "setup_overlay.py", root / "setup_overlay.py"
-    )
+    copy_tools(root)
     names = ["_muon.py", "muon.py", *(f"_muon_engine/part_{n}.py" for n in range(12))]
     for rel in names:
         (root / "torch/optim" / rel).parent.mkdir(parents=True, exist_ok=True)
@@ -221,51 +214,3 @@ def test_killed_at_random(case, tmp_path, command):
 
 def append_or_new(path):
     path.write_text((path.read_text() if path.exists() else "") + EDIT)
-
-
-def killed(at, work):
-    """Whether `work` comes to its `at`-th change of a file: it is killed before that one."""
-    pid = os.fork()
-    if pid == 0:
-        number = iter(range(1, 10**9))
-
-        def dying(real):
-            def call(*args, **kwargs):
-                if next(number) == at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*args, **kwargs)
-
-            return call
-
-        for name in ("replace", "unlink", "link", "mkdir", "rmdir"):
-            setattr(os, name, dying(getattr(os, name)))
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("copy", [False, True])
-def test_parts_killed_at_every_file(there, small_wheel, git_status, copy):
-    """A part is there whole, or the next command removes it."""
-    tree = there.tree
-
-    def lend():
-        parts.lend(tree, small_wheel, copy=copy)
-
-    for work in (lend, lambda: parts.remove(tree)):
-        for at in itertools.count(1):
-            parts.remove(tree) if work is lend else lend()
-            if not killed(at, work):
-                break
-            with there.held():
-                record = parts.load(tree)
-            assert not list(tree.torch_dir.rglob("*.muon-new"))
-            assert git_status(tree.root) == ""
-            if record is None:
-                assert not (tree.torch_dir / "lib").exists()
-                assert "compiled parts" not in tree.exclude.read_text()
-            for rel in record["files"] if record else ():
-                assert (tree.root / rel).read_bytes()
-        assert at > 5

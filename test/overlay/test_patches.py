@@ -4,66 +4,81 @@ import re
 
 import pytest
 from overlay.conftest import stock_of
-from tools.overlay import patches, payload, versions
+from tools.overlay import env, patches, payload, versions
+from tools.overlay.errors import WrongTarget
 from tools.overlay.repo import ROOT
 
 
-VERSIONS = [f"2.{minor}.0" for minor in range(versions.OLDEST[1], 16)]
+VERSIONS = [f"2.{minor}" for minor in range(versions.OLDEST[1], versions.NEWEST[1] + 1)]
 FILES = payload.read(ROOT).patches
-NAMES = sorted(FILES.keys() - {"series"})
+NAMES = sorted(name for name in FILES if name.endswith(".patch"))
 
 
-def original(wheel, rel):
-    """The text of upstream's file; None if this torch does not have it."""
-    path = stock_of(wheel)(rel)
-    return path.read_bytes() if path.is_file() else None
-
-
-def test_each_file_is_in_the_series():
-    assert VERSIONS[-1] == f"{versions.NEWEST[0]}.{versions.NEWEST[1]}.0"
-    used = {p.name for version in VERSIONS for p in patches.series(FILES, version)}
-    assert sorted(used) == NAMES
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_version_gets_every_change(version):
-    # Two patches of one subject are one change, for versions whose texts differ.
-    subjects = [p.message.splitlines()[0] for p in patches.series(FILES, version)]
-    every = {patches.Patch(n, FILES[n]).message.splitlines()[0] for n in NAMES}
-    assert sorted(subjects) == sorted(every)
+def test_every_version_gets_every_change():
+    assert versions.SUPPORTED == f"{VERSIONS[0]} to {VERSIONS[-1]}"
+    for names in versions.STOCK.values():
+        assert ", ".join(names.values()).split(", ") == VERSIONS
+    every = {rel for n in NAMES for rel in patches.Patch(n, FILES[n]).paths}
+    used = set()
+    for version in VERSIONS:
+        series = patches.series(FILES, version)
+        used |= {patch.name for patch in series}
+        # Two patches of one file are one change, for versions whose texts differ.
+        assert sorted(rel for patch in series for rel in patch.paths) == sorted(every)
+    assert used == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fits_the_installed_torch(wheel, name):
-    chosen = [p for p in patches.series(FILES, wheel.version) if p.name == name]
-    if not chosen:
+def test_fits_the_installed_torch_at_one_place(wheel, name):
+    """With so little context git could take another place, of the same words, unnoticed."""
+    patch = patches.Patch(name, FILES[name])
+    (rel,) = patch.paths
+    path = stock_of(wheel)(rel)
+    if patch not in patches.series(FILES, wheel.version) or not path.is_file():
         pytest.skip(f"not for torch {wheel.version}")
-    (patch,) = chosen
-    texts = {rel: original(wheel, rel) for rel in patch.paths}
-    texts = {rel: text for rel, text in texts.items() if text is not None}
-    if not texts:
-        pytest.skip(f"an installed torch has none of {', '.join(patch.paths)}")
-    done = patches.patched(patch, texts)
-    for rel, text in done.items():
-        assert text != texts[rel]
-        compile(text, rel, "exec")
+    text = path.read_bytes()
+    done = patches.patched(patch, {rel: text})
+    assert done[rel] != text
+    compile(done[rel], rel, "exec")
     # A tree that has it already does not change.
     assert patches.patched(patch, done) == done
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_has_one_place_to_go(wheel, name):
-    """With so little context git could take another place, of the same words, without a word."""
-    patch = patches.Patch(name, FILES[name])
-    if name not in {p.name for p in patches.series(FILES, wheel.version)}:
-        pytest.skip(f"not for torch {wheel.version}")
-    (rel,) = patch.paths
-    text = original(wheel, rel)
-    if text is None:
-        pytest.skip(f"an installed torch has no {rel}")
     hunks = re.split(rb"^@@ .*\n", patch.hunks, flags=re.MULTILINE)[1:]
-    assert hunks
     for hunk in hunks:
         lines = hunk.splitlines(keepends=True)
         before = b"".join(line[1:] for line in lines if line[:1] in (b" ", b"-"))
         assert (b"\n" + text).count(b"\n" + before) == 1, hunk.decode()
+
+
+@pytest.mark.parametrize("text", ["2.11.0", "2.13.0+cpu", "2.14.0a0+git1234", "2.12"])
+def test_supported(text):
+    assert versions.supported(text)
+    assert env.full("2.14") == "2.14.0"
+
+
+@pytest.mark.parametrize("text", ["2.10.9+cu128", "2.16.0a0", "", "main", "2.x"])
+def test_unsupported_versions_are_named(text):
+    with pytest.raises(WrongTarget, match="2.11 to 2.15") as caught:
+        env.full(text or "v2")
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "spec", "expected"),
+    [
+        ("2.13.0", "", True),
+        ("2.13.0", ">=2.13,<2.15", True),
+        ("2.12.1", ">=2.13,<2.15", False),
+        ("2.15.0a0", ">=2.13,<2.15", False),
+        ("2.13.1", "==2.13", True),
+        ("2.13.1", "==2.13.0", False),
+        ("2.13.1", "!=2.13", False),
+        ("2.13.1", "<=2.13", True),
+    ],
+)
+def test_conditions(version, spec, expected):
+    assert versions.matches(version, spec) is expected
+
+
+def test_condition_that_is_none():
+    with pytest.raises(WrongTarget, match="~=2.13"):
+        versions.matches("2.13.0", "~=2.13")

@@ -30,7 +30,7 @@ def test_whole_files(there, ours, git_status, committed):
         (there.root / rel).write_text("# new\n")
     if committed:
         commit_all(there.root, "edits")
-    assert there.pull(ours, dry_run=True) == ([MUON, *added], [])
+    assert there.pull(ours, dry=True) == ([MUON, *added], [])
     assert git_status(ours) == ""
     assert there.pull(ours) == ([MUON, *added], [])
     for rel in (MUON, *added):
@@ -51,7 +51,6 @@ def test_hunks(there, ours, git_status):
     assert there.pull(ours) == (["patches/0001-docs-distributed-muon.patch"], [])
     series = patches.series(payload.read(ours).patches, "2.13.0")
     (patch,) = [p for p in series if DOC in p.paths]
-    assert patch.message.startswith("optim: document distributed Muon\n")
     # As little context as before: a line before it and one after.
     hunk = patch.hunks.splitlines()
     first = [line[:1] for line in (hunk[3], hunk[4], hunk[-2], hunk[-1])]
@@ -103,7 +102,7 @@ def test_clone_of_a_fork_on_an_older_overlay(there, ours, tmp_path, git_status, 
     """`pull` took the edit, and took newer lines of the overlay away."""
     there.apply(ours, commit=True)
     if not named:  # a commit made by hand
-        run("git", "reset", "-q", "--soft", "HEAD~4", cwd=there.root)
+        run("git", "reset", "-q", "--soft", "HEAD~7", cwd=there.root)
         run("git", "commit", "-qm", "ours", cwd=there.root)
     run("git", "clone", "-q", there.root, tmp_path / "clone")
     clone = find_checkout(tmp_path / "clone")
@@ -118,25 +117,8 @@ def test_clone_of_a_fork_on_an_older_overlay(there, ours, tmp_path, git_status, 
     assert clone.apply(ours, commit=True).written == [OWN]
     clone.revert(ours, commit=True)
     assert git_status(clone.root) == ""
-    base = "HEAD~6" if named else "HEAD~3"
+    base = "HEAD~9" if named else "HEAD~3"
     assert run("git", "diff", base, cwd=clone.root).out == ""
-
-
-def test_rebased_onto_changed_lines(there, ours):
-    """The hunks are the older overlay's, on a base that no `apply` has seen."""
-    there.apply(ours, commit=True)
-    run("git", "switch", "-q", "-c", "newer", "HEAD~4", cwd=there.root)
-    append(there.root / DOC, "\nA new last line.\n")
-    commit_all(there.root)
-    run("git", "rebase", "-q", "newer", "main", cwd=there.root)
-    replace(ours / "patches/0001-docs-distributed-muon.patch", "one owner rank", "ONE")
-    commit_all(ours)
-    replace(there.root / DOC, "## Distributed Muon", "## Muon there")
-    assert there.pull(ours)[0] == ["patches/0001-docs-distributed-muon.patch"]
-    assert there.apply(ours, commit=True).written == [DOC]
-    text = (there.root / DOC).read_text()
-    for words in ("## Muon there", "ONE", "A new last line."):
-        assert words in text
 
 
 def test_nothing_of_upstreams_is_taken(there, ours):

@@ -1,8 +1,6 @@
 """The ways in which a command can end; the codes are part of the interface."""
 
-FAILED = 1
-WRONG = 2
-REFUSED = 3
+FAILED, WRONG, REFUSED = 1, 2, 3
 INTERRUPTED = 130  # 128 and the signal's number, as in a shell
 
 
@@ -13,14 +11,10 @@ class OverlayError(Exception):
 
 
 class WorkFailed(OverlayError):
-    """The work itself failed: a build, an installation, a write."""
-
-    code = FAILED
+    """A build, an installation, a write."""
 
 
 class WrongTarget(OverlayError):
-    """Wrong usage, or a target that is not what it must be."""
-
     code = WRONG
 
 

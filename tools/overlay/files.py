@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -16,11 +17,6 @@ from .errors import Refused, WorkFailed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-try:
-    import fcntl
-except ImportError:  # Windows: two commands at once are not excluded there
-    fcntl = None  # type: ignore[assignment]
-
 
 def scratch(path: Path) -> Path:
     """The name under which a new text waits for its rename."""
@@ -29,38 +25,35 @@ def scratch(path: Path) -> Path:
 
 def _flush(path: Path) -> None:
     """Have the disk hold a file's text, or the names in a folder."""
-    if os.name == "nt" and path.is_dir():
-        return
-    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def _take_after(path: Path, sibling: Path, mode: int | None = None) -> None:
-    stat = sibling.stat()
-    path.chmod(mode or stat.st_mode & (0o7777 if path.is_dir() else 0o666))
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        # The owner of the environment must be able to upgrade and remove it.
+def _take_after(path: Path, model: Path, mask: int = 0o7777) -> None:
+    """Give it the mode of ``model``, whatever this user's umask is, and the owner.
+
+    The owner of an environment must be able to upgrade and remove what root writes.
+    """
+    stat = model.stat()
+    path.chmod(stat.st_mode & mask)
+    if os.geteuid() == 0:
         os.chown(path, stat.st_uid, stat.st_gid)
 
 
-def _make_folder(path: Path) -> None:
-    if not path.is_dir():
-        _make_folder(path.parent)
-        path.mkdir()
-        # The parent's mode, whatever this user's umask is.
-        _take_after(path, path.parent)
-
-
 def _prepare(path: Path, data: bytes, sibling: Path) -> None:
-    _make_folder(path.parent)
-    there = path if path.is_file() else None
+    for folder in reversed(path.parents):
+        if not folder.is_dir():
+            folder.mkdir()
+            _take_after(folder, folder.parent)
     new = scratch(path)
     new.write_bytes(data)
-    mode = there.stat().st_mode & 0o7777 if there else None
-    _take_after(new, there or sibling, mode)
+    if path.is_file():
+        _take_after(new, path)
+    else:
+        _take_after(new, sibling, 0o666)
     _flush(new)
 
 
@@ -77,7 +70,14 @@ def replace(changes: Mapping[Path, bytes | None], sibling: Path, top: Path) -> N
     All new texts are on the disk before the first rename. After a kill, the caller
     decides whether the files that remain are renamed or removed.
     """
-    _refuse_folders(changes)
+    for path, data in changes.items():
+        above = next(parent for parent in path.parents if os.path.lexists(parent))
+        if path.is_dir() or (data is not None and not above.is_dir()):
+            taken = path if path.is_dir() else above
+            raise Refused(
+                f"{taken} is a {'folder' if taken.is_dir() else 'file'}, and the overlay "
+                "needs that name. Move it away and try again. Nothing was touched."
+            )
     before = {path: path.read_bytes() if path.is_file() else None for path in changes}
     begun: list[Path] = []
     try:
@@ -86,44 +86,29 @@ def replace(changes: Mapping[Path, bytes | None], sibling: Path, top: Path) -> N
                 _prepare(path, data, sibling)
         for path, data in changes.items():
             begun.append(path)
-            if data is None:
-                path.unlink(missing_ok=True)
-            else:
-                os.replace(scratch(path), path)
-        for folder in {path.parent for path in changes}:
-            if folder.is_dir():
-                _flush(folder)
+            _put(path, data)
+        for folder in {path.parent for path in changes if path.parent.is_dir()}:
+            _flush(folder)
     except BaseException as error:
         for path in changes:
             scratch(path).unlink(missing_ok=True)
         for path in begun:
-            text = before[path]
-            if text is None:
-                path.unlink(missing_ok=True)
-            else:
-                write(path, text, sibling)
-        for path in changes:
-            tidy(path, top)
+            if (text := before[path]) is not None:
+                _prepare(path, text, sibling)
+            _put(path, text)
         if isinstance(error, OSError):
-            what = f"cannot write {error.filename or top}"
             raise WorkFailed(
-                f"{what}: {error.strerror or error}. The target is as it was."
+                f"cannot write {error.filename or top}: {error.strerror or error}. "
+                "The target is as it was."
             ) from None
         raise
-    for path in changes:
-        tidy(path, top)
+    finally:
+        for path in changes:
+            tidy(path, top)
 
 
-def _refuse_folders(changes: Mapping[Path, bytes | None]) -> None:
-    for path, data in changes.items():
-        above = next(parent for parent in path.parents if os.path.lexists(parent))
-        if path.is_dir() or (data is not None and not above.is_dir()):
-            taken = path if path.is_dir() else above
-            kind = "folder" if path.is_dir() else "file"
-            raise Refused(
-                f"{taken} is a {kind}, and the overlay needs that name. Move it away "
-                "and try again. Nothing was touched."
-            )
+def _put(path: Path, data: bytes | None) -> None:
+    path.unlink(missing_ok=True) if data is None else os.replace(scratch(path), path)
 
 
 def tidy(path: Path, top: Path) -> None:
@@ -139,8 +124,7 @@ def remove_empty_folders(folder: Path, top: Path) -> None:
     """Remove the folder and its parents below ``top`` that hold bytecode at most."""
     while folder != top:
         if folder.is_dir():
-            cache = folder / "__pycache__"
-            if any(path != cache for path in folder.iterdir()):
+            if any(path.name != "__pycache__" for path in folder.iterdir()):
                 return
             shutil.rmtree(folder)
         folder = folder.parent
@@ -151,13 +135,19 @@ def remove_if_empty(path: Path) -> None:
         path.rmdir()
 
 
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
 def _open(folder: Path) -> int:
     """Open the folder itself: no file stays there, and readers may wait for it, too."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return handle
-    except BlockingIOError:
+        _locked(handle)
         return handle
     except OSError:
         # Some network file systems only lock files that are open for writing.
@@ -168,26 +158,18 @@ def _open(folder: Path) -> int:
 @contextlib.contextmanager
 def held(folder: Path, *, wait_s: float = 1800) -> Iterator[None]:
     """Hold the folder; the kernel lets go of it even if this process is killed."""
-    if fcntl is None:
-        yield
-        return
     handle = _open(folder)
     try:
         # git.py passes it on: after a kill, the next command waits for git's end.
         os.set_inheritable(handle, True)
-        said = False
-        started = time.monotonic()
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() - started > wait_s:
-                    raise WorkFailed(f"another command holds {folder}") from None
-                if not said:
-                    print(f"waiting: another command works on {folder}", flush=True)
-                    said = True
-                time.sleep(0.2)
+        said, end = False, time.monotonic() + wait_s
+        while not _locked(handle):
+            if time.monotonic() > end:
+                raise WorkFailed(f"another command holds {folder}")
+            if not said:
+                print(f"waiting: another command works on {folder}", flush=True)
+                said = True
+            time.sleep(0.2)
         yield
     finally:
         os.close(handle)

@@ -28,10 +28,7 @@ TESTS = "test/frameworks"
 
 
 def test(root: Path, args: list[str]) -> int:
-    """Make sure of the environment, run pytest with ``args`` on the recipes' tests.
-
-    Returns pytest's exit code.
-    """
+    """Run pytest with ``args`` on the recipes' tests; pytest's exit code."""
     python = env.ensure(root, name=FOLDER, more=PACKAGES)
     chosen = [] if any(arg.startswith(TESTS) for arg in args) else [TESTS]
-    return env.run_in(python, ["-m", "pytest", *chosen, *args], root, timeout=None)
+    return env.run_in(python, ["-m", "pytest", *chosen, *args], root)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from .errors import WorkFailed, WrongTarget
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
@@ -23,20 +22,18 @@ TIMEOUT = 300
 _REDIRECTS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"}
 # Settings of the user that would change what a command here reads or writes. (A
 # file system monitor would outlive the command and keep its lock.)
-_PLAIN = {
-    "core.fsmonitor": "false",
-    "core.safecrlf": "false",
-    "diff.orderFile": "/dev/null",
-    "diff.suppressBlankEmpty": "false",
-    "log.follow": "false",
-    "log.showSignature": "false",
-}
-_SETTINGS = [word for item in _PLAIN.items() for word in ("-c", "=".join(item))]
-# For every patch that is shown or written, whatever the user's settings are.
-PATCH = (
-    "-U3", "--inter-hunk-context=0", "--no-renames", "--no-ext-diff", "--no-textconv",
-    "--no-color", "--diff-algorithm=default", "--no-relative",
-)  # fmt: skip
+_SETTINGS = [
+    word
+    for setting in (
+        "core.fsmonitor",
+        "core.safecrlf",
+        "log.follow",
+        "log.showSignature",
+    )
+    for word in ("-c", f"{setting}=false")
+]
+# In a scratch folder, no setting of the user counts.
+ALONE = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
 
 def git(
@@ -50,6 +47,8 @@ def git(
         raise WrongTarget("git is not on PATH; install git and try again")
     keep = {k: v for k, v in os.environ.items() if k not in _REDIRECTS}
     keep |= {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", "GIT_PAGER": "cat"}
+    # git would find a work tree that the temporary folders are in.
+    keep["GIT_CEILING_DIRECTORIES"] = str(where.parent)
     command = ["git", "-C", str(where), "--literal-pathspecs", *_SETTINGS, *args]
     process = subprocess.Popen(
         command,
@@ -64,21 +63,22 @@ def git(
     )
     try:
         out, words = process.communicate(data, TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise WorkFailed(f"git {args[0]} took over {TIMEOUT} s in {where}") from None
-    except BaseException:
-        if data is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=10)
+    except BaseException as error:
+        with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
+            process.communicate(timeout=10)
         process.kill()
         process.wait()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise WorkFailed(f"git {args[0]} took over {TIMEOUT} s") from None
         raise
     if check and process.returncode:
         said = words.decode(errors="replace").strip()
         raise WorkFailed(f"git {' '.join(args[:2])} failed in {where}: {said}")
     return subprocess.CompletedProcess(command, process.returncode, out, words)
+
+
+def works(where: Path, *args: str) -> bool:
+    return git(where, *args, check=False).returncode == 0
 
 
 def text(where: Path, *args: str) -> str:
@@ -92,42 +92,45 @@ def lines(where: Path, *args: str) -> list[str]:
     return [name for name in out.split("\0") if name]
 
 
+def texts(where: Path, commit: str, rels: Sequence[str]) -> dict[str, bytes | None]:
+    """The texts of those paths at a commit (empty: in the index; None: no file)."""
+    asked = "".join(f"{commit or ':0'}:{rel}\n" for rel in rels).encode()
+    out = git(where, "cat-file", "--batch", data=asked).stdout
+    found: dict[str, bytes | None] = {}
+    for rel in rels:
+        head, _, out = out.partition(b"\n")
+        kind, size = head.split()[-2:]
+        found[rel] = None
+        if size.isdigit():
+            found[rel] = out[: int(size)] if kind == b"blob" else None
+            out = out[int(size) + 1 :]
+    return found
+
+
+def put(folder: Path, texts: Mapping[str, bytes | None]) -> None:
+    """Write the texts below a scratch folder."""
+    folder.mkdir(exist_ok=True)
+    for rel, content in texts.items():
+        if content is not None:
+            (folder / rel).parent.mkdir(parents=True, exist_ok=True)
+            (folder / rel).write_bytes(content)
+
+
 def difference(
     before: Mapping[str, bytes | None], after: Mapping[str, bytes | None], *more: str
 ) -> bytes:
     """The patch from one set of texts to another."""
     with files.scratch_folder() as scratch:
-        for side, texts in (("a", before), ("b", after)):
-            (scratch / side).mkdir()
-            for rel, content in texts.items():
-                if content is not None:
-                    path = scratch / side / rel
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(content)
-        command = ("diff", "--no-index", "--no-prefix", *PATCH, *more, "a", "b")
-        done = git(scratch, *command, check=False)
-        if done.returncode > 1:
-            raise WorkFailed(f"git diff failed: {done.stderr.decode(errors='replace')}")
-        return done.stdout
+        put(scratch / "a", before)
+        put(scratch / "b", after)
+        command = ("diff", "--no-index", "--no-prefix", "--no-renames", *more, "a", "b")
+        return git(scratch, *command, check=False, env=ALONE).stdout
 
 
 def merged(mine: bytes, base: bytes, theirs: bytes) -> bytes | None:
     """Both sides' edits of ``base`` in one text; None if they overlap."""
     with files.scratch_folder() as scratch:
-        for part, content in (("mine", mine), ("base", base), ("theirs", theirs)):
-            (scratch / part).write_bytes(content)
-        names = ("mine", "base", "theirs")
-        done = git(scratch, "merge-file", "-p", "--quiet", *names, check=False)
-        return done.stdout if done.returncode == 0 else None
-
-
-def known(root: Path, texts: Iterable[bytes]) -> set[bytes]:
-    """Those texts that the repository at ``root`` has or had in some file."""
-    names = {
-        hashlib.sha1(b"blob %d\0" % len(t) + t, usedforsecurity=False).hexdigest(): t
-        for t in texts
-    }
-    asked = "\n".join(names).encode()
-    done = git(root, "cat-file", "--batch-check", data=asked, check=False)
-    found = [line.split() for line in done.stdout.decode().splitlines()]
-    return {names[words[0]] for words in found if words[1:2] == ["blob"]}
+        put(scratch, {"mine": mine, "base": base, "theirs": theirs})
+        command = ("merge-file", "-p", "--quiet", "mine", "base", "theirs")
+        done = git(scratch, *command, check=False)
+        return None if done.returncode else done.stdout

@@ -1,4 +1,4 @@
-"""The compiled parts of an installed torch, lent to a checkout of that version.
+"""Makes a checkout importable: by an installed torch's compiled parts, or a build.
 
 As upstream's tools/nightly.py does, a wheel brings all files that the checkout's
 ``torch/`` lacks (extension modules, libraries, headers, generated Python), so that
@@ -14,13 +14,15 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import files, git
-from .errors import Refused, WorkFailed
-from .interpreter import PTH
+from . import files, git, progress, versions
+from .errors import Refused, WorkFailed, WrongTarget
+from .payload import is_source
 from .target import FOLDER
+from .wheel import find_interpreter
 
 
 if TYPE_CHECKING:
@@ -33,79 +35,39 @@ if TYPE_CHECKING:
 # A linker replaces them. An editor writes in place, and would change the installed
 # torch through a link, so everything else is copied.
 _LINKED = re.compile(r".*\.(so|a)(\.\d+)*")
+TEST = "test/distributed/optim/test_muon.py"
+# A full build takes an hour or two where there are many cores, a day where not.
+BUILD_TIMEOUT_S = 36 * 3600
+# As upstream documents it.
+COMMAND = ("-m", "pip", "install", "--no-build-isolation", "-v", "-e", ".")
 
 
 def _record(tree: Worktree) -> Path:
     return tree.keep / "parts.json"
 
 
-def load(tree: Worktree) -> dict | None:
+def load(tree: Worktree) -> dict[str, list]:
+    """The size, mtime_ns and source of each file that was lent, or was about to be."""
     path = _record(tree)
-    if not path.is_file():
-        return None
-    try:
-        record = json.loads(path.read_text())
-        for was in record["files"].values():
-            _ = was["size"], was["mtime_ns"], was["source"]
-        _ = record["pth"], [record["files"][rel] for rel in record["unsure"]]
-        return record
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        root = shlex.quote(str(tree.root))
-        raise WorkFailed(
-            f"{path} is damaged ({error!r}): which files of torch/ came from a wheel is "
-            "not known. Nothing was touched. Look at this list:\n"
-            f"  git -C {root} clean -ndX -- torch\n"
-            "If none of these files is yours, remove them by -fdX instead of -ndX, then\n"
-            f"  rm {shlex.quote(str(path))}"
-        ) from None
+    return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
-def _save(tree: Worktree, record: dict) -> None:
-    """Write the record; ``unsure`` names the files that may be there half."""
-    files.write(_record(tree), json.dumps(record).encode(), tree.git_dir / "HEAD")
-
-
-def recover(tree: Worktree) -> bool:
-    """Remove the files that a killed command had begun to bring or to remove."""
-    files.scratch(_record(tree)).unlink(missing_ok=True)
-    files.scratch(tree.exclude).unlink(missing_ok=True)
-    record = load(tree)
-    if record is None or not record["unsure"]:
-        return False
-    _remove(tree, record, record["unsure"])
-    return True
-
-
-def own_build(tree: Worktree) -> list[str]:
-    """Compiled parts of the checkout that no wheel lent."""
-    lent = (load(tree) or {"files": {}})["files"]
-    found = []
-    for pattern in ("torch/_C*.so", "torch/_C*.pyd", "torch/lib/libtorch*"):
-        for path in tree.root.glob(pattern):
-            rel = path.relative_to(tree.root).as_posix()
-            if rel not in lent:
-                found.append(rel)
-    return sorted(found)
+def _save(tree: Worktree, lent: dict[str, list]) -> None:
+    files.write(_record(tree), json.dumps(lent).encode(), tree.git_dir / "HEAD")
 
 
 def _tracked(tree: Worktree) -> set[str]:
-    return set(git.lines(tree.root, "ls-files", "-z", "--", "torch"))
+    return set(git.lines(tree.root, "ls-files", "-z", "torch"))
 
 
 def lacking(tree: Worktree, wheel: Wheel) -> list[str]:
-    """The files that the wheel has and the checkout lacks, as paths from the root."""
-    # A tracked file that the work tree lacks was deleted on purpose.
-    tracked = _tracked(tree)
-    found = []
-    for top, folders, names in os.walk(wheel.torch_dir):
-        folders[:] = sorted(f for f in folders if f not in ("__pycache__", FOLDER))
-        base = os.path.relpath(top, wheel.root)
-        for name in sorted(names):
-            rel = f"{base}/{name}"
-            if rel in tracked or name.endswith(".pyc"):
-                continue
-            if not os.path.lexists(tree.root / rel):
-                found.append(rel)
+    """Files of the wheel that the checkout neither has nor tracks, and no overlay added."""
+    tracked, found = _tracked(tree), []
+    for path in sorted(wheel.torch_dir.rglob("*")):
+        rel = path.relative_to(wheel.root).as_posix()
+        inside = FOLDER not in path.parts and is_source(rel) and path.is_file()
+        if inside and rel not in tracked and not os.path.lexists(tree.root / rel):
+            found.append(rel)
     added = wheel.overlaid(found)
     return [rel for rel in found if rel not in added]
 
@@ -120,57 +82,53 @@ def _hide(tree: Worktree, rels: Iterable[str]) -> None:
         path = "".join("\\" + c if c in "*?[]\\ !#" else c for c in top or rel)
         patterns["/" + path + "/" * (top is not None)] = None
     begin, end = (
-        f"# {sign} distributed muon overlay (compiled parts, {tree.git_dir.name})"
+        f"# {sign} distributed muon overlay (compiled parts, {tree.git_dir.name})\n"
         for sign in (">>>", "<<<")
     )
-    path = tree.exclude
-    text = path.read_text() if path.is_file() else ""
-    kept = re.sub(rf"(?ms)^{re.escape(begin)}\n.*?^{re.escape(end)}\n", "", text)
-    if kept and not kept.endswith("\n"):
-        kept += "\n"
-    block = [begin, *patterns, end] if patterns else []
-    new = kept + "".join(line + "\n" for line in block)
+    exclude = tree.common / "info/exclude"
+    text = exclude.read_text() if exclude.is_file() else ""
+    new = re.sub(rf"(?ms)^{re.escape(begin)}.*?^{re.escape(end)}", "", text)
+    if patterns:
+        new += "\n" * (new[-1:] not in ("", "\n"))
+        new += begin + "".join(f"{line}\n" for line in patterns) + end
     if new != text:
-        files.write(path, new.encode(), tree.git_dir / "HEAD")
+        files.write(exclude, new.encode(), tree.git_dir / "HEAD")
 
 
-def lend(tree: Worktree, wheel: Wheel, *, copy: bool = False) -> int:
+def lend(tree: Worktree, wheel: Wheel) -> int:
     """Bring them in; the number of files."""
-    own = own_build(tree)
-    if own:
-        raise Refused(
-            f"{tree.root} has a build of its own ({', '.join(own[:3])}). Use it, or "
-            "remove it with `git clean` first. Nothing was touched."
-        )
+    lent = load(tree)
+    for path in (tree.root / "torch").glob("_C*.so"):
+        if path.relative_to(tree.root).as_posix() not in lent:
+            raise Refused(
+                f"{tree.root} has a build of its own ({path.name}). Use it, or remove it "
+                "with `git clean` first. Nothing was touched."
+            )
     rels = lacking(tree, wheel)
-    record = load(tree) or {"files": {}, "pth": None}
-    record["unsure"] = rels
     for rel in rels:
-        stat = (wheel.root / rel).stat()
-        source = str((wheel.root / rel).resolve())
-        was = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "source": source}
-        record["files"][rel] = was
-    # The record comes first, so that the next command knows what a kill left.
-    _save(tree, record)
+        source = (wheel.root / rel).resolve()
+        stat = source.stat()
+        lent[rel] = [stat.st_size, stat.st_mtime_ns, str(source)]
+    # The record comes first: a file is there whole or not at all, also after a kill.
+    _save(tree, lent)
     try:
-        _hide(tree, record["files"])
+        _hide(tree, lent)
         for rel in rels:
-            _lend_one(wheel.root / rel, tree.root / rel, copy)
+            _lend_one(wheel.root / rel, tree.root / rel)
     except BaseException as error:
-        _remove(tree, record, rels)
+        remove(tree, rels)
         if isinstance(error, OSError):
             raise WorkFailed(
                 f"cannot bring {error.filename}: {error.strerror}. "
                 "The checkout is as it was."
             ) from None
         raise
-    _save(tree, record | {"unsure": []})
     return len(rels)
 
 
-def _lend_one(source: Path, place: Path, copy: bool) -> None:
+def _lend_one(source: Path, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
-    if not copy and _LINKED.fullmatch(source.name):
+    if _LINKED.fullmatch(source.name):
         try:
             os.link(source, place, follow_symlinks=True)
         except OSError:
@@ -182,58 +140,83 @@ def _lend_one(source: Path, place: Path, copy: bool) -> None:
     os.replace(half, place)
 
 
-def remove(tree: Worktree) -> int:
-    """Remove them again; files that were rebuilt since stay."""
-    record = load(tree)
-    if record is None:
-        return 0
-    record["unsure"] = list(record["files"])
-    _save(tree, record)
-    return _remove(tree, record, record["unsure"])
-
-
-def _is_ours(path: Path, was: dict) -> bool:
+def _is_ours(path: Path, size: int, mtime_ns: int, source: str) -> bool:
     if path.is_symlink():  # even if the wheel is gone
-        return os.readlink(path) == was["source"]
+        return os.readlink(path) == source
     stat = path.lstat()
-    return (stat.st_size, stat.st_mtime_ns) == (was["size"], was["mtime_ns"])
+    return (stat.st_size, stat.st_mtime_ns) == (size, mtime_ns)
 
 
-def _remove(tree: Worktree, record: dict, rels: list[str]) -> int:
-    count = 0
-    folders = set()
-    for rel in rels:
-        path = tree.root / rel
+def remove(tree: Worktree, rels: Iterable[str] | None = None) -> int:
+    """Remove them again (None: all); files that were rebuilt since stay."""
+    lent, count = load(tree), 0
+    for rel in list(lent) if rels is None else rels:
+        path, was = tree.root / rel, lent.pop(rel)
         files.scratch(path).unlink(missing_ok=True)
-        if os.path.lexists(path) and _is_ours(path, record["files"][rel]):
+        if os.path.lexists(path) and _is_ours(path, *was):
             path.unlink()
             count += 1
-        folders.add(path.parent)
-    for folder in sorted(folders, key=lambda p: len(p.parts), reverse=True):
-        files.remove_empty_folders(folder, tree.torch_dir)
-    gone = set(rels)
-    kept = {rel: was for rel, was in record["files"].items() if rel not in gone}
-    _hide(tree, kept)
-    if kept:
-        _save(tree, record | {"files": kept, "unsure": []})
-        return count
-    path, line = record["pth"] or (None, None)
-    if path:
-        files.scratch(Path(path)).unlink(missing_ok=True)
-    # The file may be another checkout's by now.
-    if path and os.path.isfile(path) and Path(path).read_text() == line:
-        os.unlink(path)
-    _record(tree).unlink()
-    files.remove_if_empty(tree.keep)
+        files.remove_empty_folders(path.parent, tree.root / "torch")
+    _hide(tree, lent)
+    if lent:
+        _save(tree, lent)
+    else:
+        _record(tree).unlink(missing_ok=True)
+        files.remove_if_empty(tree.keep)
     return count
 
 
-def install_pth(tree: Worktree, wheel: Wheel) -> Path:
-    """Have that interpreter import the checkout without PYTHONPATH."""
-    path = wheel.root / PTH
-    # A plain path line would come after site-packages, where the wheel's torch is.
-    line = f"import sys; sys.path.insert(0, {str(tree.root)!r})\n"
-    record = load(tree) or {"files": {}, "unsure": []}
-    _save(tree, record | {"pth": [str(path), line]})
-    files.write(path, line.encode(), wheel.sibling)
-    return path
+def from_wheel(tree: Worktree, wheel: Wheel) -> None:
+    """Make the checkout importable without a compiler."""
+    version = (tree.root / "version.txt").read_text()
+    if versions.release(wheel.version or "") != versions.release(version):
+        raise WrongTarget(
+            f"{tree.root} and {wheel.words} are not the same version: their compiled parts "
+            f"would not fit. Give --python an interpreter with torch {version}"
+        )
+    had = load(tree)
+    count = lend(tree, wheel)
+    brought = f"{count} files brought from {wheel.torch_dir}"
+    print(brought if count else "the compiled parts are in place already")
+    env = {**os.environ, "PYTHONPATH": str(tree.root)}
+    code = "import torch, torch.optim; print(torch.__file__)"
+    done = subprocess.run(
+        [wheel.python, "-c", code], capture_output=True, text=True, env=env,
+        cwd=tree.root, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    where = done.stdout.strip()
+    if done.returncode or not where.startswith(str(tree.root)):
+        if not had:
+            remove(tree)
+        words = done.stderr.strip().splitlines()[-8:] or [where]
+        raise WorkFailed(
+            "\n".join(["import torch does not run out of the checkout:", *words])
+        )
+    print(f"import torch gives {where}")
+    line = f"PYTHONPATH={tree.quoted} {shlex.quote(str(wheel.python))}"
+    if (tree.root / TEST).is_file():
+        line = f"cd {tree.quoted} && {line} {TEST}"
+    print(f"use it:\n  {line}")
+
+
+def from_source(tree: Worktree, python: str | None) -> None:
+    """Run upstream's own editable build."""
+    # Upstream documents the command for the Python that is active in the shell.
+    found = find_interpreter(
+        python or ("python" if shutil.which("python") else "python3")
+    )
+    if lent := remove(tree):
+        print(f"took out {lent} files that came from a wheel")
+    log = tree.keep / "source-build.log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("")
+    what = "building PyTorch from source"
+    code = progress.run(
+        [str(found), *COMMAND], what, log, timeout=BUILD_TIMEOUT_S, cwd=tree.root
+    )
+    if code:
+        raise WorkFailed(
+            f"the build failed with exit code {code}; its last lines:\n"
+            f"{progress.tail(log)}\nall of it: {log}"
+        )
+    print(f"built; the log is {log}")

@@ -1,14 +1,14 @@
-"""The overlay as a list of layers: the whole files, then each patch of the series."""
+"""The overlay's text of each file: whole files and hunks, and the commits that bring them."""
 
 from __future__ import annotations
 
-import dataclasses
+import configparser
+import fnmatch
 import re
-from typing import TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 from . import files, git, versions
 from .errors import WrongTarget
-from .payload import unix
 
 
 if TYPE_CHECKING:
@@ -17,46 +17,17 @@ if TYPE_CHECKING:
     from .payload import Source
 
 
-MESSAGE = """optim: distributed Muon
-
-torch.optim.Muon takes a distributed_config. Each matrix then has exactly one
-owner rank. Ranks send their pieces of the matrix to the owner, the owner
-orthogonalizes the matrix once, and sends the pieces of the result back.
-Without a config nothing changes. torch.optim.muon makes the configs.
-"""
+SUBJECT = "optim: distributed Muon"
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """One commit of the overlay."""
-
-    message: str
-    texts: dict[str, bytes]
-
-
-@dataclasses.dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     name: str
-    text: bytes
+    hunks: bytes
 
     @property
     def paths(self) -> list[str]:
-        found = re.findall(rb"^\+\+\+ b/([^\t\n]+)", self.text, re.MULTILINE)
+        found = re.findall(rb"^\+\+\+ b/([^\t\n]+)", self.hunks, re.MULTILINE)
         return [path.decode() for path in found]
-
-    @property
-    def message(self) -> str:
-        """The text above the first hunk: a subject line and an explanation."""
-        return self._parts()[0].decode().strip() or self.name
-
-    @property
-    def hunks(self) -> bytes:
-        return self._parts()[1]
-
-    def _parts(self) -> tuple[bytes, bytes]:
-        start = re.search(rb"^(?:diff --git |--- a/)", self.text, re.MULTILINE)
-        at = start.start() if start else len(self.text)
-        return self.text[:at], self.text[at:]
 
 
 def series(files: Mapping[str, bytes], version: str) -> list[Patch]:
@@ -68,11 +39,8 @@ def series(files: Mapping[str, bytes], version: str) -> list[Patch]:
             continue
         if words[0] not in files:
             raise WrongTarget(f"patches/series:{number} names {words[0]}: no such file")
-        patch = Patch(words[0], files[words[0]])
-        if not patch.paths:
-            raise WrongTarget(f"patches/{patch.name} changes no file")
         if versions.matches(version, "".join(words[1:])):
-            chosen.append(patch)
+            chosen.append(Patch(words[0], files[words[0]]))
     return chosen
 
 
@@ -83,48 +51,31 @@ def patched(patch: Patch, texts: Mapping[str, bytes]) -> dict[str, bytes]:
     alone, and an installed torch, which is no work tree, takes the same way.
     """
     with files.scratch_folder() as scratch:
-        # git would skip every path if the folder were inside somebody's work tree.
-        alone = {"GIT_CEILING_DIRECTORIES": str(scratch.parent)}
-        for rel, text in texts.items():
-            path = scratch / rel
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(unix(text))
+        git.put(scratch, texts)
         command = ["apply", "--whitespace=nowarn", *(f"--include={r}" for r in texts)]
 
-        def run(*more: str) -> str | None:
-            done = git.git(
-                scratch, *command, *more, data=patch.hunks, check=False, env=alone
-            )
-            return (
-                done.stderr.decode(errors="replace").strip()
-                if done.returncode
-                else None
-            )
+        def run(*more: str) -> str:
+            done = git.git(scratch, *command, *more, data=patch.hunks, check=False)
+            return done.stderr.decode(errors="replace") if done.returncode else ""
 
         # A tree that took the exported series has the hunks already.
-        if run("--reverse", "--check") is not None:
-            words = run()
-            if words is not None:
-                raise WrongTarget(
-                    f"patches/{patch.name} does not fit this torch: {words}"
-                )
+        if run("--reverse", "--check") and (said := run()):
+            raise WrongTarget(f"patches/{patch.name} does not fit this torch: {said}")
         return {rel: (scratch / rel).read_bytes() for rel in texts}
 
 
-def layers(
+def overlay(
     source: Source,
     version: str,
     base: Mapping[str, bytes | None],
     takes: Callable[[str], bool],
-) -> tuple[list[Layer], list[str], list[str]]:
-    """The layers over ``base``, the files that it lacks, and the patches that do not fit."""
-    whole = {rel: unix(t) for rel, t in source.whole.items() if takes(rel)}
-    found, lacking, misfits = [Layer(MESSAGE, whole)], [], []
-    now = dict(base)
+) -> tuple[dict[str, bytes], list[str], list[str]]:
+    """The texts over ``base``, the files that it lacks, and the patches that do not fit."""
+    now = {rel: text for rel, text in source.whole.items() if takes(rel)}
+    lacking, misfits = [], []
     for patch in series(source.patches, version):
-        texts = {
-            r: t for r in patch.paths if takes(r) and (t := now.get(r)) is not None
-        }
+        known = {rel: now.get(rel, base.get(rel)) for rel in patch.paths if takes(rel)}
+        texts = {rel: text for rel, text in known.items() if text is not None}
         lacking += [
             f"{patch.name} skipped for {rel}" for rel in patch.paths if rel not in texts
         ]
@@ -133,8 +84,33 @@ def layers(
         except WrongTarget as error:
             misfits.append(str(error))
             continue
-        new = {rel: text for rel, text in new.items() if text != now[rel]}
-        now |= new
-        if new:
-            found.append(Layer(patch.message, new))
-    return found, lacking, misfits
+        now |= {rel: text for rel, text in new.items() if text != texts[rel]}
+    return now, lacking, misfits
+
+
+def commits(
+    source: Source, texts: Mapping[str, bytes], *, stack: bool = True
+) -> list[tuple[str, dict[str, bytes]]]:
+    """The commits that bring the texts, by patches/stack.ini: message, texts of its files.
+
+    One commit without ``stack``.
+    """
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read_string(source.patches["stack.ini"].decode())
+    patterns = {
+        p: title for title in parser.sections() for p in parser[title]["paths"].split()
+    }
+    parts: dict[str, dict[str, bytes]] = {title: {} for title in parser.sections()}
+    for rel, text in texts.items():
+        found = [p for p in patterns if fnmatch.fnmatchcase(rel, p)]
+        if not found:
+            raise WrongTarget(f"patches/stack.ini has no commit for {rel}")
+        parts[patterns[max(found, key=len)]][rel] = text
+    found = [
+        (f"{title}\n\n{parser[title]['why'].strip()}", part)
+        for title, part in parts.items()
+        if part
+    ]
+    if stack:
+        return found
+    return [("\n\n* ".join([SUBJECT, *(m for m, _ in found)]), dict(texts))]

@@ -1,10 +1,10 @@
-"""This repository's files for PyTorch: the present ones, or those of a commit."""
+"""This repository's files for PyTorch, and the versions of torch that they are for."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from . import git
 from .errors import WrongTarget
@@ -15,20 +15,14 @@ PATCHES = "patches"
 DIRTY = "-dirty"
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     whole: dict[str, bytes]  # path in PyTorch -> text
     patches: dict[str, bytes]  # name in patches/ -> text
     name: str | None  # this repository's commit; None: no git here
 
 
-def unix(text: bytes) -> bytes:
-    """With this repository's line ends: git may change them in a checkout."""
-    return text.replace(b"\r\n", b"\n")
-
-
 def sha256(text: bytes | None) -> str | None:
-    return None if text is None else hashlib.sha256(unix(text)).hexdigest()
+    return None if text is None else hashlib.sha256(text).hexdigest()
 
 
 def is_source(rel: str) -> bool:
@@ -40,15 +34,11 @@ def is_source(rel: str) -> bool:
 
 def discover(root: Path) -> dict[str, Path]:
     """Path in PyTorch -> file here, sorted."""
-    found: dict[str, Path] = {}
-    for top in ROOTS:
-        for path in sorted((root / top).rglob("*")):
-            rel = path.relative_to(root).as_posix()
-            if is_source(rel) and path.is_file():
-                found[rel] = path
-    if "torch/optim/_muon.py" not in found:
+    paths = [path for top in ROOTS for path in sorted((root / top).rglob("*"))]
+    rels = {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
+    if "torch/optim/_muon.py" not in rels:
         raise WrongTarget(f"{root} has no torch/optim/_muon.py: not a whole overlay")
-    return found
+    return {rel: path for rel, path in rels.items() if is_source(rel)}
 
 
 def read(root: Path) -> Source:
@@ -60,33 +50,15 @@ def read(root: Path) -> Source:
 
 def at(root: Path, commit: str) -> Source | None:
     """The files at a commit; None if this repository does not have it."""
-    if commit.endswith(DIRTY) or not has(root, commit):
+    if commit.endswith(DIRTY) or not _has(root, commit):
         return None
     rels = git.lines(root, "ls-tree", "-rz", "--name-only", commit, *ROOTS, PATCHES)
-    found = texts(root, commit, [rel for rel in rels if is_source(rel)])
+    found = git.texts(root, commit, [rel for rel in rels if is_source(rel)])
+    known = {rel: text for rel, text in found.items() if text}
     top = PATCHES + "/"
-    whole = {rel: t for rel, t in found.items() if t and not rel.startswith(top)}
-    patches = {r[len(top) :]: t for r, t in found.items() if t and r.startswith(top)}
+    whole = {rel: text for rel, text in known.items() if not rel.startswith(top)}
+    patches = {r[len(top) :]: t for r, t in known.items() if r.startswith(top)}
     return Source(whole, patches, commit)
-
-
-def texts(where: Path, commit: str, rels: list[str]) -> dict[str, bytes | None]:
-    """The texts of those paths at a commit (empty: in the index; None: no file)."""
-    asked = "".join(f"{commit or ':0'}:{rel}\n" for rel in rels).encode()
-    out = git.git(where, "cat-file", "--batch", data=asked).stdout
-    found: dict[str, bytes | None] = {}
-    at = 0
-    for rel in rels:
-        end = out.index(b"\n", at)
-        kind, size = out[at:end].split()[-2:]
-        at = end + 1
-        if size in (b"missing", b"ambiguous"):
-            found[rel] = None
-            continue
-        end = at + int(size)
-        found[rel] = unix(out[at:end]) if kind == b"blob" else None
-        at = end + 1
-    return found
 
 
 def name(root: Path) -> str | None:
@@ -99,10 +71,8 @@ def name(root: Path) -> str | None:
     return commit + DIRTY * bool(changed) if commit else None
 
 
-def has(root: Path, commit: str) -> bool:
-    return not git.git(
-        root, "cat-file", "-e", f"{commit}^{{commit}}", check=False
-    ).returncode
+def _has(root: Path, commit: str) -> bool:
+    return git.works(root, "cat-file", "-e", f"{commit}^{{commit}}")
 
 
 def is_newer(root: Path, here: str | None, there: str | None) -> bool:
@@ -110,7 +80,8 @@ def is_newer(root: Path, here: str | None, there: str | None) -> bool:
     if there is None or here is None:
         return False
     commit, here = (text.removesuffix(DIRTY) for text in (there, here))
-    if not has(root, commit):
+    if not _has(root, commit):
         return True
-    ask = ("merge-base", "--is-ancestor", here, commit)
-    return here != commit and not git.git(root, *ask, check=False).returncode
+    return here != commit and git.works(
+        root, "merge-base", "--is-ancestor", here, commit
+    )

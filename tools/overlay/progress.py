@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -15,12 +13,11 @@ from .errors import WorkFailed, WrongTarget
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 
-_FRAMES = "|/-\\"
-_PLAIN_EVERY_S = 20.0
+_EVERY_S = 20.0
 
 
 def run(
@@ -30,65 +27,44 @@ def run(
     *,
     timeout: float,
     cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
 ) -> int:
     """Run it, show that it lives, return its exit code; its output goes to ``log``."""
-    log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as sink:
         sink.write(f"$ {' '.join(command)}\n".encode())
         sink.flush()
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
-                cwd=cwd, env=env, start_new_session=True,
+                cwd=cwd, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             raise WrongTarget(f"cannot run {command[0]}: {error.strerror}") from None
+    print(f"{label} ...", flush=True)
+    started = time.monotonic()
     try:
-        _show_until_done(process, label, log, timeout)
+        while process.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(min(_EVERY_S, timeout))
+                break
+            spent = time.monotonic() - started
+            if spent > timeout:
+                raise WorkFailed(f"{label}: stopped after {timeout:.0f} s")
+            last = tail(log, 1).strip()[:100]
+            print(f"{label} ... {spent:.0f} s  {last}", flush=True)
     except BaseException:
         _end(process)
         raise
-    return process.returncode
-
-
-def _show_until_done(
-    process: subprocess.Popen[bytes], label: str, log: Path, timeout: float
-) -> None:
-    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    if not live:
-        print(f"{label} ...", flush=True)
-    started = said = time.monotonic()
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.1 if live else 0.5)
-        spent = time.monotonic() - started
-        if process.returncode is not None:
-            break
-        if spent > timeout:
-            raise WorkFailed(f"{label}: stopped after {timeout:.0f} s")
-        last = tail(log, 1).strip()
-        if live:
-            frame = _FRAMES[int(10 * spent) % 4]
-            width = shutil.get_terminal_size().columns - 1
-            text = f"{frame} {label} {spent:5.0f} s  {last}"[:width]
-            print(f"\r\033[K{text}", end="", flush=True)
-        elif time.monotonic() - said > _PLAIN_EVERY_S:
-            said = time.monotonic()
-            print(f"{label} ... {spent:.0f} s  {last[:100]}", flush=True)
-    end = "\r\033[K" if live else ""
     word = "done" if process.returncode == 0 else f"failed ({process.returncode})"
-    print(f"{end}{label}: {word} in {spent:.1f} s", flush=True)
+    print(f"{label}: {word} in {time.monotonic() - started:.1f} s", flush=True)
+    return process.returncode
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End it with its children: a build would leave dozens of compilers."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             os.killpg(process.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5)
-            return
 
 
 def tail(log: Path, count: int = 30) -> str:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from . import files, git, payload, stock, versions
+from . import files, payload, versions
 from .errors import Refused, WrongTarget
-from .payload import sha256, unix
+from .payload import sha256
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from .patches import Layer
     from .payload import Source
 
     Texts = Mapping[str, bytes | None]
@@ -27,19 +27,15 @@ class Plan:
     """The text of each path of the overlay, in each role; None: no file."""
 
     source: Source
-    layers: list[Layer]
+    new: dict[str, bytes]  # with the overlay
     lacking: list[str]  # hunks of files that the target lacks, in words
     misfits: list[str]  # patches that do not fit, in words
     base: dict[str, bytes | None]  # without the overlay; no key: not known
     now: dict[str, bytes | None]
     ours: dict[str, set[str | None]]  # hashes of the texts that an overlay wrote there
-    laid: dict[str, str | None]  # hashes of the overlay that is there
-    laid_name: str | None = None  # its commit in this repository
+    laid: Texts  # texts or hashes of the overlay that is there
+    laid_name: str | None  # its commit in this repository
     staged: dict[str, bytes | None] = dataclasses.field(default_factory=dict)
-
-    @property
-    def new(self) -> dict[str, bytes]:
-        return {rel: t for layer in self.layers for rel, t in layer.texts.items()}
 
     @property
     def wanted(self) -> dict[str, bytes | None]:
@@ -52,13 +48,20 @@ class Plan:
 
 @dataclasses.dataclass
 class Report:
-    written: list[str] = dataclasses.field(default_factory=list)
-    removed: list[str] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
+    changes: Texts
+    notes: list[str]
     warnings: list[str] = dataclasses.field(default_factory=list)
     commits: list[str] = dataclasses.field(default_factory=list)
     parts: int = 0  # compiled parts that were removed
     uncommitted: bool = False  # the branch has the overlay, its revert is not committed
+
+    @property
+    def written(self) -> list[str]:
+        return [rel for rel, text in self.changes.items() if text is not None]
+
+    @property
+    def removed(self) -> list[str]:
+        return [rel for rel, text in self.changes.items() if text is None]
 
 
 WORDS = {
@@ -67,19 +70,17 @@ WORDS = {
     "outdated": "another overlay than this repository; `apply` (or `env`) updates it",
     "newer": "an overlay that came after this repository's commit; update this clone",
     "changed": "the overlay, with files changed or missing since",
-    "interrupted": "a part of a command that was cut off; the next command finishes it",
     "reverted": "the overlay in git only: the work tree has it reverted, not committed",
     "upgraded": "the overlay of another torch",
     "gone": "files of the overlay, and no torch any more: `revert` removes them",
-    "unknown": "the overlay in git, on a base that is not known",
 }
 
 
 class Target:
     """A tree that has a ``torch`` package.
 
-    A subclass has ``plan``, ``_apply``, ``_revert``, ``interrupted`` (whether a killed
-    command left work) and ``way_out`` (how a user keeps or drops edits, in words).
+    A subclass has ``plan``, ``_apply``, ``_revert``, ``_finish`` (a killed command's work)
+    and ``way_out`` (how a user keeps or drops edits, in words).
     """
 
     kind: str
@@ -92,13 +93,21 @@ class Target:
         self.version = version
         self.copies = self.torch_dir / FOLDER / "original"
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Work on it alone, after the work of a killed command is finished."""
+        with files.held(self.lock):
+            if self._finish():
+                print("an earlier command was cut off half way")
+            yield
+
     def takes(self, rel: str) -> bool:
         """Whether the overlay has this file for the target: tests are for checkouts."""
         return self.kind == "checkout" or rel.startswith("torch/")
 
     def read(self, rel: str) -> bytes | None:
         path = self.root / rel
-        return unix(path.read_bytes()) if path.is_file() else None
+        return path.read_bytes() if path.is_file() else None
 
     @property
     def sibling(self) -> Path:
@@ -110,14 +119,13 @@ class Target:
         """Where a copy of the stock file lies."""
         return self.copies / rel.removeprefix("torch/")
 
+    def keep(self, copies: Mapping[Path, bytes]) -> None:
+        for path, text in copies.items():
+            if not path.is_file() or path.read_bytes() != text:
+                files.write(path, text, self.sibling)
+
     def write(self, changes: Texts) -> None:
-        """Write all files or none, with the line ends that each has there."""
-        places: dict[Path, bytes | None] = {}
-        for rel, text in changes.items():
-            path = self.root / rel
-            if text and path.is_file() and b"\r\n" in path.read_bytes():
-                text = text.replace(b"\n", b"\r\n")
-            places[path] = text
+        places = {self.root / rel: text for rel, text in changes.items()}
         files.replace(places, self.sibling, self.root)
 
     def apply(
@@ -126,37 +134,24 @@ class Target:
         *,
         commit: bool = False,
         force: bool = False,
-        dry_run: bool = False,
+        dry: bool = False,
     ) -> Report:
         plan = self.plan(root)
-        report = Report(warnings=self._check_apply(plan, root, force))
-        report.notes = [f"{note}: {self.words} has none" for note in plan.lacking]
-        return self._carry_out(plan, plan.wanted, report, self._apply, commit, dry_run)
+        self._check_edits(plan, root, "the overlay writes")
+        self._check_base(plan)
+        report = Report(plan.changes(plan.wanted), plan.lacking)
+        report.warnings = self._check_apply(plan, root, report.changes, force)
+        if not dry:
+            self._apply(plan, report, commit)
+        return report
 
-    def revert(
-        self, root: Path, *, commit: bool = False, dry_run: bool = False
-    ) -> Report:
+    def revert(self, root: Path, *, commit: bool = False, dry: bool = False) -> Report:
         plan = self.plan(root)
         self._check_edits(plan, root, "the overlay wrote")
         self._check_base(plan)
-        return self._carry_out(plan, plan.base, Report(), self._revert, commit, dry_run)
-
-    def _carry_out(
-        self,
-        plan: Plan,
-        want: Texts,
-        report: Report,
-        do: Callable,
-        commit: bool,
-        dry_run: bool,
-    ) -> Report:
-        if commit and self.kind == "wheel":
-            raise WrongTarget("--commit goes with --checkout")
-        changes = plan.changes(want)
-        report.written = [rel for rel, text in changes.items() if text is not None]
-        report.removed = [rel for rel, text in changes.items() if text is None]
-        if not dry_run:
-            do(plan, changes, report, commit)
+        report = Report(plan.changes(plan.base), [])
+        if not dry:
+            self._revert(plan, report, commit)
         return report
 
     def _check_base(self, plan: Plan) -> None:
@@ -167,15 +162,15 @@ class Target:
 
         Known are the base, every overlay that was applied there, and this repository.
         """
-        new = plan.new
-        lost: dict[str, set[bytes]] = {}
-        for rel, now in plan.now.items():
-            for text in (now, plan.staged.get(rel, now)):
-                stock_or_new = text in (plan.base.get(rel), new.get(rel))
-                if not (stock_or_new or sha256(text) in plan.ours[rel]):
-                    lost.setdefault(rel, set()).add(text or b"")
-        old = git.known(root, {t for found in lost.values() for t in found if t})
-        edited = [rel for rel, found in lost.items() if not found <= old]
+        edited = [
+            rel
+            for rel, now in plan.now.items()
+            if not all(
+                text in (plan.base.get(rel), plan.new.get(rel))
+                or sha256(text) in plan.ours[rel]
+                for text in (now, plan.staged.get(rel, now))
+            )
+        ]
         if edited:
             raise Refused(
                 f"{self.words} has other changes in files that {doing}:\n"
@@ -183,20 +178,21 @@ class Target:
                 + f"{self.way_out(plan, edited)}\nNothing was touched."
             )
 
-    def _check_apply(self, plan: Plan, root: Path, force: bool) -> list[str]:
+    def _check_apply(
+        self, plan: Plan, root: Path, changes: Texts, force: bool
+    ) -> list[str]:
         """Raise if ``apply`` must not go on; the warnings if it may."""
-        self._check_edits(plan, root, "the overlay writes")
-        self._check_base(plan)
-        if self.version is None:
+        version = self.version
+        if version is None:
             raise WrongTarget(f"{self.words}: `revert` removes the overlay")
-        warnings, changes = [], plan.changes(plan.wanted)
-        if not versions.supported(self.version or ""):
-            said = stock.untested(self.words, self.version or "", plan.base)
+        warnings = []
+        if not versions.supported(version):
+            said = versions.untested(self.words, version, plan.base)
             if not force:
                 raise WrongTarget(
                     f"{said}\n`apply --force` goes on. Nothing was touched."
                 )
-            warnings += [said, *plan.misfits] if changes else []
+            warnings = [said, *plan.misfits] if changes else []
         elif plan.misfits:
             raise WrongTarget(f"{plan.misfits[0]}. Nothing was touched.")
         if changes and payload.is_newer(root, plan.source.name, plan.laid_name):
@@ -205,36 +201,22 @@ class Target:
                 f"repository is at {plan.source.name}, which is older. Update this clone "
                 "(git pull), or `revert` first. Nothing was touched."
             )
-        for rel in changes.keys() & plan.source.whole.keys():
-            now = plan.now[rel]
-            if now is not None and now == plan.base[rel] and not stock.known(rel, now):
-                warnings.append(
-                    f"{rel} there is of no release that this overlay knows. The overlay "
-                    "replaces the whole file; `revert` restores it"
-                )
-        return warnings
+        return warnings + [
+            f"{rel} there is of no release that this overlay knows. The overlay replaces "
+            "the whole file; `revert` restores it"
+            for rel in changes.keys() & plan.source.whole.keys()
+            if (now := plan.now[rel]) is not None
+            and now == plan.base[rel]
+            and not versions.stock(rel, now)
+        ]
 
     def status(self, root: Path) -> dict[str, Any]:
         plan = self.plan(root)
-        new, found = plan.new, {}
-        for rel, now in plan.now.items():
-            base = plan.base.get(rel)
-            if now == new.get(rel, base):
-                found[rel] = "current" if now != base else None
-            elif now == base and rel in new and rel not in plan.laid:
-                found[rel] = "outdated"  # an older overlay did not have it
-            elif now in (None, base):
-                word = "missing" if now is None else "original"
-                found[rel] = word if rel in new else None
-            else:
-                found[rel] = "outdated" if sha256(now) in plan.ours[rel] else "changed"
-        found = {rel: word for rel, word in found.items() if word}
+        found = {rel: word for rel in plan.now if (word := self._word(plan, rel))}
         there = any(plan.now[rel] != plan.base.get(rel) for rel in found)
         busy = files.busy(self.lock)
         state, note = self._state(plan, there)
-        if self.interrupted() and not busy:
-            state = "interrupted"
-        elif state == "":
+        if state == "":
             kinds = set(found.values())
             if kinds == {"current"}:
                 state = "current"
@@ -242,26 +224,28 @@ class Target:
                 state = "newer"
             else:
                 state = "outdated" if kinds <= {"current", "outdated"} else "changed"
-        copies = {r: str(p) for r in new if (p := self.copy_of(r)).is_file()}
         return {
-            "target": str(self.root),
-            "kind": self.kind,
-            "torch": self.version,
-            "state": state,
-            "note": note,
-            "busy": busy,
+            "target": str(self.root), "kind": self.kind, "torch": self.version,
+            "state": state, "note": note, "busy": busy,
             "overlay": plan.laid_name if there else None,
             "files": {} if state in ("none", "reverted", "gone") else found,
-            "originals": copies if there else {},
-        }
+            "originals": str(self.copies) if self.copies.is_dir() else None,
+        }  # fmt: skip
+
+    def _word(self, plan: Plan, rel: str) -> str:
+        now, base, new = plan.now[rel], plan.base.get(rel), plan.new.get(rel)
+        if now == (base if new is None else new):
+            return "current" if now != base else ""
+        if now == base and new is not None and rel not in plan.laid:
+            return "outdated"  # an older overlay did not have it
+        if now in (None, base):
+            word = "missing" if now is None else "original"
+            return word if new is not None else ""
+        return "outdated" if sha256(now) in plan.ours[rel] else "changed"
 
     def _state(self, plan: Plan, there: bool) -> tuple[str, str]:
         """A state that the files do not tell (empty: they tell it), and a note on it."""
         return "" if there else "none", ""
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def words(status: Mapping[str, Any], *, verbose: bool = False) -> str:
@@ -275,16 +259,11 @@ def words(status: Mapping[str, Any], *, verbose: bool = False) -> str:
         lines.append(f"overlay of commit {status['overlay']}")
     for rel, word in sorted(status["files"].items()):
         if verbose or word != "current":
-            kept = "  (original kept)" if rel in status["originals"] else ""
-            lines.append(f"  {word:9} {rel}{kept}")
-    current = list(status["files"].values()).count("current")
-    if status["files"] and not verbose:
-        lines.append(
-            f"{count(current, 'file')} as in this repository, "
-            f"{count(len(status['originals']), 'original')} kept (--verbose names them)"
-        )
+            lines.append(f"  {word:9} {rel}")
+    if current := list(status["files"].values()).count("current"):
+        lines.append(f"files as in this repository: {current} (--verbose names them)")
+    if status["originals"]:
+        lines.append(f"stock files: {status['originals']}")
     if status.get("compiled_parts"):
-        lines.append(
-            f"{count(status['compiled_parts'], 'compiled part')} lent by a wheel"
-        )
+        lines.append(f"compiled parts lent by a wheel: {status['compiled_parts']}")
     return "\n".join(lines)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from . import env
 from .errors import Refused, WrongTarget
-from .interpreter import ask_python
-from .wheel import find_wheel
+from .wheel import ask_python, find_wheel
 
 
 # On another interpreter: the optimizer's tests, and why some are skipped.
@@ -28,30 +27,24 @@ def run(python: Path, args: list[str], root: Path, *, measure: bool) -> int:
     Returns pytest's exit code, or 1 if only the coverage is too little.
     """
     if not measure:
-        return env.run_in(python, ["-m", "pytest", *args], root, timeout=None)
+        return env.run_in(python, ["-m", "pytest", *args], root)
     # This run's own folder: another run may use the same environment.
     with tempfile.TemporaryDirectory(prefix="coverage") as folder:
-        return _measured(python, args, root, Path(folder))
-
-
-def _measured(python: Path, args: list[str], root: Path, folder: Path) -> int:
-    variables = {
-        # One place, also for processes that tests start in other folders.
-        "COVERAGE_FILE": str(folder / "data"),
-        # Not the copies that tests of the overlay make.
-        "MUON_MEASURED": str(find_wheel(python).root / "torch" / "optim"),
-        # All tests execute most of it many times: see test/conftest.py.
-        "MUON_MEASURE": "each" if args else "once",
-    }
-    chosen = args or ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
-    command = ["-m", "coverage", "run", "-m", "pytest", *chosen]
-    code = env.run_in(python, command, root, timeout=None, variables=variables)
-    report = ["-m", "tools.coverage"]
-    if args or code:
-        report.append("--no-limits")
-    print("\nCoverage of the optimizer, all processes:", flush=True)
-    shown = env.run_in(python, report, root, timeout=None, variables=variables)
-    return code or shown
+        variables = {
+            # One place, also for processes that tests start in other folders.
+            "COVERAGE_FILE": str(Path(folder) / "data"),
+            # Not the copies that tests of the overlay make.
+            "MUON_MEASURED": str(find_wheel(python).torch_dir / "optim"),
+            # All tests execute most of it many times: see test/conftest.py.
+            "MUON_MEASURE": "each" if args else "once",
+        }
+        chosen = args or ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
+        command = ["-m", "coverage", "run", "-m", "pytest", *chosen]
+        code = env.run_in(python, command, root, variables)
+        report = ["-m", "tools.coverage", *["--no-limits"] * bool(args or code)]
+        print("\nCoverage of the optimizer, all processes:", flush=True)
+        shown = env.run_in(python, report, root, variables)
+        return code or shown
 
 
 def run_with(python: str, args: list[str], root: Path) -> int:
@@ -75,13 +68,8 @@ def run_with(python: str, args: list[str], root: Path) -> int:
             )
         try:
             target.apply(root)
-            return env.run_in(
-                target.python,
-                ["-m", "pytest", *(args or ELSEWHERE)],
-                root,
-                timeout=None,
-                variables={"MUON_TEST_SHARE_GPU": "1"},
-            )
+            chosen = ["-m", "pytest", *(args or ELSEWHERE)]
+            return env.run_in(target.python, chosen, root, {"MUON_TEST_SHARE_GPU": "1"})
         finally:
             if before == "none":
                 # A second Ctrl-C would keep the overlay.

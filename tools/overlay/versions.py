@@ -1,31 +1,51 @@
-"""Which torch the overlay is for, and how its versions compare."""
+"""Which torch the overlay is for: its versions, and their stock files where it writes."""
 
 from __future__ import annotations
 
 import re
 from operator import eq, ge, gt, le, lt, ne
+from typing import TYPE_CHECKING
 
 from .errors import WrongTarget
+from .payload import sha256
+
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 PINNED = "2.13.0"
-OLDEST = (2, 11)
-NEWEST = (2, 15)
-
+OLDEST, NEWEST = (2, 11), (2, 15)
+SUPPORTED = "2.11 to 2.15"
 _COMPARE = {"==": eq, "!=": ne, ">=": ge, "<=": le, ">": gt, "<": lt}
+# A fork has commits of its own, and a patched torch can be packed into a wheel. These
+# are the files of the releases, by the beginning of their sha256.
+STOCK = {
+    "torch/optim/_muon.py": {
+        "38e95918424bd266": "2.11", "4d003aba2d0c7fcc": "2.12, 2.13",
+        "c17abbb8af4c935d": "2.14", "9b36a3b576352feb": "2.15",
+    },
+    "torch/distributed/distributed_c10d.py": {
+        "796ffcd9664734a8": "2.11", "c03488a330d66d9b": "2.12", "cb2926a8eeaa4a04": "2.13",
+        "ffa3de81159c96c1": "2.14", "6d0bbb7be66d992e": "2.15",
+    },
+    "torch/testing/_internal/common_optimizers.py": {
+        "9a61a64a750cf3df": "2.11", "3c834975c8d10d5d": "2.12", "2f8b3f7f95437e6a": "2.13",
+        "b54444cb3c52c2f1": "2.14", "3845e06ca97042e7": "2.15",
+    },
+}  # fmt: skip
 
 
-def supported_words() -> str:
-    return f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+def stock(rel: str, text: bytes | None) -> str | None:
+    """The versions whose file this is."""
+    return STOCK.get(rel, {}).get((sha256(text) or "")[:16])
 
 
 def release(version: str) -> tuple[int, int, int]:
     """``2.14.0a0+git1234`` is ``(2, 14, 0)``: an alpha has its release's sources."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?![\d.])", version.strip())
     if match is None:
-        raise WrongTarget(
-            f"{version!r} is not a torch version; supported: {supported_words()}"
-        )
+        raise WrongTarget(f"{version!r} is not a torch version; supported: {SUPPORTED}")
     major, minor, patch = match.groups(default="0")
     return int(major), int(minor), int(patch)
 
@@ -34,12 +54,16 @@ def supported(version: str) -> bool:
     return OLDEST <= release(version)[:2] <= NEWEST
 
 
-def check_supported(version: str) -> None:
-    if not supported(version):
-        raise WrongTarget(
-            f"asked for torch {version}; this overlay supports torch "
-            f"{supported_words()}. Nothing was touched."
-        )
+def untested(words: str, version: str, base: Mapping[str, bytes | None]) -> str:
+    """A warning about a torch that is not among the supported ones."""
+    lines = [
+        f"{words}; the overlay supports {SUPPORTED}, and is untested on {version}."
+    ]
+    for rel in STOCK:
+        found = stock(rel, base.get(rel)) or "no supported version"
+        if base.get(rel) is not None:
+            lines.append(f"  {rel}: as in {found}")
+    return "\n".join(lines)
 
 
 def matches(version: str, spec: str) -> bool:

@@ -9,25 +9,23 @@ files the next command finishes.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, TYPE_CHECKING
 
-from . import files, patches, payload, stock, versions, worktree
-from .errors import WrongTarget
-from .interpreter import PTH, ask_where, find_interpreter
+from . import files, patches, payload, versions
+from .errors import WorkFailed, WrongTarget
 from .payload import sha256
 from .target import FOLDER, Plan, Report, Target
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from .target import Texts
 
 
@@ -47,10 +45,6 @@ class Manifest(NamedTuple):
     overlay: str | None  # this repository's commit
     files: dict[str, Entry]
 
-    def dump(self) -> bytes:
-        data = {"format": FORMAT, **self._asdict()}
-        return (json.dumps(data, indent=1, sort_keys=True) + "\n").encode()
-
 
 class Wheel(Target):
     kind = "wheel"
@@ -61,21 +55,14 @@ class Wheel(Target):
         super().__init__(root, version)
         self.python = python
         self.lock = self.torch_dir
-        self.words = (
-            f"torch {version} in {root}" if version else f"{root}, without torch"
-        )
+        words = f"torch {version} in {root}"
+        self.words = words if version else f"{root}, without torch"
         self._path = self.torch_dir / FOLDER / "manifest.json"
-        hashes = dict(_record_lines(record)) if record else {}
+        # path,hash,size: paths of the torch package never hold a comma or a quote.
+        rows = [line.rsplit(",", 2) for line in (record or "").splitlines()]
+        hashes = {row[0]: row[1] for row in rows if len(row) == 3}
         # conda and distributions keep no RECORD; an editable build lists no torch files.
         self._hashes = hashes if "torch/__init__.py" in hashes else None
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Work on it alone, after the work of a killed command is finished."""
-        with files.held(self.lock):
-            if self._finish():
-                print("an earlier command was cut off half way: finished")
-            yield
 
     def manifest(self) -> Manifest | None:
         """None also if it is damaged: RECORD and the copies' hashes tell enough."""
@@ -88,50 +75,26 @@ class Wheel(Target):
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
+    def _entries(self) -> dict[str, Entry]:
+        found = self.manifest()
+        return found.files if found else {}
+
     def overlaid(self, rels: list[str]) -> set[str]:
         """Those files that the overlay added."""
-        found = self.manifest()
-        if found is None:  # lost, if there are copies
-            known = self._hashes if self.copies.is_dir() else None
-            return {rel for rel in rels if known is not None and rel not in known}
-        return {rel for rel, entry in found.files.items() if entry.stock is None}
-
-    def _scrap(self, found: Manifest | None) -> list[Path]:
-        own = [*self._path.parent.rglob("*.muon-new")]
-        return own + [
-            path
-            for rel in (found.files if found else ())
-            if (path := files.scratch(self.root / rel)).exists()
-        ]
-
-    def interrupted(self) -> bool:
-        return bool(self._scrap(self.manifest()))
+        if self.manifest() is None and self.copies.is_dir():  # it was lost
+            return {rel for rel in rels if rel not in (self._hashes or rels)}
+        return {rel for rel, entry in self._entries().items() if entry.stock is None}
 
     def _finish(self) -> bool:
-        """All new texts wait next to their places before the first rename."""
-        found = self.manifest()
-        changes: dict[str, bytes | None] = {}
-        complete = True
-        for rel, entry in (found.files if found else {}).items():
-            now = sha256(self.read(rel))
-            if now == entry.new or now != entry.was:
-                continue  # done, or edited since
-            waits = files.scratch(self.root / rel)
-            changes[rel] = waits.read_bytes() if waits.is_file() else None
-            complete &= sha256(changes[rel]) == entry.new
-        scrap = self._scrap(found)
-        if complete:
-            self.write(changes)
-        for path in scrap:
-            path.unlink(missing_ok=True)
-        for rel in found.files if found else ():
+        """The next command knows the files that a killed one wrote: the manifest has both."""
+        scrap = [*self._path.parent.rglob("*.muon-new")]
+        scrap += [files.scratch(self.root / rel) for rel in self._entries()]
+        found = [path for path in scrap if path.exists()]
+        for path in found:
+            path.unlink()
+        for rel in self._entries() if found else ():
             files.tidy(self.root / rel, self.root)
-        if found and all(
-            e.new == e.stock == sha256(self.read(r)) for r, e in found.files.items()
-        ):
-            shutil.rmtree(self._path.parent)  # a revert that was nearly done
-            return True
-        return bool(scrap) or (complete and bool(changes))
+        return bool(found)
 
     def _stock(
         self, found: Manifest | None, rels: list[str]
@@ -140,34 +103,24 @@ class Wheel(Target):
         out: dict[str, bytes | None] = {}
         for rel in rels:
             now, copy = self.read(rel), self.copy_of(rel)
-            kept = payload.unix(copy.read_bytes()) if copy.is_file() else None
+            kept = copy.read_bytes() if copy.is_file() else None
             entry = found.files.get(rel) if found else None
-            if self.version is None or rel not in (self._hashes or [rel]):
-                out[rel] = None
+            texts: list[bytes | None] = [now]
+            if self.version is None:
+                texts = [None]
             elif self._hashes is not None:
-                if now is not None and record_hash(now) == self._hashes[rel]:
-                    out[rel] = now
-                elif kept is not None and record_hash(kept) == self._hashes[rel]:
-                    out[rel] = kept
-            elif entry and found and found.torch == self.version:
-                if entry.stock in (sha256(now), sha256(kept)):
-                    out[rel] = now if sha256(now) == entry.stock else kept
-            elif stock.known(rel, now) or self._is_stock(rel, now, entry):
-                out[rel] = now
-            elif kept is not None and self._minor() in (stock.known(rel, kept) or ""):
-                out[rel] = kept
-            elif entry.stock is None if entry else rel not in stock.KNOWN:
-                out[rel] = None
+                wanted = self._hashes.get(rel)
+                texts = [t for t in (now, kept, None) if _record_hash(t) == wanted]
+            elif found and entry and found.torch == self.version:
+                texts = [t for t in (now, kept, None) if sha256(t) == entry.stock]
+            elif entry and sha256(now) in (entry.was, entry.new):
+                # torch was upgraded under the overlay, whose text is still there.
+                texts = [None] if entry.stock is None else []
+            elif b"_muon_engine" in (now or b""):
+                texts = []
+            if texts:
+                out[rel] = texts[0]
         return out
-
-    def _minor(self) -> str:
-        return ".".join(map(str, versions.release(self.version or "")[:2]))
-
-    def _is_stock(self, rel: str, now: bytes | None, entry: Entry | None) -> bool:
-        """Without RECORD: whether the file there counts as torch's own."""
-        if entry:  # torch was upgraded since
-            return now is not None and sha256(now) not in (entry.was, entry.new)
-        return rel in stock.KNOWN and b"_muon_engine" not in (now or b"")
 
     def plan(self, root: Path) -> Plan:
         source, found = payload.read(root), self.manifest()
@@ -175,22 +128,17 @@ class Wheel(Target):
         version = self.version or versions.PINNED
         series = patches.series(source.patches, version)
         hunked = [rel for patch in series for rel in patch.paths]
-        rels = [
-            rel
-            for rel in dict.fromkeys([*source.whole, *hunked, *before])
-            if self.takes(rel)
-        ]
+        every = dict.fromkeys([*source.whole, *hunked, *before])
+        rels = [rel for rel in every if self.takes(rel)]
         base = self._stock(found, rels)
-        layers, lacking, misfits = patches.layers(source, version, base, self.takes)
-        laid = {
-            rel: entry.new for rel, entry in before.items() if entry.new != entry.stock
+        new = patches.overlay(source, version, base, self.takes)
+        now = {rel: self.read(rel) for rel in rels}
+        ours = {
+            r: {before[r].was, before[r].new} if r in before else set() for r in rels
         }
-        return Plan(
-            source, layers, lacking, misfits, base,
-            now={rel: self.read(rel) for rel in rels},
-            ours={r: {before[r].was, before[r].new} if r in before else set() for r in rels},
-            laid=laid, laid_name=found.overlay if found and laid else None,
-        )  # fmt: skip
+        laid: Texts = {r: b"" for r, e in before.items() if e.new != e.stock}
+        name = found.overlay if found and laid else None
+        return Plan(source, *new, base, now, ours, laid, name)
 
     def _check_base(self, plan: Plan) -> None:
         unknown = [rel for rel in plan.now if rel not in plan.base]
@@ -211,66 +159,51 @@ class Wheel(Target):
         )
 
     def way_out(self, plan: Plan, rels: list[str]) -> str:
-        lines = ["Keep a copy of your changes. There is no git there; these drop them:"]
-        added = [rel for rel in rels if rel in plan.base and plan.base[rel] is None]
+        places = {r: shlex.quote(str(self.root / r)) for r in rels}
+        lines = [f"  rm {places[r]}" for r in rels if plan.base.get(r, b"") is None]
         for rel in rels:
-            place, copy = shlex.quote(str(self.root / rel)), self.copy_of(rel)
-            if rel in added:
-                lines.append(f"  rm {place}")
-            elif copy.is_file() and payload.unix(copy.read_bytes()) == plan.base.get(
-                rel
-            ):
-                lines.append(f"  cp {shlex.quote(str(copy))} {place}")
-            elif rel not in plan.base or plan.now[rel] != plan.base[rel]:
-                lines.append(f"  {self._reinstall()}")
-        return "\n".join(dict.fromkeys(lines))
+            copy = self.copy_of(rel)
+            if copy.is_file() and copy.read_bytes() == plan.base.get(rel):
+                lines.append(f"  cp {shlex.quote(str(copy))} {places[rel]}")
+        if len(lines) < len(rels):
+            lines.append(f"  {self._reinstall()}")
+        words = "Keep a copy of your changes. There is no git there; these drop them:"
+        return "\n".join([words, *lines])
 
-    def _apply(self, plan: Plan, changes: Texts, report: Report, commit: bool) -> None:
-        copies = {
-            self.copy_of(r): t for r in plan.new if (t := plan.base[r]) is not None
-        }
-        self._write(plan, plan.wanted, changes, copies, plan.source.name)
+    def _apply(self, plan: Plan, report: Report, commit: bool) -> None:
+        copies = {r: t for r in plan.new if (t := plan.base[r]) is not None}
+        self.keep({self.copy_of(rel): text for rel, text in copies.items()})
+        self._write(plan, plan.wanted, report.changes, plan.source.name)
 
-    def _revert(self, plan: Plan, changes: Texts, report: Report, commit: bool) -> None:
-        if changes:
-            self._write(plan, plan.base, changes, {}, plan.laid_name)
+    def _revert(self, plan: Plan, report: Report, commit: bool) -> None:
+        if report.changes:
+            self._write(plan, plan.base, report.changes, plan.laid_name)
         shutil.rmtree(self._path.parent, ignore_errors=True)
         if self.version is None:
             files.remove_empty_folders(self.torch_dir, self.root)
 
-    def _write(
-        self,
-        plan: Plan,
-        want: Texts,
-        changes: Texts,
-        copies: Mapping[Path, bytes],
-        name: str | None,
-    ) -> None:
-        entries = {}
-        for rel, text in want.items():
-            entry = Entry(*map(sha256, (plan.base[rel], plan.now[rel], text)))
-            if len(set(entry)) > 1 or entry.new != entry.stock:
-                entries[rel] = entry
-        found = self.manifest()
-        if found and not changes and _news(found.files) == _news(entries):
-            entries = found.files  # no file changes: the earlier hashes stay true
-        new = Manifest(self.version, name, entries).dump()
+    def _write(self, plan: Plan, want: Texts, changes: Texts, name: str | None) -> None:
+        entries = {
+            rel: entry
+            for rel, text in want.items()
+            if len(
+                set(entry := Entry(*map(sha256, (plan.base[rel], plan.now[rel], text))))
+            )
+            > 1
+        }
+        found = self._entries()
+        if found and not changes and _news(found) == _news(entries):
+            entries = found  # no file changes: the earlier hashes stay true
+        new = {"format": FORMAT, **Manifest(self.version, name, entries)._asdict()}
+        text = json.dumps(new, indent=1, sort_keys=True).encode()
         before = self._path.read_bytes() if self._path.is_file() else None
         try:
-            for path, text in copies.items():
-                if not path.is_file() or path.read_bytes() != text:
-                    files.write(path, text, self.sibling)
-            if before != new:
-                files.write(self._path, new, self.sibling)
+            if before != text:
+                files.write(self._path, text, self.sibling)
             self.write(changes)
         except BaseException:
-            with contextlib.suppress(OSError):
-                if before is not None:
-                    files.write(self._path, before, self.sibling)
-                elif plan.now == plan.base:  # no overlay was there
-                    shutil.rmtree(self._path.parent)
-                else:
-                    self._path.unlink()
+            if plan.now == plan.base:  # no overlay was there
+                shutil.rmtree(self._path.parent, ignore_errors=True)
             raise
 
     def _state(self, plan: Plan, there: bool) -> tuple[str, str]:
@@ -284,26 +217,13 @@ class Wheel(Target):
             )
         return super()._state(plan, there)
 
-    def export(
-        self, root: Path, out: Path, *, dry_run: bool = False
-    ) -> tuple[list[Path], str]:
-        """Write the ``git am`` series; the files, and the base in words."""
-        plan, words = self.plan(root), f"a pristine torch {self.version}"
-        self._check_base(plan)
-        if dry_run:
-            return [], words
-        with files.scratch_folder() as scratch:
-            tree = worktree.new(scratch, plan.base)
-            tip = base = tree.resolve("HEAD")
-            # The tests, too: a wheel takes none, a tree of that version does.
-            layers = patches.layers(plan.source, self.version or "", plan.base, bool)[0]
-            for layer in layers:
-                tip = tree.commit(tip, layer.texts, layer.message, plan.source.name)
-            return worktree.write_series(tree, base, tip, out), words
 
-
-def _news(entries: Mapping[str, Entry]) -> dict[str, str | None]:
+def _news(entries: dict[str, Entry]) -> dict[str, str | None]:
     return {rel: entry.new for rel, entry in entries.items()}
+
+
+def _record_hash(data: bytes | None) -> str | None:
+    return None if data is None else record_hash(data)
 
 
 def record_hash(data: bytes) -> str:
@@ -311,17 +231,76 @@ def record_hash(data: bytes) -> str:
     return "sha256=" + digest.rstrip(b"=").decode()
 
 
-def _record_lines(record: str) -> list[tuple[str, str]]:
-    # path,hash,size: paths of the torch package never hold a comma or a quote.
-    rows = (line.rsplit(",", 2) for line in record.splitlines() if line)
-    return [(row[0], row[1]) for row in rows if len(row) == 3]
+# The interpreter itself runs this. It never imports torch: that takes seconds, and
+# fails on exactly those targets that need help.
+_WHERE = """
+import importlib.metadata, importlib.util, json, os, sys
+spec = importlib.util.find_spec("torch")
+folders = list(spec.submodule_search_locations or []) if spec else []
+closed = [p for p in sys.path + folders if os.path.isdir(p) and not os.access(p, os.R_OK | os.X_OK)]
+found = {"origin": spec.origin if spec else None, "folders": folders, "closed": closed}
+found |= {"version": None, "record": None}
+try:
+    dist = importlib.metadata.distribution("torch")
+    found |= {"version": dist.version, "record": dist.read_text("RECORD")}
+except importlib.metadata.PackageNotFoundError:
+    pass
+print(json.dumps(found))
+"""
+# The first entry is the current folder, where anybody's torch/ or json.py may be.
+_ALONE = "import sys; sys.path[:] = [p for p in sys.path if p]\n"
 
 
-def _from_version_file(torch_dir: Path) -> str | None:
-    path = torch_dir / "version.py"
-    text = path.read_text() if path.is_file() else ""
-    found = re.search(r"__version__ = '([^']+)'", text)
-    return found.group(1) if found else None
+def plain_environment() -> dict[str, str]:
+    """Without PYTHONPATH, which could put another torch before the interpreter's own."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+
+def ask_python(python: str | Path, code: str, *, timeout: float = 120) -> str:
+    """Run ``code`` in that interpreter, away from the caller's own paths."""
+    try:
+        done = subprocess.run(
+            [str(python), "-c", _ALONE + code],
+            capture_output=True,
+            text=True,
+            env=plain_environment(),
+            cwd=Path(python).parent,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout,
+        )
+    except OSError as error:
+        raise WrongTarget(f"cannot run {python}: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise WorkFailed(f"{python} gave no answer in {timeout:.0f} s") from None
+    if done.returncode:
+        # Programs that are no Python tend to repeat the whole probe.
+        last = (done.stderr.strip().splitlines() or [""])[-1].strip()[:200]
+        raise WrongTarget(
+            f"{python} is not a working Python: exit code {done.returncode}. {last}"
+        )
+    return done.stdout
+
+
+def ask_where(python: str | Path) -> dict[str, Any]:
+    # The last line: a sitecustomize may have said something before it.
+    lines = ask_python(python, _WHERE).splitlines()
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        raise WrongTarget(f"{python} is not a Python interpreter") from None
+
+
+def find_interpreter(python: str | Path) -> Path:
+    """The interpreter that is meant: a path, a name on PATH, or an environment's folder."""
+    # Not a Path yet: it would make a name on PATH of "./python".
+    python = os.path.expanduser(python)
+    inside = [os.path.join(python, rel) for rel in ("bin/python", "bin/python3")]
+    where = next(filter(None, map(shutil.which, [python, *inside])), None)
+    if where is None:
+        raise WrongTarget(f"{python}: no such interpreter, and no folder of one")
+    # Not resolved: an environment's python is a link that must not be followed. But
+    # absolute, because it is not run in the present folder.
+    return Path(os.path.abspath(where))
 
 
 def find_wheel(python: str | Path) -> Wheel:
@@ -339,13 +318,14 @@ def find_wheel(python: str | Path) -> Wheel:
             f"{where} has no torch; {where} -m pip install torch=={versions.PINNED}"
         )
     root = Path(found["origin"]).parent.parent
-    if found["site"] and (Path(found["site"]) / PTH).is_file():
-        root = Path(found["site"])  # `rebuild --pth` put a checkout before it
     if (root / "version.txt").is_file() and (root / ".git").exists():
         raise WrongTarget(
             f"the torch of {python} is the checkout {root}; use --checkout {root}"
         )
-    version = found["version"] or _from_version_file(root / "torch")
+    generated = root / "torch" / "version.py"
+    text = generated.read_text() if generated.is_file() else ""
+    named = re.search(r"__version__ = '([^']+)'", text)
+    version = found["version"] or (named and named[1])
     if version is None:
         raise WrongTarget(f"cannot tell the version of the torch in {root}")
     return Wheel(where, root, version, found["record"])

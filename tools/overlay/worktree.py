@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import files, git, payload
+from . import files, git
 from .errors import Refused, WorkFailed, WrongTarget
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 # The overlay that was applied last, with a reflog of the ones before (a reverted one
 # is followed by its base); and the one that a command is about to apply.
 LAID, NEXT = "refs/worktree/muon/laid", "refs/worktree/muon/next"
-ADDED = "torch/optim/muon.py"  # the overlay adds it
+# The overlay adds them, the first one in the first commit of its stack.
+ADDED = ("torch/optim/_newton_schulz.py", "torch/optim/muon.py")
 REPLACED = "torch/optim/_muon.py"
 TRAILER = "Muon-Overlay"
 ZERO = "0" * 40  # no object
@@ -46,11 +46,10 @@ _IDENTITY = {
 class Worktree:
     def __init__(self, root: Path, git_dir: Path, common: Path) -> None:
         self.root = root
-        self.torch_dir = root / "torch"
+        self.quoted = shlex.quote(str(root))
         self.git_dir = git_dir  # of this work tree alone
         self.common = common
         self.keep = git_dir / "muon_overlay"
-        self.exclude = common / "info" / "exclude"
         self._index = self.keep / "index"
         self._bases: dict[str, str] = {}
         self._overlays: dict[str, dict[str, bytes | None]] = {}
@@ -62,24 +61,23 @@ class Worktree:
         """The commit of that name; empty if the name is unknown."""
         return self.ask("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
 
-    def texts(self, commit: str, rels: list[str]) -> dict[str, bytes | None]:
-        return payload.texts(self.root, commit, rels)
+    def texts(self, commit: str, rels: Sequence[str]) -> dict[str, bytes | None]:
+        return git.texts(self.root, commit, rels)
 
     def refuse_if_busy(self) -> None:
         """git's own unfinished work comes first."""
-        where = shlex.quote(str(self.root))
         for name, what in UNDER_WAY.items():
             if (self.git_dir / name).exists():
+                way = f"  git -C {self.quoted} {what}"
                 raise Refused(
                     f"a {what} is in progress in {self.root}. End it with\n"
-                    f"  git -C {where} {what} --continue\nor\n"
-                    f"  git -C {where} {what} --abort\nNothing was touched."
+                    f"{way} --continue\nor\n{way} --abort\nNothing was touched."
                 )
         unmerged = {ln.split("\t")[1] for ln in git.lines(self.root, "ls-files", "-uz")}
         if unmerged:
             raise Refused(
                 f"{self.root} has unmerged files ({', '.join(sorted(unmerged)[:3])}). "
-                f"Resolve them and `git -C {where} add` them. Nothing was touched."
+                f"Resolve them and `git -C {self.quoted} add` them. Nothing was touched."
             )
 
     def base(self, commit: str = "HEAD") -> str:
@@ -90,7 +88,7 @@ class Worktree:
         return self._bases[found]
 
     def _find_base(self, found: str, commit: str) -> str:
-        if self.texts(found, [ADDED])[ADDED] is None:
+        if not self.mark(found):
             return self._base_of_a_part(found) if commit == "HEAD" else found
         adding = self.adding(found)
         parent = self.resolve(f"{adding}^") if adding else ""
@@ -98,27 +96,32 @@ class Worktree:
             raise WrongTarget(
                 f"{self.root} has the overlay in git, and its history does not reach "
                 "back to the commit before it: what the overlay replaced is not known. "
-                f"Fetch that history:\n  git -C {shlex.quote(str(self.root))} fetch "
-                "--unshallow\nNothing was touched."
+                f"Fetch that history:\n  git -C {self.quoted} fetch --unshallow\n"
+                "Nothing was touched."
             )
         # Upstream that was merged since is a newer base.
         merges = ("rev-list", "--first-parent", "--merges", f"{parent}..{found}")
         for merge in self.ask(*merges).split():
             other = self.resolve(f"{merge}^2")
             newer = self.ask("merge-base", parent, other) == parent
-            if newer and self.texts(other, [ADDED])[ADDED] is None:
+            if newer and not self.mark(other):
                 return other
         return parent
+
+    def mark(self, commit: str) -> str:
+        """The added file by which a commit shows that it has the overlay, if it has it."""
+        found = self.texts(commit, ADDED)
+        return next((rel for rel in ADDED if found[rel] is not None), "")
 
     def adding(self, commit: str) -> str:
         """The last commit that added the overlay."""
         newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
-        return self.ask(*newest, "--diff-filter=A", commit, "--", ADDED)
+        return self.ask(*newest, "--diff-filter=A", commit, "--", self.mark(commit))
 
     def _base_of_a_part(self, head: str) -> str:
         """`git commit -a` takes the files that the overlay replaces, and no added one."""
         laid = self.resolve(LAID)
-        if laid and self.texts(laid, [ADDED])[ADDED] is not None:
+        if laid and self.mark(laid):
             base = self.base(laid)
             taken = self.texts(head, [REPLACED])
             if taken == self.texts(laid, [REPLACED]) != self.texts(base, [REPLACED]):
@@ -134,8 +137,7 @@ class Worktree:
     def overlay(self, commit: str) -> dict[str, bytes | None]:
         """The texts that the commit changes on its base; empty for a base."""
         if commit not in self._overlays:
-            base = self.base(commit)
-            rels = self.changed(base, commit) if base != commit else []
+            rels = self.changed(self.base(commit), commit)
             self._overlays[commit] = self.texts(commit, rels)
         return self._overlays[commit]
 
@@ -152,7 +154,7 @@ class Worktree:
         self,
         parent: str,
         texts: Mapping[str, bytes | None],
-        message: str,
+        words: str,
         name: str | None,
     ) -> str:
         """A commit on ``parent`` with those texts; nothing but objects is written."""
@@ -161,71 +163,62 @@ class Worktree:
             git.git(self.root, "read-tree", parent, env=env)
             self._update(texts, parent, env)
             tree = git.git(self.root, "write-tree", env=env).stdout.decode().strip()
-        text = f"{message.strip()}\n\n{TRAILER}: {name or 'unknown'}\n".encode()
-        ident = git.git(self.root, "var", "GIT_COMMITTER_IDENT", check=False)
-        done = git.git(
-            self.root, "commit-tree", tree, "-p", parent, data=text,
-            env=_IDENTITY if ident.returncode else {},
-        )  # fmt: skip
+        text = f"{words.strip()}\n\n{TRAILER}: {name or 'unknown'}\n".encode()
+        known = git.works(self.root, "var", "GIT_COMMITTER_IDENT")
+        command = ("commit-tree", tree, "-p", parent)
+        done = git.git(self.root, *command, data=text, env={} if known else _IDENTITY)
         return done.stdout.decode().strip()
+
+    def build(
+        self, base: str, commits: list[tuple[str, dict[str, bytes]]], name: str | None
+    ) -> str:
+        """The newest of those commits (message, texts) on the base."""
+        for message, texts in commits:
+            base = self.commit(base, texts, message, name)
+        return base
 
     def _update(
         self, texts: Mapping[str, bytes | None], modes: str, env: Mapping[str, str]
     ) -> None:
         """Put the texts into the index that ``env`` names."""
-        rels = list(texts)
-        blobs = iter(self._blobs([t for t in texts.values() if t is not None]))
-        listed = git.lines(self.root, "ls-tree", "-rz", modes, "--", *rels)
+        listed = git.lines(self.root, "ls-tree", "-rz", modes, "--", *texts)
         mode = {ln.split("\t")[1]: ln.split()[0] for ln in listed}
-        entries = "".join(
-            f"0 {ZERO}\t{rel}\0" if text is None
-            else f"{mode.get(rel, '100644')} {next(blobs)}\t{rel}\0"
-            for rel, text in texts.items()
-        )  # fmt: skip
+        gone = [rel for rel, text in texts.items() if text is None]
+        entries = "".join(f"0 {ZERO}\t{rel}\0" for rel in gone)
+        with files.scratch_folder() as scratch:
+            git.put(scratch, texts)
+            there = [rel for rel in texts if rel not in gone]
+            names = "".join(f"{scratch / rel}\n" for rel in there).encode()
+            command = ("hash-object", "-w", "--no-filters", "--stdin-paths")
+            blobs = git.git(self.root, *command, data=names).stdout.decode().split()
+        for rel, blob in zip(there, blobs, strict=True):
+            entries += f"{mode.get(rel, '100644')} {blob}\t{rel}\0"
         update = ("update-index", "-z", "--index-info")
         git.git(self.root, *update, data=entries.encode(), env=env)
 
-    def _blobs(self, texts: list[bytes]) -> list[str]:
-        with files.scratch_folder() as scratch:
-            for number, text in enumerate(texts):
-                (scratch / str(number)).write_bytes(text)
-            names = "".join(f"{scratch}/{number}\n" for number in range(len(texts)))
-            command = ("hash-object", "-w", "--no-filters", "--stdin-paths")
-            return (
-                git.git(self.root, *command, data=names.encode())
-                .stdout.decode()
-                .split()
-            )
-
     def stage(self, texts: Mapping[str, bytes | None]) -> None:
-        """Put the texts into the user's index.
+        """Put the texts into the user's index: a new index replaces the old one whole.
 
-        As git does, the new index replaces the old one under git's lock. The lock is a
-        hard link to a file of ours, so that the next command knows it after a kill.
+        git's own lock would stay after a kill.
         """
         if not texts:
             return
         index, lock = self.git_dir / "index", self.git_dir / "index.lock"
         self.keep.mkdir(exist_ok=True)
-        before = os.stat(index).st_mtime_ns if index.exists() else None
+        before = index.stat().st_mtime_ns if index.exists() else None
         if before is not None:
             shutil.copy2(index, self._index)
         env = {"GIT_INDEX_FILE": str(self._index)}
         self._update(texts, "HEAD", env)
         git.git(self.root, "update-index", "-q", "--refresh", check=False, env=env)
-        try:
-            os.link(self._index, lock)
-        except FileExistsError:
-            raise WorkFailed(
-                f"{lock} exists: another git command works in {self.root}, or one was "
-                "killed. Try again when it has ended."
-            ) from None
-        except OSError:
-            lock = self._index  # a file system without hard links
-        if before != (os.stat(index).st_mtime_ns if index.exists() else None):
+        after = index.stat().st_mtime_ns if index.exists() else None
+        if lock.exists() or before != after:
             self.forget_scrap()
-            raise WorkFailed(f"the index of {self.root} changed meanwhile; try again")
-        os.replace(lock, index)
+            raise WorkFailed(
+                f"another git command works in {self.root}, or one was killed: "
+                f"{lock} exists, or the index changed. Try again when it has ended."
+            )
+        os.replace(self._index, index)
         self.forget_scrap()
 
     def move_head(self, commit: str, before: str) -> None:
@@ -247,19 +240,18 @@ class Worktree:
 
     def forget_scrap(self) -> None:
         """Remove what a killed command left in the git directory."""
-        lock = self.git_dir / "index.lock"
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samefile(lock, self._index):
-                lock.unlink()
-        self._index.unlink(missing_ok=True)
-        self._index.with_name("index.lock").unlink(missing_ok=True)
+        exclude = files.scratch(self.common / "info" / "exclude")
+        for path in (exclude, self._index, self._index.with_name("index.lock")):
+            path.unlink(missing_ok=True)
         for ref in (LAID, NEXT):
             (self.git_dir / (ref + ".lock")).unlink(missing_ok=True)
+        for half in self.keep.glob("*.muon-new"):
+            half.unlink()
         files.remove_if_empty(self.keep)
 
 
 def write_series(tree: Worktree, base: str, tip: str, out: Path) -> list[Path]:
-    """``git format-patch`` whose output no setting of the user changes."""
+    """``git format-patch``, away from every setting of the user."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -269,18 +261,16 @@ def write_series(tree: Worktree, base: str, tip: str, out: Path) -> list[Path]:
         if old.is_file() and old.read_bytes().rstrip().endswith(b"-- \noverlay"):
             old.unlink()
     with files.scratch_folder() as scratch:
-        git.git(
-            tree.root, "-c", "format.useAutoBase=false", "-c", "format.headers=",
-            "format-patch", *git.PATCH, "--binary", "--full-index", "--src-prefix=a/",
-            "--dst-prefix=b/", "--no-attach", "--no-cover-letter", "--no-thread", "--no-notes",
-            "--no-to", "--no-cc", "--no-add-header", "--no-signoff", "--numbered", "--subject-prefix=PATCH", "--suffix=.patch", "--signature=overlay",
-            "--no-from", "-o", str(scratch), f"{base}..{tip}",
+        git.git(scratch, "init", "-q", "--bare", env=git.ALONE)
+        alternates = scratch / "objects" / "info" / "alternates"
+        alternates.write_text(f"{tree.common / 'objects'}\n")
+        command = ("format-patch", "--no-renames", "--full-index", "--binary")
+        done = git.git(
+            scratch, *command, "--signature=overlay", "-o", str(scratch / "mails"),
+            f"{base}..{tip}", env=git.ALONE,
         )  # fmt: skip
-        written = []
-        for path in sorted(scratch.iterdir()):
-            shutil.copyfile(path, out / path.name)
-            written.append(out / path.name)
-        return written
+        mails = [Path(line) for line in done.stdout.decode().splitlines()]
+        return [Path(shutil.copy(mail, out)) for mail in mails]
 
 
 def find(where: str | Path) -> Worktree:
@@ -297,24 +287,9 @@ def find(where: str | Path) -> Worktree:
     if done.returncode or Path(found[0]).resolve() != root:
         # git's own words may name a setting, such as safe.directory.
         said = done.stderr.decode(errors="replace").strip()
-        raise WrongTarget(
-            f"{lacks}: not the top of a git work tree{said and chr(10)}{said}"
-        )
+        raise WrongTarget(f"{lacks}: not the top of a git work tree\n{said}".rstrip())
     # --git-common-dir is relative to the folder that was asked.
     tree = Worktree(root, Path(found[1]), (root / found[2]).resolve())
     if not tree.resolve("HEAD"):
         raise WrongTarget(f"{lacks}: it has no commit yet")
-    return tree
-
-
-def new(root: Path, texts: Mapping[str, bytes | None]) -> Worktree:
-    """A repository of one commit that has those texts."""
-    git.git(root, "init", "--quiet")
-    empty = git.git(root, "mktree", data=b"").stdout.decode().strip()
-    done = git.git(root, "commit-tree", empty, data=b"empty\n", env=_IDENTITY)
-    first = done.stdout.decode().strip()
-    git.git(root, "update-ref", "HEAD", first)
-    tree = Worktree(root, root / ".git", root / ".git")
-    there = {rel: text for rel, text in texts.items() if text is not None}
-    tree.move_head(tree.commit(first, there, "PyTorch", None), first)
     return tree

@@ -1,0 +1,281 @@
+"""`rebuild`: a wheel's compiled parts, and upstream's editable build."""
+
+import itertools
+import json
+import os
+import signal
+import sys
+
+import pytest
+from overlay.conftest import append, git, run
+from tools.overlay import parts
+from tools.overlay.checkout import find_checkout
+from tools.overlay.errors import Refused, WorkFailed, WrongTarget
+from tools.overlay.wheel import find_wheel
+
+
+OWN = "torch/optim/muon.py"
+
+
+@pytest.fixture(scope="module")
+def tree(stock_tree, tmp_path_factory, wheel):
+    """A checkout of all Python sources."""
+    place = tmp_path_factory.mktemp("wheel") / "pytorch"
+    return stock_tree(place, wheel.torch_dir.rglob("*.py"))
+
+
+def sources(files):
+    return {rel: text for rel, text in files.items() if "__pycache__" not in rel}
+
+
+@pytest.mark.slow
+def test_contributors_day(tree, tool, git_status, snapshot, overlay, tmp_path):
+    before, exclude = sources(snapshot(tree)), tree / ".git/info/exclude"
+    hidden = exclude.read_text()
+
+    def day(command, *args):
+        done = tool(command, "--checkout", tree, *args, root=overlay)
+        assert (done.code, done.err) == (0, ""), done
+        return done.out
+
+    assert "committed as" in day("apply", "--commit")
+    shown = day("rebuild", "--mode", "wheel", "--python", sys.executable)
+    assert f"import torch gives {tree}/torch/__init__.py" in shown
+    assert git_status(tree) == ""
+    # Not one gigabyte was copied.
+    library = next((tree / "torch/lib").glob("libtorch_cpu.*"))
+    assert library.is_symlink() or library.stat().st_nlink > 1
+
+    # The line that was printed runs the tests there, with what is edited there.
+    module = tree / OWN
+    append(module, "print('edited', __file__)\n")
+    (line,) = (ln for ln in shown.splitlines() if ln.endswith("test_muon.py"))
+    one = "TestDTensorConfig.test_dtensor_config_creation"
+    # Under CI, upstream's runner leaves reports in the tree.
+    there = {name: text for name, text in os.environ.items() if name != "CI"}
+    done = run("sh", "-c", f"{line} {one}", env=there)
+    assert f"edited {module}\n" in done.out
+    assert "Ran 1 test" in done.err
+
+    assert f"took {OWN}\n" in day("pull")
+    edited = (overlay / OWN).read_bytes()
+    assert edited == module.read_bytes()
+    assert "nothing to do" in day("apply")
+    assert json.loads(day("status", "--json"))["compiled_parts"] > 100
+    assert "not committed" in day("revert")
+    assert sources(snapshot(tree)) == before
+    assert "committed as" in day("revert", "--commit")
+    assert exclude.read_text() == hidden
+    # Upstream changes the lines: a conflict, its resolution, and a series for that tree.
+    git(tree, "switch", "-q", "-c", "mine", "HEAD~1")
+    git(tree, "switch", "-q", "-c", "upstream", "main")
+    append(tree / "torch/optim/_muon.py", "# upstream's\n")
+    git(tree, "commit", "-qam", "upstream")
+    run("git", "rebase", "-q", "upstream", "mine", cwd=tree, check=False)
+    git(tree, "checkout", "--theirs", "torch/optim/_muon.py")
+    git(tree, "add", "torch/optim/_muon.py")
+    git(tree, "-c", "core.editor=true", "rebase", "--continue")
+    day("apply", "--commit")
+    out = tmp_path / "series"
+    day("export", "--out", out, "--stack")
+    git(tree, "switch", "-q", "upstream")
+    git(tree, "am", "-q", *sorted(out.iterdir()))
+    assert git(tree, "diff", "mine") == ""
+    assert module.read_bytes() == edited
+    day("revert", "--commit")
+    assert git(tree, "diff", "main", "--stat").startswith("torch/optim/_muon.py | 1 +")
+
+
+def test_libraries_are_linked_and_text_is_copied(there, small_wheel, git_status):
+    """An editor that writes the checkout's version.py in place changed the installed one."""
+    count = parts.lend(there.tree, small_wheel)
+    assert git_status(there.root) == ""
+    for rel in ("torch/_C.so", "torch/lib/sub/x", "torch/version.py"):
+        linked = (there.root / rel).samefile(small_wheel.root / rel)
+        assert linked == rel.endswith(".so")
+    # Files of a second run are hidden, too.
+    (small_wheel.root / "torch/later.pyi").write_text("later")
+    assert parts.lend(there.tree, small_wheel) == 1
+    assert git_status(there.root) == ""
+    installed = (small_wheel.root / "torch/version.py").read_text()
+    (there.root / "torch/version.py").write_text("built from source since")
+    assert (small_wheel.root / "torch/version.py").read_text() == installed
+    assert parts.remove(there.tree) == count
+    assert (there.root / "torch/version.py").exists()
+    assert not (there.root / "torch/lib").exists()
+
+
+def test_the_checkout_stays_stock(there, site):
+    """Neither a file that the overlay added to the wheel comes, nor one deleted here."""
+    site.apply(parts.files.Path(parts.__file__).parents[2])
+    (there.root / "torch/optim/__init__.py").unlink()
+    assert parts.lacking(there.tree, site) == ["torch/version.py"]
+
+
+def test_symbolic_links_across_file_systems(there, small_wheel, monkeypatch):
+    def other_device(*args, **kwargs):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(parts.os, "link", other_device)
+    count = parts.lend(there.tree, small_wheel)
+    assert (there.root / "torch/_C.so").is_symlink()
+    # The environment is removed, or made again.
+    (small_wheel.root / "torch/_C.so").unlink()
+    assert parts.remove(there.tree) == count
+    assert not os.path.lexists(there.root / "torch/_C.so")
+
+
+def test_failure_half_way_takes_everything_out(
+    there, small_wheel, snapshot, monkeypatch
+):
+    before = snapshot(there.root)
+    real = parts._lend_one
+
+    def full(source, place):
+        if source.name == "libtorch.so":
+            raise OSError(28, "No space left on device", str(place))
+        real(source, place)
+
+    monkeypatch.setattr(parts, "_lend_one", full)
+    with pytest.raises(WorkFailed, match="No space left on device"):
+        parts.lend(there.tree, small_wheel)
+    assert snapshot(there.root) == before
+
+
+def test_refusals_change_nothing(there, small_wheel, make_installed, face, snapshot):
+    """The refusal of `revert` came after the compiled parts were gone."""
+    other = find_wheel(make_installed("2.12.0", "older"))
+    with pytest.raises(WrongTarget, match="not the same version"):
+        parts.from_wheel(there.tree, other)
+    (there.root / "torch/_C.cpython-311.so").write_text("mine")
+    with pytest.raises(Refused, match="build of its own"):
+        parts.lend(there.tree, small_wheel)
+    (there.root / "torch/_C.cpython-311.so").unlink()
+    face("apply", "--checkout", there.root)
+    parts.lend(there.tree, small_wheel)
+    (there.root / "torch/optim/_muon.py").write_text("# edited\n")
+    before = snapshot(there.root)
+    assert face("revert", "--checkout", there.root).code == 3
+    assert snapshot(there.root) == before
+
+
+def test_tree_that_cannot_be_imported_is_left_as_it_was(there, small_wheel):
+    with pytest.raises(WorkFailed, match="import torch does not run"):
+        parts.from_wheel(there.tree, small_wheel)
+    assert not (there.root / "torch/lib").exists()
+
+
+def test_linked_work_trees_hide_their_own(
+    there, small_wheel, git_status, tmp_path, face
+):
+    """`revert` in one does not uncover what lies in the other."""
+    place = tmp_path / "linked"
+    git(there.root, "worktree", "add", "-q", "--detach", place)
+    other = find_checkout(place)
+    for tree in (there, other):
+        face("apply", "--checkout", tree.root, "--commit")
+        parts.lend(tree.tree, small_wheel)
+    assert face("revert", "--checkout", there.root, "--commit").code == 0
+    git(place, "add", "--all")
+    assert git_status(place) == ""
+    assert face("revert", "--checkout", place, "--commit").code == 0
+    assert "muon" not in (there.root / ".git/info/exclude").read_text()
+
+
+def killed(at, work):
+    """Whether `work` comes to its `at`-th change of a file: it is killed before that one."""
+    pid = os.fork()
+    if pid == 0:
+        number = iter(range(1, 10**9))
+
+        def dying(real):
+            def call(*args, **kwargs):
+                if next(number) == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **kwargs)
+
+            return call
+
+        for name in ("replace", "unlink", "link", "mkdir", "rmdir"):
+            setattr(os, name, dying(getattr(os, name)))
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_killed_at_every_file(there, small_wheel, git_status, snapshot):
+    """Each part is there whole or not at all, and the next command completes its work."""
+    before = snapshot(there.root)
+
+    def lend():
+        parts.lend(there.tree, small_wheel)
+
+    def remove():
+        parts.remove(there.tree)
+
+    lend()
+    after = snapshot(there.root)
+    for work in (lend, remove):
+        for at in itertools.count(1):
+            remove() if work is lend else lend()
+            if not killed(at, work):
+                break
+            assert git_status(there.root).count("??") <= (work is lend and at < 3)
+            (lend if at % 2 else remove)()
+            assert snapshot(there.root) == (after if at % 2 else before)
+            assert git_status(there.root) == ""
+        assert at > 5
+
+
+@pytest.fixture
+def source(tmp_path, make_script, checkout, tool):
+    """`rebuild --mode source` with a python that records how it is called."""
+    record = tmp_path / "called.json"
+    code = (
+        "import json, os, sys; json.dump([sys.argv[2:], os.getcwd(), "
+        "os.environ['USE_CUDA']], open(sys.argv[1], 'w'))"
+    )
+    python = make_script(
+        tmp_path / "python",
+        f'"{sys.executable}" -S -E -c "{code}" {record} "$@"\n'
+        "echo compiling; echo error: no compiler >&2; exit ${BUILD_EXIT:-0}\n",
+    )
+
+    def call(**env):
+        words = (
+            "rebuild",
+            "--checkout",
+            checkout,
+            "--mode",
+            "source",
+            "--python",
+            python,
+        )
+        return tool(*words, env={**os.environ, "USE_CUDA": "0", **env}), record
+
+    return call
+
+
+def test_source_runs_upstreams_command(
+    checkout, there, small_wheel, source, git_status
+):
+    parts.lend(there.tree, small_wheel)
+    done, record = source()
+    assert done.code == 0, done.err
+    argv = ["-m", "pip", "install", "--no-build-isolation", "-v", "-e", "."]
+    assert json.loads(record.read_text()) == [argv, str(checkout), "0"]
+    assert "files that came from a wheel" in done.out
+    assert not (checkout / "torch/_C.so").exists()
+    assert git_status(checkout) == ""
+
+
+def test_source_that_fails_shows_the_end_of_its_log(checkout, source):
+    done, _ = source(BUILD_EXIT="7")
+    log = checkout / ".git/muon_overlay/source-build.log"
+    assert done.code == 1
+    assert "exit code 7" in done.err
+    assert "error: no compiler" in done.err
+    assert str(log) in done.err
+    assert "compiling" in log.read_text()

@@ -1,0 +1,119 @@
+"""The commits of patches/stack.ini: each file is in one, and each commit works alone."""
+
+import ast
+import configparser
+import fnmatch
+import os
+import shutil
+import sys
+
+import pytest
+from overlay.conftest import OPTIM_MD, run, stock_of
+from tools.overlay import patches, payload
+from tools.overlay.repo import ROOT
+from tools.overlay.target import FOLDER
+
+
+# The suite runs the tests of these on the whole overlay.
+WHOLE = "Muon takes a distributed_config"
+
+
+@pytest.fixture(scope="module")
+def commits(wheel):
+    """(message, texts) of each commit on the stock files."""
+    source, stock = payload.read(ROOT), stock_of(wheel)
+    rels = [
+        rel for p in patches.series(source.patches, wheel.version) for rel in p.paths
+    ]
+    base = {rel: stock(rel).read_bytes() for rel in rels if stock(rel).is_file()}
+    base["docs/source/optim.md"] = OPTIM_MD.encode()
+    new, lacking, misfits = patches.overlay(source, wheel.version, base, bool)
+    assert not lacking + misfits
+    return patches.commits(source, new, stack=True)
+
+
+def test_each_file_is_in_one_commit(commits):
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read(ROOT / "patches/stack.ini")
+    assert [message.splitlines()[0] for message, _ in commits] == parser.sections()
+    assert 5 <= len(commits) <= 7
+    files = [rel for _, texts in commits for rel in texts]
+    assert len(files) == len(set(files))
+    for title in parser.sections():
+        for pattern in parser[title]["paths"].split():
+            assert fnmatch.filter(files, pattern), pattern
+
+
+def modules(text, every):
+    """The overlay's modules that the text imports; without ``every``, at the top level."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree) if every else tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_no_commit_imports_from_a_later_one(commits):
+    """Only functions of _muon.py import the engine, for an optimizer with a config."""
+    number = {rel: n for n, (_, texts) in enumerate(commits, 1) for rel in texts}
+    for n, (_, texts) in enumerate(commits, 1):
+        for rel, text in texts.items():
+            if not rel.endswith(".py"):
+                continue
+            lazy = rel == "torch/optim/_muon.py"
+            for name in modules(text, every=not lazy):
+                path = name.replace(".", "/")
+                for found in (f"{path}.py", f"{path}/__init__.py"):
+                    assert number.get(found, 0) <= n, f"{rel} imports {found}"
+
+
+AS_STOCK = """
+import importlib.util, sys, torch
+spec = importlib.util.spec_from_file_location("torch.optim.stock_muon", sys.argv[1])
+spec.loader.exec_module(stock := importlib.util.module_from_spec(spec))
+both = [torch.full((4, 6), 0.5, requires_grad=True) for _ in range(2)]
+for param, cls in zip(both, (torch.optim.Muon, stock.Muon)):
+    optimizer = cls([param], lr=0.1)
+    for step in range(3):
+        param.grad = torch.arange(24.0).reshape(4, 6).sin() * (step + 1)
+        optimizer.step()
+assert torch.equal(*both)
+"""
+
+
+def link(source, place):
+    try:
+        os.link(source, place)
+    except OSError:  # another file system
+        os.symlink(source, place)
+
+
+@pytest.mark.slow
+def test_each_commit_works_alone(commits, wheel, tmp_path):
+    """It steps as stock does; until the engine comes, its own tests run on it."""
+    skipped = shutil.ignore_patterns(
+        "include", "share", "_muon_engine", "_muon", FOLDER
+    )
+    place = tmp_path / "torch"
+    shutil.copytree(wheel.torch_dir, place, copy_function=link, ignore=skipped)
+    for rel in payload.discover(ROOT):
+        (tmp_path / rel).unlink(missing_ok=True)
+    for path in wheel.copies.rglob("*.py"):
+        rel = path.relative_to(wheel.copies)
+        (place / rel).unlink(missing_ok=True)
+        shutil.copyfile(path, place / rel)
+    stock = stock_of(wheel)("torch/optim/_muon.py")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    whole = False
+    for message, texts in commits:
+        for rel, text in texts.items():
+            (tmp_path / rel).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / rel).unlink(missing_ok=True)
+            (tmp_path / rel).write_bytes(text)
+        run(sys.executable, "-c", AS_STOCK, stock, env=env, cwd=tmp_path)
+        whole |= WHOLE in message
+        for rel in () if whole else fnmatch.filter(texts, "test/*"):
+            run(sys.executable, tmp_path / rel, env=env, cwd=tmp_path, timeout=600)
+    assert whole
