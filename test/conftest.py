@@ -89,6 +89,7 @@ TRACED = {
     "test_muon_exchange",
     "test_muon_experts",
     "test_muon_faults",
+    "test_muon_forms",
     "test_muon_fsdp1",
     "test_muon_functions",
     "test_muon_groups",

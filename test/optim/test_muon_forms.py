@@ -1,0 +1,197 @@
+# Owner(s): ["module: optimizer"]
+"""Fused and flattened weights, and symmetric products, in one process."""
+
+import copy
+import json
+
+import torch
+from torch import nn
+from torch.optim import Muon
+from torch.optim._newton_schulz import (
+    _has_same_bits,
+    newton_schulz,
+    Products,
+    SymmetricProducts,
+)
+from torch.optim.muon import DistributedConfig
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
+# Fused QKV, heads, convolutions of one to three dimensions, a convolution whose groups are matrices, a
+# stack of fused weights, and a matrix, which is flat already.
+FORMS = [
+    ((48, 16), {"split": (16, 20, 12)}),
+    ((32, 16), {"split": [4] * 8}),
+    ((8, 6, 3), {"flatten": True}),
+    ((8, 6, 3, 3), {"flatten": True}),
+    ((4, 2, 3, 1, 2), {"flatten": True}),
+    ((16, 2, 3, 3), {"flatten": True, "split": [4] * 4}),
+    ((4, 6, 8), {"split": [2, 4]}),
+    ((8, 12), {"flatten": True}),
+]
+SCRATCH = DistributedConfig(
+    lambda params, state: {0: list(range(len(params)))},
+    lambda piece, rank, state: piece,
+    lambda update, rank, state: update,
+    {"rank": 0, "world_size": 1},
+)
+OPTIONS = [
+    {},
+    {"adjust_lr_fn": "match_rms_adamw", "nesterov": False},
+    {"adjust_lr_fn": "spectral_unclamped", "ns_coefficients": [COEFFICIENTS] * 5},
+    {"lr": torch.tensor(0.05)},
+    {"foreach": True},
+    {"ns_algorithm": "gram"},
+    {"ns_algorithm": "symmetric"},
+    {"distributed_config": "auto"},
+    {"distributed_config": SCRATCH},
+]
+
+
+def randn(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def parts_of(tensor, split=None, flatten=False):
+    """The matrices of a fused or flattened weight, by hand."""
+    tensor = tensor.flatten(1) if flatten else tensor
+    stack = tensor.reshape(-1, *tensor.shape[-2:])
+    return [part for one in stack for part in one.split(split or len(one))]
+
+
+class OneThread(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.addCleanup(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+
+
+class TestMuonForms(OneThread):
+    def build(self, **options):
+        """An optimizer of whole weights, and one of their parts as parameters of their own."""
+        self.whole = [nn.Parameter(randn(1, *shape)) for shape, _ in FORMS]
+        self.parts = [
+            [nn.Parameter(p.clone()) for p in parts_of(whole.detach(), **form)]
+            for whole, (_, form) in zip(self.whole, FORMS)
+        ]
+        options = {"lr": 0.1, "allow_batched_matrices": True, **options}
+        groups = [{"params": [p], **form} for p, (_, form) in zip(self.whole, FORMS)]
+        alone = [{"params": parts} for parts in self.parts]
+        return Muon(groups, **options), Muon(alone, **options)
+
+    def set_gradients(self, seed, turned=False):
+        for whole, parts, (shape, form) in zip(self.whole, self.parts, FORMS):
+            whole.grad = randn(seed, *shape)
+            for part, grad in zip(parts, parts_of(whole.grad, **form), strict=True):
+                part.grad = grad.clone()
+            if turned:
+                whole.grad = whole.grad.transpose(0, -1).contiguous().transpose(0, -1)
+
+    def assertSame(self, fused, alone, message=""):
+        for whole, parts, (shape, form) in zip(self.whole, self.parts, FORMS):
+            buffer = fused.state[whole]["momentum_buffer"]
+            self.assertEqual(buffer.shape, shape)
+            momentum = [alone.state[part]["momentum_buffer"] for part in parts]
+            for mine, its in ((whole.detach(), parts), (buffer, momentum)):
+                found = parts_of(mine, **form)
+                same = map(torch.equal, found, its)
+                self.assertTrue(all(same), f"{shape} {form} {message}")
+
+    def test_parts_are_parameters_of_their_own(self):
+        for options in OPTIONS:
+            fused, alone = self.build(**options)
+            for seed in range(3):
+                # Gradients of channels_last layers have other strides.
+                self.set_gradients(seed, turned=seed == 1)
+                fused.step()
+                alone.step()
+            self.assertSame(fused, alone, options)
+
+    def test_copies_and_checkpoints_keep_the_options(self):
+        fused, alone = self.build()
+        self.set_gradients(0)
+        fused.step()
+        alone.step()
+        # Stock Muon does not know the options, and JSON has lists instead of tuples.
+        for unknown in ((), ("split", "flatten")):
+            state = copy.deepcopy(fused.state_dict())
+            groups = json.loads(json.dumps(state["param_groups"]))
+            for group in groups:
+                for option in unknown:
+                    del group[option]
+            fused, self.whole = copy.deepcopy((fused, self.whole))
+            fused.load_state_dict({**state, "param_groups": groups})
+            self.set_gradients(1)
+            fused.step()
+            alone.step()
+            self.assertSame(fused, alone)
+
+    def test_errors(self):
+        qkv, conv, stack = randn(0, 48, 16), randn(1, 8, 6, 3, 3), randn(2, 4, 6, 8)
+        last = conv.contiguous(memory_format=torch.channels_last)
+        bad = r"split \(24, 8, 8\) adds up to 40, but dimension 0 has 48"
+        for tensor, form, expected in (
+            (qkv, {"split": (24, 8, 8)}, bad),
+            (qkv, {"split": (48, 0)}, r"split must be positive ints but is \(48, 0\)"),
+            (qkv, {"split": (64, -16)}, "positive ints"),
+            (qkv, {"split": (24.0, 24.0)}, "positive ints"),
+            (stack, {"split": (6, 6)}, "adds up to 12, but dimension .* has 6"),
+            (conv, {"flatten": True, "split": (6, 6)}, "12, but dimension 0 has 8"),
+            (last, {"flatten": True}, "not contiguous.*make it contiguous"),
+            (conv, {}, "flatten=True"),
+            (qkv[0], {"split": (16,)}, "2D"),
+            (qkv[0], {"flatten": True}, "2D"),
+        ):
+            group = {"params": [("w", nn.Parameter(tensor))], **form}
+            options = {"allow_batched_matrices": tensor.ndim == 3}
+            for config in (None, "auto"):
+                with self.assertRaisesRegex(ValueError, expected) as found:
+                    Muon([group], distributed_config=config, **options)
+                self.assertIn("'w'", str(found.exception))
+
+    def test_options_that_change(self):
+        qkv = nn.Parameter(randn(0, 48, 16))
+        muon = Muon([{"params": [qkv], "split": (16, 32)}], distributed_config="auto")
+        qkv.grad = randn(1, 48, 16)
+        muon.param_groups[0]["split"] = (32, 16)
+        with self.assertRaisesRegex(ValueError, "split .* when this Muon was built"):
+            muon.step()
+        self.assertTrue(torch.equal(qkv, randn(0, 48, 16)))
+        muon.param_groups[0]["split"] = [16, 32]
+        muon.step()
+
+
+class TestSymmetricProducts(OneThread):
+    def test_bits_of_plain_products(self):
+        # Blocks of even and odd sizes on two levels, a batch, and a matrix too small for blocks.
+        for shape in ((64, 96), (2, 512, 512), (700, 513), (601, 900), (1024, 1025)):
+            matrix = randn(3, *shape).bfloat16()
+            for algorithm in ("quintic", "gram"):
+                plain, symmetric = (
+                    newton_schulz(matrix, COEFFICIENTS, 2, 1e-7, algorithm, products)
+                    for products in (Products(), SymmetricProducts())
+                )
+                difference = (plain - symmetric).float().norm() / plain.float().norm()
+                # Other CPUs round a product by the size of its blocks.
+                most = 0 if _has_same_bits() or shape == (64, 96) else 0.02
+                self.assertLessEqual(difference, most, f"{shape} {algorithm}")
+
+    def test_algorithms_of_muon(self):
+        updates = {}
+        for algorithm in ("quintic", "symmetric", "gram"):
+            param = nn.Parameter(torch.zeros(520, 1040))
+            muon = Muon([param], lr=1.0, ns_algorithm=algorithm)
+            param.grad = randn(3, 520, 1040)
+            muon.step()
+            updates[algorithm] = param.detach()
+        quintic = updates["quintic"]
+        if _has_same_bits():
+            self.assertTrue(torch.equal(quintic, updates["symmetric"]))
+        for algorithm, update in updates.items():
+            difference = (quintic - update).norm() / quintic.norm()
+            self.assertLess(difference, 0.02, algorithm)
+
+
+if __name__ == "__main__":
+    run_tests()
