@@ -11,14 +11,13 @@ import pytest
 
 pytest.importorskip("torch.optim.muon", reason="the interpreter's torch has no overlay")
 
-import numpy as np
 import torch
 from tools.bench import cli
 from tools.bench.scale import report
 from tools.bench.scale.cases import Case, CASES, layouts_of
 from tools.bench.scale.hardware import Hardware
 from tools.bench.scale.plan import make_plan, OUT
-from tools.bench.scale.timeline import Links, simulate
+from tools.bench.scale.timeline import simulate, Timeline
 from tools.overlay.repo import ROOT
 from torch.optim._muon_engine.layouts import check_cover
 from torch.optim._muon_engine.schedule import buckets
@@ -87,8 +86,10 @@ def test_two_levels_by_hand():
     assert two[:2] == [1.25 + 2.25 + 1 + 2.25 + 1.25] * 2
     # Rank 1 sends rank 0 its row late. Ranks 2 and 3, of another node, do not wait for that.
     (plan,) = make_plan(levels, 4, 1).turns[0]
-    over = Links(4, SLOW).exchange(plan, "gather", np.array([0.0, 5.0, 0.0, 0.0]))
-    assert over.tolist() == [8.5, 6.25, 3.5, 1.25]
+    timeline = Timeline(make_plan(levels, 4, 1), SLOW, 0)
+    timeline.now[1] = 5.0
+    timeline.exchange(plan, "gather")
+    assert timeline.arrived[id(plan)].tolist() == [8.5, 6.25, 3.5, 1.25]
 
 
 SMALL = Model([(24, 16), (16, 40), (4, 16)] * 4, [(8, 16), (16, 8)], 4)

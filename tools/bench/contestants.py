@@ -92,5 +92,5 @@ def _whole(param: Tensor, shape: Shape, part: Tensor) -> Tensor:
     if part.shape == shape:
         return part
     whole = part.new_empty(shape)
-    dist.all_gather_into_tensor(whole.view(-1), part)
+    dist.all_gather(list(whole.view(-1).chunk(dist.get_world_size())), part)
     return whole

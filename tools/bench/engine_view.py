@@ -1,37 +1,27 @@
 """The engine's internals that the bench reads. No other module here depends on their structure."""
 
-from typing import NamedTuple
-
 import torch
-from torch.distributed import ProcessGroup
 from torch.optim import Muon
 from torch.optim._muon_engine import describe
 from torch.optim._muon_engine.layouts import Region
 from torch.optim._muon_engine.schedule.packs import Schedule
 
 
-class AllToAll(NamedTuple):
-    """One ``all_to_all_single`` of a step on this rank."""
-
-    group: ProcessGroup
-    dtype: torch.dtype
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
-
-
-def all_to_alls(optimizer: Muon) -> list[AllToAll]:
-    """The collectives of a step, in the order of their buckets."""
+def all_to_alls(optimizer: Muon) -> list[tuple]:
+    """The ``all_to_all_single`` calls of a step on this rank, with memory for them."""
     engine = optimizer._engine
     calls = []
     for bucket in engine.schedule.buckets:
         group = engine.groups.get(bucket.group)
         if group is not None:
             packs = engine.schedule.packs(bucket, engine.rank)
-            for sent, received in (
-                (packs.gather_send, packs.gather_recv),
-                (packs.scatter_send, packs.scatter_recv),
+            for receive, send in (
+                (packs.gather_recv, packs.gather_send),
+                (packs.scatter_recv, packs.scatter_send),
             ):
-                calls.append(AllToAll(group, sent.dtype, sent.splits, received.splits))
+                splits = list(receive.splits), list(send.splits)
+                flat = [torch.zeros(sum(sizes), dtype=send.dtype) for sizes in splits]
+                calls.append((*flat, *splits, group))
     return calls
 
 

@@ -58,7 +58,7 @@ def lay(layout: str, workload: str, world: int) -> Laid:
     shapes = WORKLOADS[workload]
     linears = nn.ModuleList(nn.Linear(c, r, bias=False) for r, c in shapes)
     make_config = _wrap(layout, linears, world)
-    torch.manual_seed(0)
+    torch.manual_seed(0 if layout in ("hsdp", "ddp") else dist.get_rank())
     params = list(linears.parameters())
     for param in params:
         local_of(param).normal_()

@@ -65,16 +65,7 @@ def _limit(
 ) -> dict[str, Callable[[int], None]]:
     triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
     matrices = [torch.randn(shape).bfloat16() for shape in laid.shapes]
-    calls = [
-        (
-            torch.zeros(sum(call.receive), dtype=call.dtype),
-            torch.zeros(sum(call.send), dtype=call.dtype),
-            list(call.receive),
-            list(call.send),
-            call.group,
-        )
-        for call in engine_view.all_to_alls(ours)
-    ]
+    calls = engine_view.all_to_alls(ours)
     shards = []
     for index, param in enumerate(laid.params):
         momentum = local_of(ours.state[param]["momentum_buffer"])

@@ -66,17 +66,19 @@ def all_to_all(sent: Tensor, splits: list[int], group: ProcessGroup) -> int:
     return (sent.shape[0] - splits[group.rank()]) * sent.itemsize
 
 
+def to_others(tensors: Any, group: ProcessGroup) -> int:
+    return nbytes(tensors) * (group.size() - 1)
+
+
 # The bytes that this process sends, by the splits or the ring algorithm.
 SENT: dict[str, Callable[[Any, ProcessGroup], int]] = {
     "alltoall_base_": lambda args, group: all_to_all(args[1], args[4], group),
-    "all_gather_into_tensor": lambda args, group: nbytes(args[0]) * (group.size() - 1),
-    "_allgather_base_": lambda args, group: nbytes(args[1]) * (group.size() - 1),
-    "all_reduce": lambda args, group: (
-        2 * nbytes(args[0]) * (group.size() - 1) // group.size()
-    ),
-    "allreduce_": lambda args, group: (
-        2 * nbytes(args[0]) * (group.size() - 1) // group.size()
-    ),
+    "all_gather_into_tensor": lambda args, group: to_others(args[0], group),
+    "allgather_": lambda args, group: to_others(args[1], group),
+    "all_reduce": lambda args, group: 2 * to_others(args[0], group) // group.size(),
+    "allreduce_": lambda args, group: 2 * to_others(args[0], group) // group.size(),
+    "reduce_scatter_tensor": lambda args, g: to_others(args[0], g) // g.size(),
+    "shard_dim_alltoall": lambda args, group: to_others(args[0], group) // group.size(),
 }
 
 

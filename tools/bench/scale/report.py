@@ -47,15 +47,14 @@ def report(
     sent, received = link_bytes(plan).sum(1)
     result = {
         "title": case.title,
-        "ranks": case.world,
         "matrices": len(schedule.layouts),
         "owners": len(set(schedule.owners)),
         "buckets": max(b.bucket.index for turn in plan.turns for b in turn) + 1,
         "relays": sum(len(b.relays) for turn in plan.turns for b in turn),
         "step": step.seconds,
         "idle": 1 - float(step.busy.mean()) / step.seconds,
-        "sent": mean_and_most(sent),
-        "received": mean_and_most(received),
+        "sent": (sent.mean(), sent.max()),
+        "received": (received.mean(), received.max()),
         "buffers": described(schedule, int(step.busy.argmax()), prefetch)[1],
         "all_gather": all_gather(schedule.layouts, hardware),
         "each_replica": None,
@@ -81,21 +80,16 @@ def report(
         replica = schedule_of(Case(case.model, "hsdp", 1, case.inner), hardware)
         alone = make_plan(replica, case.inner, hardware.gpus_per_node)
         result["each_replica"] = simulate(alone, hardware, prefetch).seconds
-    return result | _limits(schedule, case.world, link_bytes(direct), hardware)
-
-
-def _limits(
-    schedule: Schedule, world: int, nbytes: NDArray, hardware: Hardware
-) -> dict[str, float]:
-    """The limits that no distribution of whole matrices undercuts."""
+    # No distribution of whole matrices undercuts any of these three.
     flops = [newton_schulz_flops(layout.shape) for layout in schedule.layouts]
     bandwidths = np.array([hardware.intra_bandwidth, hardware.inter_bandwidth])
-    limits = {
-        "share": sum(flops) / world / hardware.flops,
-        "largest": max(flops) / hardware.flops,
-        "wire": float((nbytes.mean(2) / bandwidths).max()),
-    }
-    return {**limits, "ideal": max(limits.values())}
+    wire = float((link_bytes(direct).mean(2) / bandwidths).max())
+    limits = [
+        wire,
+        sum(flops) / case.world / hardware.flops,
+        max(flops) / hardware.flops,
+    ]
+    return result | {"ideal": max(limits)}
 
 
 def link_bytes(plan: Plan) -> NDArray:
@@ -112,10 +106,6 @@ def link_bytes(plan: Plan) -> NDArray:
             total[OUT, kind, wave.ranks] += share * nbytes
             total[IN, kind, wave.ranks] += ~wave.is_source * nbytes
     return total
-
-
-def mean_and_most(values: NDArray) -> tuple[float, float]:
-    return float(values.mean()), float(values.max())
 
 
 def all_gather(layouts: Sequence[Layout], hardware: Hardware) -> float:

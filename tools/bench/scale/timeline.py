@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .hardware import Hardware
-from .plan import BucketPlan, IN, Loads, Plan, Wave
+from .plan import BucketPlan, IN, Plan, Wave
 
 
 class Event(NamedTuple):
@@ -30,53 +30,6 @@ class Step(NamedTuple):
         return float(self.done.max())
 
 
-class Links:
-    """The links of all ranks. The transfers of a rank take turns."""
-
-    def __init__(self, world: int, hardware: Hardware) -> None:
-        self.hardware = hardware
-        self.free = np.zeros(world)
-        self.events: list[Event] = []
-        # A communicator runs its collectives sequentially.
-        self._over: dict[object, NDArray | float] = {}
-
-    def exchange(self, plan: BucketPlan, kind: str, launch: NDArray) -> NDArray:
-        """When a gather or scatter is over on each rank; a second hop begins when the first is over."""
-        for hop in getattr(plan, kind):
-            begin, launch = self._all_to_all(plan, hop, launch)
-            self.events.append(Event(kind, plan.ranks, begin, launch))
-        return launch
-
-    def _all_to_all(
-        self, plan: BucketPlan, hop: Loads, launch: NDArray
-    ) -> tuple[NDArray, NDArray]:
-        """When each rank begins, and when it and the ranks that it receives from have sent."""
-        ranks, key = plan.ranks, (hop.along, plan.bucket.group)
-        begin = np.maximum(launch, self.free[ranks])
-        begin = np.maximum(begin, self._over.get(key, 0.0))
-        sent = begin + hop.seconds(self.hardware)
-        self.free[ranks] = sent
-        over = np.maximum(sent, hop.latest(sent))
-        over = np.maximum(
-            over, hop.latest(begin) + hop.seconds(self.hardware, slice(IN, None))
-        )
-        self._over[key] = over
-        return begin, over
-
-    def broadcast(self, wave: Wave, launch: NDArray) -> NDArray:
-        """When each of the ring's ranks has everything; shape (sets, replicas)."""
-        key = wave.ranks.shape, int(wave.ranks[0, 0])
-        begin = np.maximum(launch, self.free[wave.ranks])
-        begin = np.maximum(begin, self._over.get(key, 0.0)).max(1, keepdims=True)
-        seconds, hops = wave.seconds(self.hardware)
-        over = begin + seconds[:, None]
-        self.free[wave.ranks] = over
-        self._over[key] = over
-        begin, end = np.broadcast_arrays(begin, over + hops, wave.ranks)[:2]
-        self.events.append(Event("relay", *map(np.ravel, (wave.ranks, begin, end))))
-        return end
-
-
 class Timeline:
     """One step. ``now`` is the time at which each rank's compute has arrived."""
 
@@ -84,13 +37,17 @@ class Timeline:
         self.plan = plan
         self.hardware = hardware
         self.prefetch = prefetch
-        self.links = Links(plan.world, hardware)
         self.now = np.zeros(plan.world)
         self.busy = np.zeros(plan.world)
+        self.events: list[Event] = []
         self.by_group: dict[tuple[int, ...], list[BucketPlan]] = {}
         for turn in plan.turns:
             for bucket in turn:
                 self.by_group.setdefault(bucket.bucket.group, []).append(bucket)
+        # When the link of each rank is free: its transfers take turns.
+        self.free = np.zeros(plan.world)
+        # When the last collective of each communicator is over.
+        self.over: dict[object, NDArray | float] = {}
         # By bucket: when its gather, or its scatter, is over on each rank.
         self.arrived: dict[int, NDArray] = {}
         self.waves: list[Wave] = []
@@ -120,11 +77,37 @@ class Timeline:
             self.now = self.relay()
             self.finish(bucket)
         self.now = self.relay()
-        return Step(self.now, self.busy, self.links.events)
+        return Step(self.now, self.busy, self.events)
 
     def exchange(self, bucket: BucketPlan, kind: str) -> None:
-        launch = self.now[bucket.ranks]
-        self.arrived[id(bucket)] = self.links.exchange(bucket, kind, launch)
+        """A gather or scatter; a second hop begins when the first is over."""
+        ranks = bucket.ranks
+        over = self.now[ranks]
+        for hop in getattr(bucket, kind):
+            key = hop.along, bucket.bucket.group
+            begin = np.maximum(over, self.free[ranks])
+            begin = np.maximum(begin, self.over.get(key, 0.0))
+            sent = begin + hop.seconds(self.hardware)
+            self.free[ranks] = sent
+            # A rank and the ranks that it receives from have sent, and its link has received.
+            arriving = hop.latest(begin) + hop.seconds(self.hardware, slice(IN, None))
+            over = np.maximum(np.maximum(sent, hop.latest(sent)), arriving)
+            self.over[key] = over
+            self.events.append(Event(kind, ranks, begin, over))
+        self.arrived[id(bucket)] = over
+
+    def broadcast(self, wave: Wave) -> NDArray:
+        """When each of the ring's ranks has everything; shape (sets, replicas)."""
+        key = wave.ranks.shape, int(wave.ranks[0, 0])
+        begin = np.maximum(self.now[wave.ranks], self.free[wave.ranks])
+        begin = np.maximum(begin, self.over.get(key, 0.0)).max(1, keepdims=True)
+        seconds, hops = wave.seconds(self.hardware)
+        over = begin + seconds[:, None]
+        self.free[wave.ranks] = over
+        self.over[key] = over
+        begin, end = np.broadcast_arrays(begin, over + hops, wave.ranks)[:2]
+        self.events.append(Event("relay", *map(np.ravel, (wave.ranks, begin, end))))
+        return end
 
     def wait(self, bucket: BucketPlan) -> None:
         arrived = self.arrived.pop(id(bucket))
@@ -145,14 +128,14 @@ class Timeline:
             self.busy[ranks] += seconds
             self.now[ranks] = begin + seconds
             event = Event("orthogonalize", ranks, begin, self.now[ranks])
-            self.links.events.append(event)
+            self.events.append(event)
         self.now = np.maximum(self.now, relayed)
 
     def relay(self) -> NDArray:
         """Starts all waiting broadcasts; when each rank has everything from them."""
         over = self.now.copy()
         for wave in self.waves:
-            end = self.links.broadcast(wave, self.now[wave.ranks])
+            end = self.broadcast(wave)
             over[wave.ranks] = np.maximum(over[wave.ranks], end)
         self.waves = []
         return over
