@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""Configurations that nobody thought of: each trains as one process does.
+"""Random configurations: each trains as one process does.
 
 One set of processes plays what is drawn here, on meshes and process groups of one to four of them. A plan
 that fails is shrunk to the least that still does.

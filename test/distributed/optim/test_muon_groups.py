@@ -251,80 +251,47 @@ class TestMuonGroupWarnings(GlooOnCPU, ParityAssertions, MultiProcContinuousTest
 
     world_size = 4
 
-    def build(self, placements, mesh, count=1, **options):
+    def test_one_warning_for_all_parameters(self):
+        spec = Spec((8, 8), mesh_of(4), (S0,))
         params = [
             (f"w{i}", torch.nn.Parameter(place(full(i, (8, 8)), spec)))
-            for i, spec in enumerate([Spec((8, 8), mesh, placements)] * count)
+            for i in range(12)
         ]
-        return Muon(params, distributed_config=create_auto_config(**options))
-
-    def check_warning(self, pattern, *placed, **options):
-        self.assertWarnsOnce(pattern, lambda: self.build(*placed, **options))
-
-    def test_one_warning_for_all_parameters(self):
-        group = dist.group.WORLD
-        self.check_warning(
+        config = Strategy(mesh_of(4), "tp").config(tp_dim_per_param=1)
+        self.assertWarnsOnce(
             "parameter 0 'w0'.* and 4 more: ",
-            *((S0,), mesh_of(4), 12),
-            tp_process_group=group,
-            tp_dim_per_param=1,
+            lambda: Muon(params, distributed_config=config),
         )
 
-    def test_tp_dim_that_contradicts_a_dtensor(self):
-        group = dist.group.WORLD
-        for placement, dim, pattern in [
-            (S0, 1, r"parameter 0 'w0'.*dimension 1.*(S\(0\)|Shard\(dim=0\))"),
-            (S1, 0, r"parameter 0 'w0'.*dimension 0.*(S\(1\)|Shard\(dim=1\))"),
-            (S1, {}, r"parameter 0 'w0'.*tp.*(S\(1\)|Shard\(dim=1\))"),
-            (R, -1, r"parameter 0 'w0'.*dimension -1.* (R|Replicate\(\))\."),
-        ]:
-            self.check_warning(
-                pattern,
-                (placement,),
-                mesh_of(4),
-                tp_process_group=group,
-                tp_dim_per_param=dim,
-            )
-        with no_warnings():
-            self.build((S1,), mesh_of(4), tp_process_group=group, tp_dim_per_param=-1)
-            self.build((R,), mesh_of(4), tp_process_group=group, tp_dim_per_param={})
-
-    def test_group_that_contradicts_a_dtensor(self):
-        group = grid_of(2, 2).get_group("a")
-        words = ", ".join(map(str, dist.get_process_group_ranks(group)))
-        for kind in ("fsdp", "tp"):
-            self.check_warning(
-                rf"parameter 0 'w0'.*{kind}.*\[{words}\].*(S\(0\)|Shard\(dim=0\))",
-                (S0,),
-                mesh_of(4),
-                tp_dim_per_param=0,
-                **{f"{kind}_process_group": group},
-            )
-        self.check_warning(
-            r"parameter 0 'w0'.*fsdp.* (R|Replicate\(\))\.",
-            (R,),
-            mesh_of(4),
-            fsdp_process_group=dist.group.WORLD,
-        )
-        self.check_warning(
-            r"parameter 0 'w0'.*ddp.*(S\(0\)|Shard\(dim=0\))",
-            (S0,),
-            mesh_of(4),
-            ddp_process_group=group,
-        )
-
-    def test_warned_or_not_the_dtensor_counts(self):
-        grid = grid_of(2, 2)
-        for options in (
-            dict(tp_process_group=dist.group.WORLD, tp_dim_per_param=1),
-            dict(fsdp_process_group=grid.get_group("b")),
-            dict(ddp_process_group=grid.get_group("a")),
+    def test_groups_that_contradict_a_dtensor(self):
+        world, half = dist.group.WORLD, grid_of(2, 2).get_group("a")
+        words = ", ".join(map(str, dist.get_process_group_ranks(half)))
+        rows, columns = r"(S\(0\)|Shard\(dim=0\))", r"(S\(1\)|Shard\(dim=1\))"
+        whole = r"(R|Replicate\(\))\."
+        for placement, pattern, kind, group, dim in (
+            (S0, f"dimension 1.*{rows}", "tp", world, 1),
+            (S1, f"dimension 0.*{columns}", "tp", world, 0),
+            (S1, f"tp.*{columns}", "tp", world, {}),
+            (R, f"dimension -1.* {whole}", "tp", world, -1),
+            (S0, rf"tp.*\[{words}\].*{rows}", "tp", half, 0),
+            (S0, rf"fsdp.*\[{words}\].*{rows}", "fsdp", half, {}),
+            (R, f"fsdp.* {whole}", "fsdp", world, {}),
+            (S0, f"ddp.*{rows}", "ddp", half, {}),
         ):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                placed = [Spec(s, mesh_of(4), (S0,)) for s in ((8, 8), (7, 5), (3, 9))]
-                twins = Twins(placed, create_auto_config(**options))
-            self.assertTrainsAlike(twins, 1, f"{options}")
+            options = {f"{kind}_process_group": group, "tp_dim_per_param": dim}
+            twins = []
+            placed = specs(mesh_of(4), [(placement,)], [(8, 8), (7, 5)])
+            self.assertWarnsOnce(
+                f"parameter 0 .*{pattern}",
+                lambda: twins.append(Twins(placed, create_auto_config(**options))),
+            )
+            # The DTensor counts.
+            self.assertTrainsAlike(twins[0], 1, pattern)
+        with no_warnings():
+            for placement, dim in ((S1, -1), (R, {})):
+                placed = specs(mesh_of(4), [(placement,)], [(8, 8)])
+                config = Strategy(mesh_of(4), "tp").config(tp_dim_per_param=dim)
+                Twins(placed, config)
 
     def test_marks_say_the_tp_dim_if_the_user_does_not(self):
         strategy, dims = Strategy(mesh_of(4), "tp"), (0, 1, None)
@@ -513,7 +480,10 @@ class TestMuonGroupErrors(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         own = pairs[self.rank // 2]
         config = create_auto_config(ddp_process_group=own if self.rank else None)
         self.assertRaisesEverywhere(
-            lambda: self.build(config), RuntimeError, "", ranks=[1]
+            lambda: self.build(config),
+            RuntimeError,
+            r"could not reach ranks \[0\]",
+            ranks=[1],
         )
 
 

@@ -166,7 +166,7 @@ class TestMuonDTensorLayouts(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
     def of_few_shapes(self, shapes, dtype, foreach):
         placed = specs(mesh_of(4), [(S0,), (R,)], shapes, dtype)
         placed += specs(grid_of(2, 2), [(R, S1)], shapes, dtype)
-        # Of equal shapes, every other one has an ``eps`` above its norm: its iteration divides by that.
+        # Every other matrix has an ``eps`` above its norm, so its iteration divides by ``eps``.
         groups = [
             (range(n, len(placed), 2), {"eps": eps})
             for n, eps in enumerate((1e-7, 100.0))

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch.optim._muon_engine.layouts import Layout, Region, Shards
+from torch.optim._muon_engine.layouts.fsdp1 import interval_regions
 from torch.optim._muon_engine.runtime import transport
 
 
@@ -56,24 +57,11 @@ def grid_layout(key, shape, mesh_shape, group, cuts):
 
 def flat_layout(key, shape, ranks, bounds):
     """Pieces that are intervals of the elements in row-major order, cut anywhere."""
-    columns = shape[1]
-    pieces = []
-    for start, end in itertools.pairwise(bounds):
-        regions, at = [], start
-        while at < end:
-            row, column = divmod(at, columns)
-            if column or end - at < columns:
-                width = min(columns - column, end - at)
-                regions.append(Region(row, column, 1, width, at - start, columns))
-                at += width
-            else:
-                height = (end - at) // columns
-                regions.append(Region(row, 0, height, columns, at - start, columns))
-                at += height * columns
-        pieces.append(tuple(regions))
-    return Layout(
-        key, shape, torch.float32, Shards(tuple(ranks), tuple(pieces)), "a flat one"
+    pieces = tuple(
+        tuple(interval_regions(start, end, shape[1], 0))
+        for start, end in itertools.pairwise(bounds)
     )
+    return Layout(key, shape, torch.float32, Shards(tuple(ranks), pieces), "a flat one")
 
 
 class Call(NamedTuple):
