@@ -8,7 +8,6 @@ import sys
 import tempfile
 import threading
 import warnings
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,10 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_fsdp1 import wrap
+from torch.testing._internal.distributed._muon.common_fsdp1 import (
+    give_flat_gradients,
+    wrap,
+)
 from torch.testing._internal.distributed._muon.common_modules import (
     make_model,
     tensor_parallel,
@@ -330,19 +332,6 @@ def pairs_of(ranks):
     return init_device_mesh("cpu", shape, mesh_dim_names=names)["a", "b"]
 
 
-def fsdp2(model, ranks):
-    return fully_shard(model, mesh=mesh_of(ranks))
-
-
-def hsdp(model, ranks):
-    return fully_shard(model, mesh=pairs_of(ranks))
-
-
-def fsdp2_tp(model, ranks):
-    mesh = pairs_of(ranks)
-    return fully_shard(tensor_parallel(model, mesh["b"]), mesh=mesh["a"])
-
-
 @functools.cache
 def line_of(ranks):
     """As :func:`mesh_of`, but no part of a mesh: FSDP1 takes the rest of one for tensor parallelism."""
@@ -350,46 +339,28 @@ def line_of(ranks):
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("line",))
 
 
-def fsdp1(model, ranks):
-    return wrap(model, orig=True, units=None, device_mesh=line_of(ranks))
-
-
-def fsdp1_flat(model, ranks):
-    return wrap(model, orig=False, units=None, device_mesh=line_of(ranks))
-
-
-def alone(model, ranks):
-    return model
-
-
-class Stage(NamedTuple):
-    """A job of the first ``ranks``."""
-
-    ranks: int
-    shard: object
-
-    def make_meshes(self):
-        """On all ranks, idle ones, too."""
-        mesh_of(self.ranks)
-        if self.ranks > 1:
-            pairs_of(self.ranks)
-
-    def __str__(self):
-        return f"{self.shard.__name__} on {self.ranks}"
-
-
-def fresh_model(seed):
-    # Two matrices with an odd side, of which ranks have pieces of different sizes, or none.
-    return make_model(width=9, hidden=16, layers=2, bias=False, seed=seed)
+def sharded(model, kind, ranks):
+    if kind == "fsdp2":
+        return fully_shard(model, mesh=mesh_of(ranks))
+    if kind == "hsdp":
+        return fully_shard(model, mesh=pairs_of(ranks))
+    if kind == "fsdp2 tp":
+        mesh = pairs_of(ranks)
+        return fully_shard(tensor_parallel(model, mesh["b"]), mesh=mesh["a"])
+    if kind == "alone":
+        return model
+    return wrap(model, kind == "fsdp1 orig", units=None, device_mesh=line_of(ranks))
 
 
 class Job:
-    """The model and the optimizer of one stage."""
+    """A model and its optimizer on the first ``ranks``."""
 
-    def __init__(self, stage, seed, **options):
-        self.stage = stage
-        self.model = stage.shard(fresh_model(seed), stage.ranks)
-        config = None if stage.ranks == 1 else "auto"
+    def __init__(self, kind, ranks, seed, **options):
+        self.ranks = ranks
+        # Two matrices with an odd side, of which ranks have pieces of different sizes, or none.
+        model = make_model(width=9, hidden=16, layers=2, bias=False, seed=seed)
+        self.model = sharded(model, kind, ranks)
+        config = None if kind == "alone" else "auto"
         if isinstance(self.model, FSDP):
             config = create_auto_config(module=self.model)
         params = self.model.parameters()
@@ -397,7 +368,7 @@ class Job:
 
     def step(self, grads):
         if isinstance(self.model, FSDP):
-            self._give_to_flat(grads)
+            give_flat_gradients(self.model._handle.flat_param, grads)
         else:
             for name, param in self.model.named_parameters():
                 param.grad = grads[name].clone()
@@ -406,20 +377,6 @@ class Job:
                     param.grad = place(grads[name], spec)
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def _give_to_flat(self, grads):
-        flat = self.model._handle.flat_param
-        grad = torch.zeros_like(flat)
-        for i, (name, info) in enumerate(zip(flat._fqns, flat._shard_param_infos)):
-            if not info.in_shard:
-                continue
-            first, last = info.intra_param_start_idx, info.intra_param_end_idx
-            piece = grad[info.offset_in_shard :][: info.numel_in_shard]
-            piece.copy_(grads[name].flatten()[first : last + 1])
-            if flat._params is not None:
-                flat._params[i].grad = piece.clone()
-        if flat._params is None:
-            flat.grad = grad
 
     # Checkpoints
 
@@ -445,47 +402,31 @@ class Job:
         return state_of(self.model, self.optimizer, full_state_dict=True)
 
     def _group(self):
-        group = mesh_of(self.stage.ranks).get_group()
-        return {"process_group": group, "no_dist": self.stage.ranks == 1}
+        group = mesh_of(self.ranks).get_group()
+        return {"process_group": group, "no_dist": self.ranks == 1}
 
-
-class Uninterrupted:
-    """One process that makes every step of a journey."""
-
-    def __init__(self, seed, **options):
-        self.model = fresh_model(seed)
-        self.optimizer = Muon(self.model.parameters(), **options)
-        self.steps = 0
-
-    def step(self):
-        """Makes a step, and returns the gradients of it by name."""
-        self.steps += 1
-        params = dict(self.model.named_parameters())
-        for i, param in enumerate(params.values()):
-            param.grad = full(100 * self.steps + i, param.shape)
-        self.optimizer.step()
-        return {name: param.grad for name, param in params.items()}
-
-    def problems(self, whole):
-        """The differences from a job's :meth:`Job.whole`."""
-        found = []
-        for name, param in self.model.named_parameters():
-            mine = whole["model"][name], whole["optimizer"]["state"][name]
-            if not torch.equal(mine[0], param.detach()):
-                found.append(f"parameter {name}")
-            momentum = self.optimizer.state[param]["momentum_buffer"]
-            if not torch.equal(mine[1]["momentum_buffer"], momentum):
-                found.append(f"momentum of {name}")
-        return found
+    def problems(self, other):
+        """The differences from ``other``, which has done the same."""
+        mine, its = self.whole(), other.whole()
+        momenta, other_momenta = (each["optimizer"]["state"] for each in (mine, its))
+        return [
+            name
+            for name, value in mine["model"].items()
+            if not torch.equal(value, its["model"][name])
+            or not torch.equal(
+                momenta[name]["momentum_buffer"],
+                other_momenta[name]["momentum_buffer"],
+            )
+        ]
 
 
 JOURNEY = [
-    Stage(2, fsdp2),
-    Stage(4, hsdp),
-    Stage(2, fsdp1),
-    Stage(1, alone),
-    Stage(4, fsdp1_flat),
-    Stage(4, fsdp2_tp),
+    ("fsdp2", 2),
+    ("hsdp", 4),
+    ("fsdp1 orig", 2),
+    ("alone", 1),
+    ("fsdp1 flat", 4),
+    ("fsdp2 tp", 4),
 ]
 
 
@@ -497,26 +438,33 @@ class TestMuonJourney(GlooOnCPU, Directories, MultiProcContinuousTest):
 
     def travel(self, save, load):
         folder = self.directory()
-        uninterrupted = Uninterrupted(seed=0, **OPTIONS)
-        job = None
-        for number, stage in enumerate(JOURNEY):
+        uninterrupted, job = Job("alone", 1, 0, **OPTIONS), None
+        shapes = {n: p.shape for n, p in uninterrupted.model.named_parameters()}
+        for number, (kind, ranks) in enumerate(JOURNEY):
             path = f"{folder}/{number}"
             if job is not None:
                 save(job, path)
-            stage.make_meshes()
+            # On all ranks, idle ones, too.
+            mesh_of(ranks)
+            if ranks > 1:
+                pairs_of(ranks)
             dist.barrier()
-            works, job = self.rank < stage.ranks, None
+            works, job = self.rank < ranks, None
             if works and number == 0:
-                job = Job(stage, 0, **OPTIONS)
+                job = Job(kind, ranks, 0, **OPTIONS)
             elif works:
                 # The job has other values until it loads.
-                job = Job(stage, number)
+                job = Job(kind, ranks, number)
                 load(job, path)
-            gradients = uninterrupted.step()
+            gradients = {
+                name: full(100 * number + i, shape)
+                for i, (name, shape) in enumerate(shapes.items())
+            }
+            uninterrupted.step(gradients)
             if works:
                 job.step(gradients)
-            problems = uninterrupted.problems(job.whole()) if works else []
-            self.assertEverywhere(problems, f"{stage}")
+            problems = job.problems(uninterrupted) if works else []
+            self.assertEverywhere(problems, f"{kind} on {ranks}")
 
     def test_checkpoints_on_other_ranks(self):
         self.travel(Job.save, Job.load)

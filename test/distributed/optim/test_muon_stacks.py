@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """Stacks of matrices, such as (experts, out, in). Each matrix has its own owner."""
 
+import copy
 import warnings
 
 import torch
@@ -21,6 +22,10 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon.common_fsdp1 import (
+    flat_pieces,
+    give_flat_gradients,
+)
 from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     Cut,
@@ -188,56 +193,39 @@ class TestMuonStacks(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_fsdp1(self):
         shapes = [(4, 6, 10), (3, 5, 7)]
         for use_orig_params in (False, True):
-            model = nn.Module()
-            model.stacks = nn.ParameterList(
+            single = nn.Module()
+            single.stacks = nn.ParameterList(
                 nn.Parameter(full(i, shape)) for i, shape in enumerate(shapes)
             )
             wrapped = FullyShardedDataParallel(
-                model, device_id=torch.device("cpu"), use_orig_params=use_orig_params
+                copy.deepcopy(single),
+                device_id=torch.device("cpu"),
+                use_orig_params=use_orig_params,
             )
-            config = create_auto_config(
-                fsdp_process_group=wrapped.process_group, module=wrapped
+            flat = wrapped._handle.flat_param
+            ours, its = (
+                Muon(
+                    model.parameters(),
+                    lr=0.1,
+                    distributed_config=config,
+                    allow_batched_matrices=True,
+                )
+                for model, config in (
+                    (wrapped, create_auto_config(module=wrapped)),
+                    (single, None),
+                )
             )
-            params = list(wrapped.parameters())
-            singles = [nn.Parameter(full(i, shape)) for i, shape in enumerate(shapes)]
-            muon, single = (
-                Muon(mine, lr=0.1, distributed_config=own, allow_batched_matrices=True)
-                for mine, own in ((params, config), (singles, None))
-            )
+            names = dict(single.named_parameters())
             for step in range(2):
-                for i, param in enumerate(singles):
+                for i, param in enumerate(names.values()):
                     param.grad = full(100 * step + i + 50, param.shape)
-                flat = torch.cat([param.grad.flatten() for param in singles])
-                self.give_flat_gradient(wrapped, params, flat, use_orig_params)
-                muon.step()
-                single.step()
-            expected = torch.cat([param.detach().flatten() for param in singles])
-            handle = wrapped._handle.flat_param
-            size = handle.numel()
-            padded = torch.zeros(size * 4)
-            padded[: len(expected)] = expected
-            mine = padded[size * self.rank : size * (self.rank + 1)]
-            used = max(0, min(size, len(expected) - size * self.rank))
-            self.assertEverywhere(
-                []
-                if torch.equal(handle.data[:used], mine[:used])
-                else [use_orig_params]
-            )
-
-    def give_flat_gradient(self, wrapped, params, flat, use_orig_params):
-        handle = wrapped._handle.flat_param
-        size = handle.numel()
-        padded = torch.zeros(size * 4)
-        padded[: len(flat)] = flat
-        mine = padded[size * self.rank : size * (self.rank + 1)].clone()
-        if not use_orig_params:
-            params[0].grad = mine
-            return
-        infos = handle._shard_param_infos
-        for param, info in zip(params, infos):
-            if info.in_shard:
-                start = info.offset_in_shard
-                param.grad = mine[start : start + info.numel_in_shard].view(param.shape)
+                give_flat_gradients(flat, {n: p.grad for n, p in names.items()})
+                ours.step()
+                its.step()
+            values = {name: param.detach() for name, param in names.items()}
+            with self.everywhere(f"{use_orig_params=}"):
+                for _, place, elements in flat_pieces(flat, values):
+                    self.assertTrue(torch.equal(flat.data[place], elements))
 
     def test_fsdp1_over_tensor_parallelism_is_an_error(self):
         grid = grid_of(2, 2)

@@ -101,6 +101,27 @@ def state_dicts(model, kind):
             yield
 
 
+def flat_pieces(flat, wholes):
+    """Each of ``wholes`` that this rank holds some of: its number, its place in ``flat``, its elements."""
+    for i, (name, info) in enumerate(zip(flat._fqns, flat._shard_param_infos)):
+        if info.in_shard:
+            first, last = info.intra_param_start_idx, info.intra_param_end_idx
+            at = info.offset_in_shard
+            elements = wholes[name].flatten()[first : last + 1]
+            yield i, slice(at, at + info.numel_in_shard), elements
+
+
+def give_flat_gradients(flat, wholes):
+    """Cuts whole gradients, by name, as a unit's backward does."""
+    grad = torch.zeros_like(flat)
+    for i, place, elements in flat_pieces(flat, wholes):
+        grad[place] = elements
+        if flat._params is not None:
+            flat._params[i].grad = elements.clone()
+    if flat._params is None:
+        flat.grad = grad
+
+
 class Run:
     """An FSDP1 model and its plain twin, with an optimizer for their matrices and one for the rest."""
 
