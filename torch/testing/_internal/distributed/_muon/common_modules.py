@@ -53,7 +53,7 @@ def data_parallel(model, **options):
 class ModuleParity(ParityAssertions):
     """To be put before a TestCase whose methods run on every rank."""
 
-    def check(self, model, config, steps=3, data_rank=0, count=None):
+    def check(self, model, config, steps=2, data_rank=0, count=None):
         """Trains ``model``, and next to it a Muon of one process with the same gradients.
 
         Args:
