@@ -7,7 +7,6 @@ bit by bit.
 
 import contextlib
 import copy
-import functools
 import importlib
 import inspect
 import itertools
@@ -48,14 +47,6 @@ def tearDownModule():
 
 
 COEFFICIENTS = (ours.DEFAULT_A, ours.DEFAULT_B, ours.DEFAULT_C)
-
-
-@functools.cache
-def stock_writes_its_input():
-    matrix = torch.randn(4, 4, dtype=torch.bfloat16)
-    before = matrix.clone()
-    stock()._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7)
-    return not torch.equal(matrix, before)
 
 
 def stock_supports(adjust_lr_fn):
@@ -174,46 +165,25 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # more. In the last case, no rounding depends on an order.
 STOCK_RESULTS = {
     "nesterov of a wide matrix": (
-        {"lr": 0.5, "weight_decay": 0.4, "momentum": 0.7},
+        {},
         3,
         0.05,
         [[-0.74332, 1.14195, 0.54977], [0.09955, 0.63342, -0.20098]],
     ),
     "no nesterov, tall": (
-        {"lr": 0.5, "weight_decay": 0.4, "momentum": 0.7, "nesterov": False},
+        {"nesterov": False},
         3,
         0.05,
         [[-0.78704, 1.04981], [0.25308, 0.98386], [1.24130, -0.71239]],
     ),
-    "original, tall": (
-        {"lr": 0.5, "weight_decay": 0.4, "momentum": 0.7, "adjust_lr_fn": "original"},
-        2,
-        0.05,
-        [
-            [-1.11544, 0.96522],
-            [0.71541, 1.12523],
-            [1.22377, -0.44988],
-            [-0.36774, 0.14604],
-        ],
-    ),
     "match_rms_adamw": (
-        {
-            "lr": 1.25,
-            "weight_decay": 0.2,
-            "momentum": 0.7,
-            "adjust_lr_fn": "match_rms_adamw",
-        },
+        {"lr": 1.25, "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"},
         2,
         0.05,
         [[-0.80029, 0.56824, 0.68359, 0.80322], [0.82471, 0.05444, 0.12878, 0.20932]],
     ),
     "spectral_unclamped": (
-        {
-            "lr": 1.0,
-            "weight_decay": 0.2,
-            "momentum": 0.7,
-            "adjust_lr_fn": "spectral_unclamped",
-        },
+        {"lr": 1.0, "weight_decay": 0.2, "adjust_lr_fn": "spectral_unclamped"},
         2,
         0.05,
         [
@@ -223,9 +193,7 @@ STOCK_RESULTS = {
     ),
     "coefficients, steps and eps of its own": (
         {
-            "lr": 0.5,
             "weight_decay": 0.0,
-            "momentum": 0.7,
             "eps": 4.0,
             "ns_steps": 2,
             "ns_coefficients": (2.0, -1.5, 0.5),
@@ -246,7 +214,8 @@ def stock_case(index, rows, columns):
 def run_stock_case(cls, options, steps, expected):
     rows, columns = len(expected), len(expected[0])
     param = nn.Parameter(stock_case(0, rows, columns))
-    optimizer = cls([param], **options)
+    defaults = {"lr": 0.5, "weight_decay": 0.4, "momentum": 0.7}
+    optimizer = cls([param], **{**defaults, **options})
     for step in range(1, steps + 1):
         param.grad = stock_case(step, rows, columns)
         optimizer.step()
@@ -371,25 +340,6 @@ class TestStockParity(Runs):
 
         self.assert_bitwise(run(ours), run(stock()))
         self.assertIsNone(getattr(ours, name)([], [], [], **FUNCTIONAL))
-
-    @parametrize("nesterov", [True, False])
-    def test_bf16_momentum_is_not_written_by_orthogonalizing(self, nesterov):
-        # Stock up to 2.14 normalizes the buffer in place when nesterov=False.
-        grads = [make_matrix((6, 9), torch.bfloat16) for _ in range(3)]
-        param = nn.Parameter(make_matrix((6, 9), torch.bfloat16))
-        optimizer = Muon([param], nesterov=nesterov)
-        expected = torch.zeros(6, 9, dtype=torch.bfloat16)
-        for grad in grads:
-            param.grad = grad.clone()
-            optimizer.step()
-            expected.lerp_(grad, 1 - 0.95)
-            self.assert_bitwise([optimizer.state[param]["momentum_buffer"]], [expected])
-            self.assert_bitwise([param.grad], [grad])
-        options = {"dtype": torch.bfloat16, "nesterov": nesterov}
-        _, buffers, _ = self.run_steps(Muon, [(6, 9)], **options)
-        _, others, _ = self.run_steps(stock().Muon, [(6, 9)], **options)
-        alike = torch.equal(buffers[0], others[0])
-        self.assertEqual(alike, nesterov or not stock_writes_its_input())
 
     def test_checkpoints_go_both_ways(self):
         for first, second in [(Muon, stock().Muon), (stock().Muon, Muon)]:
@@ -526,6 +476,20 @@ class TestMuonCore(Runs):
         core = left.T @ result.float() @ right
         self.assertEqual(core, core.diag().diag(), atol=0.06, rtol=0)
         self.assertGreater(core.diag().min().item(), 0.25)
+
+    @parametrize("nesterov", [True, False])
+    def test_bf16_momentum_is_not_written_by_orthogonalizing(self, nesterov):
+        # Stock up to 2.14 normalizes the buffer in place when nesterov=False.
+        grads = [make_matrix((6, 9), torch.bfloat16) for _ in range(3)]
+        param = nn.Parameter(make_matrix((6, 9), torch.bfloat16))
+        optimizer = Muon([param], nesterov=nesterov)
+        expected = torch.zeros(6, 9, dtype=torch.bfloat16)
+        for grad in grads:
+            param.grad = grad.clone()
+            optimizer.step()
+            expected.lerp_(grad, 1 - 0.95)
+            self.assert_bitwise([optimizer.state[param]["momentum_buffer"]], [expected])
+            self.assert_bitwise([param.grad], [grad])
 
     def test_orthogonalization_is_scale_free(self):
         matrix = torch.randn(12, 20)

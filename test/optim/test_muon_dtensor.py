@@ -121,6 +121,14 @@ class TestDTensorsOnOneRank(ConfigTestCase):
                 self.assertEqual(piece.placements, param.placements)
                 self.assertEqual(piece.shape, param.shape)
                 self.assert_same_bits([piece.to_local()], [param.to_local()])
+            with self.assertRaisesRegex(ValueError, "given None outside of step"):
+                config.redistribute_fn(None, 0, config.state)
+            vector = distribute_tensor(torch.ones(3), self.mesh, [Shard(0)])
+            with self.assertRaisesRegex(ValueError, "only supports 2D"):
+                config.assign_fn([vector], config.state)
+            config.state["current_owner"] = 0
+            with self.assertRaisesRegex(RuntimeError, "outside of step"):
+                config.redistribute_fn(full, 0, config.state)
 
     def test_gradient_is_brought_to_the_placement_of_the_parameter(self):
         weight, grad = torch.randn(4, 6), torch.randn(4, 6)

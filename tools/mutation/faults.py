@@ -30,6 +30,7 @@ LIVE = "_muon_engine/runtime/__init__.py"
 PIPELINE = "_muon_engine/runtime/pipeline.py"
 STATUSES = "_muon_engine/runtime/statuses.py"
 TRANSPORT = "_muon_engine/runtime/transport.py"
+CONFIG = "test/optim/test_muon_config.py::TestDistributedConfig::test_"
 GRAM = "test/optim/test_muon.py::TestGramNewtonSchulz::test_"
 
 FAULTS = (
@@ -291,6 +292,27 @@ FAULTS = (
         "o + minus_o, _OTHER_OPTIONS",
         "0, _OTHER_OPTIONS",
         (f"{MISTAKES}hyperparameter_of_one_rank_in_the_first_step_name_lr",),
+    ),
+    Fault(
+        "the digest of the hyperparameters lacks eps",
+        "_muon.py",
+        "            float(self.eps),\n",
+        "",
+        (f"{MISTAKES}hyperparameter_of_one_rank_in_the_first_step_name_eps",),
+    ),
+    Fault(
+        "matrices of different eps share a batch",
+        "_muon.py",
+        "how = self.ns_steps, self.eps, self.ns_algorithm\n        return (coeff",
+        "how = self.ns_steps, self.ns_algorithm\n        return (coeff",
+        (f"{CONFIG}foreach_keeps_groups_of_different_eps_apart",),
+    ),
+    Fault(
+        "the engine keeps the gradients of a step",
+        LIVE,
+        "        self.given = self.grad = None\n",
+        "        pass\n",
+        (f"{HERE}regressions.py::TestMuonRegressions::test_gradients_are_freed",),
     ),
     Fault(
         "values that differ are no mismatch",

@@ -123,28 +123,6 @@ class TestMuonFunctions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 self.assertTrue(torch.equal(local(piece), piece_of(given, spec)))
         self.assertEqual(seen.calls, [])
 
-    def test_assign_fn_called_directly(self):
-        mesh = mesh_of(4)
-        grid = grid_of(2, 2)
-        placed = specs(mesh, [(S0,), (R,)]) + specs(grid, [(R, S1)])
-        params = [place(full(0, spec.shape), spec) for spec in placed]
-        params.append(torch.randn(3, 4))
-        config = create_dtensor_config()
-        assignments = config.assign_fn(params, config.state)
-        owned = sorted(i for own in assignments.values() for i in own)
-        self.assertEqual(owned, list(range(len(params))))
-        self.assertIn(len(placed), assignments[self.rank])
-        metadata = config.state["param_metadata"]
-        self.assertEqual(sorted(metadata), list(range(len(placed))))
-        for i, spec in enumerate(placed):
-            self.assertEqual(metadata[i]["device_mesh"], spec.mesh)
-            self.assertEqual(metadata[i]["placements"], spec.placements)
-        # All ranks agree about the DTensors.
-        known = {
-            r: [i for i in own if i < len(placed)] for r, own in assignments.items()
-        }
-        self.assertEqual(everyone(known), [known] * 4)
-
     # Replaced and wrapped
 
     def test_wrappers_that_delegate_give_the_bits_of_the_engine(self):
