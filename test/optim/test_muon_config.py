@@ -125,6 +125,9 @@ class TestDistributedConfig(ConfigTestCase):
                 ep_process_group=object(), expert_assignments=given
             )
             self.assertEqual(config.state["expert_assignments"], given)
+        config = create_auto_config(expert_assignments={0: 3, 2: 1})
+        with self.assertRaisesRegex(ValueError, r"names parameters \[2\].* 0 to 1"):
+            Muon(make_params((2, 2), (3, 3)), distributed_config=config)
 
     def test_state_keys(self):
         self.assertIs(create_dtensor_config().state["is_dtensor"], True)

@@ -79,8 +79,10 @@ class LocalGroups(ParityAssertions):
 
 
 @requires_gloo()
-class TestMuonProcessGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
+class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
     world_size = 4
+
+    # Groups that only their members make
 
     def test_members_with_unequal_numbers_of_groups(self):
         self.make_unequal_numbers_of_groups()
@@ -133,12 +135,7 @@ class TestMuonProcessGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
             self.assertFalse(isinstance(made(ranks), dist.ProcessGroup))
             self.assertEqual(len(dist.distributed_c10d._world.pg_names), before)
 
-
-@requires_gloo()
-class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
-    """The groups and messages that Muon itself asks for."""
-
-    world_size = 4
+    # The groups and messages that Muon itself asks for
 
     def errors(self, call, ranks):
         """The error that ``call`` raises on each of ``ranks``, by rank."""
