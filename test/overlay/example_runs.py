@@ -1,14 +1,18 @@
 """Runs an example as torchrun would, on processes that are forked after torch is imported."""
 
 import importlib.util
+import multiprocessing
 import os
 import runpy
 import sys
+import tempfile
+import time
 import warnings
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from examples.processes import Processes
 
 
 if importlib.util.find_spec("torch") is None:
@@ -16,8 +20,14 @@ if importlib.util.find_spec("torch") is None:
 
 
 SECONDS = 120
-# What every example gets: the CPU, and words on whatever it does that is not right.
+# Every example runs on the CPU, and shows its warnings.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "always"}
+PRELOADED = [
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+]
 
 
 class Run(NamedTuple):
@@ -26,49 +36,55 @@ class Run(NamedTuple):
     err: str
 
 
-def run_example(script, *options, processes=4, patch=None):
-    """Exit code and output of all processes. ``patch`` is called in each before ``script`` is run."""
-    argv = [str(script), *map(str, options)]
-    with Processes(processes) as started:
-        answers = started.answers(_run, argv, patch, seconds=SECONDS)
-    codes = [answer.result.code if answer.result else 1 for answer in answers]
-    runs = [answer.result or Run(1, "", answer.error) for answer in answers]
-    return Run(max(codes), "".join(r.out for r in runs), "".join(r.err for r in runs))
+def run_example(script, *options, processes):
+    """The largest exit code, and the output of all processes. Ends all of them if one fails."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as name:
+        folder, argv = Path(name), [str(script), *map(str, options)]
+        started = [
+            context.Process(target=_run, args=(rank, processes, folder, argv))
+            for rank in range(processes)
+        ]
+        for process in started:
+            process.start()
+        until = time.monotonic() + SECONDS
+        running = set(started)
+        while running and not any(process.exitcode for process in started):
+            if not wait([p.sentinel for p in running], until - time.monotonic()):
+                break  # too late
+            running = {process for process in running if process.is_alive()}
+        time.sleep(1 if running else 0)  # for the errors of the others
+        for process in started:
+            process.kill()
+            process.join()
+        texts = (
+            "".join(path.read_text() for path in sorted(folder.glob(f"{kind}*")))
+            for kind in ("out", "err")
+        )
+        return Run(max(abs(process.exitcode) for process in started), *texts)
 
 
-def _run(place, argv, patch):
-    os.environ.update(ENVIRONMENT)
-    if place.size > 1:
-        _be_a_rank(place)
-    warnings.simplefilter("always")
-    sys.argv = argv
-    sys.path.insert(0, os.path.dirname(argv[0]))
-    outputs = [place.folder / f"{name}{place.rank}" for name in ("out", "err")]
-    for number, path in enumerate(outputs, 1):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)
-    sys.stdout.reconfigure(line_buffering=True)
-    code = 0
-    try:
-        if patch is not None:
-            patch(place)
-        runpy.run_path(argv[0], run_name="__main__")
-    except SystemExit as ended:
-        code = ended.code or 0
-    return Run(code, *(path.read_text() for path in outputs))
-
-
-def _be_a_rank(place):
-    """Makes this process one of those that torchrun has started."""
+def _run(rank, size, folder, argv):
+    import torch
     import torch.distributed as dist
 
-    meeting = dist.FileStore(str(place.folder / "meeting"), place.size)
-    if place.rank == 0:
-        # Kept, since it serves the others.
-        _be_a_rank.store = dist.TCPStore(
-            "localhost", 0, is_master=True, wait_for_workers=False
-        )
-        meeting.set("port", str(_be_a_rank.store.port))
-    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
-    os.environ |= {"LOCAL_RANK": str(place.rank), "MASTER_ADDR": "localhost"}
-    os.environ["MASTER_PORT"] = meeting.get("port").decode()
+    outputs = ((sys.stdout, "out"), (sys.stderr, "err"))
+    for stream, name in outputs:
+        descriptor = os.open(folder / f"{name}{rank}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(descriptor, stream.fileno())
+    sys.stdout.reconfigure(line_buffering=True)
+    torch.set_num_threads(1)
+    # torchrun's agent serves the store.
+    meeting = dist.FileStore(str(folder / "meeting"), size)
+    if rank == 0:
+        _run.store = dist.TCPStore("localhost", 0, is_master=True)
+        meeting.set("port", str(_run.store.port))
+    port = meeting.get("port").decode()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, **ENVIRONMENT}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    warnings.simplefilter("always")
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).parent))
+    runpy.run_path(argv[0], run_name="__main__")
