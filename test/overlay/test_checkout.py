@@ -17,7 +17,7 @@ from tools.overlay.repo import ROOT
 
 MUON, OWN = "torch/optim/_muon.py", "torch/optim/muon.py"
 OTHER = "# Muon as another release has it\n"
-SUBJECTS = re.findall(r"(?m)^\[(.+)\]$", (ROOT / "patches/stack.ini").read_text())
+SUBJECTS = re.findall(r'(?m)^\["(.+)"\]$', (ROOT / "patches/stack.toml").read_text())
 BASE = f"HEAD~{len(SUBJECTS)}"
 
 

@@ -1,8 +1,8 @@
-"""The commits of patches/stack.ini: each file is in one, and each commit works alone."""
+"""The commits of patches/stack.toml: each file is in one, and each commit works alone."""
 
 import ast
-import configparser
 import fnmatch
+import inspect
 import os
 import shutil
 import sys
@@ -33,15 +33,27 @@ def commits(wheel):
 
 
 def test_each_file_is_in_one_commit(commits):
-    parser = configparser.ConfigParser(interpolation=None)
-    parser.read(ROOT / "patches/stack.ini")
-    assert [message.splitlines()[0] for message, _ in commits] == parser.sections()
+    text = (ROOT / "patches/stack.toml").read_text()
+    listed = patches.stack_of(text)
+    assert [message.splitlines()[0] for message, _ in commits] == [
+        t for t, *_ in listed
+    ]
     assert 5 <= len(commits) <= 7
     files = [rel for _, texts in commits for rel in texts]
     assert len(files) == len(set(files))
-    for title in parser.sections():
-        for pattern in parser[title]["paths"].split():
+    for _, _, paths in listed:
+        for pattern in paths:
             assert fnmatch.filter(files, pattern), pattern
+
+
+def test_the_list_is_toml():
+    tomllib = pytest.importorskip("tomllib")
+    text = (ROOT / "patches/stack.toml").read_text()
+    found = [
+        (title, inspect.cleandoc(of["why"]), of["paths"])
+        for title, of in tomllib.loads(text).items()
+    ]
+    assert found == patches.stack_of(text)
 
 
 def modules(text, every):

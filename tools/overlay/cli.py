@@ -340,7 +340,7 @@ def _export(args: argparse.Namespace) -> None:
     """Write the overlay as a git am series.
 
     It fits the newest commit without the overlay, which the command names. --stack: in the
-    order of patches/stack.ini, for a reviewer.
+    order of patches/stack.toml, for a reviewer.
 
     example:
       python setup_overlay.py export --checkout ~/pytorch --out series --stack

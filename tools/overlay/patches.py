@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import fnmatch
 import re
+from ast import literal_eval
 from typing import NamedTuple, TYPE_CHECKING
 
 from . import files, git, versions
@@ -88,28 +89,34 @@ def overlay(
     return now, lacking, misfits
 
 
+def stack_of(text: str) -> list[tuple[str, str, list[str]]]:
+    """Title, reason and path patterns of each commit; its TOML values are Python's literals."""
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read_string(text)
+    return [
+        (literal_eval(t), literal_eval(of["why"]).strip(), literal_eval(of["paths"]))
+        for t, of in parser.items()
+        if t != parser.default_section
+    ]
+
+
 def commits(
     source: Source, texts: Mapping[str, bytes], *, stack: bool = True
 ) -> list[tuple[str, dict[str, bytes]]]:
-    """The commits that bring the texts, by patches/stack.ini: message, texts of its files.
+    """The commits that bring the texts, by patches/stack.toml: message, texts of its files.
 
     One commit without ``stack``.
     """
-    parser = configparser.ConfigParser(interpolation=None)
-    parser.read_string(source.patches["stack.ini"].decode())
-    patterns = {
-        p: title for title in parser.sections() for p in parser[title]["paths"].split()
-    }
-    parts: dict[str, dict[str, bytes]] = {title: {} for title in parser.sections()}
+    listed = stack_of(source.patches["stack.toml"].decode())
+    patterns = {p: title for title, _, paths in listed for p in paths}
+    parts: dict[str, dict[str, bytes]] = {title: {} for title, _, _ in listed}
     for rel, text in texts.items():
         found = [p for p in patterns if fnmatch.fnmatchcase(rel, p)]
         if not found:
-            raise WrongTarget(f"patches/stack.ini has no commit for {rel}")
+            raise WrongTarget(f"patches/stack.toml has no commit for {rel}")
         parts[patterns[max(found, key=len)]][rel] = text
     found = [
-        (f"{title}\n\n{parser[title]['why'].strip()}", part)
-        for title, part in parts.items()
-        if part
+        (f"{title}\n\n{why}", parts[title]) for title, why, _ in listed if parts[title]
     ]
     if stack:
         return found
