@@ -827,7 +827,7 @@ class TestMuonRefusals(TestCase):
 
     def test_describe_without_a_config(self):
         muon = Muon([nn.Parameter(torch.randn(4, 6))])
-        self.assertIn("this process alone", muon.describe())
+        self.assertIn("has no distributed_config", muon.describe())
         copied = copy.deepcopy(Muon(muon.param_groups, distributed_config="auto"))
         self.assertIn("lost its distributed_config", copied.describe())
 

@@ -316,7 +316,8 @@ def _find_problem(
             if number < first_group:
                 continue
             problem = _problem_with(param, group, which, takes_flat, takes_stacks)
-            if config is None and group["split"] and not problem:
+            is_read = config is not None and config.state.get("reader")
+            if group["split"] and not is_read and not problem:
                 problem = _problem_with_split(param, group, which)
             other = seen.setdefault(param, which)
             if other != which and config is not None:

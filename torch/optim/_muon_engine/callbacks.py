@@ -19,6 +19,7 @@ from torch.optim._muon_engine.layouts.dtensor import (
     is_frozen,
     like_param,
     local_part,
+    matrix_shape,
 )
 from torch.optim._muon_engine.layouts.groups import ParallelGroups, Reader
 from torch.optim._muon_engine.process_groups import first_owner
@@ -330,12 +331,12 @@ class CallbackStep:
                     (r.of_local(param.local), r.of_local(update), layout.shape)
                 )
         if index not in self.layouts:
-            shape = self._global_shape(index, whole)
+            split, flatten = param.form
+            shape = matrix_shape(self._global_shape(index, whole), flatten)
             parts = map(param.formulas.matrices, (param.local, update))
-            is_one = param.form == ((), False)
-            moves = [(p, u, shape if is_one else p.shape) for p, u in zip(*parts)]
+            moves = [(p, u, p.shape if split else shape) for p, u in zip(*parts)]
         for local, part, shape in moves:
-            param.formulas.apply([local], [part], shape[-2:])
+            param.formulas.apply([local], [part], shape)
 
     def _global_shape(self, index: int, whole: Tensor | None) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""
