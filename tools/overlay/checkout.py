@@ -169,7 +169,7 @@ class Checkout(Target):
         shutil.rmtree(self.copies.parent, ignore_errors=True)
         differs = self._differs(plan.base)
         if commit and differs:
-            new = tree.commit(head, differs, REVERT, plan.source.name)
+            new = tree.commit(head, differs, REVERT, None)
             report.commits = self._commit(new, plan, plan.base)
         elif head == base:
             tree.stage({r: t for r, t in plan.base.items() if plan.staged[r] != t})

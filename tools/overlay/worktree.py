@@ -92,6 +92,8 @@ class Worktree:
             return self._base_of_a_part(found) if commit == "HEAD" else found
         adding = self.adding(found)
         parent = self.resolve(f"{adding}^") if adding else ""
+        while parent and self.trailer(parent):  # an earlier commit of the stack
+            parent = self.resolve(f"{parent}^")
         if not parent:
             raise WrongTarget(
                 f"{self.root} has the overlay in git, and its history does not reach "
