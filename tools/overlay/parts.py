@@ -149,14 +149,16 @@ def _is_ours(path: Path, size: int, mtime_ns: int, source: str) -> bool:
 
 def remove(tree: Worktree, rels: Iterable[str] | None = None) -> int:
     """Remove them again (None: all); files that were rebuilt since stay."""
-    lent, count = load(tree), 0
+    lent, count, folders = load(tree), 0, set()
     for rel in list(lent) if rels is None else rels:
         path, was = tree.root / rel, lent.pop(rel)
         files.scratch(path).unlink(missing_ok=True)
         if os.path.lexists(path) and _is_ours(path, *was):
             path.unlink()
             count += 1
-        files.remove_empty_folders(path.parent, tree.root / "torch")
+        folders.add(path.parent)
+    for folder in folders:
+        files.remove_empty_folders(folder, tree.root / "torch")
     _hide(tree, lent)
     if lent:
         _save(tree, lent)
