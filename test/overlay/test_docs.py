@@ -311,6 +311,19 @@ def test_quoted_simulations_are_those_of_the_data():
         assert set(cells.split(" | ")) <= set(row.split()), title
 
 
+def test_quoted_errors_are_those_of_the_code():
+    files = (ROOT / "torch" / "optim").rglob("*.py")
+    source = "".join(path.read_text() for path in files)
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # a text in several literals
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    tables = page.partition("## A step hangs")[0]
+    quoted = re.findall(r'^\| [^|]*?"([^"]+)"', tables, re.MULTILINE)
+    assert len(quoted) > 10
+    for text in quoted:
+        for piece in re.split(r"\(.*?\)|\d+", text):
+            assert piece.strip(" ,") in source, text
+
+
 def test_losses_are_drawn_again(tmp_path):
     pytest.importorskip("matplotlib")
     script = str(ROOT / "docs" / "figures" / "loss.py")
