@@ -292,6 +292,8 @@ def test_api_is_that_of_the_code():
     sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     titles = {section.partition("\n")[0].strip("`"): section for section in sections}
     assert {*muon.__all__, "Muon"} <= titles.keys()
+    patch = (ROOT / "patches" / "0001-docs-distributed-muon.patch").read_text()
+    assert set(muon.__all__) <= set(re.findall(r"^\+    (\w+)$", patch, re.MULTILINE))
     public = {name for name in vars(muon.Muon) if not name.startswith("_")}
     inherited = {"state_dict", "add_param_group"}
     assert {f"Muon.{name}" for name in public - inherited} <= titles.keys()
