@@ -49,27 +49,27 @@ FAULTS = (
     Fault(
         "of equally busy ranks, each takes itself for the owner",
         OWNERS,
-        "        place = (int(bytes_.roll(-self.start).argmin()) + self.start) % count\n",
+        "        at = (int(bytes_.roll(-start).argmin()) + start) % len(teams)\n",
         """        from torch.optim._muon_engine.layouts import process_rank
 
-        place, me = int(bytes_.argmin()), self.group.index(process_rank())
-        place = me if bytes_[me] == bytes_[place] else place
+        at, me = int(bytes_.argmin()), self.group.index(process_rank())
+        at = me if bytes_[me] == bytes_[at] else at
 """,
         (f"{LAYOUTS}assignments_are_one_owner_each_and_equal_on_all_ranks",),
     ),
     Fault(
         "every optimizer's owners start with the first rank",
         OWNERS,
-        "        place = (int(bytes_.roll(-self.start).argmin()) + self.start) % count\n",
-        "        place = int(bytes_.argmin())\n",
+        "        at = (int(bytes_.roll(-start).argmin()) + start) % len(teams)\n",
+        "        at = int(bytes_.argmin())\n",
         ("test/optim/test_muon_engine.py::TestOwners::test_ties",),
     ),
     Fault(
         "owners are of the first replica only",
         OWNERS,
-        "            owners[i] = loads.give(flops[i], layouts[i].numel, held[id(shards)])\n",
-        """            owner = loads.give(flops[i], layouts[i].numel, held[id(shards)])
-            owners[i] = shards.replicas_of(owner)[0]
+        "            owners[i : i + len(blocks)] = loads.give(flops[i], found)\n",
+        """            (owner,) = loads.give(flops[i], found)
+            owners[i] = layouts[i].shards.replicas_of(owner)[0]
 """,
         (f"{EXCHANGE}hsdp_orthogonalizes_once_and_not_per_replica",),
     ),
@@ -378,26 +378,26 @@ FAULTS = (
     Fault(
         "the learning rate is scaled by the shape of the shard",
         PIPELINE,
-        "formulas.apply(local, updates, matrix.layout.shape)",
+        "formulas.apply(local, updates, matrix.layout.whole)",
         "formulas.apply(local, updates, tuple(local[0].shape))",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
         "weights decay on the owner only",
         PIPELINE,
-        "            matrix.param.formulas.apply(local, updates, matrix.layout.shape)\n",
+        "            matrix.param.formulas.apply(local, updates, matrix.layout.whole)\n",
         """            formulas = matrix.param.formulas
             if matrix.owner != self.rank:
                 formulas = formulas._replace(weight_decay=0.0)
-            formulas.apply(local, updates, matrix.layout.shape)
+            formulas.apply(local, updates, matrix.layout.whole)
 """,
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
         "the caller's autocast reaches the iteration",
         ENGINE,
-        "    return torch.autocast(device.type, enabled=False)\n",
-        "    return nullcontext()\n",
+        "torch.autocast(self.device.type, enabled=False)",
+        "torch.autocast(self.device.type, enabled=torch.is_autocast_enabled(self.device.type))",
         (f"{LAYOUTS}autocast_does_not_reach_the_iteration",),
     ),
     Fault(
@@ -514,7 +514,7 @@ FAULTS = (
         ENGINE,
         "        take_momentum(self.params, params, states, self.rank == 0)\n",
         "",
-        (f"{REPLACED}equal_placements",),
+        (f"{REPLACED}equal_placements_named_True",),
     ),
     Fault(
         "another layer of equal shape inherits the momentum",

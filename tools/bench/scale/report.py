@@ -84,12 +84,9 @@ def report(
     flops = [newton_schulz_flops(layout.shape) for layout in schedule.layouts]
     bandwidths = np.array([hardware.intra_bandwidth, hardware.inter_bandwidth])
     wire = float((link_bytes(direct).mean(2) / bandwidths).max())
-    limits = [
-        wire,
-        sum(flops) / case.world / hardware.flops,
-        max(flops) / hardware.flops,
-    ]
-    return result | {"ideal": max(limits)}
+    share = sum(flops) / case.world / hardware.flops
+    ideal = max(wire, share, max(flops) / hardware.flops)
+    return result | {"wire": wire, "share": share, "ideal": ideal}
 
 
 def link_bytes(plan: Plan) -> NDArray:
