@@ -30,6 +30,8 @@ from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import (
     Block,
     clean,
+    flat_pieces,
+    give_flat_gradients,
     Model,
     Run,
     state_dicts,
@@ -286,30 +288,23 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         grid = grid_of(2, 2)
         for by_module in (False, True):
             single, model = self.tensor_parallel(False)
-            rows, column = grid.get_coordinate()
             names = dict(single.named_parameters())
+            flats = {
+                clean(f"{name}."): unit._handle.flat_param
+                for name, unit in model.named_modules()
+                if isinstance(unit, FSDP)
+            }
 
-            def flat_piece(flat, values, prefix):
-                """This rank's piece of the unit's storage, which joins TP's piece of each matrix."""
-                pieces = []
-                for fqn in flat._fqns:
-                    value = values[prefix + fqn]
+            def left_by_tp(prefix, value_of):
+                """This rank's part of each matrix of a unit, before FSDP1 cuts it."""
+                found = {}
+                for fqn in flats[prefix]._fqns:
+                    found[fqn] = value_of(names[prefix.lstrip(".") + fqn])
                     dim = {"a": 0, "b": 1}.get(fqn.split(".")[0])
                     if dim is not None:
-                        value = value.chunk(2, dim)[column]
-                    pieces.append(value.reshape(-1))
-                joined = torch.cat(pieces)
-                joined = torch.nn.functional.pad(joined, (0, len(joined) % 2))
-                return joined.chunk(2)[rows]
+                        found[fqn] = found[fqn].chunk(2, dim)[grid.get_local_rank("b")]
+                return found
 
-            flats = [
-                (unit._handle.flat_param, prefix)
-                for unit, prefix in [
-                    (model, ""),
-                    (model.blocks[0], "blocks.0."),
-                    (model.blocks[1], "blocks.1."),
-                ]
-            ]
             options = (
                 dict(module=model)
                 if by_module
@@ -319,33 +314,28 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             options.update(tp_process_group=grid.get_group("b"), tp_dim_per_param={})
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                optimizer = Muon(
-                    [flat for flat, _ in flats],
-                    lr=0.1,
-                    distributed_config=create_auto_config(**options),
-                )
+                config = create_auto_config(**options)
+                optimizer = Muon(flats.values(), lr=0.1, distributed_config=config)
             reference = Muon(single.parameters(), lr=0.1)
             for step in range(2):
                 for i, param in enumerate(names.values()):
                     param.grad = full(100 * step + i, param.shape)
-                gradients = {n: p.grad for n, p in names.items()}
-                for flat, prefix in flats:
-                    flat.grad = flat_piece(flat, gradients, prefix).clone()
+                for prefix, flat in flats.items():
+                    give_flat_gradients(flat, left_by_tp(prefix, lambda p: p.grad))
                 with NewtonSchulzCalls() as calls:
                     optimizer.step()
                 reference.step()
                 self.assertEqual(sum(everyone(len(calls.shapes))), 8)
                 with self.everywhere(f"{by_module=} step {step}"):
-                    for flat, prefix in flats:
-                        values = {n: p.detach() for n, p in names.items()}
-                        momenta = {
-                            n: reference.state[p]["momentum_buffer"]
-                            for n, p in names.items()
-                        }
-                        buffer = optimizer.state[flat]["momentum_buffer"]
-                        for mine, its in ((flat.detach(), values), (buffer, momenta)):
-                            expected = flat_piece(flat, its, prefix)
-                            self.assertTrue(torch.equal(mine, expected), prefix)
+                    for prefix, flat in flats.items():
+                        (momentum,) = optimizer.state[flat].values()
+                        for mine, value_of in (
+                            (flat.detach(), torch.Tensor.detach),
+                            (momentum, lambda p: reference.state[p]["momentum_buffer"]),
+                        ):
+                            its = left_by_tp(prefix, value_of)
+                            for _, place, elements in flat_pieces(flat, its):
+                                self.assertTrue(torch.equal(mine[place], elements))
 
     # Errors
 
