@@ -287,15 +287,19 @@ def _problem_with(
     return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({which}){hint}"
 
 
-def _problem_with_split(
+def _problem_with_form(
     param: Tensor, group: MutableMapping[str, Any], which: str
 ) -> str:
+    """Why one process cannot split or flatten ``param``; "" if it can."""
+    flatten = group["flatten"] and param.ndim > 2
+    if not group["split"] and not flatten:
+        return ""
+    if type(param) not in (Tensor, torch.nn.Parameter):
+        return f"{which} is a {type(param).__name__}, which only a distributed_config can split or flatten"
     from torch.optim._muon_engine.layouts.divide import problem_with
 
-    if type(param) not in (Tensor, torch.nn.Parameter):
-        return f"{which} is a {type(param).__name__}, which only a distributed_config can split"
-    dim = 0 if group["flatten"] or param.ndim == 2 else param.ndim - 2
-    text = problem_with(group["split"], param.shape[dim], dim)
+    dim = 0 if flatten or param.ndim == 2 else param.ndim - 2
+    text = problem_with(group["split"] or [param.shape[0]], param.shape[dim], dim)
     return f"{which} of shape {tuple(param.shape)}: {text}" if text else ""
 
 
@@ -317,8 +321,8 @@ def _find_problem(
                 continue
             problem = _problem_with(param, group, which, takes_flat, takes_stacks)
             is_read = config is not None and config.state.get("reader")
-            if group["split"] and not is_read and not problem:
-                problem = _problem_with_split(param, group, which)
+            if not is_read and not problem:
+                problem = _problem_with_form(param, group, which)
             other = seen.setdefault(param, which)
             if other != which and config is not None:
                 problem = f"{other} and {which} are the same tensor; pass tied weights to Muon once"

@@ -297,8 +297,11 @@ def orthogonalize(
     ns_algorithm: str = "quintic",
     products: Products | None = None,
 ) -> Tensor:
-    """Orthogonalizes one matrix, or each matrix of a batch, in bfloat16."""
+    """Orthogonalizes one matrix, or each matrix of a stack (..., rows, columns), in bfloat16."""
     how = ns_coefficients, ns_steps, eps, ns_algorithm
-    if matrices.ndim == 2 and products is None:
+    if products is not None:
+        return newton_schulz(matrices.to(NS_DTYPE), *how, products)
+    if matrices.ndim == 2:
         return _zeropower_via_newtonschulz(matrices, *how)
-    return newton_schulz(matrices.to(NS_DTYPE), *how, products)
+    stack = matrices.to(NS_DTYPE).flatten(0, -3)
+    return newton_schulz(stack, *how).reshape(matrices.shape)

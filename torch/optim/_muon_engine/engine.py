@@ -149,7 +149,7 @@ class Engine:
                 self.config.check()
                 if self.runs_on_engine and are_factorys(self.config, "assign"):
                     known: dict[Any, Any] = {}
-                    each = self.config.state["owners_per_matrix"]
+                    each = self.config.state.get("owners_per_matrix", 1)
                     layouts = [b for l in layouts for b in divide(l, each, known)]
                 owners = self._assign(tensors, layouts)
         except Exception as found:
