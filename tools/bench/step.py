@@ -2,8 +2,8 @@
 
 The limit has three parts, timed in the same repetition:
 
-- ``newton_schulz``: all matrices, one by one, on one rank while the others wait, divided by
-  min(processes, cores);
+- ``newton_schulz``: all matrices, one by one and with plain products, on one rank while the others wait,
+  divided by min(processes, cores);
 - ``exchange``: one blocking ``all_to_all_single`` after another, with the splits of the engine's buckets;
 - ``elementwise``: momentum, look-ahead, weight decay and the update over this rank's storage.
 """
@@ -76,7 +76,8 @@ def _limit(
     def newton_schulz(rep: int) -> None:
         if rep % world == rank:
             for matrix in matrices:
-                ns.newton_schulz(matrix, triple, ns.DEFAULT_NS_STEPS, ns.EPS)
+                how = triple, ns.DEFAULT_NS_STEPS, ns.EPS, "quintic", ns.Products()
+                ns.newton_schulz(matrix, *how)
 
     def exchange(rep: int) -> None:
         for call in calls:

@@ -19,6 +19,8 @@ REPLACED = f"{HERE}replaced.py::TestMuonReplacedOnFour::test_"
 SCHEDULE = f"{HERE}schedule.py::TestMuonSchedule::test_"
 RELAYS = f"{HERE}relays.py::TestMuonRelays::test_"
 TWO_LEVELS = f"{HERE}relays.py::TestMuonTwoLevels::test_"
+FORMS = f"{HERE}forms.py::TestMuonForms::test_"
+DIVIDED = f"{HERE}divided.py::TestMuonDivided::test_"
 FAULTY = f"{HERE}faults.py::"
 ENGINE = "_muon_engine/engine.py"
 EXCHANGED = "_muon_engine/layouts/exchange.py"
@@ -622,5 +624,34 @@ FAULTS = (
         "        if growth > _GRAM_GROWTH:\n",
         "        if growth == math.inf:\n",
         (f"{GRAM}distance_from_the_exact_polynomial",),
+    ),
+    # Parts and blocks
+    Fault(
+        "a part begins where the fused weight's first row is stored",
+        "_muon_engine/layouts/divide.py",
+        "                offset = region.offset + apart * region.stride\n",
+        "                offset = region.offset\n",
+        (f"{FORMS}any_placement",),
+    ),
+    Fault(
+        "the learning rate of a divided matrix goes by its block",
+        PIPELINE,
+        "formulas.apply(local, updates, matrix.layout.whole)",
+        "formulas.apply(local, updates, matrix.layout.shape)",
+        (f"{DIVIDED}placements",),
+    ),
+    Fault(
+        "each owner has the Gram matrix of its own block",
+        "_muon_engine/runtime/shared.py",
+        "        dist.all_reduce(total, group=self._group)\n        return total.to(x.dtype)\n",
+        "        return total.to(x.dtype)\n",
+        (f"{DIVIDED}placements",),
+    ),
+    Fault(
+        "an owner without a gradient leaves the other owners alone",
+        PIPELINE,
+        "            if matrix.products is not None:\n",
+        "            if matrix.products is not None and matrix.applies:\n",
+        (f"{DIVIDED}missing_gradients",),
     ),
 )
