@@ -68,7 +68,8 @@ def test_contributors_day(tree, tool, git_status, snapshot, overlay, tmp_path):
     assert exclude.read_text() == hidden
     # Upstream changes the lines: a conflict, its resolution, and a series for that tree.
     git(tree, "switch", "-q", "-c", "mine", "HEAD~1")
-    git(tree, "switch", "-q", "-c", "upstream", "main")
+    first = git(tree, "rev-list", "--max-parents=0", "HEAD")
+    git(tree, "switch", "-q", "-c", "upstream", first)
     append(tree / "torch/optim/_muon.py", "# upstream's\n")
     git(tree, "commit", "-qam", "upstream")
     run("git", "rebase", "-q", "upstream", "mine", cwd=tree, check=False)
@@ -222,7 +223,6 @@ def test_killed_at_every_file(there, small_wheel, git_status, snapshot):
             remove() if work is lend else lend()
             if not killed(at, work):
                 break
-            assert git_status(there.root).count("??") <= (work is lend and at < 3)
             (lend if at % 2 else remove)()
             assert snapshot(there.root) == (after if at % 2 else before)
             assert git_status(there.root) == ""
