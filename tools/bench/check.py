@@ -6,6 +6,7 @@ here, and each exchange occupies its rank for a latency per message. The real en
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -105,4 +106,4 @@ def text(results: Sequence[list[tuple[list[float], float]]]) -> str:
         [setting, f"{1e3 * ms:.0f}", f"{1e3 * simulated:.0f}", f"{ms / simulated:.2f}"]
         for setting, ms, simulated in rows(results)
     ]
-    return render(head, cells)
+    return f"{render(head, cells)}\n\nload average {os.getloadavg()[1]:.1f}"
