@@ -25,7 +25,7 @@ output takes ten minutes.
 """
 
 # %% tags=["active-ipynb"]
-# # A hosted notebook has no NumPy, no repository and no torch with this Muon: this installs them.
+# # A hosted notebook has no NumPy, no repository and no torch with this Muon. This installs them.
 # import importlib
 # import os
 # import subprocess
@@ -34,37 +34,44 @@ output takes ten minutes.
 # from pathlib import Path
 #
 # REPOSITORY = os.environ.get("MUON_REPOSITORY", "")  # or write its address here
-#
-#
-# def run_python(*arguments):
-#     subprocess.run([sys.executable, *map(str, arguments)], check=True)
-#
-#
-# if find_spec("numpy") is None:
-#     run_python("-m", "pip", "install", "--quiet", "numpy")
 # clone = Path("distributed-muon")
 # places = [Path(), Path("examples"), clone / "examples"]
+#
+#
+# def run_command(*command):
+#     done = subprocess.run(command, capture_output=True, text=True)
+#     print(done.stdout + done.stderr)
+#     done.check_returncode()
+#
+#
+# def has_overlay():
+#     torch = find_spec("torch")  # an import would keep a torch without the overlay
+#     return bool(torch) and (Path(torch.origin).parent / "optim" / "muon.py").exists()
+#
+#
 # if not any((place / "blueprint.py").exists() for place in places):
 #     if not REPOSITORY:
 #         raise RuntimeError("Write this repository's address into REPOSITORY.")
-#     subprocess.run(["git", "clone", "--depth", "1", REPOSITORY, clone], check=True)
-#     run_python("-m", "pip", "install", "--quiet", "torch==2.13.0")
-#     run_python(clone / "setup_overlay.py", "apply", "--python", sys.executable)
+#     run_command("git", "clone", "--depth", "1", REPOSITORY, clone)
+# if clone.exists() and not has_overlay():
+#     run_command(sys.executable, "-m", "pip", "install", "numpy", "torch==2.13.0")
+#     overlay = clone / "setup_overlay.py"
+#     run_command(sys.executable, overlay, "apply", "--python", sys.executable)
 #     importlib.invalidate_caches()
+
+# %% tags=["active-ipynb"]
+# # The notebook finds the script, and a torch that has this Muon.
 # here = next(place for place in places if (place / "blueprint.py").exists())
 # sys.path.insert(0, str(here.resolve()))
-# try:
-#     import torch.optim.muon
-# except ImportError as error:
+# if not has_overlay():
 #     raise ImportError(
-#         f"{error}. This kernel needs the overlay: `python3 setup_overlay.py env`, then "
+#         "This kernel needs the overlay: `python3 setup_overlay.py env`, then "
 #         "`.venv/bin/python -m pip install jupyterlab`, and start the notebook with "
 #         "`.venv/bin/python -m jupyterlab examples/blueprint.ipynb`."
-#     ) from error
+#     )
 
 # %%
 import math
-import sys
 import tempfile
 import zlib
 from collections import Counter
@@ -125,14 +132,14 @@ def tp_group(rank: int) -> list[int]:
 
 
 def print_grid() -> None:
-    print("rank  (dp, tp)  DP group      TP group")
+    print("The grid\n\nrank  (dp, tp)  DP group      TP group")
     for rank in RANKS:
         groups = (" ".join(map(str, group(rank))) for group in (dp_group, tp_group))
         print("{:4}  {!s:8}  {:12}  {}".format(rank, divmod(rank, TP), *groups))
 
 
-# %% tags=["active-ipynb"]
-# print_grid()
+if __name__ == "__main__":
+    print_grid()
 
 # %% [markdown]
 # ## 2. The shards of a rank
@@ -207,6 +214,7 @@ def layouts_of() -> list[Layout]:
 
 
 def print_shards(layouts: list[Layout]) -> None:
+    print("\nThe shards of a rank\n")
     named = {layout.key.name: layout for layout in layouts}
     for name in ("0.qkv", "0.out"):
         layout = named[name]
@@ -219,9 +227,9 @@ def print_shards(layouts: list[Layout]) -> None:
             print(f"  rank {rank}  {rows:14}  columns {region.column} to {last}")
 
 
-# %% tags=["active-ipynb"]
-# layouts = layouts_of()
-# print_shards(layouts)
+if __name__ == "__main__":
+    layouts = layouts_of()
+    print_shards(layouts)
 
 # %% [markdown]
 # ## 3. The owners
@@ -241,16 +249,16 @@ def print_owners(layouts: list[Layout], owners: list[int]) -> None:
         work[owner] += newton_schulz_flops(layout.shape)
         names[owner].append(layout.key.name)
     mean = work.total() / len(RANKS)
-    print("rank  owns                  its work (1.00 is an equal share)")
+    print("\nThe owners; 1.00 is an equal share of the work\n")
     for rank in RANKS:
         share = work[rank] / mean
         bar = "#" * round(30 * share)
         print(f"{rank:4}  {' '.join(names[rank]):20}  {share:.2f}  {bar}")
 
 
-# %% tags=["active-ipynb"]
-# owners = assign_owners(layouts)
-# print_owners(layouts, owners)
+if __name__ == "__main__":
+    owners = assign_owners(layouts)
+    print_owners(layouts, owners)
 
 # %% [markdown]
 # ## 4. The schedule
@@ -289,7 +297,7 @@ def least_bytes(schedule: Schedule, rank: int) -> int:
 
 def print_schedule(schedule: Schedule) -> None:
     buckets = "".join(f"bucket {bucket.index:<5}" for bucket in schedule.buckets)
-    print(f"rank  {buckets}{'bytes sent':>12}{'least':>8}")
+    print(f"\nThe schedule\n\nrank  {buckets}{'bytes sent':>12}{'least':>8}")
     for rank in RANKS:
         owned = (bucket.matrices for bucket in schedule.buckets)
         cells = (
@@ -304,9 +312,9 @@ def print_schedule(schedule: Schedule) -> None:
         )
 
 
-# %% tags=["active-ipynb"]
-# schedule = make_schedule(layouts, owners, NS_DTYPE)
-# print_schedule(schedule)
+if __name__ == "__main__":
+    schedule = make_schedule(layouts, owners, NS_DTYPE)
+    print_schedule(schedule)
 
 # %% [markdown]
 # ## 5. The long way
@@ -367,6 +375,7 @@ def run_of(entry: Entry, row: int) -> slice:
 
 
 def print_virtual_buffer(entries: list[Entry]) -> None:
+    print("\nThe long way\n")
     print(
         f"{len({e.bucket for e in entries})} buckets of {DP} runs of {BUCKET // DP} elements"
     )
@@ -383,9 +392,9 @@ def print_virtual_buffer(entries: list[Entry]) -> None:
         )
 
 
-# %% tags=["active-ipynb"]
-# entries = master_schedule(layouts)
-# print_virtual_buffer(entries)
+if __name__ == "__main__":
+    entries = master_schedule(layouts)
+    print_virtual_buffer(entries)
 
 # %% [markdown]
 # The journey has five steps. Steps 1 and 2 communicate, steps 4 and 5 only slice:
@@ -398,9 +407,9 @@ def print_virtual_buffer(entries: list[Entry]) -> None:
 #
 # A rank takes steps 2 to 5 for each matrix of which its run has a part.
 #
-# The DP gather is bucketed, and the TP gather is not. Each call has a fixed cost, its latency. Between
-# machines the latency is high, so many small messages share one call. Inside a machine it is low, and
-# with one call per matrix only one whole matrix is in memory at a time.
+# The DP gather is bucketed, and the TP gather is not. Each call has a fixed cost, its latency. It is high
+# across machines, so many small messages share one call. It is low inside a machine, and with one call
+# per matrix only one whole matrix is in memory at a time.
 #
 # Momentum, learning rate and the rest are those of the Muon here, so that both ways can be compared.
 
@@ -571,7 +580,7 @@ def values_of(muon: Muon) -> dict[str, tuple[Tensor, Tensor]]:
     }
 
 
-def report_of(mesh: DeviceMesh, entries: list[Entry]) -> dict[str, Any]:
+def report_of(mesh: DeviceMesh) -> dict[str, Any]:
     """The figures of one rank. ``differing`` has the matrices that are not bitwise equal."""
     alone = Muon(build(None))
     start = {name: p.detach().clone() for name, p in matrices_of(alone).items()}
@@ -596,6 +605,7 @@ def report_of(mesh: DeviceMesh, entries: list[Entry]) -> dict[str, Any]:
         ]
     report["owned"] = muon.assignments[dist.get_rank()]
 
+    entries = master_schedule(list(muon._engine.schedule.layouts))
     long = LongWay(start, entries, mesh)
     for step in range(STEPS):
         grads = {name: gradient(name, p.shape, step) for name, p in start.items()}
@@ -613,7 +623,7 @@ def report_of(mesh: DeviceMesh, entries: list[Entry]) -> dict[str, Any]:
     return report
 
 
-def work(rank: int, entries: list[Entry], folder: str) -> None:
+def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)  # equal bits need equal sums
     dist.init_process_group(
         "gloo",
@@ -623,27 +633,29 @@ def work(rank: int, entries: list[Entry], folder: str) -> None:
         timeout=timedelta(seconds=60),
     )
     mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
-    torch.save(report_of(mesh, entries), f"{folder}/{rank}")
+    torch.save(report_of(mesh), f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
-def run_processes(job: Any, entries: list[Entry]) -> list[dict[str, Any]]:
+def run_processes(job: Any) -> list[dict[str, Any]]:
     """Runs ``job`` on eight processes. Returns their reports."""
+    print("\nEight processes take their steps ...", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(job, (entries, folder), nprocs=len(RANKS))
+        mp.spawn(job, (folder,), nprocs=len(RANKS))
         files = (f"{folder}/{rank}" for rank in RANKS)
         return [torch.load(file, weights_only=False) for file in files]
 
 
 # %% [markdown]
-# A notebook has a catch here. A spawned process is a fresh Python that imports the function to run, and
-# it cannot import a function from a notebook. So the job comes from the file, `blueprint.py`. A change
-# in the cell above has no effect on it.
+# A spawned process is a fresh Python that imports the function to run, and it cannot import a function
+# from a notebook. So the job comes from the file, `blueprint.py`. A change in the cell above has no
+# effect on it.
 
-# %% tags=["active-ipynb"]
-# import blueprint
-#
-# reports = run_processes(blueprint.work, blueprint.master_schedule(layouts))
+# %%
+if __name__ == "__main__":
+    import blueprint
+
+    reports = run_processes(blueprint.work)
 
 # %% [markdown]
 # ## 7. The cost of both ways
@@ -659,6 +671,7 @@ def run_processes(job: Any, entries: list[Entry]) -> list[dict[str, Any]]:
 
 # %%
 def print_ways(reports: list[dict], schedule: Schedule, entries: list[Entry]) -> None:
+    print("\nThe cost of both ways\n")
     names = ("its run", "DP gather", "TP gather", "TP shard", "DP shard")
     print(" -> ".join(map("{} {}".format, names, reports[0]["journey"])))
     least = sum(least_bytes(schedule, rank) for rank in RANKS)
@@ -690,9 +703,8 @@ def print_ways(reports: list[dict], schedule: Schedule, entries: list[Entry]) ->
         print(f"{name:26}" + "".join(f"{cell:>14}" for cell in cells))
 
 
-# %% tags=["active-ipynb"]
-# entries = master_schedule(layouts)
-# print_ways(reports, schedule, entries)
+if __name__ == "__main__":
+    print_ways(reports, schedule, entries)
 
 # %% [markdown]
 # ## 8. A step of the engine
@@ -708,13 +720,13 @@ def print_ways(reports: list[dict], schedule: Schedule, entries: list[Entry]) ->
 # %%
 def print_events(reports: list[dict]) -> None:
     for ahead in AHEAD:
-        print(f"prefetch_count={ahead}")
+        print(f"\nA step of the engine, prefetch_count={ahead}\n")
         for rank, report in enumerate(reports):
             print(f"  rank {rank}  {' '.join(report['events'][ahead])}")
 
 
-# %% tags=["active-ipynb"]
-# print_events(reports)
+if __name__ == "__main__":
+    print_events(reports)
 
 # %% [markdown]
 # ## 9. The proof
@@ -734,7 +746,9 @@ def print_events(reports: list[dict]) -> None:
 def prove(reports: list[dict], schedule: Schedule) -> list[str]:
     """Prints the proof. Returns the facts that do not hold, in words."""
     problems = []
-    print(f"{STEPS} steps, {len(schedule.layouts)} matrices, {len(RANKS)} ranks")
+    print(
+        f"\nThe proof: {STEPS} steps, {len(schedule.layouts)} matrices, {len(RANKS)} ranks"
+    )
     for way in reports[0]["differing"]:
         wrong = sorted(
             {name for report in reports for name in report["differing"][way]}
@@ -764,8 +778,9 @@ def prove(reports: list[dict], schedule: Schedule) -> list[str]:
     return problems
 
 
-# %% tags=["active-ipynb"]
-# problems = prove(reports, schedule)
+if __name__ == "__main__":
+    if problems := prove(reports, schedule):
+        raise RuntimeError("; ".join(problems))
 
 # %% [markdown]
 # ## 10. The blueprint's words and ours
@@ -831,36 +846,3 @@ def prove(reports: list[dict], schedule: Schedule) -> list[str]:
 #   url    = {https://arxiv.org/abs/2502.16982}
 # }
 # ```
-
-
-# %% tags=["active-py"]
-def main() -> int:
-    print("1. The grid\n")
-    print_grid()
-    print("\n2. The shards of a rank\n")
-    layouts = layouts_of()
-    print_shards(layouts)
-    print("\n3. The owners\n")
-    owners = assign_owners(layouts)
-    print_owners(layouts, owners)
-    print("\n4. The schedule\n")
-    schedule = make_schedule(layouts, owners, NS_DTYPE)
-    print_schedule(schedule)
-    print("\n5. The long way\n")
-    entries = master_schedule(layouts)
-    print_virtual_buffer(entries)
-    print("\n6. Eight processes\n\nstart, take their steps, and report ...", flush=True)
-    reports = run_processes(work, entries)
-    print("\n7. The cost of both ways\n")
-    print_ways(reports, schedule, entries)
-    print("\n8. A step of the engine\n")
-    print_events(reports)
-    print("\n9. The proof\n")
-    problems = prove(reports, schedule)
-    for problem in problems:
-        print(f"blueprint: {problem}", file=sys.stderr)
-    return 1 if problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

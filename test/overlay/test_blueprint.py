@@ -91,7 +91,7 @@ def test_script():
 
 
 def test_notebook(tmp_path):
-    """All code cells from the repository's root, where neither they nor their processes have NumPy."""
+    """All code cells, from the repository's root. Neither they nor their processes have NumPy."""
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('blocked')")
     source = "\n".join(source for kind, source in cells() if kind == "code")
     # Like a kernel, this __main__ has no file that a spawned process could import.
@@ -135,8 +135,8 @@ def test_without_the_overlay(tmp_path):
     (tmp_path / "torch" / "optim").mkdir(parents=True)
     for folder in ("torch", "torch/optim"):
         (tmp_path / folder / "__init__.py").touch()
-    first = next(source for kind, source in cells() if kind == "code")
-    code, _, err = run("-c", first, PYTHONPATH=str(tmp_path))
+    first, second, *_ = (source for kind, source in cells() if kind == "code")
+    code, _, err = run("-c", f"{first}\n{second}", PYTHONPATH=str(tmp_path))
     assert code == 1
     assert "`.venv/bin/python -m pip install jupyterlab`" in err
 
