@@ -85,15 +85,7 @@ class ConfigFunctions:
     def assign(
         self, params: list[Tensor], state: dict[str, Any]
     ) -> dict[int, list[int]]:
-        """Gives each parameter to one rank among those that hold a piece of it.
-
-        Args:
-            params (list of Tensor): the parameters, in the order of their indices.
-            state (dict): the config's state. It receives ``param_metadata``.
-
-        Returns:
-            dict of global rank -> indices, over the ranks that share a parameter with this one.
-        """
+        """Gives each parameter to a rank that holds a piece of it. Fills ``state["param_metadata"]``."""
         takes_stacks = any(param.ndim > 2 for param in params)
         self._reader = reader = _reader(state, takes_stacks)
         layouts = reader.read(params, [None] * len(params))
@@ -101,32 +93,14 @@ class ConfigFunctions:
         return choose_owners(params, layouts)[1]
 
     def gather(self, tensor: Tensor, rank: int, state: dict[str, Any]) -> Tensor | None:
-        """Brings the pieces of one matrix together.
-
-        Args:
-            tensor (Tensor): this rank's piece.
-            rank (int): the owner's global rank. The result does not depend on it.
-            state (dict): the config's state. ``current_param_idx`` names the parameter (default: 0).
-
-        Returns:
-            The whole matrix, on every caller.
-        """
+        """The whole matrix of ``state["current_param_idx"]`` (default: 0) on every caller, whoever owns it."""
         index = state.get("current_param_idx", 0)
         return self._reader_for(state).whole(tensor, index)
 
     def redistribute(
         self, tensor: Tensor | None, rank: int, state: dict[str, Any]
     ) -> Tensor:
-        """Cuts one matrix into pieces; in ``step()``, after the owner has broadcast it.
-
-        Args:
-            tensor (Tensor): the whole matrix; in ``step()`` only the owner's is used.
-            rank (int): the owner's global rank.
-            state (dict): the config's state. ``current_param_idx`` names the parameter (default: 0).
-
-        Returns:
-            This rank's piece.
-        """
+        """This rank's piece of the whole matrix ``tensor``; in ``step()``, of the owner's."""
         index = state.get("current_param_idx", 0)
         reader = self._reader_for(state)
         if tensor is not None:

@@ -44,7 +44,6 @@ class Hints:
     def __init__(self, layouts: Sequence[Layout], rank: int) -> None:
         self.steps = 0
         self._trains = False
-        self._said = False
         # Parameters that this rank speaks for and that had no gradient yet. A rank with an empty shard
         # may have no gradient, and neither may an expert that no token was routed to.
         self._without = {
@@ -62,6 +61,8 @@ class Hints:
             if param.given is not None or param.frozen:
                 self._without.pop(index, None)
             self._trains = self._trains or param.given is not None
+        if not self._without:
+            return
         text = ""
         if not self._trains and self.steps >= STEPS_WITHOUT_ANY:
             text = f"no parameter of this Muon has had a gradient, so it trains nothing. {_BUILT_TOO_EARLY}"
@@ -70,6 +71,6 @@ class Hints:
                 f"these parameters have had no gradient in {self.steps} steps, though others have. If that is "
                 f"intended, freeze them with requires_grad_(False): {listed([*self._without.values()])}"
             )
-        if text and self._without and not self._said:
-            self._said = True
+        if text:
+            self._without = {}
             warnings.warn(text, stacklevel=2)
