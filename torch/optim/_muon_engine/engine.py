@@ -6,6 +6,7 @@ import logging
 import math
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, TYPE_CHECKING
 
@@ -38,6 +39,7 @@ from torch.optim._newton_schulz import NS_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -308,8 +310,7 @@ class Engine:
             self._notes().leave(error)
             raise
         try:
-            # Autocast would end the iteration in a dtype that the packs do not have.
-            with torch.autocast(self.device.type, enabled=False):
+            with _without_autocast(self.device.type):
                 runner.run(self.steps)
             problems = [f"{p.described}: {p.problem}" for p in self.params if p.problem]
             for param in self.params:
@@ -530,3 +531,10 @@ def _replacements(
             fits = bool(same) and a.tensor.shape == b.tensor.shape
             found.append((a, b, fits and len(pairs) == len(replaced) + stayed))
     return found
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Autocast would end the iteration in a dtype that the packs do not have."""
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)

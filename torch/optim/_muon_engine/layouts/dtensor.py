@@ -167,8 +167,8 @@ def cut_out(layouts: Sequence[Layout], full: Tensor, local: Tensor) -> Tensor:
     """Fills ``local`` with this rank's shards of ``full``. The first contribution to a sum gets them."""
     rank = process_rank()
     for layout in layouts:
-        stack = full.reshape(-1, *layout.shape)
-        if layout.shards.contribution_of(rank) == 0:
+        if layout.numel and layout.shards.contribution_of(rank) == 0:
+            stack = full.reshape(-1, *layout.shape)
             for region in layout.shards.of(rank):
                 source = region.of_matrix(stack[layout.key.sub])
                 region.of_local(local).copy_(source)
