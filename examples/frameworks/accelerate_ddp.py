@@ -7,7 +7,7 @@ accelerate launch --cpu --num-processes 2 examples/frameworks/accelerate_ddp.py
 import torch
 from accelerate import Accelerator
 from torch.optim import AdamW, Muon
-from torch.optim.muon import create_auto_config, partition_parameters
+from torch.optim.muon import create_auto_config, partition_named_parameters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -25,11 +25,9 @@ def main() -> None:
             tie_word_embeddings=False,
         )
     ).to(accelerator.device)
-    # Embeddings and the output head are matrices too, but not Muon's.
-    hidden, _ = partition_parameters(model.model.layers)
-    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    matrices, others = partition_named_parameters(model)
     config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
-    muon = Muon(hidden, lr=0.02, distributed_config=config)
+    muon = Muon(matrices, lr=0.02, distributed_config=config)
     adamw = AdamW(others, lr=3e-4)
 
     data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)

@@ -9,7 +9,7 @@
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.optim import AdamW, Muon
-from torch.optim.muon import partition_parameters
+from torch.optim.muon import partition_named_parameters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -34,10 +34,8 @@ def main() -> None:
             tie_word_embeddings=False,
         )
     )
-    # Embeddings and the output head are matrices too, but not Muon's.
-    hidden, _ = partition_parameters(model.model.layers)
-    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
-    muon = Muon(hidden, lr=0.02, distributed_config="auto")
+    matrices, others = partition_named_parameters(model)
+    muon = Muon(matrices, lr=0.02, distributed_config="auto")
     adamw = AdamW(others, lr=3e-4)
 
     data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)

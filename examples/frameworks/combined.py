@@ -14,8 +14,8 @@ class Combined(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        # The dictionaries themselves: schedulers write into them, and Accelerate exchanges the
-        # parameters in them. What is written into copies, no optimizer ever sees.
+        # The dictionaries themselves, not copies: schedulers write into them, and Accelerate
+        # replaces the parameters in them.
         self.param_groups = [g for each in self.optimizers for g in each.param_groups]
 
     @property

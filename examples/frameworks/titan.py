@@ -39,8 +39,8 @@ class MuonOptimizers(OptimizersContainer):
 
 
 def optimizers() -> MuonOptimizers.Config:
-    # Embeddings and the output head are matrices too, but not Muon's. What the container sets for
-    # all, foreach=False with its fused AdamW, would keep Muon from batching on GPUs.
+    # Embeddings and the output head are matrices too, but AdamW's. With its fused AdamW, the
+    # container sets foreach=False for all, which would keep Muon from batching on GPUs.
     return MuonOptimizers.Config(
         param_groups=[
             ParamGroupConfig(

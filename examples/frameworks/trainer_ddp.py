@@ -8,7 +8,7 @@ import tempfile
 import torch
 from combined import Combined
 from torch.optim import AdamW, Muon
-from torch.optim.muon import create_auto_config, partition_parameters
+from torch.optim.muon import create_auto_config, partition_named_parameters
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 
@@ -35,12 +35,10 @@ def main() -> None:
             tie_word_embeddings=False,
         )
     ).to(arguments.device)
-    # Embeddings and the output head are matrices too, but not Muon's.
-    hidden, _ = partition_parameters(model.model.layers)
-    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    matrices, others = partition_named_parameters(model)
     config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
     optimizer = Combined(
-        Muon(hidden, lr=0.02, distributed_config=config), AdamW(others, lr=3e-4)
+        Muon(matrices, lr=0.02, distributed_config=config), AdamW(others, lr=3e-4)
     )
 
     texts = torch.randint(64, (24, 16))

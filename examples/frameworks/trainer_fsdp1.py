@@ -10,22 +10,20 @@ import tempfile
 import torch
 from combined import Combined
 from torch.optim import AdamW, Muon
-from torch.optim.muon import create_auto_config, partition_parameters
+from torch.optim.muon import create_auto_config, partition_named_parameters
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 
 class MuonTrainer(Trainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None:
-            # Embeddings and the output head are matrices too, but not Muon's.
-            hidden, _ = partition_parameters(model.model.layers)
-            others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+            matrices, others = partition_named_parameters(model)
             # Only the wrapped model knows which slices of which matrices its parameters are.
             config = create_auto_config(
                 fsdp_process_group=model.process_group, module=model
             )
             self.optimizer = Combined(
-                Muon(hidden, lr=0.02, distributed_config=config),
+                Muon(matrices, lr=0.02, distributed_config=config),
                 AdamW(others, lr=3e-4),
             )
         return self.optimizer

@@ -10,20 +10,16 @@ import tempfile
 import torch
 from combined import Combined
 from torch.optim import AdamW, Muon
-from torch.optim.muon import partition_parameters
+from torch.optim.muon import partition_named_parameters
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 
 class MuonTrainer(Trainer):
     def create_optimizer(self, model=None):
         if self.optimizer is None:
-            # Embeddings and the output head are matrices too, but not Muon's.
-            hidden, _ = partition_parameters(self.model.model.layers)
-            others = [
-                p for p in self.model.parameters() if not any(p is h for h in hidden)
-            ]
+            matrices, others = partition_named_parameters(self.model)
             self.optimizer = Combined(
-                Muon(hidden, lr=0.02, distributed_config="auto"),
+                Muon(matrices, lr=0.02, distributed_config="auto"),
                 AdamW(others, lr=3e-4),
             )
         return self.optimizer
