@@ -222,6 +222,8 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         too_few = r"'w'.*split \(24, 8, 8\) adds up to 40, but dimension 0 has 48"
         self.assertRefused(too_few, dtensor, "auto", split=(24, 8, 8))
         self.assertRefused("only a distributed_config", dtensor, None, split=[24] * 2)
+        conv = place(full(0, (8, 6, 3)), Spec((8, 6, 3), mesh_of(4), [S0]))
+        self.assertRefused("only a distributed_config", conv, None, flatten=True)
         different = (24, 24) if self.rank else (16, 32)
         self.assertRefused("ranks disagree", dtensor, "auto", split=different)
         groups = {"tp_process_group": dist.group.WORLD, "tp_dim_per_param": 2}
