@@ -7,7 +7,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 from torch.optim import AdamW, Muon
-from torch.optim.muon import create_auto_config, partition_parameters
+from torch.optim.muon import create_auto_config, partition_named_parameters
 
 
 class Model(nn.Module):
@@ -30,11 +30,9 @@ def main() -> None:
     torch.manual_seed(0)
     model = Model().to(fabric.device)
 
-    # Embeddings and the output head are matrices too, but not Muon's.
-    hidden, _ = partition_parameters(model.layers)
-    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    matrices, others = partition_named_parameters(model)
     config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
-    muon = Muon(hidden, lr=0.02, distributed_config=config)
+    muon = Muon(matrices, lr=0.02, distributed_config=config)
     model, muon, adamw = fabric.setup(model, muon, AdamW(others, lr=3e-4))
 
     data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)

@@ -12,7 +12,7 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Muon
-from torch.optim.muon import partition_parameters
+from torch.optim.muon import partition_named_parameters
 
 
 class Model(nn.Module):
@@ -43,11 +43,9 @@ def main() -> None:
     torch.manual_seed(0)
     model = fabric.setup(Model())
 
-    # Embeddings and the output head are matrices too, but not Muon's.
-    hidden, _ = partition_parameters(model.layers)
-    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    matrices, others = partition_named_parameters(model)
     muon, adamw = fabric.setup_optimizers(
-        Muon(hidden, lr=0.02, distributed_config="auto"), AdamW(others, lr=3e-4)
+        Muon(matrices, lr=0.02, distributed_config="auto"), AdamW(others, lr=3e-4)
     )
     data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
     for tokens in fabric.setup_dataloaders(data):

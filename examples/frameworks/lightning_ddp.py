@@ -7,7 +7,7 @@ import lightning
 import torch
 from torch import nn
 from torch.optim import AdamW, Muon
-from torch.optim.muon import create_auto_config, partition_parameters
+from torch.optim.muon import create_auto_config, partition_named_parameters
 
 
 class Model(lightning.LightningModule):
@@ -20,12 +20,10 @@ class Model(lightning.LightningModule):
         self.head = nn.Linear(32, 64)
 
     def configure_optimizers(self):
-        # Embeddings and the output head are matrices too, but not Muon's.
-        hidden, _ = partition_parameters(self.layers)
-        others = [p for p in self.parameters() if not any(p is h for h in hidden)]
+        matrices, others = partition_named_parameters(self)
         config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
         return [
-            Muon(hidden, lr=0.02, distributed_config=config),
+            Muon(matrices, lr=0.02, distributed_config=config),
             AdamW(others, lr=3e-4),
         ]
 

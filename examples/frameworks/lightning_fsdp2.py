@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Muon
-from torch.optim.muon import partition_parameters
+from torch.optim.muon import partition_named_parameters
 
 
 class Model(lightning.LightningModule):
@@ -30,11 +30,9 @@ class Model(lightning.LightningModule):
             fully_shard(part, mesh=mesh)
 
     def configure_optimizers(self):
-        # Embeddings and the output head are matrices too, but not Muon's.
-        hidden, _ = partition_parameters(self.layers)
-        others = [p for p in self.parameters() if not any(p is h for h in hidden)]
+        matrices, others = partition_named_parameters(self)
         return [
-            Muon(hidden, lr=0.02, distributed_config="auto"),
+            Muon(matrices, lr=0.02, distributed_config="auto"),
             AdamW(others, lr=3e-4),
         ]
 

@@ -8,7 +8,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 from torch.optim import AdamW, Muon
-from torch.optim.muon import partition_parameters
+from torch.optim.muon import partition_named_parameters
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 
@@ -33,10 +33,8 @@ def main() -> None:
         save_tiny_model(name)
         model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto")
 
-    # Embeddings and the output head are matrices too, but not Muon's.
-    hidden, _ = partition_parameters(model.model.layers)
-    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
-    muon = Muon(hidden, lr=0.02, distributed_config="auto")
+    matrices, others = partition_named_parameters(model)
+    muon = Muon(matrices, lr=0.02, distributed_config="auto")
     adamw = AdamW(others, lr=3e-4)
 
     # All ranks of a tensor parallel group see the same tokens.
