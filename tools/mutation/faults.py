@@ -398,8 +398,8 @@ FAULTS = (
     Fault(
         "the caller's autocast reaches the iteration",
         ENGINE,
-        "torch.autocast(self.device.type, enabled=False)",
-        "torch.autocast(self.device.type, enabled=torch.is_autocast_enabled(self.device.type))",
+        "    return torch.autocast(kind, enabled=False)\n",
+        "    return torch.autocast(kind, enabled=torch.is_autocast_enabled(kind))\n",
         (f"{LAYOUTS}autocast_does_not_reach_the_iteration",),
     ),
     Fault(
