@@ -152,7 +152,9 @@ class MuonFormulas(NamedTuple):
     @property
     def form(self) -> tuple[tuple[int, ...], bool]:
         """How a parameter becomes matrices: ``split``, ``flatten``."""
-        return tuple(self.split or ()), bool(self.flatten)
+        split: Any = () if self.split is None else self.split
+        split = tuple(split) if hasattr(split, "__iter__") else (split,)
+        return split, bool(self.flatten)
 
     def matrices(self, tensor: Tensor) -> Sequence[Tensor]:
         """The matrices in a parameter, as views. A DTensor stays whole, because its views may be copies."""
@@ -161,6 +163,11 @@ class MuonFormulas(NamedTuple):
         split, flatten = self.form
         if tensor.ndim > 2:
             tensor = tensor.detach()
+            if flatten and not tensor.is_contiguous():
+                raise ValueError(
+                    f"flatten=True takes contiguous parameters and momentum, not one of shape {tuple(tensor.shape)} and "
+                    f"strides {tensor.stride()}; make it contiguous"
+                )
             tensor = tensor.flatten(1) if flatten else tensor
         stack = [tensor]
         while stack[0].ndim > 2:
@@ -175,7 +182,9 @@ class MuonFormulas(NamedTuple):
         """The values that ranks compare at construction. The value of a Tensor may change meanwhile."""
         return {
             name: "a Tensor" if isinstance(value, Tensor) else str(value)
-            for name, value in self._asdict().items()
+            for name, value in self._replace(split=self.form[0], flatten=self.form[1])
+            ._asdict()
+            .items()
         }
 
     def accumulate(self, momentum_bufs: list[Tensor], grads: list[Tensor]) -> None:
@@ -291,15 +300,16 @@ def _problem_with_form(
     param: Tensor, group: MutableMapping[str, Any], which: str
 ) -> str:
     """Why one process cannot split or flatten ``param``; "" if it can."""
-    flatten = group["flatten"] and param.ndim > 2
-    if not group["split"] and not flatten:
+    split, flatten = MuonFormulas.of_group(group).form
+    flatten = flatten and param.ndim > 2
+    if not split and not flatten:
         return ""
     if type(param) not in (Tensor, torch.nn.Parameter):
         return f"{which} is a {type(param).__name__}, which only a distributed_config can split or flatten"
     from torch.optim._muon_engine.layouts.divide import problem_with
 
     dim = 0 if flatten or param.ndim == 2 else param.ndim - 2
-    text = problem_with(group["split"] or [param.shape[0]], param.shape[dim], dim)
+    text = problem_with(split, param.shape[dim], dim) if split else ""
     return f"{which} of shape {tuple(param.shape)}: {text}" if text else ""
 
 
@@ -545,10 +555,11 @@ class Muon(Optimizer):
         """(Parameter index, matrix in it) -> the global rank that orthogonalizes it, or its first block."""
         if self._engine is None:
             return {}
-        layouts, owners = self._engine.schedule.layouts, self._engine.schedule.owners
-        keys = [(l.key.index, l.key.sub) for l in layouts]
-        # The first block comes last, and so counts.
-        return dict(reversed([*zip(keys, owners, strict=True)]))
+        found: dict[tuple[int, int], int] = {}
+        schedule = self._engine.schedule
+        for layout, owner in zip(schedule.layouts, schedule.owners, strict=True):
+            found.setdefault((layout.key.index, layout.key.sub), owner)
+        return found
 
     @property
     def current_rank(self) -> int:
@@ -565,8 +576,7 @@ class Muon(Optimizer):
         A group of more than 16 ranks shows the busiest ones and this one. It asks no other rank.
         """
         if self._engine is None:
-            lost = self._needs_config and self._distributed_config is None
-            why = "lost its distributed_config" if lost else "has no distributed_config"
+            why = f"{'lost its' if self._needs_config else 'has no'} distributed_config"
             return f"Muon with {len(self._tensors())} parameters, which {why}"
         from torch.optim._muon_engine.describe import in_full
 
@@ -767,7 +777,9 @@ def _single_tensor_muon(
     formulas.check()
     if any(grad.ndim != 2 and not (takes_more and grad.ndim > 2) for grad in grads):
         raise ValueError("Param gradient must be a 2D matrix")
-    if takes_more or formulas.split:
+    if takes_more or formulas.form[0]:
+        if formulas.flatten:
+            grads = [grad.contiguous() for grad in grads]
         params, grads, muon_momentum_bufs = (
             [matrix for tensor in tensors for matrix in formulas.matrices(tensor)]
             for tensors in (params, grads, muon_momentum_bufs)

@@ -130,7 +130,7 @@ def _mirrored(
     levels: int = _SYMMETRIC_LEVELS,
 ) -> Tensor:
     rows = left.size(-2)
-    if not levels or rows < _MIN_SYMMETRIC or torch.compiler.is_compiling():
+    if not levels or rows < _MIN_SYMMETRIC:
         if base is None:
             return torch.matmul(left, right, out=out)
         return _addmm(base, left, right, beta, alpha, out)
@@ -174,9 +174,12 @@ def _has_same_bits() -> bool:
 
 def products_for(x: Tensor, ns_algorithm: str) -> Products:
     """Symmetric products on request, and where they are as exact as plain products, and faster."""
+    # Blocks are written into a result, which autograd, compilers and wrapper types do not take.
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.requires_grad:
+        return Products()
     if ns_algorithm != "quintic":
         return SymmetricProducts()
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.ndim != 2:
+    if x.device.type != "cpu" or x.ndim != 2:
         return Products()
     # With more threads, the library may cut the sums of small blocks.
     is_measured = x.dtype == NS_DTYPE and torch.get_num_threads() <= 2

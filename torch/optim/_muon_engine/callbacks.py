@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from torch.optim._muon_engine.runtime import Param
 
 
+# ``split`` and ``flatten`` of the parameters of an engine that calls an ``assign_fn``.
+forms_of_engine: ContextVar[Sequence[Any]] = ContextVar("muon_forms", default=())
 # The step that calls a config's functions.
 _running: ContextVar[CallbackStep | None] = ContextVar("muon_step", default=None)
 
@@ -88,7 +90,7 @@ class ConfigFunctions:
         """Gives each parameter to a rank that holds a piece of it. Fills ``state["param_metadata"]``."""
         takes_stacks = any(param.ndim > 2 for param in params)
         self._reader = reader = _reader(state, takes_stacks)
-        layouts = reader.read(params, [None] * len(params))
+        layouts = reader.read(params, [None] * len(params), forms_of_engine.get())
         reader.describe_state(state)
         return choose_owners(params, layouts)[1]
 

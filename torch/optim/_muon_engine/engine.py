@@ -7,6 +7,7 @@ import math
 import warnings
 from collections import Counter
 from contextlib import nullcontext
+from contextvars import copy_context
 from functools import cached_property
 from typing import Any, TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from torch.optim._muon_engine.callbacks import (
     are_factorys,
     CallbackStep,
     choose_owners,
+    forms_of_engine,
     reader_of,
 )
 from torch.optim._muon_engine.hints import Hints, warn_if_unshared
@@ -194,7 +196,9 @@ class Engine:
                 near = process_groups.ranks_per_node()
                 owners, self.assignments = choose_owners(tensors, layouts, near)
                 return owners
-        assignments = self.config.assign_fn(list(tensors), state)
+        context = copy_context()
+        context.run(forms_of_engine.set, [param.form for param in self.params])
+        assignments = context.run(self.config.assign_fn, list(tensors), state)
         described = [param.described for param in self.params]
         check_assignments(assignments, described, self.world_size, layouts)
         self.assignments = {rank: list(owned) for rank, owned in assignments.items()}

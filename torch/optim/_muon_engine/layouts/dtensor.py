@@ -198,6 +198,8 @@ def is_frozen(param: Tensor) -> bool:
 def origin_of(param: Tensor) -> tuple:
     """The properties from which the layout of ``param`` is read, for a later comparison."""
     origin = (is_frozen(param), param.shape, param.dtype, param.device)
+    # Only a contiguous parameter can be flattened.
+    origin += (param.is_contiguous(),)
     if isinstance(param, DTensor):
         local = param._local_tensor
         origin += (local.shape, local.device, param.device_mesh, param.placements)

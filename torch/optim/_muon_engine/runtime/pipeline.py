@@ -198,10 +198,14 @@ class Pipeline:
             return
         with self._phase("orthogonalize", bucket):
             batches, relays = self.batches(owned), len(self._relays)
+            # Owners of a divided matrix wait for each other, so none of them may wait for a relay before.
+            shared = sum(batch[0].products is not None for batch in batches)
             for done, batch in enumerate(batches, 1):
                 self.orthogonalize_batch(bucket, batch)
                 # Spread the relays evenly, so that the next ones are in flight during the next batch.
-                self.relay(leave=relays - relays * done // len(batches))
+                if done > shared:
+                    rest = relays * (done - shared) // (len(batches) - shared)
+                    self.relay(leave=relays - rest)
 
     def batches(self, matrices: Iterable[Matrix]) -> list[list[Matrix]]:
         """Matrices of one shape and equal options, as many as the formulas allow in a batch."""
