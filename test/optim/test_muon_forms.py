@@ -6,7 +6,7 @@ import json
 
 import torch
 from torch import nn
-from torch.optim import Muon
+from torch.optim import _muon, Muon
 from torch.optim._newton_schulz import (
     _has_same_bits,
     newton_schulz,
@@ -156,6 +156,27 @@ class TestMuonForms(TestCase):
         self.assertTrue(torch.equal(qkv, randn(0, 48, 16)))
         muon.param_groups[0]["split"] = [16, 32]
         muon.step()
+
+    def test_memory_order_that_changes(self):
+        for config in (None, "auto"):
+            conv = nn.Conv2d(4, 8, 3, bias=False)
+            group = {"params": [conv.weight], "flatten": True}
+            muon = Muon([group], distributed_config=config)
+            conv.to(memory_format=torch.channels_last)
+            conv.weight.grad = torch.randn_like(conv.weight)
+            before = conv.weight.detach().clone()
+            with self.assertRaisesRegex(ValueError, "make it contiguous"):
+                muon.step()
+            self.assertTrue(torch.equal(conv.weight, before))
+
+    def test_any_sequence_is_a_split(self):
+        def signature(split):
+            muon = Muon([{"params": [nn.Parameter(randn(0, 8, 4))], "split": split}])
+            return _muon.MuonFormulas.of_group(muon.param_groups[0]).signature()
+
+        self.assertEqual(signature([4, 4]), signature((4, 4)))
+        with self.assertRaisesRegex(ValueError, r"split \(4,\) adds up to 4"):
+            signature(4)
 
     # Symmetric products
 

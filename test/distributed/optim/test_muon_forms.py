@@ -121,11 +121,32 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         twins = self.twins(layout)
         self.assertTrainsAlike(twins, 3, missing=lambda step: (step, step + 2))
 
+    def test_dtensors_without_a_config_have_plain_products(self):
+        shape = 520, 520
+        for placement in (S0, S1):
+            params = [
+                full(0, shape),
+                place(full(0, shape), Spec(shape, mesh_of(4), (placement,))),
+            ]
+            grads = [
+                full(1, shape),
+                place(full(1, shape), Spec(shape, mesh_of(4), (placement,))),
+            ]
+            params = [nn.Parameter(param) for param in params]
+            for param, grad in zip(params, grads):
+                param.grad = grad
+                Muon([param]).step()
+            alone, found = params[0].detach(), params[1].full_tensor()
+            # Sharded products add in another order.
+            self.assertEverywhere(
+                [] if torch.allclose(alone, found, atol=1e-4) else [placement]
+            )
+
     # Functions of the user
 
     def test_wrapped_functions(self):
         layout = self.placed(grid_of(2, 2), R, S1)
-        for name in ("gather_fn", "redistribute_fn"):
+        for name in ("assign_fn", "gather_fn", "redistribute_fn"):
             config = create_dtensor_config()
             given = getattr(config, name)
             setattr(config, name, lambda *args, given=given: given(*args))
