@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.optim._muon_engine import callbacks
 from torch.optim._muon_engine.layouts import divide
-from torch.optim._muon_engine.schedule import buckets, packs
+from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners, packs
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -76,6 +76,7 @@ class TestMuonDivided(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         """Small matrices are divided, too."""
         with (
             mock.patch.object(divide, "MIN_DIVIDED", 16),
+            mock.patch.object(schedule_owners, "MIN_LOAD", 0.0),
             mock.patch.object(buckets, "MAX_REPLICAS", max_replicas),
         ):
             yield

@@ -9,9 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch.optim._muon_engine.describe import advised_owners
 from torch.optim._muon_engine.layouts import Layout
-from torch.optim._muon_engine.layouts.divide import divide
 from torch.optim._muon_engine.schedule.buckets import make_schedule
-from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
+from torch.optim._muon_engine.schedule.owners import (
+    assign_owners,
+    divided,
+    newton_schulz_flops,
+)
 from torch.optim._muon_engine.schedule.packs import Schedule
 
 from ..engine_view import described
@@ -28,8 +31,7 @@ OWNERS = (2, 4, 8)
 
 def schedule_of(case: Case, hardware: Hardware, owners: int = 1) -> Schedule:
     """The engine's schedule on nodes of this hardware."""
-    known: dict[Any, Any] = {}
-    layouts = [b for l in case.layouts() for b in divide(l, owners, known)]
+    layouts = divided(case.layouts(), owners)
     return make_schedule(
         layouts,
         assign_owners(layouts, ranks_per_node=hardware.gpus_per_node),
@@ -65,11 +67,10 @@ def report(
         ),
         "divided": {1: step.seconds},
     }
-    # With many matrices per owner there is nothing to divide, and the blocks would be too many.
     for owners in OWNERS if result["advised"] > 1 else ():
-        divided = schedule_of(case, hardware, owners)
-        if len(divided.layouts) > len(schedule.layouts):
-            many = make_plan(divided, case.world, hardware.gpus_per_node)
+        shared = schedule_of(case, hardware, owners)
+        if len(shared.layouts) > len(schedule.layouts):
+            many = make_plan(shared, case.world, hardware.gpus_per_node)
             result["divided"][owners] = simulate(many, hardware, prefetch).seconds
     direct = plan
     if any(bucket.node_size > 1 for bucket in schedule.buckets):

@@ -26,7 +26,6 @@ from torch.optim._muon_engine.callbacks import (
 from torch.optim._muon_engine.hints import Hints, warn_if_unshared
 from torch.optim._muon_engine.layouts import larger_first, listed, process_rank
 from torch.optim._muon_engine.layouts.dtensor import count_version
-from torch.optim._muon_engine.layouts.divide import divide
 from torch.optim._muon_engine.process_groups import FailureNotes, spanning_group
 from torch.optim._muon_engine.runtime import Matrix, transport
 from torch.optim._muon_engine.runtime.pipeline import Pipeline
@@ -34,7 +33,7 @@ from torch.optim._muon_engine.runtime.relays import attach_relays
 from torch.optim._muon_engine.runtime.shared import SharedProducts
 from torch.optim._muon_engine.runtime.statuses import Statuses
 from torch.optim._muon_engine.schedule import buckets
-from torch.optim._muon_engine.schedule.owners import check_assignments
+from torch.optim._muon_engine.schedule.owners import check_assignments, divided
 from torch.optim._muon_engine.schedule.packs import Schedule, slots_for
 from torch.optim._newton_schulz import NS_DTYPE
 
@@ -152,9 +151,8 @@ class Engine:
             if error is None:
                 self.config.check()
                 if self.runs_on_engine and are_factorys(self.config, "assign"):
-                    known: dict[Any, Any] = {}
                     each = self.config.state.get("owners_per_matrix", 1)
-                    layouts = [b for l in layouts for b in divide(l, each, known)]
+                    layouts = divided(layouts, each)
                 owners = self._assign(tensors, layouts)
         except Exception as found:
             error = error or found

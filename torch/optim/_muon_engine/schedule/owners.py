@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch.optim._muon_engine.layouts import larger_first, listed
+from torch.optim._muon_engine.layouts.divide import divide
 
 
 if TYPE_CHECKING:
@@ -21,6 +22,27 @@ def newton_schulz_flops(shape: Sequence[int], ns_steps: int = 5) -> int:
     """Multiply-adds, doubled, of ``ns_steps`` iterations: three products on the short side."""
     short, long = sorted(shape)
     return ns_steps * (4 * short * short * long + 2 * short**3)
+
+
+# A matrix is divided if its work is more than this many times the mean work of the group's ranks.
+# Dividing others would only add collectives.
+MIN_LOAD = 1.0
+
+
+def divided(layouts: Sequence[Layout], owners: int) -> list[Layout]:
+    """``layouts`` with ``owners`` blocks for each matrix that is worth it."""
+    if owners == 1:
+        return list(layouts)
+    work: Counter[tuple[int, ...]] = Counter()
+    for layout in layouts:
+        work[layout.group] += newton_schulz_flops(layout.shape)
+    known: dict[Any, Any] = {}
+    found: list[Layout] = []
+    for layout in layouts:
+        mean = work[layout.group] / len(layout.group)
+        is_worth = newton_schulz_flops(layout.shape) > MIN_LOAD * mean
+        found += divide(layout, owners if is_worth else 1, known)
+    return found
 
 
 def flops_of(layout: Layout) -> int:
