@@ -98,6 +98,7 @@ TRACED = {
     "test_muon_process_groups",
     "test_muon_relays",
     "test_muon_replaced",
+    "test_muon_split",
     "test_muon_stacks",
     "test_muon_state",
     "test_muon_user_functions",

@@ -435,5 +435,4 @@ def test_hosted_notebook(tmp_path, overlay, shell, offline):
 
     there = execute(MUON_REPOSITORY=overlay.as_uri())
     assert find_wheel(python).status(overlay)["state"] == "current"
-    # The overlay is imported next, and the shelf's torch is empty.
-    assert "cannot import name 'nn' from 'torch'" in there.err
+    assert there.code == 0, there.err

@@ -60,7 +60,7 @@ def parts_of(tensor, split=None, flatten=False):
     return [part for one in stack for part in one.split(split or len(one))]
 
 
-class TestMuonForms(TestCase):
+class TestMuonSplit(TestCase):
     def setUp(self):
         super().setUp()
         self.addCleanup(torch.set_num_threads, torch.get_num_threads())
