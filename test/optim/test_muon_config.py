@@ -289,6 +289,12 @@ class TestDistributedConfig(ConfigTestCase):
 
 
 class TestMuonErrors(ConfigTestCase):
+    def test_vectors(self):
+        # FSDP1's flat parameters have one dimension, too.
+        for config in (None, "auto", create_auto_config()):
+            with self.assertRaisesRegex(ValueError, "only supports 2D parameters"):
+                Muon([nn.Parameter(torch.ones(4))], distributed_config=config)
+
     def config_for_two(self, assign_fn):
         return local_config(assign_fn, state={"rank": 0, "world_size": 2})
 
