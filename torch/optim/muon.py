@@ -139,8 +139,8 @@ def create_auto_config(
         DistributedConfig: its ``state`` holds the arguments.
 
     Raises:
-        ValueError: ``owners_per_matrix`` is not an int of at least 1, two spellings of one argument are given, or ``ep_process_group`` without
-            ``expert_assignments``.
+        ValueError: ``owners_per_matrix`` is not an int of at least 1; two spellings of one argument are
+            given; or ``ep_process_group`` is given without ``expert_assignments``.
 
     Example:
         >>> # xdoctest: +SKIP
