@@ -265,6 +265,8 @@ class TestMuonWorldMadeAgain(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
         names = []
         for time in range(2):
             names.append(made([0, 1]).group_name)
+            # The other rank may still need this one's store to make its group.
+            dist.barrier()
             dist.destroy_process_group()
             rendezvous = os.path.join(folder, str(time))
             self._init_pg(self.rank, self.world_size, rendezvous)
