@@ -161,6 +161,9 @@ def _addmm(
     return addmm(base, left, right, beta=beta, alpha=alpha, out=out)
 
 
+_PLAIN, _SYMMETRIC = Products(), SymmetricProducts()
+
+
 @functools.cache
 def _has_same_bits() -> bool:
     """Whether symmetric products have the bits of plain ones on this CPU.
@@ -173,16 +176,18 @@ def _has_same_bits() -> bool:
 
 def products_for(x: Tensor, ns_algorithm: str) -> Products:
     """Symmetric products on request, and where they are as exact as plain products, and faster."""
+    if min(x.shape[-2:]) < _MIN_SYMMETRIC:
+        return _PLAIN
     # Blocks are written into a result, which autograd, compilers and wrapper types do not take.
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.requires_grad:
-        return Products()
+        return _PLAIN
     if ns_algorithm != "quintic":
-        return SymmetricProducts()
+        return _SYMMETRIC
     if x.device.type != "cpu" or x.ndim != 2:
-        return Products()
+        return _PLAIN
     # With more threads, the library may cut the sums of small blocks.
     is_measured = x.dtype == NS_DTYPE and torch.get_num_threads() <= 2
-    return SymmetricProducts() if is_measured and _has_same_bits() else Products()
+    return _SYMMETRIC if is_measured and _has_same_bits() else _PLAIN
 
 
 def newton_schulz(
