@@ -161,18 +161,18 @@ class MuonFormulas(NamedTuple):
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return [tensor]
         split, flatten = self.form
-        if tensor.ndim > 2:
-            tensor = tensor.detach()
-            if flatten and not tensor.is_contiguous():
-                raise ValueError(
-                    f"flatten=True takes contiguous parameters and momentum, not one of shape {tuple(tensor.shape)} and "
-                    f"strides {tensor.stride()}; make it contiguous"
-                )
-            tensor = tensor.flatten(1) if flatten else tensor
-        stack = [tensor]
+        if flatten and tensor.ndim > 2 and not tensor.is_contiguous():
+            raise ValueError(
+                f"flatten=True takes contiguous parameters and momentum, not one of shape {tuple(tensor.shape)} and "
+                f"strides {tensor.stride()}; make it contiguous"
+            )
+        # Detached: autograd forbids writes to the views that split and unbind return.
+        stack = [tensor.detach() if tensor.ndim > 2 or split else tensor]
+        if flatten and tensor.ndim > 2:
+            stack = [stack[0].flatten(1)]
         while stack[0].ndim > 2:
             stack = [matrix for one in stack for matrix in one.unbind()]
-        return [p for m in stack for p in (m.detach().split(split) if split else [m])]
+        return [p for m in stack for p in (m.split(split) if split else [m])]
 
     def check(self) -> None:
         """Raises ValueError if the hyperparameters are invalid."""
@@ -180,11 +180,11 @@ class MuonFormulas(NamedTuple):
 
     def signature(self) -> dict[str, str]:
         """The values that ranks compare at construction. The value of a Tensor may change meanwhile."""
+        split, flatten = self.form
+        values = self._replace(split=split, flatten=flatten)._asdict()
         return {
             name: "a Tensor" if isinstance(value, Tensor) else str(value)
-            for name, value in self._replace(split=self.form[0], flatten=self.form[1])
-            ._asdict()
-            .items()
+            for name, value in values.items()
         }
 
     def accumulate(self, momentum_bufs: list[Tensor], grads: list[Tensor]) -> None:
@@ -264,11 +264,7 @@ def _storage_is_gone(param: Tensor) -> bool:
 
 
 def _problem_with(
-    param: Tensor,
-    group: MutableMapping[str, Any],
-    which: str,
-    takes_flat: bool,
-    takes_stacks: bool,
+    param: Tensor, which: str, flatten: bool, takes_flat: bool, takes_stacks: bool
 ) -> str:
     """Why Muon cannot take ``param``; "" if it can."""
     if _storage_is_gone(param):
@@ -279,7 +275,7 @@ def _problem_with(
         )
     if param.ndim == 2 or (param.ndim == 1 and takes_flat):
         return ""
-    if group["flatten"] and param.ndim > 2:
+    if flatten and param.ndim > 2:
         if param.is_contiguous():
             return ""
         return f"{which} of shape {tuple(param.shape)} is not contiguous, so flatten=True would copy it; make it contiguous"
@@ -297,10 +293,9 @@ def _problem_with(
 
 
 def _problem_with_form(
-    param: Tensor, group: MutableMapping[str, Any], which: str
+    param: Tensor, which: str, split: tuple[int, ...], flatten: bool
 ) -> str:
     """Why one process cannot split or flatten ``param``; "" if it can."""
-    split, flatten = MuonFormulas.of_group(group).form
     flatten = flatten and param.ndim > 2
     if not split and not flatten:
         return ""
@@ -321,18 +316,19 @@ def _find_problem(
 ) -> str:
     """Finds an invalid parameter in ``first_group`` or later; returns an error text or ""."""
     # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
-    takes_flat = config is not None and config.state.get("reader") == "process_groups"
+    reader = None if config is None else config.state.get("reader")
+    takes_flat = reader == "process_groups"
     index, seen = 0, {}
     for number, group in enumerate(groups):
+        split, flatten = MuonFormulas.of_group(group).form
         for name, param in _named(group):
             which = f"parameter {index}" + (f" {name!r}" if name else "")
             index += 1
             if number < first_group:
                 continue
-            problem = _problem_with(param, group, which, takes_flat, takes_stacks)
-            is_read = config is not None and config.state.get("reader")
-            if not is_read and not problem:
-                problem = _problem_with_form(param, group, which)
+            problem = _problem_with(param, which, flatten, takes_flat, takes_stacks)
+            if reader is None and not problem:
+                problem = _problem_with_form(param, which, split, flatten)
             other = seen.setdefault(param, which)
             if other != which and config is not None:
                 problem = f"{other} and {which} are the same tensor; pass tied weights to Muon once"

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.optim._muon_engine import callbacks
-from torch.optim._muon_engine.layouts import divide
+from torch.optim._muon_engine.runtime import shared
 from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners, packs
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
@@ -75,9 +75,11 @@ class TestMuonDivided(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def small(self, max_replicas=buckets.MAX_REPLICAS):
         """Small matrices are divided, too."""
         with (
-            mock.patch.object(divide, "MIN_DIVIDED", 16),
+            mock.patch.object(schedule_owners, "MIN_DIVIDED", 16),
             mock.patch.object(schedule_owners, "MIN_LOAD", 0.0),
             mock.patch.object(buckets, "MAX_REPLICAS", max_replicas),
+            # The rounding of few products shows in small matrices.
+            mock.patch.object(shared, "_PARTS", 16),
         ):
             yield
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any, TYPE_CHECKING
 
 from torch.optim._muon_engine.layouts import listed
-from torch.optim._muon_engine.layouts.divide import MIN_DIVIDED
 from torch.optim._muon_engine.process_groups import ranks_per_node
-from torch.optim._muon_engine.schedule.owners import flops_of, newton_schulz_flops
+from torch.optim._muon_engine.schedule.owners import (
+    flops_of,
+    is_worth_dividing,
+    newton_schulz_flops,
+)
 from torch.optim._muon_engine.schedule.packs import (
     relay_sizes,
     RELAYS_IN_FLIGHT,
@@ -95,9 +98,9 @@ def _table(
 def advised_owners(schedule: Schedule, group: tuple[int, ...], per_node: int) -> int:
     """The ``owners_per_matrix`` that brings the largest matrix closest to the mean work of a rank."""
     found = [l for l in schedule.layouts if l.group == group]
-    wholes = [l for l in found if l.key.block[0] == 0 and min(l.whole) >= MIN_DIVIDED]
     mean = sum(flops_of(layout) for layout in found) / len(group)
-    heaviest = max((newton_schulz_flops(layout.whole) for layout in wholes), default=0)
+    worth = [l.whole for l in found if is_worth_dividing(l, mean)]
+    heaviest = max(map(newton_schulz_flops, worth), default=0)
     advised = 1
     while heaviest > advised * mean and 2 * advised <= min(per_node, len(group)):
         advised *= 2

@@ -33,7 +33,11 @@ from torch.optim._muon_engine.runtime.relays import attach_relays
 from torch.optim._muon_engine.runtime.shared import SharedProducts
 from torch.optim._muon_engine.runtime.statuses import Statuses
 from torch.optim._muon_engine.schedule import buckets
-from torch.optim._muon_engine.schedule.owners import check_assignments, divided
+from torch.optim._muon_engine.schedule.owners import (
+    check_assignments,
+    divided,
+    owners_of,
+)
 from torch.optim._muon_engine.schedule.packs import Schedule, slots_for
 from torch.optim._newton_schulz import NS_DTYPE
 
@@ -198,10 +202,9 @@ class Engine:
         context.run(forms_of_engine.set, [param.form for param in self.params])
         assignments = context.run(self.config.assign_fn, list(tensors), state)
         described = [param.described for param in self.params]
-        check_assignments(assignments, described, self.world_size, layouts)
+        check_assignments(assignments, described, self.world_size)
         self.assignments = {rank: list(owned) for rank, owned in assignments.items()}
-        owner_of = {i: rank for rank, owned in assignments.items() for i in owned}
-        return [owner_of[layout.key.index] for layout in layouts]
+        return owners_of(assignments, layouts)
 
     def _agree(
         self,

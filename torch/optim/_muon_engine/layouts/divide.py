@@ -13,9 +13,6 @@ from torch.optim._muon_engine.layouts import Layout, Region, Shards
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# A matrix with a shorter side is not divided: the collectives of its owners take longer than they save.
-MIN_DIVIDED = 2048
-
 
 def split(
     layout: Layout, sizes: Sequence[int], known: dict[Any, list[Shards]]
@@ -57,7 +54,7 @@ def divide(
     A group of fewer ranks divides a matrix among all of them.
     """
     count = min(owners, len(layout.group))
-    if count == 1 or min(layout.shape) < MIN_DIVIDED:
+    if count == 1:
         yield layout
         return
     rows, columns = layout.shape

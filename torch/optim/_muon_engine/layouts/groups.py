@@ -234,10 +234,10 @@ class Reader:
     def shape_of(self, index: int) -> torch.Size:
         """The shape of what :meth:`whole` returns for parameter ``index``."""
         (layout, *_), like = self._known[index]
-        is_stack = not isinstance(like, DTensor) and not self._form(index)[1]
-        leading = like.shape[:-2] if is_stack else ()
-        shape = like.shape if isinstance(like, DTensor) else (*leading, *layout.shape)
-        return torch.Size(shape)
+        if isinstance(like, DTensor):
+            return like.shape
+        leading = () if self._form(index)[1] else like.shape[:-2]
+        return torch.Size((*leading, *layout.shape))
 
     def whole(self, tensor: Tensor, index: int) -> Tensor:
         """The full matrix of parameter ``index``, of which ``tensor`` is this rank's piece."""

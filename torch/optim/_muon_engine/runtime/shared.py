@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # A Gram matrix is the float32 sum of at least this many products in the matrix's dtype. With fewer, their
 # rounding would add a tenth to the distance from the exact polynomial.
-_PARTS = 16
+_PARTS = 4
 
 
 class SharedProducts(Products):
@@ -39,9 +39,11 @@ class SharedProducts(Products):
         return total.sqrt().to(x.dtype)
 
     def gram(self, x: Tensor) -> Tensor:
-        total = torch.zeros(x.size(0), x.size(0), device=x.device)
-        for part in x.chunk(-(-_PARTS // self._count), dim=1):
-            total += products_for(part, "quintic").gram(part)
+        products = products_for(x, "quintic")
+        first, *others = x.chunk(-(-_PARTS // self._count), dim=1)
+        total = products.gram(first).float()
+        for part in others:
+            total += products.gram(part)
         dist.all_reduce(total, group=self._group)
         return total.to(x.dtype)
 
@@ -52,9 +54,9 @@ class SharedProducts(Products):
         each = -(-rows // self._count)
         start = min(rows, each * self._rank)
         mine = slice(start, min(rows, start + each))
-        made = left.new_zeros(each, rows)
+        made = left.new_empty(each, rows)
         out = made[: mine.stop - start]
         _addmm(base[mine], left[mine], right, beta, alpha, out)
         found = left.new_empty(each * self._count, rows)
-        dist.all_gather_into_tensor(found, made, group=self._group)
+        dist.all_gather(list(found.chunk(self._count)), made, group=self._group)
         return found[:rows]

@@ -24,9 +24,17 @@ def newton_schulz_flops(shape: Sequence[int], ns_steps: int = 5) -> int:
     return ns_steps * (4 * short * short * long + 2 * short**3)
 
 
+# A matrix with a shorter side is not divided: the collectives of its owners take longer than they save.
+MIN_DIVIDED = 2048
 # A matrix is divided if its work is more than this many times the mean work of the group's ranks.
 # Dividing others would only add collectives.
 MIN_LOAD = 1.0
+
+
+def is_worth_dividing(layout: Layout, mean: float) -> bool:
+    """Whether several owners are faster, where ``mean`` is the mean work of the group's ranks."""
+    is_large = min(layout.whole) >= MIN_DIVIDED
+    return is_large and newton_schulz_flops(layout.whole) > MIN_LOAD * mean
 
 
 def divided(layouts: Sequence[Layout], owners: int) -> list[Layout]:
@@ -40,7 +48,7 @@ def divided(layouts: Sequence[Layout], owners: int) -> list[Layout]:
     found: list[Layout] = []
     for layout in layouts:
         mean = work[layout.group] / len(layout.group)
-        is_worth = newton_schulz_flops(layout.shape) > MIN_LOAD * mean
+        is_worth = is_worth_dividing(layout, mean)
         found += divide(layout, owners if is_worth else 1, known)
     return found
 
@@ -170,15 +178,9 @@ def by_rank(indices: Sequence[int], owners: Sequence[int]) -> dict[int, list[int
 
 
 def check_assignments(
-    assignments: Mapping[int, Sequence[int]],
-    describe: Sequence[str],
-    world_size: int,
-    layouts: Sequence[Layout] = (),
+    assignments: Mapping[int, Sequence[int]], describe: Sequence[str], world_size: int
 ) -> None:
-    """Raises AssertionError unless each index is assigned exactly once; ValueError for unknown ranks.
-
-    An owner must also hold a piece of each of ``layouts``.
-    """
+    """Raises AssertionError unless each index is assigned exactly once; ValueError for unknown ranks."""
     if not isinstance(assignments, Mapping) or any(
         type(number) is not int
         for rank, owned in assignments.items()
@@ -212,10 +214,18 @@ def check_assignments(
         raise AssertionError(
             f"assign_fn must give each parameter to exactly one rank; {'; '.join(found)}"
         )
-    for layout in layouts:
-        (owner,) = (r for r, owned in assignments.items() if layout.key.index in owned)
+
+
+def owners_of(
+    assignments: Mapping[int, Sequence[int]], layouts: Sequence[Layout]
+) -> list[int]:
+    """The owner of each layout. Raises ValueError for one that holds no piece of it."""
+    by_index = {index: rank for rank, owned in assignments.items() for index in owned}
+    owners = [by_index[layout.key.index] for layout in layouts]
+    for layout, owner in zip(layouts, owners, strict=True):
         if owner not in layout.shards:
             raise ValueError(
                 f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; the ranks that "
                 f"do are {list(layout.group)}"
             )
+    return owners
