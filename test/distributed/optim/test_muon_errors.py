@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """Mistakes around the distributed Muon: every rank hears of them, and none waits for ever."""
 
+import dataclasses
 import re
 import sys
 from datetime import timedelta
@@ -9,7 +10,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_tensor
 from torch.optim import Muon
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
@@ -71,33 +71,10 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             return None
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
 
-    def assertNobodyTrains(self, build, kind, pattern):
-        """``build`` fails on the ranks that share a group with the culprit. The others learn of it at
-        their first step, before anything moves."""
-        built = []
-        outcome = self.outcome(lambda: built.append(build()))
-        dist.barrier()
-        for optimizer in built:
-            params = optimizer.param_groups[0]["params"]
-            before = snapshot(params)
-            for param in params:
-                param.grad = torch.ones_like(param)
-            outcome = self.outcome(optimizer.step)
-            self.assertEqual(snapshot(params), before)
-        outcomes = everyone((len(built), outcome))
-        for rank, (count, found) in enumerate(outcomes):
-            self.assertIsNotNone(found, f"rank {rank} of {outcomes}")
-            expected = "RuntimeError" if count else kind.__name__
-            self.assertEqual(found[0], expected, f"rank {rank} of {outcomes}")
-            told = (
-                f"another rank failed before this step.*{pattern}" if count else pattern
-            )
-            self.assertRegex(found[1], told, f"rank {rank} of {outcomes}")
-
     def placed(self):
         return specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)])
 
-    def test_different_shapes_dtypes_and_placements(self):
+    def test_different_parameters(self):
         for field, value, pattern in [
             ("shape", (7, 6), r"shape is \(7, 5\) on rank 0 and \(7, 6\) on rank 2"),
             ("dtype", torch.bfloat16, "dtype is torch.float32 on rank 0"),
@@ -108,6 +85,15 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             if self.rank == 2:
                 placed[1] = placed[1]._replace(**{field: value})
             self.assertRefused(ValueError, f"parameter 1 'w1'.*{pattern}", placed)
+        placed = self.placed()[self.rank == 3 :]
+        self.assertRefused(ValueError, "ranks disagree", placed)
+
+        def freeze(pairs):
+            pairs[2][1].requires_grad_(self.rank != 1)
+            return pairs
+
+        pattern = "'w2'.*requires_grad is True on rank 0 and False on rank 1"
+        self.assertRefused(ValueError, pattern, change=freeze)
 
     def reverse(self, pairs):
         return pairs[::-1] if self.rank == 1 else pairs
@@ -118,29 +104,12 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             "ranks disagree about parameter 0 'w0'.*name is w0 on rank 0 and w3 on rank 1",
             change=self.reverse,
         )
-
-    def test_different_order_without_names(self):
-        """Replicas of equal shapes differ in nothing but their values."""
-        unnamed = {"named": False}
-        for placements in ([(S0,), (R,)], [(S0,), (S1,)]):
-            placed = specs(mesh_of(4), placements, [(8, 8)])
-            self.assertRefused(
-                ValueError,
-                "ranks disagree about parameter 0 .*rank 0.*rank 1.*same order",
-                placed,
-                self.reverse,
-                **unnamed,
-            )
+        # Without names, replicas of equal shapes differ in their values alone.
         placed = specs(mesh_of(4), [(R,)], [(8, 8)] * 2)
-        optimizer = self.build(placed, self.reverse, **unnamed)
+        optimizer = self.build(placed, self.reverse, named=False)
         for param in optimizer.param_groups[0]["params"]:
             param.grad = torch.ones_like(param)
         self.assertRaisesEverywhere(optimizer.step, RuntimeError, "different values")
-
-    def test_different_number_of_parameters(self):
-        for placed in (self.placed(), [Spec((8, 8), mesh_of(4), (S0,))] * 3):
-            mine = placed[:-1] if self.rank == 3 else placed
-            self.assertRefused(ValueError, "ranks disagree", mine)
 
     def test_different_hyperparameters(self):
         coefficients = (3.4, -4.7, 2.0), (3.4, -4.7, 2.1)
@@ -164,94 +133,36 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             )
 
     def test_different_flags_of_the_config(self):
-        for flags in ({"prefetch_count": 3}, {"async_gpu_parallelism": False}):
-            config = create_dtensor_config(**(flags if self.rank == 1 else {}))
-            self.assertRefused(
-                ValueError,
-                f"{next(iter(flags))} is .* on rank 0 and .* on rank 1",
-                distributed_config=config,
-            )
-
-    def test_flags_changed_on_one_rank_only(self):
-        mesh = self.mesh_of_its_own("flags")
-        twins = Twins(specs(mesh, [(S0,)], [(8, 8), (16, 4), (4, 4)]))
-        twins.step()
-        before = snapshot(twins.params)
-        dist.barrier()
-        if self.rank == 2:
-            twins.config.async_gpu_parallelism = False
-        outcomes = everyone(self.outcome(twins.step))
-        for rank, outcome in enumerate(outcomes):
-            kind = "ValueError" if rank == 2 else "RuntimeError"
-            self.assertEqual((outcome or ("",))[0], kind, f"{rank} {outcomes}")
-            self.assertRegex(outcome[1], "Set them before you build Muon")
-        self.assertEqual(snapshot(twins.params), before)
-
-    def test_flags_of_another_type_on_one_rank(self):
-        """Rank 3 alone had an error, because ranks compare "2" and 2 as equal words."""
-        config = create_dtensor_config()
-        config.prefetch_count = "2" if self.rank == 3 else 2
-        self.assertRefused(
-            ValueError,
-            "prefetch_count must be an int >= 0 but is '2'",
-            distributed_config=config,
-        )
-
-    def test_frozen_on_one_rank_only(self):
-        def change(pairs):
-            pairs[2][1].requires_grad_(self.rank != 1)
-            return pairs
-
-        self.assertRefused(
-            ValueError,
-            "parameter 2 'w2'.*requires_grad is True on rank 0 and False on rank 1",
-            change=change,
-        )
-
-    def test_one_rank_with_a_parameter_that_muon_cannot_take(self):
-        def dtensor(*shape):
-            return distribute_tensor(
-                torch.ones(shape), mesh_of(4), [S0], src_data_rank=None
-            )
-
-        destroyed = torch.nn.Parameter(torch.ones(8, 8))
-        destroyed.data = dtensor(8, 8)
-        for wrong, pattern in (
-            (torch.nn.Parameter(dtensor(4, 4, 4)), r"only supports 2D.*\[4, 4, 4\]"),
-            (destroyed, r"param\.data = dtensor.*nn\.Parameter\(distribute_tensor\("),
+        for flag, value, pattern in (
+            ("prefetch_count", 3, "is 1 on rank 0 and 3 on rank 1"),
+            ("async_gpu_parallelism", False, "is True on rank 0 and False on rank 1"),
+            # Ranks compare words, which are equal here.
+            ("prefetch_count", "1", "must be an int >= 0 but is '1'"),
         ):
+            config = create_dtensor_config()
+            if self.rank == 1:
+                setattr(config, flag, value)
+            self.assertRefused(
+                ValueError, f"{flag} {pattern}", distributed_config=config
+            )
 
-            def change(pairs, wrong=wrong):
-                if self.rank == 1:
-                    pairs[2] = ("w2", wrong)
-                return pairs
+    def test_one_rank_with_a_destroyed_parameter(self):
+        def change(pairs):
+            destroyed = torch.nn.Parameter(torch.ones(8, 8))
+            destroyed.data = pairs[2][1].data
+            return [*pairs[:2], ("w2", destroyed)] if self.rank == 1 else pairs
 
-            self.assertRefused(ValueError, pattern, change=change)
+        self.assertRefused(ValueError, r"param\.data = dtensor", change=change)
 
     def assign(self, assignments):
-        """A config of the factory whose assign_fn gives ``assignments``."""
-        config = create_dtensor_config()
+        """A config of the factory whose assign_fn gives ``assignments``, or raises it."""
 
         def assign_fn(params, state):
             if isinstance(assignments, Exception):
                 raise assignments
             return assignments
 
-        config.assign_fn = assign_fn
-        return config
-
-    def test_assignments_that_are_wrong_on_every_rank(self):
-        for assignments, kind, pattern in [
-            ({0: [0, 1], 1: [3]}, AssertionError, r"missing \[2\].*'w2'"),
-            ({0: [0, 1], 1: [1, 2, 3]}, AssertionError, r"more than once \[1\].*'w1'"),
-            ({}, AssertionError, r"missing \[0, 1, 2, 3\]"),
-            ({0: [0, 1, 2, 3, 4]}, AssertionError, r"\[4\]"),
-            ({0: [0, 1, 2], 4: [3]}, ValueError, "rank 4.*0 to 3"),
-            ({0: [0, 1, 2], -1: [3]}, ValueError, "rank -1.*0 to 3"),
-        ]:
-            self.assertRefused(
-                kind, pattern, distributed_config=self.assign(assignments)
-            )
+        return dataclasses.replace(create_dtensor_config(), assign_fn=assign_fn)
 
     def test_one_rank_with_a_bad_assign_fn(self):
         good = {0: [0, 1], 1: [2, 3]}
@@ -265,85 +176,45 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             config = self.assign(bad if self.rank == 3 else good)
             self.assertRefused(kind, pattern, distributed_config=config)
 
-    def test_one_rank_with_an_error_of_a_kind_of_its_own(self):
-        class Unheard(ValueError):
-            pass
-
-        config = self.assign(
-            Unheard("no idea") if self.rank == 3 else {0: [0, 1, 2, 3]}
-        )
-        found = everyone(
-            self.outcome(lambda: self.build(self.placed(), distributed_config=config))
-        )
-        told = ("RuntimeError", "rank 3 reports: no idea")
-        self.assertEqual(found, [told] * 3 + [("Unheard", "no idea")])
-
     def test_owner_that_holds_no_piece(self):
-        pair = mesh_of(2)
-        placed = [Spec((8, 8), mesh_of(4), (S0,)), Spec((8, 8), pair, (S0,))]
+        placed = [Spec((8, 8), mesh, (S0,)) for mesh in (mesh_of(4), mesh_of(2))]
         # Rank 2 holds no piece of what the first pair shares.
         config = self.assign({2: [0, 1]})
-        outcome = self.outcome(lambda: self.build(placed, distributed_config=config))
-        for kind, text in everyone(outcome):
-            self.assertEqual(kind, "ValueError")
-            self.assertRegex(text, r"parameter 1 'w1'.*rank 2.*\[0, 1\]")
-
-    def test_mesh_without_this_rank(self):
-        mesh = mesh_of(4)
-        first_half = DeviceMesh("cpu", [0, 1])
-
-        def change(pairs):
-            foreign = distribute_tensor(torch.ones(8, 8), first_half, [S0])
-            return [*pairs, ("foreign", torch.nn.Parameter(foreign))]
-
         self.assertRefused(
             ValueError,
-            "parameter 1 .*this rank is not in the mesh",
-            [Spec((8, 8), mesh, (S0,))],
-            change,
-        )
-
-    def test_disagreement_stays_among_those_who_share(self):
-        # Another pipeline stage goes on.
-        placed = specs(mesh_of(2), [(S0,)], [(8, 8), (7, 5)])
-        if self.rank == 1:
-            placed[0] = placed[0]._replace(shape=(8, 9))
-        self.assertRaisesEverywhere(
-            lambda: self.build(placed), ValueError, "'w0'.*rank 0.*rank 1", ranks=[0, 1]
+            r"parameter 1 'w1'.*rank 2.*\[0, 1\]",
+            placed,
+            distributed_config=config,
         )
 
     def test_disagreement_in_one_group_reaches_those_who_share_another(self):
-        for group, culprit in [("pair", 1), ("pair", 3), ("all", 2)]:
-            placed = [
-                Spec((8, 8), mesh_of(4), (S0,)),
-                Spec((8, 8), mesh_of(2), (S0,)),
-            ]
-            if self.rank == culprit:
-                at = 0 if group == "all" else 1
-                placed[at] = placed[at]._replace(shape=(8, 9))
-            self.assertNobodyTrains(
-                lambda: self.build(placed), ValueError, "ranks disagree.*shape is"
-            )
-
-    def test_errors_among_overlapping_groups(self):
+        """The ranks of that group cannot build. Others learn of it at their first step, at the latest."""
+        grid, nested = grid_of(2, 2), (mesh_of(4), mesh_of(2))
         # Four pairs and no group of all: (0, 1), (2, 3), (0, 2), (1, 3).
-        grid = grid_of(2, 2)
-        usual = [Spec((8, 8), grid["a"], (S0,)), Spec((8, 8), grid["b"], (S0,))]
-        for which, culprit in ((1, 0), (0, 3)):
-            placed = list(usual)
+        overlapping = (grid["a"], grid["b"])
+        for meshes, which, culprit in (
+            (nested, 1, 1),
+            (nested, 0, 2),
+            (overlapping, 1, 0),
+            (overlapping, 0, 3),
+        ):
+            placed = [Spec((8, 8), mesh, (S0,)) for mesh in meshes]
             if self.rank == culprit:
                 placed[which] = placed[which]._replace(shape=(8, 9))
-            self.assertNobodyTrains(
-                lambda: self.build(placed),
-                ValueError,
-                f"ranks disagree about parameter {which}",
-            )
-        options = {}
-        if self.rank == 3:
-            options["distributed_config"] = self.assign({0: [0]})
-        self.assertNobodyTrains(
-            lambda: self.build(usual, **options), AssertionError, r"missing \[1\]"
-        )
+            built = []
+            outcome = self.outcome(lambda: built.append(self.build(placed)))
+            dist.barrier()
+            for optimizer in built:
+                before = snapshot(self.before)
+                for param in optimizer.param_groups[0]["params"]:
+                    param.grad = torch.ones_like(param)
+                outcome = self.outcome(optimizer.step)
+                self.assertEqual(snapshot(self.before), before)
+            outcomes = everyone((len(built), outcome))
+            for count, (kind, text) in outcomes:
+                self.assertEqual(kind, "RuntimeError" if count else "ValueError")
+                told = "another rank failed before this step.*" * count
+                self.assertRegex(text, f"{told}ranks disagree about parameter {which}")
 
     def test_error_at_an_end_of_a_chain_of_groups(self):
         """Rank 0 shares nothing with rank 2 or 3. Its step fails within the timeout."""
@@ -376,9 +247,8 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.assertRefused(
             ValueError, "ranks disagree", wrong, distributed_config=config
         )
-        for i, (param, spec) in enumerate(zip(self.before, wrong)):
-            expected = parameter(spec, i).detach()
-            self.assertTrue(torch.equal(param.to_local(), expected.to_local()))
+        expected = [parameter(spec, i) for i, spec in enumerate(wrong)]
+        self.assertEqual(snapshot(self.before), snapshot(expected))
         # The config was not used up.
         self.assertTrainsAlike(Twins(placed, config))
 
@@ -394,10 +264,6 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             "parameter 5 .*shape is",
         )
         self.assertEqual(len(twins.optimizer.param_groups), 1)
-        self.assertEqual(
-            sorted(i for o in twins.optimizer.assignments.values() for i in o),
-            list(range(4)),
-        )
         self.assertTrainsAlike(twins)
 
     # Several optimizers
@@ -433,8 +299,7 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                     self.assertEqual(snapshot(twins.params), old)
 
     def test_failure_of_another_optimizer_over_the_same_ranks(self):
-        """One rank failed in the step of the first. The others waited for it in the second one's, and
-        said that the second one had failed for the first one's reason."""
+        """A rank that fails in one optimizer's step and then stays away is missed in the other's."""
         mesh = self.mesh_of_its_own("another")
         first, second = self.two_optimizers([(8, 8), (8, 8)], mesh=mesh)
         for twins in (first, second):
@@ -445,12 +310,11 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         if self.rank != 3:
             outcome = self.outcome(second.optimizer.step)
         else:
-            outcome = "RuntimeError", "stayed away"
-        for rank, (kind, text) in enumerate(everyone(outcome)):
+            outcome = "RuntimeError", "Ranks [3] did not come. Use ShardedGradScaler"
+        for kind, text in everyone(outcome):
             self.assertEqual(kind, "RuntimeError")
+            self.assertRegex(text, r"Ranks \[3\] did not come.*ShardedGradScaler")
             self.assertNotIn("less than 100", text)
-            if rank != 3:
-                self.assertRegex(text, r"Ranks \[3\] did not come")
 
     def test_construction_without_numpy(self):
         """torch's all_gather_object needs NumPy, and ranks said that one of them had ended."""
@@ -502,11 +366,11 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_errors_that_sent_nothing_are_forgotten(self):
         twins = Twins(self.placed())
         twins.step()
-        group = twins.optimizer.param_groups[0]
+        flags, group = vars(twins.config), twins.optimizer.param_groups[0]
         for where, name, wrong, pattern in (
-            (vars(twins.config), "prefetch_count", -1, "prefetch_count must be"),
-            (vars(twins.config), "prefetch_count", 3, "Set them before you build"),
-            (vars(twins.config), "async_gpu_parallelism", False, "Set them before"),
+            (flags, "prefetch_count", -1, "prefetch_count must be"),
+            (flags, "prefetch_count", 3, "Set them before you build"),
+            (flags, "async_gpu_parallelism", False, "Set them before"),
             (group, "ns_steps", 100, "less than 100"),
         ):
             right, where[name] = where[name], wrong
@@ -519,14 +383,11 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             twins.optimizer.step()
             twins.single.step()
             self.assertParity(twins, name)
-        self.assertTrainsAlike(twins)
 
-    def test_unsupported_gradients(self):
-        mesh = mesh_of(4)
-        optimizer = self.build([Spec((8, 8), mesh, (S0,))])
-        param = optimizer.param_groups[0]["params"][0]
+    def test_plain_gradient_of_a_dtensor(self):
+        optimizer = self.build([Spec((8, 8), mesh_of(4), (S0,))])
+        (param,) = optimizer.param_groups[0]["params"]
         before = snapshot([param])
-        # A plain gradient of the local shape is no gradient of a DTensor.
         with mock.patch.object(type(param), "grad", new=torch.ones(2, 8), create=True):
             self.assertRaisesEverywhere(optimizer.step, RuntimeError, "DTensor")
         self.assertEqual(snapshot([param]), before)
