@@ -123,7 +123,7 @@ FAULTS = (
         BUCKETS,
         "dtype = layout.dtype if layout.shards.partial else wire_dtype",
         "dtype = layout.dtype",
-        (f"{EXCHANGE}bytes_sent_do_not_depend_on_flags_or_dtypes",),
+        (f"{EXCHANGE}bytes_sent_are_what_the_placements_need",),
     ),
     Fault(
         "the owner orthogonalizes its own shard, with zeros for the others'",
