@@ -104,7 +104,7 @@ TRACED = {
     "test_muon_user_functions",
 }
 # Classes of these files that repeat what others execute.
-UNTRACED = {"TestMuonFSDP1State", "TestMuonKilled", "TestMuonStopped"}
+UNTRACED = {"TestMuonKilled", "TestMuonStopped"}
 
 
 @contextlib.contextmanager
