@@ -47,10 +47,10 @@ class Experts(GlooOnCPU, ParityAssertions):
         )
         return Twins(cuts, config, seeds=seeds)
 
-    def check(self, twins, total, message="", missing=()):
+    def check(self, twins, total, message=""):
         """``total`` is how many matrices are orthogonalized on all ranks together."""
         self.assertTrainsAlike(twins, 1, message)
-        twins.set_gradients(missing)
+        twins.set_gradients()
         with NewtonSchulzCalls() as calls, Collectives() as seen:
             twins.optimizer.step()
         twins.single.step()
@@ -76,14 +76,12 @@ class TestMuonExperts(Experts, MultiProcContinuousTest):
 
     world_size = 4
 
-    def groups(self):
+    def twins(self, ids=None, *args, **options):
+        """By default, each rank has two experts, which the ranks of one ``ep_process_group`` do not share."""
         grid = grid_of(2, 2)
-        return grid.get_group("a"), grid.get_group("b")
-
-    def ids_here(self):
-        """Two experts a rank; ranks of one ``ep_process_group`` hold different ones."""
-        _, expert_rank = grid_of(2, 2).get_coordinate()
-        return [2 * expert_rank, 2 * expert_rank + 1]
+        at = 2 * grid.get_local_rank("b")
+        options.setdefault("ep_process_group", grid.get_group("b"))
+        return super().twins([at, at + 1] if ids is None else ids, *args, **options)
 
     # EP and one other kind
 
@@ -95,68 +93,32 @@ class TestMuonExperts(Experts, MultiProcContinuousTest):
         self.assertEqual(twins.optimizer.assignments, mine)
 
     def test_ddp(self):
+        grid = grid_of(2, 2)
+        pair = tuple(dist.get_process_group_ranks(grid.get_group("a")))
         for kind in ("ddp", "cp"):
-            data, experts = self.groups()
-            options = {f"{kind}_process_group": data, "ep_process_group": experts}
-            twins = self.twins(self.ids_here(), **options)
+            twins = self.twins(**{f"{kind}_process_group": grid.get_group("a")})
             seen = self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT), kind)
-            self.assertNothingBetween(experts, seen)
-            pair = tuple(dist.get_process_group_ranks(data))
+            self.assertNothingBetween(grid.get_group("b"), seen)
             used = {call.ranks for call in seen.calls if call.ranks}
             self.assertEqual(used, {pair})
             self.assertEqual(sorted(twins.optimizer.assignments), sorted(pair))
 
     def test_ddp_over_all_ranks(self):
-        _, experts = self.groups()
-        options = dict(ddp_process_group=dist.group.WORLD, ep_process_group=experts)
         # All ranks share the dense matrices. Two ranks share each expert.
-        twins = self.twins(self.ids_here(), **options)
-        self.check(twins, len(DENSE) + 4 * len(EXPERT))
-        seen = self.check(self.twins(self.ids_here(), [], **options), 4 * len(EXPERT))
-        self.assertNothingBetween(experts, seen)
+        options = {"ddp_process_group": dist.group.WORLD}
+        self.check(self.twins(**options), len(DENSE) + 4 * len(EXPERT))
+        seen = self.check(self.twins(dense=[], **options), 4 * len(EXPERT))
+        self.assertNothingBetween(grid_of(2, 2).get_group("b"), seen)
 
     def test_fsdp(self):
-        data, experts = self.groups()
-        rows = Strategy(grid_of(2, 2)["a"], "fsdp")
-        twins = self.twins(
-            self.ids_here(),
-            cut=rows.cut,
-            dense_cut=rows.cut,
-            fsdp_process_group=data,
-            ep_process_group=experts,
-        )
-        seen = self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT))
-        self.assertNothingBetween(experts, seen)
-
-    def test_fsdp_over_all_ranks(self):
-        _, experts = self.groups()
-        twins = self.twins(
-            self.ids_here(),
-            cut=Strategy(grid_of(2, 2)["a"], "fsdp").cut,
-            dense_cut=Strategy(grid_of(4), "fsdp").cut,
-            fsdp_process_group=dist.group.WORLD,
-            ep_process_group=experts,
-        )
-        self.check(twins, len(DENSE) + 4 * len(EXPERT))
-
-    def test_tp(self):
-        data, experts = self.groups()
-        for dim in (0, 1):
-            along = Strategy(grid_of(2, 2)["a"], "tp")
-
-            def cut(shape):
-                return along.cut(shape, dim)
-
-            twins = self.twins(
-                self.ids_here(),
-                cut=cut,
-                dense_cut=cut,
-                tp_process_group=data,
-                tp_dim_per_param=dim,
-                ep_process_group=experts,
-            )
-            seen = self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT), f"{dim=}")
-            self.assertNothingBetween(experts, seen)
+        grid = grid_of(2, 2)
+        rows = Strategy(grid["a"], "fsdp").cut
+        for group, dense_rows, owners in (
+            (grid.get_group("a"), rows, 2),
+            (dist.group.WORLD, Strategy(grid_of(4), "fsdp").cut, 1),
+        ):
+            twins = self.twins(cut=rows, dense_cut=dense_rows, fsdp_process_group=group)
+            self.check(twins, owners * len(DENSE) + 4 * len(EXPERT))
 
     def test_experts_sharded_within_an_ep_group(self):
         # As documented: two ranks of an ep_process_group of all ranks shard one expert.
@@ -172,78 +134,33 @@ class TestMuonExperts(Experts, MultiProcContinuousTest):
             self.check(twins, 2 * len(EXPERT), kind)
 
     def test_experts_that_are_dtensors(self):
-        data, experts = self.groups()
+        pair = tuple(dist.get_process_group_ranks(grid_of(2, 2).get_group("a")))
         for placement, dense in ((S0, R), (S1, S0), (R, S1)):
             twins = self.twins(
-                self.ids_here(),
                 cut=lambda shape: Spec(shape, grid_of(2, 2)["a"], (placement,)),
                 dense_cut=lambda shape: Spec(shape, grid_of(4), (dense,)),
-                ep_process_group=experts,
             )
             seen = self.check(twins, len(DENSE) + 4 * len(EXPERT))
             ranks = {call.ranks for call in seen.calls if call.ranks}
-            pair = tuple(dist.get_process_group_ranks(data))
             self.assertEqual(ranks, {pair, (0, 1, 2, 3)})
-
-    def test_plain_experts_and_dense_dtensors(self):
-        data, experts = self.groups()
-        twins = self.twins(
-            self.ids_here(),
-            dense_cut=lambda shape: Spec(shape, grid_of(4), (S0,)),
-            ddp_process_group=data,
-            ep_process_group=experts,
-        )
-        self.check(twins, len(DENSE) + 4 * len(EXPERT))
 
     # Experts in different orders and numbers
 
-    def order_here(self):
-        if self.rank < 2:
-            return list(range(len(DENSE) + 2 * len(EXPERT)))
-        # The order within each expert and within the dense matrices stays.
-        return [6, 0, 7, 8, 1, 3, 4, 2, 5]
-
     def test_replicas_in_another_order(self):
-        data, experts = self.groups()
-        for group, dense in ((data, 2 * len(DENSE)), (dist.group.WORLD, len(DENSE))):
-            twins = self.twins(
-                self.ids_here(),
-                order=self.order_here(),
-                ddp_process_group=group,
-                ep_process_group=experts,
-            )
-            self.check(twins, dense + 4 * len(EXPERT))
+        # The order within each expert and within the dense matrices stays.
+        order = range(9) if self.rank < 2 else [6, 0, 7, 8, 1, 3, 4, 2, 5]
+        twins = self.twins(order=order, ddp_process_group=dist.group.WORLD)
+        self.check(twins, len(DENSE) + 4 * len(EXPERT))
 
     def test_different_numbers_of_experts(self):
         ids = [[0], [1, 2], [], [3, 4, 5]][self.rank]
-        twins = self.twins(
-            ids, ddp_process_group=dist.group.WORLD, ep_process_group=dist.group.WORLD
-        )
+        world = dist.group.WORLD
+        twins = self.twins(ids, ddp_process_group=world, ep_process_group=world)
         self.check(twins, len(DENSE) + 6 * len(EXPERT))
 
-    def replicated(self, ids=None, group=None):
-        """Experts, of which each has two replicas."""
-        data, experts = self.groups()
-        return self.twins(
-            self.ids_here() if ids is None else ids,
-            ddp_process_group=group or data,
-            ep_process_group=experts,
-        )
-
-    def test_experts_without_gradients(self):
-        twins = self.replicated()
-        usual = self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT))
-        first = len(DENSE)
-        # Experts 1 and 2.
-        missing = range(first, first + len(EXPERT))
-        if self.rank % 2 == 0:
-            missing = range(first + len(EXPERT), first + 2 * len(EXPERT))
-        seen = self.check(twins, 2 * len(DENSE) + 2 * len(EXPERT), missing=missing)
-        self.assertEqual(seen.calls, usual.calls)
-
     def test_gradient_on_some_holders_of_an_expert(self):
-        for group in (None, dist.group.WORLD):
-            twins = self.replicated(group=group)
+        for group in (grid_of(2, 2).get_group("a"), dist.group.WORLD):
+            twins = self.twins(ddp_process_group=group)
             twins.set_gradients()
             if self.rank == 3:
                 twins.params[len(DENSE)].grad = None
@@ -255,38 +172,27 @@ class TestMuonExperts(Experts, MultiProcContinuousTest):
 
     def test_ids_that_clash_within_one_ep_group(self):
         self.assertRaisesEverywhere(
-            lambda: self.replicated([0, 1], dist.group.WORLD),
+            lambda: self.twins([0, 1], ddp_process_group=dist.group.WORLD),
             ValueError,
             "expert [01].*one ep_process_group.*expert_assignments",
         )
 
-    def test_one_rank_with_the_ids_of_another(self):
-        ids = [0, 1] if self.rank == 1 else self.ids_here()
-        self.assertRaisesEverywhere(
-            lambda: self.replicated(ids, dist.group.WORLD), ValueError, "expert"
-        )
-
-    def build(self, shapes, ids):
-        data, experts = self.groups()
-        config = create_auto_config(
-            ddp_process_group=data, ep_process_group=experts, expert_assignments=ids
-        )
-        return Twins(map(Cut, shapes), config)
-
-    def test_replicas_that_give_a_parameter_different_ids(self):
-        ids = {3: 7, 4: 7} if self.rank < 2 else {3: 7}
-        self.assertRaisesEverywhere(
-            lambda: self.build([(8, 8)] * 5, ids), ValueError, "disagree|contradict"
-        )
-
-    def test_expert_of_other_shapes_on_a_replica(self):
-        shapes = [(8, 8), (6, 5) if self.rank == 2 else (6, 4)]
-        self.assertRaisesEverywhere(
-            lambda: self.build(shapes, {1: self.rank % 2}),
-            ValueError,
-            r"expert 0.*\(6, 4\).*\(6, 5\)",
-            ranks=[0, 2],
-        )
+    def test_replicas_of_different_experts(self):
+        grid, other = grid_of(2, 2), (6, 5) if self.rank == 2 else (6, 4)
+        doubled = {0: 7, 1: 7} if self.rank < 2 else {0: 7}
+        for shapes, ids, pattern, ranks in (
+            ([(8, 8)] * 2, doubled, "disagree|contradict", None),
+            ([other], {0: self.rank % 2}, r"expert 0.*\(6, 4\).*\(6, 5\)", [0, 2]),
+        ):
+            config = create_auto_config(
+                ddp_process_group=grid.get_group("a"),
+                ep_process_group=grid.get_group("b"),
+                expert_assignments=ids,
+            )
+            cuts = [Cut(shape) for shape in shapes]
+            self.assertRaisesEverywhere(
+                lambda: Twins(cuts, config), ValueError, pattern, ranks
+            )
 
 
 @requires_gloo()
