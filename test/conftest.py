@@ -88,7 +88,6 @@ TRACED = {
     "test_muon_engine",
     "test_muon_errors",
     "test_muon_exchange",
-    "test_muon_experts",
     "test_muon_faults",
     "test_muon_forms",
     "test_muon_fsdp1",

@@ -415,7 +415,7 @@ FAULTS = (
         EXCHANGED,
         'KINDS = ("fsdp", "tp", "ddp", "cp")',
         'KINDS = ("tp", "fsdp", "ddp", "cp")',
-        (f"{GROUPS}tp_cuts_first_and_fsdp_the_rows_of_its_piece",),
+        (f"{GROUPS}combinations_vs_single_device",),
     ),
     Fault(
         "what ranks learned over one group does not reach the next one",
@@ -427,7 +427,7 @@ FAULTS = (
             error,
             described,
         )""",
-        (f"{GROUPS}tp_cuts_first_and_fsdp_the_rows_of_its_piece",),
+        (f"{GROUPS}combinations_vs_single_device",),
     ),
     Fault(
         "shards that leave a gap go on",
@@ -441,7 +441,7 @@ FAULTS = (
         "_muon_engine/layouts/groups.py",
         "expert = self.groups.experts.get(index)",
         "expert = None",
-        (f"{HERE}experts.py::TestMuonExperts::test_ddp_over_all_ranks",),
+        (f"{HERE}groups.py::TestMuonExperts::test_ddp_over_all_ranks",),
     ),
     Fault(
         "FSDP1's last element is taken for the one after it",

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""create_auto_config with matrices that were cut by hand, and with DTensors; what it warns of and refuses."""
+"""create_auto_config with matrices that were cut by hand, DTensors and experts; what it warns of and refuses."""
 
 import warnings
 from datetime import timedelta
@@ -16,6 +16,7 @@ from torch.testing._internal.common_distributed import (
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
+    Cut,
     everyone,
     full,
     GlooOnCPU,
@@ -29,6 +30,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S0,
     S1,
     SHAPES,
+    Spec,
     specs,
     Strategy,
     Twins,
@@ -37,18 +39,24 @@ from torch.testing._internal.distributed._muon.common_muon import (
 
 HOWS = ("chunk", "balanced", "last")
 PAIRS = (("fsdp", "tp"), ("ddp", "fsdp"), ("tp", "cp"))
+# Matrices that all ranks share, and those of each expert.
+DENSE = [(8, 8), (7, 5), (3, 9)]
+EXPERT = [(6, 4), (4, 6), (5, 5)]
 
 
 class GroupParity(GlooOnCPU, ParityAssertions):
-    def check_once(self, twins):
-        """``twins`` train, and each matrix is orthogonalized once."""
-        self.assertTrainsAlike(twins, 1)
-        twins.set_gradients()
-        twins.single.step()
-        with NewtonSchulzCalls() as calls:
-            twins.optimizer.step()
-        self.assertParity(twins)
-        self.assertEqual(sum(everyone(len(calls.shapes))), len(twins.params))
+    def check(self, twins, total=None, message=""):
+        """``twins`` train, and each matrix is orthogonalized once. Returns the collectives.
+
+        ``total`` is how many matrices all ranks have together; as many as this one by default.
+        """
+        with NewtonSchulzCalls() as calls, Collectives() as seen:
+            self.assertTrainsAlike(twins, 2, message)
+        count = len(twins.params)
+        # This process also runs the single one.
+        found = sum(everyone(len(calls.shapes) - 2 * count))
+        self.assertEqual(found, 2 * (count if total is None else total), message)
+        return seen
 
 
 @requires_gloo()
@@ -57,47 +65,25 @@ class TestMuonGroups(GroupParity, MultiProcContinuousTest):
 
     # Parity
 
-    def check(self, strategy, how, **options):
-        twins = strategy.twins(how=how, **options)
-        self.assertTrainsAlike(twins, 2, f"{strategy} {how} {options}")
-        ranks = sorted(strategy.mesh.mesh.flatten().tolist())
-        assignments = twins.optimizer.assignments
-        self.assertEqual(sorted(assignments), ranks)
-        self.assertEqual(everyone(assignments), [assignments] * 4)
-
     def test_tp_vs_single_device(self):
         # The dimensions of TP are 0, 1, -1, -2, and none.
-        for kind in ("tp", "fsdp"):
-            for how in HOWS:
-                self.check(Strategy(grid_of(4), kind), how)
+        for how in HOWS:
+            self.check(Strategy(grid_of(4), "tp").twins(how=how), message=how)
 
     def test_ddp_vs_single_device(self):
-        self.check(Strategy(grid_of(4), "ddp"), "chunk")
+        self.check(Strategy(grid_of(4), "ddp").twins())
 
     def test_cp_vs_single_device(self):
-        self.check(Strategy(grid_of(4), "cp"), "chunk")
+        self.check(Strategy(grid_of(4), "cp").twins())
 
     def test_combinations_vs_single_device(self):
         # Swapped pairs would only permute the mesh.
-        for kinds, how in zip(PAIRS, HOWS, strict=True):
-            self.check(Strategy(grid_of(2, 2), *kinds), how)
-
-    def test_tp_cuts_first_and_fsdp_the_rows_of_its_piece(self):
-        grid = grid_of(2, 2)
-        fsdp, tp = grid.get_coordinate()
-        # A TP piece is rows 0 to 3 or 4 to 7. FSDP takes its first or its last two.
-        rows = slice(4 * tp + 2 * fsdp, 4 * tp + 2 * fsdp + 2)
-        config = Strategy(grid, "fsdp", "tp").config(tp_dim_per_param=0)
-        single = nn.Parameter(full(0, (8, 3)))
-        param = nn.Parameter(single.detach()[rows].clone())
-        optimizer = Muon([param], distributed_config=config)
-        whole = config.gather_fn(param.detach(), 0, config.state)
-        self.assertTrue(torch.equal(whole, single.detach()))
-        single.grad = full(1, (8, 3))
-        param.grad = single.grad[rows].clone()
-        optimizer.step()
-        Muon([single]).step()
-        self.assertTrue(torch.equal(param.detach(), single.detach()[rows]))
+        for kinds, how in zip([*PAIRS, ("fsdp",)], [*HOWS, "last"], strict=True):
+            mesh = grid_of(2, 2) if len(kinds) == 2 else grid_of(4)
+            twins = Strategy(mesh, *kinds).twins(how=how)
+            self.check(twins, message=f"{kinds} {how}")
+            assignments = twins.optimizer.assignments
+            self.assertEqual(everyone(assignments), [assignments] * 4)
 
     def test_cp_within_the_ranks_that_fsdp_shards_over(self):
         for name in "ab":
@@ -106,7 +92,7 @@ class TestMuonGroups(GroupParity, MultiProcContinuousTest):
                 cp_process_group=grid_of(2, 2).get_group(name),
             )
             strategy = Strategy(grid_of(4), "fsdp")
-            self.check_once(Twins([strategy.cut(s) for s in SHAPES], config))
+            self.check(Twins([strategy.cut(s) for s in SHAPES], config))
 
     # The three functions outside of step()
 
@@ -170,7 +156,7 @@ class TestMuonGroups(GroupParity, MultiProcContinuousTest):
             config = create_auto_config(
                 **{f"{kind}_process_group": grid.get_group("a")}
             )
-            self.check_once(Twins(specs(grid["b"], [(placement,)]), config))
+            self.check(Twins(specs(grid["b"], [(placement,)]), config))
 
 
 @requires_gloo()
@@ -178,13 +164,12 @@ class TestMuonGroupsEightRanks(GroupParity, MultiProcContinuousTest):
     world_size = 8
 
     def test_three_dimensions(self):
-        for kinds, how in [
-            (("fsdp", "tp", "ddp"), "chunk"),
-            (("tp", "cp", "fsdp"), "last"),
-        ]:
-            strategy = Strategy(grid_of(2, 2, 2), *kinds)
+        for *kinds, how in (
+            ("fsdp", "tp", "ddp", "chunk"),
+            ("tp", "cp", "fsdp", "last"),
+        ):
             shapes = [(16, 8), (7, 13), (3, 5), (9, 9), (1, 8)]
-            self.check_once(strategy.twins(shapes, how))
+            self.check(Strategy(grid_of(2, 2, 2), *kinds).twins(shapes, how))
 
 
 @requires_gloo()
@@ -355,6 +340,205 @@ class TestMuonGroupErrors(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             error=RuntimeError,
             ranks=[1],
         )
+
+
+class Experts(GroupParity):
+    """Dense matrices and matrices of experts, against one process."""
+
+    def twins(self, ids, dense=DENSE, cut=Cut, dense_cut=Cut, order=None, **options):
+        """Dense matrices, which all ranks share, and those of the experts ``ids``."""
+        matrices = [(dense_cut(shape), i, None) for i, shape in enumerate(dense)]
+        for expert in ids:
+            for i, shape in enumerate(EXPERT):
+                matrices.append((cut(shape), 100 * (expert + 1) + i, expert))
+        if order is not None:
+            matrices = [matrices[i] for i in order]
+        cuts, seeds, experts = zip(*matrices)
+        config = create_auto_config(
+            expert_assignments={i: e for i, e in enumerate(experts) if e is not None},
+            **options,
+        )
+        return Twins(cuts, config, seeds=seeds)
+
+    def assertNothingBetween(self, ep_group, seen):
+        others = set(dist.get_process_group_ranks(ep_group)) - {self.rank}
+        self.assertEverywhere(
+            [
+                f"{count} elements to rank {peer}"
+                for call in seen.calls
+                for peer, count in zip(call.ranks, call.sent)
+                if count and peer in others
+            ]
+        )
+
+
+@requires_gloo()
+class TestMuonExperts(Experts, MultiProcContinuousTest):
+    """The grid has data parallelism along "a" and expert parallelism along "b"."""
+
+    world_size = 4
+
+    def twins(self, ids=None, *args, **options):
+        """By default, each rank has two experts, which the ranks of one ``ep_process_group`` do not share."""
+        grid = grid_of(2, 2)
+        at = 2 * grid.get_local_rank("b")
+        options.setdefault("ep_process_group", grid.get_group("b"))
+        return super().twins([at, at + 1] if ids is None else ids, *args, **options)
+
+    # EP and one other kind
+
+    def test_ep_alone_shares_nothing(self):
+        twins = self.twins([self.rank], ep_process_group=dist.group.WORLD)
+        seen = self.check(twins, 4 * len(DENSE + EXPERT))
+        self.assertFalse([call for call in seen.calls if call.ranks])
+        mine = {self.rank: list(range(len(DENSE + EXPERT)))}
+        self.assertEqual(twins.optimizer.assignments, mine)
+
+    def test_ddp(self):
+        grid = grid_of(2, 2)
+        pair = tuple(dist.get_process_group_ranks(grid.get_group("a")))
+        for kind in ("ddp", "cp"):
+            twins = self.twins(**{f"{kind}_process_group": grid.get_group("a")})
+            seen = self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT), kind)
+            self.assertNothingBetween(grid.get_group("b"), seen)
+            used = {call.ranks for call in seen.calls if call.ranks}
+            self.assertEqual(used, {pair})
+            self.assertEqual(sorted(twins.optimizer.assignments), sorted(pair))
+
+    def test_ddp_over_all_ranks(self):
+        # All ranks share the dense matrices. Two ranks share each expert.
+        options = {"ddp_process_group": dist.group.WORLD}
+        self.check(self.twins(**options), len(DENSE) + 4 * len(EXPERT))
+        seen = self.check(self.twins(dense=[], **options), 4 * len(EXPERT))
+        self.assertNothingBetween(grid_of(2, 2).get_group("b"), seen)
+
+    def test_fsdp(self):
+        grid = grid_of(2, 2)
+        rows = Strategy(grid["a"], "fsdp").cut
+        for group, dense_rows, owners in (
+            (grid.get_group("a"), rows, 2),
+            (dist.group.WORLD, Strategy(grid_of(4), "fsdp").cut, 1),
+        ):
+            twins = self.twins(cut=rows, dense_cut=dense_rows, fsdp_process_group=group)
+            self.check(twins, owners * len(DENSE) + 4 * len(EXPERT))
+
+    def test_experts_sharded_within_an_ep_group(self):
+        # As documented: two ranks of an ep_process_group of all ranks shard one expert.
+        for kind, options in (("fsdp", {}), ("tp", {"tp_dim_per_param": 0})):
+            twins = self.twins(
+                [self.rank // 2],
+                [],
+                cut=Strategy(grid_of(2, 2)["b"], "fsdp").cut,
+                ep_process_group=dist.group.WORLD,
+                **{f"{kind}_process_group": grid_of(2, 2).get_group("b")},
+                **options,
+            )
+            self.check(twins, 2 * len(EXPERT), kind)
+
+    def test_experts_that_are_dtensors(self):
+        pair = tuple(dist.get_process_group_ranks(grid_of(2, 2).get_group("a")))
+        for placement, dense in ((S0, R), (S1, S0), (R, S1)):
+            twins = self.twins(
+                cut=lambda shape: Spec(shape, grid_of(2, 2)["a"], (placement,)),
+                dense_cut=lambda shape: Spec(shape, grid_of(4), (dense,)),
+            )
+            seen = self.check(twins, len(DENSE) + 4 * len(EXPERT))
+            ranks = {call.ranks for call in seen.calls if call.ranks}
+            self.assertEqual(ranks, {pair, (0, 1, 2, 3)})
+
+    # Experts in different orders and numbers
+
+    def test_replicas_in_another_order(self):
+        # The order within each expert and within the dense matrices stays.
+        order = range(9) if self.rank < 2 else [6, 0, 7, 8, 1, 3, 4, 2, 5]
+        twins = self.twins(order=order, ddp_process_group=dist.group.WORLD)
+        self.check(twins, len(DENSE) + 4 * len(EXPERT))
+
+    def test_different_numbers_of_experts(self):
+        ids = [[0], [1, 2], [], [3, 4, 5]][self.rank]
+        world = dist.group.WORLD
+        twins = self.twins(ids, ddp_process_group=world, ep_process_group=world)
+        self.check(twins, len(DENSE) + 6 * len(EXPERT))
+
+    def test_gradient_on_some_holders_of_an_expert(self):
+        for group in (grid_of(2, 2).get_group("a"), dist.group.WORLD):
+            twins = self.twins(ddp_process_group=group)
+            twins.set_gradients()
+            if self.rank == 3:
+                twins.params[len(DENSE)].grad = None
+            self.assertRaisesEverywhere(
+                twins.optimizer.step, RuntimeError, "expert 2.*|parameter 3", [1, 3]
+            )
+
+    # Mistakes
+
+    def test_ids_that_clash_within_one_ep_group(self):
+        self.assertRaisesEverywhere(
+            lambda: self.twins([0, 1], ddp_process_group=dist.group.WORLD),
+            ValueError,
+            "expert [01].*one ep_process_group.*expert_assignments",
+        )
+
+    def test_replicas_of_different_experts(self):
+        grid, other = grid_of(2, 2), (6, 5) if self.rank == 2 else (6, 4)
+        doubled = {0: 7, 1: 7} if self.rank < 2 else {0: 7}
+        for shapes, ids, pattern, ranks in (
+            ([(8, 8)] * 2, doubled, "disagree|contradict", None),
+            ([other], {0: self.rank % 2}, r"expert 0.*\(6, 4\).*\(6, 5\)", [0, 2]),
+        ):
+            config = create_auto_config(
+                ddp_process_group=grid.get_group("a"),
+                ep_process_group=grid.get_group("b"),
+                expert_assignments=ids,
+            )
+            cuts = [Cut(shape) for shape in shapes]
+            self.assertRaisesEverywhere(
+                lambda: Twins(cuts, config), ValueError, pattern, ranks
+            )
+
+
+@requires_gloo()
+class TestMuonExpertsEightRanks(Experts, MultiProcContinuousTest):
+    """Experts along the last dimension of 2 x 2 x 2 ranks, other kinds along the rest."""
+
+    world_size = 8
+
+    def trained(self, *kinds, dense=DENSE):
+        """The traffic of a step. FSDP cuts rows and TP cuts columns, if they are in ``kinds``."""
+        grid = grid_of(2, 2, 2)
+        strategy = Strategy(grid if len(kinds) == 3 else grid["a", "b"], *kinds)
+        number = grid.get_local_rank("c")
+        experts = [2 * number, 2 * number + 1]
+
+        def cut(shape):
+            return strategy.cut(shape, 1 if "tp" in kinds else None)
+
+        options = {f"{kind}_process_group": strategy.group(kind) for kind in kinds}
+        if "tp" in kinds:
+            options["tp_dim_per_param"] = 1
+        twins = self.twins(
+            experts,
+            dense,
+            cut,
+            cut,
+            ep_process_group=grid.get_group("c"),
+            **options,
+        )
+        owners = 1 if len(kinds) == 3 else 2
+        total = owners * len(dense) + 4 * len(EXPERT)
+        return self.check(twins, total, f"{strategy}")
+
+    def test_one_kind_less(self):
+        for kinds in (("fsdp", "tp"), ("ddp", "tp"), ("ddp", "fsdp")):
+            seen = self.trained(*kinds)
+            self.assertNothingBetween(grid_of(2, 2, 2).get_group("c"), seen)
+
+    def test_fsdp_tp_ddp(self):
+        # Replicas of the dense matrices hold different experts.
+        for kinds in (("fsdp", "tp", "ddp"), ("tp", "fsdp", "ddp")):
+            self.trained(*kinds)
+            seen = self.trained(*kinds, dense=[])
+            self.assertNothingBetween(grid_of(2, 2, 2).get_group("c"), seen)
 
 
 if __name__ == "__main__":
