@@ -37,31 +37,17 @@ from torch.testing._internal.distributed._muon.common_muon import (
 )
 
 
-class Recorder:
-    """Wraps the two functions of ``config`` that move data, and records their calls."""
+def wrap(config, *names):
+    """Wraps functions of ``config``. Returns the names of those that are called from now on."""
+    calls = []
+    for name in names:
 
-    def __init__(self, config, gather=True, redistribute=True):
-        self.config = config
-        self.calls = []
-        self.given = {}
-        self._gather, self._redistribute = config.gather_fn, config.redistribute_fn
-        if gather:
-            config.gather_fn = self.gather
-        if redistribute:
-            config.redistribute_fn = self.redistribute
+        def call(*args, name=name, given=getattr(config, name)):
+            calls.append(name)
+            return given(*args)
 
-    def note(self, kind, tensor, rank, state):
-        index = state["current_param_idx"]
-        self.calls.append((kind, index, rank, state["current_owner"]))
-        self.given[kind, index] = None if tensor is None else tensor.clone()
-
-    def gather(self, tensor, rank, state):
-        self.note("gather", tensor, rank, state)
-        return self._gather(tensor, rank, state)
-
-    def redistribute(self, tensor, rank, state):
-        self.note("redistribute", tensor, rank, state)
-        return self._redistribute(tensor, rank, state)
+        setattr(config, name, call)
+    return calls
 
 
 @requires_gloo()
@@ -85,7 +71,13 @@ class TestMuonFunctions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.assertNotIsInstance(whole, DTensor)
             self.assertEqual(tuple(whole.shape), spec.shape)
             self.assertTrue(torch.equal(local(place(whole, spec)), local(tensor)))
-            piece = config.redistribute_fn(whole, 3, config.state)
+            # Each rank cuts its own tensor, whatever the other ranks have.
+            given = whole + self.rank
+            with Collectives() as seen:
+                mine = config.redistribute_fn(given, 0, config.state)
+                piece = config.redistribute_fn(whole, 3, config.state)
+            self.assertEqual(seen.calls, [])
+            self.assertTrue(torch.equal(local(mine), piece_of(given, spec)))
             self.assertEqual(piece.placements, tensor.placements)
             self.assertEqual(piece.device_mesh, tensor.device_mesh)
             self.assertEqual(piece.shape, tensor.shape)
@@ -109,55 +101,34 @@ class TestMuonFunctions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         twins.step()
         self.assertParity(twins)
 
-    def test_redistribute_outside_of_step_does_not_communicate(self):
-        placed = self.placed()
-        tensors = [place(full(0, spec.shape), spec) for spec in placed]
-        config = create_dtensor_config()
-        with Collectives() as seen:
-            config.assign_fn(tensors, config.state)
-            for i, spec in enumerate(placed):
-                config.state["current_param_idx"] = i
-                # Each rank cuts its own tensor, whatever the other ranks have.
-                given = full(100 * self.rank + i, spec.shape)
-                piece = config.redistribute_fn(given, 0, config.state)
-                self.assertTrue(torch.equal(local(piece), piece_of(given, spec)))
-        self.assertEqual(seen.calls, [])
-
     # Replaced and wrapped
 
     def test_wrappers_that_delegate_give_the_bits_of_the_engine(self):
-        cases = (
-            ((True, False), 0, torch.float32),
-            ((False, True), 1, torch.bfloat16),
-            ((True, True), 2, torch.float64),
-        )
-        for (gather, redistribute), prefetch, dtype in cases:
+        gather, redistribute = "gather_fn", "redistribute_fn"
+        for names, prefetch, dtype in (
+            ([gather], 0, torch.float32),
+            ([redistribute], 1, torch.bfloat16),
+            ([gather, redistribute], 2, torch.float64),
+        ):
             placed = [spec._replace(dtype=dtype) for spec in self.placed()]
             config = create_dtensor_config(prefetch_count=prefetch)
-            recorder = Recorder(config, gather, redistribute)
+            called = wrap(config, *names)
             twins = Twins(placed, config, nesterov=prefetch != 1, lr=0.02)
             with NewtonSchulzCalls() as calls:
-                self.assertTrainsAlike(twins, 2, f"{gather} {redistribute} {dtype}")
-            kinds = gather + redistribute
-            self.assertEqual(len(recorder.calls), 2 * len(placed) * kinds)
+                self.assertTrainsAlike(twins, 2, f"{names} {dtype}")
+            self.assertEqual(len(called), 2 * len(placed) * len(names))
             owned = twins.optimizer.assignments.get(self.rank, [])
             # This process also runs the single one.
             self.assertEqual(len(calls.shapes), 2 * (len(owned) + len(placed)))
-
-    def test_wrappers_without_gradients(self):
-        placed = specs(mesh_of(4), [(S0,), (S1,), (R,)], [(8, 8), (3, 9)])
-        config = create_dtensor_config()
-        recorder = Recorder(config)
-        twins = Twins(placed, config)
-        absent = [range(6), (1, 4), (), (0, 5)]
-        self.assertTrainsAlike(twins, 4, missing=absent.__getitem__)
-        self.assertEqual(len(recorder.calls), 4 * 2 * 6)
+            # Without gradients, they are called all the same.
+            self.assertTrainsAlike(twins, 1, missing=lambda step: (0, 1, 5))
+            self.assertEqual(len(called), 3 * len(placed) * len(names))
 
     def test_each_rank_goes_by_its_own_gradient(self):
         """Muon makes no collective of its own here, so it cannot compare the ranks."""
         placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)])
         config = create_dtensor_config()
-        Recorder(config)
+        wrap(config, "gather_fn", "redistribute_fn")
         twins = Twins(placed, config)
         twins.set_gradients()
         if self.rank == 2:
@@ -198,7 +169,14 @@ class TestMuonFunctions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_assign_fn_replaced_runs_on_the_engine(self):
         placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5), (3, 9)])
         config = create_dtensor_config()
-        config.assign_fn = lambda params, state: {1: list(range(len(params)))}
+        built = config.assign_fn
+
+        def assign_fn(params, state):
+            self.assertEqual((state["rank"], state["world_size"]), (self.rank, 4))
+            indices = [i for own in built(params, state).values() for i in own]
+            return {1: sorted(indices)}
+
+        config.assign_fn = assign_fn
         twins = Twins(placed, config)
         twins.set_gradients()
         with NewtonSchulzCalls() as calls, Collectives() as seen:
@@ -211,67 +189,37 @@ class TestMuonFunctions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.assertLessEqual(len(seen.calls), 9)
         for call in seen.calls:
             for peer, elements in enumerate(call.sent):
-                if 1 not in (peer, self.rank):
-                    self.assertEqual(elements, 0)
-
-    def test_assign_fn_that_calls_the_factory_s(self):
-        placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5), (3, 9)])
-        config = create_dtensor_config()
-        built, usual = config.assign_fn, {}
-
-        def reverse(params, state):
-            self.assertEqual((state["rank"], state["world_size"]), (self.rank, 4))
-            usual.update(built(params, state))
-            return {3 - rank: own for rank, own in usual.items()}
-
-        config.assign_fn = reverse
-        twins = Twins(placed, config)
-        self.assertTrainsAlike(twins)
-        expected = {3 - rank: own for rank, own in usual.items()}
-        self.assertEqual(twins.optimizer.assignments, expected)
+                self.assertFalse(elements and 1 not in (peer, self.rank))
 
     # Debugging
 
     def test_debug_mode_goes_owner_by_owner_and_says_so(self):
-        mesh = mesh_of(4)
-        placed = specs(mesh, [(S0,), (S1,)], [(8, 8), (7, 5), (16, 24)])
+        placed = specs(mesh_of(4), [(S0,), (S1,)], [(8, 8), (7, 5), (16, 24)])
         twins = Twins(placed, create_dtensor_config(False, 0), nesterov=False)
-        for step in range(2):
-            twins.set_gradients()
-            with self.assertLogs("torch.optim.muon", logging.DEBUG) as logs:
-                twins.optimizer.step()
-            twins.single.step()
-            self.assertParity(twins, f"step {step}")
-            with self.everywhere(f"step {step}"):
-                owner_of = {
-                    i: r for r, own in twins.optimizer.assignments.items() for i in own
-                }
-                self.assertEqual(set(owner_of.values()), {0, 1, 2, 3})
-                found = []
-                for line in logs.output:
-                    match = re.search(
-                        r"rank (\d+): (\w+) parameter (\d+) .*owner (\d+)", line
-                    )
-                    self.assertIsNotNone(match, line)
-                    rank, index, owner = (int(match[i]) for i in (1, 3, 4))
-                    self.assertEqual(rank, self.rank)
-                    self.assertEqual(owner, owner_of[index])
-                    found.append((match[2], index))
-                self.assertEqual(len(found), len(set(found)))
-                orthogonalized = [i for phase, i in found if phase == "orthogonalize"]
-                self.assertEqual(
-                    sorted(orthogonalized), twins.optimizer.assignments[self.rank]
-                )
-                applied = [i for phase, i in found if phase == "apply"]
-                self.assertEqual(sorted(applied), list(range(len(placed))))
-                # Each owner finishes before the next one starts.
-                turns = [owner_of[i] for phase, i in found if phase == "apply"]
-                self.assertEqual(turns, sorted(turns))
-
-    def test_debug_mode_is_quiet_unless_asked(self):
-        twins = Twins(specs(mesh_of(4), [(S0,)]), create_dtensor_config(False, 0))
         with self.assertNoLogs("torch.optim.muon", logging.INFO):
             twins.step()
+        twins.set_gradients()
+        with self.assertLogs("torch.optim.muon", logging.DEBUG) as logs:
+            twins.optimizer.step()
+        twins.single.step()
+        self.assertParity(twins)
+        assignments = twins.optimizer.assignments
+        owner_of = {i: r for r, own in assignments.items() for i in own}
+        with self.everywhere():
+            self.assertEqual(set(owner_of.values()), {0, 1, 2, 3})
+            said = {}
+            for line in logs.output:
+                pattern = r"rank (\d+): (\w+) parameter (\d+) .*owner (\d+)"
+                rank, phase, index, owner = re.search(pattern, line).groups()
+                self.assertEqual(
+                    (int(rank), int(owner)), (self.rank, owner_of[int(index)])
+                )
+                said.setdefault(phase, []).append(int(index))
+            self.assertEqual(sorted(said["orthogonalize"]), assignments[self.rank])
+            self.assertEqual(sorted(said["apply"]), list(range(len(placed))))
+            # Each owner finishes before the next one starts.
+            turns = [owner_of[i] for i in said["apply"]]
+            self.assertEqual(turns, sorted(turns))
 
 
 if __name__ == "__main__":
