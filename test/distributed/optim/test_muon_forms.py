@@ -2,12 +2,10 @@
 """Fused and flattened weights, whose matrices have owners of their own, in every layout."""
 
 import copy
-import tempfile
 from itertools import chain, product
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
@@ -122,25 +120,20 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.assertTrainsAlike(twins, 3, missing=lambda step: (step, step + 2))
 
     def test_dtensors_without_a_config_have_plain_products(self):
-        shape = 520, 520
         for placement in (S0, S1):
-            params = [
-                full(0, shape),
-                place(full(0, shape), Spec(shape, mesh_of(4), (placement,))),
-            ]
-            grads = [
-                full(1, shape),
-                place(full(1, shape), Spec(shape, mesh_of(4), (placement,))),
-            ]
-            params = [nn.Parameter(param) for param in params]
-            for param, grad in zip(params, grads):
-                param.grad = grad
-                Muon([param]).step()
-            alone, found = params[0].detach(), params[1].full_tensor()
-            # Sharded products add in another order.
-            self.assertEverywhere(
-                [] if torch.allclose(alone, found, atol=1e-4) else [placement]
+            spec = Spec((520, 520), mesh_of(4), (placement,))
+            alone, sharded = (
+                nn.Parameter(make(full(0, spec.shape)))
+                for make in (torch.clone, lambda whole: place(whole, spec))
             )
+            alone.grad = full(1, spec.shape)
+            sharded.grad = place(alone.grad, spec)
+            for param in (alone, sharded):
+                Muon([param]).step()
+            found = sharded.detach().full_tensor()
+            # Sharded products add in another order.
+            same = torch.allclose(alone.detach(), found, atol=1e-4)
+            self.assertEverywhere([] if same else [f"{placement}"])
 
     # Functions of the user
 
@@ -188,8 +181,7 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         replicas = create_auto_config(ddp_process_group=dist.group.WORLD)
         self.check_module(data_parallel, lambda model: replicas)
         columns = {"shard_placement_fn": lambda param: S1}
-        for mesh, options in ((4, {}), (4, columns), ((2, 2), {})):
-            mesh = mesh_of(mesh) if mesh == 4 else grid_of(*mesh)
+        for mesh, options in ((mesh_of(4), columns), (grid_of(2, 2), {})):
             self.check_module(lambda model: fully_shard(model, mesh=mesh, **options))
 
     def test_fsdp1(self):
@@ -200,21 +192,16 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 lambda model: create_auto_config(module=model),
             )
 
-    def test_checkpoint_on_fewer_ranks(self):
+    def test_checkpoint_on_another_placement(self):
         trained, muon, *twins = self.check_module(
             lambda model: fully_shard(model, mesh=mesh_of(4))
         )
-        (path, *_) = everyone(tempfile.mkdtemp() if self.rank == 0 else None)
-        values, state = get_state_dict(trained, muon)
-        dcp.save({"model": values, "muon": state}, checkpoint_id=path)
-        model = fully_shard(Net(), mesh=mesh_of(2))
+        whole = StateDictOptions(full_state_dict=True)
+        values, state = get_state_dict(trained, muon, options=whole)
+        model = fully_shard(Net(), mesh=grid_of(2, 2))
         muon = Muon(groups_of(model), distributed_config="auto")
-        values, state = get_state_dict(model, muon)
-        saved = {"model": values, "muon": state}
-        dcp.load(saved, checkpoint_id=path, process_group=mesh_of(2).get_group())
-        set_state_dict(
-            model, muon, model_state_dict=values, optim_state_dict=saved["muon"]
-        )
+        saved = {"model_state_dict": values, "optim_state_dict": state}
+        set_state_dict(model, muon, **saved, options=whole)
         self.assertEqual(tuple(muon.param_groups[1]["split"]), (12, 7, 5))
         self.train(model, muon, *twins)
         self.assertSame(model, muon, *twins)
@@ -233,23 +220,25 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.assertEqual(len(shapes), 3 + 3 + 1 + 1 + 3 + 8 + 1)
         self.assertLessEqual({(20, 16), (1, 9), (8, 90), (4, 12), (4, 8)}, set(shapes))
 
-    def assertRefused(self, pattern, param, config, **form):
-        group = {"params": [("w", nn.Parameter(param))], **form}
-        with self.everywhere(pattern), self.assertRaisesRegex(ValueError, pattern):
-            Muon([group], distributed_config=config)
-
     def test_errors(self):
-        dtensor = place(full(0, (48, 16)), Spec((48, 16), mesh_of(4), [S0]))
-        too_few = r"'w'.*split \(24, 8, 8\) adds up to 40, but dimension 0 has 48"
-        self.assertRefused(too_few, dtensor, "auto", split=(24, 8, 8))
-        self.assertRefused("only a distributed_config", dtensor, None, split=[24] * 2)
-        conv = place(full(0, (8, 6, 3)), Spec((8, 6, 3), mesh_of(4), [S0]))
-        self.assertRefused("only a distributed_config", conv, None, flatten=True)
-        different = (24, 24) if self.rank else (16, 32)
-        self.assertRefused("ranks disagree", dtensor, "auto", split=different)
-        groups = {"tp_process_group": dist.group.WORLD, "tp_dim_per_param": 2}
-        config, part = create_auto_config(**groups), full(0, (8, 6, 1, 3))
-        self.assertRefused("cuts dimension 2", part, config, flatten=True)
+        def sharded(*shape):
+            return place(full(0, shape), Spec(shape, mesh_of(4), [S0]))
+
+        fused, conv, cut = sharded(48, 16), sharded(8, 6, 3), full(0, (8, 6, 1, 3))
+        columns = {"tp_process_group": dist.group.WORLD, "tp_dim_per_param": 2}
+        other = [24 - self.rank, 24 + self.rank]
+        sums = r"'w'.*split \(24, 8\) adds up to 32, but dimension 0 has 48"
+        for param, config, form, pattern in (
+            (fused, "auto", {"split": (24, 8)}, sums),
+            (fused, None, {"split": [24, 24]}, "only a distributed_config"),
+            (conv, None, {"flatten": True}, "only a distributed_config"),
+            (fused, "auto", {"split": other}, "ranks disagree"),
+            (cut, create_auto_config(**columns), {"flatten": True}, "cuts dimension 2"),
+        ):
+            group = {"params": [("w", nn.Parameter(param))], **form}
+            self.assertRaisesEverywhere(
+                lambda: Muon([group], distributed_config=config), ValueError, pattern
+            )
 
 
 if __name__ == "__main__":
