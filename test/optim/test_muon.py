@@ -11,7 +11,6 @@ import importlib
 import inspect
 import itertools
 import json
-import math
 import pickle
 import subprocess
 import sys
@@ -47,6 +46,22 @@ def tearDownModule():
 
 
 COEFFICIENTS = (ours.DEFAULT_A, ours.DEFAULT_B, ours.DEFAULT_C)
+
+
+# The options of the trainings that are compared with stock's.
+PARITY = {
+    **{str(mode): {"adjust_lr_fn": mode} for mode in ours._ADJUST_LR_FNS},
+    "tensor lr": {"lr": torch.tensor(0.02)},
+    "bfloat16 lr": {"lr": torch.tensor([0.02], dtype=torch.bfloat16)},
+    "nothing moves": {"lr": 0.0, "weight_decay": 0.0},
+    "no iteration": {"ns_steps": 0},
+    "many iterations": {"ns_steps": 12, "ns_coefficients": (2.0, -1.5, 0.5)},
+    # Larger than the norm, so that it is the divisor.
+    "eps": {"eps": 1e4},
+    "strided": {"strided": "transposed", "grad_strided": "every other column"},
+    "strided otherwise": {"strided": "every other column", "nesterov": False},
+    "missing gradients": {"steps": 6, "has_grad": lambda step, i: i and (step + i) % 3},
+}
 
 
 def stock_supports(adjust_lr_fn):
@@ -87,7 +102,6 @@ class Runs(TestCase):
         shapes,
         *,
         dtype=torch.float32,
-        seed=0,
         steps=3,
         strided="contiguous",
         grad_strided=None,
@@ -97,7 +111,7 @@ class Runs(TestCase):
         **options,
     ):
         """Returns parameters, momentum buffers and the optimizer after ``steps`` steps."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         params = [
             nn.Parameter(make_matrix(shape, dtype, generator, strided).to(self.device))
             for shape in shapes
@@ -125,6 +139,12 @@ class Runs(TestCase):
 
     def buffers_of(self, optimizer, params):
         return [optimizer.state.get(p, {}).get("momentum_buffer") for p in params]
+
+    def step_both(self, *optimizers):
+        for optimizer in optimizers:
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
 
     def assert_bitwise(self, actual, expected):
         self.assertEqual(len(actual), len(expected))
@@ -249,56 +269,15 @@ class TestStockParity(Runs):
                 SHAPES, dtype=dtype, nesterov=nesterov, lr=0.05, momentum=0.5
             )
 
-    @parametrize("adjust_lr_fn", [None, *ours._ADJUST_LR_FNS])
-    def test_learning_rate_modes(self, adjust_lr_fn):
-        if not stock_supports(adjust_lr_fn):
-            self.skipTest(f"stock {torch.__version__} does not know {adjust_lr_fn}")
-        self.assert_same_training(FEW_SHAPES, adjust_lr_fn=adjust_lr_fn)
-
-    def test_tensor_lr(self):
-        for lr in (torch.tensor(0.02), torch.tensor([0.02], dtype=torch.bfloat16)):
-            for dtype in (torch.float32, torch.bfloat16):
-                self.assert_same_training(FEW_SHAPES, dtype=dtype, lr=lr)
-
-    def test_newton_schulz_options(self):
-        for options in (
-            {"lr": 0.0, "weight_decay": 0.0},
-            {"ns_steps": 0},
-            {"ns_steps": 12, "ns_coefficients": (2.0, -1.5, 0.5)},
-            {"ns_coefficients": (3.4, -4.7, 2.0)},
-            {"eps": 1e-3},
-            # Larger than the norm, so that it is what divides.
-            {"eps": 1e4},
-        ):
-            self.assert_same_training(FEW_SHAPES, steps=2, **options)
-
-    @parametrize(
-        "strided,grad_strided",
-        [
-            ("contiguous", "transposed"),
-            ("transposed", "every other column"),
-            ("every other column", "contiguous"),
-        ],
-    )
-    def test_strides(self, strided, grad_strided):
+    @parametrize("case", list(PARITY))
+    def test_options(self, case):
+        options = PARITY[case]
+        mode = options.get("adjust_lr_fn")
+        if not stock_supports(mode):
+            self.skipTest(f"stock {torch.__version__} does not know {mode}")
         for dtype in (torch.float32, torch.bfloat16):
             with stock_that_spares_its_input():
-                self.assert_same_training(
-                    SHAPES,
-                    dtype=dtype,
-                    nesterov=dtype == torch.float32,
-                    strided=strided,
-                    grad_strided=grad_strided,
-                )
-
-    def test_missing_gradients(self):
-        def has_grad(step, index):
-            return index and (step + index) % 3 != 0
-
-        params, buffers, optimizer = self.run_steps(Muon, SHAPES[:4], has_grad=has_grad)
-        self.assertIsNone(buffers[0])
-        self.assertNotIn(params[0], optimizer.state)
-        self.assert_same_training(SHAPES[:4], steps=6, has_grad=has_grad)
+                self.assert_same_training(FEW_SHAPES, dtype=dtype, **options)
 
     def test_groups_whose_hyperparameters_change(self):
         def change(optimizer, step):
@@ -315,16 +294,31 @@ class TestStockParity(Runs):
         ]
         self.assert_same_training(SHAPES[:4], groups=groups, lr=0.02, between=change)
 
-    @parametrize("shape", [(3, 0), (0, 3), (0, 0)])
-    def test_empty(self, shape):
-        def outcome(cls):
-            try:
-                params, _, _ = self.run_steps(cls, [shape])
-                return "ok", tuple(params[0].shape)
-            except Exception as error:
-                return type(error), str(error)
+    def test_checkpoints_go_both_ways(self):
+        for first, second in [(Muon, stock().Muon), (stock().Muon, Muon)]:
+            params, buffers, optimizer = self.run_steps(first, SHAPES[:3], lr=0.07)
+            fresh = [nn.Parameter(p.detach().clone()) for p in params]
+            restored = second(fresh)
+            restored.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+            self.assert_bitwise(self.buffers_of(restored, fresh), buffers)
+            self.assertEqual(restored.param_groups[0]["lr"], 0.07)
+            self.step_both(optimizer, restored)
+            self.assert_bitwise(fresh, params)
 
-        self.assertEqual(outcome(Muon), outcome(stock().Muon))
+    def test_signatures_begin_alike(self):
+        for name in ("Muon", "muon", "_zeropower_via_newtonschulz", "_adjust_lr"):
+            mine, other = (
+                {
+                    key: (value.default, value.kind)
+                    for key, value in inspect.signature(
+                        getattr(module, name)
+                    ).parameters.items()
+                }
+                for module in (ours, stock())
+            )
+            self.assertEqual(list(mine.items())[: len(other)], list(other.items()))
+            options = {"distributed_config", "allow_batched_matrices", *NEW_FLAGS}
+            self.assertLessEqual(mine.keys() - other.keys(), options)
 
     @parametrize("name", ["muon", "_single_tensor_muon"])
     def test_functional(self, name):
@@ -341,77 +335,19 @@ class TestStockParity(Runs):
         self.assert_bitwise(run(ours), run(stock()))
         self.assertIsNone(getattr(ours, name)([], [], [], **FUNCTIONAL))
 
-    def test_checkpoints_go_both_ways(self):
-        for first, second in [(Muon, stock().Muon), (stock().Muon, Muon)]:
-            params, buffers, optimizer = self.run_steps(
-                first, SHAPES[:3], lr=0.07, momentum=0.8
-            )
-            saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
-            if first is not Muon:
-                self.assertFalse(NEW_FLAGS & saved["param_groups"][0].keys())
-            fresh = [nn.Parameter(p.detach().clone()) for p in params]
-            restored = second(fresh)
-            restored.load_state_dict(saved)
-            self.assert_bitwise(self.buffers_of(restored, fresh), buffers)
-            self.assertEqual(restored.param_groups[0]["lr"], 0.07)
-            for p, q in zip(params, fresh):
-                p.grad = torch.ones_like(p)
-                q.grad = torch.ones_like(q)
-            optimizer.step()
-            restored.step()
-            self.assert_bitwise(fresh, params)
-
-    def test_keys_and_repr(self):
-        _, _, mine = self.run_steps(Muon, [(2, 3)])
-        _, _, other = self.run_steps(stock().Muon, [(2, 3)])
-        groups, others = mine.state_dict(), other.state_dict()
-        self.assertEqual(groups["state"][0].keys(), others["state"][0].keys())
-        new = groups["param_groups"][0].keys() - others["param_groups"][0].keys()
-        self.assertLessEqual(new, NEW_FLAGS)
-        lines = [
-            line
-            for line in repr(mine).splitlines()
-            if line.split(":")[0].strip() not in NEW_FLAGS
-        ]
-        self.assertEqual(lines, repr(other).splitlines())
-
-    def test_signatures_begin_alike(self):
-        for name in (
-            "Muon",
-            "muon",
-            "_zeropower_via_newtonschulz",
-            "_adjust_lr",
-        ):
-            mine, other = (
-                {
-                    key: (value.default, value.kind)
-                    for key, value in inspect.signature(
-                        getattr(m, name)
-                    ).parameters.items()
-                }
-                for m in (ours, stock())
-            )
-            self.assertEqual({key: mine.get(key) for key in other}, other)
-            self.assertEqual(list(mine)[: len(other)], list(other))
-            new = mine.keys() - other.keys()
-            options = {"distributed_config", "allow_batched_matrices", *NEW_FLAGS}
-            self.assertLessEqual(new, options)
-
 
 @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
 class TestMuonOnGPU(Runs):
     device = "cuda"
 
-    @needs_stock
-    def test_as_stock(self):
-        for dtype in (torch.float32, torch.bfloat16):
-            self.assert_same_training(SHAPES, dtype=dtype, nesterov=True, lr=0.05)
-
-    def test_as_on_the_cpu(self):
+    def test_as_stock_and_as_on_the_cpu(self):
+        if stock() is not None:
+            for dtype in (torch.float32, torch.bfloat16):
+                self.assert_same_training(SHAPES, dtype=dtype, lr=0.05)
+        with mock.patch.object(self, "device", "cpu"):
+            others, their_buffers, _ = self.run_steps(Muon, SHAPES, lr=0.05)
         for foreach in (None, False, True):
             params, buffers, _ = self.run_steps(Muon, SHAPES, lr=0.05, foreach=foreach)
-            with mock.patch.object(self, "device", "cpu"):
-                others, their_buffers, _ = self.run_steps(Muon, SHAPES, lr=0.05)
             for mine, other in zip(buffers, their_buffers):
                 torch.testing.assert_close(mine.cpu(), other)
             for mine, other in zip(params, others):
@@ -478,8 +414,8 @@ class TestMuonCore(Runs):
         self.assertGreater(core.diag().min().item(), 0.25)
 
     @parametrize("nesterov", [True, False])
-    def test_bf16_momentum_is_not_written_by_orthogonalizing(self, nesterov):
-        # Stock up to 2.14 normalizes the buffer in place when nesterov=False.
+    def test_orthogonalizing_writes_no_input(self, nesterov):
+        # Stock up to 2.14 normalizes a bfloat16 buffer in place when nesterov=False.
         grads = [make_matrix((6, 9), torch.bfloat16) for _ in range(3)]
         param = nn.Parameter(make_matrix((6, 9), torch.bfloat16))
         optimizer = Muon([param], nesterov=nesterov)
@@ -490,52 +426,12 @@ class TestMuonCore(Runs):
             expected.lerp_(grad, 1 - 0.95)
             self.assert_bitwise([optimizer.state[param]["momentum_buffer"]], [expected])
             self.assert_bitwise([param.grad], [grad])
-
-    def test_orthogonalization_is_scale_free(self):
-        matrix = torch.randn(12, 20)
-        reference = ours._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7)
-        for scale in (2.0**-10, 2.0**10):
-            scaled = ours._zeropower_via_newtonschulz(
-                matrix * scale, COEFFICIENTS, 5, 1e-7
-            )
-            self.assertEqual(scaled, reference, atol=0.02, rtol=0)
-        zero = ours._zeropower_via_newtonschulz(torch.zeros(3, 4), COEFFICIENTS, 5, 0.1)
-        self.assertEqual(zero, torch.zeros(3, 4, dtype=torch.bfloat16))
-
-    def test_orthogonalization_spares_its_input(self):
+        # Without an iteration, the result is no view of the input.
         for dtype, shape in itertools.product(DTYPES, [(5, 9), (9, 5)]):
             matrix = make_matrix(shape, dtype)
             before = matrix.clone()
-            version = matrix._version
-            result = ours._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 0, 1e-7)
-            result.fill_(7.0)
+            ours._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 0, 1e-7).fill_(7.0)
             self.assertEqual(matrix, before, rtol=0, atol=0)
-            self.assertEqual(matrix._version, version)
-
-    def test_learning_rate_scale(self):
-        expected = {
-            None: lambda a, b: math.sqrt(max(1, a / b)),
-            "original": lambda a, b: math.sqrt(max(1, a / b)),
-            "match_rms_adamw": lambda a, b: 0.2 * math.sqrt(max(a, b)),
-            "spectral_unclamped": lambda a, b: math.sqrt(a / b),
-        }
-        self.assertEqual(set(expected), {None, *ours._ADJUST_LR_FNS})
-        for (mode, ratio), (a, b) in itertools.product(expected.items(), SHAPES):
-            self.assertEqual(ours._adjust_lr(0.5, mode, (a, b)), 0.5 * ratio(a, b))
-
-    def test_tensor_lr_is_read_at_each_step(self):
-        def moved(lr):
-            param = nn.Parameter(torch.ones(4, 4))
-            param.grad = torch.eye(4)
-            optimizer = Muon([param], lr=lr, weight_decay=0.0)
-            optimizer.param_groups[0]["lr"].fill_(0.0)
-            optimizer.step()
-            still = torch.equal(param, torch.ones(4, 4))
-            optimizer.param_groups[0]["lr"].fill_(0.5)
-            optimizer.step()
-            return still, not torch.equal(param, torch.ones(4, 4))
-
-        self.assertEqual(moved(torch.tensor(0.1)), (True, True))
 
     def test_closure(self):
         param = nn.Parameter(torch.ones(2, 2))
@@ -556,20 +452,15 @@ class TestMuonCore(Runs):
     def test_copies(self):
         for duplicate in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
             params, buffers, optimizer = self.run_steps(Muon, SHAPES[:3], lr=0.03)
-            # deepcopy must not drop anything public.
             duplicated = duplicate(optimizer)
+            # deepcopy must not drop anything public.
             public = {name for name in vars(optimizer) if not name.startswith("_")}
             self.assertLessEqual(public, vars(duplicated).keys())
             others = duplicated.param_groups[0]["params"]
             self.assertIsNot(others[0], params[0])
             self.assert_bitwise(self.buffers_of(duplicated, others), buffers)
-            for mine, other in zip(params, others):
-                mine.grad = torch.ones_like(mine)
-                other.grad = torch.ones_like(other)
-            optimizer.step()
-            duplicated.step()
+            self.step_both(optimizer, duplicated)
             self.assert_bitwise(others, params)
-            self.assertEqual(duplicated.assignments, {})
 
     def test_optimizers_pickled_before_there_was_a_config(self):
         _, _, optimizer = self.run_steps(Muon, [(2, 3)])
@@ -592,18 +483,6 @@ class TestMuonCore(Runs):
         restored.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
         self.assertEqual(len(restored.param_groups), 2)
         self.assertEqual(restored.assignments, {})
-
-    def test_add_param_group(self):
-        first, second = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
-        optimizer = Muon([first], lr=0.1)
-        optimizer.add_param_group({"params": [second], "lr": 0.5})
-        first.grad = second.grad = torch.eye(2)
-        optimizer.step()
-        self.assertNotEqual(first, second)
-        with self.assertRaisesRegex(ValueError, "Muon only supports 2D parameters"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-        self.assertEqual(len(optimizer.param_groups), 2)
-        optimizer.step()
 
 
 def spectrum(kind, rows, columns):
@@ -643,38 +522,41 @@ class TestGramNewtonSchulz(TestCase):
             s = a * s + b * s**3 + c * s**5
         return u @ torch.diag(s) @ v
 
-    def distances(self, x, coefficients, triples):
-        expected = self.exact(x, triples)
-        for algorithm in ("quintic", "gram"):
-            result = ours._zeropower_via_newtonschulz(
-                x, coefficients, len(triples), ours.EPS, algorithm
-            )
-            yield float((result.double() - expected).norm() / expected.norm())
-
     def test_distance_from_the_exact_polynomial(self):
         torch.manual_seed(0)
-        one = (ours.DEFAULT_A, ours.DEFAULT_B, ours.DEFAULT_C)
-        for shape in ((64, 96), (96, 384), (512, 64)):
-            for coefficients, triples in (
-                (one, [one] * 5),
-                (self.POLAR_EXPRESS, self.POLAR_EXPRESS),
-            ):
-                for kind in ("flat", "decaying", "low rank"):
-                    x = spectrum(kind, *shape).bfloat16()
-                    quintic, gram = self.distances(x, coefficients, triples)
-                    # Both round to bfloat16 on the way, the Gram matrix what is small the most.
-                    bound = max(0.05, 2 * quintic)
-                    self.assertLessEqual(gram, bound, f"{shape} {kind} {quintic}")
+        for shape, (coefficients, triples), kind in itertools.product(
+            ((64, 96), (96, 384), (512, 64)),
+            ((COEFFICIENTS, [COEFFICIENTS] * 5), (self.POLAR_EXPRESS,) * 2),
+            ("flat", "decaying", "low rank"),
+        ):
+            x = spectrum(kind, *shape).bfloat16()
+            expected = self.exact(x, triples)
+            quintic, gram = (
+                float(
+                    (
+                        newton_schulz(x, coefficients, 5, ours.EPS, name) - expected
+                    ).norm()
+                )
+                for name in ("quintic", "gram")
+            )
+            # Both round to bfloat16 on the way, the Gram matrix what is small the most.
+            bound = max(0.05 * float(expected.norm()), 2 * quintic)
+            self.assertLessEqual(gram, bound, f"{shape} {kind} {quintic}")
 
     def test_nearly_square_matrices_keep_the_quintic(self):
-        torch.manual_seed(0)
         for shape, alike in [((8, 11), True), ((11, 8), True), ((8, 12), False)]:
-            x = torch.randn(shape)
-            results = [
-                ours._zeropower_via_newtonschulz(x, COEFFICIENTS, 5, 1e-7, algorithm)
-                for algorithm in ("quintic", "gram")
-            ]
-            self.assertEqual(torch.equal(*results), alike, f"{shape}")
+            start, grad = make_matrix(shape), make_matrix(shape)
+            trained = []
+            for algorithm in ("quintic", "gram"):
+                params = [nn.Parameter(start.clone()), start.clone()]
+                optimizer = Muon(params[:1], lr=0.02, ns_algorithm=algorithm)
+                params[0].grad = grad
+                optimizer.step()
+                options = {**FUNCTIONAL, "ns_algorithm": algorithm}
+                ours.muon([params[1]], [grad], [torch.zeros(shape)], **options)
+                self.assertTrue(torch.equal(*params))
+                trained.append(params[0])
+            self.assertEqual(torch.equal(*trained), alike, f"{shape}")
 
     def test_one_tuple_for_each_step(self):
         torch.manual_seed(0)
@@ -706,28 +588,9 @@ class TestGramNewtonSchulz(TestCase):
             # A batched product may round otherwise.
             self.assertLess((alone - update).norm() / alone.norm(), 0.02)
 
-    def test_option(self):
-        shapes = [(8, 8), (4, 16), (16, 4)]
-        start, grads = ([make_matrix(s) for s in shapes] for _ in range(2))
-        trained = []
-        for algorithm in ("quintic", "gram"):
-            params = [nn.Parameter(p.clone()) for p in start]
-            optimizer = Muon(params, lr=0.02, ns_algorithm=algorithm)
-            for p, g in zip(params, grads):
-                p.grad = g
-            optimizer.step()
-            trained.append(params)
-            copies = [p.clone() for p in start]
-            buffers = [torch.zeros_like(g) for g in grads]
-            options = {**FUNCTIONAL, "ns_algorithm": algorithm}
-            ours.muon(copies, grads, buffers, **options)
-            self.assertTrue(all(map(torch.equal, copies, params)))
-        self.assertEqual(list(map(torch.equal, *trained)), [True, False, False])
-
 
 class TestMuonRefusals(TestCase):
     def test_construction(self):
-        params = [torch.randn(2, 3)]
         for options, words in (
             ({"lr": -1e-3}, "Learning rate should be >= 0 but is: -0.001"),
             ({"lr": torch.tensor(-1.0)}, "Learning rate should be >= 0"),
@@ -736,55 +599,34 @@ class TestMuonRefusals(TestCase):
             ({"weight_decay": -0.1}, "weight decay should be >= 0 but is: -0.1"),
             ({"adjust_lr_fn": "x"}, "Adjust learning rate function x is not supported"),
             ({"ns_algorithm": "g"}, "ns_algorithm .*'quintic', 'gram'.*'g'"),
+            ({"params": []}, "empty parameter list"),
         ):
             with self.assertRaisesRegex(ValueError, words):
-                Muon(params, **options)
-        with self.assertRaisesRegex(ValueError, "empty parameter list"):
-            Muon([])
+                Muon(**{"params": [torch.randn(2, 3)], **options})
 
     def test_parameters_that_are_no_matrices(self):
+        words = "only supports 2D parameters whereas we found a parameter with size"
         for shape in ((), (3,), (2, 3, 4)):
-            with self.assertRaisesRegex(
-                ValueError,
-                "Muon only supports 2D parameters whereas we found a parameter with size",
-            ):
+            with self.assertRaisesRegex(ValueError, words):
                 Muon([torch.randn(2, 2), torch.randn(shape)])
-        with self.assertRaisesRegex(ValueError, r"torch.Size\(\[4\]\)"):
-            Muon(nn.Linear(3, 4).parameters())
 
-    def test_complex(self):
-        param = torch.rand(2, 3, dtype=torch.complex64)
-        param.grad = torch.rand_like(param)
-        with self.assertRaisesRegex(
-            RuntimeError, "Muon does not support complex parameters"
+    def test_gradients_that_a_step_cannot_take(self):
+        for dtype, sparse, words in (
+            (torch.complex64, False, "does not support complex parameters"),
+            (torch.float32, True, "does not support sparse gradients"),
         ):
-            Muon([param]).step()
-        for options in ({}, {"foreach": True}):
-            with self.assertRaisesRegex(
-                ValueError, "Complex parameters are not supported"
-            ):
-                given = {**FUNCTIONAL, **options, "has_complex": True}
-                ours.muon([], [], [], **given)
-
-    def test_sparse(self):
-        param = nn.Parameter(torch.rand(2, 3))
-        param.grad = torch.rand(2, 3).to_sparse()
-        with self.assertRaisesRegex(
-            RuntimeError, "Muon does not support sparse gradients"
-        ):
-            Muon([param]).step()
-
-    def test_functional_gradient_that_is_no_matrix(self):
+            param = torch.rand(2, 3, dtype=dtype)
+            grad = torch.rand_like(param)
+            param.grad = grad.to_sparse() if sparse else grad
+            with self.assertRaisesRegex(RuntimeError, words):
+                Muon([param]).step()
         lists = [[torch.randn(2, 3, 4)] for _ in range(3)]
-        for options in (
-            {},
-            {"foreach": True},
-            {"distributed_config": create_dtensor_config()},
-        ):
-            with self.assertRaisesRegex(
-                ValueError, "Param gradient must be a 2D matrix"
-            ):
+        config = {"distributed_config": create_dtensor_config()}
+        for options in ({}, {"foreach": True}, config):
+            with self.assertRaisesRegex(ValueError, "must be a 2D matrix"):
                 ours.muon(*lists, **FUNCTIONAL, **options)
+            with self.assertRaisesRegex(ValueError, "Complex .* not supported"):
+                ours.muon([], [], [], **{**FUNCTIONAL, **options, "has_complex": True})
 
     def test_newton_schulz_options_are_checked_by_the_step(self):
         for options, words in (
@@ -795,13 +637,11 @@ class TestMuonRefusals(TestCase):
         ):
             param = nn.Parameter(torch.rand(2, 3))
             param.grad = torch.rand(2, 3)
-            optimizer = Muon([param], **options)
             with self.assertRaisesRegex(ValueError, words):
-                optimizer.step()
+                Muon([param], **options).step()
         call = ours._zeropower_via_newtonschulz
         with self.assertRaisesRegex(ValueError, "gradient must be a 2D matrix"):
             call(torch.randn(3, 4, 5), COEFFICIENTS, 5, 1e-7)
-        self.assertEqual(call(torch.randn(3, 4), COEFFICIENTS, 99, 1e-7).shape, (3, 4))
 
     def test_state_dict_of_another_model(self):
         """torch.optim takes any state_dict with the same number of parameters."""
@@ -816,15 +656,6 @@ class TestMuonRefusals(TestCase):
         self.assertEqual(muon.param_groups[0]["lr"], 0.1)
         self.assertFalse(muon.state)
 
-    def test_state_dict_without_an_empty_group(self):
-        """torch.distributed.checkpoint.state_dict hands over nothing but the names of no parameters."""
-        param = nn.Parameter(torch.randn(4, 6))
-        muon = Muon([{"params": [], "lr": 0.5}, {"params": [param]}])
-        saved = muon.state_dict()
-        saved["param_groups"][0] = {"params": []}
-        muon.load_state_dict(saved)
-        self.assertEqual(muon.param_groups[0]["lr"], 0.5)
-
     def test_describe_without_a_config(self):
         muon = Muon([nn.Parameter(torch.randn(4, 6))])
         self.assertIn("has no distributed_config", muon.describe())
@@ -833,46 +664,32 @@ class TestMuonRefusals(TestCase):
 
 
 class TestImports(TestCase):
-    def run_python(self, code):
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        self.assertEqual(done.returncode, 0, done.stderr)
-        return done.stdout.split()
-
     def test_imports_nothing_from_torch_distributed(self):
-        # torch itself may have imported it before, so it is the import statements that are watched.
-        seen = self.run_python(
-            """
+        # torch itself may have imported it before, so the import statements are watched.
+        code = """
             import builtins, sys
-            original, seen = builtins.__import__, []
+            original, seen = builtins.__import__, set()
             def watch(name, globals=None, locals=None, fromlist=(), level=0):
                 importer = (globals or {}).get("__name__", "")
                 if importer.startswith("torch.optim"):
-                    names = [f"{name}.{part}" for part in fromlist or ()] + [name]
-                    seen.extend(
-                        f"{importer}<-{n}" for n in names if n.startswith("torch.distributed")
-                    )
-                    if importer.endswith("muon"):
-                        seen.append("watched")
+                    names = [name, *(f"{name}.{part}" for part in fromlist or ())]
+                    seen.update(n for n in names if n.startswith("torch.distributed"))
+                    seen.update(["watched"] if importer.endswith("muon") else [])
                 return original(name, globals, locals, fromlist, level)
             builtins.__import__ = watch
             import torch
             import torch.optim.muon as muon
             muon.DistributedConfig(None, None, None, {})
             torch.optim.Muon([torch.ones(2, 2)])
-            print(*sorted(set(seen)))
+            print(*seen)
             # The factories import what they need, and that is seen here.
-            seen.clear()
             muon.create_dtensor_config()
-            print("then", "distributed" if len(set(seen)) > 1 else "nothing")
-            """
+            print(len(seen) > 1)
+        """
+        found = subprocess.check_output(
+            [sys.executable, "-c", textwrap.dedent(code)], text=True, timeout=120
         )
-        self.assertEqual(seen, ["watched", "then", "distributed"])
+        self.assertEqual(found.split(), ["watched", "True"])
 
     def test_public_names(self):
         module = importlib.import_module("torch.optim.muon")
@@ -883,26 +700,11 @@ class TestImports(TestCase):
             if not name.startswith("_")
             and getattr(value, "__module__", None) == "torch.optim.muon"
         }
-        names = [
-            "DistributedConfig",
-            "create_auto_config",
-            "create_dtensor_config",
-            "detect_tp_dims_from_model",
-            "partition_named_parameters",
-            "partition_parameters",
-        ]
-        self.assertEqual(public, set(names))
-        self.assertEqual(sorted(module.__all__), names)
-        self.assertTrue(all(getattr(module, name).__doc__ for name in names))
+        self.assertEqual(public, set(module.__all__))
+        self.assertTrue(all(getattr(module, name).__doc__ for name in public))
         self.assertIs(module.Muon, torch.optim.Muon)
         self.assertEqual(Muon.__module__, "torch.optim")
-        self.assertIn("Muon", torch.optim.__all__)
         self.assertIn("distributed_config", Muon.__doc__)
-        self.assertIn("Muon", ours.muon.__doc__)
-
-    def test_private_modules_have_no_public_face(self):
-        for name in ours.__all__:
-            self.assertTrue(hasattr(ours, name))
         engine = Path(ours.__file__).parent / "_muon_engine"
         for path in engine.rglob("*.py"):
             parts = path.relative_to(engine.parent).with_suffix("").parts
