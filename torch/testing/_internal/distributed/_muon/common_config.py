@@ -65,23 +65,6 @@ class ConfigTestCase(TestCase):
         for mine, other in zip(actual, expected):
             self.assertTrue(torch.equal(mine, other), f"{mine} != {other}")
 
-    def assert_moved_alike(self, actual, expected, steps):
-        """As :meth:`assert_same_bits`, but bfloat16 may differ by the last addition of each step.
-
-        ATen's loop over a CPU tensor rounds ``param + alpha * update`` once for most elements and twice
-        for the remainder, and which elements are the remainder depends on the tensor's shape.
-        """
-        self.assertEqual(len(actual), len(expected))
-        for mine, other in zip(actual, expected):
-            self.assertEqual((mine.shape, mine.dtype), (other.shape, other.dtype))
-            if other.dtype != torch.bfloat16:
-                self.assert_same_bits([mine], [other])
-                continue
-            # Half a unit in the last place of a parameter, and of a move of at most one half.
-            rounding = 2.0**-8 * other.float().abs() + 2.0**-10
-            off = (mine.float() - other.float()).abs()
-            self.assertTrue((off <= 2 * steps * rounding).all(), f"{mine} != {other}")
-
     def trained(self, config, *shapes, steps=3, dtype=torch.float32, **options):
         """Parameters and momentum after ``steps`` steps with made-up gradients."""
         params = make_params(*shapes, dtype=dtype)
