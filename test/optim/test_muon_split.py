@@ -1,12 +1,12 @@
 # Owner(s): ["module: optimizer"]
-"""Fused and flattened weights, and symmetric products, in one process."""
+"""Fused and flattened weights, stacks, and symmetric products, in one process."""
 
 import copy
 import json
 
 import torch
 from torch import nn
-from torch.optim import _muon, Muon
+from torch.optim import Muon
 from torch.optim._newton_schulz import (
     _has_same_bits,
     newton_schulz,
@@ -19,7 +19,7 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 # Fused QKV, heads, convolutions of one to three dimensions, a convolution whose groups are matrices, a
-# stack of fused weights, and a matrix, which is flat already.
+# stack of fused weights, a matrix, which is flat already, and stacks.
 FORMS = [
     ((48, 16), {"split": (16, 20, 12)}),
     ((32, 16), {"split": [4] * 8}),
@@ -29,6 +29,8 @@ FORMS = [
     ((16, 2, 3, 3), {"flatten": True, "split": [4] * 4}),
     ((4, 6, 8), {"split": [2, 4]}),
     ((8, 12), {"flatten": True}),
+    ((3, 4, 6), {}),
+    ((2, 3, 6, 4), {}),
 ]
 SCRATCH = DistributedConfig(
     lambda params, state: {0: list(range(len(params)))},
@@ -138,6 +140,7 @@ class TestMuonSplit(TestCase):
             (last, {"flatten": True}, "not contiguous.*make it contiguous"),
             (conv, {}, "flatten=True"),
             (qkv[0], {"split": (16,)}, "2D"),
+            (qkv, {"split": 4}, r"split \(4,\) adds up to 4"),
         ):
             group = {"params": [("w", nn.Parameter(tensor))], **form}
             options = {"allow_batched_matrices": tensor.ndim == 3}
@@ -169,14 +172,22 @@ class TestMuonSplit(TestCase):
                 muon.step()
             self.assertTrue(torch.equal(conv.weight, before))
 
-    def test_any_sequence_is_a_split(self):
-        def signature(split):
-            muon = Muon([{"params": [nn.Parameter(randn(0, 8, 4))], "split": split}])
-            return _muon.MuonFormulas.of_group(muon.param_groups[0]).signature()
-
-        self.assertEqual(signature([4, 4]), signature((4, 4)))
-        with self.assertRaisesRegex(ValueError, r"split \(4,\) adds up to 4"):
-            signature(4)
+    def test_stacks(self):
+        stack = randn(0, 3, 16, 24)
+        for config in (None, "auto"):
+            with self.assertRaisesRegex(ValueError, "2D.*allow_batched_matrices=True"):
+                Muon([stack], distributed_config=config)
+        with self.assertRaisesRegex(ValueError, "2D"):
+            Muon([stack[0, 0]], allow_batched_matrices=True)
+        # Rounding differs between a batch and a loop.
+        updates = []
+        for foreach in (True, False):
+            param = nn.Parameter(torch.zeros(3, 16, 24))
+            param.grad = stack
+            Muon([param], allow_batched_matrices=True, foreach=foreach).step()
+            updates.append(param)
+        batched, looped = updates
+        self.assertLess((batched - looped).norm() / looped.norm(), 0.05)
 
     # Symmetric products
 
