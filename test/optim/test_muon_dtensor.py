@@ -1,6 +1,7 @@
 # Owner(s): ["module: optimizer"]
 """DTensors and models under Muon's distributed_config, on one rank."""
 
+import contextlib
 import unittest
 import warnings
 from unittest import mock
@@ -30,7 +31,6 @@ if dist.is_available():
         DeviceMesh,
         distribute_tensor,
         DTensor,
-        Partial,
         Replicate,
         Shard,
     )
@@ -61,37 +61,26 @@ class TestModels(ConfigTestCase):
         params = [model[1].weight, model[0].weight]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            self.assertEqual(detect_tp_dims_from_model(params), {0: 1, 1: 1})
             self.assertEqual(detect_tp_dims_from_model(iter(params)), {0: 1, 1: 1})
-            # Megatron's mark of what it does not cut.
+            # Megatron's mark of a weight that it does not cut.
             model[1].weight.partition_dim = -1
             self.assertEqual(detect_tp_dims_from_model(params), {1: 1})
-            self.assertEqual(detect_tp_dims_from_model([]), {})
 
-    def test_meta_parameters(self):
-        param = nn.Parameter(torch.empty(3, 4, device="meta"))
-        param.grad = torch.empty(3, 4, device="meta")
-        optimizer = Muon([param])
-        optimizer.step()
-        self.assertEqual(optimizer.state[param]["momentum_buffer"].device.type, "meta")
-        for make in (create_dtensor_config, create_auto_config, local_config):
-            self.assertEqual(
-                Muon([param], distributed_config=make()).assignments, {0: [0]}
-            )
-
-    def test_fake_parameters(self):
-        with FakeTensorMode():
-            model = nn.Linear(4, 6, bias=False)
-            for config in (None, local_config()):
-                optimizer = Muon(model.parameters(), distributed_config=config)
-                model(torch.randn(2, 4)).sum().backward()
-                optimizer.step()
-                shape = optimizer.state[model.weight]["momentum_buffer"].shape
-                self.assertEqual(shape, (6, 4))
-        # Made outside of the mode and carried in, as torch.export does.
+    def test_parameters_without_data(self):
+        """Parameters on the meta device, and fake ones, as torch.export makes them."""
         mode = FakeTensorMode()
-        fake = nn.Parameter(mode.from_tensor(torch.ones(3, 3)))
-        self.assertEqual(len(Muon([fake]).param_groups), 1)
+        meta = nn.Parameter(torch.empty(3, 4, device="meta"))
+        fake = nn.Parameter(mode.from_tensor(torch.ones(3, 4)))
+        configs = (None, create_dtensor_config(), create_auto_config(), local_config())
+        for param in (meta, fake):
+            for config in configs if param is meta else (None, local_config()):
+                with mode if param is fake else contextlib.nullcontext():
+                    param.grad = torch.empty_like(param)
+                    optimizer = Muon([param], distributed_config=config)
+                    optimizer.step()
+                buffer = optimizer.state[param]["momentum_buffer"]
+                self.assertIs(type(buffer), type(param.data))
+                self.assertEqual(buffer.device, param.device)
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
@@ -130,48 +119,27 @@ class TestDTensorsOnOneRank(ConfigTestCase):
             with self.assertRaisesRegex(RuntimeError, "outside of step"):
                 config.redistribute_fn(full, 0, config.state)
 
-    def test_gradient_is_brought_to_the_placement_of_the_parameter(self):
-        weight, grad = torch.randn(4, 6), torch.randn(4, 6)
-        alone = nn.Parameter(weight.clone())
-        alone.grad = grad.clone()
-        Muon([alone]).step()
-        for placed in (
-            DTensor.from_local(grad, self.mesh, [Partial()]),
-            distribute_tensor(grad, self.mesh, [Shard(1)]),
-        ):
-            param = nn.Parameter(distribute_tensor(weight, self.mesh, [Shard(0)]))
-            param.grad = placed
-            optimizer = Muon([param], distributed_config=create_dtensor_config())
-            optimizer.step()
-            self.assert_same_bits([param.full_tensor()], [alone])
-            buffer = optimizer.state[param]["momentum_buffer"]
-            self.assertEqual(list(buffer.placements), [Shard(0)])
-
     def test_data_is_looked_at_too(self):
         # Some users reach for the DTensor through param.data.
         param = nn.Parameter(distribute_tensor(torch.ones(4, 4), self.mesh, [Shard(0)]))
-        for tensor in (param, param.data):
-            config = create_dtensor_config()
-            config.assign_fn([tensor], config.state)
-            self.assertEqual(sorted(config.state["param_metadata"]), [0])
+        config = create_dtensor_config()
+        config.assign_fn([param.data], config.state)
+        self.assertEqual(sorted(config.state["param_metadata"]), [0])
 
-    def test_detect_tp_dims(self):
+    def test_detect_tp_dims_of_dtensors(self):
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))
-
-        def on(placements):
-            return distribute_tensor(torch.randn(4, 6), mesh, placements)
-
-        with self.assertWarnsRegex(UserWarning, r"parameters \[4, 5\];"):
-            found = detect_tp_dims_from_model(
-                [
-                    on([Shard(0), Shard(1)]),
-                    on([Shard(1), Shard(0)]),
-                    on([Replicate(), Shard(-1)]),
-                    on([Shard(1), Replicate()]),
-                    on([Replicate(), Replicate()]),
-                    torch.randn(2, 2),
-                ]
+        params = [
+            distribute_tensor(torch.randn(4, 6), mesh, placements)
+            for placements in (
+                [Shard(0), Shard(1)],
+                [Shard(1), Shard(0)],
+                [Replicate(), Shard(-1)],
+                [Shard(1), Replicate()],
+                [Replicate(), Replicate()],
             )
+        ]
+        with self.assertWarnsRegex(UserWarning, r"parameters \[4, 5\];"):
+            found = detect_tp_dims_from_model([*params, torch.randn(2, 2)])
         self.assertEqual(found, {0: 1, 1: 0, 2: 1, 3: 1, 4: 0, 5: 0})
 
     def test_partition_named_parameters(self):
@@ -211,20 +179,6 @@ class TestDTensorsOnOneRank(ConfigTestCase):
         model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
         with self.assertRaisesRegex(ValueError, "mixes matrices for Muon with others"):
             partition_named_parameters(FSDP(model, device_id=torch.device("cpu")))
-
-    def test_groups_of_processes_on_one_rank(self):
-        # A group of one rank shares nothing, so plain tensors are fine.
-        group = dist.group.WORLD
-        shapes = [(4, 6), (6, 4)]
-        expected = self.trained(None, *shapes)
-        for options in (
-            {"fsdp_process_group": group},
-            {"tp_process_group": group, "tp_dim_per_param": 1},
-            {"ddp_process_group": group, "cp_process_group": group},
-            {"ep_process_group": group, "expert_assignments": {0: 0}},
-        ):
-            config = create_auto_config(**options)
-            self.assert_same_bits(self.trained(config, *shapes), expected)
 
     def test_param_data_assigned_a_dtensor(self):
         # PyTorch lets it pass, and the next kernel that reads the parameter takes the process down.

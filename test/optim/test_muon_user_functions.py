@@ -120,19 +120,17 @@ class TestUserFunctions(ConfigTestCase):
         config.gather_fn = gather
         config.redistribute_fn = lambda full, rank, state: full + 100
         (param,) = make_params((3, 4))
-        grad, param.grad = param.grad, None
-        before = param.detach().clone()
+        grad = param.grad
         optimizer = Muon([param], distributed_config=config)
-        optimizer.step()
-        buffer = optimizer.state[param]["momentum_buffer"]
-        self.assert_same_bits([param, buffer], [before, torch.zeros(3, 4)])
-        # With a buffer from an earlier step it is the same.
-        param.grad = grad
-        optimizer.step()
-        param.grad = None
-        before = [param.detach().clone(), buffer.clone()]
-        optimizer.step()
-        self.assert_same_bits([param, buffer], before)
+        # Before a step with a gradient, and after it.
+        before = [param.detach().clone(), torch.zeros(3, 4)]
+        for given in (None, grad, None):
+            param.grad = given
+            optimizer.step()
+            now = [param.detach().clone(), optimizer.state[param]["momentum_buffer"]]
+            if given is None:
+                self.assert_same_bits(now, before)
+            before = [now[0], now[1].clone()]
         self.assert_same_bits(pieces[::2], [torch.zeros(3, 4)] * 2)
 
     def test_what_ranks_other_than_the_owner_get(self):
@@ -147,13 +145,11 @@ class TestUserFunctions(ConfigTestCase):
             state={"rank": 0, "world_size": 2, "global_shapes": {0: (4, 3)}},
         )
         config.redistribute_fn = redistribute
-        params = make_params((2, 3))
-        optimizer = Muon(params, distributed_config=config)
-        config.gather_fn = lambda piece, rank, state: torch.ones(4, 3)
-        optimizer.step()
+        optimizer = Muon(make_params((2, 3)), distributed_config=config)
+        for gathered in (torch.ones(4, 3), None):
+            config.gather_fn = lambda piece, rank, state: gathered
+            optimizer.step()
         self.assertEqual(fulls[0].float(), torch.zeros(4, 3))
-        config.gather_fn = lambda piece, rank, state: None
-        optimizer.step()
         self.assertIsNone(fulls[1])
 
     def test_learning_rate_scale_is_that_of_the_whole(self):
@@ -212,23 +208,21 @@ class TestUserFunctions(ConfigTestCase):
     def test_state_after_a_step(self):
         config = local_config(state={"mine": 1})
         optimizer = Muon(make_params((2, 2), (3, 3)), distributed_config=config)
-        optimizer.step()
-        self.assertNotIn("current_owner", config.state)
-        self.assertEqual(config.state["mine"], 1)
-        # The engine restores a value that the user had set.
-        config.state["current_param_idx"] = 7
-        optimizer.step()
-        self.assertEqual(config.state["current_param_idx"], 7)
+        working = config.redistribute_fn
 
         def fail(full, rank, state):
             raise KeyboardInterrupt
 
-        working, config.redistribute_fn = config.redistribute_fn, fail
-        with self.assertRaises(KeyboardInterrupt):
+        # The engine restores a value that the user had set, after an error too.
+        for given in ({"mine": 1}, {"mine": 1, "current_param_idx": 7}):
+            config.state.update(given)
             optimizer.step()
-        self.assertNotIn("current_owner", config.state)
-        self.assertEqual(config.state["current_param_idx"], 7)
-        config.redistribute_fn = working
+            self.assertEqual(config.state, given)
+            config.redistribute_fn = fail
+            with self.assertRaises(KeyboardInterrupt):
+                optimizer.step()
+            self.assertEqual(config.state, given)
+            config.redistribute_fn = working
         before = optimizer.param_groups[0]["params"][0].detach().clone()
         optimizer.step()
         self.assertNotEqual(optimizer.param_groups[0]["params"][0], before)
@@ -237,15 +231,14 @@ class TestUserFunctions(ConfigTestCase):
         for make in (create_dtensor_config, create_auto_config):
             config = make()
             optimizer = Muon(make_params((2, 2)), distributed_config=config)
-            optimizer.step()
-            self.assertNotIn("current_owner", config.state)
-            original = config.gather_fn
-            config.gather_fn = lambda t, r, s: original(t, r, s)
-            optimizer.step()
-            self.assertNotIn("current_owner", config.state)
+            gather = config.gather_fn
+            for function in (gather, lambda t, r, s: gather(t, r, s)):
+                config.gather_fn = function
+                optimizer.step()
+                self.assertNotIn("current_owner", config.state)
             # So that calls by hand are a round trip again.
             matrix = torch.randn(2, 2)
-            self.assert_same_bits([original(matrix, 0, config.state)], [matrix])
+            self.assert_same_bits([gather(matrix, 0, config.state)], [matrix])
 
 
 if __name__ == "__main__":
