@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """The schedule of the distributed Muon as the pure function that it is: all ranks played in one process."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from unittest import mock
@@ -14,11 +15,6 @@ from torch.optim._muon_engine.schedule.owners import (
     newton_schulz_flops,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.common_schedules import (
-    grid_layout,
-    PlayedSchedules,
-    World,
-)
 from torch.testing._internal.distributed._muon.model_shapes import MODELS
 
 
@@ -63,13 +59,15 @@ def expert_layouts(model, world, ep):
     return [replace(layout, key=Key(i)) for i, layout in enumerate(found)]
 
 
-class TestMuonSchedule(PlayedSchedules, TestCase):
+def scheduled(layouts, **options):
+    return make_schedule(layouts, assign_owners(layouts), torch.bfloat16, **options)
+
+
+class TestMuonSchedule(TestCase):
     def test_no_rank_has_thousands_of_peers(self):
         for world, node in ((512, 1), (1024, 8), (4096, 16), (16384, 64)):
             layouts = shards_of([(world, 8)] * 64, world)
-            owners = assign_owners(layouts)
-            schedule = make_schedule(layouts, owners, torch.bfloat16, ranks_per_node=8)
-            for bucket in schedule.buckets:
+            for bucket in scheduled(layouts, ranks_per_node=8).buckets:
                 self.assertEqual(bucket.node_size, node)
                 if node > 1:
                     ranks, rail = bucket.node_and_rail(world - 1)
@@ -94,48 +92,35 @@ class TestMuonSchedule(PlayedSchedules, TestCase):
 
     def test_replicas_send_once_and_the_owner_s_own_first(self):
         # Two replicas, (0, 1) and (2, 3), of two halves.
-        layout = grid_layout(Key(0), (8, 4), (2, 2), range(4), [(None, 1), (0, 1)])
+        layouts = shards_of([(8, 4)], 2, replicas=2)
         for owner in range(4):
-            schedule = make_schedule([layout], [owner], torch.bfloat16)
+            schedule = make_schedule(layouts, [owner], torch.bfloat16)
             sources = [rank for rank in range(4) if schedule.is_source(0, rank)]
             self.assertEqual(sources, [0, 1] if owner < 2 else [2, 3])
 
-    def equal_matrices(self, count, world=4, shape=(8, 8)):
-        return [
-            grid_layout(Key(i), shape, (world,), range(world), [(0, 1)])
-            for i in range(count)
-        ]
-
     def test_few_buckets_whatever_the_number_of_matrices(self):
         for count, few in [(1, 1), (4, 1), (8, 2), (16, 4), (100, 4)]:
-            layouts = self.equal_matrices(count)
-            schedule = make_schedule(layouts, assign_owners(layouts), torch.bfloat16)
+            schedule = scheduled(shards_of([(8, 8)] * count, 4))
             self.assertEqual(len(schedule.buckets), few, f"{count} matrices")
 
     def test_a_round_gives_owners_equal_work(self):
-        layouts = self.equal_matrices(32)
-        schedule = make_schedule(layouts, assign_owners(layouts), torch.bfloat16)
+        schedule = scheduled(shards_of([(8, 8)] * 32, 4))
         for bucket in schedule.buckets:
             owners = sorted(schedule.owners[m] for m in bucket.matrices)
             self.assertEqual(owners, [0, 0, 1, 1, 2, 2, 3, 3])
 
     def test_buckets_are_bounded_in_bytes(self):
-        layouts = self.equal_matrices(40)
-        owners = assign_owners(layouts)
+        layouts = shards_of([(8, 8)] * 40, 4)
         for limit in (2**8, 2**9, 2**12):
-            schedule = make_schedule(
-                layouts, owners, torch.bfloat16, bucket_bytes=limit
-            )
-            self.play(World(layouts), schedule)
-            for bucket in schedule.buckets:
-                for rank in range(4):
-                    for pack in schedule.packs(bucket, rank)[:4]:
-                        self.assertLessEqual(pack.nbytes, limit)
+            schedule = scheduled(layouts, bucket_bytes=limit)
+            for bucket, rank in itertools.product(schedule.buckets, range(4)):
+                for pack in schedule.packs(bucket, rank)[:4]:
+                    self.assertLessEqual(pack.nbytes, limit)
         # A bucket holds at least one matrix. No owner waits for another's.
-        schedule = make_schedule(layouts, owners, torch.bfloat16, bucket_bytes=1)
+        schedule = scheduled(layouts, bucket_bytes=1)
         for bucket in schedule.buckets:
-            self.assertEqual(sorted(owners[m] for m in bucket.matrices), [0, 1, 2, 3])
-        self.play(World(layouts), schedule)
+            owners = sorted(schedule.owners[m] for m in bucket.matrices)
+            self.assertEqual(owners, [0, 1, 2, 3])
 
     def test_every_owner_works_in_every_bucket(self):
         """Buckets, run sequentially, take hardly longer than the busiest owner's own work.
@@ -144,82 +129,34 @@ class TestMuonSchedule(PlayedSchedules, TestCase):
         buckets of Llama 3 70B took 51 times as long on 64 ranks. One of 18432 x 7168 takes as long as 33
         experts, of which 13 fitted next to it: DeepSeek-V3's took 1.45 times as long on 1,024.
         """
-        for name, *cut in (
-            ("GPT-2 124M", 16384),
-            ("Llama 3 8B", 64, 1, 256),
-            ("Llama 3 70B", 64),
-            ("Llama 3 70B", 256, 64),
-        ):
-            self.assertShort(shards_of(MODELS[name].shapes, *cut), f"{name} {cut}")
-        model = MODELS["DeepSeek-V3"]
-        for world, ep in ((64, 8), (16384, 64)):
-            layouts = expert_layouts(model, world, ep)
-            self.assertShort(layouts, f"DeepSeek-V3, EP {ep} on {world}")
-        # An eighth of the experts, over an eighth of 1,024 ranks.
-        shapes = model.dense + model.expert * 32
-        self.assertShort(shards_of(shapes, 128), "DeepSeek-V3 on 128")
-
-    def assertShort(self, layouts, message):
+        shapes = MODELS["Llama 3 70B"].shapes
+        self.assertShort(shards_of(shapes, 64), 1.1)
+        self.assertShort(shards_of(shapes, 256, 64), 1.1)
         # One pass over the owners does not pack DeepSeek-V3's experts next to its large matrices quite
         # as tightly (1.107 on 1,024 ranks).
-        most = 1.2 if "DeepSeek" in message else 1.1
-        owners = assign_owners(layouts)
-        schedule = make_schedule(layouts, owners, torch.bfloat16)
-        work = [newton_schulz_flops(layout.shape) for layout in layouts]
-        one_by_one, busy = Counter(), {}
-        for bucket in schedule.buckets:
-            loads = Counter()
-            for m in bucket.matrices:
-                loads[owners[m]] += work[m]
-            one_by_one[bucket.group] += max(loads.values())
-            busy.setdefault(bucket.group, Counter()).update(loads)
-        for group, loads in busy.items():
-            alone = max(loads.values())
-            self.assertLessEqual(one_by_one[group], most * alone, message)
-            self.assertSlotsAreSmall(schedule, group, message)
+        model = MODELS["DeepSeek-V3"]
+        self.assertShort(expert_layouts(model, 64, 8), 1.2)
+        # An eighth of the experts, over an eighth of 1,024 ranks.
+        self.assertShort(shards_of(model.dense + model.expert * 32, 128), 1.2)
 
-    def assertSlotsAreSmall(self, schedule, group, message):
-        """An owner gathers no more in three slots than their bounds, plus a largest matrix for each."""
-        largest = max(layout.numel for layout in schedule.layouts)
-        slots = [0, 0, 0]
-        of_group = [bucket for bucket in schedule.buckets if bucket.group == group]
-        for at, bucket in enumerate(of_group):
-            gathered = Counter()
-            for m in bucket.matrices:
-                gathered[schedule.owners[m]] += schedule.layouts[m].numel
-            slots[at % 3] = max(slots[at % 3], *gathered.values())
-        self.assertLessEqual(sum(slots), 3 * (BUCKET_BYTES // 2 + largest), message)
-
-    def test_one_owner_at_a_time_in_rank_order(self):
-        layouts = self.equal_matrices(10)
-        schedule = make_schedule(
-            layouts, assign_owners(layouts), torch.bfloat16, one_owner_at_a_time=True
-        )
-        turns = [
-            {schedule.owners[m] for m in bucket.matrices} for bucket in schedule.buckets
-        ]
-        self.assertEqual([len(turn) for turn in turns], [1] * len(turns))
-        turns = [turn.pop() for turn in turns]
-        self.assertEqual(turns, sorted(turns))
-        self.assertEqual(set(turns), {0, 1, 2, 3})
-
-    def test_contributions_travel_in_their_own_dtype(self):
-        whole = (Region(0, 0, 4, 4, 0, 4),)
-        shards = Shards((0, 1), (whole, whole), contributions=(0, 1))
-        partial = Layout(Key(0), (4, 4), torch.float32, shards)
-        other = shards_of([(4, 4)], 2)[0]
-        schedule = make_schedule([partial, other], [0, 1], torch.bfloat16)
-        dtypes = {
-            m: (bucket.gather_dtype, bucket.scatter_dtype)
-            for bucket in schedule.buckets
-            for m in bucket.matrices
-        }
-        self.assertEqual(dtypes[0], (torch.float32, torch.bfloat16))
-        self.assertEqual(dtypes[1], (torch.bfloat16, torch.bfloat16))
-        # The owner needs both contributions. One of the two receives the update.
-        self.assertTrue(schedule.is_source(0, 0) and schedule.is_source(0, 1))
-        self.assertTrue(schedule.receives(0, 0))
-        self.assertFalse(schedule.receives(0, 1))
+    def assertShort(self, layouts, most):
+        schedule = scheduled(layouts)
+        largest = max(layout.numel for layout in layouts)
+        for group in {bucket.group for bucket in schedule.buckets}:
+            one_by_one, busy, slots = 0, Counter(), [0, 0, 0]
+            buckets = [bucket for bucket in schedule.buckets if bucket.group == group]
+            for at, bucket in enumerate(buckets):
+                work, gathered = Counter(), Counter()
+                for m in bucket.matrices:
+                    layout, owner = layouts[m], schedule.owners[m]
+                    work[owner] += newton_schulz_flops(layout.shape)
+                    gathered[owner] += layout.numel
+                one_by_one += max(work.values())
+                busy.update(work)
+                slots[at % 3] = max(slots[at % 3], *gathered.values())
+            self.assertLessEqual(one_by_one, most * max(busy.values()))
+            # No more than the bounds of three slots, plus a largest matrix for each.
+            self.assertLessEqual(sum(slots), 3 * (BUCKET_BYTES // 2 + largest))
 
 
 if __name__ == "__main__":
