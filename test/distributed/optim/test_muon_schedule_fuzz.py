@@ -1,22 +1,20 @@
 # Owner(s): ["oncall: distributed"]
 """Schedules of arbitrary layouts, played by all ranks in one process."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region, Shards
+from torch.optim._muon_engine.layouts.fsdp1 import interval_regions
+from torch.optim._muon_engine.runtime import transport
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.common_schedules import (
-    flat_layout,
-    grid_layout,
-    PlayedSchedules,
-    World,
-)
 from torch.testing._internal.distributed._muon.fuzz_settings import (
     fuzz,
     skip_without_hypothesis,
@@ -25,6 +23,104 @@ from torch.testing._internal.distributed._muon.fuzz_settings import (
 
 skip_without_hypothesis(__name__)
 from hypothesis import event, given, note, strategies as st
+
+
+def runs(indices):
+    """Maximal runs of consecutive integers, as (first, length)."""
+    found = []
+    for i in indices:
+        if found and found[-1][0] + found[-1][1] == i:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((i, 1))
+    return found
+
+
+def grid_layout(key, shape, mesh_shape, group, cuts):
+    """Pieces by rows and columns; ``cuts`` has (tensor dimension or None, stride factor) a mesh dimension."""
+    pieces = []
+    for coordinate in itertools.product(*(range(size) for size in mesh_shape)):
+        held = [list(range(shape[0])), list(range(shape[1]))]
+        for i, size, (dim, factor) in zip(coordinate, mesh_shape, cuts):
+            if dim is None:
+                continue
+            # As a strided shard: the i-th part of each of ``factor`` stretches.
+            kept = []
+            for stretch in torch.tensor(held[dim]).chunk(factor):
+                parts = stretch.chunk(size)
+                kept += parts[i].tolist() if i < len(parts) else []
+            held[dim] = kept
+        rows, columns = held
+        regions, local_row = [], 0
+        for row, height in runs(rows):
+            local_column = 0
+            for column, width in runs(columns):
+                offset = local_row * len(columns) + local_column
+                regions.append(Region(row, column, height, width, offset, len(columns)))
+                local_column += width
+            local_row += height
+        pieces.append(tuple(regions))
+    return Layout(
+        key, shape, torch.float32, Shards(tuple(group), tuple(pieces)), "a grid"
+    )
+
+
+def flat_layout(key, shape, ranks, bounds):
+    """Pieces that are intervals of the elements in row-major order, cut anywhere."""
+    pieces = tuple(
+        tuple(interval_regions(start, end, shape[1], 0))
+        for start, end in itertools.pairwise(bounds)
+    )
+    return Layout(key, shape, torch.float32, Shards(tuple(ranks), pieces), "a flat one")
+
+
+class Call(NamedTuple):
+    """The arguments of one all-to-all on one rank. ``ranks`` is the group, in its order."""
+
+    recv: torch.Tensor
+    send: torch.Tensor
+    recv_splits: list[int]
+    send_splits: list[int]
+    ranks: tuple[int, ...]
+
+
+def deliver(calls):
+    """Makes the all-to-all of each group; ``calls`` has one call per rank."""
+    for rank, call in calls.items():
+        arriving = []
+        for peer in call.ranks:
+            sent = calls[peer].send.split(calls[peer].send_splits)
+            arriving.append(sent[calls[peer].ranks.index(rank)])
+        sizes = [len(piece) for piece in arriving]
+        # Both ends must compute the same splits.
+        if sizes != list(call.recv_splits):
+            raise AssertionError(
+                f"rank {rank} expects {call.recv_splits}, gets {sizes}"
+            )
+        call.recv.copy_(torch.cat(arriving))
+
+
+def two_levels(schedule, bucket, rank, call, phase, arrived):
+    """The all-to-alls of both levels, where ``arrived`` is the result of the first level."""
+    levels = []
+
+    def all_to_all(*given):
+        levels.append(Call(*given))
+        if len(levels) == 1 and arrived is not None:
+            levels[0].recv.copy_(arrived)
+
+    with mock.patch.object(transport, "all_to_all", all_to_all):
+        passed_on = schedule.passed_on(bucket, rank)[phase == "scatter"]
+        transport.two_level_all_to_all(
+            *call[:4], *bucket.node_and_rail(rank), passed_on
+        )
+    return levels
+
+
+def view(buffer, packed):
+    region = packed.region
+    flat = buffer[packed.offset : packed.offset + region.numel]
+    return flat.view(region.height, region.width)
 
 
 # Of a matrix; small ones are cut in every way that large ones are.
@@ -146,7 +242,7 @@ def schedules(draw):
     return world, layouts, owners, assigned, settings, peers, relay_bytes
 
 
-class TestMuonScheduleFuzz(PlayedSchedules, TestCase):
+class TestMuonScheduleFuzz(TestCase):
     @fuzz(150)
     @given(schedules(), st.randoms(use_true_random=False))
     def test_any_schedule(self, drawn, random):
@@ -166,10 +262,141 @@ class TestMuonScheduleFuzz(PlayedSchedules, TestCase):
                 ):
                     event(kind)
 
-            self.play(World(layouts), made)
+            self.play(made)
             self.check_traffic(made)
             for rank in range(world):
                 self.check_view(made, rank, random, assigned, settings)
+
+    def play(self, schedule):
+        """Runs every bucket; checks that each matrix and each update arrives, each element once."""
+        # Elements of all matrices are distinct, positive, and exact in float32.
+        self.whole = [
+            torch.arange(1, layout.numel + 1).reshape(layout.shape) + 1000.0 * number
+            for number, layout in enumerate(schedule.layouts)
+        ]
+        stored = {}
+        for matrix, layout in enumerate(schedule.layouts):
+            for rank, numel in zip(layout.shards.ranks, layout.shards.numels):
+                stored[rank, matrix] = torch.full((numel,), -1.0)
+                for region in layout.shards.of(rank):
+                    part = region.of_matrix(self.whole[matrix])
+                    region.of_local(stored[rank, matrix]).copy_(part)
+        updates = {key: torch.zeros_like(local) for key, local in stored.items()}
+        owned_once = []
+        for bucket in schedule.buckets:
+            packs = {r: schedule.packs(bucket, r) for r in bucket.group}
+            owned = schedule.owned(bucket)
+            owned_once += itertools.chain(*owned.values())
+            sent = {
+                rank: self.filled(
+                    mine.gather_send,
+                    lambda p, r=rank: p.region.of_local(stored[r, p.matrix]),
+                )
+                for rank, mine in packs.items()
+            }
+            received = self.exchange(schedule, bucket, packs, sent, "gather")
+            for rank, mine in packs.items():
+                for matrix in owned.get(rank, ()):
+                    found = [
+                        (p.region, view(received[rank], p))
+                        for p in mine.gather_recv.regions
+                        if p.matrix == matrix
+                    ]
+                    if schedule.is_source(matrix, rank):
+                        found += [
+                            (region, region.of_local(stored[rank, matrix]))
+                            for region in schedule.layouts[matrix].shards.of(rank)
+                        ]
+                    self.check_matrix(schedule, matrix, found)
+            sent = {
+                rank: self.filled(mine.scatter_send, self.result)
+                for rank, mine in packs.items()
+            }
+            received = self.exchange(schedule, bucket, packs, sent, "scatter")
+            for rank, mine in packs.items():
+                for p in mine.scatter_recv.regions:
+                    target = p.region.of_local(updates[rank, p.matrix])
+                    target.add_(view(received[rank], p))
+                for matrix in owned.get(rank, ()):
+                    for region in schedule.layouts[matrix].shards.of(rank):
+                        part = region.of_matrix(self.whole[matrix])
+                        region.of_local(updates[rank, matrix]).sub_(part)
+            self.play_relays(packs, received, updates)
+        self.assertEqual(sorted(owned_once), list(range(len(schedule.layouts))))
+        for (rank, matrix), local in stored.items():
+            # One contribution to a sum receives the update.
+            times = int(schedule.receives(matrix, rank))
+            self.assertEqual(updates[rank, matrix], -local * times)
+
+    def result(self, packed):
+        """A region of the update, which is the matrix with the opposite sign."""
+        return packed.region.of_matrix(-self.whole[packed.matrix])
+
+    def filled(self, pack, content):
+        """The memory of ``pack``, each element written by a region."""
+        flat = torch.full((sum(pack.splits),), float("nan"))
+        for packed in pack.regions:
+            view(flat, packed).copy_(content(packed))
+        self.assertFalse(flat.isnan().any())
+        return flat
+
+    def exchange(self, schedule, bucket, packs, sent, phase):
+        """Makes a gather or scatter. Returns the memory that each rank received."""
+        received, calls = {}, {}
+        for rank, mine in packs.items():
+            send, recv = (getattr(mine, f"{phase}_{side}") for side in ("send", "recv"))
+            received[rank] = torch.full((sum(recv.splits),), float("nan"))
+            splits = list(recv.splits), list(send.splits)
+            calls[rank] = Call(received[rank], sent[rank], *splits, bucket.group)
+        if bucket.node_size == 1:
+            deliver(calls)
+            return received
+        # The second level reads the result of the first one.
+        arrived = {}
+        for level in range(2):
+            made = {
+                rank: two_levels(schedule, bucket, rank, call, phase, arrived.get(rank))
+                for rank, call in calls.items()
+            }
+            now = {rank: levels[level] for rank, levels in made.items()}
+            deliver(now)
+            arrived = {rank: call.recv for rank, call in now.items()}
+        return received
+
+    def check_matrix(self, schedule, matrix, found):
+        """The owner has the whole matrix, each element of each contribution once."""
+        layout = schedule.layouts[matrix]
+        total = torch.zeros(layout.shape)
+        for region, part in found:
+            region.of_matrix(total).add_(part)
+        times = len(set(layout.shards.contributions)) or 1
+        self.assertEqual(total, times * self.whole[matrix])
+
+    def play_relays(self, packs, received, updates):
+        """Broadcasts along replicas the results that their sources received or computed."""
+        queues = {rank: list(mine.relays) for rank, mine in packs.items()}
+        while any(queues.values()):
+            # All replicas must reach a relay before they start another one, or they would deadlock.
+            relay = next(
+                relays[0]
+                for relays in queues.values()
+                if relays
+                and all(
+                    queues[rank] and queues[rank][0][:2] == relays[0][:2]
+                    for rank in relays[0].replicas
+                )
+            )
+            source = packs[relay.source]
+            got = {
+                (p.matrix, p.region): view(received[relay.source], p)
+                for p in source.scatter_recv.regions
+            }
+            got |= {(p.matrix, p.region): self.result(p) for p in source.kept.regions}
+            for rank in relay.replicas:
+                self.assertEqual(queues[rank].pop(0).pack.splits, relay.pack.splits)
+                for p in relay.pack.regions if rank != relay.source else ():
+                    target = p.region.of_local(updates[rank, p.matrix])
+                    target.add_(got[p.matrix, p.region])
 
     def check_traffic(self, schedule):
         """No rank sends an element that it need not send."""
