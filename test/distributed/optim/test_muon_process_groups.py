@@ -85,9 +85,22 @@ class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
     # Groups that only their members make
 
     def test_members_with_unequal_numbers_of_groups(self):
+        before = dist.new_group(timeout=WAIT)
         self.make_unequal_numbers_of_groups()
-        for ranks in ([0, 1], [0, 2], [1, 2], [1, 2, 3], [0, 3], [0, 1, 2, 3]):
+        for ranks in ([0, 1], [1, 2, 3], [0, 3], [0, 1, 2, 3]):
             self.assertMeet(ranks, made(ranks), f"{ranks}")
+        # Members may list the ranks in different orders.
+        self.assertMeet([0, 1, 2], made([2, 0, 1] if self.rank == 0 else [0, 1, 2]))
+        # As the fifth positional argument, and without ranks.
+        self.assertMeet([0, 1], dist.new_group([0, 1], WAIT, None, None, True))
+        everybody = dist.new_group(timeout=WAIT, use_local_synchronization=True)
+        self.assertMeet(range(4), everybody)
+        # All ranks make this one. Its number names it.
+        after = dist.new_group([0, 2], WAIT)
+        self.assertMeet([0, 2], after)
+        with self.everywhere():
+            if self.rank in (0, 2):
+                self.assertEqual(int(after.group_name), int(before.group_name) + 1)
 
     def test_again_after_being_destroyed(self):
         self.make_unequal_numbers_of_groups()
@@ -104,37 +117,6 @@ class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
         with self.everywhere():
             self.assertEqual(len(set(names)), len(names))
 
-    def test_ways_to_name_the_ranks(self):
-        self.make_unequal_numbers_of_groups()
-        # Members may list the ranks in different orders.
-        ranks = [2, 0, 1] if self.rank == 0 else [0, 1, 2]
-        self.assertMeet([0, 1, 2], made(ranks))
-        # As the fifth positional argument, and with the ranks by keyword.
-        self.assertMeet([0, 1], dist.new_group([0, 1], WAIT, None, None, True))
-        by_keyword = dist.new_group(
-            use_local_synchronization=True, timeout=WAIT, ranks=[2, 3]
-        )
-        self.assertMeet([2, 3], by_keyword)
-        everybody = dist.new_group(timeout=WAIT, use_local_synchronization=True)
-        self.assertMeet(range(4), everybody)
-
-    def test_ordinary_groups_after_unequal_numbers_of_groups(self):
-        before = dist.new_group(timeout=WAIT)
-        self.make_unequal_numbers_of_groups()
-        # All ranks make these. Their number names them.
-        after = dist.new_group([0, 2], WAIT)
-        self.assertMeet([0, 2], after)
-        last = dist.new_group(timeout=WAIT)
-        with self.everywhere():
-            self.assertEqual(int(last.group_name), int(before.group_name) + 2)
-
-    def test_no_member_makes_nothing(self):
-        before = len(dist.distributed_c10d._world.pg_names)
-        ranks = [rank for rank in range(4) if rank != self.rank]
-        with self.everywhere():
-            self.assertFalse(isinstance(made(ranks), dist.ProcessGroup))
-            self.assertEqual(len(dist.distributed_c10d._world.pg_names), before)
-
     # The groups and messages that Muon itself asks for
 
     def errors(self, call, ranks):
@@ -142,33 +124,25 @@ class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
         outcomes = everyone(self.outcome(call) if self.rank in ranks else None)
         return {rank: ": ".join(one) for rank, one in enumerate(outcomes) if one}
 
-    def test_an_existing_group_is_used(self):
-        all_ranks, pairs = (0, 1, 2, 3), ((0, 2), (1, 3))
-        given = [dist.new_group(pair, WAIT) for pair in pairs][self.rank % 2]
+    def test_spanning_groups(self):
+        """An existing group is used. Another is made once, and again after it was destroyed."""
+        pairs = (0, 2), (1, 3)
         mine = pairs[self.rank % 2]
+        given = [dist.new_group(pair, WAIT) for pair in pairs][self.rank % 2]
+        self.make_unequal_numbers_of_groups()
         before = len(dist.distributed_c10d._world.pg_names)
         with self.everywhere():
-            self.assertIs(spanning_group(all_ranks, []), dist.group.WORLD)
+            self.assertIs(spanning_group(tuple(range(4)), []), dist.group.WORLD)
             self.assertIs(spanning_group(mine, [given]), given)
             self.assertEqual(len(dist.distributed_c10d._world.pg_names), before)
-
-    def test_a_group_is_made_once(self):
-        self.make_unequal_numbers_of_groups()
         ranks = (0, 1, 3)
-        group = spanning_group(ranks, []) if self.rank in ranks else None
-        self.assertMeet(ranks, group)
-        with self.everywhere():
-            if self.rank in ranks:
-                self.assertIs(spanning_group(ranks, []), group)
-
-    def test_group_that_was_destroyed_is_made_again(self):
-        ranks = tuple(range(self.rank % 2, 4, 2))
-        first = spanning_group(ranks, [])
-        dist.barrier()
-        dist.destroy_process_group(first)
-        again = spanning_group(ranks, [])
-        self.assertIsNot(again, first)
-        self.assertEqual(met(again), list(ranks))
+        for _ in range(2):
+            group = spanning_group(ranks, []) if self.rank in ranks else None
+            self.assertMeet(ranks, group)
+            with self.everywhere():
+                if self.rank in ranks:
+                    self.assertIs(spanning_group(ranks, []), group)
+                    dist.destroy_process_group(group)
 
     # The store
 
@@ -261,26 +235,19 @@ class TestMuonWorldMadeAgain(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
         """A restarted process counts from the beginning, so the others must do so too."""
         folder = everyone(tempfile.mkdtemp())[0]
         self.make_unequal_numbers_of_groups()
-        made([0, 1])
         names = []
-        for time in range(2):
-            names.append(made([0, 1]).group_name)
+        for time in range(3):
+            names.append([made([0, 1]).group_name for _ in range(2)])
+            self.assertMeet([0, 1], made([0, 1]))
             # The other rank may still need this one's store to make its group.
             dist.barrier()
-            dist.destroy_process_group()
-            rendezvous = os.path.join(folder, str(time))
-            self._init_pg(self.rank, self.world_size, rendezvous)
-        group = made([0, 1])
-        self.assertMeet([0, 1], group)
-        names.append(group.group_name)
-        second = made([0, 1])
-        self.assertMeet([0, 1], second)
-        names.append(second.group_name)
-        # The second group of the first world, then groups of later worlds.
+            if time < 2:
+                dist.destroy_process_group()
+                rendezvous = os.path.join(folder, str(time))
+                self._init_pg(self.rank, self.world_size, rendezvous)
         with self.everywhere():
-            self.assertEqual(names[1], names[2])
-            self.assertEqual(names[0], names[3])
-            self.assertNotEqual(names[0], names[1])
+            self.assertEqual(names, [names[0]] * 3)
+            self.assertNotEqual(*names[0])
         dist.barrier()
         shutil.rmtree(folder, ignore_errors=True)
 
