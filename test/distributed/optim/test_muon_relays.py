@@ -54,15 +54,11 @@ class OtherExchange(GlooOnCPU, ParityAssertions):
         said = everyone(self.words in twins.optimizer.describe())
         self.assertTrue(any(said), f"{message}: not {self.words}")
 
-    def test_settings_change_nothing(self):
+    def test_flags_and_missing_gradients_change_nothing(self):
         layout = self.some_specs(SHAPES)
         for parallel, ahead in ((True, 3), (False, 0)):
             twins = Twins(layout, create_dtensor_config(parallel, ahead))
-            self.check(twins, f"{parallel} {ahead}")
-
-    def test_missing_gradients(self):
-        twins = Twins(self.some_specs(SHAPES))
-        self.check(twins, missing=lambda step: (step, 5, 13))
+            self.check(twins, f"{parallel} {ahead}", missing=lambda step: (step, 5, 13))
 
     def connections(self, twins):
         """The collectives that the constructor makes on accelerators, so that backends connect."""
@@ -114,36 +110,35 @@ class TestMuonRelays(OtherExchange, MultiProcContinuousTest):
 
     def test_each_element_travels_once_and_within_one_replica(self):
         grid = grid_of(4, 2)
-        twins = Twins(specs(grid, [(R, S0)], [(16, 8)] * 8))
+        layout = specs(grid, [(R, S0)], [(16, 8)] * 8)
+        twins = Twins(layout)
         with Collectives() as seen:
             twins.step()
-        problems = []
-        names = {call.name for call in seen.calls}
-        if names != {"alltoall_base_", "broadcast_", "allreduce_"}:
-            problems.append(f"calls {names}")
-        mine = set(grid["b"].mesh.flatten().tolist())
-        strangers = [self.peers(call) - mine for call in seen.calls]
-        if any(strangers):
-            problems.append(f"sends something to {strangers}")
-        # Each rank owns one matrix, of which it has one half. Its replica's other rank has the other half.
-        exchanged, relayed = (
-            sum(sum(call.sent) for call in seen.calls if call.name == name)
-            for name in ("alltoall_base_", "broadcast_")
-        )
-        if exchanged != 64 + 64:
-            problems.append(f"{exchanged} elements sent")
-        # Half of each of the eight matrices.
-        if relayed != 8 * 64:
-            problems.append(f"{relayed} elements relayed")
-        self.assertEverywhere(problems)
         self.assertParity(twins)
-        calls = self.connections(twins)
-        problems = []
-        if {call.name for call in calls} != {"alltoall_base_", "broadcast_"}:
-            problems.append(f"connects by {calls}")
-        if any(self.peers(call) - mine for call in calls):
-            problems.append(f"connects to others than {mine}")
-        self.assertEverywhere(problems)
+        connections = self.connections(twins)
+        mine = set(grid["b"].mesh.flatten().tolist())
+        with self.everywhere():
+            names = {"alltoall_base_", "broadcast_"}
+            self.assertEqual({call.name for call in connections}, names)
+            self.assertEqual({call.name for call in seen.calls}, {*names, "allreduce_"})
+            for call in seen.calls + connections:
+                self.assertLessEqual(self.peers(call), mine)
+            exchanged, relayed = (
+                sum(sum(call.sent) for call in seen.calls if call.name == name)
+                for name in ("alltoall_base_", "broadcast_")
+            )
+            # Each rank owns one matrix, of which it has one half. Its replica's other rank has the other.
+            self.assertEqual(exchanged, 64 + 64)
+            # Half of each of the eight matrices.
+            self.assertEqual(relayed, 8 * 64)
+        # Few replicas are served directly.
+        with mock.patch.object(buckets, "MAX_REPLICAS", 4):
+            twins = Twins(layout)
+            with Collectives() as seen:
+                twins.step()
+        with self.everywhere():
+            names = {call.name for call in seen.calls}
+            self.assertEqual(names, {"alltoall_base_", "allreduce_"})
 
     def test_gradient_that_one_replica_cannot_use(self):
         twins = Twins(specs(mesh_of(8), [(R,)], [(4, 6)] * 4))
@@ -153,18 +148,6 @@ class TestMuonRelays(OtherExchange, MultiProcContinuousTest):
         with self.everywhere():
             with self.assertRaisesRegex(RuntimeError, "parameter 1"):
                 twins.optimizer.step()
-
-    def test_few_replicas_are_served_directly(self):
-        layout = specs(grid_of(2, 4), [(R, S0)], SHAPES)
-        with mock.patch.object(buckets, "MAX_REPLICAS", 2):
-            twins = Twins(layout)
-            with Collectives() as seen:
-                twins.step()
-        names = {call.name for call in seen.calls}
-        self.assertEverywhere(
-            [] if names == {"alltoall_base_", "allreduce_"} else [names]
-        )
-        self.assertParity(twins)
 
 
 @requires_gloo()
@@ -215,13 +198,27 @@ class TestMuonTwoLevels(OtherExchange, MultiProcContinuousTest):
                 Strategy(grid_of(2, 2, 2), "ddp", "fsdp", "tp"),
             ):
                 self.check(strategy.twins(SHAPES), str(strategy))
+            with mock.patch.object(buckets, "MAX_REPLICAS", 1):
+                twins = strategy.twins(SHAPES)
+                self.check(twins, "relayed")
+                self.assertIn(TestMuonRelays.words, twins.optimizer.describe())
 
-    def test_results_are_relayed_afterwards(self):
-        layout = specs(grid_of(2, 4), [(R, S0), (R, S1)], SHAPES)
-        with self.nodes_of(2), mock.patch.object(buckets, "MAX_REPLICAS", 1):
-            twins = Twins(layout)
-            self.check(twins)
-            self.assertIn("relayed along replicas", twins.optimizer.describe())
+    def test_a_rank_exchanges_with_its_node_and_its_rail_only(self):
+        twins = Twins(specs(mesh_of(8), [(S0,)], [(16, 8)] * 8))
+        with Collectives() as seen:
+            twins.step()
+        self.assertParity(twins)
+        connections = self.connections(twins)
+        node, rail = self.rank // 4, self.rank % 4
+        near = {4 * node + place for place in range(4)}
+        across = {rail, 4 + rail}
+        with self.everywhere():
+            for call in connections + seen.calls:
+                partners = self.peers(call)
+                self.assertTrue(partners <= near or partners <= across, f"{call}")
+            # Within the node, then along the rail, there and back.
+            levels = [set(call.ranks) for call in seen.calls if call.ranks]
+            self.assertEqual(levels, [near, across, near, across])
 
     def test_functions_of_the_user_exchange_directly(self):
         """The step that calls a user's functions used to exchange in two levels without groups for it."""
@@ -230,25 +227,6 @@ class TestMuonTwoLevels(OtherExchange, MultiProcContinuousTest):
         config.gather_fn = lambda piece, rank, state: gather(piece, rank, state)
         layout = specs(mesh_of(8), [(S0,), (R,)], SHAPES[:4])
         self.assertTrainsAlike(Twins(layout, config), 1)
-
-    def test_a_rank_exchanges_with_its_node_and_its_rail_only(self):
-        twins = Twins(specs(mesh_of(8), [(S0,)], [(16, 8)] * 8))
-        with Collectives() as seen:
-            twins.step()
-        node, rail = self.rank // 4, self.rank % 4
-        near = {4 * node + place for place in range(4)}
-        across = {rail, 4 + rail}
-        problems = []
-        for call in self.connections(twins) + seen.calls:
-            partners = self.peers(call)
-            if not (partners <= near or partners <= across):
-                problems.append(partners)
-        # Within the node, then along the rail, there and back.
-        levels = [set(call.ranks) for call in seen.calls if call.ranks]
-        if levels != [near, across, near, across]:
-            problems.append(f"collectives among {levels}")
-        self.assertEverywhere(problems)
-        self.assertParity(twins)
 
     def test_a_group_that_forms_no_nodes_exchanges_directly(self):
         # Seven ranks have no equal nodes.
