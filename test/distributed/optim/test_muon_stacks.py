@@ -3,11 +3,12 @@
 
 import copy
 import warnings
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import (
     distribute_tensor,
     DTensor,
@@ -55,57 +56,43 @@ class TestMuonStacks(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     world_size = 4
 
     def twins(self, layout, config=None, **options):
-        options.setdefault("allow_batched_matrices", True)
-        return Twins(layout, config, **options)
+        return Twins(layout, config, allow_batched_matrices=True, **options)
 
     def check(self, layout, config=None, **options):
         twins = self.twins(layout, config, **options)
         self.assertTrainsAlike(twins, 2, str({spec.placements for spec in layout}))
-        return twins
 
-    def test_any_placement_on_one_dimension(self):
-        self.check(specs(mesh_of(4), [(R,), (S0,), (S1,), (S2,)], STACKS))
-
-    def test_any_placement_on_two_dimensions(self):
-        some = (R, S0, S1, S2)
-        placements = [(a, b) for a in some for b in some]
-        self.check(specs(grid_of(2, 2), placements, STACKS[1:2]))
-
-    def test_settings_change_nothing(self):
-        layout = specs(grid_of(2, 2), [(S0, S1), (R, S2)], STACKS)
+    def test_any_placement(self):
+        some = R, S0, S1, S2
+        layout = specs(grid_of(2, 2), list(product(some, some)), STACKS[1:2])
         # Together with plain matrices.
         layout += specs(mesh_of(4), [(S0,), (S1,)], [(16, 12), (7, 5)])
         for parallel, ahead in ((True, 2), (False, 0)):
             self.check(layout, create_dtensor_config(parallel, ahead))
+        layout = specs(mesh_of(4), [(one,) for one in some], STACKS)
         self.check(layout, adjust_lr_fn="match_rms_adamw", nesterov=False)
+        # Ranks that hold no matrix used to wait for ranks that compare nothing with them.
+        few = specs(mesh_of(4), [(S0,), (S1,)], [(1, 9, 4), (2, 3, 5)])
+        self.check(few, create_auto_config(ddp_process_group=dist.group.WORLD))
 
-    def test_experts_on_their_ranks_send_nothing(self):
-        twins = self.twins(specs(mesh_of(4), [(S0,)], [(8, 6, 10)]))
-        twins.set_gradients()
-        with Collectives() as seen, NewtonSchulzCalls() as calls:
-            twins.optimizer.step()
-        twins.single.step()
-        self.assertEverywhere([call.name for call in seen.calls])
-        self.assertEverywhere([] if calls.shapes == [(6, 10)] * 2 else [calls.shapes])
-        self.assertParity(twins)
-
-    def test_each_matrix_has_an_owner(self):
-        twins = self.twins(specs(mesh_of(4), [(S1,)], [(8, 6, 10)]))
+    def test_owners(self):
+        """Each matrix has an owner. Experts that one rank holds as a whole stay there."""
+        for placement, names in (
+            (S0, set()),
+            (S1, {"alltoall_base_", "allreduce_"}),
+        ):
+            twins = self.twins(specs(mesh_of(4), [(placement,)], [(8, 6, 10)]))
+            twins.set_gradients()
+            with Collectives() as seen, NewtonSchulzCalls() as calls:
+                twins.optimizer.step()
+            twins.single.step()
+            self.assertParity(twins)
+            with self.everywhere():
+                self.assertEqual({call.name for call in seen.calls}, names)
+                self.assertEqual(calls.shapes, [(6, 10)] * 2)
         owners = twins.optimizer.matrix_owners
         self.assertEqual(list(owners), [(0, sub) for sub in range(8)])
         self.assertEqual(sorted(owners.values()), [0, 0, 1, 1, 2, 2, 3, 3])
-        twins.set_gradients()
-        with NewtonSchulzCalls() as calls:
-            twins.optimizer.step()
-        self.assertEverywhere([] if calls.shapes == [(6, 10)] * 2 else [calls.shapes])
-
-    def test_ranks_that_hold_no_matrix(self):
-        """They used to wait for ranks that had no reason to compare anything with them."""
-        for placement in (S0, S1):
-            config = create_auto_config(ddp_process_group=dist.group.WORLD)
-            self.check(
-                specs(mesh_of(4), [(placement,)], [(1, 9, 4), (2, 3, 5)]), config
-            )
 
     def test_gradients_of_another_placement(self):
         """Ranks hold the matrices of several stacks in different orders, but place gradients in one order."""
@@ -153,23 +140,6 @@ class TestMuonStacks(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 twins.params[0].copy_(place(whole, spec))
             self.assertTrainsAlike(twins, 1)
 
-    # Modules and process groups, against one process
-
-    def test_fully_shard_along_rows_of_experts(self):
-        model = nn.Module()
-        model.stacks = nn.ParameterList([full(0, (4, 6, 10)), full(1, (4, 10, 6))])
-        mesh = grid_of(2, 2)["b"]
-        fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: Shard(1))
-        layout = [
-            Spec(p.shape, p.device_mesh, p.placements) for p in model.parameters()
-        ]
-        twins = self.twins(layout)
-        twins.params = list(model.parameters())
-        twins.optimizer = Muon(
-            twins.params, distributed_config="auto", allow_batched_matrices=True
-        )
-        self.assertTrainsAlike(twins, 2)
-
     def test_process_groups(self):
         grid = grid_of(2, 2)
         outer, inner = grid.get_group(0), grid.get_group(1)
@@ -191,22 +161,17 @@ class TestMuonStacks(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.check(cuts, config)
 
     def test_fsdp1(self):
-        shapes = [(4, 6, 10), (3, 5, 7)]
         for use_orig_params in (False, True):
-            single = nn.Module()
-            single.stacks = nn.ParameterList(
-                nn.Parameter(full(i, shape)) for i, shape in enumerate(shapes)
-            )
+            single = nn.ParameterList([full(0, (4, 6, 10)), full(1, (3, 5, 7))])
             wrapped = FullyShardedDataParallel(
                 copy.deepcopy(single),
                 device_id=torch.device("cpu"),
                 use_orig_params=use_orig_params,
             )
-            flat = wrapped._handle.flat_param
+            flat, names = wrapped._handle.flat_param, dict(single.named_parameters())
             ours, its = (
                 Muon(
                     model.parameters(),
-                    lr=0.1,
                     distributed_config=config,
                     allow_batched_matrices=True,
                 )
@@ -215,7 +180,6 @@ class TestMuonStacks(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                     (single, None),
                 )
             )
-            names = dict(single.named_parameters())
             for step in range(2):
                 for i, param in enumerate(names.values()):
                     param.grad = full(100 * step + i + 50, param.shape)
@@ -230,43 +194,19 @@ class TestMuonStacks(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_fsdp1_over_tensor_parallelism_is_an_error(self):
         grid = grid_of(2, 2)
         for use_orig_params in (False, True):
-            model = nn.Module()
-            model.stack = nn.Parameter(
-                distribute_tensor(full(0, (4, 6, 10)), grid["b"], [S0])
-            )
-            wrapped = FullyShardedDataParallel(
-                model,
+            stack = distribute_tensor(full(0, (4, 6, 10)), grid["b"], [S0])
+            model = FullyShardedDataParallel(
+                nn.ParameterList([stack]),
                 device_mesh=grid["a"],
                 device_id=torch.device("cpu"),
                 use_orig_params=use_orig_params,
             )
+            config = create_auto_config(module=model)
+            options = {"distributed_config": config, "allow_batched_matrices": True}
+            pattern = "'0' of shape .* tensor parallelism has cut"
             with self.everywhere():
-                with self.assertRaisesRegex(
-                    ValueError, "'stack' of shape .* tensor parallelism has cut"
-                ):
-                    Muon(
-                        list(wrapped.parameters()),
-                        distributed_config=create_auto_config(module=wrapped),
-                        allow_batched_matrices=True,
-                    )
-
-    def test_placement_that_cannot_be_read_is_an_error(self):
-        averaged = DTensor.from_local(
-            full(0, (4, 6, 5)), mesh_of(4), [Partial("avg")], run_check=False
-        )
-        with self.everywhere():
-            with self.assertRaisesRegex(ValueError, r"only Partial\('sum'\)"):
-                Muon(
-                    [nn.Parameter(averaged)],
-                    distributed_config="auto",
-                    allow_batched_matrices=True,
-                )
-
-    def test_without_the_option_it_is_an_error(self):
-        layout = specs(mesh_of(4), [(S0,)], [(4, 6, 5)])
-        with self.everywhere():
-            with self.assertRaisesRegex(ValueError, "allow_batched_matrices=True"):
-                self.twins(layout, allow_batched_matrices=False)
+                with self.assertRaisesRegex(ValueError, pattern):
+                    Muon(model.parameters(), **options)
 
 
 if __name__ == "__main__":
