@@ -7,17 +7,264 @@ that fails is shrunk to the least that still does.
 
 from torch.testing._internal.common_distributed import requires_gloo
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.fuzz_plans import WORLD
-from torch.testing._internal.distributed._muon.fuzz_settings import (
-    fuzz,
-    skip_without_hypothesis,
+from torch.testing._internal.distributed._muon.fuzz_plans import (
+    Config,
+    Matrix,
+    Mesh,
+    Plan,
+    WORLD,
 )
-from torch.testing._internal.distributed._muon.fuzz_strategies import plans
-from torch.testing._internal.distributed._muon.fuzz_workers import Workers
+from torch.testing._internal.distributed._muon.fuzz_player import Workers
+from torch.testing._internal.distributed._muon.fuzz_settings import fuzz
 
 
-skip_without_hypothesis(__name__)
-from hypothesis import event, given
+from hypothesis import event, given, strategies as st
+
+
+# Few enough to be made once: whole meshes, and slices of meshes.
+WHOLE = [
+    Mesh((4,), (0, 1, 2, 3)),
+    Mesh((4,), (2, 0, 3, 1)),
+    Mesh((2, 2), (0, 1, 2, 3)),
+    Mesh((2, 2), (3, 1, 2, 0)),
+    Mesh((4, 1), (0, 1, 2, 3)),
+    Mesh((1, 4), (1, 0, 3, 2)),
+    Mesh((2, 1, 2), (0, 1, 2, 3)),
+    Mesh((2, 2, 1), (0, 2, 1, 3)),
+]
+PARTS = [
+    Mesh((3,), (0, 1, 2)),
+    Mesh((3,), (3, 1, 0)),
+    Mesh((2,), (0, 1)),
+    Mesh((2,), (2, 1)),
+    Mesh((2,), (2, 3)),
+    Mesh((2,), (0, 3)),
+    Mesh((1,), (3,)),
+    Mesh((3, 1), (1, 2, 3)),
+    Mesh((1, 2), (2, 0)),
+]
+SLICES = [
+    Mesh((2, 2), (0, 1, 2, 3), (0,)),
+    Mesh((2, 2), (0, 1, 2, 3), (1,)),
+    Mesh((4, 1), (0, 1, 2, 3), (1,)),
+    Mesh((2, 1, 2), (0, 1, 2, 3), (0, 1)),
+]
+SIDES = (8, 1, 0, 2, 3, 4, 5, 7, 9, 16)
+DTYPES = ("float32", "float32", "float64", "bfloat16", "float16")
+
+
+def one_of(*values):
+    return st.sampled_from(values)
+
+
+def rarely():
+    return st.integers(0, 7).map(lambda drawn: drawn == 7)
+
+
+@st.composite
+def options(draw, partial):
+    """Of a group; few of them."""
+    choices = {
+        "lr": (0.1, 0.02, 0.0, 0.05 if partial else (0.05,)),
+        "weight_decay": (0.0, 0.5),
+        "nesterov": (False,),
+        "ns_steps": (1, 3, 0),
+        "eps": (100.0,),
+        "adjust_lr_fn": ("original", "match_rms_adamw", "spectral_unclamped"),
+        "foreach": (None, False, True),
+        "ns_algorithm": ("gram",),
+        "ns_coefficients": ((2.0, -1.5, 0.5),),
+    }
+    if not partial:
+        choices["momentum"] = (0.5, 0.0)
+    names = draw(st.lists(one_of(*choices), unique=True, max_size=3))
+    found = [(name, draw(one_of(*choices[name]))) for name in names]
+    if partial:
+        # Exact in any order of additions.
+        found.append(("momentum", 0.5))
+    return tuple(found)
+
+
+@st.composite
+def placements(draw, mesh, ndim, partial=False):
+    count = len(mesh.shape)
+    if count > 1 and draw(rarely()):
+        dim = draw(st.integers(0, ndim - 1))
+        between = [draw(one_of("R", dim)) for _ in range(count - 2)]
+        return (f"/{dim}", *between, dim)
+    kinds = [*range(ndim), "R"] + ["P"] * partial
+    return tuple(draw(one_of(*kinds)) for _ in range(count))
+
+
+@st.composite
+def shapes(draw, batched):
+    shape = draw(one_of(*SIDES)), draw(one_of(*SIDES))
+    if batched and draw(st.booleans()):
+        leading = st.lists(st.integers(0, 4), min_size=1, max_size=2)
+        return (*draw(leading), *shape)
+    return shape
+
+
+@st.composite
+def dtensors(draw, batched, partial, meshes):
+    mesh = draw(one_of(*meshes))
+    shape = draw(shapes(batched))
+    partial = partial and len(shape) == 2
+    placed = draw(placements(mesh, len(shape), partial))
+    return Matrix(
+        shape,
+        mesh,
+        placed,
+        "float32" if "P" in placed else draw(one_of(*DTYPES)),
+        turned="P" not in placed and draw(rarely()),
+        frozen=draw(rarely()),
+    )
+
+
+@st.composite
+def plain(draw, batched, config, later=False):
+    """Pieces under process groups, else each rank's own matrices."""
+    shape = draw(shapes(batched))
+    tp_dim = None
+    if config.dims_of("tp") and not later:
+        tp_dim = draw(st.none() | st.integers(-2, len(shape) - 1))
+    return Matrix(
+        shape,
+        dtype=draw(one_of(*DTYPES)),
+        turned=draw(rarely()),
+        frozen=draw(rarely()),
+        tp_dim=tp_dim,
+        how=draw(one_of("chunk", "balanced", "last")),
+        expert=bool(config.dims_of("ep")) and not later and draw(st.booleans()),
+    )
+
+
+@st.composite
+def configs(draw):
+    kind = draw(one_of("dtensor", "dtensor", "groups", "groups", "auto"))
+    if kind == "auto":
+        return Config(kind)
+    mesh, kinds = None, ()
+    if kind == "groups":
+        mesh = draw(one_of(*WHOLE, *PARTS))
+        names = ("fsdp", "tp", "ddp", "cp", "ep", None)
+        kinds = tuple(draw(st.permutations(names))[: len(mesh.sizes)])
+    return Config(
+        kind,
+        draw(st.booleans()),
+        draw(st.integers(0, 3)),
+        draw(one_of("built", "built", "built", "assigned", "wrapped")),
+        mesh,
+        kinds,
+    )
+
+
+def meshes_under(config):
+    """For DTensors. Next to process groups, all ranks of these groups must hold them."""
+    found = [*WHOLE, *PARTS, *SLICES]
+    if config.mesh is not None:
+        found = [m for m in found if set(m.ranks) == set(config.mesh.ranks)]
+        found = [m for m in found if not m.kept]
+    return found
+
+
+@st.composite
+def matrices(draw, config, batched, partial, later=False):
+    beside = dtensors(batched, partial, meshes_under(config))
+    own = plain(batched, config, later)
+    if config.mesh is None:
+        return draw(st.one_of(beside, beside, beside, own))
+    # Owners of a DTensor that has replicas on other meshes are not for a user's assign_fn to guess.
+    with_dtensors = config.functions == "built"
+    return draw(st.one_of(own, own, beside) if with_dtensors else own)
+
+
+@st.composite
+def actions(draw, plan, batched, partial):
+    """The actions between construction and the last step."""
+    present, config, found = list(plan.matrices), plan.config, []
+    builders = {r for m in plan.matrices for r in range(WORLD) if plan.sharing(m, r)}
+    for _ in range(draw(st.integers(0, 4))):
+        kind = draw(
+            one_of("step", "step", "options", "freeze", "add", "load", "replace")
+        )
+        number = draw(st.integers(0, len(present) - 1))
+        matrix = present[number]
+        # A frozen or replaced parameter takes effect in a step.
+        names = [name for name, *_ in found]
+        last = max((i for i, name in enumerate(names) if name == "step"), default=-1)
+        settled = not {"freeze", "replace"} & set(names[last + 1 :])
+        if kind == "step":
+            found.append(draw(steps(present)))
+        elif kind == "options":
+            changes = one_of(
+                ("lr", 0.05),
+                ("weight_decay", 0.25),
+                ("nesterov", False),
+                ("ns_steps", 2),
+                ("adjust_lr_fn", "match_rms_adamw"),
+            )
+            at = draw(st.integers(0, len(plan.options) - 1))
+            found.append(("change_options", at, (draw(changes),)))
+        elif kind == "freeze" and plan.spans(matrix, present):
+            found.append(("freeze", number, draw(st.booleans())))
+        elif kind == "load":
+            found.append(("reload", draw(one_of("same", "new", "whole"))))
+        elif (
+            kind == "replace"
+            and settled
+            and matrix.mesh is not None
+            and not matrix.partial
+            and plan.spans(matrix, present)
+        ):
+            placed = draw(placements(matrix.mesh, len(matrix.shape)))
+            placed = placed if matrix.mesh.in_order else matrix.placements
+            found.append(("replace", number, placed, draw(st.booleans())))
+        elif kind == "add" and settled:
+            more = st.lists(
+                matrices(config, batched, partial, later=True), min_size=1, max_size=2
+            )
+            new = tuple(draw(more))
+            holders = {r for m in new for r in range(WORLD) if plan.sharing(m, r)}
+            if holders <= builders and all(
+                plan.spans(m, present + [*new]) for m in new
+            ):
+                found.append(("add", new, draw(options(partial))))
+                present += new
+    return (*found, draw(steps(present)))
+
+
+@st.composite
+def steps(draw, present):
+    kinds = st.tuples(
+        st.integers(0, len(present) - 1),
+        one_of("none", "zero", "expanded", "turned", "replicated", "summed"),
+    )
+    drawn = dict(draw(st.lists(kinds, max_size=3)))
+    return "step", tuple(sorted(drawn.items()))
+
+
+@st.composite
+def plans(draw):
+    config = draw(configs())
+    # Functions of the user's cannot tell apart matrices of a stack that different ranks hold.
+    batched = config.functions == "built" and draw(rarely())
+    partial = draw(rarely())
+    drawn = st.lists(matrices(config, batched, partial), min_size=1, max_size=6)
+    given_now = draw(drawn)
+    of_groups = tuple(draw(st.lists(options(partial), min_size=1, max_size=3)))
+    groups = st.integers(0, len(of_groups) - 1)
+    given_now = tuple(m._replace(group=draw(groups)) for m in given_now)
+    limits = {
+        "max_buckets": draw(st.integers(1, 4)),
+        "bucket_bytes": draw(one_of(2**20, 64, 300)),
+        "max_replicas": draw(one_of(4, 1, 2)),
+        "peers": draw(one_of(512, 512, 1, 2)),
+        "relay_bytes": draw(one_of(2**20, 40)),
+        "node": draw(one_of(4, 1, 2)),
+    }
+    plan = Plan(config, given_now, of_groups, batched, tuple(limits.items()))
+    return plan._replace(actions=draw(actions(plan, batched, partial)))
 
 
 @requires_gloo()

@@ -9,69 +9,15 @@ from unittest import mock
 
 import torch
 from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region, Shards
-from torch.optim._muon_engine.layouts.fsdp1 import interval_regions
 from torch.optim._muon_engine.runtime import transport
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.fuzz_settings import (
-    fuzz,
-    skip_without_hypothesis,
-)
+from torch.testing._internal.distributed._muon.fuzz_settings import fuzz
 
 
-skip_without_hypothesis(__name__)
 from hypothesis import event, given, note, strategies as st
-
-
-def runs(indices):
-    """Maximal runs of consecutive integers, as (first, length)."""
-    found = []
-    for i in indices:
-        if found and found[-1][0] + found[-1][1] == i:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((i, 1))
-    return found
-
-
-def grid_layout(key, shape, mesh_shape, group, cuts):
-    """Pieces by rows and columns; ``cuts`` has (tensor dimension or None, stride factor) a mesh dimension."""
-    pieces = []
-    for coordinate in itertools.product(*(range(size) for size in mesh_shape)):
-        held = [list(range(shape[0])), list(range(shape[1]))]
-        for i, size, (dim, factor) in zip(coordinate, mesh_shape, cuts):
-            if dim is None:
-                continue
-            # As a strided shard: the i-th part of each of ``factor`` stretches.
-            kept = []
-            for stretch in torch.tensor(held[dim]).chunk(factor):
-                parts = stretch.chunk(size)
-                kept += parts[i].tolist() if i < len(parts) else []
-            held[dim] = kept
-        rows, columns = held
-        regions, local_row = [], 0
-        for row, height in runs(rows):
-            local_column = 0
-            for column, width in runs(columns):
-                offset = local_row * len(columns) + local_column
-                regions.append(Region(row, column, height, width, offset, len(columns)))
-                local_column += width
-            local_row += height
-        pieces.append(tuple(regions))
-    return Layout(
-        key, shape, torch.float32, Shards(tuple(group), tuple(pieces)), "a grid"
-    )
-
-
-def flat_layout(key, shape, ranks, bounds):
-    """Pieces that are intervals of the elements in row-major order, cut anywhere."""
-    pieces = tuple(
-        tuple(interval_regions(start, end, shape[1], 0))
-        for start, end in itertools.pairwise(bounds)
-    )
-    return Layout(key, shape, torch.float32, Shards(tuple(ranks), pieces), "a flat one")
 
 
 class Call(NamedTuple):
@@ -125,37 +71,6 @@ def view(buffer, packed):
 
 # Of a matrix; small ones are cut in every way that large ones are.
 sides = st.integers(0, 9)
-# Of the ranks of one layout: 12 of them form a grid in many ways.
-MOST_RANKS = 12
-MESHES = [(1,), (2,), (3,), (5,), (8,), (2, 2), (3, 2), (2, 4), (4, 3), (1, 3)]
-MESHES += [(2, 2, 2), (3, 1, 2)]
-
-
-def ranks_of(draw, world, count):
-    """``count`` of the ranks, in the order that some framework has them in."""
-    return draw(st.permutations(range(world)))[:count]
-
-
-@st.composite
-def grids(draw, world):
-    """As a device mesh cuts, strided and uneven."""
-    fitting = [mesh for mesh in MESHES if torch.Size(mesh).numel() <= world]
-    mesh = draw(st.sampled_from(fitting))
-    cut = st.tuples(st.sampled_from((0, 1, None)), st.integers(1, 3))
-    cuts = [draw(cut) for _ in mesh]
-    ranks = ranks_of(draw, world, torch.Size(mesh).numel())
-    return grid_layout(Key(0), (draw(sides), draw(sides)), mesh, ranks, cuts)
-
-
-@st.composite
-def flats(draw, world):
-    """As FSDP1 cuts, anywhere."""
-    shape = draw(sides), draw(sides)
-    count = draw(st.integers(1, min(world, 6)))
-    numel = shape[0] * shape[1]
-    inner = sorted(draw(st.integers(0, numel)) for _ in range(count - 1))
-    ranks = ranks_of(draw, world, count)
-    return flat_layout(Key(0), shape, ranks, [0, *inner, numel])
 
 
 def halved(draw, box):
@@ -175,31 +90,26 @@ def halved(draw, box):
 @st.composite
 def tilings(draw, world):
     """Any rectangles on any ranks, with any numbers of replicas and contributions."""
-    shape = draw(sides), draw(sides)
-    ranks = ranks_of(draw, world, draw(st.integers(1, min(world, 8))))
-    contributions = draw(st.integers(1, min(2, len(ranks))))
-    pieces, of_sum = [], []
+    shape, count = (draw(sides), draw(sides)), draw(st.integers(1, world))
+    # In some order, or those that share nodes.
+    ranks = draw(st.permutations(range(world))) if draw(st.booleans()) else range(world)
+    contributions = draw(st.integers(1, min(2, count)))
+    ordered, regions, of_sum = [], [], []
     for number in range(contributions):
-        mine = ranks[number::contributions]
+        mine = ranks[:count][number::contributions]
         sets = draw(st.integers(1, len(mine)))
         shards = [[] for _ in range(sets)]
-        for row, column, height, width in halved(draw, (0, 0, *shape))[:64]:
-            if height * width:
-                shards[draw(st.integers(0, sets - 1))].append(
-                    (row, column, height, width)
-                )
-        stored = [stored_together(boxes) for boxes in shards]
-        for at, _ in enumerate(mine):
-            # Each shard once, then replicas of some of them.
-            which = at if at < sets else draw(st.integers(0, sets - 1))
-            pieces.append(stored[which])
+        for box in halved(draw, (0, 0, *shape)):
+            if box[2] * box[3]:
+                shards[draw(st.integers(0, sets - 1))].append(box)
+        # Each shard once, then replicas of some of them.
+        more = [draw(st.integers(0, sets - 1)) for _ in mine[sets:]]
+        for rank, which in zip(mine, [*range(sets), *more], strict=True):
+            ordered.append(rank)
+            regions.append(stored_together(shards[which]))
             of_sum.append(number)
-    ordered = [
-        rank for number in range(contributions) for rank in ranks[number::contributions]
-    ]
-    shards = Shards(
-        tuple(ordered), tuple(pieces), tuple(of_sum) if contributions > 1 else ()
-    )
+    of_sum = tuple(of_sum) if contributions > 1 else ()
+    shards = Shards(tuple(ordered), tuple(regions), of_sum)
     return Layout(Key(0), shape, torch.float32, shards, "a tiling")
 
 
@@ -215,9 +125,8 @@ def stored_together(boxes):
 @st.composite
 def worlds(draw):
     """Layouts of matrices that some of the ranks share, several of them cut in the same way."""
-    world = draw(st.integers(1, MOST_RANKS))
-    kinds = st.one_of(grids(world), flats(world), tilings(world))
-    distinct = draw(st.lists(kinds, min_size=1, max_size=4))
+    world = draw(st.integers(1, 12))
+    distinct = draw(st.lists(tilings(world), min_size=1, max_size=4))
     chosen = draw(st.lists(st.sampled_from(distinct), min_size=1, max_size=10))
     layouts = [replace(layout, key=Key(i)) for i, layout in enumerate(chosen)]
     return world, layouts

@@ -7,7 +7,6 @@ meshes, placements and dtypes are written as numbers and words here.
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any, NamedTuple
 
 
@@ -90,7 +89,6 @@ class Config(NamedTuple):
     functions: str = "built"
     mesh: Mesh | None = None
     kinds: tuple[str | None, ...] = ()
-    tp_int: bool = False
 
     def dims_of(self, *kinds: str) -> tuple[int, ...]:
         return tuple(i for i, kind in enumerate(self.kinds) if kind in kinds)
@@ -99,41 +97,9 @@ class Config(NamedTuple):
 SHARING = ("fsdp", "tp", "ddp", "cp")
 
 
-class Step(NamedTuple):
-    """``gradients`` has what kind of gradient each matrix gets; "full" where it says nothing."""
-
-    gradients: tuple[tuple[int, str], ...] = ()
-
-
-class Freeze(NamedTuple):
-    matrix: int
-    frozen: bool = True
-
-
-class Options(NamedTuple):
-    group: int
-    options: tuple[tuple[str, Any], ...]
-
-
-class Add(NamedTuple):
-    """A group of parameters."""
-
-    matrices: tuple[Matrix, ...]
-    options: tuple[tuple[str, Any], ...] = ()
-
-
-class Reload(NamedTuple):
-    """The state into the same optimizer, into a "new" one, or the "whole" matrices of one process."""
-
-    into: str = "same"
-
-
-class Replace(NamedTuple):
-    """Another parameter in the place of one, on the same mesh and otherwise placed."""
-
-    matrix: int
-    placements: tuple[int | str, ...]
-    fresh: bool = True
+# An action is the name of a method of the Player and its arguments. Those of a step are the kinds of
+# gradients that matrices get; "full" where it says nothing.
+STEP = ("step", ())
 
 
 class Plan(NamedTuple):
@@ -144,12 +110,16 @@ class Plan(NamedTuple):
     batched: bool = False
     # Of the schedule: its limits, smaller than those of real models.
     limits: tuple[tuple[str, int], ...] = ()
-    actions: tuple[Any, ...] = (Step(),)
+    actions: tuple[tuple[Any, ...], ...] = (STEP,)
 
     def all_matrices(self) -> tuple[Matrix, ...]:
         """Those that come later, too."""
-        added = (a.matrices for a in self.actions if isinstance(a, Add))
+        added = (action[1] for action in self.actions if action[0] == "add")
         return (*self.matrices, *itertools.chain.from_iterable(added))
+
+    def all_options(self) -> tuple[tuple[tuple[str, Any], ...], ...]:
+        added = (action[2] for action in self.actions if action[0] == "add")
+        return (*self.options, *added)
 
     def sharing(self, matrix: Matrix, rank: int) -> tuple[int, ...]:
         """The sorted ranks that share ``matrix`` with ``rank``; () if it holds none of it."""
@@ -191,11 +161,3 @@ def strided_order(placements: tuple[int | str, ...]) -> list[tuple[int, int]]:
         if isinstance(p, str) and p.startswith("/")
     ]
     return plain + late
-
-
-def split_factor(placements: tuple[int | str, ...], sizes, at: int) -> int:
-    """Into how many pieces later dimensions of the mesh cut before dimension ``at`` does."""
-    dim = int(str(placements[at])[1:])
-    return math.prod(
-        sizes[i] for i in range(at + 1, len(sizes)) if placements[i] == dim
-    )

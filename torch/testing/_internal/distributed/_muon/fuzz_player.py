@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import multiprocessing
 import os
 import traceback
 import warnings
 from datetime import timedelta
+from multiprocessing import connection
 from typing import Any
 from unittest import mock
 
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard, Placement
 from torch.optim import Muon
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_auto_config, create_dtensor_config
@@ -32,17 +35,12 @@ from torch.testing._internal.distributed._muon.common_muon import (
     sizes_of,
 )
 from torch.testing._internal.distributed._muon.fuzz_plans import (
-    Add,
-    Freeze,
     Matrix,
     Mesh,
-    Options,
     Plan,
-    Reload,
-    Replace,
-    split_factor,
-    Step,
+    STEP,
     strided_order,
+    WORLD,
 )
 
 
@@ -68,6 +66,13 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
 def chunk(tensor: torch.Tensor, count: int, at: int, dim: int) -> torch.Tensor:
     parts = tensor.chunk(count, dim)
     return parts[at] if at < len(parts) else tensor.narrow(dim, 0, 0)
+
+
+def strided(placements, sizes, at: int) -> Placement:
+    """A shard that later dimensions of the mesh cut before dimension ``at`` does."""
+    dim = int(placements[at][1:])
+    later = [sizes[i] for i in range(at + 1, len(sizes)) if placements[i] == dim]
+    return _StridedShard(dim, split_factor=math.prod(later))
 
 
 def whole_numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,11 +136,8 @@ class Held:
 
     # Where this rank's part is
 
-    def place(self) -> tuple[int, ...]:
-        """Of this rank in the mesh of a DTensor."""
-        return self.place_of(self.rank)
-
     def place_of(self, rank: int) -> tuple[int, ...]:
+        """Of a rank in the mesh of a DTensor."""
         mesh = self.matrix.mesh
         place = mesh.place_of(rank)
         return tuple(place[dim] for dim in mesh.kept) if mesh.kept else place
@@ -147,7 +149,7 @@ class Held:
     def piece(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a matrix, cut without a look at the framework's rules."""
         if self.matrix.mesh is not None:
-            sizes, place = self.matrix.mesh.shape, self.place()
+            sizes, place = self.matrix.mesh.shape, self.place_of(self.rank)
             for mesh_dim, dim in strided_order(self.placements):
                 whole = chunk(whole, sizes[mesh_dim], place[mesh_dim], dim)
             return whole
@@ -164,30 +166,22 @@ class Held:
         return whole
 
     def cut(self, whole: torch.Tensor, turned: bool = False) -> torch.Tensor:
-        piece = self.piece(whole)
-        piece = (
-            piece.mT.clone(memory_format=torch.contiguous_format).mT
-            if turned
-            else piece.clone(memory_format=torch.contiguous_format)
-        )
-        return self.wrap(piece, whole.shape, self.placements)
+        piece = self.piece(whole).mT if turned else self.piece(whole)
+        piece = piece.clone(memory_format=torch.contiguous_format)
+        return self.wrap(piece.mT if turned else piece, whole.shape, self.placements)
 
     def wrap(self, piece: torch.Tensor, shape, placements) -> torch.Tensor:
         """A DTensor where the parameter is one."""
         if self.matrix.mesh is None:
             return piece
-        sizes = self.matrix.mesh.shape
-        found = []
-        for at, placement in enumerate(placements):
-            if placement == "R":
-                found.append(Replicate())
-            elif placement == "P":
-                found.append(Partial())
-            elif isinstance(placement, int):
-                found.append(Shard(placement))
-            else:
-                factor = split_factor(placements, sizes, at)
-                found.append(_StridedShard(int(placement[1:]), split_factor=factor))
+        kinds, sizes = {"R": Replicate(), "P": Partial()}, self.matrix.mesh.shape
+        found = [
+            kinds.get(each)
+            or (
+                Shard(each) if isinstance(each, int) else strided(placements, sizes, at)
+            )
+            for at, each in enumerate(placements)
+        ]
         return DTensor.from_local(
             piece,
             device_mesh(self.matrix.mesh),
@@ -222,7 +216,7 @@ class Held:
         elif kind == "summed" and mesh is not None and mesh.in_order:
             # All of it on the first rank along each dimension.
             terms = ("P",) * len(self.placements)
-            mine = whole.clone() if not any(self.place()) else torch.zeros_like(whole)
+            mine = whole * (not any(self.place_of(self.rank)))
             gradient = self.wrap(mine, whole.shape, terms)
         else:
             if kind == "zero":
@@ -317,31 +311,18 @@ class Player:
 
     def events(self):
         # All ranks make all meshes.
-        for mesh in dict.fromkeys(
-            m
-            for m in [
-                self.plan.config.mesh,
-                *(x.mesh for x in self.plan.all_matrices()),
-            ]
-            if m
-        ):
-            device_mesh(mesh)
+        matrices = self.plan.all_matrices()
+        for mesh in dict.fromkeys([self.plan.config.mesh, *(m.mesh for m in matrices)]):
+            if mesh is not None:
+                device_mesh(mesh)
         self.hold(self.plan.matrices)
         self.groups = [
             [h for h in self.held.values() if h.matrix.group == number]
             for number in range(len(self.plan.options))
         ]
         yield self.build
-        for action in self.plan.actions:
-            event = {
-                Add: self.add,
-                Step: self.step,
-                Freeze: self.freeze,
-                Options: self.change_options,
-                Reload: self.reload,
-                Replace: self.replace,
-            }[type(action)]
-            yield functools.partial(event, action)
+        for name, *given in self.plan.actions:
+            yield functools.partial(getattr(self, name), *given)
 
     def play(self, event) -> list[str]:
         """Problems of an event, on all ranks if there is one on any of them."""
@@ -359,16 +340,12 @@ class Player:
         return [f"{event}: {text}" for text in problems or ["on other ranks"]]
 
     def differences(self) -> list[str]:
-        return [
-            problem
-            for number, group in enumerate(self.groups)
-            for held in group
-            for problem in held.problems(
-                self.optimizer,
-                self.single,
-                loose=self.options_of(number).get("foreach") is True,
-            )
-        ]
+        found = []
+        for number, group in enumerate(self.groups):
+            loose = self.options_of(number).get("foreach") is True
+            for held in group:
+                found += held.problems(self.optimizer, self.single, loose)
+        return found
 
     # Parameters
 
@@ -388,38 +365,29 @@ class Player:
     # Building
 
     def build(self):
-        self.single = Muon(
-            [
-                {
-                    "params": [h.single for h in group],
-                    **self.options_of(number),
-                    "foreach": False,
-                }
-                for number, group in enumerate(self.groups)
-            ],
-            allow_batched_matrices=self.plan.batched,
-        )
+        self.single = self.muon("single", {"foreach": False})
         self.build_optimizer()
 
     def build_optimizer(self):
-        self.optimizer = Muon(
-            [
-                {"params": [h.param for h in group], **self.options_of(number)}
-                for number, group in enumerate(self.groups)
-            ],
-            distributed_config=self.new_config(),
-            allow_batched_matrices=self.plan.batched,
-        )
+        self.optimizer = self.muon("param", {}, distributed_config=self.new_config())
+
+    def muon(self, which, own, **options):
+        groups = [
+            {
+                "params": [getattr(held, which) for held in group],
+                **self.options_of(number),
+                **own,
+            }
+            for number, group in enumerate(self.groups)
+        ]
+        return Muon(groups, allow_batched_matrices=self.plan.batched, **options)
 
     def options_of(self, number: int) -> dict[str, Any]:
-        options = self.plan.options + tuple(
-            a.options for a in self.plan.actions if isinstance(a, Add)
-        )
         return {
             key: torch.tensor(value[0])
             if isinstance(value, tuple) and key == "lr"
             else value
-            for key, value in options[number]
+            for key, value in self.plan.all_options()[number]
         }
 
     def new_config(self):
@@ -449,13 +417,11 @@ class Player:
             if kind is not None
         }
         order = self.order()
-        dims: Any = {
+        dims = {
             i: h.matrix.tp_dim
             for i, h in enumerate(order)
             if h.matrix.mesh is None and h.matrix.tp_dim is not None
         }
-        if config.tp_int:
-            dims = next((h.matrix.tp_dim for h in order if h.matrix.mesh is None), 0)
         return create_auto_config(
             **groups,
             tp_dim_per_param=dims,
@@ -475,9 +441,9 @@ class Player:
 
     # Actions
 
-    def step(self, action: Step = Step()):
+    def step(self, gradients=STEP[1]):
         self.step_number += 1
-        kinds = dict(action.gradients)
+        kinds = dict(gradients)
         for held in self.order():
             held.set_gradient(self.step_number, kinds.get(held.number, "full"))
         self.optimizer.step()
@@ -493,19 +459,19 @@ class Player:
         for (held, group), old in zip(after, before, strict=True):
             held.after_single_step(old, group)
 
-    def freeze(self, action: Freeze):
-        held = self.held.get(action.matrix)
+    def freeze(self, number, frozen):
+        held = self.held.get(number)
         if held is not None:
-            held.param.requires_grad_(not action.frozen)
+            held.param.requires_grad_(not frozen)
             held.param.grad = held.single.grad = None
 
-    def change_options(self, action: Options):
+    def change_options(self, group, options):
         for optimizer in (self.single, self.optimizer):
-            optimizer.param_groups[action.group].update(action.options)
+            optimizer.param_groups[group].update(options)
 
-    def add(self, action: Add):
+    def add(self, matrices, options):
         number = len(self.groups)
-        new = self.hold(action.matrices)
+        new = self.hold(matrices)
         self.groups.append(new)
         options = self.options_of(number)
         for optimizer, params, own in (
@@ -519,9 +485,10 @@ class Player:
                 # A rank that holds none of them makes no call, but counts groups in the same way.
                 optimizer.param_groups.append({**optimizer.param_groups[0], **group})
 
-    def reload(self, action: Reload):
+    def reload(self, into):
+        """The state into the same optimizer, into a "new" one, or the "whole" matrices of one process."""
         state = self.optimizer.state_dict()
-        if action.into == "whole":
+        if into == "whole":
             whole = self.single.state_dict()["state"]
             for index, held in enumerate(self.order()):
                 if held.matrix.mesh is not None and index in whole:
@@ -530,19 +497,20 @@ class Player:
                         state["state"][index] = {
                             key: value.clone() for key, value in whole[index].items()
                         }
-        if action.into == "new":
+        if into == "new":
             self.build_optimizer()
         self.optimizer.load_state_dict(state)
 
-    def replace(self, action: Replace):
-        held = self.held.get(action.matrix)
+    def replace(self, number, placements, fresh):
+        """Another parameter in the place of one, on the same mesh and otherwise placed."""
+        held = self.held.get(number)
         if held is None:
             return
         number = next(i for i, group in enumerate(self.groups) if held in group)
         at = self.groups[number].index(held)
         old, former = held.single, held.param
-        held.placements = action.placements
-        if action.fresh:
+        held.placements = placements
+        if fresh:
             held.seed += 500
             held.single = torch.nn.Parameter(held.values(0))
         else:
@@ -558,3 +526,83 @@ class Player:
         if state is not None and held.param.placements != former.placements:
             self.single.state[held.single] = state
         self.step()
+
+
+# Seconds after which ranks that have not come back never will.
+PATIENCE = 120
+# Process groups that meshes brought along cost memory and threads.
+PLANS_A_LIFE = 400
+
+
+def work(rank: int, port: int, pipe: connection.Connection) -> None:
+    """One rank: plays what comes through ``pipe`` until that is None."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, WORLD, is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT
+    )
+    control = dist.new_group(timeout=3 * TIMEOUT)
+    while (plan := pipe.recv()) is not None:
+        try:
+            pipe.send(Player(plan, rank, control).run())
+        except Exception:
+            pipe.send([traceback.format_exc()])
+    dist.destroy_process_group()
+
+
+class Workers:
+    """Starts the ranks when there is a plan for them, and others after one that left problems."""
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+        self.pipes: list[connection.Connection] = []
+        self.store: dist.TCPStore | None = None
+        self.plans = 0
+
+    def play(self, plan: Plan) -> list[list[str]]:
+        """The problems of each rank with ``plan``."""
+        if self.plans >= PLANS_A_LIFE:
+            self.end()
+        if not self.processes:
+            self.start()
+        self.plans += 1
+        for pipe in self.pipes:
+            pipe.send(plan)
+        found: list[list[str]] = []
+        for pipe in self.pipes:
+            try:
+                found.append(pipe.recv() if pipe.poll(PATIENCE) else ["came to no end"])
+            except (EOFError, ConnectionError):
+                found.append(["died"])
+        if any(found):
+            self.end(kindly=False)
+        return found
+
+    def start(self) -> None:
+        method = multiprocessing.get_start_method()
+        context = multiprocessing.get_context("spawn" if method == "fork" else method)
+        self.store = dist.TCPStore(
+            "localhost", 0, WORLD, is_master=True, wait_for_workers=False
+        )
+        for rank in range(WORLD):
+            mine, its = context.Pipe()
+            process = context.Process(
+                target=work, args=(rank, self.store.port, its), daemon=True
+            )
+            process.start()
+            its.close()
+            self.processes.append(process)
+            self.pipes.append(mine)
+        self.plans = 0
+
+    def end(self, kindly: bool = True) -> None:
+        for pipe in self.pipes if kindly else ():
+            pipe.send(None)
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            if kindly:
+                process.join(60)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+        self.processes, self.pipes, self.store = [], [], None

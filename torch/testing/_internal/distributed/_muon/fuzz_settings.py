@@ -8,27 +8,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 import unittest
 
 
 COUNT, SEED = "MUON_TEST_FUZZ", "MUON_TEST_FUZZ_SEED"
 
 
-def skip_without_hypothesis(name: str) -> None:
-    """To be called by the test module ``name`` before it imports hypothesis."""
-    if importlib.util.find_spec("hypothesis") is not None:
-        return
-    if name == "__main__":
-        print("hypothesis is not installed, skipping tests", file=sys.stderr)
-        sys.exit(0)
+if importlib.util.find_spec("hypothesis") is None:
     raise unittest.SkipTest("hypothesis is not installed")
+import hypothesis
 
 
 def fuzz(examples: int):
     """A decorator for a test of ``given`` arguments, which are drawn ``examples`` times by default."""
-    import hypothesis
-
     settings = hypothesis.settings(
         max_examples=int(os.environ.get(COUNT, examples)),
         # The same ones each time, as hypothesis has it without a seed of its own.
