@@ -509,7 +509,7 @@ FAULTS = (
         ENGINE,
         "        return len(tensors) == len(self.params) and all(\n",
         "        return bool(tensors) or all(\n",
-        (f"{REPLACED}shards_become_replicas",),
+        (f"{REPLACED}shards_become_replicas_steps_1",),
     ),
     Fault(
         "a parameter that takes another's place begins without momentum",
