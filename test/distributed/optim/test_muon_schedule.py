@@ -3,7 +3,6 @@
 
 import itertools
 from collections import Counter
-from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -24,39 +23,21 @@ def cut(length, parts):
     return [(min(length, i * step), min(length, i * step + step)) for i in range(parts)]
 
 
-def layouts_of(shapes, ranks, regions_of):
-    """Matrices of one placement; ``regions_of`` gives the regions of a shape, by rank."""
-    shards = {shape: Shards(tuple(ranks), regions_of(shape)) for shape in set(shapes)}
-    return [
-        Layout(Key(i), shape, torch.float32, shards[shape])
-        for i, shape in enumerate(shapes)
-    ]
-
-
 def shards_of(shapes, fsdp, tp=1, replicas=1):
     """Matrices whose columns TP cuts, and whose rows FSDP."""
-
-    def regions(shape):
-        rows, columns = shape
+    shards = {}
+    for rows, columns in set(shapes):
         of_one = tuple(
             (Region(a, c, b - a, d - c, 0, d - c),) if b > a and d > c else ()
             for a, b in cut(rows, fsdp)
             for c, d in cut(columns, tp)
         )
-        return of_one * replicas
-
-    return layouts_of(shapes, range(fsdp * tp * replicas), regions)
-
-
-def expert_layouts(model, world, ep):
-    """The matrices of rank 0: the dense ones over all ranks, its experts over every ``ep``-th."""
-    ranks = tuple(range(0, world, ep))
-    experts = model.expert * (model.n_experts // ep)
-    few = layouts_of(
-        experts, ranks, lambda shape: shards_of([shape], len(ranks))[0].shards.regions
-    )
-    found = [*shards_of(model.dense, world), *few]
-    return [replace(layout, key=Key(i)) for i, layout in enumerate(found)]
+        ranks = tuple(range(fsdp * tp * replicas))
+        shards[rows, columns] = Shards(ranks, of_one * replicas)
+    return [
+        Layout(Key(i), shape, torch.float32, shards[shape])
+        for i, shape in enumerate(shapes)
+    ]
 
 
 def scheduled(layouts, **options):
@@ -133,30 +114,25 @@ class TestMuonSchedule(TestCase):
         self.assertShort(shards_of(shapes, 64), 1.1)
         self.assertShort(shards_of(shapes, 256, 64), 1.1)
         # One pass over the owners does not pack DeepSeek-V3's experts next to its large matrices quite
-        # as tightly (1.107 on 1,024 ranks).
+        # as tightly (1.107 on 1,024 ranks). An eighth of the experts, over an eighth of 1,024 ranks.
         model = MODELS["DeepSeek-V3"]
-        self.assertShort(expert_layouts(model, 64, 8), 1.2)
-        # An eighth of the experts, over an eighth of 1,024 ranks.
         self.assertShort(shards_of(model.dense + model.expert * 32, 128), 1.2)
 
     def assertShort(self, layouts, most):
-        schedule = scheduled(layouts)
-        largest = max(layout.numel for layout in layouts)
-        for group in {bucket.group for bucket in schedule.buckets}:
-            one_by_one, busy, slots = 0, Counter(), [0, 0, 0]
-            buckets = [bucket for bucket in schedule.buckets if bucket.group == group]
-            for at, bucket in enumerate(buckets):
-                work, gathered = Counter(), Counter()
-                for m in bucket.matrices:
-                    layout, owner = layouts[m], schedule.owners[m]
-                    work[owner] += newton_schulz_flops(layout.shape)
-                    gathered[owner] += layout.numel
-                one_by_one += max(work.values())
-                busy.update(work)
-                slots[at % 3] = max(slots[at % 3], *gathered.values())
-            self.assertLessEqual(one_by_one, most * max(busy.values()))
-            # No more than the bounds of three slots, plus a largest matrix for each.
-            self.assertLessEqual(sum(slots), 3 * (BUCKET_BYTES // 2 + largest))
+        schedule, largest = scheduled(layouts), max(layout.numel for layout in layouts)
+        one_by_one, busy, slots = 0, Counter(), [0, 0, 0]
+        for at, bucket in enumerate(schedule.buckets):
+            work, gathered = Counter(), Counter()
+            for m in bucket.matrices:
+                layout, owner = layouts[m], schedule.owners[m]
+                work[owner] += newton_schulz_flops(layout.shape)
+                gathered[owner] += layout.numel
+            one_by_one += max(work.values())
+            busy.update(work)
+            slots[at % 3] = max(slots[at % 3], *gathered.values())
+        self.assertLessEqual(one_by_one, most * max(busy.values()))
+        # No more than the bounds of three slots, plus a largest matrix for each.
+        self.assertLessEqual(sum(slots), 3 * (BUCKET_BYTES // 2 + largest))
 
 
 if __name__ == "__main__":
