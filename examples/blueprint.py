@@ -58,8 +58,7 @@ output takes ten minutes.
 #     overlay = clone / "setup_overlay.py"
 #     run_command(sys.executable, overlay, "apply", "--python", sys.executable)
 #     importlib.invalidate_caches()
-
-# %% tags=["active-ipynb"]
+#
 # # The notebook finds the script, and a torch that has this Muon.
 # here = next(place for place in places if (place / "blueprint.py").exists())
 # sys.path.insert(0, str(here.resolve()))
@@ -75,8 +74,7 @@ import math
 import tempfile
 import zlib
 from collections import Counter
-from contextlib import contextmanager, ExitStack
-from datetime import timedelta
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -96,7 +94,6 @@ from torch.optim import Muon
 from torch.optim._muon_engine.layouts import Key, Layout
 from torch.optim._muon_engine.layouts.dtensor import DTensorLayouts
 from torch.optim._muon_engine.runtime.pipeline import Pipeline
-from torch.optim._muon_engine.runtime.transport import LocalBucket
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
 from torch.optim._muon_engine.schedule.packs import Schedule
@@ -131,15 +128,11 @@ def tp_group(rank: int) -> list[int]:
     return [r for r in RANKS if r // TP == rank // TP]
 
 
-def print_grid() -> None:
+if __name__ == "__main__":
     print("The grid\n\nrank  (dp, tp)  DP group      TP group")
     for rank in RANKS:
         groups = (" ".join(map(str, group(rank))) for group in (dp_group, tp_group))
         print("{:4}  {!s:8}  {:12}  {}".format(rank, divmod(rank, TP), *groups))
-
-
-if __name__ == "__main__":
-    print_grid()
 
 # %% [markdown]
 # ## 2. The shards of a rank
@@ -189,14 +182,12 @@ def build(mesh: DeviceMesh | None) -> list[dict[str, Any]]:
     for block in blocks if mesh is not None else ():
         parallelize_module(block, mesh["tp"], plan)
         fully_shard(block, mesh=mesh["dp"])
-
-    def named(kinds: tuple[str, ...]) -> list[tuple[str, nn.Parameter]]:
-        pairs = (
-            (f"{i}.{kind}", block) for i, block in enumerate(blocks) for kind in kinds
-        )
-        return [(name, getattr(block, name[2:]).weight) for name, block in pairs]
-
-    return [{"params": named(kinds), "lr": lr} for kinds, lr in AISLES.values()]
+    groups = []
+    for kinds, lr in AISLES.values():
+        named = ((n.removesuffix(".weight"), p) for n, p in blocks.named_parameters())
+        params = [(name, p) for name, p in named if name[2:] in kinds]
+        groups.append({"params": params, "lr": lr})
+    return groups
 
 
 def layouts_of() -> list[Layout]:
@@ -213,7 +204,8 @@ def layouts_of() -> list[Layout]:
         dist.destroy_process_group()
 
 
-def print_shards(layouts: list[Layout]) -> None:
+if __name__ == "__main__":
+    layouts = layouts_of()
     print("\nThe shards of a rank\n")
     named = {layout.key.name: layout for layout in layouts}
     for name in ("0.qkv", "0.out"):
@@ -226,11 +218,6 @@ def print_shards(layouts: list[Layout]) -> None:
             last = region.column + region.width - 1
             print(f"  rank {rank}  {rows:14}  columns {region.column} to {last}")
 
-
-if __name__ == "__main__":
-    layouts = layouts_of()
-    print_shards(layouts)
-
 # %% [markdown]
 # ## 3. The owners
 #
@@ -242,23 +229,19 @@ if __name__ == "__main__":
 
 
 # %%
-def print_owners(layouts: list[Layout], owners: list[int]) -> None:
-    work: Counter[int] = Counter()
-    names: dict[int, list[str]] = {rank: [] for rank in RANKS}
-    for layout, owner in zip(layouts, owners):
-        work[owner] += newton_schulz_flops(layout.shape)
-        names[owner].append(layout.key.name)
-    mean = work.total() / len(RANKS)
-    print("\nThe owners; 1.00 is an equal share of the work\n")
-    for rank in RANKS:
-        share = work[rank] / mean
-        bar = "#" * round(30 * share)
-        print(f"{rank:4}  {' '.join(names[rank]):20}  {share:.2f}  {bar}")
-
-
 if __name__ == "__main__":
     owners = assign_owners(layouts)
-    print_owners(layouts, owners)
+    flops: Counter[int] = Counter()
+    names: dict[int, list[str]] = {rank: [] for rank in RANKS}
+    for layout, owner in zip(layouts, owners):
+        flops[owner] += newton_schulz_flops(layout.shape)
+        names[owner].append(layout.key.name)
+    mean = flops.total() / len(RANKS)
+    print("\nThe owners; 1.00 is an equal share of the work\n")
+    for rank in RANKS:
+        share = flops[rank] / mean
+        bar = "#" * round(30 * share)
+        print(f"{rank:4}  {' '.join(names[rank]):20}  {share:.2f}  {bar}")
 
 # %% [markdown]
 # ## 4. The schedule
@@ -295,26 +278,17 @@ def least_bytes(schedule: Schedule, rank: int) -> int:
     return elements * NS_DTYPE.itemsize
 
 
-def print_schedule(schedule: Schedule) -> None:
+if __name__ == "__main__":
+    schedule = make_schedule(layouts, owners, NS_DTYPE)
     buckets = "".join(f"bucket {bucket.index:<5}" for bucket in schedule.buckets)
     print(f"\nThe schedule\n\nrank  {buckets}{'bytes sent':>12}{'least':>8}")
     for rank in RANKS:
-        owned = (bucket.matrices for bucket in schedule.buckets)
-        cells = (
-            " ".join(
-                schedule.layouts[m].key.name for m in ms if schedule.owners[m] == rank
-            )
-            for ms in owned
-        )
-        row = "".join(f"{cell:12}" for cell in cells)
-        print(
-            f"{rank:4}  {row}{sent_by(schedule, rank):12}{least_bytes(schedule, rank):8}"
-        )
-
-
-if __name__ == "__main__":
-    schedule = make_schedule(layouts, owners, NS_DTYPE)
-    print_schedule(schedule)
+        row = ""
+        for bucket in schedule.buckets:
+            owned = (m for m in bucket.matrices if schedule.owners[m] == rank)
+            row += f"{' '.join(schedule.layouts[m].key.name for m in owned):12}"
+        sent, least = sent_by(schedule, rank), least_bytes(schedule, rank)
+        print(f"{rank:4}  {row}{sent:12}{least:8}")
 
 # %% [markdown]
 # ## 5. The long way
@@ -374,27 +348,17 @@ def run_of(entry: Entry, row: int) -> slice:
     return slice(first, max(first, last))
 
 
-def print_virtual_buffer(entries: list[Entry]) -> None:
-    print("\nThe long way\n")
-    print(
-        f"{len({e.bucket for e in entries})} buckets of {DP} runs of {BUCKET // DP} elements"
-    )
-    for entry in entries[:4]:
-        size = " x ".join(map(str, entry.shape))
-        runs = ((row, run_of(entry, row)) for row in range(DP))
-        parts = (
-            f"dp {row}: {r.start} to {r.stop - 1}"
-            for row, r in runs
-            if r.start < r.stop
-        )
-        print(
-            f"  {entry.name}  bucket {entry.bucket}  slice {size:8}  {'; '.join(parts)}"
-        )
-
-
 if __name__ == "__main__":
     entries = master_schedule(layouts)
-    print_virtual_buffer(entries)
+    count = len({entry.bucket for entry in entries})
+    print(f"\nThe long way: {count} buckets of {DP} runs of {BUCKET // DP} elements\n")
+    for entry in entries[:4]:
+        size = " x ".join(map(str, entry.shape))
+        print(f"  {entry.name}  bucket {entry.bucket}  slice {size:8}", end="")
+        for row in range(DP):
+            if run := range(math.prod(entry.shape))[run_of(entry, row)]:
+                print(f"  dp {row}: {run[0]} to {run[-1]}", end="")
+        print()
 
 # %% [markdown]
 # The journey has five steps. Steps 1 and 2 communicate, steps 4 and 5 only slice:
@@ -488,12 +452,13 @@ class LongWay:
 # whole matrices; with the engine, at two settings; and by the long way. All of them must end with the
 # same bits as the process alone.
 #
-# `overheard` wraps some methods of the engine from outside, and notes when it calls them. `SentBytes`
+# `overheard` wraps two methods of the engine from outside, and notes when it calls them. `SentBytes`
 # counts the bytes of its collectives.
 
 # %%
 STEPS = 3
 AHEAD = (0, 1)  # values of prefetch_count
+SIGNS = {"gather": "G", "wait for gather": "g", "scatter": "S", "wait for scatter": "s"}
 
 
 class SentBytes(TorchDispatchMode):
@@ -509,39 +474,19 @@ class SentBytes(TorchDispatchMode):
 @contextmanager
 def overheard(events: list[str]):
     """Notes G0 (gather 0 starts), g0 (wait for it), S0 and s0 (scatter), <name> (Newton-Schulz)."""
-    on_its_way: dict[int, str] = {}
+    begin, orthogonalize_batch = Pipeline._phase, Pipeline.orthogonalize_batch
 
-    def starts(sign: str):
-        def note(bucket: LocalBucket, *_: Any) -> None:
-            on_its_way[bucket.bucket.index] = sign
-            events.append(f"{sign}{bucket.bucket.index}")
+    def phase(pipeline: Pipeline, name: str, bucket: Any) -> Any:
+        if name in SIGNS:
+            events.append(f"{SIGNS[name]}{bucket.bucket.index}")
+        return begin(pipeline, name, bucket)
 
-        return note
-
-    def waits(bucket: LocalBucket) -> None:
-        index = bucket.bucket.index
-        events.append(f"{on_its_way.pop(index).lower()}{index}")
-
-    def orthogonalizes(_: Pipeline, bucket: LocalBucket, batch: Any) -> None:
+    def orthogonalizes(pipeline: Pipeline, bucket: Any, batch: Any) -> None:
         events.extend(f"<{matrix.layout.key.name}>" for matrix in batch)
+        orthogonalize_batch(pipeline, bucket, batch)
 
-    def listening(owner: type, method: str, note: Any) -> Any:
-        original = getattr(owner, method)
-
-        def noted(*args: Any) -> Any:
-            note(*args)
-            return original(*args)
-
-        return mock.patch.object(owner, method, noted)
-
-    with ExitStack() as stack:
-        for owner, method, note in (
-            (LocalBucket, "start_gather", starts("G")),
-            (LocalBucket, "start_scatter", starts("S")),
-            (LocalBucket, "wait", waits),
-            (Pipeline, "orthogonalize_batch", orthogonalizes),
-        ):
-            stack.enter_context(listening(owner, method, note))
+    listeners = {"_phase": phase, "orthogonalize_batch": orthogonalizes}
+    with mock.patch.multiple(Pipeline, **listeners):
         yield
 
 
@@ -567,10 +512,11 @@ def matrices_of(muon: Muon) -> dict[str, nn.Parameter]:
     return {n: p for g in groups for n, p in zip(g["param_names"], g["params"])}
 
 
-def take_step(muon: Muon, step: int) -> None:
-    for name, param in matrices_of(muon).items():
-        param.grad = like(gradient(name, param.shape, step), param)
-    muon.step()
+def train(muon: Muon) -> None:
+    for step in range(STEPS):
+        for name, param in matrices_of(muon).items():
+            param.grad = like(gradient(name, param.shape, step), param)
+        muon.step()
 
 
 def values_of(muon: Muon) -> dict[str, tuple[Tensor, Tensor]]:
@@ -584,8 +530,7 @@ def report_of(mesh: DeviceMesh) -> dict[str, Any]:
     """The figures of one rank. ``differing`` has the matrices that are not bitwise equal."""
     alone = Muon(build(None))
     start = {name: p.detach().clone() for name, p in matrices_of(alone).items()}
-    for step in range(STEPS):
-        take_step(alone, step)
+    train(alone)
     expected = values_of(alone)
     report: dict[str, Any] = {"differing": {}, "events": {}, "sent": {}}
     for ahead in AHEAD:
@@ -593,8 +538,7 @@ def report_of(mesh: DeviceMesh) -> dict[str, Any]:
         muon = Muon(build(mesh), distributed_config=config)
         events: list[str] = []
         with overheard(events), SentBytes() as sent:
-            for step in range(STEPS):
-                take_step(muon, step)
+            train(muon)
         report["events"][ahead] = events[: len(events) // STEPS]
         report["sent"][ahead] = sent.count // STEPS
         report["differing"][f"the engine, prefetch_count={ahead}"] = [
@@ -625,25 +569,11 @@ def report_of(mesh: DeviceMesh) -> dict[str, Any]:
 
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)  # equal bits need equal sums
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=len(RANKS),
-        timeout=timedelta(seconds=60),
-    )
+    here = {"rank": rank, "world_size": len(RANKS)}
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", **here)
     mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
     torch.save(report_of(mesh), f"{folder}/{rank}")
     dist.destroy_process_group()
-
-
-def run_processes(job: Any) -> list[dict[str, Any]]:
-    """Runs ``job`` on eight processes. Returns their reports."""
-    print("\nEight processes take their steps ...", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(job, (folder,), nprocs=len(RANKS))
-        files = (f"{folder}/{rank}" for rank in RANKS)
-        return [torch.load(file, weights_only=False) for file in files]
 
 
 # %% [markdown]
@@ -655,28 +585,28 @@ def run_processes(job: Any) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     import blueprint
 
-    reports = run_processes(blueprint.work)
+    print("\nEight processes take their steps ...", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(blueprint.work, (folder,), nprocs=len(RANKS))
+        files = (f"{folder}/{rank}" for rank in RANKS)
+        reports = [torch.load(file, weights_only=False) for file in files]
 
 # %% [markdown]
 # ## 7. The cost of both ways
 #
 # The first lines show the shapes of rank 0's first matrix on its journey. The table compares the ways.
-# The bytes are those of the calls that the ranks made. The last row is calculated: it is the long way
-# if DP cut each matrix by rows, as FSDP2 does. Every rank would then have a part of every matrix, and
-# orthogonalize them all.
+# The bytes are those of the calls that the ranks made.
 #
 # The table leaves out the work after the optimizer. ZeRO-1 and FSDP2 must gather the changed weights
 # before the next forward pass.
 
 
 # %%
-def print_ways(reports: list[dict], schedule: Schedule, entries: list[Entry]) -> None:
+if __name__ == "__main__":
     print("\nThe cost of both ways\n")
     names = ("its run", "DP gather", "TP gather", "TP shard", "DP shard")
     print(" -> ".join(map("{} {}".format, names, reports[0]["journey"])))
     least = sum(least_bytes(schedule, rank) for rank in RANKS)
-    elements = sum(math.prod(entry.shape) for entry in entries)
-    by_rows = elements // DP * (DP - 1) + elements * (TP - 1)
     long = [report["long calls"] for report in reports]
     events = [report["events"][1] for report in reports]
     rows = {
@@ -690,21 +620,12 @@ def print_ways(reports: list[dict], schedule: Schedule, entries: list[Entry]) ->
             sum(report["long sent"] for report in reports),
             max(rank["DP gather"] + rank["TP gather"] for rank in long),
         ),
-        "the long way, cut by rows": (
-            [len(entries)] * len(RANKS),
-            len(RANKS) * by_rows * NS_DTYPE.itemsize,
-            len({entry.bucket for entry in entries}) + len(entries),
-        ),
     }
     heads = ("Newton-Schulz", "busiest rank", "bytes sent", "x least", "collectives")
-    print(f"\n{'a step':26}" + "".join(f"{head:>14}" for head in heads))
+    print(f"\n{'a step':14}" + "".join(f"{head:>14}" for head in heads))
     for name, (calls, sent, collectives) in rows.items():
         cells = (sum(calls), max(calls), sent, f"{sent / least:.2f}", collectives)
-        print(f"{name:26}" + "".join(f"{cell:>14}" for cell in cells))
-
-
-if __name__ == "__main__":
-    print_ways(reports, schedule, entries)
+        print(f"{name:14}" + "".join(f"{cell:>14}" for cell in cells))
 
 # %% [markdown]
 # ## 8. A step of the engine
@@ -718,15 +639,11 @@ if __name__ == "__main__":
 
 
 # %%
-def print_events(reports: list[dict]) -> None:
+if __name__ == "__main__":
     for ahead in AHEAD:
         print(f"\nA step of the engine, prefetch_count={ahead}\n")
         for rank, report in enumerate(reports):
             print(f"  rank {rank}  {' '.join(report['events'][ahead])}")
-
-
-if __name__ == "__main__":
-    print_events(reports)
 
 # %% [markdown]
 # ## 9. The proof
@@ -750,31 +667,26 @@ def prove(reports: list[dict], schedule: Schedule) -> list[str]:
         f"\nThe proof: {STEPS} steps, {len(schedule.layouts)} matrices, {len(RANKS)} ranks"
     )
     for way in reports[0]["differing"]:
-        wrong = sorted(
-            {name for report in reports for name in report["differing"][way]}
-        )
+        wrong = {name for report in reports for name in report["differing"][way]}
         print(f"  {way:28} bitwise equal: {'NO' if wrong else 'yes'}")
-        problems += [f"{way}: {name} differs" for name in wrong]
-    for rank, report in enumerate(reports):
-        if report["groups"] != [dp_group(rank), tp_group(rank)]:
-            problems.append(f"rank {rank}: its groups are {report['groups']}")
-        owned = [i for i, owner in enumerate(schedule.owners) if owner == rank]
-        names = {f"<{schedule.layouts[i].key.name}>" for i in owned}
-        for ahead, events in report["events"].items():
-            if report["owned"] != owned or {e for e in events if e[0] == "<"} != names:
-                problems.append(f"rank {rank}: other owners than those of chapter 3")
-            if report["sent"][ahead] != sent_by(schedule, rank):
-                problems.append(f"rank {rank}: sends {report['sent'][ahead]} bytes")
+        problems += [f"{way}: {name} differs" for name in sorted(wrong)]
     for ahead in AHEAD:
-        launches = {
-            tuple(event for event in report["events"][ahead] if event[0] in "GS")
-            for report in reports
-        }
-        if len(launches) > 1:
+        orders = set()
+        for rank, report in enumerate(reports):
+            owned = [i for i, owner in enumerate(schedule.owners) if owner == rank]
+            names = {f"<{schedule.layouts[i].key.name}>" for i in owned}
+            groups, sends = [dp_group(rank), tp_group(rank)], sent_by(schedule, rank)
+            events, sent = report["events"][ahead], report["sent"][ahead]
+            found = {event for event in events if event[0] == "<"}
+            if (report["groups"], report["owned"], found) != (groups, owned, names):
+                problems.append(f"rank {rank}: other groups or owners")
+            if sent != sends:
+                problems.append(f"rank {rank}: sends {sent} bytes")
+            orders.add(tuple(event for event in events if event[0] in "GS"))
+        if len(orders) > 1:
             problems.append("the ranks start their collectives in different orders")
-    print(
-        f"  the ranks did what chapters 1 to 4 calculated: {'NO' if problems else 'yes'}"
-    )
+    outcome = "NO" if problems else "yes"
+    print(f"  the ranks did what chapters 1 to 4 calculated: {outcome}")
     return problems
 
 
@@ -816,15 +728,11 @@ if __name__ == "__main__":
 #
 # ## Sources
 #
-# - Keller Jordan et al., [Muon: An optimizer for hidden layers in neural
-#   networks](https://kellerjordan.github.io/posts/muon/), 2024. The algorithm.
-# - Jingyuan Liu et al., [Muon is Scalable for LLM Training](https://arxiv.org/abs/2502.16982), 2025.
-#   Muon on ZeRO-1.
 # - Jeremy Bernstein, [Deriving Muon](https://jeremybernste.in/writing/deriving-muon), 2025.
 # - Samyam Rajbhandari et al., [ZeRO](https://arxiv.org/abs/1910.02054), 2019. Sharded data parallelism.
 # - Mohammad Shoeybi et al., [Megatron-LM](https://arxiv.org/abs/1909.08053), 2019. Tensor parallelism.
-# - Jen Wei, [A CPU-Friendly Tutorial for Distributed Muon
-#   (DPxTP)](https://huggingface.co/datasets/bird-of-paradise/muon-distributed), 2025. The blueprint.
+#
+# The blueprint, the algorithm, and Muon on ZeRO-1, to cite:
 #
 # ```bibtex
 # @misc{wei2025muondistributed,
