@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 import train_fsdp2
 from gpt import GPT
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor, DTensor
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import Muon
 from torch.optim.muon import partition_named_parameters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,11 +49,9 @@ class SentBytes(TorchDispatchMode):
 
 def exact(args: argparse.Namespace, steps: int) -> dict[str, Any]:
     """Takes steps with the same gradients for this rank's shards and for the whole model."""
-    mesh = init_device_mesh(
-        "cpu",
-        (1, dist.get_world_size(), 1),
-        mesh_dim_names=("replicate", "shard", "tp"),
-    )
+    names = ("replicate", "shard", "tp")
+    shape = (1, dist.get_world_size(), 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     many = train_fsdp2.build_model(args, mesh)
     muon, _ = train_fsdp2.build_optimizers(many, args)
     shards = dict(partition_named_parameters(many)[0])
@@ -68,22 +65,19 @@ def exact(args: argparse.Namespace, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         for name, whole in wholes.items():
             whole.grad = torch.randn(whole.shape, generator=generator)
-            shards[name].grad = as_shard(whole.grad, shards[name])
+            like = shards[name].device_mesh, shards[name].placements
+            shard = distribute_tensor(whole.grad, *like, src_data_rank=None)
+            shards[name].grad = shard
         with sent:
             muon.step()
         alone.step()
-    differing = [
-        name
-        for name, whole in wholes.items()
-        for mine, its in (
-            (shards[name], whole),
-            (
-                muon.state[shards[name]]["momentum_buffer"],
-                alone.state[whole]["momentum_buffer"],
-            ),
-        )
-        if not torch.equal(mine.to_local(), as_shard(its.detach(), mine).to_local())
-    ]
+    differing, key = [], "momentum_buffer"
+    for name, whole in wholes.items():
+        shard = shards[name].detach()
+        momenta = muon.state[shards[name]][key], alone.state[whole][key]
+        for mine, its in ((shard, whole), momenta):
+            if not torch.equal(mine.full_tensor(), its):
+                differing.append(name)
     # A rank must send its shards to their owners and, as an owner, the rest of each result.
     owned = muon.assignments.get(dist.get_rank(), [])
     least = 0
@@ -96,12 +90,6 @@ def exact(args: argparse.Namespace, steps: int) -> dict[str, Any]:
         "sent": sent.count // steps,
         "least": least * torch.bfloat16.itemsize,
     }
-
-
-def as_shard(whole: Tensor, like: DTensor) -> DTensor:
-    return distribute_tensor(
-        whole, like.device_mesh, like.placements, src_data_rank=None
-    )
 
 
 def report(
@@ -122,18 +110,15 @@ def report(
     ):
         print(f"  {what:32}{figures[0]:14{form}}{figures[1]:14{form}}")
     print(f"  {'largest difference of loss':46}{apart:14.2g}")
-    print(
-        f"\n  {'a Muon step of rank':22}{'matrices':>10}{'KiB sent':>12}{'least':>12}"
-    )
+    head = f"{'a Muon step of rank':22}{'matrices':>10}{'KiB sent':>12}{'least':>12}"
+    print(f"\n  {head}")
     for number, rank in enumerate(ranks):
         row = f"{rank['matrices']:10}{rank['sent'] / 1024:12.1f}"
         print(f"  {number:<22}{row}{rank['least'] / 1024:12.1f}")
     count = sum(rank["matrices"] for rank in ranks)
     unequal = sorted({name for rank in ranks for name in rank["differing"]})
     words = f"NO, {', '.join(unequal)}" if unequal else "yes"
-    print(
-        "\nIdentical gradients: each rank's parameters and momentum against one process"
-    )
+    print("\nIdentical gradients: parameters and momentum against one process")
     print(f"  bitwise equal: {words} ({count} matrices, {steps} steps)")
 
     problems = [f"not bitwise equal: {name}" for name in unequal]
@@ -149,12 +134,10 @@ def report(
 
 
 def draw(one: dict[str, Any], many: dict[str, Any], count: int, path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     for run, label, style in (
         (one, "one process", {"color": "#9ecae1", "linewidth": 5}),
         (many, f"{count} processes, FSDP2", {"color": "#08306b", "linewidth": 1.2}),
@@ -189,10 +172,8 @@ def main() -> int:
     args, given = parser.parse_known_args()
     given = ["--steps", "80", *given]
     training = train_fsdp2.options().parse_args(given)
-    if (
-        training.replicate * training.tp > 1
-        or min(args.processes - 1, args.exact_steps) < 1
-    ):
+    too_few = min(args.processes - 1, args.exact_steps) < 1
+    if training.replicate * training.tp > 1 or too_few:
         parser.error("this compares FSDP2 on two or more processes with one")
     figures = {name: args.out / f"{name}.json" for name in ("one", "many", "ranks")}
     if "RANK" in os.environ:

@@ -48,13 +48,13 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    if cuda:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
     torch.manual_seed(0)  # the same model on every rank
     width = 32
-    model = fully_shard(Model(width).to("cuda" if cuda else "cpu"))
+    model = fully_shard(Model(width).to(device))
 
     matrices, others = partition_named_parameters(model)
     fused = [(name, p) for name, p in matrices if name.endswith("qkv.weight")]
@@ -81,10 +81,7 @@ def main() -> None:
         labels = torch.randint(10, (32,), generator=generator)
         images = torch.rand(32, 1, 12, 12, generator=generator)
         images[torch.arange(32), 0, labels] += 1
-        images, labels = (
-            t.to(next(model.parameters()).device) for t in (images, labels)
-        )
-        loss = cross_entropy(model(images), labels)
+        loss = cross_entropy(model(images.to(device)), labels.to(device))
         loss.backward()
         for optimizer in (muon, adamw):
             optimizer.step()

@@ -40,7 +40,7 @@ COLOURS = {
     "wait for relay": "#969696",
 }
 TOGETHER = "all ranks are here"
-RANGE = re.compile(r"Muon (?P<phase>.+), bucket (?P<bucket>\d+) of \d+ ranks")
+RANGE = re.compile(r"Muon (.+), bucket (\d+) of \d+ ranks")
 
 
 class Range(NamedTuple):
@@ -64,22 +64,16 @@ def watched_step(muon: Muon) -> list[Range]:
     # An accelerator has its own ranges, next to those of the host that launches its kernels.
     kinds = {event.device_type for event in events if RANGE.match(event.name)}
     kind = max(kinds, key=lambda kind: kind.value)
-    found = [
-        (match, event.time_range)
-        for event in events
-        if event.device_type == kind and (match := RANGE.match(event.name))
-    ]
     # The clocks of ranks differ, and their profilers start at different moments.
     begin = min(event.time_range.end for event in events if event.name == TOGETHER)
-    return [
-        Range(
-            match["phase"],
-            int(match["bucket"]),
-            (span.start - begin) / 1000,
-            (span.end - begin) / 1000,
-        )
-        for match, span in found
-    ]
+    found = []
+    for event in events:
+        match = RANGE.match(event.name)
+        if match and event.device_type == kind:
+            span = event.time_range
+            start, end = ((at - begin) / 1000 for at in (span.start, span.end))
+            found.append(Range(match[1], int(match[2]), start, end))
+    return found
 
 
 def train(args: argparse.Namespace, device: str) -> tuple[Muon, list[Range]]:
@@ -116,38 +110,23 @@ def print_table(everyone: list[list[Range]]) -> None:
 
 
 def draw(everyone: list[list[Range]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure, axes = pyplot.subplots(
-        figsize=(12, 1.5 + 0.5 * len(everyone)), layout="constrained"
-    )
+    figure = Figure(figsize=(12, 1.5 + 0.5 * len(everyone)), layout="constrained")
+    axes = figure.subplots()
     for rank, ranges in enumerate(everyone):
-        for each in ranges:
-            width = each.end - each.start
-            axes.barh(
-                rank, width, left=each.start, height=0.8, color=COLOURS[each.phase]
-            )
-            if each.phase == "orthogonalize" and width > 0:
-                axes.text(
-                    each.start + width / 2,
-                    rank,
-                    str(each.bucket),
-                    ha="center",
-                    va="center",
-                    color="white",
-                    clip_on=True,
-                )
+        for phase, bucket, start, end in ranges:
+            bar = axes.barh(rank, end - start, left=start, color=COLOURS[phase])
+            if phase == "orthogonalize":
+                axes.bar_label(bar, [str(bucket)], label_type="center", color="white")
     axes.set(xlabel="ms", ylabel="rank", yticks=range(len(everyone)))
     axes.set_title("One step of Muon; numbers are buckets")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     seen = {each.phase for ranges in everyone for each in ranges}
     patches = [
-        Patch(color=COLOURS[name], label=name) for name in COLOURS if name in seen
+        Patch(color=c, label=name) for name, c in COLOURS.items() if name in seen
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=7, frameon=False)
     figure.savefig(path, dpi=120)

@@ -9,7 +9,6 @@ a ``distributed_config``, each rank orthogonalizes its share and sends the resul
 
 import argparse
 import contextlib
-import os
 
 import torch
 import torch.distributed as dist
@@ -27,15 +26,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="windows on each rank")
     parser.add_argument("--accumulate", type=int, default=1, help="batches per step")
     args = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     torch.manual_seed(0)
     model = GPT(width=192, layers=4, heads=6, context=128).to(device)
-    model = DistributedDataParallel(model, device_ids=[local_rank] if cuda else None)
+    model = DistributedDataParallel(model)
 
     matrices, others = partition_named_parameters(model)
     config = create_auto_config(ddp_process_group=model.process_group)

@@ -9,7 +9,6 @@ every other matrix on one of all ranks.
 """
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
@@ -84,16 +83,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="windows on each rank")
     parser.add_argument("--ep", type=int, default=2, help="ranks that share experts")
     args = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cpu")
-    if cuda:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh(
-        device.type, (ranks // args.ep, args.ep), mesh_dim_names=("dp", "ep")
-    )
+    shape = (ranks // args.ep, args.ep)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "ep"))
     dp, ep = mesh.get_group("dp"), mesh.get_group("ep")
 
     torch.manual_seed(0)

@@ -8,7 +8,6 @@ own matrices and knows nothing of the others.
 """
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
@@ -56,17 +55,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="windows per replica")
     parser.add_argument("--microbatches", type=int, default=4, help="of each batch")
     args = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cpu")
-    if cuda:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    mesh = init_device_mesh(
-        device.type,
-        (args.stages, dist.get_world_size() // args.stages),
-        mesh_dim_names=("pp", "dp"),
-    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    shape = (args.stages, dist.get_world_size() // args.stages)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp"))
     pp, dp = mesh.get_group("pp"), mesh.get_group("dp")
 
     torch.manual_seed(0)  # every rank draws the whole model and keeps its stage
