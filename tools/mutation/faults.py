@@ -17,6 +17,7 @@ PARTIAL = f"{HERE}partial.py::TestMuonPartial::test_"
 MEETING = f"{HERE}process_groups.py::TestMuonSpanningGroups::test_"
 REPLACED = f"{HERE}replaced.py::TestMuonReplacedOnFour::test_"
 SCHEDULE = f"{HERE}schedule.py::TestMuonSchedule::test_"
+REGRESSIONS = f"{HERE}regressions.py::TestMuonRegressions::test_"
 RELAYS = f"{HERE}relays.py::TestMuonRelays::test_"
 TWO_LEVELS = f"{HERE}relays.py::TestMuonTwoLevels::test_"
 FORMS = f"{HERE}forms.py::TestMuonForms::test_"
@@ -135,12 +136,8 @@ FAULTS = (
     Fault(
         "the momentum is sent without the look-ahead of nesterov",
         PIPELINE,
-        """        if matrix.param.grad is None:
-            return momentum
-""",
-        """        if matrix.param.grad is not None:
-            return momentum
-""",
+        "        if matrix.param.grad is None:\n",
+        "        if matrix.param.grad is not None:\n",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
@@ -235,10 +232,8 @@ FAULTS = (
     Fault(
         "a step that breaks off leaves its collectives in flight",
         PIPELINE,
-        """            drain(self.buckets)
-            raise
-""",
-        "            raise\n",
+        "            drain(self.buckets)\n",
+        "",
         (f"{EXCHANGE}error_in_the_middle_of_a_step_leaves_nothing_in_flight",),
     ),
     # Gradients and momentum
@@ -259,12 +254,8 @@ FAULTS = (
     Fault(
         "a rank keeps a gradient that it cannot use to itself",
         LIVE,
-        """        if self.param.problem:
-            return Status.UNUSABLE
-""",
-        """        if self.param.problem:
-            return Status.EMPTY
-""",
+        "            return Status.UNUSABLE\n",
+        "            return Status.EMPTY\n",
         (f"{RELAYS}gradient_that_one_replica_cannot_use",),
     ),
     Fault(
@@ -314,7 +305,7 @@ FAULTS = (
         LIVE,
         "        self.given = self.grad = None\n",
         "        pass\n",
-        (f"{HERE}regressions.py::TestMuonRegressions::test_gradients_are_freed",),
+        (f"{REGRESSIONS}gradients_are_freed",),
     ),
     Fault(
         "values that differ are no mismatch",
@@ -365,9 +356,7 @@ FAULTS = (
         """        if grad is not None:
             state["momentum_buffer"] = buffer
 """,
-        (
-            f"{HERE}regressions.py::TestMuonRegressions::test_checkpoint_after_a_step_of_the_experts_only",
-        ),
+        (f"{REGRESSIONS}checkpoint_after_a_step_of_the_experts_only",),
     ),
     Fault(
         "momentum is a plain tensor where the parameter is a DTensor",
@@ -461,25 +450,15 @@ FAULTS = (
     Fault(
         "an error of one rank is raised before the others know",
         ENGINE,
-        """            error = error or found
-        if self.reader is None:
-""",
-        """            raise
-        if self.reader is None:
-""",
+        "            error = error or found\n        if self.reader is None:\n",
+        "            raise\n        if self.reader is None:\n",
         (f"{ERRORS}one_rank_with_a_bad_assign_fn",),
     ),
     Fault(
         "a rank raises before it has gone through all its groups",
         ENGINE,
-        """            error = error or found
-        if error is not None:
-            raise error
-""",
-        """            error = error or found
-            if error is not None:
-                raise error
-""",
+        "        if error is not None:\n            raise error\n",
+        "            if error is not None:\n                raise error\n",
         (f"{ERRORS}disagreement_in_one_group_reaches_those_who_share_another",),
     ),
     Fault(
@@ -528,12 +507,8 @@ FAULTS = (
     Fault(
         "state_dict moves the momentum itself",
         "_muon.py",
-        """        finally:
-            self.state = state
-""",
-        """        finally:
-            pass
-""",
+        "            self.state = state\n",
+        "            pass\n",
         (f"{REPLACED}saved_while_others_are_in_place",),
     ),
     Fault(
@@ -546,9 +521,7 @@ FAULTS = (
     Fault(
         "a rank that waited in vain is taken for one that came the next time",
         MEETINGS,
-        """        store.delete_key(f"{key}/{me}")
-        store.add(key, -1)
-""",
+        '        store.delete_key(f"{key}/{me}")\n        store.add(key, -1)\n',
         "",
         (f"{MEETING}rendezvous_names_the_ranks_that_do_not_come",),
     ),
