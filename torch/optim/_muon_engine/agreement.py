@@ -5,23 +5,17 @@ error and a digest of its signatures to one exchange per group. All ranks see th
 the same conclusion and raise the same error.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import pickle
-from typing import Any, NamedTuple, TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.optim._muon_engine.layouts import listed
 from torch.optim._muon_engine.process_groups import device_of_group
-
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed import ProcessGroup
 
 
 # Fields that follow from other fields, of this parameter or of another one.

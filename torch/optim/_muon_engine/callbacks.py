@@ -4,16 +4,16 @@ A user may replace or wrap ``gather_fn`` or ``redistribute_fn``, or write a conf
 then goes parameter by parameter, in index order. A factory's function in it is the reader's round trip.
 """
 
-from __future__ import annotations
-
 import warnings
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim._muon_engine.layouts import process_rank
+from torch.optim._muon_engine.config import DistributedConfig
+from torch.optim._muon_engine.layouts import Layout, process_rank
 from torch.optim._muon_engine.layouts.dtensor import (
     is_dtensor,
     is_frozen,
@@ -28,19 +28,10 @@ from torch.optim._muon_engine.schedule.owners import assign_owners, by_rank
 from torch.optim._newton_schulz import NS_DTYPE
 
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch.distributed import ProcessGroup
-    from torch.optim._muon_engine.config import DistributedConfig
-    from torch.optim._muon_engine.layouts import Layout
-    from torch.optim._muon_engine.runtime import Param
-
-
 # ``split`` and ``flatten`` of the parameters of an engine that calls an ``assign_fn``.
 forms_of_engine: ContextVar[Sequence[Any]] = ContextVar("muon_forms", default=())
 # The step that calls a config's functions.
-_running: ContextVar[CallbackStep | None] = ContextVar("muon_step", default=None)
+_running: ContextVar["CallbackStep | None"] = ContextVar("muon_step", default=None)
 
 
 def reader_of(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader | None:
@@ -162,11 +153,8 @@ class CallbackStep:
     """
 
     def __init__(self, engine: Any) -> None:
-        self.config: DistributedConfig = engine.config
-        self.reader: Reader | None = engine.reader
-        self.params: Sequence[Param] = engine.params
-        self.groups: Mapping[tuple[int, ...], ProcessGroup | None] = engine.groups
-        self.rank: int = engine.rank
+        self.config, self.reader = engine.config, engine.reader
+        self.params, self.groups, self.rank = engine.params, engine.groups, engine.rank
         owned = engine.assignments.items()
         # By parameter index.
         self.owners = {i: rank for rank, indices in owned for i in indices}

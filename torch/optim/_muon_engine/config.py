@@ -1,15 +1,10 @@
 """The ``distributed_config`` of a Muon: data, and its checks."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
+from torch import Tensor
 
 
 @dataclass

@@ -1,8 +1,6 @@
 """The cost of a step, in words. A rank knows the schedules of its groups, so it asks no other rank."""
 
-from __future__ import annotations
-
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 from torch.optim._muon_engine.layouts import listed
 from torch.optim._muon_engine.process_groups import ranks_per_node
@@ -14,13 +12,10 @@ from torch.optim._muon_engine.schedule.owners import (
 from torch.optim._muon_engine.schedule.packs import (
     relay_sizes,
     RELAYS_IN_FLIGHT,
+    Schedule,
     slot_sizes,
     slots_for,
 )
-
-
-if TYPE_CHECKING:
-    from torch.optim._muon_engine.schedule.packs import Schedule
 
 
 # A group of more ranks shows only its busiest ranks and this one.

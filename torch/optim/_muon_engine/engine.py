@@ -1,19 +1,20 @@
 """The engine of one optimizer: the ranks build it together, and run it at every step."""
 
-from __future__ import annotations
-
 import logging
 import math
 import warnings
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import cached_property
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed import ProcessGroup
 from torch.optim._muon_engine import process_groups
 from torch.optim._muon_engine.agreement import agree, Signature
 from torch.optim._muon_engine.callbacks import (
@@ -23,11 +24,12 @@ from torch.optim._muon_engine.callbacks import (
     forms_of_engine,
     reader_of,
 )
+from torch.optim._muon_engine.config import DistributedConfig
 from torch.optim._muon_engine.hints import Hints, warn_if_unshared
-from torch.optim._muon_engine.layouts import larger_first, listed, process_rank
+from torch.optim._muon_engine.layouts import larger_first, Layout, listed, process_rank
 from torch.optim._muon_engine.layouts.dtensor import count_version
 from torch.optim._muon_engine.process_groups import FailureNotes, spanning_group
-from torch.optim._muon_engine.runtime import Matrix, transport
+from torch.optim._muon_engine.runtime import Matrix, Param, transport
 from torch.optim._muon_engine.runtime.pipeline import Pipeline
 from torch.optim._muon_engine.runtime.relays import attach_relays
 from torch.optim._muon_engine.runtime.shared import SharedProducts
@@ -42,17 +44,7 @@ from torch.optim._muon_engine.schedule.packs import Schedule, slots_for
 from torch.optim._newton_schulz import NS_DTYPE
 
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
-    from torch.optim._muon_engine.config import DistributedConfig
-    from torch.optim._muon_engine.layouts import Layout
-    from torch.optim._muon_engine.runtime import Param
-
-    States = MutableMapping[Tensor, MutableMapping[str, Any]]
+States = MutableMapping[Tensor, MutableMapping[str, Any]]
 
 
 log = logging.getLogger("torch.optim.muon")
@@ -80,7 +72,7 @@ class Engine:
         params: Sequence[Param],
         takes_stacks: bool = False,
         error: BaseException | None = None,
-        former: Engine | None = None,
+        former: "Engine | None" = None,
     ) -> None:
         self.config = config
         self.params = params
@@ -142,7 +134,7 @@ class Engine:
 
     # Building
 
-    def _build(self, error: BaseException | None, former: Engine | None) -> None:
+    def _build(self, error: BaseException | None, former: "Engine | None") -> None:
         """Reads, assigns, agrees with the other ranks, and makes the schedule."""
         tensors = [param.tensor for param in self.params]
         layouts: list[Layout] = []
@@ -269,7 +261,7 @@ class Engine:
         params: Sequence[Param],
         states: States,
         error: BaseException | None = None,
-    ) -> Engine:
+    ) -> "Engine":
         """The engine for ``params``, which have changed. All ranks that share matrices come here."""
         if self.reader is not None:
             groups = {

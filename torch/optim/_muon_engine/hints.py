@@ -1,19 +1,12 @@
 """Warnings about probable mistakes: each once, on one rank. No collective depends on them."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any, TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from torch.optim._muon_engine.layouts import listed
+from torch.optim._muon_engine.layouts import Layout, listed
 from torch.optim._muon_engine.layouts.dtensor import is_dtensor
-
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch.optim._muon_engine.layouts import Layout
-    from torch.optim._muon_engine.runtime import Param
+from torch.optim._muon_engine.runtime import Param
 
 
 # After this many steps without any gradient, or without one parameter's, it is no accident.

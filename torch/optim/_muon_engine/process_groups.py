@@ -1,23 +1,16 @@
 """The process group over a matrix's holders, and what ranks tell each other through the store."""
 
-from __future__ import annotations
-
 import hashlib
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torch.distributed import ProcessGroup
 
 
 # One dict per default group: a new world starts without groups and counts. (In a multi-threaded test,

@@ -1,21 +1,15 @@
 """Which rank stores which region of a matrix. Only this folder knows frameworks."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TYPE_CHECKING
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    import torch
-    from torch import Tensor
+from torch import Tensor
 
 
 class Region(NamedTuple):

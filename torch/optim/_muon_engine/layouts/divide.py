@@ -1,17 +1,12 @@
 """Cuts a layout into blocks. Everything that follows treats a block as a matrix."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 from torch.optim._muon_engine.layouts import Layout, Region, Shards
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 def split(

@@ -3,16 +3,18 @@
 A plain tensor takes the same functions. It is its own local tensor.
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate, product
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim._muon_engine.layouts import (
     check_cover,
     Key,
@@ -23,14 +25,6 @@ from torch.optim._muon_engine.layouts import (
     Shards,
 )
 from torch.optim._muon_engine.process_groups import current_device
-
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
 
 
 class DTensorLayouts:

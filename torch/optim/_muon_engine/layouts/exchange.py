@@ -5,11 +5,12 @@ their groups once, and pass on what they have learned from earlier groups. After
 the pieces of the whole grid and undoes the cuts in the reverse of the order in which they were made.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import Any, NamedTuple, TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
+from torch.distributed import ProcessGroup
 from torch.optim._muon_engine.agreement import common, exchange
 from torch.optim._muon_engine.layouts import (
     check_cover,
@@ -21,13 +22,7 @@ from torch.optim._muon_engine.layouts import (
 )
 
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    import torch
-    from torch.distributed import ProcessGroup
-
-    Holders = tuple[tuple[int, tuple[Region, ...]], ...]
+Holders = tuple[tuple[int, tuple[Region, ...]], ...]
 
 
 # The order in which cuts are undone. FSDP cuts last, the shard that TP left. DDP and CP replicate.

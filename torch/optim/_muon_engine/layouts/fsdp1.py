@@ -1,21 +1,15 @@
 """FSDP1: the matrices inside its flat parameters, from their own metadata."""
 
-from __future__ import annotations
-
 import math
-from typing import Any, NamedTuple, TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+from torch import nn, Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim._muon_engine.layouts import listed, Region
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import nn, Tensor
-    from torch.distributed import ProcessGroup
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 class FlatMatrix(NamedTuple):

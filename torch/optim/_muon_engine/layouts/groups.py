@@ -4,16 +4,17 @@ With process groups, the user says which ranks share a parameter, and the ranks 
 describe themselves. Groups can only add replicas of their whole mesh.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
-from typing import Any, TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim._muon_engine.agreement import all_gather_object
 from torch.optim._muon_engine.layouts import (
     dtensor,
@@ -43,16 +44,10 @@ from torch.optim._muon_engine.process_groups import (
 )
 
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch.distributed import ProcessGroup
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-    # The rows of each part, and whether dimension 0 by all others is one matrix.
-    Form = tuple[Sequence[int], bool]
-    # Ranks that share a matrix -> the framework's groups among them.
-    Sharing = dict[tuple[int, ...], list[ProcessGroup]]
+# The rows of each part, and whether dimension 0 by all others is one matrix.
+Form = tuple[Sequence[int], bool]
+# Ranks that share a matrix -> the framework's groups among them.
+Sharing = dict[tuple[int, ...], list[ProcessGroup]]
 
 
 class ParallelGroups:
@@ -170,7 +165,7 @@ class Reader:
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
     def _read_sharing(
-        self, params: Sequence[Tensor], layouts: Sequence[Layout], local: _LocalReader
+        self, params: Sequence[Tensor], layouts: Sequence[Layout], local: "_LocalReader"
     ) -> Sharing:
         of_meshes = self._dtensors.sharing(params)
         given = local.groups_of.items()

@@ -1,10 +1,11 @@
 """The live objects of a step: this rank's parameters and matrices, from the engine's build on."""
 
-from __future__ import annotations
-
+from collections.abc import MutableMapping
 from enum import IntEnum
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
+from torch import Tensor
+from torch.optim._muon_engine.layouts import Key, Region
 from torch.optim._muon_engine.layouts.dtensor import (
     local_gradient,
     local_part,
@@ -14,15 +15,7 @@ from torch.optim._muon_engine.layouts.dtensor import (
     placed_like,
     problem_with_gradient,
 )
-from torch.optim._muon_engine.layouts import Key
-
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping
-
-    from torch import Tensor
-    from torch.optim._muon_engine.layouts import Region
-    from torch.optim._muon_engine.schedule.packs import Schedule
+from torch.optim._muon_engine.schedule.packs import Schedule
 
 
 class Status(IntEnum):

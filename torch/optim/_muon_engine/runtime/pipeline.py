@@ -4,34 +4,31 @@ While bucket k is orthogonalized, the gathers of ``prefetch_count`` later bucket
 results of bucket k-1 are on their way back.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from torch import Tensor
 
 # The public profiler range costs tens of microseconds even when no profiler runs.
 from torch._C._profiler import _RecordFunctionFast
-from torch.optim._muon_engine.layouts import listed
-from torch.optim._muon_engine.runtime.transport import copy_all, drain, named
+from torch.optim._muon_engine.layouts import listed, Region
+from torch.optim._muon_engine.runtime import Matrix, Param
+from torch.optim._muon_engine.runtime.relays import LocalRelay
+from torch.optim._muon_engine.runtime.statuses import Statuses
+from torch.optim._muon_engine.runtime.transport import (
+    BoundPack,
+    copy_all,
+    drain,
+    LocalBucket,
+    named,
+)
 from torch.optim._muon_engine.schedule.packs import RELAYS_IN_FLIGHT
-
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
-    from contextlib import AbstractContextManager
-    from typing import Any
-
-    from torch import Tensor
-    from torch.optim._muon_engine.layouts import Region
-    from torch.optim._muon_engine.runtime import Matrix, Param
-    from torch.optim._muon_engine.runtime.relays import LocalRelay
-    from torch.optim._muon_engine.runtime.statuses import Statuses
-    from torch.optim._muon_engine.runtime.transport import BoundPack, LocalBucket
 
 
 log = logging.getLogger("torch.optim.muon")

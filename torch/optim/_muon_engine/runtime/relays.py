@@ -3,24 +3,20 @@
 Without relays, an owner would hold and send one copy per replica.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
-from torch.optim._muon_engine.runtime.transport import BoundPack, copy_all, named
-from torch.optim._muon_engine.schedule.packs import relay_sizes, RELAYS_IN_FLIGHT
-
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch.distributed import ProcessGroup
-    from torch.optim._muon_engine.runtime.transport import LocalBucket
-    from torch.optim._muon_engine.schedule.packs import Relay
+from torch.distributed import ProcessGroup
+from torch.optim._muon_engine.runtime.transport import (
+    BoundPack,
+    copy_all,
+    LocalBucket,
+    named,
+)
+from torch.optim._muon_engine.schedule.packs import Relay, relay_sizes, RELAYS_IN_FLIGHT
 
 
 class LocalRelay:

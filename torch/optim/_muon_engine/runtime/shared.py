@@ -1,19 +1,12 @@
 """Newton-Schulz of a divided matrix, by all of its owners together."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim._newton_schulz import _addmm, Products, products_for
-
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 
 # A Gram matrix is the float32 sum of at least this many products in the matrix's dtype. With fewer, their

@@ -8,26 +8,18 @@ A digest comes together with its negative. All ranks have the same digest if and
 add up to zero.
 """
 
-from __future__ import annotations
-
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim._muon_engine.layouts import listed
 from torch.optim._muon_engine.process_groups import is_dry_run
-from torch.optim._muon_engine.runtime import Status
+from torch.optim._muon_engine.runtime import Matrix, Status
 from torch.optim._muon_engine.runtime.transport import named
-
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
-    from torch.optim._muon_engine.runtime import Matrix
 
 
 # Some present, some absent, some unusable: the first columns of each matrix's row, by Status.

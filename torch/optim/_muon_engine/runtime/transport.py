@@ -4,35 +4,28 @@ The schedule alone decides what is sent, to whom and how much. Gradients fill th
 change a call.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple, TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim._muon_engine.layouts import listed
+from torch.distributed import ProcessGroup
+from torch.optim._muon_engine.layouts import listed, Region
 from torch.optim._muon_engine.process_groups import is_dry_run
-from torch.optim._muon_engine.schedule.packs import slot_sizes, slots_for
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch.distributed import ProcessGroup
-    from torch.optim._muon_engine.layouts import Region
-    from torch.optim._muon_engine.runtime import Matrix
-    from torch.optim._muon_engine.schedule.packs import (
-        Bucket,
-        LocalPacks,
-        Pack,
-        Relay,
-        Schedule,
-    )
+from torch.optim._muon_engine.runtime import Matrix
+from torch.optim._muon_engine.schedule.packs import (
+    Bucket,
+    LocalPacks,
+    Pack,
+    Relay,
+    Schedule,
+    slot_sizes,
+    slots_for,
+)
 
 
 class PackedView(NamedTuple):

@@ -4,22 +4,15 @@ Every rank computes it for the groups that it is in, without a process group. Th
 have one global order, and each rank runs its subsequence.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+import torch
+from torch.optim._muon_engine.layouts import Layout
 from torch.optim._muon_engine.schedule.owners import flops_of
 from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import torch
-    from torch.optim._muon_engine.layouts import Layout
 
 
 # Enough buckets to hide transfers behind orthogonalization. More would only add latency.

@@ -1,21 +1,13 @@
 """Which rank orthogonalizes which matrix."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch.optim._muon_engine.layouts import larger_first, listed
+from torch import Tensor
+from torch.optim._muon_engine.layouts import larger_first, Layout, listed, Shards
 from torch.optim._muon_engine.layouts.divide import divide
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torch import Tensor
-    from torch.optim._muon_engine.layouts import Layout, Shards
 
 
 def newton_schulz_flops(shape: Sequence[int], ns_steps: int = 5) -> int:
@@ -64,7 +56,7 @@ class _Loads:
     def __init__(
         self,
         group: tuple[int, ...],
-        others: Iterable[_Loads],
+        others: Iterable["_Loads"],
         start: int,
         ranks_per_node: int,
     ) -> None:

@@ -3,17 +3,12 @@
 The split for a peer holds the regions of each matrix in order, row-major and without padding.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TYPE_CHECKING
+from typing import NamedTuple
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    import torch
-    from torch.optim._muon_engine.layouts import Layout, Region
+import torch
+from torch.optim._muon_engine.layouts import Layout, Region
 
 
 # Maximum size of one relay, unless a single shard is larger.
