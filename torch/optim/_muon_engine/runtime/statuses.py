@@ -29,7 +29,8 @@ _SOME = {
     Status.UNUSABLE: (0, 0, 1),
     Status.EMPTY: (0, 0, 0),
 }
-# Optimizers of different sizes must still make all-reduces of one size when ranks confuse them.
+# Rows of the first all-reduce. Optimizers of different sizes have the same when ranks confuse them, and
+# few optimizers need a second one.
 _ROWS = 256
 
 _OTHER_STEP = (
@@ -83,7 +84,7 @@ class Statuses:
         # Whole on every rank: the first step that moves them compares their values.
         self._replicated = [m for m in matrices if _is_replicated(m)]
         self._table = torch.empty(0)
-        self._work: dist.Work | None = None
+        self._works: list[dist.Work] = []
         self._host: tuple[Tensor, torch.Event | None] | None = None
 
     def start(self, step: int) -> None:
@@ -94,15 +95,16 @@ class Statuses:
         for matrix in self.matrices:
             digest = digests[id(matrix.param.formulas)]
             rows.append((*_SOME[matrix.status], digest, -digest))
-        count = -(-len(rows) // _ROWS) * _ROWS
-        table = torch.zeros(count, 7, dtype=torch.int64)
+        table = torch.zeros(max(_ROWS, len(rows)), 7, dtype=torch.int64)
         table[: len(rows), :5] = torch.tensor(rows)
         self._table = table.to(self._device)
         self._add_values()
+        self._reduce(self._table[:_ROWS])
+
+    def _reduce(self, rows: Tensor) -> None:
         with self._named():
-            self._work = dist.all_reduce(
-                self._table, dist.ReduceOp.MAX, self._group, async_op=True
-            )
+            work = dist.all_reduce(rows, dist.ReduceOp.MAX, self._group, async_op=True)
+            self._works.append(work)
 
     def _add_values(self) -> None:
         """Adds digests of the values of replicated matrices, once."""
@@ -128,6 +130,8 @@ class Statuses:
             text = self._other_step(self._table[0].tolist())
             if text:
                 raise RuntimeError(text)
+        if len(self._table) > _ROWS:
+            self._reduce(self._table[_ROWS:])
 
     def finish(self) -> None:
         """Waits for the all-reduce, and copies its result to the host without waiting for the device."""
@@ -144,14 +148,13 @@ class Statuses:
         self._host = host, copied
 
     def _wait(self) -> None:
-        if self._work is not None:
-            work, self._work = self._work, None
+        while self._works:
             with self._named():
-                work.wait()
+                self._works.pop(0).wait()
 
     def forget(self) -> None:
         """Drops the results of a step that failed."""
-        self._work = self._host = None
+        self._works, self._host = [], None
 
     def mismatch(self) -> str:
         """How the ranks differed in the last finished step; "" if they did not."""
