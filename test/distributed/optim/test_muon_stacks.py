@@ -152,12 +152,14 @@ class TestMuonStacks(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             (0, {"tp_process_group": inner, "tp_dim_per_param": 0}),
         ):
             config = create_auto_config(**{"ddp_process_group": outer, **options})
-            cuts = [
-                Cut(shape, ((dim, sizes_of(shape[dim], 2, "balanced"), at),))
-                if dim is not None
-                else Cut(shape)
-                for shape in [(4, 6, 10), (3, 9, 5), (1, 8, 8)]
-            ]
+            cuts = []
+            for shape in [(4, 6, 10), (3, 9, 5), (1, 8, 8), (6, 10)]:
+                if dim is None:
+                    cuts.append(Cut(shape))
+                    continue
+                along = min(dim, len(shape) - 1)
+                sizes = sizes_of(shape[along], 2, "balanced")
+                cuts.append(Cut(shape, ((along, sizes, at),)))
             self.check(cuts, config)
 
     def test_fsdp1(self):

@@ -27,12 +27,12 @@ Holders = tuple[tuple[int, tuple[Region, ...]], ...]
 
 # The order in which cuts are undone. FSDP cuts last, the shard that TP left. DDP and CP replicate.
 KINDS = ("fsdp", "tp", "ddp", "cp")
-# In a Piece, the rank that describes it. So equal pieces of different ranks are equal.
+# In a Piece, the rank that sends it. With a number in its place, equal pieces of different ranks are equal.
 SPEAKER = -1
 
-# How ranks name a matrix that they share: its expert's id if it belongs to an expert, and its number
-# among the matrices of that expert or of none.
-Name = tuple["int | None", int]
+# How ranks name a matrix that they share: its expert's id if it belongs to an expert, the kinds of groups
+# that share it, and its number among such matrices. Ranks may hold different numbers of a stack's matrices.
+Name = tuple["int | None", tuple[str, ...], int]
 
 
 class Cut(NamedTuple):
@@ -95,11 +95,12 @@ class Told(NamedTuple):
 
     @property
     def names(self) -> list[Name]:
-        counts: Counter[int | None] = Counter()
+        counts: Counter[tuple[int | None, tuple[str, ...]]] = Counter()
         found = []
-        for expert in self.experts:
-            found.append((expert, counts[expert]))
-            counts[expert] += 1
+        for at, expert in zip(self.which, self.experts, strict=True):
+            kind = expert, tuple(cut.kind for cut in self.pieces[at].cuts)
+            found.append((*kind, counts[kind]))
+            counts[kind] += 1
         return found
 
 
@@ -231,7 +232,7 @@ class _Grid:
         Raises:
             ValueError: the ranks' pieces or groups contradict each other.
         """
-        expert, _ = name
+        expert, *_ = name
         found = [
             (mine.get(name), tuple(ranks)) for mine, ranks in self._tellers.values()
         ]
@@ -295,7 +296,7 @@ class _Join:
             missing = min(set(cut.ranks) - set(found))
             raise ValueError(
                 f"ranks disagree about the number of parameters that they share: rank {rank} has this one, rank "
-                f"{missing} of the same {cut.kind}_process_group has not. Ranks of a process group must build their "
+                f"{missing} of the same {cut.kind}_process_group does not. Ranks of a process group must build their "
                 "Muon from the same parameters in the same order; expert_assignments tells experts apart"
             )
         mine = self.pieces[rank]
