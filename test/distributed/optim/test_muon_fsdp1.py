@@ -283,6 +283,29 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         # Another optimizer over the same ranks works.
         self.check(Run(True), 1)
 
+    def test_ignored_parameter_that_tensor_parallelism_cuts(self):
+        grid = grid_of(2, 2)
+        tp = grid.get_group("b")
+        for said, mark in ((0, None), ({0: 0}, None), (None, 0)):
+            model = torch.nn.Linear(8, 4, bias=False)
+            ignored = [model.weight]
+            if mark is not None:
+                model.weight.tp_dim = mark
+            model = FSDP(
+                torch.nn.Sequential(model, torch.nn.Linear(4, 4)),
+                process_group=grid.get_group("a"),
+                device_id=torch.device("cpu"),
+                ignored_states=ignored,
+                use_orig_params=True,
+            )
+            config = create_auto_config(
+                module=model, tp_process_group=tp, tp_dim_per_param=said
+            )
+            optimizer = Muon(ignored, distributed_config=config)
+            with self.everywhere(f"{said} {mark}"):
+                ranks = torch.distributed.get_process_group_ranks(tp)
+                self.assertEqual(sorted(optimizer.assignments), ranks)
+
     def test_matrices_that_are_not_contiguous(self):
         for orig in (False, True):
             model = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False))

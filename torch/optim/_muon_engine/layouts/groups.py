@@ -450,8 +450,9 @@ class _LocalReader:
         groups = dict(self.shared)
         if self._views:
             # FSDP1 did not flatten it, so each rank has it whole. TP may have cut it nevertheless.
-            is_cut = key.index in (self.groups.tp_dims or {})
-            groups = {k: g for k, g in groups.items() if k == "tp" and is_cut}
+            said = self.groups.tp_dim(key.index), dtensor.tp_mark_of(param)
+            keeps = {"tp"} if said != (None, None) else set()
+            groups = {k: groups[k] for k in groups.keys() & keeps}
         tp_dim = self._tp_dim(key, param) if "tp" in groups else None
         stacked = 0 if flatten else param.ndim - 2
         if flatten and (tp_dim or 0) > 1:
@@ -565,4 +566,5 @@ def tp_dim_of(param: Tensor) -> int | None:
             dim = getattr(placement, "dim", None)
             if dim is not None:
                 return dim % param.ndim
+        return -1
     return None
