@@ -241,8 +241,9 @@ class CallbackStep:
         formulas = self.params[index].formulas
         if self.owners[index] != self.rank:
             return whole.new_zeros(whole.shape, dtype=NS_DTYPE)
-        whole = local_part(whole)
-        update = torch.empty_like(whole, dtype=NS_DTYPE).contiguous()
+        # Some versions gather uneven shards into a view of padded memory.
+        whole = local_part(whole).contiguous()
+        update = torch.empty_like(whole, dtype=NS_DTYPE)
         for matrix, out in zip(formulas.matrices(whole), formulas.matrices(update)):
             out.copy_(formulas.orthogonalize(matrix))
         return update
