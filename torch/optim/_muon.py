@@ -499,7 +499,7 @@ class Muon(Optimizer):
             raise ValueError(f"weight decay should be >= 0 but is: {weight_decay}")
         if adjust_lr_fn is not None and adjust_lr_fn not in _ADJUST_LR_FNS:
             raise ValueError(
-                f"Adjust learning rate function {adjust_lr_fn} is not supported"
+                f"Adjust learning rate function {adjust_lr_fn} is not supported; use one of {_ADJUST_LR_FNS}"
             )
         check_ns_algorithm(ns_algorithm)
         defaults = {
@@ -594,7 +594,7 @@ class Muon(Optimizer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A copy has defaults, load_state_dict() has not.
+        # A copy has defaults, load_state_dict() does not.
         if "defaults" not in state:
             _check_loaded(self.param_groups, state)
         super().__setstate__(state)
@@ -857,7 +857,7 @@ def muon(
     allow_batched_matrices: bool = False,
     distributed_config: DistributedConfig | None = None,
 ) -> None:
-    if foreach is None and allow_batched_matrices and not torch.compiler.is_compiling():
+    if foreach is None and allow_batched_matrices and distributed_config is None:
         # Accelerators iterate a stack at once.
         foreach = any(p.ndim > 2 and p.device.type != "cpu" for p in params)
     # A compiler fuses the loop better than a batch.

@@ -81,7 +81,7 @@ def check_ns_algorithm(ns_algorithm: str) -> None:
 
 
 class Products:
-    """The steps' products, which commute and so have symmetric results.
+    """The products of an iteration. Their factors commute, so the results are symmetric.
 
     Args:
         shape: of the whole matrix, if a rank has only a block of it.

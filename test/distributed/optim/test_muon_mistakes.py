@@ -83,7 +83,7 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             for _ in range(3):
                 self.give_gradients(params)
                 muon.step()
-        self.assertWarnedOnce(warned, "each process trains its own")
+        self.assertWarnedOnce(warned, "each process orthogonalizes all")
 
     def test_sharded_before_the_first_step_is_no_mistake(self):
         layout = specs(mesh_of(4), [(S0,)], [(8, 6)])

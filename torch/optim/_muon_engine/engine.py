@@ -97,9 +97,9 @@ class Engine:
                     self._notes(step).leave(found)
                 raise
         self._hints = Hints(self.schedule.layouts, self.rank)
-        if self.reader is not None and self.rank == 0 < self.world_size - 1:
-            if former is None:
-                warn_if_unshared(config.state, params)
+        is_first = former is None and self.rank == 0 and self.world_size > 1
+        if self.reader is not None and is_first:
+            warn_if_unshared(config.state, params)
         # Parameters on meta will be materialized, which builds another engine.
         is_meta = any(param.tensor.is_meta for param in params)
         if self.runs_on_engine and self.device.type != "cpu" and not is_meta:
@@ -243,7 +243,7 @@ class Engine:
             raise error
 
     def _pipeline(self) -> Pipeline:
-        """The pipeline with the memory of all buckets. The first step makes it."""
+        """The pipeline with the memory of all buckets. The first call makes it."""
         if not isinstance(self._runner, Pipeline):
             self._runner = _make_pipeline(self)
         return self._runner
@@ -303,7 +303,7 @@ class Engine:
         try:
             runner = self._begin(formulas, grads, states)
         except Exception as error:
-            # Nothing has moved, and this rank may try again. Others may be in the step already.
+            # Nothing has moved. Others may be in the step already.
             self._notes().leave(error)
             raise
         try:
@@ -321,6 +321,8 @@ class Engine:
             self._fail(error)
             if not isinstance(error, transport.ExchangeError):
                 raise
+            # A launcher may end this process while it asks the others.
+            log.error("%s", error)
             found = filter(None, [str(error), self._notes().ask(error.ranks)])
             raise RuntimeError(". ".join(found)) from error
         finally:

@@ -25,8 +25,9 @@ def warn_if_unshared(state: Mapping[str, Any], params: Sequence[Param]) -> None:
     given = [key for key in state if key.endswith(names) and state[key] is not None]
     if not given and not any(is_dtensor(param.tensor) for param in params):
         warnings.warn(
-            "there are several processes, but no other process shares any parameter of this Muon, so each process trains "
-            f"its own. {_BUILT_TOO_EARLY}. With DistributedDataParallel, use create_auto_config(ddp_process_group=...)",
+            "there are several processes, but no other process shares any parameter of this Muon, so each process "
+            f"orthogonalizes all of them by itself. {_BUILT_TOO_EARLY}. With DistributedDataParallel, use "
+            "create_auto_config(ddp_process_group=...)",
             stacklevel=2,
         )
 

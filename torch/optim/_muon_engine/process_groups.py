@@ -152,8 +152,8 @@ def rendezvous(ranks: tuple[int, ...], timeout: timedelta | None, name: str) -> 
 class FailureNotes:
     """The reasons for a failed step, which the ranks of each group leave and look up in the store.
 
-    A group itself cannot carry them after a failure. Each rank makes at most four requests per group,
-    whatever the number of ranks.
+    A group itself cannot carry them after a failure. Each rank makes a few requests, whatever the number
+    of ranks; only the first rank to fail looks for each of the others.
 
     Args:
         numbers: ranks of each group -> which of the optimizers over these ranks this one is, so that

@@ -22,7 +22,8 @@ class FlatMatrix(NamedTuple):
     tp: DTensorSpec | None
     # Whether FSDP flattened it row by row, and not in another order of its memory.
     contiguous: bool
-    # The elements of it that are held, counted row by row: first, one after the last, where they stand.
+    # The elements of it that are held, counted row by row: the first, the one after the last, and the
+    # first one's offset in the local tensor.
     held: tuple[int, int, int] = (0, 0, 0)
 
 

@@ -303,7 +303,7 @@ def _exchange_of(
 
 
 def connect(buckets: Sequence[LocalBucket]) -> None:
-    """Runs every collective of a step once, so that backends connect while nothing overlaps.
+    """Runs the collectives of each bucket once, so that backends connect while nothing overlaps.
 
     Accelerator backends connect two ranks when they first exchange something. Connecting in the middle
     of a step, with other collectives in flight, has deadlocked.
@@ -315,6 +315,8 @@ def connect(buckets: Sequence[LocalBucket]) -> None:
         for relay in bucket.relays:
             relay.start()
             relay.wait()
+        for products in (m.products for m in bucket.matrices if m.products):
+            products.norm(bucket.gather_send.flat.new_ones(1))
 
 
 def drain(buckets: Sequence[LocalBucket]) -> None:
