@@ -35,7 +35,11 @@ if dist.is_available():
         Replicate,
         Shard,
     )
-    from torch.optim._muon_engine.layouts.dtensor import _cut, device_of, DTensorLayouts
+    from torch.optim._muon_engine.layouts.dtensor import (
+        _order_of_cuts,
+        device_of,
+        DTensorLayouts,
+    )
     from torch.optim._muon_engine.layouts.groups import _LocalReader, ParallelGroups
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -299,7 +303,7 @@ class TestDTensorLayouts(TestCase):
             is_shard = is_replicate = is_partial = no
 
         with self.assertRaisesRegex(ValueError, "here: .*neither a shard, a replica"):
-            _cut(Odd(), torch.arange(4), 0, 2, "here")
+            _order_of_cuts((Odd(),), (2,), 0, "here")
 
     def test_fsdp1_over_tp_of_more_than_one_mesh_dimension(self):
         self.as_rank(0, 4)

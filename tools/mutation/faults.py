@@ -268,8 +268,8 @@ FAULTS = (
     Fault(
         "ranks learn what all statuses have in common",
         STATUSES,
-        "self._table, dist.ReduceOp.MAX, self._group",
-        "self._table, dist.ReduceOp.MIN, self._group",
+        "rows, dist.ReduceOp.MAX, self._group",
+        "rows, dist.ReduceOp.MIN, self._group",
         (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_on_every_holder",),
     ),
     Fault(

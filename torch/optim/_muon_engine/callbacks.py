@@ -13,14 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim._muon_engine.config import DistributedConfig
-from torch.optim._muon_engine.layouts import Layout, process_rank
-from torch.optim._muon_engine.layouts.dtensor import (
-    is_dtensor,
-    is_frozen,
-    like_param,
-    local_part,
-    matrix_shape,
-)
+from torch.optim._muon_engine.layouts import dtensor, Layout, process_rank
 from torch.optim._muon_engine.layouts.groups import ParallelGroups, Reader
 from torch.optim._muon_engine.process_groups import first_owner
 from torch.optim._muon_engine.runtime.pipeline import accumulate
@@ -49,7 +42,9 @@ def choose_owners(
     # Frozen parameters take no time. They must not move the owners of the others.
     for frozen in (False, True):
         chosen = [
-            i for i, l in enumerate(layouts) if is_frozen(params[l.key.index]) == frozen
+            i
+            for i, l in enumerate(layouts)
+            if dtensor.is_frozen(params[l.key.index]) == frozen
         ]
         found = assign_owners((layouts[i] for i in chosen), first_owner, ranks_per_node)
         for i, owner in zip(chosen, found, strict=True):
@@ -225,7 +220,7 @@ class CallbackStep:
             piece = param.formulas.prepare(param.momentum, param.grad)
             piece = piece.clone() if piece is param.momentum else piece
         owner = self._announce(index, "gather_fn")
-        piece = like_param(param.tensor, piece)
+        piece = dtensor.like_param(param.tensor, piece)
         whole = self.config.gather_fn(piece, owner, self.config.state)
         if whole is None and owner == self.rank:
             raise RuntimeError(
@@ -242,7 +237,7 @@ class CallbackStep:
         if self.owners[index] != self.rank:
             return whole.new_zeros(whole.shape, dtype=NS_DTYPE)
         # Some versions gather uneven shards into a view of padded memory.
-        whole = local_part(whole).contiguous()
+        whole = dtensor.local_part(whole).contiguous()
         update = torch.empty_like(whole, dtype=NS_DTYPE)
         for matrix, out in zip(formulas.matrices(whole), formulas.matrices(update)):
             out.copy_(formulas.orthogonalize(matrix))
@@ -254,7 +249,7 @@ class CallbackStep:
         local = self.params[index].local
         found = type(piece).__name__
         if isinstance(piece, Tensor):
-            piece = local_part(piece)
+            piece = dtensor.local_part(piece)
             found = f"shape {tuple(piece.shape)}"
         if not isinstance(piece, Tensor) or piece.shape != local.shape:
             raise RuntimeError(
@@ -297,7 +292,7 @@ class CallbackStep:
                 )
         if index not in self.layouts:
             split, flatten = param.form
-            shape = matrix_shape(self._global_shape(index, whole), flatten)
+            shape = dtensor.matrix_shape(self._global_shape(index, whole), flatten)
             parts = map(param.formulas.matrices, (param.local, update))
             moves = [(p, u, p.shape if split else shape) for p, u in zip(*parts)]
         for local, part, shape in moves:
@@ -308,7 +303,7 @@ class CallbackStep:
         tensor = self.params[index].tensor
         if whole is not None:
             return whole.shape
-        if is_dtensor(tensor):
+        if dtensor.is_dtensor(tensor):
             return tensor.shape
         known = self.config.state.get("global_shapes", {})
         if index not in known:

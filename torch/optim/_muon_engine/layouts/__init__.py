@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -242,10 +242,10 @@ class Layout:
         return self.key.describe(self.shape)
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
+def listed(names: Sequence[Any], most: int = 8) -> str:
     """The first of ``names``, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(map(str, names[:most])) + more
 
 
 def larger_first(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -6,7 +6,7 @@ A plain tensor takes the same functions. It is its own local tensor.
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import accumulate, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -343,23 +343,23 @@ def _matrices_by_rank(
     two, numbered row-major.
     """
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    runs = [
-        _runs_by_coordinate(mesh, tensor.placements, shape, dim, where)
+    held = [
+        _runs_along(dim, shape, mesh, tensor.placements, where)
         for dim in range(len(shape))
     ]
     found = []
-    # Replicas hold the same runs, and share the result.
-    known: dict[tuple[int, ...], dict[int, tuple[Region, ...]]] = {}
+    # Replicas share the result.
+    known: dict[tuple, dict[int, tuple[Region, ...]]] = {}
     for coordinate in product(*(range(size) for size in mesh.shape)):
-        of_dims = [of_dim[coordinate] for of_dim in runs]
-        key = tuple(map(id, of_dims))
-        if key not in known:
+        at = tuple(tuple(coordinate[d] for d in dims) for dims, _ in held)
+        if at not in known:
+            runs = [of_dim[here] for here, (_, of_dim) in zip(at, held)]
             if flatten:
-                columns = _flattened(of_dims[1:], shape[1:])
-                known[key] = {0: _regions(of_dims[0], columns)}
+                columns = _flattened(runs[1:], shape[1:])
+                known[at] = {0: _regions(runs[0], columns)}
             else:
-                known[key] = _matrices(of_dims, shape)
-        found.append(known[key])
+                known[at] = _matrices(runs, shape)
+        found.append(known[at])
     return found
 
 
@@ -398,100 +398,70 @@ def _matrices(
     return found
 
 
-def _runs_by_coordinate(
+def _runs_along(
+    dim: int,
+    shape: tuple[int, ...],
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
-    shape: tuple[int, ...],
-    dim: int,
     where: str,
-) -> dict[tuple[int, ...], list[tuple[int, int]]]:
-    """Mesh coordinate -> the runs (start, length) of indices of tensor dimension ``dim`` held there.
+) -> tuple[list[int], dict[tuple[int, ...], list[tuple[int, int]]]]:
+    """The mesh dimensions that cut tensor dimension ``dim``, and the indices held at each coordinate there.
 
-    The placements themselves cut an index vector, mesh dimension by mesh dimension. So this function does
+    Indices are runs (start, length). The placements themselves cut an index vector, so this function does
     not know the rules for uneven, empty and strided shards.
     """
     vector = torch.arange(shape[dim], device="cpu").reshape(
         [-1 if d == dim else 1 for d in range(len(shape))]
     )
-    held: dict[tuple[int, ...], Tensor] = {(): vector}
-    order = _order_of_cuts(placements, mesh.shape, dim)
-    for mesh_dim, placement in order:
-        finer: dict[tuple[int, ...], Tensor] = {}
-        cuts: dict[int, list[Tensor]] = {}
-        for coordinate, indices in held.items():
-            if id(indices) not in cuts:
-                size = mesh.shape[mesh_dim]
-                cuts[id(indices)] = _cut(placement, indices, dim, size, where)
-            for i, part in enumerate(cuts[id(indices)]):
-                finer[(*coordinate, i)] = part
+    held = {(): vector}
+    cuts = _order_of_cuts(placements, mesh.shape, dim, where)
+    for mesh_dim, placement in cuts:
+        finer = {}
+        for at, indices in held.items():
+            parts, _ = placement._split_tensor(
+                indices, mesh.shape[mesh_dim], with_padding=False, contiguous=False
+            )
+            finer |= {(*at, i): part for i, part in enumerate(parts)}
         held = finer
-    # Coordinates that differ along a replicated dimension share one tensor, and so one search.
-    distinct = {id(indices): indices.flatten() for indices in held.values()}
-    runs = dict(zip(distinct, _runs(list(distinct.values())), strict=True))
-    place = {mesh_dim: at for at, (mesh_dim, _) in enumerate(order)}
-    return {
-        tuple(coordinate[place[i]] for i in range(mesh.ndim)): runs[id(indices)]
-        for coordinate, indices in held.items()
-    }
+    runs = {at: _runs(indices.flatten()) for at, indices in held.items()}
+    return [mesh_dim for mesh_dim, _ in cuts], runs
 
 
 def _order_of_cuts(
-    placements: tuple[Placement, ...], sizes: tuple[int, ...], dim: int
-) -> list[tuple[int, Placement]]:
-    """The mesh dimensions in the order in which they cut tensor dimension ``dim``, with their placements.
+    placements: tuple[Placement, ...], sizes: tuple[int, ...], dim: int, where: str
+) -> list[tuple[int, Any]]:
+    """The mesh dimensions that cut tensor dimension ``dim``, in their order, with their placements.
 
     The order is left to right, except for a strided shard whose split factor is the number of pieces of
     the dimensions to its right (FSDP over TP). It cuts each of their pieces after them, which for uneven
     sizes differs from cutting strides.
     """
-    order: list[tuple[int, Placement]] = []
+    order: list[tuple[int, Any]] = []
     pieces = 1
-    for mesh_dim in reversed(range(len(placements))):
-        placement = placements[mesh_dim]
-        shards = getattr(placement, "dim", None) == dim
-        if shards and pieces > 1 and getattr(placement, "split_factor", 0) == pieces:
+    for mesh_dim, placement in reversed([*enumerate(placements)]):
+        if placement.is_replicate() or placement.is_partial():
+            continue
+        if not hasattr(placement, "dim") or not hasattr(placement, "_split_tensor"):
+            raise ValueError(
+                f"{where}: {placement} is neither a shard, a replica nor partial"
+            )
+        if placement.dim != dim:
+            continue
+        if pieces > 1 and getattr(placement, "split_factor", 0) == pieces:
             order.append((mesh_dim, Shard(dim)))
         else:
             order.insert(0, (mesh_dim, placement))
-        pieces *= sizes[mesh_dim] if shards else 1
+        pieces *= sizes[mesh_dim]
     return order
 
 
-def _cut(
-    placement: Placement, indices: Tensor, dim: int, size: int, where: str
-) -> list[Tensor]:
-    if placement.is_replicate() or placement.is_partial():
-        return [indices] * size
-    if not hasattr(placement, "dim") or not hasattr(placement, "_split_tensor"):
-        raise ValueError(
-            f"{where}: {placement} is neither a shard, a replica nor partial"
-        )
-    if placement.dim != dim:
-        return [indices] * size
-    parts, _ = placement._split_tensor(
-        indices, size, with_padding=False, contiguous=False
-    )
-    return list(parts)
-
-
-def _runs(parts: list[Tensor]) -> list[list[tuple[int, int]]]:
-    """For each of ``parts`` its maximal runs of consecutive integers, as (start, length), in order."""
-    together = torch.cat(parts)
-    lengths = [part.numel() for part in parts]
-    breaks = (together.diff() != 1).nonzero().flatten().add(1).tolist()
-    ends = list(accumulate(lengths))
-    # A run also ends with its part, even if the next part starts with the next integer.
-    edges = sorted({0, *breaks, *ends})
-    values = together[torch.tensor(edges[:-1], dtype=torch.long, device="cpu")].tolist()
-    found = zip(edges, edges[1:], values)
-    runs: list[list[tuple[int, int]]] = []
-    start, stop, value = next(found, (0, 0, 0))
-    for end in ends:
-        runs.append([])
-        while start < stop <= end:
-            runs[-1].append((value, stop - start))
-            start, stop, value = next(found, (end, end, 0))
-    return runs
+def _runs(indices: Tensor) -> list[tuple[int, int]]:
+    """The maximal runs (start, length) of consecutive integers."""
+    if not indices.numel():
+        return []
+    starts = [0, *(indices.diff() != 1).nonzero().flatten().add(1).tolist()]
+    ends = [*starts[1:], len(indices)]
+    return [(v, e - s) for v, s, e in zip(indices[starts].tolist(), starts, ends)]
 
 
 def _regions(

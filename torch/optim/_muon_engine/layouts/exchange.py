@@ -16,6 +16,7 @@ from torch.optim._muon_engine.layouts import (
     check_cover,
     Key,
     Layout,
+    listed,
     process_rank,
     Region,
     Shards,
@@ -65,7 +66,7 @@ class Piece(NamedTuple):
         words = [
             cut.kind
             + (f" along dimension {cut.dim}" if cut.kind == "tp" else "")
-            + (f" over ranks {some_of(cut.ranks)}" if with_ranks else "")
+            + (f" over ranks {listed(cut.ranks, 16)}" if with_ranks else "")
             for cut in self.cuts
         ]
         return f"process groups: {', '.join(words)}" if words else "no process groups"
@@ -286,7 +287,7 @@ class _Join:
             return _overlay(parts, again=kind == "cp")
         except ValueError as error:
             raise ValueError(
-                f"over {kind}_process_group (ranks {some_of(cut.ranks)}) {error}"
+                f"over {kind}_process_group (ranks {listed(cut.ranks, 16)}) {error}"
             ) from None
 
     def _members(self, rank: int, cut: Cut) -> list[int]:
@@ -370,9 +371,3 @@ def _each_once(holders: list[tuple[int, tuple[Region, ...]]]) -> Holders:
             "must form a grid, like the dimensions of a DeviceMesh: two of them have one rank in common"
         )
     return tuple(holders)
-
-
-def some_of(ranks: tuple[int, ...]) -> str:
-    """``ranks`` in a text of bounded length."""
-    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
-    return f"{list(ranks[:16])}{more}"

@@ -5,16 +5,7 @@ from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
-from torch.optim._muon_engine.layouts import Key, Region
-from torch.optim._muon_engine.layouts.dtensor import (
-    local_gradient,
-    local_part,
-    new_momentum_buffer,
-    origin_of,
-    place_like,
-    placed_like,
-    problem_with_gradient,
-)
+from torch.optim._muon_engine.layouts import dtensor, Key, Region
 from torch.optim._muon_engine.schedule.packs import Schedule
 
 
@@ -48,7 +39,7 @@ class Param:
         self.form = formulas.form
         self.described = Key(index, 0, name).describe(tensor.shape)
         # The properties that the layout is read from. Every step compares them.
-        self.origin = origin_of(tensor)
+        self.origin = dtensor.origin_of(tensor)
         self.local: Tensor
         self.momentum: Tensor
         # The gradient that the user set, and its local part placed like the parameter.
@@ -63,7 +54,7 @@ class Param:
         return self.origin[0]
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        return self.tensor is tensor and self.origin == origin_of(tensor)
+        return self.tensor is tensor and self.origin == dtensor.origin_of(tensor)
 
     def begin(
         self, formulas: Any, grad: Tensor | None, state: MutableMapping[str, Any]
@@ -72,14 +63,19 @@ class Param:
         self.formulas = formulas
         buffer = state.get("momentum_buffer")
         if buffer is None:
-            buffer = new_momentum_buffer(self.tensor)
-        elif not placed_like(self.tensor, buffer):
+            buffer = dtensor.new_momentum_buffer(self.tensor)
+        elif not dtensor.placed_like(self.tensor, buffer):
             # A checkpoint or a changed parameter left it in another placement.
-            buffer = place_like(self.tensor, buffer, self.described)
+            buffer = dtensor.place_like(self.tensor, buffer, self.described)
         state["momentum_buffer"] = buffer
-        self.local, self.momentum = local_part(self.tensor), local_part(buffer)
+        self.local, self.momentum = (
+            dtensor.local_part(self.tensor),
+            dtensor.local_part(buffer),
+        )
         self.given, self.grad, self._accumulated = grad, None, False
-        self.problem = "" if grad is None else problem_with_gradient(self.tensor, grad)
+        self.problem = (
+            "" if grad is None else dtensor.problem_with_gradient(self.tensor, grad)
+        )
 
     def end(self) -> None:
         """Drops the gradient, whose memory is the user's to free."""
@@ -97,7 +93,7 @@ class Param:
     def place_gradient(self) -> None:
         """Brings the gradient to the parameter's placement, by a collective of DTensor's if need be."""
         if self.grad is None and self.given is not None and not self.problem:
-            grad = local_gradient(self.tensor, self.given)
+            grad = dtensor.local_gradient(self.tensor, self.given)
             self.grad = grad.contiguous() if self.form[1] else grad
 
     def place_gradient_of_stack(self) -> None:
