@@ -93,7 +93,6 @@ TRACED = {
     "test_muon_fsdp1",
     "test_muon_functions",
     "test_muon_groups",
-    "test_muon_mistakes",
     "test_muon_process_groups",
     "test_muon_relays",
     "test_muon_replaced",

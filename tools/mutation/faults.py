@@ -12,7 +12,7 @@ ORDER = f"{HERE}exchange.py::TestMuonOrder::test_"
 GROUPS = f"{HERE}groups.py::TestMuonGroups::test_"
 FSDP1 = f"{HERE}fsdp1.py::TestMuonFSDP1::test_"
 ERRORS = f"{HERE}errors.py::TestMuonAgreement::test_"
-MISTAKES = f"{HERE}mistakes.py::TestMuonMistakes::test_"
+MISTAKES = f"{HERE}errors.py::TestMuonMistakes::test_"
 PARTIAL = f"{HERE}partial.py::TestMuonPartial::test_"
 MEETING = f"{HERE}process_groups.py::TestMuonSpanningGroups::test_"
 REPLACED = f"{HERE}replaced.py::TestMuonReplacedOnFour::test_"
@@ -174,7 +174,7 @@ FAULTS = (
         ENGINE,
         "        if _flags_of(self.config) != self.flags:\n",
         "        if not self.flags:\n",
-        (f"{LAYOUTS}flags_are_read_when_muon_is_built",),
+        (f"{ERRORS}errors_that_sent_nothing_are_forgotten",),
     ),
     Fault(
         "a group has one slot too few",

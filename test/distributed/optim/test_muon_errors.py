@@ -1,23 +1,37 @@
 # Owner(s): ["oncall: distributed"]
-"""Mistakes around the distributed Muon: every rank hears of them, and none waits for ever."""
+"""Mistakes around the distributed Muon: which ranks hear of them, how often, and that none waits for ever."""
 
+import contextlib
 import dataclasses
 import re
 import sys
+import warnings
 from datetime import timedelta
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import Muon
-from torch.optim.muon import create_dtensor_config
+from torch.optim._muon_engine import hints
+from torch.optim._muon_engine.schedule import buckets
+from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
 )
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 from torch.testing._internal.distributed._muon.common_muon import (
+    Cut,
     everyone,
     full,
     GlooOnCPU,
@@ -35,8 +49,22 @@ from torch.testing._internal.distributed._muon.common_muon import (
 )
 
 
+# The options that ranks compare, with values that are not the defaults.
+OTHER_OPTIONS = {
+    "lr": 0.0,
+    "weight_decay": 0.2,
+    "momentum": 0.9,
+    "nesterov": False,
+    "ns_coefficients": (3.4, -4.7, 2.0),
+    "ns_steps": 4,
+    "eps": 1e-6,
+    "adjust_lr_fn": "match_rms_adamw",
+    "ns_algorithm": "gram",
+}
+
+
 def parameter(spec, seed=0):
-    return torch.nn.Parameter(place(full(seed, spec.shape, spec.dtype), spec))
+    return nn.Parameter(place(full(seed, spec.shape, spec.dtype), spec))
 
 
 def snapshot(params):
@@ -63,6 +91,22 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.assertRaisesEverywhere(
             lambda: self.build(placed, change, **options), kind, pattern
         )
+
+    def outcomes(self, placed, **options):
+        """How many optimizers each rank builds, and its error: then, or else in the first step.
+
+        Nothing moves.
+        """
+        built = []
+        outcome = self.outcome(lambda: built.append(self.build(placed, **options)))
+        dist.barrier()
+        for optimizer in built:
+            before = snapshot(self.before)
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = torch.ones_like(param)
+            outcome = self.outcome(optimizer.step)
+            self.assertEqual(snapshot(self.before), before)
+        return everyone((len(built), outcome))
 
     def mesh_of_its_own(self, name, ranks=None):
         """A mesh over a new group, which a test may break. DTensor's caches know meshes by their names."""
@@ -112,24 +156,11 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.assertRaisesEverywhere(optimizer.step, RuntimeError, "different values")
 
     def test_different_hyperparameters(self):
-        coefficients = (3.4, -4.7, 2.0), (3.4, -4.7, 2.1)
-        for field, usual, other in [
-            ("lr", 0.1, 0.2),
-            ("weight_decay", 0.0, 0.2),
-            ("momentum", 0.9, 0.8),
-            ("nesterov", True, False),
-            ("ns_coefficients", *coefficients),
-            ("ns_steps", 5, 4),
-            ("eps", 1e-7, 1e-6),
-            ("adjust_lr_fn", None, "match_rms_adamw"),
-            ("foreach", None, True),
-            ("ns_algorithm", "quintic", "gram"),
-        ]:
-            value = other if self.rank == 2 else usual
+        for field, other in {**OTHER_OPTIONS, "foreach": True}.items():
             self.assertRefused(
                 ValueError,
-                f"parameter 0 'w0'.*{field} is {re.escape(f'{usual} on rank 0 and {other} on rank 2')}",
-                **{field: value},
+                rf"'w0'.*{field} is .* on rank 0 and {re.escape(str(other))} on rank 2",
+                **({field: other} if self.rank == 2 else {}),
             )
 
     def test_different_flags_of_the_config(self):
@@ -148,7 +179,7 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_one_rank_with_a_destroyed_parameter(self):
         def change(pairs):
-            destroyed = torch.nn.Parameter(torch.ones(8, 8))
+            destroyed = nn.Parameter(torch.ones(8, 8))
             destroyed.data = pairs[2][1].data
             return [*pairs[:2], ("w2", destroyed)] if self.rank == 1 else pairs
 
@@ -201,38 +232,18 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             placed = [Spec((8, 8), mesh, (S0,)) for mesh in meshes]
             if self.rank == culprit:
                 placed[which] = placed[which]._replace(shape=(8, 9))
-            built = []
-            outcome = self.outcome(lambda: built.append(self.build(placed)))
-            dist.barrier()
-            for optimizer in built:
-                before = snapshot(self.before)
-                for param in optimizer.param_groups[0]["params"]:
-                    param.grad = torch.ones_like(param)
-                outcome = self.outcome(optimizer.step)
-                self.assertEqual(snapshot(self.before), before)
-            outcomes = everyone((len(built), outcome))
-            for count, (kind, text) in outcomes:
+            for count, (kind, text) in self.outcomes(placed):
                 self.assertEqual(kind, "RuntimeError" if count else "ValueError")
                 told = "another rank failed before this step.*" * count
                 self.assertRegex(text, f"{told}ranks disagree about parameter {which}")
 
     def test_error_at_an_end_of_a_chain_of_groups(self):
         """Rank 0 shares nothing with rank 2 or 3. Its step fails within the timeout."""
-        placed = []
-        for pair in ([0, 1], [1, 2], [2, 3]):
-            mesh = self.mesh_of_its_own(f"chain {pair}", pair)
-            if mesh is not None:
-                placed.append(Spec((8, 8), mesh, (S0,)))
-        options = {"named": False}
-        if self.rank == 3:
-            options["distributed_config"] = self.assign({})
-        built = []
-        outcome = self.outcome(lambda: built.append(self.build(placed, **options)))
-        for optimizer in built:
-            for param in self.before:
-                param.grad = torch.ones_like(param)
-            outcome = self.outcome(optimizer.step)
-        found = everyone((len(built), outcome))
+        pairs = ([0, 1], [1, 2], [2, 3])
+        meshes = [self.mesh_of_its_own(f"chain {pair}", pair) for pair in pairs]
+        placed = [Spec((8, 8), mesh, (S0,)) for mesh in meshes if mesh is not None]
+        config = self.assign({}) if self.rank == 3 else create_dtensor_config()
+        found = self.outcomes(placed, named=False, distributed_config=config)
         self.assertEqual([count for count, _ in found], [1, 1, 0, 0], f"{found}")
         self.assertEqual(found[0][1][0], "RuntimeError", f"{found}")
         for _, outcome in found[1:]:
@@ -329,39 +340,30 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             twins.step()
         self.assertParity(twins)
 
-    def test_mismatch_names_the_first_parameters_and_counts_the_others(self):
-        optimizer = self.build([Spec((8, 8), mesh_of(4), (S0,))] * 9)
-        for i, param in enumerate(optimizer.param_groups[0]["params"]):
-            if self.rank != 1 or i == 0:
-                param.grad = torch.ones_like(param)
-        self.assertRaisesEverywhere(
-            optimizer.step,
-            RuntimeError,
-            r"some have none.*parameter 1 'w1' of shape \(8, 8\).*parameter 4 'w4'.* 4 more$",
-        )
-
     def test_state_dict_of_a_failed_optimizer_is_a_warning(self):
-        optimizer = self.build([Spec((8, 8), mesh_of(4), (S0,))])
-        (param,) = optimizer.param_groups[0]["params"]
-        param.grad = torch.ones_like(param)
+        optimizer = self.build([Spec((8, 8), mesh_of(4), (S0,))] * 9)
+        first, *others = params = optimizer.param_groups[0]["params"]
+        for param in params:
+            param.grad = torch.ones_like(param)
         optimizer.step()
-        if self.rank == 2:
+        for param in others if self.rank == 2 else ():
             param.grad = None
-        self.assertRaisesEverywhere(optimizer.step, RuntimeError, "gradient.*'w0'")
-        buffer = optimizer.state[param]["momentum_buffer"]
+        # It names the first parameters and counts the others.
+        pattern = r"some have none.*parameter 1 'w1' of shape \(8, 8\).*parameter 4 'w4'.* 4 more"
+        self.assertRaisesEverywhere(optimizer.step, RuntimeError, f"{pattern}$")
+        buffer = optimizer.state[first]["momentum_buffer"]
         with self.everywhere():
             for _ in range(2):
                 with self.assertLogs("torch.optim.muon", "WARNING") as seen:
                     saved = optimizer.state_dict()
-                self.assertRegex(seen.output[0], "gradient.*'w0'")
+                self.assertRegex(seen.output[0], pattern)
                 self.assertIs(saved["state"][0]["momentum_buffer"], buffer)
         # It still does not go on, with another parameter neither.
-        param.grad = torch.ones_like(param)
         more = parameter(Spec((6, 6), mesh_of(4), (S0,)), 9)
         optimizer.add_param_group({"params": [("more", more)]})
-        before = snapshot([param])
+        before = snapshot(params)
         self.assertRaisesEverywhere(optimizer.step, RuntimeError, "[Rr]ebuild")
-        self.assertEqual(snapshot([param]), before)
+        self.assertEqual(snapshot(params), before)
 
     def test_errors_that_sent_nothing_are_forgotten(self):
         twins = Twins(self.placed())
@@ -391,6 +393,188 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         with mock.patch.object(type(param), "grad", new=torch.ones(2, 8), create=True):
             self.assertRaisesEverywhere(optimizer.step, RuntimeError, "DTensor")
         self.assertEqual(snapshot([param]), before)
+
+
+@requires_gloo()
+class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    world_size = 4
+
+    def whole(self, *shapes):
+        return [nn.Parameter(full(i, shape)) for i, shape in enumerate(shapes)]
+
+    def give_gradients(self, params):
+        for i, param in enumerate(params):
+            param.grad = full(90 + i, param.shape)
+
+    @contextlib.contextmanager
+    def assertWarned(self, pattern=None):
+        """The first rank warns once of ``pattern``, and no other rank does. Without a pattern, none warns."""
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            yield
+        texts = [str(one.message) for one in warned]
+        found = [text for text in texts if re.search(pattern or "", text)]
+        count = int(self.rank == 0 and pattern is not None)
+        self.assertEverywhere([] if len(found) == count else texts or ["none"])
+
+    # Nothing is distributed
+
+    def test_nothing_is_distributed(self):
+        params = self.whole((4, 6), (5, 3))
+        with self.assertWarned("each process orthogonalizes all"):
+            muon = Muon(params, distributed_config=create_dtensor_config())
+            for _ in range(3):
+                self.give_gradients(params)
+                muon.step()
+
+    def test_sharded_before_the_first_step_is_no_mistake(self):
+        with self.assertWarned():
+            self.assertTrainsAlike(Twins(specs(mesh_of(4), [(S0,)], [(8, 6)])), 2)
+
+    def test_built_before_fully_shard(self):
+        model = nn.Linear(8, 12, bias=False)
+        muon = Muon(model.parameters(), distributed_config="auto")
+        fully_shard(model, mesh=mesh_of(4))
+        with self.assertWarned("no parameter of this Muon has had a gradient"):
+            for _ in range(hints.STEPS_WITHOUT_ANY + 2):
+                model(torch.ones(2, 8)).sum().backward()
+                muon.step()
+
+    @mock.patch.object(hints, "STEPS_WITHOUT_ONE", 5)
+    def test_parameter_that_is_never_trained(self):
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 6)] * 4))
+        pattern = r"have had no gradient in .*: parameter 2 of shape \(8, 6\)$"
+        with self.assertWarned(pattern):
+            for _ in range(8):
+                twins.set_gradients(missing=[2])
+                twins.optimizer.step()
+
+    # Ranks that are not replicas
+
+    def replicas(self):
+        """Parameters of equal shapes, with gradients, under DDP. Rank 2 has other values."""
+        params = self.whole((4, 6), (5, 3))
+        if self.rank == 2:
+            params[1].data += 1
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        self.give_gradients(params)
+        return Muon(params, distributed_config=config)
+
+    @parametrize("max_replicas", [1, 4])
+    def test_replicas_with_other_values(self, max_replicas):
+        with mock.patch.object(buckets, "MAX_REPLICAS", max_replicas):
+            muon = self.replicas()
+        self.assertRaisesEverywhere(
+            muon.step,
+            RuntimeError,
+            r"ZeroRedundancyOptimizer.*: parameter 1 of shape \(5, 3\)$",
+        )
+
+    def test_zero_redundancy_optimizer(self):
+        params = self.whole(*[(6, 6)] * 8)
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        options = {"optimizer_class": Muon, "lr": 0.1, "distributed_config": config}
+        zero = ZeroRedundancyOptimizer(params, **options)
+        self.give_gradients(params)
+        self.assertRaisesEverywhere(
+            zero.step, RuntimeError, "ZeroRedundancyOptimizer.*leave their group out"
+        )
+
+    def test_replicas_that_are_passed_as_shards(self):
+        """Two replicas counted as the halves of a matrix, without a word."""
+        config = create_auto_config(fsdp_process_group=dist.group.WORLD)
+        params = self.whole((4, 6), (5, 3))
+        pattern = (
+            "parameter 0 .*parameter 1 .*all ranks hold the same.*ddp_process_group"
+        )
+        with self.assertWarned(pattern):
+            Muon(params, distributed_config=config)
+        # Zeros are no sign of replicas, and neither is one shard that differs.
+        with self.assertWarned():
+            for param in (torch.zeros(4, 6), full(int(self.rank == 3), (4, 6))):
+                Muon([nn.Parameter(param)], distributed_config=config)
+
+    # Functions of the user's
+
+    def test_piece_of_a_parameter_that_nothing_is_known_of(self):
+        config = create_dtensor_config()
+        with self.everywhere():
+            with self.assertRaisesRegex(ValueError, "call gather_fn before"):
+                config.redistribute_fn(full(0, (8, 6)), 0, config.state)
+
+    # Hyperparameters
+
+    @parametrize("name", list(OTHER_OPTIONS))
+    def test_hyperparameter_of_one_rank_in_the_first_step(self, name):
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 6)] * 2))
+        if self.rank == 3:
+            twins.optimizer.param_groups[0][name] = OTHER_OPTIONS[name]
+        twins.set_gradients()
+        self.assertRaisesEverywhere(
+            twins.optimizer.step,
+            RuntimeError,
+            "different hyperparameters.*parameter 0 .*parameter 1",
+        )
+
+    def test_kinds_of_numbers_are_no_difference(self):
+        twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 6)]), weight_decay=0.0)
+        twins.step()
+        (group,) = twins.optimizer.param_groups
+        if self.rank == 1:
+            group.update(adjust_lr_fn="original", nesterov=1, weight_decay=0)
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+        twins.step()
+        self.assertParity(twins)
+
+    def test_values_of_a_model_that_a_checkpoint_fills(self):
+        """torch.distributed.checkpoint makes momentum by a step of zeros with a learning rate of zero."""
+        muon = self.replicas()
+        params = muon.param_groups[0]["params"]
+        get_optimizer_state_dict(nn.ParameterList(params), muon)
+        for i, param in enumerate(params):
+            param.data.copy_(full(i, param.shape))
+        self.give_gradients(params)
+        with self.everywhere():
+            muon.step()
+        self.assertEqual(len(set(everyone(params[1].sum().item()))), 1)
+
+    def test_values_are_compared_when_they_first_move(self):
+        """Ranks that held different further groups compared different things."""
+        two = DeviceMesh("cpu", [0, 1])
+        params = []
+        # Ranks 2 and 3 hold none of the second group.
+        for i, mesh in enumerate([mesh_of(4)] * 2 + [two] * 2 * (self.rank < 2)):
+            value = distribute_tensor(full(i, (4, 6)), mesh, [R])
+            params.append(nn.Parameter(value))
+            params[i].grad = torch.ones_like(value)
+        still = {"params": params[:2], "lr": 0.0, "weight_decay": 0.0}
+        muon = Muon([still, {"params": params[2:]}], lr=0.1, distributed_config="auto")
+        with self.everywhere():
+            muon.step()
+        if self.rank == 3:
+            params[1].data.to_local().add_(1)
+        muon.param_groups[0]["lr"] = 0.1
+        self.assertRaisesEverywhere(
+            muon.step, RuntimeError, "different values.*: parameter 1 of shape"
+        )
+
+    def test_ranks_that_replaced_different_parameters(self):
+        """Momentum restarted for different parameters, so replicas got different updates."""
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        twins = Twins([Cut((8, 8)), Cut((12, 5)), Cut((8, 8))], config)
+        twins.step()
+        at = int(self.rank > 0)
+        twins.params[at] = nn.Parameter(twins.params[at].detach().clone())
+        twins.optimizer.param_groups[0]["params"] = list(twins.params)
+        twins.set_gradients()
+        before = [param.detach().clone() for param in twins.params]
+        self.assertRaisesEverywhere(
+            twins.optimizer.step, ValueError, "parameter 0 .*replaced is"
+        )
+        self.assertEqual([param.detach() for param in twins.params], before)
+
+
+instantiate_parametrized_tests(TestMuonMistakes)
 
 
 if __name__ == "__main__":
