@@ -130,23 +130,17 @@ class TestMuonDivided(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_placements(self):
         line, grid = mesh_of(4), grid_of(2, 2)
-        for mesh, *placements in (
-            (line, S0),
-            (line, S1),
-            (line, R),
-            (grid, R, S0),
-            (grid, S0, S1),
+        # Eight owners are more than the ranks.
+        for (mesh, *placements), owners in itertools.product(
+            ((line, S0), (line, S1), (line, R), (grid, R, S0), (grid, S0, S1)),
+            (2, 3, 8),
         ):
-            layout = self.placed(mesh, *placements)
-            # Eight owners are more than the ranks.
-            for owners in (2, 3, 8):
-                message = f"{placements} {owners}"
-                with self.small():
-                    self.check(
-                        layout,
-                        lambda: create_dtensor_config(owners_per_matrix=owners),
-                        message,
-                    )
+            with self.small():
+                self.check(
+                    self.placed(mesh, *placements),
+                    lambda: create_dtensor_config(owners_per_matrix=owners),
+                    f"{placements} {owners}",
+                )
 
     def test_process_groups(self):
         line, grid = mesh_of(4), grid_of(2, 2)
@@ -163,7 +157,6 @@ class TestMuonDivided(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 self.check(layout, lambda: strategy.config(**options), str(strategy))
 
     def test_options(self):
-        grid = grid_of(2, 2)
         for flags, options in (
             ((True, 1), {"ns_algorithm": "gram"}),
             ((True, 1), {"ns_algorithm": "symmetric", "foreach": True}),
@@ -172,9 +165,8 @@ class TestMuonDivided(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         ):
             for placements, max_replicas in (((S0, S1), 4), ((R, S0), 1)):
                 with self.small(max_replicas):
-                    layout = self.placed(grid, *placements)
                     self.check(
-                        layout,
+                        self.placed(grid_of(2, 2), *placements),
                         lambda: create_dtensor_config(*flags, 2),
                         f"{flags} {options}",
                         **options,
@@ -182,21 +174,16 @@ class TestMuonDivided(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_missing_gradients(self):
         with self.small():
-            twins = self.twins(
-                self.placed(mesh_of(4), S0), create_dtensor_config(owners_per_matrix=2)
-            )
+            config = create_dtensor_config(owners_per_matrix=2)
+            twins = self.twins(self.placed(mesh_of(4), S0), config)
             twins.step(missing=[0, 2])
             self.assertEverywhere([i for i in (0, 2) if local(twins.params[i]).any()])
             twins.set_gradients()
-            (owner, *_) = twins.optimizer.assignments
-            if self.rank == owner:
-                for param in twins.params:
-                    param.grad = None
-            with (
-                self.everywhere(),
-                self.assertRaisesRegex(RuntimeError, "some have none"),
-            ):
-                twins.optimizer.step()
+            if self.rank == min(twins.optimizer.assignments):
+                twins.optimizer.zero_grad()
+            self.assertRaisesEverywhere(
+                twins.optimizer.step, RuntimeError, "some have none"
+            )
 
     def test_relays_between_divided_matrices(self):
         """Owners of a divided matrix that have other numbers of small ones do not wait in a circle."""
@@ -231,38 +218,30 @@ class TestMuonDivided(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_one_owner(self):
         """Small matrices, one rank, and functions of the user have the bits of a single process."""
-        layout = self.placed(mesh_of(4), S0)
-        self.assertTrainsAlike(
-            self.twins(layout, create_dtensor_config(owners_per_matrix=4)), 2
-        )
+        layout, config = self.placed(mesh_of(4), S0), create_dtensor_config
+        self.assertTrainsAlike(self.twins(layout, config(owners_per_matrix=4)), 2)
         with self.small():
             alone = self.placed(mesh_of(1), S0)
-            self.assertTrainsAlike(
-                self.twins(alone, create_dtensor_config(owners_per_matrix=4)), 2
-            )
-            config = create_dtensor_config(owners_per_matrix=2)
-            given = config.gather_fn
-            config.gather_fn = lambda *args: given(*args)
-            self.assertTrainsAlike(self.twins(layout, config), 2)
+            self.assertTrainsAlike(self.twins(alone, config(owners_per_matrix=4)), 2)
+            wrapped = config(owners_per_matrix=2)
+            given = wrapped.gather_fn
+            wrapped.gather_fn = lambda *args: given(*args)
+            self.assertTrainsAlike(self.twins(layout, wrapped), 2)
 
     def test_errors_and_description(self):
         for factory in (create_auto_config, create_dtensor_config):
             for number in (0, -1, 2.0, True, None):
-                with self.assertRaisesRegex(
-                    ValueError, "owners_per_matrix must be an int >= 1"
-                ):
+                pattern = "owners_per_matrix must be an int >= 1"
+                with self.assertRaisesRegex(ValueError, pattern):
                     factory(owners_per_matrix=number)
         layout = self.placed(mesh_of(4), S0)
         with self.small():
             twins = self.twins(layout, create_dtensor_config(owners_per_matrix=2))
             self.assertRegex(twins.optimizer.describe(), "parameter 0 1/2")
-            with (
-                self.everywhere(),
-                self.assertRaisesRegex(ValueError, "ranks disagree"),
-            ):
-                self.twins(
-                    layout, create_dtensor_config(owners_per_matrix=1 + self.rank % 2)
-                )
+            config = create_dtensor_config(owners_per_matrix=1 + self.rank % 2)
+            self.assertRaisesEverywhere(
+                lambda: self.twins(layout, config), ValueError, "ranks disagree"
+            )
 
 
 if __name__ == "__main__":
