@@ -257,7 +257,7 @@ class TestMuonGroupErrors(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     # Mistakes of one rank or of all
 
-    def test_tp_dims(self):
+    def test_tp_dim_out_of_range(self):
         tp = Strategy(grid_of(4), "tp")
         for dim, given in ((2, 2), (-3, {1: -3} if self.rank == 2 else {})):
             self.assertRefused(

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 
 import torch
 from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     FullyShardedDataParallel as FSDP,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -86,21 +80,6 @@ def clean(name):
     return name.replace("_fsdp_wrapped_module.", "")
 
 
-@contextlib.contextmanager
-def state_dicts(model, kind):
-    if kind == StateDictType.FULL_STATE_DICT:
-        configs = (
-            FullStateDictConfig(rank0_only=False),
-            FullOptimStateDictConfig(rank0_only=False),
-        )
-    else:
-        configs = ShardedStateDictConfig(), ShardedOptimStateDictConfig()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with FSDP.state_dict_type(model, kind, *configs):
-            yield
-
-
 def flat_pieces(flat, wholes):
     """Each of ``wholes`` that this rank holds some of: its number, its place in ``flat``, its elements."""
     for i, (name, info) in enumerate(zip(flat._fqns, flat._shard_param_infos)):
@@ -153,20 +132,10 @@ class Run:
         made = [Muon(matrices, lr=self.lr, weight_decay=0.1, **options)]
         return made + ([torch.optim.SGD(others, lr=self.lr)] if others else [])
 
-    def backward(self, rank=0):
+    def backward(self):
         self.steps += 1
         for model in (self.model, self.single):
-            model(full(100 * self.steps + rank, (5, 8))).pow(2).sum().backward()
-
-    def take_gradients(self):
-        """Gives the twin the gradients that FSDP came to, which need original parameters."""
-        with FSDP.summon_full_params(self.model, with_grads=True, writeback=False):
-            gradients = {
-                clean(name): whole(param.grad).clone()
-                for name, param in self.model.named_parameters()
-            }
-        for name, param in self.single.named_parameters():
-            param.grad = gradients[name].to(param.dtype).view(param.shape)
+            model(full(100 * self.steps, (5, 8))).pow(2).sum().backward()
 
     def update(self):
         with NewtonSchulzCalls() as calls:
