@@ -404,7 +404,7 @@ FAULTS = (
         EXCHANGED,
         'KINDS = ("fsdp", "tp", "ddp", "cp")',
         'KINDS = ("tp", "fsdp", "ddp", "cp")',
-        (f"{GROUPS}combinations_vs_single_device",),
+        (f"{GROUPS}gather_then_redistribute_is_the_identity",),
     ),
     Fault(
         "what ranks learned over one group does not reach the next one",
