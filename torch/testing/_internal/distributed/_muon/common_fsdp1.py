@@ -104,7 +104,7 @@ def give_flat_gradients(flat, wholes):
 class Run:
     """An FSDP1 model and its plain twin, with an optimizer for their matrices and one for the rest."""
 
-    def __init__(self, orig, bias=None, by_module=None, lr=0.1, **wrapping):
+    def __init__(self, orig, bias=None, by_module=None, **wrapping):
         torch.manual_seed(5)
         self.orig = orig
         self.single = Model(orig if bias is None else bias).to(device())
@@ -116,7 +116,6 @@ class Run:
             else {"fsdp_process_group": self.model.process_group}
         )
         self.config = create_auto_config(**source)
-        self.lr = lr
         self.build()
         matrices, others = partition_parameters(self.single)
         self.single_optimizers = self.optimizers(matrices, others)
@@ -129,8 +128,8 @@ class Run:
         self.optimizer = self.all[0]
 
     def optimizers(self, matrices, others, **options):
-        made = [Muon(matrices, lr=self.lr, weight_decay=0.1, **options)]
-        return made + ([torch.optim.SGD(others, lr=self.lr)] if others else [])
+        made = [Muon(matrices, lr=0.1, weight_decay=0.1, **options)]
+        return made + ([torch.optim.SGD(others, lr=0.1)] if others else [])
 
     def backward(self):
         self.steps += 1
@@ -165,39 +164,32 @@ class Run:
             if not equal(value, expected[name].detach()):
                 found.append(f"parameter {name}")
         state = self.single_optimizers[0].state
-        for name, start, end, buffer in self.momenta():
-            other = state.get(expected[name], {}).get("momentum_buffer")
-            if other is None:
+        for name, mine, span in self.momenta():
+            its = state.get(expected[name], {}).get("momentum_buffer")
+            if its is None:
                 # All buffers are made in the first step, so that checkpoints are the same on all ranks.
-                if buffer is not None and buffer.any():
-                    found.append(f"momentum {name}")
-            elif end > start and (
-                buffer is None or not equal(buffer, other.flatten()[start:end])
-            ):
-                found.append(f"momentum {name} {start}:{end}")
+                alike = mine is None or not mine.any()
+            else:
+                alike = mine is not None and equal(mine, its.flatten()[span])
+            if not alike:
+                found.append(f"momentum {name} {span}")
         return found
 
     def momenta(self):
-        """Name, first and last element here, and the momentum of these, for each matrix."""
+        """Name, momentum here, and the elements that it belongs to, for each matrix of which some are here."""
         names = {module: name for name, module in self.model.named_modules()}
         chosen = set(self.matrices)
         for unit in FSDP.fsdp_modules(self.model):
-            if unit._handle is None:
-                continue
-            flat = unit._handle.flat_param
-            for i, (fqn, info) in enumerate(zip(flat._fqns, flat._shard_param_infos)):
+            flat = unit._handle.flat_param if unit._handle else None
+            for i, (fqn, info) in enumerate(
+                zip(flat._fqns, flat._shard_param_infos) if flat is not None else ()
+            ):
                 param = flat._params[i] if self.orig else flat
-                if param not in chosen:
+                if param not in chosen or not info.in_shard:
                     continue
                 buffer = self.optimizer.state.get(param, {}).get("momentum_buffer")
-                start = end = at = 0
-                if info.in_shard:
-                    start, end = (
-                        info.intra_param_start_idx,
-                        info.intra_param_end_idx + 1,
-                    )
-                    at = 0 if self.orig else info.offset_in_shard
                 if buffer is not None:
-                    buffer = buffer.flatten()[at : at + end - start]
-                prefix = names[unit] + "." if names[unit] else ""
-                yield clean(f"{prefix}{fqn}"), start, end, buffer
+                    at = 0 if self.orig else info.offset_in_shard
+                    buffer = buffer.flatten()[at : at + info.numel_in_shard]
+                span = slice(info.intra_param_start_idx, info.intra_param_end_idx + 1)
+                yield clean(f"{names[unit]}.{fqn}".lstrip(".")), buffer, span

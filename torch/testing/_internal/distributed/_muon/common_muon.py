@@ -8,6 +8,7 @@ bit; only parameters in bfloat16 may differ by a rounding.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -77,7 +78,7 @@ class NewProcessesAfterFailure:
 
     def assertRaisesRegex(self, *args: Any, **kwargs: Any) -> Any:
         # torch's TestCase ignores the pattern on devices that it does not know. Here, ``device_type`` is a
-        # method, which is none of them.
+        # method, and so no known device.
         return unittest.TestCase.assertRaisesRegex(self, *args, **kwargs)
 
 
@@ -183,8 +184,6 @@ class Cut(NamedTuple):
     shape: tuple[int, int]
     cuts: tuple[tuple[int, tuple[int, ...], int], ...] = ()
     dtype: torch.dtype = torch.float32
-    # In memory, columns before rows.
-    turned: bool = False
 
     @property
     def placements(self) -> tuple:
@@ -193,8 +192,6 @@ class Cut(NamedTuple):
     def piece(self, tensor: torch.Tensor) -> torch.Tensor:
         for dim, sizes, which in self.cuts:
             tensor = tensor.split(sizes, dim)[which]
-        if self.turned:
-            return tensor.t().contiguous().t()
         return tensor.contiguous().clone()
 
 
@@ -226,6 +223,14 @@ def piece_of(tensor: torch.Tensor, spec: Spec | Cut) -> torch.Tensor:
     if spec.mesh is None:
         return tensor
     return tensor.take(_elements(tensor.shape, spec.mesh, tuple(spec.placements)))
+
+
+def placed(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How ``tensor`` is stored, but for its strides."""
+    where = (
+        (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ()
+    )
+    return type(tensor), tensor.dtype, tensor.shape, *where
 
 
 @functools.cache
@@ -428,36 +433,27 @@ class Twins:
         self.specs = list(specs)
         self.seed = seed
         self.seeds = list(seeds or range(seed, seed + len(self.specs)))
-        whole = [
-            full(seed, s.shape, s.dtype)
-            for seed, s in zip(self.seeds, self.specs, strict=True)
+        rows = list(zip(self.seeds, self.specs, strict=True))
+        self.singles = [
+            torch.nn.Parameter(full(number, s.shape, s.dtype)) for number, s in rows
         ]
-        self.singles = [torch.nn.Parameter(w.clone()) for w in whole]
         self.params = [
-            torch.nn.Parameter(place(w, s))
-            for w, s in zip(whole, self.specs, strict=True)
+            torch.nn.Parameter(place(full(number, s.shape, s.dtype), s))
+            for number, s in rows
         ]
         groups = groups or [(range(len(self.specs)), {})]
         # Indices count in the order of the groups.
         self.order = [i for indices, _ in groups for i in indices]
-
-        def grouped(params):
-            return [
-                {
-                    "params": [params[i] for i in indices],
-                    **{
-                        key: value.clone() if torch.is_tensor(value) else value
-                        for key, value in given.items()
-                    },
-                }
+        grouped, singly = (
+            [
+                {"params": [params[i] for i in indices], **copy.deepcopy(given)}
                 for indices, given in groups
             ]
-
-        self.config = create_dtensor_config() if config is None else config
-        self.single = Muon(grouped(self.singles), **options)
-        self.optimizer = Muon(
-            grouped(self.params), distributed_config=self.config, **options
+            for params in (self.params, self.singles)
         )
+        self.config = create_dtensor_config() if config is None else config
+        self.single = Muon(singly, **options)
+        self.optimizer = Muon(grouped, distributed_config=self.config, **options)
         self.steps = 0
 
     def set_gradients(self, missing: Sequence[int] = ()) -> None:
@@ -490,23 +486,17 @@ class Twins:
                 found.append(f"parameter {name}")
             mine = self.optimizer.state.get(param, {}).get("momentum_buffer")
             its = self.single.state.get(single, {}).get("momentum_buffer")
-            if its is None and mine is not None:
+            if its is None:
                 # All buffers are made in the first step, so that checkpoints are the same on all ranks.
-                if local(mine).any():
-                    found.append(f"momentum {name}: {mine}")
-            elif (mine is None) != (its is None):
-                found.append(f"momentum {name}: here {mine}, there {its}")
-            elif mine is not None:
-                if type(mine) is not type(param.data) or mine.dtype != param.dtype:
-                    found.append(f"momentum {name}: {type(mine)}, {mine.dtype}")
-                elif isinstance(mine, DTensor) and (
-                    mine.placements != param.placements
-                    or mine.device_mesh != param.device_mesh
-                    or mine.shape != param.shape
-                ):
-                    found.append(f"momentum {name}: {mine.placements} {mine.shape}")
-                elif not equal(local(mine), piece_of(its, spec)):
-                    found.append(f"momentum {name}")
+                fits = mine is None or not local(mine).any()
+            else:
+                fits = (
+                    mine is not None
+                    and placed(mine) == placed(param.data)
+                    and equal(local(mine), piece_of(its, spec))
+                )
+            if not fits:
+                found.append(f"momentum {name}: {mine}")
         return found
 
 
@@ -539,7 +529,7 @@ class Strategy:
         groups = {f"{kind}_process_group": self.group(kind) for kind in self.kinds}
         return create_auto_config(**{**groups, **options})
 
-    def cut(self, shape, tp_dim=None, how="chunk", dtype=torch.float32, turned=False):
+    def cut(self, shape, tp_dim=None, how="chunk"):
         """TP cuts first, and FSDP the rows of its piece."""
         sizes, cuts = list(shape), []
         for kind, dim in (("tp", tp_dim), ("fsdp", 0)):
@@ -549,13 +539,7 @@ class Strategy:
                 parts = sizes_of(sizes[dim], self.mesh.size(along), how)
                 cuts.append((dim % 2, parts, which))
                 sizes[dim] = parts[which]
-        return Cut(tuple(shape), tuple(cuts), dtype, turned)
-
-    def replica(self, tp_dim=None):
-        """Where this rank is along the dimensions that do not cut a matrix."""
-        cutting = {"fsdp"} | ({"tp"} if tp_dim is not None else set())
-        place = self.mesh.get_coordinate()
-        return tuple(c for c, k in zip(place, self.kinds) if k not in cutting)
+        return Cut(tuple(shape), tuple(cuts))
 
     def twins(self, shapes=SHAPES, how="chunk", dims=None, flags=None, **options):
         """Matrices with TP dimensions ``dims``, by default some of each."""
