@@ -107,7 +107,7 @@ class Runs(TestCase):
         grad_strided=None,
         has_grad=lambda step, index: True,
         groups=None,
-        between=None,
+        between=lambda optimizer, step: None,
         **options,
     ):
         """Returns parameters, momentum buffers and the optimizer after ``steps`` steps."""
@@ -116,16 +116,11 @@ class Runs(TestCase):
             nn.Parameter(make_matrix(shape, dtype, generator, strided).to(self.device))
             for shape in shapes
         ]
-        if groups is None:
-            optimizer = cls(params, **options)
-        else:
-            optimizer = cls(
-                [
-                    {**group, "params": [params[i] for i in group["params"]]}
-                    for group in groups
-                ],
-                **options,
-            )
+        groups = [
+            {**group, "params": [params[i] for i in group["params"]]}
+            for group in groups or [{"params": range(len(params))}]
+        ]
+        optimizer = cls(groups, **options)
         for step in range(steps):
             for index, param in enumerate(params):
                 grad = make_matrix(
@@ -133,18 +128,11 @@ class Runs(TestCase):
                 ).to(self.device)
                 param.grad = grad if has_grad(step, index) else None
             optimizer.step()
-            if between is not None:
-                between(optimizer, step)
+            between(optimizer, step)
         return params, self.buffers_of(optimizer, params), optimizer
 
     def buffers_of(self, optimizer, params):
         return [optimizer.state.get(p, {}).get("momentum_buffer") for p in params]
-
-    def step_both(self, *optimizers):
-        for optimizer in optimizers:
-            for param in optimizer.param_groups[0]["params"]:
-                param.grad = torch.ones_like(param)
-            optimizer.step()
 
     def assert_bitwise(self, actual, expected):
         self.assertEqual(len(actual), len(expected))
@@ -152,13 +140,8 @@ class Runs(TestCase):
             if other is None:
                 self.assertIsNone(mine)
                 continue
-            self.assertEqual(mine.dtype, other.dtype)
-            self.assertEqual(mine.shape, other.shape)
+            self.assertEqual(mine, other, rtol=0, atol=0, equal_nan=False)
             self.assertEqual(mine.stride(), other.stride())
-            self.assertTrue(
-                torch.equal(mine, other),
-                f"{(mine != other).sum()} of {mine.numel()} differ",
-            )
 
     def assert_same_training(self, shapes, **options):
         """Ours and stock end with the same bits in parameters and momentum."""
@@ -166,7 +149,6 @@ class Runs(TestCase):
         other_params, other_buffers, _ = self.run_steps(stock().Muon, shapes, **options)
         self.assert_bitwise(params, other_params)
         self.assert_bitwise(buffers, other_buffers)
-        return params
 
 
 # Options that the first release did not have.
@@ -302,7 +284,10 @@ class TestStockParity(Runs):
             restored.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
             self.assert_bitwise(self.buffers_of(restored, fresh), buffers)
             self.assertEqual(restored.param_groups[0]["lr"], 0.07)
-            self.step_both(optimizer, restored)
+            for each in (optimizer, restored):
+                for param in each.param_groups[0]["params"]:
+                    param.grad = torch.ones_like(param)
+                each.step()
             self.assert_bitwise(fresh, params)
 
     def test_signatures_begin_alike(self):
@@ -432,35 +417,6 @@ class TestMuonCore(Runs):
             before = matrix.clone()
             ours._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 0, 1e-7).fill_(7.0)
             self.assertEqual(matrix, before, rtol=0, atol=0)
-
-    def test_closure(self):
-        param = nn.Parameter(torch.ones(2, 2))
-        optimizer = Muon([param])
-        seen = []
-
-        def closure():
-            seen.append(torch.is_grad_enabled())
-            optimizer.zero_grad()
-            loss = param.square().sum()
-            loss.backward()
-            return loss
-
-        self.assertEqual(optimizer.step(closure), 4.0)
-        self.assertEqual(seen, [True])
-        self.assertIsNone(optimizer.step())
-
-    def test_copies(self):
-        for duplicate in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
-            params, buffers, optimizer = self.run_steps(Muon, SHAPES[:3], lr=0.03)
-            duplicated = duplicate(optimizer)
-            # deepcopy must not drop anything public.
-            public = {name for name in vars(optimizer) if not name.startswith("_")}
-            self.assertLessEqual(public, vars(duplicated).keys())
-            others = duplicated.param_groups[0]["params"]
-            self.assertIsNot(others[0], params[0])
-            self.assert_bitwise(self.buffers_of(duplicated, others), buffers)
-            self.step_both(optimizer, duplicated)
-            self.assert_bitwise(others, params)
 
     def test_optimizers_pickled_before_there_was_a_config(self):
         _, _, optimizer = self.run_steps(Muon, [(2, 3)])

@@ -85,29 +85,20 @@ class TestUserFunctions(ConfigTestCase):
         debugged.step()
         self.assertEqual(calls, expected)
 
-    @parametrize("dtype", [torch.float32, torch.bfloat16])
-    @parametrize("nesterov", [True, False])
-    def test_what_is_gathered_may_be_written(self, dtype, nesterov):
-        pieces = []
-
+    def test_what_is_gathered_may_be_written(self):
         def gather(piece, rank, state):
             whole = piece.clone()
-            pieces.append(whole)
             piece.fill_(float("nan"))
             return whole
 
         config = local_config()
         config.gather_fn = gather
-        shapes, options = [(4, 6), (6, 4)], {"dtype": dtype, "nesterov": nesterov}
-        self.assert_same_bits(
-            self.trained(config, *shapes, **options),
-            self.trained(None, *shapes, **options),
-        )
-        if dtype == torch.float32:
-            grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
-            buffer = 0.05 * grad
-            blended = 0.05 * grad + 0.95 * buffer if nesterov else buffer
-            self.assertEqual(pieces[0], blended)
+        for dtype, nesterov in ((torch.float32, True), (torch.bfloat16, False)):
+            options = {"dtype": dtype, "nesterov": nesterov}
+            self.assert_same_bits(
+                self.trained(config, (4, 6), (6, 4), **options),
+                self.trained(None, (4, 6), (6, 4), **options),
+            )
 
     def test_no_gradient(self):
         pieces = []
