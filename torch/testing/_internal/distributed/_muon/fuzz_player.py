@@ -80,15 +80,6 @@ def whole_numbers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.mul_(4).round_()
 
 
-def apart(found: torch.Tensor, expected: torch.Tensor) -> str:
-    """How much two tensors differ, in a line."""
-    if found.shape != expected.shape:
-        return f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
-    far = (found.double() - expected.double()).abs()
-    most = far.max().item() if far.numel() else 0
-    return f"{(far != 0).sum()} of {far.numel()} elements differ, by up to {most}"
-
-
 class Held:
     """One parameter on this rank, and its twin in one process."""
 
@@ -255,7 +246,7 @@ class Held:
             alike = far <= 0.5 * self.path + self.steps * rounding
         else:
             alike = moved_alike(found, expected, self.steps)
-        wrong = [] if alike else [f"parameter {name}: {apart(found, expected)}"]
+        wrong = [] if alike else [f"parameter {name}: {found} instead of {expected}"]
         mine = its = None
         if optimizer is not None and not self.is_new:
             mine = optimizer.state.get(self.param, {}).get("momentum_buffer")
@@ -264,14 +255,12 @@ class Held:
             return wrong if its is None else [*wrong, f"no momentum {name}"]
         if its is None:
             its = torch.zeros(self.matrix.shape, dtype=self.dtype)
-        if mine.dtype != self.dtype or mine.shape != self.param.shape:
-            wrong.append(f"momentum {name}: {mine.dtype} {mine.shape}")
-        elif self.matrix.partial:
-            if self.matrix.mesh.in_order and not torch.equal(mine.full_tensor(), its):
-                wrong.append(f"momentum {name}")
-        elif not equal(local(mine), self.piece(its)):
-            wrong.append(f"momentum {name}: {apart(local(mine), self.piece(its))}")
-        return wrong
+        alike = (mine.dtype, mine.shape) == (self.dtype, self.param.shape)
+        if not self.matrix.partial:
+            alike = alike and equal(local(mine), self.piece(its))
+        elif self.matrix.mesh.in_order:
+            alike = alike and equal(mine.full_tensor(), its)
+        return wrong if alike else [*wrong, f"momentum {name}: {mine} instead of {its}"]
 
 
 class Player:
