@@ -4,7 +4,6 @@
 import os
 from unittest import mock
 
-from torch.distributed.tensor import DeviceMesh
 from torch.optim._muon_engine.runtime.transport import connect
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_dtensor_config
@@ -219,23 +218,6 @@ class TestMuonTwoLevels(OtherExchange, MultiProcContinuousTest):
             # Within the node, then along the rail, there and back.
             levels = [set(call.ranks) for call in seen.calls if call.ranks]
             self.assertEqual(levels, [near, across, near, across])
-
-    def test_functions_of_the_user_exchange_directly(self):
-        """The step that calls a user's functions used to exchange in two levels without groups for it."""
-        config = create_dtensor_config()
-        gather = config.gather_fn
-        config.gather_fn = lambda piece, rank, state: gather(piece, rank, state)
-        layout = specs(mesh_of(8), [(S0,), (R,)], SHAPES[:4])
-        self.assertTrainsAlike(Twins(layout, config), 1)
-
-    def test_a_group_that_forms_no_nodes_exchanges_directly(self):
-        # Seven ranks have no equal nodes.
-        mesh, problems = DeviceMesh("cpu", range(7)), []
-        if self.rank < 7:
-            with self.nodes_of(2):
-                twins = Twins(specs(mesh, [(S0,)], SHAPES))
-            problems += [self.words] * (self.words in twins.optimizer.describe())
-        self.assertEverywhere(problems)
 
 
 instantiate_parametrized_tests(TestMuonTwoLevels)
