@@ -8,10 +8,7 @@ from torch import nn
 from torch.optim import Muon
 from torch.optim._muon_engine.layouts import Region
 from torch.optim.muon import create_auto_config, create_dtensor_config
-from torch.testing._internal.common_utils import (
-    run_tests,
-    TestCase,
-)
+from torch.testing._internal.common_utils import run_tests, TestCase
 
 
 FACTORIES = (create_dtensor_config, create_auto_config)

@@ -64,23 +64,7 @@ class TestCover(TestCase):
     def check(self, *pieces, contributions=()):
         shards = Shards(tuple(range(len(pieces))), pieces, contributions)
         layout = Layout(Key(3, 0, "w"), (4, 6), torch.float32, shards, "made up")
-        return check_cover(layout)
-
-    def test_tilings(self):
-        whole = rows_of((4, 6), 0, 4)
-        quarters = [
-            (Region(row, column, 2, 3, 0, 3),) for row in (0, 2) for column in (0, 3)
-        ]
-        # An interval of a flat tensor: part of a row, whole rows, part of a row.
-        interval = (
-            (Region(0, 0, 2, 6, 0, 6), Region(2, 0, 1, 2, 12, 6)),
-            (Region(2, 2, 1, 4, 0, 6), Region(3, 0, 1, 6, 4, 6)),
-        )
-        for pieces in ([whole, ()], [*reversed(quarters), *quarters], interval):
-            self.assertIsNone(self.check(*pieces))
-        self.assertIsNone(self.check(whole, whole, contributions=(0, 1)))
-        layout = row_layout(0, (4, 6), (5, 6, 7, 8), shards=2)
-        self.assertEqual(layout.shards.replica_sets, ((5, 7), (6, 8)))
+        check_cover(layout)
 
     def test_no_tilings(self):
         for pattern, *pieces in (

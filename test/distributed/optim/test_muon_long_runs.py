@@ -3,11 +3,9 @@
 
 import gc
 import os
-import sys
 import weakref
 
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.common_distributed import (
@@ -36,11 +34,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
 )
 
 
-if not dist.is_available():
-    print("torch.distributed not available, skipping tests", file=sys.stderr)
-    sys.exit(0)
-
-
 # With MUON_TEST_LONG=1, runs have a realistic length.
 LONG = os.environ.get("MUON_TEST_LONG") == "1"
 STEPS, OPTIMIZERS = (1000, 200) if LONG else (30, 20)
@@ -51,8 +44,6 @@ WARM = 10
 def usage():
     """The amount of each resource that this process holds."""
     gc.collect()
-    # It keeps up to 4096 attributes that were looked up by new strings.
-    sys._clear_type_cache()
     objects = gc.get_objects()
     with open("/proc/self/statm") as statm:
         resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -63,7 +54,6 @@ def usage():
         "process groups": len(distributed_c10d._world.pg_map),
         "keys in the store": distributed_c10d._get_default_store().num_keys(),
         "objects": len(objects),
-        "blocks": sys.getallocatedblocks(),
         "resident": resident,
     }
     if device().type == "cuda":
@@ -87,7 +77,6 @@ class LongRuns(ParityAssertions):
         few = rebuilds * counted
         allowed = {
             "objects": counted // 2 + few,
-            "blocks": counted // 2 + 8 * few,
             "keys in the store": 12 * few,
             "resident": 2**23,
         }
