@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tools.overlay import frameworks
+from tools.overlay import tests
 from tools.overlay.repo import ROOT
 
 
@@ -178,7 +178,7 @@ def test_torchtitan_goes_on_from_its_checkpoint(tmp_path):
 
 def test_versions_are_written_down():
     text = (ROOT / "docs" / "frameworks.md").read_text()
-    for name, version in frameworks.VERSIONS.items():
+    for name, version in tests.FRAMEWORKS.items():
         assert f"{name} {version}" in " ".join(text.split())
     for recipe in RECIPES.glob("*.py"):
         assert f"../examples/frameworks/{recipe.name}" in text

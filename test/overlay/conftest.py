@@ -1,7 +1,6 @@
 """The overlay's tests run on a PyTorch work tree, a small installed torch, and a
 copy of this repository that a test may change."""
 
-import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -10,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 from tools.overlay import cli, payload, versions
@@ -32,8 +32,10 @@ OPTIM_MD = """# torch.optim
 """
 
 
-@dataclasses.dataclass
-class Result:
+METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
+
+
+class Result(NamedTuple):
     code: int
     out: str
     err: str
@@ -56,11 +58,6 @@ def run(*command, cwd=None, env=None, check=True, timeout=120, data=""):
 
 def git(where, *words):
     return run("git", *words, cwd=where).out.strip()
-
-
-@pytest.fixture(scope="session")
-def shell():
-    return run
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -191,10 +188,12 @@ def copy_tools(place):
     shutil.copyfile(ROOT / "setup_overlay.py", place / "setup_overlay.py")
 
 
-def record_line(root, path):
-    data = path.read_bytes()
-    rel = path.relative_to(root).as_posix()
-    return f"{rel},{record_hash(data)},{len(data)}\n"
+def write_record(site, rels):
+    """RECORD as an installer leaves it for those files of torch."""
+    (info,) = site.glob("*.dist-info")
+    texts = {rel: (site / rel).read_bytes() for rel in rels}
+    rows = [f"{r},{record_hash(text)},{len(text)}\n" for r, text in texts.items()]
+    (info / "RECORD").write_text("".join(rows))
 
 
 @pytest.fixture
@@ -205,7 +204,7 @@ def make_installed(tmp_path, stock_muon):
         site = tmp_path / name / "site-packages"
         files = {
             "torch/__init__.py": b"raise ImportError('torch must not be imported')\n",
-            "torch/version.py": f"__version__ = '{version}'\n".encode(),
+            "torch/version.py": b"",
             "torch/optim/__init__.py": b"",
             "torch/optim/_muon.py": stock_muon,
         }
@@ -214,12 +213,8 @@ def make_installed(tmp_path, stock_muon):
             (site / rel).write_bytes(text)
         info = site / f"torch-{version}.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
-        )
-        (info / "RECORD").write_text(
-            "".join(record_line(site, site / rel) for rel in files)
-        )
+        (info / "METADATA").write_text(METADATA.format("torch", version))
+        write_record(site, files)
         return script(
             tmp_path / name / "python",
             f'PYTHONPATH="{site}" exec "{sys.executable}" "$@"\n',
@@ -237,12 +232,8 @@ def installed(make_installed):
 def small_wheel(installed):
     """With compiled parts, as far as a test needs any."""
     found = find_wheel(installed)
-    for rel in (
-        "torch/_C.so",
-        "torch/lib/libtorch.so",
-        "torch/lib/sub/x",
-        "torch/v.pyi",
-    ):
+    for rel in ("_C.so", "lib/libtorch.so", "lib/sub/x", "v.pyi"):
+        rel = f"torch/{rel}"
         (found.root / rel).parent.mkdir(parents=True, exist_ok=True)
         (found.root / rel).write_text(rel)
     return found
@@ -253,11 +244,6 @@ def script(path: pathlib.Path, body: str) -> pathlib.Path:
     path.write_text("#!/bin/sh\n" + body)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
-
-
-@pytest.fixture(scope="session")
-def make_script():
-    return script
 
 
 @pytest.fixture(scope="session")
@@ -272,13 +258,17 @@ def tool():
 
 
 @pytest.fixture
-def face(capsys):
-    """The command line without an interpreter of its own."""
+def face(capsys, monkeypatch):
+    """The command line without an interpreter of its own: `face("status", ...)`."""
     handler = signal.getsignal(signal.SIGTERM)
 
-    def call(*args):
+    def call(*args, root=ROOT):
+        monkeypatch.setattr(cli, "ROOT", root)
         capsys.readouterr()
-        code = cli.main([str(word) for word in args])
+        try:
+            code = cli.main([str(word) for word in args])
+        except SystemExit as wrong:  # argparse's
+            code = wrong.code
         done = capsys.readouterr()
         return Result(code, done.out, done.err)
 
@@ -286,26 +276,17 @@ def face(capsys):
     signal.signal(signal.SIGTERM, handler)
 
 
-@pytest.fixture(scope="session")
-def snapshot():
+def snapshot(root):
     """Every file below a folder with its text, git's own files left out."""
-
-    def take(root):
-        return {
-            path.relative_to(root).as_posix(): path.read_bytes()
-            for path in sorted(root.rglob("*"))
-            if path.is_file() and ".git" not in path.relative_to(root).parts
-        }
-
-    return take
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and ".git" not in path.relative_to(root).parts
+    }
 
 
-@pytest.fixture(scope="session")
-def git_status():
-    def ask(root):
-        return run("git", "status", "--porcelain", cwd=root).out
-
-    return ask
+def git_status(root):
+    return run("git", "status", "--porcelain", cwd=root).out
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import shutil
 import sys
 
 import pytest
-from overlay.conftest import append, commit_all, git, run
+from overlay.conftest import append, commit_all, git, git_status, run, snapshot
 from tools.overlay import patches, payload
 from tools.overlay.checkout import find_checkout
-from tools.overlay.errors import Refused
+from tools.overlay.errors import WorkFailed
 from tools.overlay.repo import ROOT
 
 
@@ -19,6 +19,10 @@ MUON, OWN = "torch/optim/_muon.py", "torch/optim/muon.py"
 OTHER = "# Muon as another release has it\n"
 SUBJECTS = re.findall(r'(?m)^\["(.+)"\]$', (ROOT / "patches/stack.toml").read_text())
 BASE = f"HEAD~{len(SUBJECTS)}"
+
+
+def tree_of(where, commit="HEAD"):
+    return git(where, "rev-parse", f"{commit}^{{tree}}")
 
 
 def state(where):
@@ -37,7 +41,7 @@ def on(face, checkout):
     return call
 
 
-def test_apply_and_revert(checkout, on, git_status, snapshot, stock_muon):
+def test_apply_and_revert(checkout, on, stock_muon):
     before, index = snapshot(checkout), (checkout / ".git/index").read_bytes()
     on("apply")
     for rel, text in payload.read(ROOT).whole.items():
@@ -57,9 +61,9 @@ def test_apply_and_revert(checkout, on, git_status, snapshot, stock_muon):
     assert "nothing to do" in on("revert")
 
 
-def test_commits(checkout, on, git_status):
+def test_commits(checkout, on):
     """The commits are the stack, without the user's other work."""
-    tree = git(checkout, "rev-parse", "HEAD^{tree}")
+    tree = tree_of(checkout)
     (checkout / "torch/optim/sgd.py").write_text("# somebody's other work\n")
     git(checkout, "add", "torch/optim/sgd.py")
     on("apply")
@@ -76,14 +80,12 @@ def test_commits(checkout, on, git_status):
     on("apply")  # a second thought
     on("revert", "--commit")
     assert git_status(checkout) == "M  torch/optim/sgd.py\n"
-    assert git(checkout, "rev-parse", "HEAD^{tree}") == tree
+    assert tree_of(checkout) == tree
 
 
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("rel", [MUON, OWN, "docs/source/optim.md"])
-def test_users_work_is_refused_by_name(
-    checkout, face, snapshot, git_status, rel, staged
-):
+@pytest.mark.parametrize("rel", [OWN, "docs/source/optim.md"])
+def test_users_work_is_refused_by_name(checkout, face, rel, staged):
     (checkout / rel).write_text("# somebody's work\n")
     (checkout / ".git/info/exclude").write_text(f"{OWN}\n")
     if staged:  # and gone from the work tree
@@ -97,7 +99,7 @@ def test_users_work_is_refused_by_name(
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_edits_of_the_overlay_are_refused(checkout, on, face, snapshot, committed):
+def test_edits_of_the_overlay_are_refused(checkout, on, face, committed):
     on("apply", *["--commit"] * committed)
     append(checkout / OWN, "# an edit\n")
     if committed:  # into the overlay's own commit
@@ -110,7 +112,7 @@ def test_edits_of_the_overlay_are_refused(checkout, on, face, snapshot, committe
     assert (snapshot(checkout), state(checkout)) == (before, "changed")
 
 
-def test_dry_runs_and_diff_write_nothing(checkout, on, tool, snapshot, tmp_path):
+def test_dry_runs_and_diff_write_nothing(checkout, on, tool, tmp_path):
     def everything():
         refs = git(checkout, "for-each-ref")
         return snapshot(checkout), refs, len(list((checkout / ".git").rglob("*")))
@@ -144,7 +146,7 @@ def test_not_a_checkout(checkout, face, tmp_path, monkeypatch):
     bare = tmp_path / "bare"
     shutil.copytree(checkout, bare, ignore=shutil.ignore_patterns(".git"))
     for place, words in (
-        (tmp_path / "none", "no such folder"),
+        (tmp_path / "none", "version.txt"),
         (ROOT, "version.txt"),
         (checkout / "torch", "not a PyTorch checkout"),
         (bare, "not the top of a git work tree"),
@@ -156,9 +158,9 @@ def test_not_a_checkout(checkout, face, tmp_path, monkeypatch):
     assert "safe.directory" in face("apply", "--checkout", checkout).err
 
 
-def test_staged_and_partly_committed_overlay(checkout, on, git_status):
+def test_staged_and_partly_committed_overlay(checkout, on):
     """`git add` and `git commit -a` of the overlay do not outlive `revert`."""
-    tree = git(checkout, "rev-parse", "HEAD^{tree}")
+    tree = tree_of(checkout)
     on("apply")
     git(checkout, "add", "--all")
     on("revert")
@@ -167,11 +169,12 @@ def test_staged_and_partly_committed_overlay(checkout, on, git_status):
     git(checkout, "commit", "-qam", "half of it")
     on("revert", "--commit")
     assert git_status(checkout) == ""
-    assert git(checkout, "rev-parse", "HEAD^{tree}") == tree
+    assert tree_of(checkout) == tree
 
 
-def test_main_of_upstream(checkout, on, face, git_status):
-    """Hunks that do not fit any more are warnings with `--force`, once."""
+def test_main_of_upstream(checkout, on, face):
+    """Files of no release, and hunks that do not fit, are warnings with `--force`, once."""
+    (checkout / MUON).write_text("# a fix of upstream\n")
     (checkout / "version.txt").write_text("2.16.0a0\n")
     (checkout / "torch/distributed/distributed_c10d.py").write_text("# all new\n")
     commit_all(checkout, "main")
@@ -180,21 +183,13 @@ def test_main_of_upstream(checkout, on, face, git_status):
     assert "distributed_c10d.py: as in no supported version" in refused.err
     done = face("apply", "--checkout", checkout, "--force")
     assert (done.code, "0002-local-groups" in done.err) == (0, True)
+    assert f"warning: {MUON} there is of no release" in done.err
     assert face("apply", "--checkout", checkout, "--force").err == ""
     on("revert")
     assert git_status(checkout) == ""
 
 
-def test_files_of_no_release_are_named(checkout, on, face, git_status):
-    (checkout / MUON).write_text("# a fix of upstream\n")
-    commit_all(checkout, "a fix")
-    done = face("apply", "--checkout", checkout)
-    assert f"warning: {MUON} there is of no release" in done.err
-    on("revert")
-    assert git_status(checkout) == ""
-
-
-def test_amended_and_rebased_overlay(checkout, on, git_status):
+def test_amended_and_rebased_overlay(checkout, on):
     """`revert --commit` ended in a traceback after the commit was made."""
     on("apply", "--commit")
     git(checkout, "commit", "-q", "--amend", "-m", "testing: amended")
@@ -206,15 +201,15 @@ def test_amended_and_rebased_overlay(checkout, on, git_status):
     git(checkout, "switch", "-q", "-c", "newer", BASE)
     doc = checkout / "docs/source/optim.md"
     doc.write_text("# A new first line\n" + doc.read_text())
-    tree = git(checkout, "rev-parse", f"{commit_all(checkout)}^{{tree}}")
+    tree = tree_of(checkout, commit_all(checkout))
     git(checkout, "rebase", "-q", "newer", "main")
     assert state(checkout) == "current"
     assert "already" in on("apply")
     on("revert", "--commit")
-    assert git(checkout, "rev-parse", "HEAD^{tree}") == tree
+    assert tree_of(checkout) == tree
 
 
-def test_shallow_clone_names_unshallow(checkout, on, face, snapshot, tmp_path):
+def test_shallow_clone_names_unshallow(checkout, on, face, tmp_path):
     """The way out was a `git revert` of the graft root, which deletes all files."""
     on("apply", "--commit")
     append(checkout / OWN, "# an edit\n")
@@ -222,13 +217,7 @@ def test_shallow_clone_names_unshallow(checkout, on, face, snapshot, tmp_path):
     place, out = tmp_path / "shallow", tmp_path / "o"
     git(checkout, "clone", "-q", "--depth=1", f"file://{checkout}", place)
     before = snapshot(place)
-    for words in (
-        ["apply"],
-        ["revert"],
-        ["status"],
-        ["pull"],
-        ["export", "--out", out],
-    ):
+    for words in ["apply"], ["revert"], ["status"], ["pull"], ["export", "--out", out]:
         done = face(*words, "--checkout", place)
         assert (done.code, "fetch --unshallow" in done.err) == (2, True)
     assert (snapshot(place), out.exists()) == (before, False)
@@ -238,7 +227,7 @@ def test_shallow_clone_names_unshallow(checkout, on, face, snapshot, tmp_path):
     on("pull", "--dry-run", where=place)
 
 
-def test_conflict_of_a_rebase_comes_first(checkout, on, ours, tool, tmp_path, snapshot):
+def test_conflict_of_a_rebase_comes_first(checkout, on, ours, tool, tmp_path):
     """`pull` took the file with its conflict markers, and `--commit` committed it."""
     on("apply", "--commit")
     git(checkout, "switch", "-q", "-c", "newer", BASE)
@@ -260,7 +249,7 @@ def test_conflict_of_a_rebase_comes_first(checkout, on, ours, tool, tmp_path, sn
 
 
 @pytest.mark.parametrize("unmerged", [False, True])
-def test_commit_during_a_merge(checkout, face, snapshot, unmerged):
+def test_commit_during_a_merge(checkout, face, unmerged):
     """`apply --commit` wrote all files, and failed then."""
     for branch in ("one", "two"):
         git(checkout, "switch", "-q", "-c", branch, "main")
@@ -277,7 +266,7 @@ def test_commit_during_a_merge(checkout, face, snapshot, unmerged):
     assert snapshot(checkout) == before
 
 
-def test_stashed_overlay_is_found_again(checkout, on, git_status):
+def test_stashed_overlay_is_found_again(checkout, on):
     """`status` said "no overlay" with 46 changed paths, once another branch was used."""
     on("apply")
     git(checkout, "stash", "-qu")
@@ -291,14 +280,14 @@ def test_stashed_overlay_is_found_again(checkout, on, git_status):
     assert git_status(checkout) == ""
 
 
-def test_each_branch_has_its_own_overlay(checkout, on, overlay, git_status):
+def test_each_branch_has_its_own_overlay(checkout, on, overlay):
     """One record for all branches: `revert` on the first one refused."""
     trees = {}
     for branch, version in (("a", "2.13.0a0"), ("b", "2.12.0a0")):
         git(checkout, "switch", "-q", "-c", branch, "main")
         (checkout / "version.txt").write_text(version + "\n")
         (checkout / MUON).write_text(f"{OTHER}# {branch}\n")
-        trees[branch] = git(checkout, "rev-parse", f"{commit_all(checkout)}^{{tree}}")
+        trees[branch] = tree_of(checkout, commit_all(checkout))
         append(overlay / OWN, f"# for {branch}\n")
         find_checkout(checkout).apply(overlay, commit=True)
     git(checkout, "switch", "-q", "main")
@@ -308,10 +297,10 @@ def test_each_branch_has_its_own_overlay(checkout, on, overlay, git_status):
         git(checkout, "switch", "-q", branch)
         on("revert", "--commit")
         assert git_status(checkout) == ""
-        assert git(checkout, "rev-parse", "HEAD^{tree}") == tree
+        assert tree_of(checkout) == tree
 
 
-def test_upstream_that_was_merged_over_the_overlay(checkout, on, git_status):
+def test_upstream_that_was_merged_over_the_overlay(checkout, on):
     """`revert` restores the files of the merged version, not those before the overlay."""
     git(checkout, "switch", "-q", "-c", "release")
     (checkout / "version.txt").write_text("2.12.0a0\n")
@@ -327,7 +316,7 @@ def test_upstream_that_was_merged_over_the_overlay(checkout, on, git_status):
     assert git(checkout, "diff", "release") == git_status(checkout) == ""
 
 
-def test_git_clean_does_not_take_the_record(checkout, on, git_status):
+def test_git_clean_does_not_take_the_record(checkout, on):
     on("apply")
     git(checkout, "clean", "-qfdx")
     found = json.loads(on("status", "--json"))
@@ -337,7 +326,7 @@ def test_git_clean_does_not_take_the_record(checkout, on, git_status):
 
 
 @pytest.mark.parametrize("kind", ["--checkout", "--python"])
-def test_older_clone_does_not_downgrade(request, kind, ours, tool, tmp_path, snapshot):
+def test_older_clone_does_not_downgrade(request, kind, ours, tool, tmp_path):
     """It went on without a word, and `status` called the newer one older."""
     name = "checkout" if kind == "--checkout" else "installed"
     target = (kind, request.getfixturevalue(name))
@@ -362,7 +351,7 @@ def test_without_an_identity(checkout, tool):
     assert (done.code, done.err) == (0, "")
 
 
-def test_foreign_index_lock_is_not_taken(checkout, on, face, git_status):
+def test_foreign_index_lock_is_not_taken(checkout, on, face):
     lock = checkout / ".git/index.lock"
     lock.touch()
     done = face("apply", "--checkout", checkout, "--commit")
@@ -373,11 +362,11 @@ def test_foreign_index_lock_is_not_taken(checkout, on, face, git_status):
 
 
 @pytest.mark.parametrize("rel", [OWN, "torch/optim/_muon_engine"])
-def test_folder_where_a_file_goes(checkout, there, snapshot, rel):
+def test_folder_where_a_file_goes(checkout, there, rel):
     path = checkout / rel
     path.mkdir() if rel == OWN else path.write_text("a file\n")
     before = snapshot(checkout)
-    with pytest.raises(Refused, match=rel):
+    with pytest.raises(WorkFailed, match=rel):
         there.apply(ROOT)
     assert snapshot(checkout) == before
 
@@ -386,9 +375,20 @@ def am(where, mails):
     git(where, "am", "-q", *sorted(mails.iterdir()))
 
 
+# With `diff.context=0`, `git am` said "patch does not apply".
+SETTINGS = {
+    "diff.context": "0", "diff.noprefix": "true", "diff.external": "false",
+    "color.ui": "always", "format.attach": "true", "format.coverLetter": "true",
+    "format.subjectPrefix": "MINE", "format.suffix": ".txt", "format.signature": "me",
+    "format.outputDirectory": "elsewhere", "core.quotePath": "false",
+}  # fmt: skip
+
+
 def test_export_and_git_am_give_the_same_tree(checkout, small, on, tmp_path):
+    for name, value in SETTINGS.items():
+        git(checkout, "config", name, value)
     on("apply", "--commit")
-    expected = git(checkout, "rev-parse", "HEAD^{tree}")
+    expected = tree_of(checkout)
     out, second = tmp_path / "a series", tmp_path / "second"
     out.mkdir()
     mine = out / "0009-mine.patch"
@@ -400,7 +400,7 @@ def test_export_and_git_am_give_the_same_tree(checkout, small, on, tmp_path):
     mine.unlink()
     git(tmp_path, "clone", "-q", small, second)
     am(second, out)
-    assert git(second, "rev-parse", "HEAD^{tree}") == expected
+    assert tree_of(second) == expected
     assert git(second, "log", "--format=%s", "--reverse").splitlines()[1:] == SUBJECTS
     # `apply`, `status` and `revert` know the commits of `git am`.
     assert "already" in on("apply", where=second)
@@ -408,27 +408,11 @@ def test_export_and_git_am_give_the_same_tree(checkout, small, on, tmp_path):
     # One mail has the same tree, and replaces the others.
     on("export", "--out", out, where=second)
     assert len(list(out.iterdir())) == 1
+    assert not (checkout / "elsewhere").exists()
     on("revert", "--commit", where=second)
     am(second, out)
-    assert git(second, "rev-parse", "HEAD^{tree}") == expected
-
-
-def test_settings_of_the_user_do_not_change_the_series(checkout, small, on, tmp_path):
-    """With `diff.context=0`, `git am` said "patch does not apply"."""
-    for name, value in {
-        "diff.context": "0", "diff.noprefix": "true", "diff.external": "false",
-        "color.ui": "always", "format.attach": "true", "format.coverLetter": "true",
-        "format.subjectPrefix": "MINE", "format.suffix": ".txt", "format.signature": "me",
-        "format.outputDirectory": str(tmp_path / "elsewhere"), "core.quotePath": "false",
-    }.items():  # fmt: skip
-        git(checkout, "config", name, value)
-    out, second = tmp_path / "series", tmp_path / "second"
-    on("export", "--out", out)
-    assert not (tmp_path / "elsewhere").exists()
-    git(tmp_path, "clone", "-q", small, second)
-    am(second, out)
+    assert tree_of(second) == expected
     assert git(second, "log", "-1", "--format=%s") == patches.SUBJECT
-    assert state(second) == "current"
 
 
 def test_documented_example_leaves_the_ends_to_adamw():

@@ -50,11 +50,7 @@ if __name__ == "__main__":
 
 
 def test_error_lines():
-    assert error_lines(SOURCE) == {
-        3: "raise ValueError(",
-        9: "x = 1",
-        10: "raise",
-    }
+    assert error_lines(SOURCE) == {3: "raise ValueError(", 9: "x = 1", 10: "raise"}
 
 
 def test_processes_count_together_and_error_paths_are_missed(tmp_path):
@@ -63,10 +59,7 @@ def test_processes_count_together_and_error_paths_are_missed(tmp_path):
     (folder / "_muon.py").write_text(SOURCE)
     (folder / "other.py").write_text("x = 1\n")
     (tmp_path / "tests.py").write_text(TESTS)
-    place = {
-        "MUON_MEASURED": str(folder),
-        "COVERAGE_FILE": str(tmp_path / ".coverage"),
-    }
+    place = {"MUON_MEASURED": str(folder), "COVERAGE_FILE": str(tmp_path / ".coverage")}
 
     def python(*arguments, cwd=ROOT):
         command = [sys.executable, "-m", *arguments]

@@ -3,6 +3,7 @@
 MUON_TEST_KILLS is the number of kills into each command.
 """
 
+import contextlib
 import os
 import random
 import shutil
@@ -115,10 +116,8 @@ class Case:
         """Whether the command was killed before its end."""
         with self.start(*words) as process:
             time.sleep(after)
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             return process.wait(30) == -signal.SIGKILL
 
 
@@ -162,7 +161,8 @@ def test_killed_at_random(case, tmp_path, command):
         "commit": ["apply", "--commit"],
     }  # fmt: skip
     for rel in USERS:
-        append_or_new(case.root / rel)
+        with open(case.root / rel, "a") as file:
+            file.write(EDIT)
     if on_git:
         run("git", "add", USERS[0], cwd=case.root)
     stock = tree(case.root)
@@ -210,7 +210,3 @@ def test_killed_at_random(case, tmp_path, command):
                 assert shown == f"M  {USERS[0]}\n?? {USERS[1]}\n"
     kind = "checkout" if on_git else "installed torch"
     print(f"{kind}, {command}: {hit} killed, {halves} half done")
-
-
-def append_or_new(path):
-    path.write_text((path.read_text() if path.exists() else "") + EDIT)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from overlay.conftest import script, snapshot
 from tools.overlay.repo import ROOT
 from tools.overlay.wheel import find_wheel
 
@@ -46,7 +47,7 @@ def state(python):
     return find_wheel(python).status(ROOT)["state"]
 
 
-def test_overlay_is_there_for_the_run_alone(tool, arguments, installed, snapshot):
+def test_overlay_is_there_for_the_run_alone(tool, arguments, installed):
     site = find_wheel(installed).root
     before = snapshot(site)
     args = arguments(HAS_OVERLAY)
@@ -90,8 +91,8 @@ def test_overlay_is_taken_off_when_interrupted(arguments, installed, number):
     assert state(installed) == "none"
 
 
-def test_missing_packages_are_named_first(tool, tmp_path, make_script, installed):
-    python = make_script(tmp_path / "bare", f'exec "{installed}" -S "$@"\n')
+def test_missing_packages_are_named_first(tool, tmp_path, installed):
+    python = script(tmp_path / "bare", f'exec "{installed}" -S "$@"\n')
     done = tool("test", "--python", python)
     assert done.code == 2
     assert "-m pip install pytest expecttest numpy" in done.err

@@ -1,7 +1,7 @@
 """`pull`: edits in a checkout come back into this repository."""
 
 import pytest
-from overlay.conftest import append, commit_all, run
+from overlay.conftest import append, commit_all, git_status, run, snapshot
 from tools.overlay import patches, payload
 from tools.overlay.checkout import find_checkout
 from tools.overlay.errors import Refused
@@ -18,7 +18,7 @@ def replace(path, old, new):
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_whole_files(there, ours, git_status, committed):
+def test_whole_files(there, ours, committed):
     there.apply(ours, commit=committed)
     append(there.root / MUON, "# an edit\n")
     # The second one was not seen.
@@ -43,7 +43,7 @@ def test_whole_files(there, ours, git_status, committed):
     assert git_status(there.root) == ""
 
 
-def test_hunks(there, ours, git_status):
+def test_hunks(there, ours):
     there.apply(ours)
     path = there.root / DOC
     replace(path, "one owner rank", "one owning rank")
@@ -83,7 +83,7 @@ def test_edits_on_both_sides_are_merged(there, ours, rel):
 
 
 @pytest.mark.parametrize("rel", [OWN, DOC])
-def test_overlapping_edits_are_refused(there, ours, snapshot, rel):
+def test_overlapping_edits_are_refused(there, ours, rel):
     there.apply(ours)
     patch = ours / "patches/0001-docs-distributed-muon.patch"
     old = (ours / OWN).read_text().splitlines()[0] if rel == OWN else "Distributed Muon"
@@ -98,7 +98,7 @@ def test_overlapping_edits_are_refused(there, ours, snapshot, rel):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_clone_of_a_fork_on_an_older_overlay(there, ours, tmp_path, git_status, named):
+def test_clone_of_a_fork_on_an_older_overlay(there, ours, tmp_path, named):
     """`pull` took the edit, and took newer lines of the overlay away."""
     there.apply(ours, commit=True)
     if not named:  # a commit made by hand

@@ -27,8 +27,8 @@ def commits(wheel):
     ]
     base = {rel: stock(rel).read_bytes() for rel in rels if stock(rel).is_file()}
     base["docs/source/optim.md"] = OPTIM_MD.encode()
-    new, lacking, misfits = patches.overlay(source, wheel.version, base, bool)
-    assert not lacking + misfits
+    new, misfits = patches.overlay(source, wheel.version, base, bool)
+    assert not misfits
     return patches.commits(source, new, stack=True)
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import files, git, parts, patches, payload, worktree
-from .errors import Refused, WorkFailed, WrongTarget
+from .errors import Refused, WrongTarget
 from .payload import sha256
 from .target import Plan, Report, Target
 
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from .target import Texts
-
     from .worktree import Worktree
 
 
@@ -62,11 +59,11 @@ class Checkout(Target):
         base, source = tree.base(), payload.read(root)
         overlays = self._overlays(root, base, source)
         applied = [rel for _, texts in overlays for rel in texts]
-        rels = list(dict.fromkeys([*self._paths(source), *applied]))
+        rels = list(dict.fromkeys([*patches.paths(source, self.version), *applied]))
         at_base = tree.texts(base, rels)
         now = {rel: self.read(rel) for rel in rels}
 
-        def score(found: tuple[str | None, Texts]) -> int:
+        def score(found: tuple[str | None, files.Texts]) -> int:
             return sum(t == now[r] != at_base[r] for r, t in found[1].items())
 
         laid = max([(None, {}), *overlays], key=score)
@@ -74,10 +71,6 @@ class Checkout(Target):
         ours = {r: {sha256(o[r]) for _, o in overlays if r in o} for r in rels}
         staged = tree.texts("", rels)
         return Plan(source, *new, at_base, now, ours, laid[1], laid[0], staged)
-
-    def _paths(self, source: payload.Source) -> list[str]:
-        series = patches.series(source.patches, self.version)
-        return [*source.whole, *(r for p in series for r in p.paths)]
 
     def _overlays(
         self, root: Path, base: str, source: payload.Source
@@ -95,13 +88,13 @@ class Checkout(Target):
         name = tree.trailer(commit) if commit else None
         named = payload.at(root, name) if name else None
         if named:
-            at_base = tree.texts(base, self._paths(named))
+            at_base = tree.texts(base, patches.paths(named, self.version))
             texts = patches.overlay(named, self.version, at_base, self.takes)[0]
             found.append((name, {**texts}))
         elif all(tree.base(commit) != base for commit, _ in laid):
             # Not known here: its first commit has its texts.
             commit = commit or tree.adding(head)
-            ours = set(self._paths(source))
+            ours = set(patches.paths(source, self.version))
             rels = [r for r in tree.changed(base, commit) if r in ours or _is_muons(r)]
             found.append((name, tree.texts(commit, rels)))
         return found
@@ -111,75 +104,66 @@ class Checkout(Target):
         if any(rel in plan.laid for rel in rels):
             return (
                 "They may be edits of the overlay. `pull` takes these into this repository:\n"
-                f"  setup_overlay.py pull --checkout {where}\n"
-                f"`git -C {where} diff` and `git -C {where} log -p` show them."
+                f"  setup_overlay.py pull --checkout {where}"
             )
-        return (
-            f"Commit or undo these changes first; `git -C {where} status` shows them."
-        )
+        return f"Commit or undo these changes; `git -C {where} status` shows them."
 
     def _apply(self, plan: Plan, report: Report, commit: bool) -> None:
-        tree = self.tree
-        head, base = tree.resolve("HEAD"), tree.base()
-        if not (report.changes or commit):
-            self._keep_copies(plan)
-            return
-        tip = tree.build(base, patches.commits(plan.source, plan.new), plan.source.name)
-        self._lay(report.changes, tip, commit)
-        self._keep_copies(plan)
-        differs = self._differs(plan.wanted)
-        if commit and differs:
-            name = plan.source.name
-            new = tip if head == base else tree.commit(head, differs, UPDATE, name)
-            report.commits = self._commit(new, plan, plan.wanted)
-        tree.set_laid(tip)
-
-    def _keep_copies(self, plan: Plan) -> None:
-        """Tests compare with stock Muon, which programs find from torch.__file__."""
-        copies = {r: t for r in plan.source.whole if (t := plan.base[r]) is not None}
-        kept = {self.copy_of(r): t for r, t in copies.items() if r.startswith("torch/")}
+        tree, source = self.tree, plan.source
+        if report.changes or commit:
+            commits = patches.commits(source, plan.new)
+            tip = tree.build(tree.base(), commits, source.name)
+            self._lay(plan, report, plan.wanted, tip, UPDATE if commit else "")
+            tree.set_laid(tip)
+        # Tests compare with stock Muon, which programs find from torch.__file__.
+        stock = {r: t for r in source.whole if (t := plan.base[r]) is not None}
+        kept = {self.copy_of(r): t for r, t in stock.items() if r.startswith("torch/")}
         self.keep({self.copies.parent / ".gitignore": b"*\n"} | kept)
 
-    def _lay(self, changes: Texts, following: str, commit: bool) -> None:
-        """Write the files; after a kill, the next command finishes that."""
-        if changes or commit:
-            self.tree.set_next(following)
-        try:
-            self.write(changes)
-        except BaseException:  # the files are as before
-            self.tree.forget_next()
-            raise
-
-    def _differs(self, want: Texts) -> dict[str, bytes | None]:
-        """The texts that the branch does not have."""
-        head = self.tree.texts("HEAD", list(want))
-        return {rel: text for rel, text in want.items() if text != head[rel]}
-
-    def _commit(self, commit: str, plan: Plan, want: Texts) -> list[str]:
-        """Move the branch. The index first: a kill between leaves a staged overlay."""
-        head = self.tree.resolve("HEAD")
-        self.tree.stage({r: t for r, t in want.items() if plan.staged[r] != t})
-        self.tree.move_head(commit, head)
-        return self.tree.ask("rev-list", "--reverse", f"{head}..{commit}").split()
-
     def _revert(self, plan: Plan, report: Report, commit: bool) -> None:
-        tree = self.tree
-        head, base = tree.resolve("HEAD"), tree.base()
-        self._lay(report.changes, base, commit)
+        tree, base = self.tree, self.tree.base()
+        if tree.resolve("HEAD") == base:
+            self._stage(plan, plan.base)
+        differs = self._lay(plan, report, plan.base, base, REVERT if commit else "")
         shutil.rmtree(self.copies.parent, ignore_errors=True)
-        differs = self._differs(plan.base)
-        if commit and differs:
-            new = tree.commit(head, differs, REVERT, None)
-            report.commits = self._commit(new, plan, plan.base)
-        elif head == base:
-            tree.stage({r: t for r, t in plan.base.items() if plan.staged[r] != t})
-        report.uncommitted = bool(differs) and not commit
+        report.uncommitted = differs and not commit
         if report.changes or commit or tree.resolve(worktree.LAID) not in ("", base):
             tree.set_laid(base)
         report.parts = parts.remove(tree)
 
-    def status(self, root: Path) -> dict[str, Any]:
-        return super().status(root) | {"compiled_parts": len(parts.load(self.tree))}
+    def _lay(
+        self, plan: Plan, report: Report, want: files.Texts, following: str, words: str
+    ) -> bool:
+        """Write the files, and commit them with those words (empty: no commit).
+
+        After a kill, the next command finishes that.
+
+        Returns whether the branch had other texts.
+        """
+        tree, head = self.tree, self.tree.resolve("HEAD")
+        on_base = head == tree.base()
+        if report.changes or words:
+            tree.set_next(following)
+        try:
+            self.write(report.changes)
+        except BaseException:  # the files are as before
+            tree.forget_next()
+            raise
+        at_head = tree.texts("HEAD", list(want))
+        differs = {rel: text for rel, text in want.items() if text != at_head[rel]}
+        if words and differs:
+            name = tree.trailer(following)
+            new = following if on_base else tree.build(head, [(words, differs)], name)
+            # The index first: a kill between leaves a staged overlay.
+            self._stage(plan, want)
+            move = ("update-ref", "-m", "muon overlay", "HEAD")
+            git.git(self.root, *move, new, head)
+            made = tree.ask("rev-list", "--reverse", f"{head}..{new}")
+            report.commits = made.split()
+        return bool(differs)
+
+    def _stage(self, plan: Plan, want: files.Texts) -> None:
+        self.tree.stage({r: t for r, t in want.items() if plan.staged[r] != t})
 
     def _state(self, plan: Plan, there: bool) -> tuple[str, str]:
         if there or self.tree.base() == self.tree.resolve("HEAD"):
@@ -200,10 +184,8 @@ class Checkout(Target):
         for rel, there in edited.items():
             base = plan.base.get(rel)
             mine, was = new.get(rel, base), laid.get(rel, base)
-            if there in (mine, was, base):
+            if plan.knows(rel, there):
                 continue
-            if sha256(there) in plan.ours.get(rel, ()):
-                continue  # of an overlay before this one
             text = there if mine == was else git.merged(mine or b"", was or b"", there)
             if text is None:
                 both.append(rel)
@@ -213,13 +195,8 @@ class Checkout(Target):
                 name, hunks = self._hunks(plan, rel, text)
                 changes[f"{payload.PATCHES}/{name}"] = hunks
         if both:
-            raise Refused(
-                "edited in the same lines here and there since `apply`:\n"
-                + "".join(f"  {rel}\n" for rel in both)
-                + f"Compare each, for instance\n  git diff --no-index {root / both[0]} "
-                f"{self.root / both[0]}\nand write the same lines in both. "
-                "Nothing was touched."
-            )
+            named = "".join(f"  {rel}\n" for rel in both)
+            raise Refused(f"write the same lines here and there, both edited:\n{named}")
         gone = [r for r, t in laid.items() if plan.now[r] is None and t and r in here]
         if dry:
             return sorted(changes), gone
@@ -228,7 +205,7 @@ class Checkout(Target):
         # The next `apply` knows the edits by this commit, and so does the next `pull`.
         taken = {**laid} | {r: t for r, t in edited.items() if t != plan.base.get(r)}
         for texts in (laid, taken) if taken != laid else ():
-            tree.set_laid(tree.commit(tree.base(), texts, PULLED, plan.laid_name))
+            tree.set_laid(tree.build(tree.base(), [(PULLED, texts)], plan.laid_name))
         return sorted(changes), gone
 
     def _added(self, plan: Plan) -> list[str]:
@@ -244,10 +221,7 @@ class Checkout(Target):
         series = patches.series(plan.source.patches, self.version)
         found = [patch for patch in series if rel in patch.paths]
         if len(found) != 1 or len(found[0].paths) > 1:
-            raise WorkFailed(
-                f"{rel} was edited in {self.words}, and more than one patch or file goes "
-                "with it: edit patches/ by hand. Nothing was touched."
-            )
+            raise Refused(f"{rel} is not alone in one patch: edit patches/ by hand")
         # As little context as leads to one place: other versions differ around it.
         before = {rel: plan.base[rel]}
         made = git.difference(before, {rel: text}, "--text", "-U1")

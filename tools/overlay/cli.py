@@ -11,11 +11,11 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import NoReturn, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
-from . import env, errors, files, frameworks, git, parts, payload, tests, versions
+from . import env, files, git, parts, payload, tests, versions
 from .checkout import Checkout, find_checkout
-from .errors import OverlayError, WrongTarget
+from .errors import OverlayError, Refused, WrongTarget
 from .repo import ROOT
 from .target import words
 from .wheel import find_wheel, Wheel
@@ -40,40 +40,10 @@ Distributed training for torch.optim.Muon, as an overlay over PyTorch
 a PyTorch checkout or an installed torch.
 
 start here: python setup_overlay.py verify
+examples: docs/install.md, CONTRIBUTING.md
 """
+MODES = ("source", "wheel")
 FEW = 5  # more files than these are counted, not named
-# One meaning for each; a value names its placeholder, a flag has none.
-OPTIONS = {
-    "--torch": ("VERSION", f"{versions.SUPPORTED} (default: {versions.PINNED})"),
-    "--checkout": ("DIR", "a PyTorch git checkout (default: the current folder)"),
-    "--python": ("EXE", "an interpreter, or its environment's folder"),
-    "--out": ("DIR", "the folder of the mails"),
-    "--mode": ("MODE", "source or wheel"),
-    "--stack": (None, "a mail for each layer, not one for all"),
-    "--commit": (None, "commit it in the checkout"),
-    "--force": (None, "go on with a torch that is not supported"),
-    "--coverage": (None, "show how much of the optimizer the given tests execute"),
-    "--frameworks": (None, f"with {', '.join(frameworks.VERSIONS)}"),
-    "--json": (None, "for programs"),
-    "--verbose": (None, "name every file"),
-    "--dry-run": (None, "say what would be done, write nothing"),
-}
-COMMANDS: dict[
-    str, tuple[Callable[[argparse.Namespace], int | None], tuple[str, ...]]
-] = {}
-
-
-def command(*options: str) -> Callable:
-    def add(do: Callable[[argparse.Namespace], int | None]) -> Callable:
-        COMMANDS[do.__name__.strip("_")] = do, options
-        return do
-
-    return add
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word.partition("=")[0], list(known), 1, 0.75)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 def _given(text: str) -> str:
@@ -83,14 +53,52 @@ def _given(text: str) -> str:
     return text
 
 
+def _value(metavar: str, words: str, **more: Any) -> dict[str, Any]:
+    return {"metavar": metavar, "type": _given, "help": words, **more}
+
+
+def _flag(words: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": words}
+
+
+# One meaning for each.
+OPTIONS = {
+    "--torch": _value("VERSION", f"{versions.SUPPORTED} (default: {versions.PINNED})"),
+    "--checkout": _value("DIR", "a PyTorch git checkout (default: the current folder)"),
+    "--python": _value("EXE", "an interpreter, or its environment's folder"),
+    "--out": _value("DIR", "the folder of the mails", required=True),
+    "--mode": _value("MODE", "source or wheel", required=True, choices=MODES),
+    "--stack": _flag("a mail for each layer, not one for all"),
+    "--commit": _flag("commit it in the checkout"),
+    "--force": _flag("go on with a torch that is not supported"),
+    "--coverage": _flag("show how much of the optimizer the given tests execute"),
+    "--frameworks": _flag(f"with {', '.join(tests.FRAMEWORKS)}"),
+    "--json": _flag("for programs"),
+    "--verbose": _flag("name every file"),
+    "--dry-run": _flag("say what would be done, write nothing"),
+}
+COMMANDS: dict[str, tuple[Callable, tuple[str, ...]]] = {}
+
+
+def command(*options: str) -> Callable:
+    def add(do: Callable) -> Callable:
+        COMMANDS[do.__name__.strip("_")] = do, options
+        return do
+
+    return add
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(word.partition("=")[0], known, 1, 0.75)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         "setup_overlay.py", description=ABOUT, epilog=CODES, formatter_class=raw
     )
-    parser.add_argument(
-        "--version", action="store_true", help="name the overlay's commit"
-    )
+    parser.add_argument("--version", action="store_true", help="name the commit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (do, options) in COMMANDS.items():
         lines = [line.removeprefix("    ") for line in (do.__doc__ or "").splitlines()]
@@ -101,13 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         )  # fmt: skip
         sub.set_defaults(sub=sub)
         for option in options:
-            metavar, text = OPTIONS[option]
-            if metavar is None:
-                sub.add_argument(option, action="store_true", help=text)
-            else:
-                needed = option in ("--out", "--mode")
-                more = {"metavar": metavar, "help": text, "required": needed}
-                sub.add_argument(option, type=_given, **more)
+            sub.add_argument(option, **OPTIONS[option])
     return parser
 
 
@@ -136,22 +138,12 @@ def _show(rels: list[str], done: str, *, verbose: bool) -> None:
     print(f"{done} {len(rels)} files: {where}")
 
 
-def _run(python: Path, words: list[str], args: argparse.Namespace) -> int:
-    if args.dry_run:
-        print(f"would run {shlex.join([str(python), *words])}")
-        return 0
-    return env.run_in(python, words, Path.cwd())
-
-
 @command("--torch", "--dry-run")
 def _env(args: argparse.Namespace) -> None:
     """Make the environment, or find it.
 
     Makes .venv (another version: .venv-VERSION) with torch and the packages that the tests
     import, and applies the overlay to it. A second run applies changed files again.
-
-    example:
-      python setup_overlay.py env --torch 2.15.0
     """
     env.ensure(ROOT, args.torch, dry=args.dry_run)
 
@@ -162,16 +154,15 @@ def _verify(args: argparse.Namespace) -> int:
 
     Runs examples/compare_gpt.py in the environment: a small GPT on real text, FSDP2 and
     distributed Muon. Other options go to it, for instance --steps, --processes and --out.
-
-    example:
-      python setup_overlay.py verify --steps 40 --out results
     """
     python = env.ensure(ROOT, args.torch, dry=args.dry_run)
-    script = str(ROOT / "examples" / "compare_gpt.py")
-    code = _run(python, ["-u", script, *args.extra], args)
+    words = ["-u", str(ROOT / "examples" / "compare_gpt.py"), *args.extra]
+    if args.dry_run:
+        print(f"would run {shlex.join([str(python), *words])}")
+        return 0
+    code = env.run_in(python, words, Path.cwd())
     passed = "passed: training with distributed Muon agrees with one process"
-    if not args.dry_run:
-        print(f"verify {f'failed with exit code {code}' if code else passed}")
+    print(f"verify {f'failed with exit code {code}' if code else passed}")
     return code
 
 
@@ -182,19 +173,16 @@ def _test(args: argparse.Namespace) -> int:
     All other arguments go to pytest. Without any, all tests run, and must cover enough.
     --python: the optimizer's tests on the torch of EXE, with the overlay for the run alone.
     --frameworks: the tests of examples/frameworks, in an environment of their own.
-
-    example:
-      python setup_overlay.py test --torch 2.15.0 test/overlay -k revert
-      python setup_overlay.py test --python ~/venv/bin/python
     """
     alone = args.python or args.frameworks
     if alone and (args.torch or args.coverage or (args.python and args.frameworks)):
         raise WrongTarget("--python and --frameworks go without other options of ours")
     if args.dry_run:
-        where = args.python or env.ensure(ROOT, args.torch, dry=True)
-        return _run(Path(where), ["-m", "pytest", *args.extra], args)
+        python = args.python or env.ensure(ROOT, args.torch, dry=True)
+        print(f"would run {shlex.join([str(python), '-m', 'pytest', *args.extra])}")
+        return 0
     if args.frameworks:
-        return frameworks.test(ROOT, args.extra)
+        return tests.run_frameworks(args.extra, ROOT)
     if args.python:
         return tests.run_with(args.python, args.extra, ROOT)
     python = env.ensure(ROOT, args.torch)
@@ -208,12 +196,8 @@ def _apply(args: argparse.Namespace) -> None:
 
     Writes all files or none, and never a file with changes of yours. --commit also commits
     them, layer by layer.
-
-    example:
-      python setup_overlay.py apply --checkout ~/pytorch --commit
-      python setup_overlay.py apply --python ~/venv/bin/python
     """
-    _change(args, {"force": args.force}, "applied to", "has the overlay already")
+    _change(args, "applied to", "has the overlay already", force=args.force)
 
 
 @command("--checkout", "--python", "--commit", "--dry-run", "--verbose")
@@ -222,14 +206,11 @@ def _revert(args: argparse.Namespace) -> None:
 
     Also removes the compiled parts of `rebuild --mode wheel`. Refuses if the files have
     changes of yours. If the overlay is committed, --commit commits its revert.
-
-    example:
-      python setup_overlay.py revert --checkout ~/pytorch
     """
-    _change(args, {}, "reverted", "has no overlay")
+    _change(args, "reverted", "has no overlay")
 
 
-def _change(args: argparse.Namespace, more: dict, done: str, nothing: str) -> None:
+def _change(args: argparse.Namespace, done: str, nothing: str, **more: bool) -> None:
     target = _target(args)
     if args.commit and isinstance(target, Wheel):
         raise WrongTarget("--commit goes with --checkout")
@@ -238,13 +219,9 @@ def _change(args: argparse.Namespace, more: dict, done: str, nothing: str) -> No
         report = do(ROOT, commit=args.commit, dry=args.dry_run, **more)
     for line in report.warnings:
         print(f"warning: {line}", file=sys.stderr)
-    for line in report.notes if report.changes else ():
-        print(line)
-    wrote, removed = "wrote", "removed"
-    if args.dry_run:
-        wrote, removed = "would write", "would remove"
-    _show(report.written, wrote, verbose=args.verbose)
-    _show(report.removed, removed, verbose=args.verbose)
+    verbs = ("would write", "would remove") if args.dry_run else ("wrote", "removed")
+    for verb, rels in zip(verbs, (report.written, report.removed)):
+        _show(rels, verb, verbose=args.verbose)
     if report.parts:
         print(f"removed {report.parts} compiled parts that a wheel had lent")
     if report.commits:
@@ -267,13 +244,7 @@ def _rebuild(args: argparse.Namespace) -> None:
     source: upstream's editable build by --python (default: python on PATH).
     wheel: links to the compiled parts of the torch of --python (default: the
     environment's) of the same version; no compiler is needed, and `revert` removes them.
-
-    example:
-      python setup_overlay.py rebuild --checkout ~/pytorch --mode wheel
-      USE_CUDA=0 python setup_overlay.py rebuild --checkout ~/pytorch --mode source
     """
-    if args.mode not in ("source", "wheel"):
-        raise WrongTarget("--mode is source or wheel")
     checkout = find_checkout(args.checkout or ".")
     if args.dry_run:
         print(f"would rebuild {checkout.words} in mode {args.mode}")
@@ -293,26 +264,18 @@ def _status(args: argparse.Namespace) -> None:
 
     Names its commit, the files that differ, and where the stock files are kept. (Default:
     the environment, in no checkout.)
-
-    example:
-      python setup_overlay.py status --checkout ~/pytorch
     """
     found = _target(args, environment=True).status(ROOT)
-    as_json = json.dumps(found, indent=1)
-    print(as_json if args.json else words(found, verbose=args.verbose))
+    print(json.dumps(found) if args.json else words(found, verbose=args.verbose))
 
 
 @command("--checkout", "--python")
 def _diff(args: argparse.Namespace) -> None:
-    """Show what `apply` would change, as a patch.
-
-    example:
-      python setup_overlay.py diff --checkout ~/pytorch
-    """
+    """Show what `apply` would change, as a patch."""
     plan = _target(args, environment=True).plan(ROOT)
     changes = plan.changes(plan.wanted)
-    shown = git.difference({rel: plan.now[rel] for rel in changes}, changes)
-    sys.stdout.buffer.write(shown)
+    now = {rel: plan.now[rel] for rel in changes}
+    sys.stdout.buffer.write(git.difference(now, changes))
 
 
 @command("--checkout", "--dry-run")
@@ -321,9 +284,6 @@ def _pull(args: argparse.Namespace) -> None:
 
     Merges them into the files and patches here. Refuses if the same lines were edited on
     both sides.
-
-    example:
-      python setup_overlay.py pull --checkout ~/pytorch
     """
     target = find_checkout(args.checkout or ".")
     with target.held(), files.held(ROOT):
@@ -341,10 +301,6 @@ def _export(args: argparse.Namespace) -> None:
 
     It fits the newest commit without the overlay, which the command names. --stack: in the
     order of patches/stack.toml, for a reviewer.
-
-    example:
-      python setup_overlay.py export --checkout ~/pytorch --out series --stack
-      git -C ~/pytorch am $PWD/series/*.patch
     """
     target = find_checkout(args.checkout or ".")
     out = Path(args.out).expanduser().resolve()
@@ -372,31 +328,20 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _terminated(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
 def main(argv: list[str]) -> int:
     # A `timeout` around this command then also ends what it started, and a
     # half-done write is undone.
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         args = _arguments(argv)
         code = COMMANDS[args.command][0](args)
         sys.stdout.flush()
         return code or 0
-    except OverlayError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return errors.INTERRUPTED
     except BrokenPipeError:
         # The reader is gone; the flush at exit would raise this again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return errors.FAILED
-    except OSError as error:
-        # A full disk, a missing permission: the words are in the error.
-        name = f"{error.filename}: " if error.filename else ""
-        print(f"error: {name}{error.strerror or error}", file=sys.stderr)
-        return errors.FAILED
+        return 1
+    except (OverlayError, OSError) as error:  # for instance a full disk
+        kept = "\nNothing was touched." if isinstance(error, Refused) else ""
+        print(f"error: {error}{kept}", file=sys.stderr)
+        return getattr(error, "code", 1)

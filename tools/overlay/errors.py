@@ -1,13 +1,10 @@
-"""The ways in which a command can end; the codes are part of the interface."""
-
-FAILED, WRONG, REFUSED = 1, 2, 3
-INTERRUPTED = 130  # 128 and the signal's number, as in a shell
+"""The ways in which a command can fail; the codes are part of the interface."""
 
 
 class OverlayError(Exception):
     """Ends the command with its text; never a traceback."""
 
-    code = FAILED
+    code = 1
 
 
 class WorkFailed(OverlayError):
@@ -15,10 +12,10 @@ class WorkFailed(OverlayError):
 
 
 class WrongTarget(OverlayError):
-    code = WRONG
+    code = 2
 
 
 class Refused(OverlayError):
     """Going on would lose something that is not ours."""
 
-    code = REFUSED
+    code = 3

@@ -7,15 +7,18 @@ import fcntl
 import os
 import shutil
 import tempfile
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import Refused, WorkFailed
+from .errors import WorkFailed
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
+
+
+Texts = Mapping[str, bytes | None]  # by path; None: no file
 
 
 def scratch(path: Path) -> Path:
@@ -44,16 +47,15 @@ def _take_after(path: Path, model: Path, mask: int = 0o7777) -> None:
 
 
 def _prepare(path: Path, data: bytes, sibling: Path) -> None:
+    if path.is_dir():
+        raise WorkFailed(f"{path} is a folder, where the overlay has a file")
     for folder in reversed(path.parents):
         if not folder.is_dir():
             folder.mkdir()
             _take_after(folder, folder.parent)
-    new = scratch(path)
+    new, known = scratch(path), path.is_file()
     new.write_bytes(data)
-    if path.is_file():
-        _take_after(new, path)
-    else:
-        _take_after(new, sibling, 0o666)
+    _take_after(new, path if known else sibling, 0o7777 if known else 0o666)
     _flush(new)
 
 
@@ -70,53 +72,44 @@ def replace(changes: Mapping[Path, bytes | None], sibling: Path, top: Path) -> N
     All new texts are on the disk before the first rename. After a kill, the caller
     decides whether the files that remain are renamed or removed.
     """
-    for path, data in changes.items():
-        above = next(parent for parent in path.parents if os.path.lexists(parent))
-        if path.is_dir() or (data is not None and not above.is_dir()):
-            taken = path if path.is_dir() else above
-            raise Refused(
-                f"{taken} is a {'folder' if taken.is_dir() else 'file'}, and the overlay "
-                "needs that name. Move it away and try again. Nothing was touched."
-            )
     before = {path: path.read_bytes() if path.is_file() else None for path in changes}
     begun: list[Path] = []
+
+    def put(path: Path, data: bytes | None) -> None:
+        if data is None:
+            path.unlink(missing_ok=True)
+        else:
+            os.replace(scratch(path), path)
+
     try:
         for path, data in changes.items():
             if data is not None:
                 _prepare(path, data, sibling)
         for path, data in changes.items():
             begun.append(path)
-            _put(path, data)
+            put(path, data)
         for folder in {path.parent for path in changes if path.parent.is_dir()}:
             _flush(folder)
     except BaseException as error:
         for path in changes:
-            scratch(path).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                scratch(path).unlink()
         for path in begun:
             if (text := before[path]) is not None:
                 _prepare(path, text, sibling)
-            _put(path, text)
+            put(path, text)
         if isinstance(error, OSError):
-            raise WorkFailed(
-                f"cannot write {error.filename or top}: {error.strerror or error}. "
-                "The target is as it was."
-            ) from None
+            raise WorkFailed(f"{error}. The target is as it was") from None
         raise
     finally:
         for path in changes:
             tidy(path, top)
 
 
-def _put(path: Path, data: bytes | None) -> None:
-    path.unlink(missing_ok=True) if data is None else os.replace(scratch(path), path)
-
-
 def tidy(path: Path, top: Path) -> None:
     """Remove bytecode of ``path`` that is stale, and folders without sources."""
-    cache = path.parent / "__pycache__"
-    for compiled in cache.glob(f"{path.stem}.*.pyc*"):
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc*"):
         compiled.unlink(missing_ok=True)
-    remove_if_empty(cache)
     remove_empty_folders(path.parent, top)
 
 
@@ -130,17 +123,11 @@ def remove_empty_folders(folder: Path, top: Path) -> None:
         folder = folder.parent
 
 
-def remove_if_empty(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.rmdir()
-
-
 def _locked(handle: int) -> bool:
-    try:
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
-    except BlockingIOError:
-        return False
+    return False
 
 
 def _open(folder: Path) -> int:
@@ -156,20 +143,17 @@ def _open(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def held(folder: Path, *, wait_s: float = 1800) -> Iterator[None]:
+def held(folder: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the folder; the kernel lets go of it even if this process is killed."""
     handle = _open(folder)
     try:
         # git.py passes it on: after a kill, the next command waits for git's end.
         os.set_inheritable(handle, True)
-        said, end = False, time.monotonic() + wait_s
-        while not _locked(handle):
-            if time.monotonic() > end:
-                raise WorkFailed(f"another command holds {folder}")
-            if not said:
-                print(f"waiting: another command works on {folder}", flush=True)
-                said = True
-            time.sleep(0.2)
+        if not _locked(handle):
+            if not wait:
+                raise WorkFailed(f"another command works on {folder}")
+            print(f"waiting: another command works on {folder}", flush=True)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)
@@ -178,7 +162,7 @@ def held(folder: Path, *, wait_s: float = 1800) -> Iterator[None]:
 def busy(folder: Path) -> bool:
     """Whether another command works on it at this moment."""
     try:
-        with held(folder, wait_s=-1):
+        with held(folder, wait=False):
             return False
     except WorkFailed:
         return True

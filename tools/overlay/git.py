@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from . import files
 from .errors import WorkFailed, WrongTarget
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
-TIMEOUT = 300
 # git sets these inside a hook. They would redirect every call to that repository.
 _REDIRECTS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"}
 # Settings of the user that would change what a command here reads or writes. (A
 # file system monitor would outlive the command and keep its lock.)
-_SETTINGS = [
-    word
-    for setting in (
-        "core.fsmonitor",
-        "core.safecrlf",
-        "log.follow",
-        "log.showSignature",
-    )
-    for word in ("-c", f"{setting}=false")
-]
+_SETTINGS = ("core.fsmonitor", "core.safecrlf", "log.follow", "log.showSignature")
 # In a scratch folder, no setting of the user counts.
 ALONE = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
@@ -41,7 +29,7 @@ def git(
     *args: str,
     data: bytes | None = None,
     check: bool = True,
-    env: Mapping[str, str] | None = None,
+    env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
     if shutil.which("git") is None:
         raise WrongTarget("git is not on PATH; install git and try again")
@@ -49,41 +37,37 @@ def git(
     keep |= {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", "GIT_PAGER": "cat"}
     # git would find a work tree that the temporary folders are in.
     keep["GIT_CEILING_DIRECTORIES"] = str(where.parent)
-    command = ["git", "-C", str(where), "--literal-pathspecs", *_SETTINGS, *args]
+    command = ["git", "-C", str(where), "--literal-pathspecs"]
+    command += [word for name in _SETTINGS for word in ("-c", f"{name}=false")]
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL if data is None else subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=keep | dict(env or {}),
+        [*command, *args],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
+        env=keep | (env or {}),
         # A killed git would leave its lock files. In a session of its own, git ends
         # its work when this process is killed; the lock is passed on by close_fds.
         start_new_session=True,
         close_fds=False,
     )
     try:
-        out, words = process.communicate(data, TIMEOUT)
-    except BaseException as error:
-        with contextlib.suppress(subprocess.TimeoutExpired, ValueError):
-            process.communicate(timeout=10)
-        process.kill()
+        out, words = process.communicate(data)
+    except BaseException:
+        process.terminate()  # git removes its lock files
         process.wait()
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise WorkFailed(f"git {args[0]} took over {TIMEOUT} s") from None
         raise
     if check and process.returncode:
         said = words.decode(errors="replace").strip()
         raise WorkFailed(f"git {' '.join(args[:2])} failed in {where}: {said}")
-    return subprocess.CompletedProcess(command, process.returncode, out, words)
+    return subprocess.CompletedProcess(args, process.returncode, out, words)
 
 
 def works(where: Path, *args: str) -> bool:
     return git(where, *args, check=False).returncode == 0
 
 
-def text(where: Path, *args: str) -> str:
+def text(where: Path, *args: str, check: bool = False, **how: Any) -> str:
     """Output of a command; empty if it fails."""
-    return git(where, *args, check=False).stdout.decode(errors="replace").strip()
+    done = git(where, *args, check=check, **how)
+    return done.stdout.decode(errors="replace").strip()
 
 
 def lines(where: Path, *args: str) -> list[str]:
@@ -92,7 +76,7 @@ def lines(where: Path, *args: str) -> list[str]:
     return [name for name in out.split("\0") if name]
 
 
-def texts(where: Path, commit: str, rels: Sequence[str]) -> dict[str, bytes | None]:
+def texts(where: Path, commit: str, rels: list[str]) -> dict[str, bytes | None]:
     """The texts of those paths at a commit (empty: in the index; None: no file)."""
     asked = "".join(f"{commit or ':0'}:{rel}\n" for rel in rels).encode()
     out = git(where, "cat-file", "--batch", data=asked).stdout
@@ -107,7 +91,7 @@ def texts(where: Path, commit: str, rels: Sequence[str]) -> dict[str, bytes | No
     return found
 
 
-def put(folder: Path, texts: Mapping[str, bytes | None]) -> None:
+def put(folder: Path, texts: files.Texts) -> None:
     """Write the texts below a scratch folder."""
     folder.mkdir(exist_ok=True)
     for rel, content in texts.items():
@@ -116,9 +100,7 @@ def put(folder: Path, texts: Mapping[str, bytes | None]) -> None:
             (folder / rel).write_bytes(content)
 
 
-def difference(
-    before: Mapping[str, bytes | None], after: Mapping[str, bytes | None], *more: str
-) -> bytes:
+def difference(before: files.Texts, after: files.Texts, *more: str) -> bytes:
     """The patch from one set of texts to another."""
     with files.scratch_folder() as scratch:
         put(scratch / "a", before)

@@ -9,25 +9,23 @@ work trees share that file, so each has a block of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import files, git, progress, versions
-from .errors import Refused, WorkFailed, WrongTarget
+from . import env, files, git, versions
+from .errors import OverlayError, Refused, WorkFailed, WrongTarget
 from .payload import is_source
 from .target import FOLDER
-from .wheel import find_interpreter
+from .wheel import ask_python, find_interpreter
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from .wheel import Wheel
     from .worktree import Worktree
 
@@ -36,24 +34,22 @@ if TYPE_CHECKING:
 # torch through a link, so everything else is copied.
 _LINKED = re.compile(r".*\.(so|a)(\.\d+)*")
 TEST = "test/distributed/optim/test_muon.py"
-# A full build takes an hour or two where there are many cores, a day where not.
-BUILD_TIMEOUT_S = 36 * 3600
-# As upstream documents it.
-COMMAND = ("-m", "pip", "install", "--no-build-isolation", "-v", "-e", ".")
-
-
-def _record(tree: Worktree) -> Path:
-    return tree.keep / "parts.json"
 
 
 def load(tree: Worktree) -> dict[str, list]:
     """The size, mtime_ns and source of each file that was lent, or was about to be."""
-    path = _record(tree)
-    return json.loads(path.read_bytes()) if path.is_file() else {}
+    record = tree.keep / "parts.json"
+    return json.loads(record.read_bytes()) if record.is_file() else {}
 
 
 def _save(tree: Worktree, lent: dict[str, list]) -> None:
-    files.write(_record(tree), json.dumps(lent).encode(), tree.git_dir / "HEAD")
+    record = tree.keep / "parts.json"
+    if lent:
+        files.write(record, json.dumps(lent).encode(), tree.git_dir / "HEAD")
+    else:
+        record.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it has the log of a build
+            tree.keep.rmdir()
 
 
 def _tracked(tree: Worktree) -> set[str]:
@@ -62,17 +58,16 @@ def _tracked(tree: Worktree) -> set[str]:
 
 def lacking(tree: Worktree, wheel: Wheel) -> list[str]:
     """Files of the wheel that the checkout neither has nor tracks, and no overlay added."""
-    tracked, found = _tracked(tree), []
+    known, found = _tracked(tree) | wheel.added(), []
     for path in sorted(wheel.torch_dir.rglob("*")):
         rel = path.relative_to(wheel.root).as_posix()
         inside = FOLDER not in path.parts and is_source(rel) and path.is_file()
-        if inside and rel not in tracked and not os.path.lexists(tree.root / rel):
+        if inside and rel not in known and not os.path.lexists(tree.root / rel):
             found.append(rel)
-    added = wheel.overlaid(found)
-    return [rel for rel in found if rel not in added]
+    return found
 
 
-def _hide(tree: Worktree, rels: Iterable[str]) -> None:
+def _hide(tree: Worktree, rels: dict[str, list]) -> None:
     """Have git ignore these paths, by their topmost folder without tracked files."""
     folders = {str(parent) for path in _tracked(tree) for parent in Path(path).parents}
     patterns: dict[str, None] = {}
@@ -100,10 +95,7 @@ def lend(tree: Worktree, wheel: Wheel) -> int:
     lent = load(tree)
     for path in (tree.root / "torch").glob("_C*.so"):
         if path.relative_to(tree.root).as_posix() not in lent:
-            raise Refused(
-                f"{tree.root} has a build of its own ({path.name}). Use it, or remove it "
-                "with `git clean` first. Nothing was touched."
-            )
+            raise Refused(f"{tree.root} has a build of its own: {path.name}")
     rels = lacking(tree, wheel)
     for rel in rels:
         source = (wheel.root / rel).resolve()
@@ -115,13 +107,8 @@ def lend(tree: Worktree, wheel: Wheel) -> int:
         _hide(tree, lent)
         for rel in rels:
             _lend_one(wheel.root / rel, tree.root / rel)
-    except BaseException as error:
+    except BaseException:
         remove(tree, rels)
-        if isinstance(error, OSError):
-            raise WorkFailed(
-                f"cannot bring {error.filename}: {error.strerror}. "
-                "The checkout is as it was."
-            ) from None
         raise
     return len(rels)
 
@@ -147,7 +134,7 @@ def _is_ours(path: Path, size: int, mtime_ns: int, source: str) -> bool:
     return (stat.st_size, stat.st_mtime_ns) == (size, mtime_ns)
 
 
-def remove(tree: Worktree, rels: Iterable[str] | None = None) -> int:
+def remove(tree: Worktree, rels: list[str] | None = None) -> int:
     """Remove them again (None: all); files that were rebuilt since stay."""
     lent, count, folders = load(tree), 0, set()
     for rel in list(lent) if rels is None else rels:
@@ -160,11 +147,7 @@ def remove(tree: Worktree, rels: Iterable[str] | None = None) -> int:
     for folder in folders:
         files.remove_empty_folders(folder, tree.root / "torch")
     _hide(tree, lent)
-    if lent:
-        _save(tree, lent)
-    else:
-        _record(tree).unlink(missing_ok=True)
-        files.remove_if_empty(tree.keep)
+    _save(tree, lent)
     return count
 
 
@@ -172,28 +155,18 @@ def from_wheel(tree: Worktree, wheel: Wheel) -> None:
     """Make the checkout importable without a compiler."""
     version = (tree.root / "version.txt").read_text()
     if versions.release(wheel.version or "") != versions.release(version):
-        raise WrongTarget(
-            f"{tree.root} and {wheel.words} are not the same version: their compiled parts "
-            f"would not fit. Give --python an interpreter with torch {version}"
-        )
+        raise WrongTarget(f"{wheel.words} is not of the same version: {version}")
     had = load(tree)
     count = lend(tree, wheel)
-    brought = f"{count} files brought from {wheel.torch_dir}"
-    print(brought if count else "the compiled parts are in place already")
-    env = {**os.environ, "PYTHONPATH": str(tree.root)}
-    code = "import torch, torch.optim; print(torch.__file__)"
-    done = subprocess.run(
-        [wheel.python, "-c", code], capture_output=True, text=True, env=env,
-        cwd=tree.root, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
-    where = done.stdout.strip()
-    if done.returncode or not where.startswith(str(tree.root)):
+    print(f"{count} files brought from {wheel.torch_dir}")
+    code = f"sys.path.insert(0, {str(tree.root)!r})\nimport torch, torch.optim\n"
+    try:
+        where = ask_python(wheel.python, f"{code}print(torch.__file__)").strip()
+    except OverlayError as error:
         if not had:
             remove(tree)
-        words = done.stderr.strip().splitlines()[-8:] or [where]
-        raise WorkFailed(
-            "\n".join(["import torch does not run out of the checkout:", *words])
-        )
+        words = f"import torch does not run out of the checkout: {error}"
+        raise WorkFailed(words) from None
     print(f"import torch gives {where}")
     line = f"PYTHONPATH={tree.quoted} {shlex.quote(str(wheel.python))}"
     if (tree.root / TEST).is_file():
@@ -202,23 +175,15 @@ def from_wheel(tree: Worktree, wheel: Wheel) -> None:
 
 
 def from_source(tree: Worktree, python: str | None) -> None:
-    """Run upstream's own editable build."""
-    # Upstream documents the command for the Python that is active in the shell.
-    found = find_interpreter(
-        python or ("python" if shutil.which("python") else "python3")
-    )
+    """Run upstream's own editable build, as upstream documents it."""
+    # It documents the command for the Python that is active in the shell.
+    active = "python" if shutil.which("python") else "python3"
+    command = [str(find_interpreter(python or active)), "-m", "pip", "install"]
     if lent := remove(tree):
         print(f"took out {lent} files that came from a wheel")
     log = tree.keep / "source-build.log"
     log.parent.mkdir(exist_ok=True)
     log.write_text("")
-    what = "building PyTorch from source"
-    code = progress.run(
-        [str(found), *COMMAND], what, log, timeout=BUILD_TIMEOUT_S, cwd=tree.root
-    )
-    if code:
-        raise WorkFailed(
-            f"the build failed with exit code {code}; its last lines:\n"
-            f"{progress.tail(log)}\nall of it: {log}"
-        )
+    command += ["--no-build-isolation", "-v", "-e", "."]
+    env.run_long(command, "building PyTorch from source", log, cwd=tree.root)
     print(f"built; the log is {log}")

@@ -45,6 +45,12 @@ def series(files: Mapping[str, bytes], version: str) -> list[Patch]:
     return chosen
 
 
+def paths(source: Source, version: str) -> list[str]:
+    """The files that the overlay brings or changes."""
+    changed = [rel for p in series(source.patches, version) for rel in p.paths]
+    return [*source.whole, *changed]
+
+
 def patched(patch: Patch, texts: Mapping[str, bytes]) -> dict[str, bytes]:
     """The texts with the hunks; hunks of files that are not in ``texts`` are left out.
 
@@ -66,27 +72,21 @@ def patched(patch: Patch, texts: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def overlay(
-    source: Source,
-    version: str,
-    base: Mapping[str, bytes | None],
-    takes: Callable[[str], bool],
-) -> tuple[dict[str, bytes], list[str], list[str]]:
-    """The texts over ``base``, the files that it lacks, and the patches that do not fit."""
+    source: Source, version: str, base: files.Texts, takes: Callable[[str], bool]
+) -> tuple[dict[str, bytes], list[str]]:
+    """The texts over ``base``, and the patches that do not fit; a hunk needs its file."""
     now = {rel: text for rel, text in source.whole.items() if takes(rel)}
-    lacking, misfits = [], []
+    misfits = []
     for patch in series(source.patches, version):
         known = {rel: now.get(rel, base.get(rel)) for rel in patch.paths if takes(rel)}
         texts = {rel: text for rel, text in known.items() if text is not None}
-        lacking += [
-            f"{patch.name} skipped for {rel}" for rel in patch.paths if rel not in texts
-        ]
         try:
             new = patched(patch, texts) if texts else {}
         except WrongTarget as error:
             misfits.append(str(error))
             continue
         now |= {rel: text for rel, text in new.items() if text != texts[rel]}
-    return now, lacking, misfits
+    return now, misfits
 
 
 def stack_of(text: str) -> list[tuple[str, str, list[str]]]:

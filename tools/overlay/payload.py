@@ -54,7 +54,7 @@ def at(root: Path, commit: str) -> Source | None:
         return None
     rels = git.lines(root, "ls-tree", "-rz", "--name-only", commit, *ROOTS, PATCHES)
     found = git.texts(root, commit, [rel for rel in rels if is_source(rel)])
-    known = {rel: text for rel, text in found.items() if text}
+    known = {rel: text for rel, text in found.items() if text is not None}
     top = PATCHES + "/"
     whole = {rel: text for rel, text in known.items() if not rel.startswith(top)}
     patches = {r[len(top) :]: t for r, t in known.items() if r.startswith(top)}

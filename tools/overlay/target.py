@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from .payload import Source
-
-    Texts = Mapping[str, bytes | None]
 
 FOLDER = ".muon_overlay"  # below torch/: programs find stock Muon from torch.__file__
 
@@ -26,30 +23,33 @@ FOLDER = ".muon_overlay"  # below torch/: programs find stock Muon from torch.__
 class Plan:
     """The text of each path of the overlay, in each role; None: no file."""
 
-    source: Source
+    source: payload.Source
     new: dict[str, bytes]  # with the overlay
-    lacking: list[str]  # hunks of files that the target lacks, in words
     misfits: list[str]  # patches that do not fit, in words
     base: dict[str, bytes | None]  # without the overlay; no key: not known
     now: dict[str, bytes | None]
     ours: dict[str, set[str | None]]  # hashes of the texts that an overlay wrote there
-    laid: Texts  # texts or hashes of the overlay that is there
+    laid: files.Texts  # texts or hashes of the overlay that is there
     laid_name: str | None  # its commit in this repository
-    staged: dict[str, bytes | None] = dataclasses.field(default_factory=dict)
+    staged: files.Texts = dataclasses.field(default_factory=dict)
 
     @property
     def wanted(self) -> dict[str, bytes | None]:
         """With this repository's overlay; an older one's other paths are as in the base."""
         return {rel: self.base.get(rel) for rel in self.now} | self.new
 
-    def changes(self, want: Texts) -> dict[str, bytes | None]:
+    def changes(self, want: files.Texts) -> dict[str, bytes | None]:
         return {rel: t for rel, t in want.items() if self.now[rel] != t}
+
+    def knows(self, rel: str, text: bytes | None) -> bool:
+        """Whether the base, this repository or an applied overlay has that text."""
+        here = (self.base.get(rel), self.new.get(rel))
+        return text in here or sha256(text) in self.ours.get(rel, ())
 
 
 @dataclasses.dataclass
 class Report:
-    changes: Texts
-    notes: list[str]
+    changes: files.Texts
     warnings: list[str] = dataclasses.field(default_factory=list)
     commits: list[str] = dataclasses.field(default_factory=list)
     parts: int = 0  # compiled parts that were removed
@@ -124,7 +124,7 @@ class Target:
             if not path.is_file() or path.read_bytes() != text:
                 files.write(path, text, self.sibling)
 
-    def write(self, changes: Texts) -> None:
+    def write(self, changes: files.Texts) -> None:
         places = {self.root / rel: text for rel, text in changes.items()}
         files.replace(places, self.sibling, self.root)
 
@@ -137,9 +137,8 @@ class Target:
         dry: bool = False,
     ) -> Report:
         plan = self.plan(root)
-        self._check_edits(plan, root, "the overlay writes")
-        self._check_base(plan)
-        report = Report(plan.changes(plan.wanted), plan.lacking)
+        self._check_edits(plan)
+        report = Report(plan.changes(plan.wanted))
         report.warnings = self._check_apply(plan, root, report.changes, force)
         if not dry:
             self._apply(plan, report, commit)
@@ -147,39 +146,28 @@ class Target:
 
     def revert(self, root: Path, *, commit: bool = False, dry: bool = False) -> Report:
         plan = self.plan(root)
-        self._check_edits(plan, root, "the overlay wrote")
-        self._check_base(plan)
-        report = Report(plan.changes(plan.base), [])
+        self._check_edits(plan)
+        report = Report(plan.changes(plan.base))
         if not dry:
             self._revert(plan, report, commit)
         return report
 
-    def _check_base(self, plan: Plan) -> None:
-        """Raise if a text of the base is not known. git knows all of a checkout's."""
-
-    def _check_edits(self, plan: Plan, root: Path, doing: str) -> None:
-        """The one rule: a path whose text is of no known origin is not written.
-
-        Known are the base, every overlay that was applied there, and this repository.
-        """
+    def _check_edits(self, plan: Plan) -> None:
+        """The one rule: a path whose text is of no known origin is not written."""
         edited = [
             rel
             for rel, now in plan.now.items()
-            if not all(
-                text in (plan.base.get(rel), plan.new.get(rel))
-                or sha256(text) in plan.ours[rel]
-                for text in (now, plan.staged.get(rel, now))
-            )
+            if not all(plan.knows(rel, t) for t in (now, plan.staged.get(rel, now)))
         ]
         if edited:
             raise Refused(
-                f"{self.words} has other changes in files that {doing}:\n"
+                f"{self.words} has other changes in files of the overlay:\n"
                 + "".join(f"  {rel}\n" for rel in edited)
-                + f"{self.way_out(plan, edited)}\nNothing was touched."
+                + self.way_out(plan, edited)
             )
 
     def _check_apply(
-        self, plan: Plan, root: Path, changes: Texts, force: bool
+        self, plan: Plan, root: Path, changes: files.Texts, force: bool
     ) -> list[str]:
         """Raise if ``apply`` must not go on; the warnings if it may."""
         version = self.version
@@ -189,17 +177,14 @@ class Target:
         if not versions.supported(version):
             said = versions.untested(self.words, version, plan.base)
             if not force:
-                raise WrongTarget(
-                    f"{said}\n`apply --force` goes on. Nothing was touched."
-                )
+                raise WrongTarget(f"{said}\n`apply --force` goes on")
             warnings = [said, *plan.misfits] if changes else []
         elif plan.misfits:
-            raise WrongTarget(f"{plan.misfits[0]}. Nothing was touched.")
+            raise WrongTarget(plan.misfits[0])
         if changes and payload.is_newer(root, plan.source.name, plan.laid_name):
             raise Refused(
-                f"{self.words} has the overlay of commit {plan.laid_name}, and this "
-                f"repository is at {plan.source.name}, which is older. Update this clone "
-                "(git pull), or `revert` first. Nothing was touched."
+                f"{self.words} has the overlay {plan.laid_name}. This repository is at "
+                f"{plan.source.name}, which is older. Update it, or `revert` first"
             )
         return warnings + [
             f"{rel} there is of no release that this overlay knows. The overlay replaces "
@@ -214,22 +199,19 @@ class Target:
         plan = self.plan(root)
         found = {rel: word for rel in plan.now if (word := self._word(plan, rel))}
         there = any(plan.now[rel] != plan.base.get(rel) for rel in found)
-        busy = files.busy(self.lock)
         state, note = self._state(plan, there)
-        if state == "":
-            kinds = set(found.values())
-            if kinds == {"current"}:
-                state = "current"
-            elif payload.is_newer(root, plan.source.name, plan.laid_name):
-                state = "newer"
-            else:
-                state = "outdated" if kinds <= {"current", "outdated"} else "changed"
+        kinds = set(found.values())
+        if state or kinds == {"current"}:
+            state = state or "current"
+        elif payload.is_newer(root, plan.source.name, plan.laid_name):
+            state = "newer"
+        else:
+            state = "outdated" if kinds <= {"current", "outdated"} else "changed"
         return {
             "target": str(self.root), "kind": self.kind, "torch": self.version,
-            "state": state, "note": note, "busy": busy,
+            "state": state, "note": note, "busy": files.busy(self.lock),
             "overlay": plan.laid_name if there else None,
             "files": {} if state in ("none", "reverted", "gone") else found,
-            "originals": str(self.copies) if self.copies.is_dir() else None,
         }  # fmt: skip
 
     def _word(self, plan: Plan, rel: str) -> str:
@@ -241,7 +223,7 @@ class Target:
         if now in (None, base):
             word = "missing" if now is None else "original"
             return word if new is not None else ""
-        return "outdated" if sha256(now) in plan.ours[rel] else "changed"
+        return "outdated" if plan.knows(rel, now) else "changed"
 
     def _state(self, plan: Plan, there: bool) -> tuple[str, str]:
         """A state that the files do not tell (empty: they tell it), and a note on it."""
@@ -250,8 +232,8 @@ class Target:
 
 def words(status: Mapping[str, Any], *, verbose: bool = False) -> str:
     """Counts the files that are as in this repository; ``verbose`` names them too."""
-    kind, torch = status["kind"], status["torch"] or "uninstalled"
-    lines = [f"{kind} {status['target']}", f"torch {torch}"]
+    torch = status["torch"] or "uninstalled"
+    lines = [f"{status['kind']} {status['target']}", f"torch {torch}"]
     if status["busy"]:
         lines.append("another command works on it at this moment")
     lines.append(f"holds {WORDS[status['state']]}{status['note']}")
@@ -262,8 +244,4 @@ def words(status: Mapping[str, Any], *, verbose: bool = False) -> str:
             lines.append(f"  {word:9} {rel}")
     if current := list(status["files"].values()).count("current"):
         lines.append(f"files as in this repository: {current} (--verbose names them)")
-    if status["originals"]:
-        lines.append(f"stock files: {status['originals']}")
-    if status.get("compiled_parts"):
-        lines.append(f"compiled parts lent by a wheel: {status['compiled_parts']}")
     return "\n".join(lines)

@@ -17,6 +17,19 @@ MISSING = """
 from importlib.util import find_spec
 print(*(name for name in ("pytest", "expecttest", "numpy") if find_spec(name) is None))
 """
+# docs/frameworks.md says what holds with these.
+FRAMEWORKS = {
+    "accelerate": "1.15.0",
+    "transformers": "5.23.0",
+    "lightning": "2.6.6",
+    "torchtitan": "0.3.0",
+}
+FRAMEWORKS_VENV, FRAMEWORKS_TESTS = ".venv-frameworks", "test/frameworks"
+FRAMEWORKS_PACKAGES = (
+    *(f"{name}=={version}" for name, version in FRAMEWORKS.items()),
+    # torchtitan imports it. Only torch with CUDA brings one, of its own version.
+    "triton; sys_platform == 'linux'",
+)
 
 
 def run(python: Path, args: list[str], root: Path, *, measure: bool) -> int:
@@ -47,13 +60,19 @@ def run(python: Path, args: list[str], root: Path, *, measure: bool) -> int:
         return code or shown
 
 
+def run_frameworks(args: list[str], root: Path) -> int:
+    """Run the tests of the recipes, in an environment that has the frameworks."""
+    python = env.ensure(root, name=FRAMEWORKS_VENV, more=FRAMEWORKS_PACKAGES)
+    named = any(arg.startswith(FRAMEWORKS_TESTS) for arg in args)
+    chosen = args if named else [FRAMEWORKS_TESTS, *args]
+    return env.run_in(python, ["-m", "pytest", *chosen], root)
+
+
 def run_with(python: str, args: list[str], root: Path) -> int:
     """Run pytest on the torch of ``python``, with the overlay for the run alone.
 
     An overlay that was there before stays. The run needs neither xdist nor coverage: it
     installs no package. Ranks that find too few GPUs share them, over gloo.
-
-    Returns pytest's exit code.
     """
     target = find_wheel(python)
     missing = ask_python(target.python, MISSING).strip()
@@ -63,8 +82,7 @@ def run_with(python: str, args: list[str], root: Path) -> int:
         before = target.status(root)["state"]
         if before not in ("none", "current"):
             raise Refused(
-                f"{target.words} has an overlay that is {before}; bring it up to date with "
-                "`setup_overlay.py apply`, or `revert` it"
+                f"{target.words} has an overlay that is {before}: `revert` it"
             )
         try:
             target.apply(root)

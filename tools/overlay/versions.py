@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import re
 from operator import eq, ge, gt, le, lt, ne
-from typing import TYPE_CHECKING
 
 from .errors import WrongTarget
 from .payload import sha256
-
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 PINNED = "2.13.0"
@@ -54,7 +49,7 @@ def supported(version: str) -> bool:
     return OLDEST <= release(version)[:2] <= NEWEST
 
 
-def untested(words: str, version: str, base: Mapping[str, bytes | None]) -> str:
+def untested(words: str, version: str, base: dict[str, bytes | None]) -> str:
     """A warning about a torch that is not among the supported ones."""
     lines = [
         f"{words}; the overlay supports {SUPPORTED}, and is untested on {version}."

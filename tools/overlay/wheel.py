@@ -12,21 +12,16 @@ import base64
 import hashlib
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import NamedTuple
 
 from . import files, patches, payload, versions
-from .errors import WorkFailed, WrongTarget
+from .errors import WrongTarget
 from .payload import sha256
 from .target import FOLDER, Plan, Report, Target
-
-
-if TYPE_CHECKING:
-    from .target import Texts
 
 
 FORMAT = 2
@@ -55,8 +50,7 @@ class Wheel(Target):
         super().__init__(root, version)
         self.python = python
         self.lock = self.torch_dir
-        words = f"torch {version} in {root}"
-        self.words = words if version else f"{root}, without torch"
+        self.words = f"torch {version or '(uninstalled)'} in {root}"
         self._path = self.torch_dir / FOLDER / "manifest.json"
         # path,hash,size: paths of the torch package never hold a comma or a quote.
         rows = [line.rsplit(",", 2) for line in (record or "").splitlines()]
@@ -64,54 +58,45 @@ class Wheel(Target):
         # conda and distributions keep no RECORD; an editable build lists no torch files.
         self._hashes = hashes if "torch/__init__.py" in hashes else None
 
-    def manifest(self) -> Manifest | None:
-        """None also if it is damaged: RECORD and the copies' hashes tell enough."""
+    def _manifest(self) -> Manifest:
+        """Empty also if it is damaged: RECORD and the copies' hashes tell enough."""
         try:
             data = json.loads(self._path.read_bytes())
-            if data.pop("format") != FORMAT:
-                return None
-            entries = {rel: Entry(*entry) for rel, entry in data.pop("files").items()}
-            return Manifest(files=entries, **data)
+            if data.pop("format") == FORMAT:
+                entries = {rel: Entry(*entry) for rel, entry in data["files"].items()}
+                return Manifest(**data | {"files": entries})
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
+            pass
+        return Manifest(None, None, {})
 
-    def _entries(self) -> dict[str, Entry]:
-        found = self.manifest()
-        return found.files if found else {}
-
-    def overlaid(self, rels: list[str]) -> set[str]:
-        """Those files that the overlay added."""
-        if self.manifest() is None and self.copies.is_dir():  # it was lost
-            return {rel for rel in rels if rel not in (self._hashes or rels)}
-        return {rel for rel, entry in self._entries().items() if entry.stock is None}
+    def added(self) -> set[str]:
+        """The files that the overlay added."""
+        entries = self._manifest().files
+        return {rel for rel, entry in entries.items() if entry.stock is None}
 
     def _finish(self) -> bool:
         """The next command knows the files that a killed one wrote: the manifest has both."""
-        scrap = [*self._path.parent.rglob("*.muon-new")]
-        scrap += [files.scratch(self.root / rel) for rel in self._entries()]
-        found = [path for path in scrap if path.exists()]
-        for path in found:
-            path.unlink()
-        for rel in self._entries() if found else ():
-            files.tidy(self.root / rel, self.root)
+        places = [self.root / rel for rel in self._manifest().files]
+        scrap = [*self._path.parent.rglob("*.muon-new"), *map(files.scratch, places)]
+        found = [path.unlink() for path in scrap if path.exists()]
+        for place in places if found else ():
+            files.tidy(place, self.root)
         return bool(found)
 
-    def _stock(
-        self, found: Manifest | None, rels: list[str]
-    ) -> dict[str, bytes | None]:
+    def _stock(self, found: Manifest, rels: list[str]) -> dict[str, bytes | None]:
         """The texts that torch was installed with; no key: the text is not known."""
         out: dict[str, bytes | None] = {}
         for rel in rels:
             now, copy = self.read(rel), self.copy_of(rel)
             kept = copy.read_bytes() if copy.is_file() else None
-            entry = found.files.get(rel) if found else None
+            entry = found.files.get(rel)
             texts: list[bytes | None] = [now]
             if self.version is None:
                 texts = [None]
             elif self._hashes is not None:
                 wanted = self._hashes.get(rel)
-                texts = [t for t in (now, kept, None) if _record_hash(t) == wanted]
-            elif found and entry and found.torch == self.version:
+                texts = [t for t in (now, kept, None) if record_hash(t) == wanted]
+            elif entry and found.torch == self.version:
                 texts = [t for t in (now, kept, None) if sha256(t) == entry.stock]
             elif entry and sha256(now) in (entry.was, entry.new):
                 # torch was upgraded under the overlay, whose text is still there.
@@ -123,40 +108,30 @@ class Wheel(Target):
         return out
 
     def plan(self, root: Path) -> Plan:
-        source, found = payload.read(root), self.manifest()
-        before = found.files if found else {}
-        version = self.version or versions.PINNED
-        series = patches.series(source.patches, version)
-        hunked = [rel for patch in series for rel in patch.paths]
-        every = dict.fromkeys([*source.whole, *hunked, *before])
+        source, found = payload.read(root), self._manifest()
+        version, before = self.version or versions.PINNED, found.files
+        every = dict.fromkeys([*patches.paths(source, version), *before])
         rels = [rel for rel in every if self.takes(rel)]
         base = self._stock(found, rels)
         new = patches.overlay(source, version, base, self.takes)
         now = {rel: self.read(rel) for rel in rels}
-        ours = {
-            r: {before[r].was, before[r].new} if r in before else set() for r in rels
-        }
-        laid: Texts = {r: b"" for r, e in before.items() if e.new != e.stock}
-        name = found.overlay if found and laid else None
+        ours = {rel: set(before.get(rel, ())) for rel in rels}
+        laid: files.Texts = {r: b"" for r, e in before.items() if e.new != e.stock}
+        name = found.overlay if laid else None
         return Plan(source, *new, base, now, ours, laid, name)
 
-    def _check_base(self, plan: Plan) -> None:
+    def _check_edits(self, plan: Plan) -> None:
+        super()._check_edits(plan)
         unknown = [rel for rel in plan.now if rel not in plan.base]
         if unknown:
-            found = self.manifest()
-            came = f"The copies came with torch {found.torch}.\n" if found else ""
             raise WrongTarget(
-                f"the stock text of these files of {self.words} is not known: what RECORD "
-                "or the manifest names is neither there nor among the copies.\n"
+                f"the stock text of these files of {self.words} is neither there nor kept:\n"
                 + "".join(f"  {rel}\n" for rel in unknown)
-                + f"{came}{self._reinstall()}. Nothing was touched."
+                + self._reinstall()
             )
 
     def _reinstall(self) -> str:
-        return (
-            f"Reinstall torch {self.version}, with the program and from the index that it "
-            "came from; then `apply` or `revert` again"
-        )
+        return f"Reinstall torch {self.version}, with the program and from the index it is from"
 
     def way_out(self, plan: Plan, rels: list[str]) -> str:
         places = {r: shlex.quote(str(self.root / r)) for r in rels}
@@ -182,24 +157,21 @@ class Wheel(Target):
         if self.version is None:
             files.remove_empty_folders(self.torch_dir, self.root)
 
-    def _write(self, plan: Plan, want: Texts, changes: Texts, name: str | None) -> None:
+    def _write(
+        self, plan: Plan, want: files.Texts, changes: files.Texts, name: str | None
+    ) -> None:
+        found = self._manifest()
+        if (found.torch, found.overlay) == (self.version, name) and not changes:
+            return
         entries = {
-            rel: entry
+            rel: Entry(*map(sha256, (plan.base[rel], plan.now[rel], text)))
             for rel, text in want.items()
-            if len(
-                set(entry := Entry(*map(sha256, (plan.base[rel], plan.now[rel], text))))
-            )
-            > 1
         }
-        found = self._entries()
-        if found and not changes and _news(found) == _news(entries):
-            entries = found  # no file changes: the earlier hashes stay true
+        entries = {rel: entry for rel, entry in entries.items() if len(set(entry)) > 1}
         new = {"format": FORMAT, **Manifest(self.version, name, entries)._asdict()}
         text = json.dumps(new, indent=1, sort_keys=True).encode()
-        before = self._path.read_bytes() if self._path.is_file() else None
         try:
-            if before != text:
-                files.write(self._path, text, self.sibling)
+            files.write(self._path, text, self.sibling)
             self.write(changes)
         except BaseException:
             if plan.now == plan.base:  # no overlay was there
@@ -207,10 +179,10 @@ class Wheel(Target):
             raise
 
     def _state(self, plan: Plan, there: bool) -> tuple[str, str]:
-        before = self.manifest()
+        before = self._manifest()
         if self.version is None:
             return "gone", ""
-        if there and before and before.torch != self.version:
+        if there and before.torch not in (None, self.version):
             return "upgraded", (
                 f": applied to {before.torch}, torch is {self.version} now. `apply` again "
                 "or `revert`"
@@ -218,15 +190,9 @@ class Wheel(Target):
         return super()._state(plan, there)
 
 
-def _news(entries: dict[str, Entry]) -> dict[str, str | None]:
-    return {rel: entry.new for rel, entry in entries.items()}
-
-
-def _record_hash(data: bytes | None) -> str | None:
-    return None if data is None else record_hash(data)
-
-
-def record_hash(data: bytes) -> str:
+def record_hash(data: bytes | None) -> str | None:
+    if data is None:
+        return None
     digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
     return "sha256=" + digest.rstrip(b"=").decode()
 
@@ -256,38 +222,17 @@ def plain_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
 
-def ask_python(python: str | Path, code: str, *, timeout: float = 120) -> str:
+def ask_python(python: Path, code: str) -> str:
     """Run ``code`` in that interpreter, away from the caller's own paths."""
-    try:
-        done = subprocess.run(
-            [str(python), "-c", _ALONE + code],
-            capture_output=True,
-            text=True,
-            env=plain_environment(),
-            cwd=Path(python).parent,
-            stdin=subprocess.DEVNULL,
-            timeout=timeout,
-        )
-    except OSError as error:
-        raise WrongTarget(f"cannot run {python}: {error.strerror}") from None
-    except subprocess.TimeoutExpired:
-        raise WorkFailed(f"{python} gave no answer in {timeout:.0f} s") from None
+    done = subprocess.run(
+        [python, "-c", _ALONE + code], capture_output=True, text=True, check=False,
+        env=plain_environment(), cwd=python.parent, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
     if done.returncode:
         # Programs that are no Python tend to repeat the whole probe.
         last = (done.stderr.strip().splitlines() or [""])[-1].strip()[:200]
-        raise WrongTarget(
-            f"{python} is not a working Python: exit code {done.returncode}. {last}"
-        )
+        raise WrongTarget(f"{python} failed with exit code {done.returncode}: {last}")
     return done.stdout
-
-
-def ask_where(python: str | Path) -> dict[str, Any]:
-    # The last line: a sitecustomize may have said something before it.
-    lines = ask_python(python, _WHERE).splitlines()
-    try:
-        return json.loads(lines[-1])
-    except (IndexError, ValueError):
-        raise WrongTarget(f"{python} is not a Python interpreter") from None
 
 
 def find_interpreter(python: str | Path) -> Path:
@@ -305,27 +250,22 @@ def find_interpreter(python: str | Path) -> Path:
 
 def find_wheel(python: str | Path) -> Wheel:
     where = find_interpreter(python)
-    found = ask_where(where)
+    # The last line: a sitecustomize may have said something before it.
+    lines = ask_python(where, _WHERE).splitlines()
+    try:
+        found = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        raise WrongTarget(f"{python} is not a Python interpreter") from None
     if found["origin"] is None:
         for folder in map(Path, found["folders"]):
             if (folder / FOLDER).is_dir():
                 return Wheel(where, folder.parent, None, None)
-        if found["closed"]:
-            raise WrongTarget(
-                f"{where}: this user may not read {', '.join(found['closed'])}"
-            )
-        raise WrongTarget(
-            f"{where} has no torch; {where} -m pip install torch=={versions.PINNED}"
-        )
+        closed = ", ".join(found["closed"])
+        why = f": this user may not read {closed}" if closed else " has no torch"
+        raise WrongTarget(f"{where}{why}")
     root = Path(found["origin"]).parent.parent
     if (root / "version.txt").is_file() and (root / ".git").exists():
-        raise WrongTarget(
-            f"the torch of {python} is the checkout {root}; use --checkout {root}"
-        )
-    generated = root / "torch" / "version.py"
-    text = generated.read_text() if generated.is_file() else ""
-    named = re.search(r"__version__ = '([^']+)'", text)
-    version = found["version"] or (named and named[1])
-    if version is None:
-        raise WrongTarget(f"cannot tell the version of the torch in {root}")
-    return Wheel(where, root, version, found["record"])
+        raise WrongTarget(f"{python} has the torch of a checkout: --checkout {root}")
+    if found["version"] is None:
+        raise WrongTarget(f"the torch in {root} has no metadata that name its version")
+    return Wheel(where, root, found["version"], found["record"])

@@ -6,14 +6,10 @@ import os
 import shlex
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from . import files, git
 from .errors import Refused, WorkFailed, WrongTarget
-
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 
 # The overlay that was applied last, with a reflog of the ones before (a reverted one
@@ -33,14 +29,9 @@ UNDER_WAY = {
     "CHERRY_PICK_HEAD": "cherry-pick",
     "REVERT_HEAD": "revert",
 }
-_IDENTITY = {
-    f"GIT_{who}_{what}": value
-    for who in ("AUTHOR", "COMMITTER")
-    for what, value in (
-        ("NAME", "Distributed Muon for PyTorch"),
-        ("EMAIL", "distributed-muon@example.invalid"),
-    )
-}
+_NAMES = {"NAME": "Distributed Muon", "EMAIL": "distributed-muon@example.invalid"}
+_ROLES = ("AUTHOR", "COMMITTER")
+_IDENTITY = {f"GIT_{r}_{what}": v for r in _ROLES for what, v in _NAMES.items()}
 
 
 class Worktree:
@@ -50,35 +41,30 @@ class Worktree:
         self.git_dir = git_dir  # of this work tree alone
         self.common = common
         self.keep = git_dir / "muon_overlay"
-        self._index = self.keep / "index"
+        self._index = files.scratch(git_dir / "index")
         self._bases: dict[str, str] = {}
         self._overlays: dict[str, dict[str, bytes | None]] = {}
 
-    def ask(self, *args: str) -> str:
-        return git.text(self.root, *args)
+    def ask(self, *args: str, **how: Any) -> str:
+        return git.text(self.root, *args, **how)
 
     def resolve(self, name: str) -> str:
         """The commit of that name; empty if the name is unknown."""
         return self.ask("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
 
-    def texts(self, commit: str, rels: Sequence[str]) -> dict[str, bytes | None]:
+    def texts(self, commit: str, rels: list[str]) -> dict[str, bytes | None]:
         return git.texts(self.root, commit, rels)
 
     def refuse_if_busy(self) -> None:
         """git's own unfinished work comes first."""
         for name, what in UNDER_WAY.items():
             if (self.git_dir / name).exists():
-                way = f"  git -C {self.quoted} {what}"
-                raise Refused(
-                    f"a {what} is in progress in {self.root}. End it with\n"
-                    f"{way} --continue\nor\n{way} --abort\nNothing was touched."
-                )
+                way = f"`git -C {self.quoted} {what} --abort` or --continue"
+                raise Refused(f"a {what} is in progress in {self.root}: {way}")
         unmerged = {ln.split("\t")[1] for ln in git.lines(self.root, "ls-files", "-uz")}
         if unmerged:
-            raise Refused(
-                f"{self.root} has unmerged files ({', '.join(sorted(unmerged)[:3])}). "
-                f"Resolve them and `git -C {self.quoted} add` them. Nothing was touched."
-            )
+            few = ", ".join(sorted(unmerged)[:3])
+            raise Refused(f"{self.root} has unmerged files ({few}): `git add` them")
 
     def base(self, commit: str = "HEAD") -> str:
         """The newest commit in that history without the overlay."""
@@ -88,7 +74,7 @@ class Worktree:
         return self._bases[found]
 
     def _find_base(self, found: str, commit: str) -> str:
-        if not self.mark(found):
+        if not self._mark(found):
             return self._base_of_a_part(found) if commit == "HEAD" else found
         adding = self.adding(found)
         parent = self.resolve(f"{adding}^") if adding else ""
@@ -96,21 +82,19 @@ class Worktree:
             parent = self.resolve(f"{parent}^")
         if not parent:
             raise WrongTarget(
-                f"{self.root} has the overlay in git, and its history does not reach "
-                "back to the commit before it: what the overlay replaced is not known. "
-                f"Fetch that history:\n  git -C {self.quoted} fetch --unshallow\n"
-                "Nothing was touched."
+                f"the history of {self.root} does not reach back to the commit before the "
+                f"overlay. Fetch it:\n  git -C {self.quoted} fetch --unshallow"
             )
         # Upstream that was merged since is a newer base.
         merges = ("rev-list", "--first-parent", "--merges", f"{parent}..{found}")
         for merge in self.ask(*merges).split():
             other = self.resolve(f"{merge}^2")
             newer = self.ask("merge-base", parent, other) == parent
-            if newer and not self.mark(other):
+            if newer and not self._mark(other):
                 return other
         return parent
 
-    def mark(self, commit: str) -> str:
+    def _mark(self, commit: str) -> str:
         """The added file by which a commit shows that it has the overlay, if it has it."""
         found = self.texts(commit, ADDED)
         return next((rel for rel in ADDED if found[rel] is not None), "")
@@ -118,12 +102,12 @@ class Worktree:
     def adding(self, commit: str) -> str:
         """The last commit that added the overlay."""
         newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
-        return self.ask(*newest, "--diff-filter=A", commit, "--", self.mark(commit))
+        return self.ask(*newest, "--diff-filter=A", commit, "--", self._mark(commit))
 
     def _base_of_a_part(self, head: str) -> str:
         """`git commit -a` takes the files that the overlay replaces, and no added one."""
         laid = self.resolve(LAID)
-        if laid and self.mark(laid):
+        if laid and self._mark(laid):
             base = self.base(laid)
             taken = self.texts(head, [REPLACED])
             if taken == self.texts(laid, [REPLACED]) != self.texts(base, [REPLACED]):
@@ -152,53 +136,39 @@ class Worktree:
         names = ("diff", "--name-only", "--no-renames", "-z")
         return git.lines(self.root, *names, base, commit)
 
-    def commit(
-        self,
-        parent: str,
-        texts: Mapping[str, bytes | None],
-        words: str,
-        name: str | None,
+    def build(
+        self, parent: str, commits: list[tuple[str, files.Texts]], name: str | None
     ) -> str:
-        """A commit on ``parent`` with those texts; nothing but objects is written."""
+        """The newest of those commits (message, texts); only objects are written."""
+        known = git.works(self.root, "var", "GIT_COMMITTER_IDENT")
         with files.scratch_folder() as scratch:
             env = {"GIT_INDEX_FILE": str(scratch / "index")}
+            env |= {} if known else _IDENTITY
             git.git(self.root, "read-tree", parent, env=env)
-            self._update(texts, parent, env)
-            tree = git.git(self.root, "write-tree", env=env).stdout.decode().strip()
-        text = f"{words.strip()}\n\n{TRAILER}: {name or 'unknown'}\n".encode()
-        known = git.works(self.root, "var", "GIT_COMMITTER_IDENT")
-        command = ("commit-tree", tree, "-p", parent)
-        done = git.git(self.root, *command, data=text, env={} if known else _IDENTITY)
-        return done.stdout.decode().strip()
+            for words, texts in commits:
+                self._update(texts, parent, env)
+                text = f"{words.strip()}\n\n{TRAILER}: {name or 'unknown'}\n".encode()
+                made = ("commit-tree", self.ask("write-tree", env=env), "-p", parent)
+                parent = self.ask(*made, data=text, env=env, check=True)
+        return parent
 
-    def build(
-        self, base: str, commits: list[tuple[str, dict[str, bytes]]], name: str | None
-    ) -> str:
-        """The newest of those commits (message, texts) on the base."""
-        for message, texts in commits:
-            base = self.commit(base, texts, message, name)
-        return base
-
-    def _update(
-        self, texts: Mapping[str, bytes | None], modes: str, env: Mapping[str, str]
-    ) -> None:
+    def _update(self, texts: files.Texts, modes: str, env: dict[str, str]) -> None:
         """Put the texts into the index that ``env`` names."""
         listed = git.lines(self.root, "ls-tree", "-rz", modes, "--", *texts)
         mode = {ln.split("\t")[1]: ln.split()[0] for ln in listed}
-        gone = [rel for rel, text in texts.items() if text is None]
-        entries = "".join(f"0 {ZERO}\t{rel}\0" for rel in gone)
+        there = [rel for rel, text in texts.items() if text is not None]
         with files.scratch_folder() as scratch:
             git.put(scratch, texts)
-            there = [rel for rel in texts if rel not in gone]
             names = "".join(f"{scratch / rel}\n" for rel in there).encode()
             command = ("hash-object", "-w", "--no-filters", "--stdin-paths")
-            blobs = git.git(self.root, *command, data=names).stdout.decode().split()
+            blobs = self.ask(*command, data=names, check=True).split()
+        entries = "".join(f"0 {ZERO}\t{rel}\0" for rel in texts.keys() - set(there))
         for rel, blob in zip(there, blobs, strict=True):
             entries += f"{mode.get(rel, '100644')} {blob}\t{rel}\0"
         update = ("update-index", "-z", "--index-info")
         git.git(self.root, *update, data=entries.encode(), env=env)
 
-    def stage(self, texts: Mapping[str, bytes | None]) -> None:
+    def stage(self, texts: files.Texts) -> None:
         """Put the texts into the user's index: a new index replaces the old one whole.
 
         git's own lock would stay after a kill.
@@ -206,26 +176,19 @@ class Worktree:
         if not texts:
             return
         index, lock = self.git_dir / "index", self.git_dir / "index.lock"
-        self.keep.mkdir(exist_ok=True)
-        before = index.stat().st_mtime_ns if index.exists() else None
-        if before is not None:
-            shutil.copy2(index, self._index)
+        before = index.stat().st_mtime_ns
+        shutil.copy2(index, self._index)
         env = {"GIT_INDEX_FILE": str(self._index)}
         self._update(texts, "HEAD", env)
         git.git(self.root, "update-index", "-q", "--refresh", check=False, env=env)
-        after = index.stat().st_mtime_ns if index.exists() else None
-        if lock.exists() or before != after:
+        if lock.exists() or before != index.stat().st_mtime_ns:
             self.forget_scrap()
             raise WorkFailed(
-                f"another git command works in {self.root}, or one was killed: "
-                f"{lock} exists, or the index changed. Try again when it has ended."
+                f"another git command works in {self.root}, or one was killed and left "
+                f"{lock}. Try again when it has ended"
             )
         os.replace(self._index, index)
         self.forget_scrap()
-
-    def move_head(self, commit: str, before: str) -> None:
-        move = ("update-ref", "-m", "muon overlay", "HEAD")
-        git.git(self.root, *move, commit, before)
 
     def set_next(self, commit: str) -> None:
         git.git(self.root, "update-ref", NEXT, commit)
@@ -243,21 +206,15 @@ class Worktree:
     def forget_scrap(self) -> None:
         """Remove what a killed command left in the git directory."""
         exclude = files.scratch(self.common / "info" / "exclude")
-        for path in (exclude, self._index, self._index.with_name("index.lock")):
-            path.unlink(missing_ok=True)
-        for ref in (LAID, NEXT):
-            (self.git_dir / (ref + ".lock")).unlink(missing_ok=True)
-        for half in self.keep.glob("*.muon-new"):
-            half.unlink()
-        files.remove_if_empty(self.keep)
+        locks = [Path(f"{name}.lock") for name in (self._index, LAID, NEXT)]
+        halves = self.keep.glob("*.muon-new")
+        for path in (exclude, self._index, *locks, *halves):
+            (self.git_dir / path).unlink(missing_ok=True)
 
 
 def write_series(tree: Worktree, base: str, tip: str, out: Path) -> list[Path]:
     """``git format-patch``, away from every setting of the user."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WrongTarget(f"{out} cannot be a folder: {error.strerror}") from None
+    out.mkdir(parents=True, exist_ok=True)
     # Numbers may have moved since an earlier export: `git am out/*` takes all of them.
     for old in out.glob("[0-9][0-9][0-9][0-9]-*.patch"):
         if old.is_file() and old.read_bytes().rstrip().endswith(b"-- \noverlay"):
@@ -267,23 +224,18 @@ def write_series(tree: Worktree, base: str, tip: str, out: Path) -> list[Path]:
         alternates = scratch / "objects" / "info" / "alternates"
         alternates.write_text(f"{tree.common / 'objects'}\n")
         command = ("format-patch", "--no-renames", "--full-index", "--binary")
-        done = git.git(
-            scratch, *command, "--signature=overlay", "-o", str(scratch / "mails"),
-            f"{base}..{tip}", env=git.ALONE,
-        )  # fmt: skip
-        mails = [Path(line) for line in done.stdout.decode().splitlines()]
-        return [Path(shutil.copy(mail, out)) for mail in mails]
+        more = ("--signature=overlay", "-o", str(out), f"{base}..{tip}")
+        mails = git.text(scratch, *command, *more, env=git.ALONE, check=True)
+        return [Path(mail) for mail in mails.splitlines()]
 
 
 def find(where: str | Path) -> Worktree:
     root = Path(where).expanduser().resolve()
     lacks = f"{root} is not a PyTorch checkout"
-    if not root.is_dir():
-        raise WrongTarget(f"{root}: no such folder")
     for rel in ("version.txt", "torch/__init__.py", REPLACED):
         if not (root / rel).is_file():
             raise WrongTarget(f"{lacks}: it has no {rel}")
-    names = ("--show-toplevel", "--absolute-git-dir", "--git-common-dir")
+    names = ("--show-toplevel", "--absolute-git-dir", "--git-common-dir", "HEAD")
     done = git.git(root, "rev-parse", *names, check=False)
     found = done.stdout.decode().splitlines()
     if done.returncode or Path(found[0]).resolve() != root:
@@ -291,7 +243,4 @@ def find(where: str | Path) -> Worktree:
         said = done.stderr.decode(errors="replace").strip()
         raise WrongTarget(f"{lacks}: not the top of a git work tree\n{said}".rstrip())
     # --git-common-dir is relative to the folder that was asked.
-    tree = Worktree(root, Path(found[1]), (root / found[2]).resolve())
-    if not tree.resolve("HEAD"):
-        raise WrongTarget(f"{lacks}: it has no commit yet")
-    return tree
+    return Worktree(root, Path(found[1]), (root / found[2]).resolve())
