@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.nn import functional as F
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import AdamW, Muon
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.distributed._muon.common_muon import (
@@ -34,7 +33,7 @@ CPU = torch.device("cpu")
 WIDTH = 32
 STEPS = 3
 # The dimension that tensor parallelism cuts. A weight is (out, in): ColwiseParallel cuts dimension 0.
-TP_DIMS = {"qkv_proj": 0, "out_proj": 1, "w1": 0, "w2": 1, "up": 0, "down": 1}
+TP_DIMS = {"qkv_proj": 0, "out_proj": 1, "w1": 0, "w2": 1}
 
 
 class MLP(nn.Module):
@@ -65,7 +64,7 @@ class Attention(nn.Module):
         first = 0
         if self.context is not None:
             first = x.shape[1] * self.context.rank()
-            key, value = (Gathered.apply(t, 2, self.context, 1) for t in (key, value))
+            key, value = (gathered(t, 2, self.context) for t in (key, value))
         places = torch.arange(key.shape[2])
         seen = places <= places[first : first + x.shape[1], None]
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
@@ -121,16 +120,15 @@ class MoE(nn.Module):
         self.experts = nn.ModuleDict(experts[first : first + here])
 
     def forward(self, x):
-        tokens = x
-        if self.group is not None:
-            tokens = Gathered.apply(x, 0, self.group, 1)
+        tokens = x if self.group is None else gathered(x, 0, self.group)
         weight, chosen = self.router(tokens).softmax(-1).max(-1)
         mixed = sum(
             weight[..., None] * (chosen == int(number))[..., None] * expert(tokens)
             for number, expert in self.experts.items()
         )
         if self.group is not None:
-            mixed = SumOfAll.apply(mixed, self.group, True)
+            both = [lambda x: all_reduced(x, self.group)] * 2  # each rank has a loss
+            mixed = Exchange.apply(mixed, *both)
             mixed = mixed.chunk(self.group.size())[self.group.rank()]
         return x + mixed
 
@@ -158,14 +156,17 @@ class CutLinear(nn.Module):
         self.weight.is_rows = fsdp is not None
 
     def forward(self, x):
-        weight = self.weight
+        weight, tp = self.weight, self.tp
         if self.fsdp is not None:
-            weight = Gathered.apply(weight, 0, self.fsdp, self.fsdp.size())
+            weight = gathered(weight, 0, self.fsdp, self.fsdp.size())
+        if self.dim == 0 or x.shape[-1] != weight.shape[1]:
+            x = Exchange.apply(x, torch.clone, lambda grad: all_reduced(grad, tp))
         if self.dim == 0:
-            return F.linear(ForEach.apply(x, self.tp), weight)
+            return F.linear(x, weight)
         if x.shape[-1] != weight.shape[1]:  # no layer cut along 0 comes before
-            x = ForEach.apply(x, self.tp).chunk(self.tp.size(), -1)[self.tp.rank()]
-        return SumOfAll.apply(F.linear(x, weight), self.tp, False)
+            x = x.chunk(tp.size(), -1)[tp.rank()]
+        y = F.linear(x, weight)
+        return Exchange.apply(y, lambda y: all_reduced(y, tp), torch.clone)
 
 
 def cut_linears(model, tp, dim=None, fsdp=None):
@@ -178,48 +179,33 @@ def cut_linears(model, tp, dim=None, fsdp=None):
     return model
 
 
-class ForEach(torch.autograd.Function):
-    """The same on each rank. The gradients add up."""
+class Exchange(torch.autograd.Function):
+    """Applies one function to a tensor, and another one to its gradient."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_reduced(grad, ctx.group), None
-
-
-class SumOfAll(torch.autograd.Function):
-    """The sum over the ranks. The gradients add up too if each rank has a loss of its own."""
-
-    @staticmethod
-    def forward(ctx, x, group, adds_up):
-        ctx.group = group if adds_up else None
-        return all_reduced(x, group)
+    def forward(ctx, x, forward, backward):
+        ctx.backward = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return all_reduced(grad, ctx.group) if ctx.group else grad, None, None
+        return ctx.backward(grad), None, None
 
 
-class Gathered(torch.autograd.Function):
+def all_reduced(tensor, group):
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def gathered(x, dim, group, count=1):
     """The pieces of all ranks, in rank order along ``dim``. Divides the gradient by ``count``."""
 
-    @staticmethod
-    def forward(ctx, x, dim, group, count):
-        ctx.dim, ctx.group, ctx.count = dim, group, count
-        x = x.contiguous()
-        pieces = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(pieces, x, group=group)
-        return torch.cat(pieces, dim)
+    def own(grad):
+        whole = all_reduced(grad, group) / count
+        return whole.chunk(group.size(), dim)[group.rank()]
 
-    @staticmethod
-    def backward(ctx, grad):
-        whole = all_reduced(grad, ctx.group) / ctx.count
-        own = whole.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()]
-        return own, None, None, None
+    return Exchange.apply(x, lambda x: torch.cat(everyone(x.clone(), group), dim), own)
 
 
 def place_weights(model, mesh, placements):
@@ -251,17 +237,10 @@ def placed_backward(model, mesh, placements):
     return backward
 
 
-def all_reduced(tensor, group):
-    tensor = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(tensor, group=group)
-    return tensor
-
-
 def average(parameters, group, count=None):
     """Each gradient becomes the sum over ``group`` divided by ``count``, as under DDP."""
-    grads = [p.grad for p in parameters]
-    flat = all_reduced(parameters_to_vector(grads), group)
-    vector_to_parameters(flat / (count or group.size()), grads)
+    for p in parameters:
+        p.grad = all_reduced(p.grad, group) / (count or group.size())
 
 
 def batch(step):
@@ -280,9 +259,8 @@ def batches(*groups):
         yield mine
 
 
-def everyones(tensors, group):
-    """For each of ``tensors`` those of all ranks of ``group``."""
-    return list(zip(*everyone([t.detach() for t in tensors], group))) if tensors else []
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class OneProcess:
@@ -313,23 +291,17 @@ class OneProcess:
             if "_fsdp_wrapped_module" in name or getattr(p, "is_rows", False)
         }
         self.problems, self.losses, self.twins = [], [], {}
-        self.compare("at first", model.parameters(), lambda p: p, self.whole.get)
+        self.compare("at first", {p: p for p in model.parameters()}, self.whole)
         self.calls = NewtonSchulzCalls()
-        for optimizer in optimizers:
-            groups = [
-                {
-                    **g,
-                    "params": [
-                        self.whole[n] for p in g["params"] for n in self.held[p]
-                    ],
-                }
-                for g in optimizer.param_groups
-            ]
-            self.twins[optimizer] = Muon(groups)
-            optimizer.register_step_pre_hook(self.before_step)
-            optimizer.register_step_post_hook(self.after_step)
-        twins = self.twins.values()
-        self.chosen = {p for t in twins for g in t.param_groups for p in g["params"]}
+        for muon in optimizers:
+            groups = []
+            for group in muon.param_groups:
+                names = [name for p in group["params"] for name in self.held[p]]
+                groups.append({**group, "params": [self.whole[n] for n in names]})
+            self.twins[muon] = Muon(groups)
+            muon.register_step_pre_hook(self.before_step)
+            muon.register_step_post_hook(self.after_step)
+        self.chosen = {p for twin in self.twins.values() for p in params_of(twin)}
         here = {name for names in self.held.values() for name in names}
         # Stages and experts of other ranks.
         self.elsewhere = [name for name in self.whole if name not in here]
@@ -349,43 +321,42 @@ class OneProcess:
                 held[units[max(around, key=len)]].append(name)
         return held
 
-    def before_step(self, optimizer, *_):
-        if optimizer is next(iter(self.twins)):
+    def before_step(self, muon, *_):
+        if muon is next(iter(self.twins)):
             with torch.enable_grad():
                 self.train_one()
-        params = [p for group in optimizer.param_groups for p in group["params"]]
         # FSDP1 leaves a rank without elements of a matrix without a gradient.
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-        for name, grad in self.join(grads, params).items():
+        grads = {
+            p: torch.zeros_like(p) if p.grad is None else p.grad
+            for p in params_of(muon)
+        }
+        for name, grad in self.join(grads).items():
             own = self.whole[name].grad
             # A forgotten average or division would show. The rounding differs.
             if not (grad - own).abs().max() <= 1e-4 * own.abs().max():
                 self.problems.append(f"{name} does not have the gradient of the batch")
             self.whole[name].grad = grad.clone()
-        self.twins[optimizer].step()
+        self.twins[muon].step()
         self.calls.__enter__()
 
-    def after_step(self, optimizer, *_):
+    def after_step(self, muon, *_):
         self.calls.__exit__()
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        state, its = optimizer.state, self.twins[optimizer].state
         step, key = f"step {len(self.losses)}", "momentum_buffer"
-        self.compare(f"{step}, parameter", params, lambda p: p, self.whole.get)
-        self.compare(
-            f"{step}, momentum",
-            params,
-            lambda p: state[p][key],
-            lambda name: its[self.whole[name]][key],
-        )
+        params, state = params_of(muon), self.twins[muon].state
+        self.compare(f"{step}, parameter", {p: p for p in params}, self.whole)
+        whole = {n: state[p][key] for n, p in self.whole.items() if p in state}
+        momenta = {p: muon.state[p][key] for p in params}
+        self.compare(f"{step}, momentum", momenta, whole)
 
     def train_one(self):
         """The backward pass of the whole batch, from the parameters that the ranks have now."""
-        others = [
-            p
-            for p, names in self.held.items()
-            if not self.chosen.issuperset(self.whole[n] for n in names)
-        ]
-        values = self.join([p.detach() for p in others], others)
+        values = self.join(
+            {
+                p: p
+                for p, names in self.held.items()
+                if not self.chosen.issuperset(self.whole[n] for n in names)
+            }
+        )
         if self.is_partial:
             own = {n: p.detach() for n, p in self.whole.items()}
             own = {n: p for n, p in own.items() if n not in self.elsewhere}
@@ -399,37 +370,34 @@ class OneProcess:
         loss.backward()
         self.losses.append(loss.item())
 
-    def compare(self, what, params, mine, its):
-        params = list(params)
-        for name, found in self.join(
-            [mine(p).detach() for p in params], params
-        ).items():
-            if not equal(found, its(name).detach()):
+    def compare(self, what, pieces, whole):
+        for name, found in self.join(pieces).items():
+            if not equal(found, whole[name].detach()):
                 self.problems.append(f"{what}: {name} differs from one process")
 
-    def join(self, tensors, params):
-        """The whole tensors by name. ``tensors`` are laid out as ``params`` are."""
+    @torch.no_grad()
+    def join(self, found):
+        """The whole tensors by name. Each tensor of ``found`` is laid out as its key, a parameter."""
         if self.gather is not None:
-            return {self.held[p][0]: self.gather(t) for p, t in zip(params, tensors)}
-        whole, pieces, rows = {}, {}, {}
-        for tensor, param in zip(tensors, params, strict=True):
+            return {self.held[p][0]: self.gather(t.detach()) for p, t in found.items()}
+        whole, pieces = {}, {}
+        for param, tensor in found.items():
             if isinstance(tensor, DTensor):
                 placed = tensor.redistribute(placements=param.placements)
                 whole[self.held[param][0]] = placed.full_tensor()
             elif param in self.cut_rows:
-                rows[param] = tensor
+                parts = everyone(tensor.detach(), self.fsdp)
+                flat = torch.cat([part.flatten() for part in parts])
+                for name in self.held[param]:  # FSDP's padding is left over
+                    shape = self.piece_shape(name)
+                    pieces[name] = flat[: shape.numel()].view(shape)
+                    flat = flat[shape.numel() :]
             else:
-                pieces[self.held[param][0]] = tensor
-        for param, parts in zip(rows, everyones(list(rows.values()), self.fsdp)):
-            flat = torch.cat([part.flatten() for part in parts])
-            for name in self.held[param]:  # FSDP's padding is left over
-                shape = self.piece_shape(name)
-                pieces[name] = flat[: shape.numel()].view(shape)
-                flat = flat[shape.numel() :]
-        cut = [name for name in pieces if self.tp_dim(name) is not None]
-        joined = everyones([pieces[name] for name in cut], self.tp)
-        for name, parts in zip(cut, joined, strict=True):
-            pieces[name] = torch.cat(parts, self.tp_dim(name))
+                pieces[self.held[param][0]] = tensor.detach()
+        for name, piece in pieces.items():
+            dim = self.tp_dim(name)
+            if dim is not None:
+                pieces[name] = torch.cat(everyone(piece.clone(), self.tp), dim)
         return whole | pieces
 
     def tp_dim(self, name):
@@ -447,6 +415,12 @@ class Recipe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     """Each test is a block of the documents. Its docstring names the block."""
 
     world_size = 4
+
+    def check(self, one, model, config, params=None, **how):
+        """Compares the training of ``model`` by one Muon, by default of all parameters."""
+        params = model.parameters() if params is None else params
+        muon = Muon(params, lr=0.01, distributed_config=config)
+        return self.compare(one, model, muon, **how)
 
     def compare(
         self,

@@ -1,14 +1,7 @@
 """Recipes for mixtures of experts and for pipelines. Muon never communicates over EP or PP groups."""
 
 import torch.distributed as dist
-from recipes.common import (
-    average,
-    CPU,
-    MoE,
-    parallelize,
-    Recipe,
-    Transformer,
-)
+from recipes.common import average, CPU, MoE, parallelize, Recipe, Transformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
@@ -19,20 +12,15 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
 )
 from torch.nn.functional import mse_loss
-from torch.optim import Muon
 from torch.optim.muon import create_auto_config, detect_tp_dims_from_model
 from torch.testing._internal.common_utils import run_tests
 
 
 def numbers_of(model, matrices):
     """The id of the expert of each parameter, by its index in ``matrices``."""
-    index = {p: i for i, p in enumerate(matrices)}
-    return {
-        index[p]: int(number)
-        for number, expert in model.experts.items()
-        for p in expert.parameters()
-        if p in index
-    }
+    experts = model.experts.items()
+    number = {p: int(n) for n, expert in experts for p in expert.parameters()}
+    return {i: number[p] for i, p in enumerate(matrices) if p in number}
 
 
 def divide(model, count):
@@ -47,34 +35,31 @@ class TestExperts(Recipe):
         """END_TO_END, experts: each rank's experts are its own, without a config."""
         ep = dist.group.WORLD
         model = MoE(ep)
-        muon = Muon(model.parameters(), lr=1e-3)
 
         def after():
             average(model.router.parameters(), ep)
             divide(model, ep.size())
 
         # Without a config, every rank orthogonalizes the router.
-        self.compare(MoE(), model, muon, data=[ep], after=after, once=False)
+        self.check(MoE(), model, None, data=[ep], after=after, once=False)
 
     def test_with_replicas(self):
         """EXAMPLES 7: two replicas of each expert, and four of the router."""
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
         dp, ep = mesh.get_all_groups()
         model = MoE(ep)
-        matrices = list(model.parameters())
         config = create_auto_config(
             ep_process_group=ep,
             # Ranks that name another expert hold no replica of this one.
             ddp_process_group=dist.group.WORLD,
-            expert_assignments=numbers_of(model, matrices),
+            expert_assignments=numbers_of(model, list(model.parameters())),
         )
-        muon = Muon(matrices, lr=0.01, distributed_config=config)
 
         def after():
             average(model.router.parameters(), dist.group.WORLD)
             average(model.experts.parameters(), dp, mesh.size())
 
-        self.compare(MoE(), model, muon, data=[dp, ep], after=after)
+        self.check(MoE(), model, config, data=[dp, ep], after=after)
 
     def test_sharded(self):
         """EXAMPLES 7b: FSDP shards each expert over the ranks that share it."""
@@ -89,16 +74,14 @@ class TestExperts(Recipe):
             fsdp_process_group=fsdp,
             expert_assignments=numbers_of(model, matrices),
         )
-        muon = Muon(matrices, lr=0.01, distributed_config=config)
 
         def after():
             average(model.router.parameters(), dist.group.WORLD)
             divide(model, ep.size())  # FSDP averages over its own group
 
-        others = list(model.router.parameters())
-        self.compare(
-            MoE(), model, muon, others=others, fsdp=fsdp, data=[fsdp, ep], after=after
-        )
+        how = {"fsdp": fsdp, "data": [fsdp, ep], "after": after}
+        how["others"] = list(model.router.parameters())
+        self.check(MoE(), model, config, matrices, **how)
 
 
 class TestExpertsAndTP(Recipe):
@@ -123,14 +106,13 @@ class TestExpertsAndTP(Recipe):
                 tp_dim_per_param=detect_tp_dims_from_model(matrices),
                 **options,
             )
-            muon = Muon(matrices, lr=1e-3, distributed_config=config)
 
             def after():
                 average(model.router.parameters(), ep)
                 divide(model, ep.size())
 
-            others = list(model.router.parameters())
-            self.compare(MoE(), model, muon, others=others, data=[ep], after=after)
+            how = {"others": list(model.router.parameters()), "after": after}
+            self.check(MoE(), model, config, matrices, data=[ep], **how)
 
 
 class Stage(nn.Module):
@@ -169,9 +151,8 @@ class TestPipeline(Recipe):
         config = create_auto_config(
             pp_process_group=pp, pp_stage_id=stage, pp_num_stages=stages
         )
-        muon = Muon(model.parameters(), lr=1e-3, distributed_config=config)
         backward = backward_of(model, pp, 8)
-        self.compare(Transformer(layers=stages), model, muon, backward=backward)
+        self.check(Transformer(layers=stages), model, config, backward=backward)
 
 
 class TestFourDimensions(Recipe):
@@ -185,19 +166,17 @@ class TestFourDimensions(Recipe):
         model = parallelize(Stage(Transformer(), pp.rank(), 2), mesh["tp"])
         # With Schedule1F1B, the backward pass of FSDP1's first stage failed.
         fully_shard(model, mesh=mesh["replicate", "shard"])
-        matrices = list(model.parameters())
         config = create_auto_config(
             pp_process_group=pp,
             pp_stage_id=pp.rank(),
             pp_num_stages=2,
             tp_process_group=tp,
-            tp_dim_per_param=detect_tp_dims_from_model(matrices),
+            tp_dim_per_param=detect_tp_dims_from_model(model),
             shard_process_group=shard,
             replicate_process_group=replicate,
         )
-        muon = Muon(matrices, lr=1e-3, distributed_config=config)
         data, backward = [replicate, shard], backward_of(model, pp, 4)
-        self.compare(Transformer(), model, muon, data=data, backward=backward)
+        self.check(Transformer(), model, config, data=data, backward=backward)
 
 
 if __name__ == "__main__":

@@ -88,14 +88,13 @@ class Framework:
 
     def __init__(self):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        store = dist.distributed_c10d._get_default_store()
-        self.store, self.count = dist.PrefixStore("framework", store), 0
+        self.store, self.count = dist.distributed_c10d._get_default_store(), 0
 
     def exchange(self, value):
         """The values of all ranks."""
         self.count += 1
-        self.store.set(f"{self.count} {self.rank}", pickle.dumps(value))
-        keys = [f"{self.count} {rank}" for rank in range(self.size)]
+        keys = [f"framework {self.count} {rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], pickle.dumps(value))
         return [pickle.loads(self.store.get(key)) for key in keys]
 
     def join(self, piece):
@@ -113,12 +112,9 @@ class TestFunctions(Recipe):
             **dict(ns_steps=5, ns_coefficients=COEFFICIENTS),
             **dict(adjust_lr_fn=None, has_complex=False),
         }
-        model, one = fully_shard(MLP()), MLP()
-        config = create_dtensor_config()
-        shards, wholes = list(model.parameters()), list(one.parameters())
-        mine, its = (
-            [torch.zeros_like(p.detach()) for p in ps] for ps in (shards, wholes)
-        )
+        model, config = fully_shard(MLP()), create_dtensor_config()
+        shards, wholes = list(model.parameters()), list(MLP().parameters())
+        mine, its = ([torch.zeros_like(p) for p in ps] for ps in (shards, wholes))
         for inputs, targets in batches(dist.group.WORLD):
             model.zero_grad()
             mse_loss(model(inputs), targets).backward()
@@ -152,12 +148,11 @@ class TestFunctions(Recipe):
             state={"rank": dist.get_rank(), "world_size": dist.get_world_size()},
         )
         model, world = Transformer(layers=1), dist.group.WORLD
-        muon = Muon(model.parameters(), lr=0.01, distributed_config=config)
 
         def after():
             average(model.parameters(), world)
 
-        self.compare(Transformer(layers=1), model, muon, data=[world], after=after)
+        self.check(Transformer(layers=1), model, config, data=[world], after=after)
 
     def test_other_framework(self):
         """END_TO_END, a framework of a user's own: Muon starts no collective itself."""
@@ -190,14 +185,8 @@ class TestFunctions(Recipe):
                 grads = framework.exchange(param.grad)
                 shard.grad = framework.cut(sum(grads) / framework.size)
 
-        self.compare(
-            MLP(),
-            shards,
-            muon,
-            data=[dist.group.WORLD],
-            backward=backward,
-            gather=framework.join,
-        )
+        how = {"backward": backward, "gather": framework.join}
+        self.compare(MLP(), shards, muon, data=[dist.group.WORLD], **how)
         self.assertEqual(seen.calls, [])
 
     def test_size_aware(self):
@@ -216,8 +205,7 @@ class TestFunctions(Recipe):
 
         config = create_auto_config(fsdp_process_group=world, module=model)
         config.assign_fn = assign_by_size
-        config.state["rank"] = dist.get_rank()
-        config.state["world_size"] = dist.get_world_size()
+        config.state |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         muon = Muon(model.parameters(), lr=0.01, distributed_config=config)
         self.compare(Transformer(), model, muon, fsdp=world, data=[world])
         owned = muon.assignments.values()

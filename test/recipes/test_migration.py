@@ -21,24 +21,13 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
     DistributedConfig,
 )
 from torch.testing._internal.common_utils import run_tests
-
-
-def train(model, optimizer, *groups):
-    losses = []
-    for inputs, targets in batches(*groups):
-        loss = mse_loss(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @torch.no_grad()
@@ -48,8 +37,21 @@ def loss_of_first_batch(model):
 
 
 class TestMigration(Recipe):
-    def muon(self, model, config=None, lr=0.01):
-        return Muon(model.parameters(), lr=lr, distributed_config=config)
+    def single(self, make):
+        """One process, without a config. Returns the losses of a training, as all of these do."""
+        return self.check(make(), make(), None, once=False)
+
+    def fsdp(self, make, **options):
+        model, group = FSDP(make(), device_id=CPU, **options), dist.group.WORLD
+        config = create_auto_config(fsdp_process_group=group)
+        return self.check(make(), model, config, fsdp=group, data=[group])
+
+    def dtensors(self, placement, inputs):
+        """Parameters and inputs become DTensors."""
+        mesh = init_device_mesh("cpu", (4,))
+        model = place_weights(MLP(), mesh, [placement])
+        backward = placed_backward(model, mesh, [inputs])
+        return self.check(MLP(), model, create_dtensor_config(), backward=backward)
 
     def assertSameLosses(self, before, after):
         # Gradients round otherwise, and so the losses are not equal to the last bit.
@@ -57,95 +59,57 @@ class TestMigration(Recipe):
 
     def test_one_process_to_dtensor(self):
         """EXAMPLES, migration 1."""
-        model = MLP()
-        before = train(model, self.muon(model))
-
-        # Parameters and inputs become DTensors, and the optimizer gets a config.
-        mesh = init_device_mesh("cpu", (4,))
-        model = place_weights(MLP(), mesh, [Shard(0)])
-        muon = self.muon(model, create_dtensor_config())
-        backward = placed_backward(model, mesh, [Replicate()])
-        after = self.compare(MLP(), model, muon, backward=backward)
-        self.assertSameLosses(before, after)
+        after = self.dtensors(Shard(0), Replicate())
+        self.assertSameLosses(self.single(MLP), after)
 
     def test_one_process_to_fsdp(self):
-        """EXAMPLES, migration 2."""
-        model = Transformer()
-        before = train(model, self.muon(model))
-
-        model = FSDP(Transformer(), device_id=CPU)
-        group = model.process_group
-        muon = self.muon(model, create_auto_config(fsdp_process_group=group))
-        after = self.compare(Transformer(), model, muon, fsdp=group, data=[group])
-        self.assertSameLosses(before, after)
-
-    def test_one_process_to_fsdp_units(self):
-        """END_TO_END, to FSDP, with a unit for each block."""
-        model = Transformer()
-        before = train(model, self.muon(model, lr=1e-3))
-
-        group, units = dist.group.WORLD, ModuleWrapPolicy({Block})
-        model = FSDP(Transformer(), auto_wrap_policy=units, device_id=CPU)
-        config = create_auto_config(fsdp_process_group=group)
-        muon = self.muon(model, config, lr=1e-3)
-        after = self.compare(Transformer(), model, muon, fsdp=group, data=[group])
-        self.assertSameLosses(before, after)
+        """EXAMPLES, migration 2. END_TO_END, to FSDP, has a unit for each block."""
+        units = ModuleWrapPolicy({Block})
+        for options in ({}, {"auto_wrap_policy": units}):
+            after = self.fsdp(Transformer, **options)
+            self.assertSameLosses(self.single(Transformer), after)
 
     def test_adamw_to_muon(self):
         """EXAMPLES, migration 3, under FSDP: the loop stays; the learning rate does not."""
-        model = FSDP(MLP(), device_id=CPU)
-        group = model.process_group
+        model, group = FSDP(MLP(), device_id=CPU), dist.group.WORLD
         first = loss_of_first_batch(model)
-        train(model, AdamW(model.parameters(), lr=0.001), group)
+        adamw = AdamW(model.parameters(), lr=0.001)
+        for inputs, targets in batches(group):
+            mse_loss(model(inputs), targets).backward()
+            adamw.step()
+            adamw.zero_grad()
         self.assertLess(loss_of_first_batch(model), first)
 
         model = FSDP(MLP(), device_id=CPU)
-        muon = self.muon(model, create_auto_config(fsdp_process_group=group))
-        self.compare(MLP(), model, muon, fsdp=group, data=[group])
+        config = create_auto_config(fsdp_process_group=group)
+        self.check(MLP(), model, config, fsdp=group, data=[group])
         self.assertLess(loss_of_first_batch(model), first)
 
     def test_groups_to_dtensor(self):
         """EXAMPLES, migration 4: from FSDP1 with its group to ``fully_shard`` without one."""
-        model = FSDP(MLP(), device_id=CPU)
-        group = model.process_group
-        muon = self.muon(model, create_auto_config(fsdp_process_group=group))
-        before = self.compare(MLP(), model, muon, fsdp=group, data=[group])
-
-        model = fully_shard(MLP())
-        muon = self.muon(model, create_dtensor_config())
-        after = self.compare(MLP(), model, muon, data=[dist.group.WORLD])
-        self.assertSameLosses(before, after)
+        model, data = fully_shard(MLP()), [dist.group.WORLD]
+        after = self.check(MLP(), model, create_dtensor_config(), data=data)
+        self.assertSameLosses(self.fsdp(MLP), after)
 
     def test_ddp_to_dtensor(self):
         """EXAMPLES, migration 5: from DDP to replicated DTensors."""
-        model, world = DDP(MLP()), dist.group.WORLD
-        muon = self.muon(model, create_auto_config(ddp_process_group=world))
-        before = self.compare(MLP(), model, muon, data=[world])
-
+        world = dist.group.WORLD
+        config = create_auto_config(ddp_process_group=world)
+        before = self.check(MLP(), DDP(MLP()), config, data=[world])
         # The batch is a DTensor too: each rank has a slice of it.
-        mesh = init_device_mesh("cpu", (4,))
-        model = place_weights(MLP(), mesh, [Replicate()])
-        muon = self.muon(model, create_dtensor_config())
-        backward = placed_backward(model, mesh, [Shard(0)])
-        after = self.compare(MLP(), model, muon, backward=backward)
-        self.assertSameLosses(before, after)
+        self.assertSameLosses(before, self.dtensors(Replicate(), Shard(0)))
 
     def test_fsdp_to_tp_and_fsdp(self):
         """END_TO_END, from FSDP to TP x FSDP."""
-        fsdp = dist.group.WORLD
-        model = FSDP(Transformer(), process_group=fsdp, device_id=CPU)
-        muon = self.muon(model, create_auto_config(fsdp_process_group=fsdp))
-        before = self.compare(Transformer(), model, muon, fsdp=fsdp, data=[fsdp])
-
         # The plan says which dimension of which weight TP cuts.
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
         fsdp, tp = mesh.get_all_groups()
         model = parallelize(Transformer(), mesh["tp"])
         model = FSDP(model, device_mesh=mesh["fsdp"], device_id=CPU)
         config = create_auto_config(fsdp_process_group=fsdp, tp_process_group=tp)
-        muon = self.muon(model, config)
-        after = self.compare(Transformer(), model, muon, fsdp=fsdp, tp=tp, data=[fsdp])
-        self.assertSameLosses(before, after)
+        how = {"fsdp": fsdp, "tp": tp, "data": [fsdp]}
+        after = self.check(Transformer(), model, config, **how)
+        self.assertSameLosses(self.fsdp(Transformer), after)
 
     def test_own_functions_to_auto_config(self):
         """END_TO_END, from a user's own functions to two groups."""
@@ -171,17 +135,18 @@ class TestMigration(Recipe):
             piece = update.chunk(tp.size(), dim)[tp.rank()]
             return piece.chunk(fsdp.size())[fsdp.rank()]
 
-        losses = []
-        for config in (
-            DistributedConfig(my_assign, my_gather, my_redistribute, state={}),
-            create_auto_config(
-                fsdp_process_group=fsdp, tp_process_group=tp, tp_dim_per_param=tp_dims
-            ),
-        ):
-            model = cut_linears(Transformer(), tp, fsdp=fsdp)
-            muon, one = self.muon(model, config), Transformer()
-            losses.append(self.compare(one, model, muon, fsdp=fsdp, tp=tp, data=[fsdp]))
-        self.assertSameLosses(*losses)
+        groups = {"fsdp_process_group": fsdp, "tp_process_group": tp}
+        how = {"fsdp": fsdp, "tp": tp, "data": [fsdp]}
+        before, after = (
+            self.check(
+                Transformer(), cut_linears(Transformer(), tp, fsdp=fsdp), config, **how
+            )
+            for config in (
+                DistributedConfig(my_assign, my_gather, my_redistribute, state={}),
+                create_auto_config(tp_dim_per_param=tp_dims, **groups),
+            )
+        )
+        self.assertSameLosses(before, after)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,14 @@ BY_INDEX = {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1, 6: 0, 7: 1}
 
 class TestTensorParallel(Recipe):
     def test_by_parameter(self):
-        """EXAMPLES 3: weights cut by hand, some along dimension 0 and some along 1."""
+        """EXAMPLES 3: weights cut by hand, some along dimension 0 and some along 1. The marks of
+        frameworks say them: EXAMPLES, TP dimensions from the model."""
         tp = dist.group.WORLD
-        model = cut_linears(Transformer(), tp)
-        config = create_auto_config(tp_process_group=tp, tp_dim_per_param=BY_INDEX)
-        muon = Muon(model.parameters(), lr=0.01, distributed_config=config)
-        self.compare(Transformer(), model, muon, tp=tp)
+        model = cut_linears(Transformer(), tp)  # which sets ``tp_dim``
+        found = detect_tp_dims_from_model(model)
+        self.assertEqual(found, BY_INDEX)
+        config = create_auto_config(tp_process_group=tp, tp_dim_per_param=found)
+        self.check(Transformer(), model, config, tp=tp)
 
     def test_one_dimension(self):
         """EXAMPLES 4: one dimension for all."""
@@ -41,18 +43,8 @@ class TestTensorParallel(Recipe):
             cut_linears(layer.ffn, tp, dim=1)
         matrices = [p for layer in model.layers for p in layer.ffn.parameters()]
         config = create_auto_config(tp_process_group=tp, tp_dim_per_param=1)
-        muon = Muon(matrices, lr=0.01, distributed_config=config)
-        self.compare(Transformer(), model, muon, tp=tp, tp_dims={"w1": 1, "w2": 1})
-
-    def test_detected(self):
-        """EXAMPLES, TP dimensions from the model: the marks of frameworks say them."""
-        tp = dist.group.WORLD
-        model = cut_linears(Transformer(), tp)  # which sets ``tp_dim``
-        found = detect_tp_dims_from_model(model)
-        self.assertEqual(found, BY_INDEX)
-        config = create_auto_config(tp_process_group=tp, tp_dim_per_param=found)
-        muon = Muon(model.parameters(), lr=0.01, distributed_config=config)
-        self.compare(Transformer(), model, muon, tp=tp)
+        how = {"tp": tp, "tp_dims": {"w1": 1, "w2": 1}}
+        self.check(Transformer(), model, config, matrices, **how)
 
     def test_by_plan(self):
         """END_TO_END, TP: ``parallelize_module`` makes DTensors."""
@@ -62,19 +54,16 @@ class TestTensorParallel(Recipe):
             tp_process_group=mesh.get_group(),
             tp_dim_per_param=detect_tp_dims_from_model(model),
         )
-        muon = Muon(model.parameters(), lr=1e-3, distributed_config=config)
-        self.compare(Transformer(), model, muon)
+        self.check(Transformer(), model, config)
 
     def test_two_optimizers(self):
         """END_TO_END, mixed dimensions: one Muon for each. A dict of dimensions needs only one."""
         mesh = init_device_mesh("cpu", (4,))
         model = parallelize(Transformer(), mesh)
-        muons = []
+        group, muons = mesh.get_group(), []
         for dim in (0, 1):
             params = [p for i, p in enumerate(model.parameters()) if BY_INDEX[i] == dim]
-            config = create_auto_config(
-                tp_process_group=mesh.get_group(), tp_shard_dim=dim
-            )
+            config = create_auto_config(tp_process_group=group, tp_shard_dim=dim)
             muons.append(Muon(params, lr=1e-3, distributed_config=config))
         self.compare(Transformer(), model, *muons)
 
@@ -84,52 +73,38 @@ class TestFSDPAndTP(Recipe):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
         return mesh, *mesh.get_all_groups()
 
-    def check(self, model, config, fsdp, tp=None):
-        muon = Muon(model.parameters(), lr=0.01, distributed_config=config)
-        self.compare(Transformer(), model, muon, fsdp=fsdp, tp=tp, data=[fsdp])
-
-    def test_by_parameter(self):
-        """EXAMPLES 5, PROJECT process groups: weights cut by hand, under FSDP1."""
-        _, fsdp, tp = self.grid()
-        model = cut_linears(Transformer(), tp)
-        # A flat parameter has one dimension that TP cuts, and these have two.
-        model = FSDP(model, process_group=fsdp, device_id=CPU, use_orig_params=True)
-        config = create_auto_config(
-            fsdp_process_group=fsdp,
-            tp_process_group=tp,
-            tp_dim_per_param=BY_INDEX,
-            module=model,
-        )
-        self.check(model, config, fsdp, tp)
-
     def test_fsdp1_over_plan(self):
         """END_TO_END, TP + FSDP: FSDP1 knows the plan by its mesh, and tells Muon."""
         mesh, fsdp, tp = self.grid()
         model = parallelize(Transformer(), mesh["tp"])
         model = FSDP(model, device_mesh=mesh["fsdp"], device_id=CPU)
         config = create_auto_config(tp_process_group=tp, fsdp_process_group=fsdp)
-        self.check(model, config, fsdp, tp)
+        self.check(Transformer(), model, config, fsdp=fsdp, tp=tp, data=[fsdp])
 
     def test_fsdp2_over_plan(self):
         """EXAMPLES 5, END_TO_END TP + FSDP, with ``fully_shard`` and without groups."""
         mesh, fsdp, _ = self.grid()
         model = parallelize(Transformer(), mesh["tp"])
         model = fully_shard(model, mesh=mesh["fsdp"])
-        self.check(model, create_dtensor_config(), fsdp)
+        self.check(Transformer(), model, create_dtensor_config(), data=[fsdp])
 
     def test_settings(self):
-        """EXAMPLES, settings for production and for many parameters: the same bits."""
+        """EXAMPLES 5, PROJECT process groups: weights cut by hand, under FSDP1, with EXAMPLES' settings
+        for debugging, production and many parameters: the same bits."""
         _, fsdp, tp = self.grid()
-        for ahead in (1, 2):
-            model = cut_linears(Transformer(), tp, fsdp=fsdp)
+        for parallel, ahead in ((False, 0), (True, 1), (True, 2)):
+            model = cut_linears(Transformer(), tp)
+            # A flat parameter has one dimension that TP cuts, and these have two.
+            model = FSDP(model, process_group=fsdp, device_id=CPU, use_orig_params=True)
             config = create_auto_config(
                 fsdp_process_group=fsdp,
                 tp_process_group=tp,
-                tp_dim_per_param=detect_tp_dims_from_model(model),
-                async_gpu_parallelism=True,
+                tp_dim_per_param=BY_INDEX,
+                async_gpu_parallelism=parallel,
                 prefetch_count=ahead,
+                module=model,
             )
-            self.check(model, config, fsdp, tp)
+            self.check(Transformer(), model, config, fsdp=fsdp, tp=tp, data=[fsdp])
 
 
 class TestThreeDimensions(Recipe):
@@ -151,9 +126,8 @@ class TestThreeDimensions(Recipe):
             shard_process_group=shard,
             replicate_process_group=replicate,
         )
-        muon = Muon(model.parameters(), lr=1e-3, distributed_config=config)
-        data = [shard, replicate]
-        self.compare(Transformer(), model, muon, fsdp=shard, tp=tp, data=data)
+        how = {"fsdp": shard, "tp": tp, "data": [shard, replicate]}
+        self.check(Transformer(), model, config, **how)
 
     def test_three_groups(self):
         """EXAMPLES 8: FSDP, TP and DDP, each with a group of its own."""
@@ -170,14 +144,12 @@ class TestThreeDimensions(Recipe):
             prefetch_count=2,
             module=model,
         )
-        muon = Muon(model.parameters(), lr=0.01, distributed_config=config)
 
         def after():  # FSDP averages over its own group. A rank has none of some matrices.
             average([p for p in model.parameters() if p.grad is not None], ddp)
 
-        data = [fsdp, ddp]
-        one = Transformer()
-        self.compare(one, model, muon, fsdp=fsdp, tp=tp, data=data, after=after)
+        how = {"fsdp": fsdp, "tp": tp, "data": [fsdp, ddp], "after": after}
+        self.check(Transformer(), model, config, **how)
 
 
 if __name__ == "__main__":
