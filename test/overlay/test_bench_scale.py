@@ -17,7 +17,7 @@ from tools.bench.scale import report
 from tools.bench.scale.cases import Case, CASES, layouts_of
 from tools.bench.scale.hardware import Hardware
 from tools.bench.scale.plan import make_plan, OUT
-from tools.bench.scale.timeline import simulate, Timeline
+from tools.bench.scale.timeline import simulate
 from tools.overlay.repo import ROOT
 from torch.optim._muon_engine.layouts import check_cover
 from torch.optim._muon_engine.schedule import buckets
@@ -84,12 +84,6 @@ def test_two_levels_by_hand():
     # It gets one from its node while another one arrives at its rail, which then sends two rows at once.
     # It sends two rows to its node, and one along its rail.
     assert two[:2] == [1.25 + 2.25 + 1 + 2.25 + 1.25] * 2
-    # Rank 1 sends rank 0 its row late. Ranks 2 and 3, of another node, do not wait for that.
-    (plan,) = make_plan(levels, 4, 1).turns[0]
-    timeline = Timeline(make_plan(levels, 4, 1), SLOW, 0)
-    timeline.now[1] = 5.0
-    timeline.exchange(plan, "gather")
-    assert timeline.arrived[id(plan)].tolist() == [8.5, 6.25, 3.5, 1.25]
 
 
 SMALL = Model([(24, 16), (16, 40), (4, 16)] * 4, [(8, 16), (16, 8)], 4)
@@ -212,13 +206,9 @@ def test_html_page(tmp_path, capsys, reader):
     assert len(parts.figures["loads"]) == len(ranks) == 32
     kinds = [(kind, rank) for rank in sorted(ranks) for kind in ("sent", "received")]
     assert parts.figures["traffic"] == kinds
-    assert {kind for kind, _ in parts.figures["timeline"]} == {
-        "gather",
-        "orthogonalize",
-        "scatter",
-        "relay",
-    }
-    assert {rank for _, rank in parts.figures["timeline"]} <= ranks
+    kinds, drawn = map(set, zip(*parts.figures["timeline"]))
+    assert kinds == {"gather", "orthogonalize", "scatter", "relay"}
+    assert drawn <= ranks
     for words in ("GPT-2 124M, HSDP 8 x 8, 64 ranks", "48 matrices", "64 ranks (0, 1"):
         assert words in parts.text
     assert "http" not in page

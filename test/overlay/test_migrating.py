@@ -39,10 +39,10 @@ def trained(make, shape, steps=4):
 class Published:
     """A published formula in float64, with the defaults of its optimizer."""
 
-    def __init__(self, param, *, lr, decay, nesterov, triples, scale, summed=False):
+    def __init__(self, param, lr, decay, scale, nesterov=True, summed=False):
         self.param, self.lr, self.decay = param, lr, decay
-        self.nesterov, self.triples = nesterov, triples
-        self.scale, self.summed = scale(*param.shape), summed
+        self.scale, self.nesterov, self.summed = scale, nesterov, summed
+        self.triples = ONE_TRIPLE if nesterov else page()["FIVE_TRIPLES"]
         self.momentum = torch.zeros_like(param, dtype=torch.float64)
 
     def __call__(self, mu=0.95):
@@ -50,59 +50,44 @@ class Published:
         weight = 1 if self.summed else 1 - mu
         self.momentum = mu * self.momentum + weight * grad
         ahead = mu * self.momentum + weight * grad
-        update = orthogonalized(ahead if self.nesterov else self.momentum, self.triples)
+        update = self.orthogonalized(ahead if self.nesterov else self.momentum)
         with torch.no_grad():
             self.param.mul_(1 - self.lr * self.decay)
-            self.param.sub_(self.lr * self.scale * update)
+            self.param.sub_(self.lr * self.scale(*self.param.shape) * update)
 
-
-def orthogonalized(matrix, triples):
-    rows, values, columns = torch.linalg.svd(matrix, full_matrices=False)
-    values = values / values.norm()
-    for a, b, c in triples:
-        values = a * values + b * values**3 + c * values**5
-    return rows @ torch.diag(values) @ columns
+    def orthogonalized(self, matrix):
+        rows, values, columns = torch.linalg.svd(matrix, full_matrices=False)
+        values = values / values.norm()
+        for a, b, c in self.triples:
+            values = a * values + b * values**3 + c * values**5
+        return rows @ torch.diag(values) @ columns
 
 
 def original(rows, columns):
     return math.sqrt(max(1, rows / columns))
 
 
-def five_triples():
-    return page()["FIVE_TRIPLES"]
+def by_ratio(rows, columns):
+    return math.sqrt(rows / columns)
 
 
+def by_longer_side(rows, columns):
+    return math.sqrt(max(rows, columns))
+
+
+# lr, weight decay and scale; dion and Megatron have no nesterov, and five triples.
 PUBLISHED = {
-    "like_stock": lambda p: Published(
-        p, lr=1e-3, decay=0.1, nesterov=True, triples=ONE_TRIPLE, scale=original
-    ),
-    "like_keller_jordan": lambda p: Published(
-        p, lr=0.02, decay=0, nesterov=True, triples=ONE_TRIPLE, scale=original
-    ),
-    "like_dion": lambda p: Published(
-        p,
-        lr=0.01,
-        decay=0.01,
-        nesterov=False,
-        triples=five_triples(),
-        scale=lambda rows, columns: math.sqrt(rows / columns),
-        summed=True,
-    ),
-    "like_megatron": lambda p: Published(
-        p,
-        lr=3e-4,
-        decay=0.01,
-        nesterov=False,
-        triples=five_triples(),
-        scale=lambda rows, columns: math.sqrt(max(rows, columns)),
-    ),
+    "like_stock": (1e-3, 0.1, original),
+    "like_keller_jordan": (0.02, 0, original),
+    "like_dion": (0.01, 0.01, by_ratio, False, True),
+    "like_megatron": (3e-4, 0.01, by_longer_side, False),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_formulas(name, shape):
-    theirs = trained(PUBLISHED[name], shape)
+    theirs = trained(lambda param: Published(param, *PUBLISHED[name]), shape)
     ours = trained(lambda param: page()[name]([param]).step, shape)
     assert (theirs - ours).norm() < CLOSE * theirs.norm()
 

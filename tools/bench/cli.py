@@ -32,8 +32,7 @@ def parser() -> argparse.ArgumentParser:
             what = "Hardware's fields: " + ", ".join(vars(Hardware()))
             add("--hardware", nargs="+", default=[], metavar="NAME=VALUE", help=what)
             continue
-        seconds = 900.0
-        add("--timeout", type=float, default=seconds, help="seconds of one table")
+        add("--timeout", type=float, default=900.0, help="seconds of one table")
         if name != "bytes":
             add("--reps", type=int, default=11)
         if name == "check":
@@ -43,13 +42,8 @@ def parser() -> argparse.ArgumentParser:
         add("--world", nargs="+", type=int, default=[2, 4], help="processes")
         add("--prefetch", nargs="+", type=int, default=[1], help="prefetch_count")
         add("--algorithms", nargs="+", default=["quintic"], help="ns_algorithm")
-        add(
-            "--against",
-            nargs="*",
-            choices=list(contestants.IMPLEMENTATIONS)[1:],
-            default=list(contestants.IMPLEMENTATIONS)[1:],
-            help="other implementations",
-        )
+        others = list(contestants.IMPLEMENTATIONS)[1:]
+        add("--against", nargs="*", choices=others, default=others, metavar="OTHER")
     return result
 
 
@@ -118,14 +112,12 @@ def run_scale(args: argparse.Namespace) -> Iterator[str]:
     if args.html is not None and len(cases) > 1:
         titles = "\n".join(case.title for case in cases)
         raise ValueError(f"--html needs --only with the title of one row:\n{titles}")
-    hardware = Hardware().with_values(args.hardware)
+    how = Hardware().with_values(args.hardware), args.prefetch
     found = []
     for case in cases:
-        schedule = report.schedule_of(case, hardware)
-        found.append(report.report(case, schedule, hardware, args.prefetch))
+        schedule = report.schedule_of(case, how[0])
+        found.append(report.report(case, schedule, *how))
         if args.html is not None:
-            page.write(
-                args.html, case.title, schedule, case.world, hardware, args.prefetch
-            )
+            page.write(args.html, case.title, schedule, case.world, *how)
     yield report.text(found)
     yield report.divided_text(found)

@@ -1,14 +1,13 @@
 """The implementations that are compared, on the same parameters and gradients."""
 
-import importlib.util
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import _newton_schulz as ns, AdamW, Muon, Optimizer
+from torch.testing._internal.distributed._muon.common_stock import stock
 
 from . import engine_view
 from .layouts import Laid, local_of, Shape
@@ -22,11 +21,6 @@ IMPLEMENTATIONS = {
     "allgather": "bf16 all-gather of each matrix, Newton-Schulz of all on every rank",
     "adamw": "AdamW(foreach=True)",
 }
-
-
-def stock_path() -> Path:
-    """The Muon that the overlay replaced in this interpreter's torch."""
-    return Path(torch.__file__).parent / ".muon_overlay/original/optim/_muon.py"
 
 
 def able(names: Iterable[str], layout: str) -> tuple[str, ...]:
@@ -48,12 +42,7 @@ def make(
             **OPTIONS,
         )
     if name == "stock":
-        # The package torch.optim resolves its relative imports.
-        where = "torch.optim._stock_muon", stock_path()
-        spec = importlib.util.spec_from_file_location(*where)
-        stock = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(stock)
-        return stock.Muon(laid.params, momentum=MOMENTUM, **OPTIONS)
+        return stock().Muon(laid.params, momentum=MOMENTUM, **OPTIONS)
     if name == "adamw":
         return AdamW(laid.params, foreach=True, **OPTIONS)
     return AllGatherMuon(laid, ours)

@@ -12,13 +12,9 @@ def render(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Aligns the first column to the left and the others to the right."""
     lines = [list(head), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    first, *rest = widths
+    form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in rest)])
+    return "\n".join(form.format(*line).rstrip() for line in lines)
 
 
 def write(path: Path, arguments: Sequence[str], texts: Sequence[str]) -> None:

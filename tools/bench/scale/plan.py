@@ -57,10 +57,8 @@ class Loads:
         link = count * (nodes[senders] != nodes[receivers])
 
         def of_links(weights: NDArray | None) -> NDArray:
-            found = [
-                np.bincount(link + end, weights, 2 * count)
-                for end in (senders, receivers)
-            ]
+            places = link + senders, link + receivers
+            found = [np.bincount(at, weights, 2 * count) for at in places]
             return np.reshape(found, (2, 2, count))
 
         loads = of_links(sent[travels]), of_links(None)
@@ -184,10 +182,8 @@ def _plan_bucket(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> Buck
     work = np.zeros(len(owners))
     shared: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in owners]
     for m in bucket.matrices:
-        at, layout = (
-            np.searchsorted(owner_ranks, schedule.owners[m]),
-            schedule.layouts[m],
-        )
+        at = np.searchsorted(owner_ranks, schedule.owners[m])
+        layout = schedule.layouts[m]
         work[at] += flops_of(layout)
         if layout.divided:
             shared[at].append((min(layout.divided), schedule.team(m)))
@@ -200,16 +196,8 @@ def _plan_bucket(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> Buck
         ends, whole = (everybody[None], owners[:, None]), not bucket.relayed
         gather = (Loads.of("group", gathered, ends, nodes, whole),)
         scatter = (Loads.of("group", scattered, ends[::-1], nodes, whole),)
-    return BucketPlan(
-        bucket=bucket,
-        ranks=ranks,
-        owners=owners,
-        gather=gather,
-        scatter=scatter,
-        work=work,
-        shared=shared,
-        relays=_waves(schedule, bucket),
-    )
+    exchanges, waves = (gather, scatter), _waves(schedule, bucket)
+    return BucketPlan(bucket, ranks, owners, *exchanges, work, shared, waves)
 
 
 def _volumes(
@@ -237,10 +225,8 @@ def _volumes(
         from_sources = count[:, None] * numels * (wanted == number)
         gathered += from_sources
         scattered += from_sources if bucket.relayed else count[:, None] * numels
-    for side, dtype in (
-        (gathered, bucket.gather_dtype),
-        (scattered, bucket.scatter_dtype),
-    ):
+    dtypes = bucket.gather_dtype, bucket.scatter_dtype
+    for side, dtype in zip((gathered, scattered), dtypes):
         side[np.arange(len(owners)), owners] = 0
         side *= dtype.itemsize
     return gathered, scattered
