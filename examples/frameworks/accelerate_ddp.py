@@ -6,25 +6,15 @@ accelerate launch --cpu --num-processes 2 examples/frameworks/accelerate_ddp.py
 
 import torch
 from accelerate import Accelerator
+from tiny import llama
 from torch.optim import AdamW, Muon
 from torch.optim.muon import create_auto_config, partition_named_parameters
-from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def main() -> None:
     accelerator = Accelerator()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=80,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=False,
-        )
-    ).to(accelerator.device)
+    model = llama().to(accelerator.device)
     matrices, others = partition_named_parameters(model)
     config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
     muon = Muon(matrices, lr=0.02, distributed_config=config)

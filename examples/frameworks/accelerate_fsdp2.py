@@ -8,9 +8,9 @@
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from tiny import llama
 from torch.optim import AdamW, Muon
 from torch.optim.muon import partition_named_parameters
-from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def main() -> None:
@@ -23,17 +23,7 @@ def main() -> None:
     )
     accelerator = Accelerator(fsdp_plugin=plugin)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=80,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=False,
-        )
-    )
+    model = llama()
     matrices, others = partition_named_parameters(model)
     muon = Muon(matrices, lr=0.02, distributed_config="auto")
     adamw = AdamW(others, lr=3e-4)

@@ -5,22 +5,9 @@ torchrun --nproc-per-node 2 examples/frameworks/fabric_ddp.py
 
 import torch
 from lightning.fabric import Fabric
-from torch import nn
+from tiny import Encoder
 from torch.optim import AdamW, Muon
 from torch.optim.muon import create_auto_config, partition_named_parameters
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layers = [nn.TransformerEncoderLayer(32, 4, 80, batch_first=True) for _ in "12"]
-        self.embedding = nn.Embedding(64, 32)
-        self.layers = nn.Sequential(*layers)
-        self.head = nn.Linear(32, 64)
-
-    def forward(self, tokens):
-        logits = self.head(self.layers(self.embedding(tokens)))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 def main() -> None:
@@ -28,7 +15,7 @@ def main() -> None:
     # It makes the process group that the config names.
     fabric.launch()
     torch.manual_seed(0)
-    model = Model().to(fabric.device)
+    model = Encoder().to(fabric.device)
 
     matrices, others = partition_named_parameters(model)
     config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)

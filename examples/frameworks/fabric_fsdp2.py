@@ -9,23 +9,11 @@ parameters would never see a gradient, AdamW either.
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
+from tiny import Encoder
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Muon
 from torch.optim.muon import partition_named_parameters
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layers = [nn.TransformerEncoderLayer(32, 4, 80, batch_first=True) for _ in "12"]
-        self.embedding = nn.Embedding(64, 32)
-        self.layers = nn.Sequential(*layers)
-        self.head = nn.Linear(32, 64)
-
-    def forward(self, tokens):
-        logits = self.head(self.layers(self.embedding(tokens)))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 def parallelize(model: nn.Module, mesh: torch.distributed.DeviceMesh) -> nn.Module:
@@ -41,7 +29,7 @@ def main() -> None:
     fabric = Fabric(strategy=strategy, devices=2)
     fabric.launch()
     torch.manual_seed(0)
-    model = fabric.setup(Model())
+    model = fabric.setup(Encoder())
 
     matrices, others = partition_named_parameters(model)
     muon, adamw = fabric.setup_optimizers(

@@ -5,19 +5,16 @@ torchrun --nproc-per-node 2 examples/frameworks/lightning_ddp.py
 
 import lightning
 import torch
-from torch import nn
+from tiny import Encoder
 from torch.optim import AdamW, Muon
 from torch.optim.muon import create_auto_config, partition_named_parameters
 
 
-class Model(lightning.LightningModule):
+class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        layers = [nn.TransformerEncoderLayer(32, 4, 80, batch_first=True) for _ in "12"]
-        self.embedding = nn.Embedding(64, 32)
-        self.layers = nn.Sequential(*layers)
-        self.head = nn.Linear(32, 64)
+        self.model = Encoder()
 
     def configure_optimizers(self):
         matrices, others = partition_named_parameters(self)
@@ -28,8 +25,7 @@ class Model(lightning.LightningModule):
         ]
 
     def training_step(self, tokens, index):
-        logits = self.head(self.layers(self.embedding(tokens)))
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        loss = self.model(tokens)
         self.manual_backward(loss)
         for optimizer in self.optimizers():
             self.clip_gradients(optimizer, 1.0, "norm")
@@ -40,7 +36,6 @@ class Model(lightning.LightningModule):
 
 def main() -> None:
     torch.manual_seed(0)
-    model = Model()
     trainer = lightning.Trainer(
         strategy="ddp",
         devices=2,
@@ -49,7 +44,7 @@ def main() -> None:
         enable_checkpointing=False,
     )
     data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
-    trainer.fit(model, data)
+    trainer.fit(Module(), data)
 
 
 if __name__ == "__main__":

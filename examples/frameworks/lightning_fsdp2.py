@@ -9,25 +9,23 @@ FSDP2 x TP; nothing else changes.
 import lightning
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
+from tiny import Encoder
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Muon
 from torch.optim.muon import partition_named_parameters
 
 
-class Model(lightning.LightningModule):
+class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        layers = [nn.TransformerEncoderLayer(32, 4, 80, batch_first=True) for _ in "12"]
-        self.embedding = nn.Embedding(64, 32)
-        self.layers = nn.Sequential(*layers)
-        self.head = nn.Linear(32, 64)
+        self.model = Encoder()
 
     def configure_model(self):
         mesh = self.device_mesh["data_parallel"]
-        for part in (*self.layers, self.embedding, self.head):
-            fully_shard(part, mesh=mesh)
+        for layer in self.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
 
     def configure_optimizers(self):
         matrices, others = partition_named_parameters(self)
@@ -37,8 +35,7 @@ class Model(lightning.LightningModule):
         ]
 
     def training_step(self, tokens, index):
-        logits = self.head(self.layers(self.embedding(tokens)))
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        loss = self.model(tokens)
         self.manual_backward(loss)
         for optimizer in self.optimizers():
             optimizer.step()
@@ -48,7 +45,6 @@ class Model(lightning.LightningModule):
 
 def main() -> None:
     torch.manual_seed(0)
-    model = Model()
     trainer = lightning.Trainer(
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
         devices=2,
@@ -57,7 +53,7 @@ def main() -> None:
         enable_checkpointing=False,
     )
     data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
-    trainer.fit(model, data)
+    trainer.fit(Module(), data)
 
 
 if __name__ == "__main__":

@@ -9,28 +9,15 @@ import torch
 import torch.distributed as dist
 from torch.optim import AdamW, Muon
 from torch.optim.muon import partition_named_parameters
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-
-
-def save_tiny_model(folder: str) -> None:
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=80,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=False,
-        )
-    ).save_pretrained(folder)
+from tiny import llama
+from transformers import AutoModelForCausalLM
 
 
 def main() -> None:
     # In the place of a model's name on the hub.
     with tempfile.TemporaryDirectory() as name:
         torch.manual_seed(0)
-        save_tiny_model(name)
+        llama().save_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto")
 
     matrices, others = partition_named_parameters(model)

@@ -7,9 +7,10 @@ import tempfile
 
 import torch
 from combined import Combined
+from tiny import llama
 from torch.optim import AdamW, Muon
 from torch.optim.muon import create_auto_config, partition_named_parameters
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 
 def main() -> None:
@@ -24,17 +25,7 @@ def main() -> None:
         use_cpu=not torch.accelerator.is_available(),
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=80,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=False,
-        )
-    ).to(arguments.device)
+    model = llama().to(arguments.device)
     matrices, others = partition_named_parameters(model)
     config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
     optimizer = Combined(

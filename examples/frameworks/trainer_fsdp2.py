@@ -9,9 +9,10 @@ import tempfile
 
 import torch
 from combined import Combined
+from tiny import llama
 from torch.optim import AdamW, Muon
 from torch.optim.muon import partition_named_parameters
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 
 class MuonTrainer(Trainer):
@@ -41,17 +42,7 @@ def main() -> None:
         },
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=80,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=False,
-        )
-    )
+    model = llama()
     texts = torch.randint(64, (24, 16))
     data = [{"input_ids": text, "labels": text} for text in texts]
     MuonTrainer(model, arguments, train_dataset=data).train()

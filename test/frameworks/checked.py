@@ -1,6 +1,6 @@
-"""Runs a program on several processes, and compares each Muon step in it with stock Muon's.
+"""Runs a program as one of several processes, and compares each Muon step in it with stock Muon's.
 
-    python test/frameworks/checked.py [--stand-in NAME] PROCESSES PROGRAM [ARGUMENTS]
+    torchrun --nproc-per-node 2 test/frameworks/checked.py [--stand-in NAME] PROGRAM [ARGUMENTS]
 
 PROGRAM is a file, or the name of a module. NAME is a function of stand_ins.py.
 
@@ -10,11 +10,9 @@ with a line that says how many matrices it compared.
 """
 
 import argparse
-import importlib.util
 import os
 import runpy
 import sys
-import traceback
 from pathlib import Path
 
 import stand_ins
@@ -25,27 +23,21 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.testing._internal.distributed._muon.common_stock import stock
 
 
-STOCK = Path(torch.__file__).parent / ".muon_overlay/original/optim/_muon.py"
+RECIPES = Path(__file__).parents[2] / "examples" / "frameworks"
 OPTIONS = (
     "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
     "adjust_lr_fn",
 )  # fmt: skip
 
 
-def stock_muon():
-    spec = importlib.util.spec_from_file_location("torch.optim._stock_muon", STOCK)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Muon
-
-
 class Check:
     """Compares the steps of all Muons that have a ``distributed_config``."""
 
     def __init__(self):
-        self.stock = stock_muon()
+        self.stock = stock().Muon
         self.expected = []
         self.steps = self.matrices = 0
 
@@ -133,67 +125,29 @@ def note_flat_parameters():
     FlatParamHandle._init_flat_param_and_metadata = noted
 
 
-def run(rank, program, arguments, stand_in):
-    torch.set_num_threads(1)
-    sys.argv = [program, *arguments]
-    if stand_in is not None:
-        getattr(stand_ins, stand_in)()
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stand-in")
+    parser.add_argument("program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # their number changes rounding
+    sys.argv = [args.program, *args.arguments]
+    sys.path.insert(0, str(RECIPES))
+    if args.stand_in is not None:
+        getattr(stand_ins, args.stand_in)()
     note_flat_parameters()
     check = Check()
     register_optimizer_step_pre_hook(check.before)
     register_optimizer_step_post_hook(check.after)
-    if program.endswith(".py"):
-        sys.path[0] = os.path.dirname(program)
-        runpy.run_path(program, run_name="__main__")
+    if args.program.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(args.program))
+        runpy.run_path(args.program, run_name="__main__")
     else:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    # In one piece: the other ranks write to the same pipe.
-    line = f"rank {rank}: {check.matrices} matrices, {check.steps} steps\n"
-    os.write(sys.__stdout__.fileno(), line.encode())
-
-
-def main():
-    """Forks the processes after torch is imported, which takes seconds."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--stand-in")
-    parser.add_argument("processes", type=int)
-    parser.add_argument("program")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    args = parser.parse_args()
-    children, pipes = [], []
-    for rank in range(args.processes):
-        reads, writes = os.pipe()
-        if child := os.fork():
-            children.append(child)
-            pipes.append(writes)
-            continue
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": args.processes}
-        port = os.read(reads, 10).decode()
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        os.environ.update({k: str(v) for k, v in {**ranks, **address}.items()})
-        os.environ["LOCAL_WORLD_SIZE"] = str(args.processes)
-        if sys.platform == "linux":
-            # gloo otherwise looks up the machine's own name, which not every container can.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        os.environ["TORCHELASTIC_RUN_ID"] = (
-            "checked"  # by which Lightning knows torchrun
-        )
-        try:
-            run(rank, args.program, args.arguments, args.stand_in)
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
-        sys.stdout.flush()
-        os._exit(0)
-    # Not before, since it has threads.
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    for pipe in pipes:
-        os.write(pipe, str(store.port).encode())
-    codes = [os.waitpid(child, 0)[1] for child in children]
-    return 1 if any(codes) else 0
+        runpy.run_module(args.program, run_name="__main__", alter_sys=True)
+    rank = os.environ["RANK"]
+    print(f"\nrank {rank}: {check.matrices} matrices, {check.steps} steps")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

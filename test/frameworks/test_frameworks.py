@@ -4,24 +4,18 @@
 """
 
 import importlib.util
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from overlay.example_runs import run_example
 from tools.overlay import tests
 from tools.overlay.repo import ROOT
 
 
 HERE = Path(__file__).parent
 RECIPES = ROOT / "examples" / "frameworks"
-SECONDS = 300
-# One thread a process: their number changes rounding.
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 # Of two Llama layers: four of attention, three of the MLP.
 LLAMA = 2 * 7
 # Of two layers of nn.TransformerEncoderLayer: in_proj, out_proj, linear1, linear2.
@@ -31,45 +25,26 @@ TITAN = 2 * 5
 STEPS = 3
 
 
-def needs(name):
-    return pytest.mark.skipif(
-        importlib.util.find_spec(name) is None,
-        reason=f"{name} is not installed: run `setup_overlay.py test --frameworks`",
-    )
+def needs(*names):
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    how = "is not installed: run `setup_overlay.py test --frameworks`"
+    return pytest.mark.skipif(bool(missing), reason=f"{missing} {how}")
 
 
-def start(*words, processes=2, stand_in=None, **environ):
-    """Exit code, output and errors of a checked program, no process of which outlives this."""
-    command = [sys.executable, HERE / "checked.py"]
-    if stand_in is not None:
-        command += ["--stand-in", stand_in]
-    variables = {**os.environ, **ENVIRONMENT, **environ}
-    # Other tests execute the same lines of the optimizer.
-    variables.pop("COVERAGE_PROCESS_CONFIG", None)
-    with subprocess.Popen(
-        [*map(str, [*command, processes, *words])],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=variables,
-        start_new_session=True,
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=SECONDS)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, out, err
+def start(*words, stand_in=None, **environ):
+    """Exit code, output and errors of a checked program on two processes."""
+    options = [] if stand_in is None else ["--stand-in", stand_in]
+    script = HERE / "checked.py"
+    run = run_example(script, *options, *words, processes=2, **environ)
+    return run.code, run.out, run.err
 
 
-def assert_checked(done, matrices, steps=STEPS, processes=2):
+def assert_checked(done, matrices, steps=STEPS):
     """Each rank compared ``matrices`` matrices in each of ``steps`` steps."""
     code, out, err = done
     assert code == 0, err[-4000:]
     lines = re.findall(r"^rank (\d): (\d+) matrices, (\d+) steps$", out, re.MULTILINE)
-    expected = [
-        (str(rank), str(matrices * steps), str(steps)) for rank in range(processes)
-    ]
+    expected = [(rank, str(matrices * steps), str(steps)) for rank in "01"]
     assert sorted(lines) == expected
 
 
@@ -86,8 +61,7 @@ def test_wrong_step_is_found(version):
 CPU = {"ACCELERATE_USE_CPU": "true"}
 
 
-@needs("accelerate")
-@needs("transformers")
+@needs("accelerate", "transformers")
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
@@ -111,8 +85,7 @@ def test_lightning_recipe(recipe):
     assert_checked(start(RECIPES / f"{recipe}.py"), ENCODER)
 
 
-@needs("accelerate")
-@needs("transformers")
+@needs("accelerate", "transformers")
 @pytest.mark.parametrize("recipe", ["accelerate_fsdp2", "trainer_fsdp2"])
 @pytest.mark.parametrize(
     ("config", "ram"), [("dtensor", 0), ("dtensor", 1), ("fsdp", 1)]
@@ -122,8 +95,7 @@ def test_prepared_after_muon_was_built(recipe, config, ram):
     assert_checked(start(*words, stand_in="accelerate"), LLAMA)
 
 
-@needs("accelerate")
-@needs("transformers")
+@needs("accelerate", "transformers")
 @pytest.mark.parametrize(
     ("fsdp", "order", "config"),
     [(1, "after", "module"), (1, "before", "module"), (2, "after", "dtensor")],
@@ -134,8 +106,7 @@ def test_accelerate_order(fsdp, order, config):
     assert_checked(start(program, *words, stand_in="accelerate"), LLAMA)
 
 
-@needs("accelerate")
-@needs("transformers")
+@needs("accelerate", "transformers")
 @pytest.mark.parametrize("config", ["fsdp", "dtensor"])
 def test_fsdp1_says_what_it_needs(config):
     words = ["--fsdp", 1, "--order", "before", "--config", config]
@@ -146,8 +117,7 @@ def test_fsdp1_says_what_it_needs(config):
     assert "steps" not in out
 
 
-@needs("accelerate")
-@needs("transformers")
+@needs("accelerate", "transformers")
 def test_accelerate_goes_on_from_its_checkpoint(tmp_path):
     program = HERE / "cases" / "accelerate_checkpoint.py"
     assert_checked(start(program, tmp_path, stand_in="accelerate"), LLAMA, steps=6)
@@ -161,8 +131,7 @@ def losses(out):
 def test_torchtitan_goes_on_from_its_checkpoint(tmp_path):
     def train(folder):
         words = ["--module", "titan", "--config", "tiny", "--dump-folder", folder]
-        environ = {"stand_in": "torchtitan", "PYTHONPATH": str(RECIPES)}
-        done = start("torchtitan.train", *words, **environ)
+        done = start("torchtitan.train", *words, stand_in="torchtitan")
         return done, losses(done[1] + done[2])
 
     done, straight = train(tmp_path / "straight")

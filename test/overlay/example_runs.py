@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tools.overlay.repo import ROOT
 
 
 if importlib.util.find_spec("torch") is None:
     pytest.skip("there is no torch", allow_module_level=True)
 
 
-SECONDS = 120
+SECONDS = 300
 # Every example runs on the CPU, and shows its warnings.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "always"}
 PRELOADED = [
@@ -32,18 +33,22 @@ PRELOADED = [
 
 class Run(NamedTuple):
     code: int
-    out: str
+    outs: list[str]
     err: str
 
+    @property
+    def out(self):
+        return "".join(self.outs)
 
-def run_example(script, *options, processes):
+
+def run_example(script, *options, processes, **environ):
     """The largest exit code, and the output of all processes. Ends all of them if one fails."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as name:
         folder, argv = Path(name), [str(script), *map(str, options)]
         started = [
-            context.Process(target=_run, args=(rank, processes, folder, argv))
+            context.Process(target=_run, args=(rank, processes, folder, argv, environ))
             for rank in range(processes)
         ]
         for process in started:
@@ -54,37 +59,40 @@ def run_example(script, *options, processes):
             if not wait([p.sentinel for p in running], until - time.monotonic()):
                 break  # too late
             running = {process for process in running if process.is_alive()}
-        time.sleep(1 if running else 0)  # for the errors of the others
         for process in started:
+            process.join(5)  # for the errors of the others
             process.kill()
             process.join()
-        texts = (
-            "".join(path.read_text() for path in sorted(folder.glob(f"{kind}*")))
+        outs, errs = (
+            [path.read_text() for path in sorted(folder.glob(f"{kind}*"))]
             for kind in ("out", "err")
         )
-        return Run(max(abs(process.exitcode) for process in started), *texts)
+        code = max(abs(process.exitcode) for process in started)
+        return Run(code, outs, "".join(errs))
 
 
-def _run(rank, size, folder, argv):
+def _run(rank, size, folder, argv, environ):
     import torch
     import torch.distributed as dist
 
-    outputs = ((sys.stdout, "out"), (sys.stderr, "err"))
-    for stream, name in outputs:
-        descriptor = os.open(folder / f"{name}{rank}", os.O_CREAT | os.O_WRONLY)
-        os.dup2(descriptor, stream.fileno())
+    os.chdir(folder)
+    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+        os.dup2(os.open(f"{name}{rank}", os.O_CREAT | os.O_WRONLY), stream.fileno())
     sys.stdout.reconfigure(line_buffering=True)
     torch.set_num_threads(1)
     # torchrun's agent serves the store.
-    meeting = dist.FileStore(str(folder / "meeting"), size)
+    meeting = dist.FileStore("meeting", size)
     if rank == 0:
         _run.store = dist.TCPStore("localhost", 0, is_master=True)
         meeting.set("port", str(_run.store.port))
     port = meeting.get("port").decode()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, **ENVIRONMENT}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
+    # Lightning knows torchrun by the second one.
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "one"}
+    os.environ |= {**ENVIRONMENT, **environ}
     warnings.simplefilter("always")
     sys.argv = argv
-    sys.path.insert(0, str(Path(argv[0]).parent))
+    sys.path[:0] = [str(Path(argv[0]).parent), str(ROOT)]
     runpy.run_path(argv[0], run_name="__main__")

@@ -6,16 +6,13 @@ such a comment continues it. A block of text that follows is what the first proc
 
 import contextlib
 import inspect
-import multiprocessing
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from overlay.example_runs import run_example
 from tools.overlay import cli
 from tools.overlay.repo import ROOT
 
@@ -28,8 +25,6 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-FIGURE = ROOT / "docs" / "figures" / "route.py"
-SECONDS = 300
 # Folders of this repository; a path that begins otherwise may be anybody's.
 OURS = (".ci", "docs", "examples", "patches", "test", "tools", "torch")
 # Made in the target.
@@ -88,53 +83,12 @@ PROGRAMS = list(programs())
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=[p.name for p in PROGRAMS])
 def test_programs_run(program, tmp_path):
-    first = run(program, tmp_path)
+    script = tmp_path / f"{program.name.replace('/', '-')}.py"
+    script.write_text(program.code)
+    code, (first, *_), err = run_example(script, processes=program.processes)
+    assert code == 0, first + err
     pieces = [re.escape(piece) for piece in program.output.split("...")]
     assert re.search(".*?".join(pieces), first, re.DOTALL), first
-
-
-def run(program, tmp_path):
-    """What the first process prints, if all end well."""
-    # What torchrun does: the store is in this process.
-    store = torch.distributed.TCPStore(
-        "localhost", 0, is_master=True, wait_for_workers=False
-    )
-    environment = {
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(program.processes),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT),
-    }
-    started = [
-        multiprocessing.Process(
-            target=run_as_rank,
-            args=(program, {**environment, "RANK": str(r), "LOCAL_RANK": str(r)}),
-            kwargs={"folder": str(tmp_path)},
-        )
-        for r in range(program.processes)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(SECONDS)
-        process.kill()
-    printed = "".join(path.read_text() for path in sorted(tmp_path.glob("output*")))
-    assert [process.exitcode for process in started] == [0] * len(started), printed
-    return (tmp_path / "output0").read_text()
-
-
-def run_as_rank(program, environment, folder):
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.argv = [program.name]
-    for number, name in enumerate(("output", "output-stderr"), 1):
-        out = os.open(f"{name}{environment['RANK']}", os.O_CREAT | os.O_WRONLY)
-        os.dup2(out, number)
-    sys.stdout.reconfigure(line_buffering=True)
-    torch.set_num_threads(1)
-    exec(compile(program.code, program.name, "exec"), {"__name__": "__main__"})
 
 
 def commands():
@@ -329,30 +283,20 @@ def test_quoted_errors_are_those_of_the_code():
 
 def test_losses_are_drawn_again(tmp_path):
     pytest.importorskip("matplotlib")
-    script = str(ROOT / "docs" / "figures" / "loss.py")
-    words = ["loss.png", "--steps", "4", "--muon", "0.02", "--adamw", "0.003"]
-    code = f"import runpy, sys\nsys.argv += {words}\nrunpy.run_path({script!r}, run_name='__main__')"
-    out = run(Program(2, code, "", script), tmp_path)
-    assert "Muon on one process and on many" in out
-    assert (tmp_path / "loss.png").stat().st_size > 1000
+    out, script = tmp_path / "loss.png", ROOT / "docs" / "figures" / "loss.py"
+    words = [out, "--steps", 4, "--muon", 0.02, "--adamw", 0.003]
+    run = run_example(script, *words, processes=2)
+    assert run.code == 0, run.err
+    assert "Muon on one process and on many" in run.out
+    assert out.stat().st_size > 1000
 
 
 def test_figure_is_drawn_again(tmp_path):
     pytest.importorskip("matplotlib")
-    out = tmp_path / "route.png"
-    done = subprocess.run(
-        [sys.executable, str(FIGURE), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    script = ROOT / "docs" / "figures" / "route.py"
+    run = run_example(script, tmp_path / "route.png", processes=1)
+    assert run.code == 0, run.err
     # 70 elements, of which the owner has 15 (a quarter), or 40 (the larger half) and a replica.
-    numbers = re.findall(r"(gather|scatter): (\d+) elements", done.stdout)
-    assert numbers == [
-        ("gather", "55"),
-        ("scatter", "55"),
-        ("gather", "30"),
-        ("scatter", "100"),
-    ]
+    numbers = re.findall(r"(gather|scatter): (\d+) elements", run.out)
+    least = [("gather", "55"), ("scatter", "55"), ("gather", "30"), ("scatter", "100")]
+    assert numbers == least

@@ -1,17 +1,13 @@
 """Accelerate's own checkpoint under FSDP2, of a combined optimizer: training goes on from it."""
 
 import sys
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate_order import local, SIZES, split
+from combined import Combined
 from torch.optim import AdamW, Muon
 from transformers import LlamaConfig, LlamaForCausalLM
-
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "frameworks"))
-from combined import Combined
 
 
 def main(folder):

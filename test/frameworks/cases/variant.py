@@ -2,14 +2,11 @@
 
 import argparse
 import importlib
-import sys
-from pathlib import Path
 
 import torch
 from torch.optim.muon import create_auto_config, create_dtensor_config
 
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "frameworks"))
 CONFIGS = {
     "dtensor": create_dtensor_config,
     "fsdp": lambda: create_auto_config(
