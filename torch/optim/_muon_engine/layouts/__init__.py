@@ -131,9 +131,6 @@ class Shards:
         self.regions = regions
         self.contributions = contributions
 
-    def __repr__(self) -> str:
-        return f"Shards({len(self.ranks)} ranks, {self.digest})"
-
     @cached_property
     def group(self) -> tuple[int, ...]:
         """The ranks that share the matrix, in the order that all of them agree on."""
@@ -180,9 +177,6 @@ class Shards:
     @property
     def partial(self) -> bool:
         return len(set(self.contributions)) > 1
-
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._place
 
     def of(self, rank: int) -> tuple[Region, ...]:
         return self.regions[self._place[rank]]
