@@ -179,10 +179,11 @@ class Job:
         ]
 
 
+# FSDP1 of 2.11 gathers its state over all ranks.
 JOURNEY = [
     ("fsdp2", 2),
     ("hsdp", 4),
-    ("fsdp1 orig", 2),
+    ("fsdp1 orig", 4),
     ("alone", 1),
     ("fsdp1 flat", 4),
     ("fsdp2 tp", 4),
