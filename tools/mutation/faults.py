@@ -184,6 +184,13 @@ FAULTS = (
         (f"{LAYOUTS}parity_on_meshes",),
     ),
     Fault(
+        "a group has one slot too many",
+        PACKS,
+        "count = min(len(packs), slots)",
+        "count = min(len(packs), slots + 1)",
+        (f"{EXCHANGE}memory_stays_within_the_buckets_in_flight",),
+    ),
+    Fault(
         "the next gather takes a slot before its updates are applied",
         PIPELINE,
         """            if finished is not None:
