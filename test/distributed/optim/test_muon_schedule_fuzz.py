@@ -98,10 +98,18 @@ def tilings(draw, world):
     for number in range(contributions):
         mine = ranks[:count][number::contributions]
         sets = draw(st.integers(1, len(mine)))
+        if draw(st.booleans()):
+            # Rows, as FSDP cuts them, so that each rank has an element for each owner.
+            edges = [shape[0] * i // sets for i in range(sets + 1)]
+            boxes = [(a, 0, b - a, shape[1]) for a, b in itertools.pairwise(edges)]
+            owned = range(sets)
+        else:
+            boxes = halved(draw, (0, 0, *shape))
+            owned = [draw(st.integers(0, sets - 1)) for _ in boxes]
         shards = [[] for _ in range(sets)]
-        for box in halved(draw, (0, 0, *shape)):
+        for box, at in zip(boxes, owned, strict=True):
             if box[2] * box[3]:
-                shards[draw(st.integers(0, sets - 1))].append(box)
+                shards[at].append(box)
         # Each shard once, then replicas of some of them.
         more = [draw(st.integers(0, sets - 1)) for _ in mine[sets:]]
         for rank, which in zip(mine, [*range(sets), *more], strict=True):
