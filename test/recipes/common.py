@@ -259,53 +259,45 @@ def batches(*groups):
         yield mine
 
 
-def params_of(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 class OneProcess:
     """Trains the whole model next to a distributed one, on this process alone.
 
-    Before a step of the distributed Muon it takes over the gradients, put together from the pieces of
+    In each step it takes over the gradients of the distributed model, put together from the pieces of
     all ranks. After the step, this rank's parameters and momentum must be equal to the last bit. Pieces
     are put together by the framework or by concatenation, never by the optimizer's own readers.
 
     Args:
         one: the whole model, as training starts.
         model: its distributed form, with the same names.
-        optimizers: each Muon of ``model``.
-        fsdp: the ranks that cut rows, for FSDP1 and for layers cut by hand.
+        muons: each Muon of ``model``.
+        fsdp: the ranks that cut rows, for FSDP1 and for parameters with ``is_rows``.
         tp: the ranks that cut plain tensors along ``tp_dims``.
-        gather: puts the pieces of all ranks together, for a framework without torch.distributed.
     """
 
-    def __init__(
-        self, one, model, *optimizers, fsdp=None, tp=None, tp_dims=TP_DIMS, gather=None
-    ):
+    def __init__(self, one, model, muons, fsdp=None, tp=None, tp_dims=TP_DIMS):
         self.one, self.whole = one, dict(one.named_parameters())
-        self.fsdp, self.tp, self.tp_dims, self.gather = fsdp, tp, tp_dims, gather
+        self.fsdp, self.tp, self.tp_dims = fsdp, tp, tp_dims
         self.held = self.names_of(model)
         self.cut_rows = {
             p
             for name, p in model.named_parameters()
             if "_fsdp_wrapped_module" in name or getattr(p, "is_rows", False)
         }
-        self.problems, self.losses, self.twins = [], [], {}
+        self.problems, self.losses, groups = [], [], []
         self.compare("at first", {p: p for p in model.parameters()}, self.whole)
-        self.calls = NewtonSchulzCalls()
-        for muon in optimizers:
-            groups = []
+        # The Muon of each parameter that has one.
+        self.muons = {}
+        for muon in muons:
             for group in muon.param_groups:
                 names = [name for p in group["params"] for name in self.held[p]]
                 groups.append({**group, "params": [self.whole[n] for n in names]})
-            self.twins[muon] = Muon(groups)
-            muon.register_step_pre_hook(self.before_step)
-            muon.register_step_post_hook(self.after_step)
-        self.chosen = {p for twin in self.twins.values() for p in params_of(twin)}
+                self.muons |= dict.fromkeys(group["params"], muon)
+        self.twin = Muon(groups)
+        self.names = {name for p in self.muons for name in self.held[p]}
         here = {name for names in self.held.values() for name in names}
         # Stages and experts of other ranks.
         self.elsewhere = [name for name in self.whole if name not in here]
-        self.is_partial = gather is None and any(everyone(self.elsewhere))
+        self.is_partial = any(everyone(self.elsewhere))
 
     def names_of(self, model):
         """The whole parameters of which each parameter is a piece; a flat one of FSDP1, of several."""
@@ -321,14 +313,11 @@ class OneProcess:
                 held[units[max(around, key=len)]].append(name)
         return held
 
-    def before_step(self, muon, *_):
-        if muon is next(iter(self.twins)):
-            with torch.enable_grad():
-                self.train_one()
+    def step(self):
+        self.train_one()
         # FSDP1 leaves a rank without elements of a matrix without a gradient.
         grads = {
-            p: torch.zeros_like(p) if p.grad is None else p.grad
-            for p in params_of(muon)
+            p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.muons
         }
         for name, grad in self.join(grads).items():
             own = self.whole[name].grad
@@ -336,27 +325,19 @@ class OneProcess:
             if not (grad - own).abs().max() <= 1e-4 * own.abs().max():
                 self.problems.append(f"{name} does not have the gradient of the batch")
             self.whole[name].grad = grad.clone()
-        self.twins[muon].step()
-        self.calls.__enter__()
+        self.twin.step()
 
-    def after_step(self, muon, *_):
-        self.calls.__exit__()
-        step, key = f"step {len(self.losses)}", "momentum_buffer"
-        params, state = params_of(muon), self.twins[muon].state
-        self.compare(f"{step}, parameter", {p: p for p in params}, self.whole)
+    def compare_step(self):
+        step, key, state = len(self.losses), "momentum_buffer", self.twin.state
+        self.compare(f"step {step}, parameter", {p: p for p in self.muons}, self.whole)
         whole = {n: state[p][key] for n, p in self.whole.items() if p in state}
-        momenta = {p: muon.state[p][key] for p in params}
-        self.compare(f"{step}, momentum", momenta, whole)
+        momenta = {p: muon.state[p][key] for p, muon in self.muons.items()}
+        self.compare(f"step {step}, momentum", momenta, whole)
 
     def train_one(self):
         """The backward pass of the whole batch, from the parameters that the ranks have now."""
-        values = self.join(
-            {
-                p: p
-                for p, names in self.held.items()
-                if not self.chosen.issuperset(self.whole[n] for n in names)
-            }
-        )
+        others = {p: p for p, ns in self.held.items() if not self.names.issuperset(ns)}
+        values = self.join(others)
         if self.is_partial:
             own = {n: p.detach() for n, p in self.whole.items()}
             own = {n: p for n, p in own.items() if n not in self.elsewhere}
@@ -378,8 +359,6 @@ class OneProcess:
     @torch.no_grad()
     def join(self, found):
         """The whole tensors by name. Each tensor of ``found`` is laid out as its key, a parameter."""
-        if self.gather is not None:
-            return {self.held[p][0]: self.gather(t.detach()) for p, t in found.items()}
         whole, pieces = {}, {}
         for param, tensor in found.items():
             if isinstance(tensor, DTensor):
@@ -447,8 +426,8 @@ class Recipe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
         Returns the losses of the whole batches.
         """
-        alone = OneProcess(one, model, *muons, **pieces)
-        optimizers = [*muons, AdamW(others, lr=1e-3)] if others else muons
+        alone, calls = OneProcess(one, model, muons, **pieces), NewtonSchulzCalls()
+        adamw = AdamW(others, lr=1e-3) if others else None
         for inputs, targets in batches(*data):
             if backward is not None:
                 backward(inputs, targets)
@@ -456,14 +435,16 @@ class Recipe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 F.mse_loss(model(inputs), targets).backward()
             if after is not None:
                 after()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            alone.step()
+            with calls:
+                for muon in muons:
+                    muon.step()
+            alone.compare_step()
+            if adamw is not None:
+                adamw.step()
+            model.zero_grad()
         self.assertEverywhere(alone.problems[:2])
-        self.assertEqual(len(alone.losses), STEPS)
         if once:
-            names = {n for n, p in alone.whole.items() if p in alone.chosen}
-            matrices = len(set().union(*everyone(names)))
-            calls = sum(everyone(len(alone.calls.shapes)))
-            self.assertEqual(calls, matrices * STEPS)
+            matrices = len(set().union(*everyone(alone.names)))
+            self.assertEqual(sum(everyone(len(calls.shapes))), matrices * STEPS)
         return alone.losses

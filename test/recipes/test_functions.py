@@ -170,6 +170,7 @@ class TestFunctions(Recipe):
         model, shards = MLP(), MLP()
         for linear in shards.children():
             linear.weight = nn.Parameter(framework.cut(linear.weight.detach()))
+            linear.weight.is_rows = True
         muon = Muon(shards.parameters(), lr=1e-3, distributed_config=config)
         seen = Collectives()
         muon.register_step_pre_hook(lambda *_: seen.__enter__() and None)
@@ -185,8 +186,8 @@ class TestFunctions(Recipe):
                 grads = framework.exchange(param.grad)
                 shard.grad = framework.cut(sum(grads) / framework.size)
 
-        how = {"backward": backward, "gather": framework.join}
-        self.compare(MLP(), shards, muon, data=[dist.group.WORLD], **how)
+        world = dist.group.WORLD
+        self.compare(MLP(), shards, muon, fsdp=world, data=[world], backward=backward)
         self.assertEqual(seen.calls, [])
 
     def test_size_aware(self):
