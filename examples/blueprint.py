@@ -262,11 +262,9 @@ if __name__ == "__main__":
 # %%
 def sent_by(schedule: Schedule, rank: int) -> int:
     """The bytes that ``rank`` sends in a step."""
-    packs = [schedule.packs(bucket, rank) for bucket in schedule.buckets]
-    elements = sum(
-        sum(p.gather_send.splits) + sum(p.scatter_send.splits) for p in packs
-    )
-    return elements * NS_DTYPE.itemsize
+    packs = (schedule.packs(bucket, rank) for bucket in schedule.buckets)
+    sides = (side for pack in packs for side in (pack.gather_send, pack.scatter_send))
+    return sum(sum(side.splits) for side in sides) * NS_DTYPE.itemsize
 
 
 def least_bytes(schedule: Schedule, rank: int) -> int:
@@ -663,9 +661,8 @@ if __name__ == "__main__":
 def prove(reports: list[dict], schedule: Schedule) -> list[str]:
     """Prints the proof. Returns the facts that do not hold, in words."""
     problems = []
-    print(
-        f"\nThe proof: {STEPS} steps, {len(schedule.layouts)} matrices, {len(RANKS)} ranks"
-    )
+    matrices = len(schedule.layouts)
+    print(f"\nThe proof: {STEPS} steps, {matrices} matrices, {len(RANKS)} ranks")
     for way in reports[0]["differing"]:
         wrong = {name for report in reports for name in report["differing"][way]}
         print(f"  {way:28} bitwise equal: {'NO' if wrong else 'yes'}")
@@ -722,8 +719,8 @@ if __name__ == "__main__":
 # |---|---|---|
 # | the line `params = group["params"]` was missing | A step has one list of all matrices, each with the options of its group. | test_indices_follow_the_groups |
 # | the gathered matrix was still flat | Regions have a place in their matrix and must tile it. | test_tilings, test_no_tilings |
-# | the backend was always nccl | The groups are the user's. Here they run gloo. | test_script |
-# | the device was always cuda | Buffers are on the device of the parameters. Here it is the CPU. | test_script |
+# | the backend was always nccl | The groups are the user's. Here they run gloo. | test_notebook |
+# | the device was always cuda | Buffers are on the device of the parameters. Here it is the CPU. | test_notebook |
 # | processes that a notebook spawns crash | They import the function to run from the script. | test_notebook |
 #
 # ## Sources

@@ -4,7 +4,7 @@
 
 The ranks are a grid, pp x dp. Along pp, stages exchange activations and their gradients. Along
 dp, ranks hold replicas of a stage. Stages share no matrix, so each stage builds a Muon for its
-own matrices and knows nothing of the others.
+own matrices and does not know those of other stages.
 """
 
 import argparse
