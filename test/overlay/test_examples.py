@@ -28,10 +28,11 @@ TINY = ["--layers", 1, "--width", 32, "--heads", 2, "--context", 32, "--batch", 
     ],
 )
 def test_loss_falls(script, processes, options):
-    code, out, err = run_example(EXAMPLES / script, *options, processes=processes)
-    assert code == 0, err
-    assert "Warning" not in err
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", out, re.MULTILINE)]
+    run = run_example(EXAMPLES / script, *options, processes=processes)
+    assert run.code == 0, run.err
+    assert "Warning" not in run.err
+    losses = re.findall(r"loss ([\d.]+)$", run.out, re.MULTILINE)
+    losses = [float(loss) for loss in losses]
     # A fresh GPT guesses each of 256 bytes.
     assert losses and losses[-1] < min([*losses[:-1], math.log(256) - 1])
 
@@ -45,8 +46,8 @@ def test_checkpoint_resumes_on_another_mesh(tmp_path):
         (2, ["--tp", 2, "--bf16", "--steps", 9, "--resume", folder]),
     ):
         options += [*TINY, "--losses", tmp_path / "losses"]
-        code, _, err = run_example(script, *options, processes=processes)
-        assert code == 0, err
+        run = run_example(script, *options, processes=processes)
+        assert run.code == 0, run.err
         found.append(json.loads((tmp_path / "losses").read_text()))
     saved, resumed = ([step["loss"] for step in each["steps"]] for each in found)
     assert (len(saved), len(resumed)) == (6, 3)
@@ -59,10 +60,10 @@ def test_timeline(tmp_path):
     picture = tmp_path / "timeline.png"
     options = ["--width", 32, "--steps", 2, "--picture", picture]
     script = EXAMPLES / "timeline.py"
-    code, out, err = run_example(script, *options, processes=2)
-    assert code == 0, err
-    assert "2 ranks (0, 1), 24 matrices" in out
-    rows = re.findall(r"^ +([01])((?: +\d+\.\d){7})$", out, re.MULTILINE)
+    run = run_example(script, *options, processes=2)
+    assert run.code == 0, run.err
+    assert "2 ranks (0, 1), 24 matrices" in run.out
+    rows = re.findall(r"^ +([01])((?: +\d+\.\d){7})$", run.out, re.MULTILINE)
     assert [rank for rank, _ in rows] == ["0", "1"]
     for _, spent in rows:
         gather, _, orthogonalize, scatter, *_ = map(float, spent.split())
