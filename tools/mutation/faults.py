@@ -37,7 +37,7 @@ CONFIG = "test/optim/test_muon_config.py::TestDistributedConfig::test_"
 GRAM = "test/optim/test_muon.py::TestGramNewtonSchulz::test_"
 
 FAULTS = (
-    # Who owns what
+    # Owners
     Fault(
         "two owners are swapped on one rank, after all have agreed",
         ENGINE,
@@ -97,7 +97,7 @@ FAULTS = (
         "        limit = bucket_bytes\n",
         (f"{SCHEDULE}buckets_are_bounded_in_bytes",),
     ),
-    # What travels
+    # The data of an exchange
     Fault(
         "the result is sent to the ranks that were asked for shards, and to no other replica",
         PACKS,
@@ -154,7 +154,7 @@ FAULTS = (
         "in found:",
         (f"{PARTIAL}contributions_are_added_in_the_order_of_the_group",),
     ),
-    # When it travels
+    # The order of a step
     Fault(
         "prefetch_count is ignored",
         ENGINE,
@@ -405,7 +405,7 @@ FAULTS = (
         "                    pass\n",
         (f"{LAYOUTS}version_counters_show_what_a_step_writes",),
     ),
-    # Who holds what
+    # Layouts
     Fault(
         "TP is taken to have cut what FSDP left",
         EXCHANGED,
