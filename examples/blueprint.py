@@ -718,7 +718,7 @@ if __name__ == "__main__":
 # | bug | here | test |
 # |---|---|---|
 # | the line `params = group["params"]` was missing | A step has one list of all matrices, each with the options of its group. | test_indices_follow_the_groups |
-# | the gathered matrix was still flat | Regions have a place in their matrix and must tile it. | test_tilings, test_no_tilings |
+# | the gathered matrix was still flat | Regions have a place in their matrix and must tile it. | test_no_tilings |
 # | the backend was always nccl | The groups are the user's. Here they run gloo. | test_notebook |
 # | the device was always cuda | Buffers are on the device of the parameters. Here it is the CPU. | test_notebook |
 # | processes that a notebook spawns crash | They import the function to run from the script. | test_notebook |
