@@ -114,3 +114,24 @@ def keller_jordan(tmp_path_factory):
         yield importlib.import_module("muon").SingleDeviceMuon
     finally:
         sys.path.remove(folder)
+
+
+def test_take_momentum():
+    """Into a DTensor and into a plain parameter; a parameter without a buffer keeps none."""
+    names, dist = page(), torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
+        dist.fsdp.fully_shard(model[0])
+        muon = names["Muon"](
+            [layer.weight for layer in model], distributed_config="auto"
+        )
+        buffers = {"0.weight": torch.eye(3), "1.weight": torch.ones(3, 3)}
+        names["take_momentum"](muon, model, buffers, factor=0.5)
+        found = [muon.state[layer.weight].get("momentum_buffer") for layer in model]
+        assert found[0].placements == model[0].weight.placements
+        assert torch.equal(found[0].full_tensor(), torch.eye(3) / 2)
+        assert torch.equal(found[1], torch.ones(3, 3) / 2)
+        assert found[2] is None
+    finally:
+        dist.destroy_process_group()
