@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
+from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
@@ -43,11 +44,20 @@ def contribution(seed, shape, coordinate):
 class PartialParity(ParityAssertions):
     """To be put before a TestCase whose methods run on every rank."""
 
-    def check(self, mesh, placements, terms=contribution, summed=True, **options):
+    def check(
+        self,
+        mesh,
+        placements,
+        terms=contribution,
+        summed=True,
+        wrapped=False,
+        **options,
+    ):
         """One step against one process that has the sums of the gradients.
 
         The contribution at the owner's coordinate gets the update. The others only decay. With ``summed``
-        False, the gradients are no contributions, but whole.
+        False, the gradients are no contributions, but whole. With ``wrapped``, a function of the user calls
+        the factory's.
         """
         # Halves of integers stay exact, and so do their sums.
         options = {"lr": 0.25, "weight_decay": 0.5, "momentum": 0.5, **options}
@@ -81,7 +91,11 @@ class PartialParity(ParityAssertions):
                 param.grad = place(
                     terms(i, param.shape, ()), Spec(param.shape, mesh, [R])
                 )
-        optimizer = Muon(params, distributed_config="auto", **options)
+        config = create_dtensor_config()
+        given = config.redistribute_fn
+        if wrapped:
+            config.redistribute_fn = lambda *args: given(*args)
+        optimizer = Muon(params, distributed_config=config, **options)
         with NewtonSchulzCalls() as calls, Collectives() as seen:
             optimizer.step()
         problems = []
@@ -109,6 +123,8 @@ class PartialParity(ParityAssertions):
         # Each matrix once.
         total = sum(everyone(len(calls.shapes)))
         self.assertEqual(total, len(SHAPES) * self.world_size // mesh.size())
+        if wrapped:
+            return
         # Contributions are not rounded before they are added.
         sizes = [c.itemsize for c in seen.calls if c.name == "alltoall_base_"]
         self.assertEqual(sizes.count(4), sizes.count(2))
@@ -136,6 +152,9 @@ class TestMuonPartial(GlooOnCPU, PartialParity, MultiProcContinuousTest):
     def test_gradients_that_need_no_sum(self):
         # Backward may give a Partial parameter a Replicate gradient. The sum counts it once.
         self.check(mesh_of(4), (P,), summed=False)
+
+    def test_wrapped_functions(self):
+        self.check(grid_of(2, 2), (P, S0), wrapped=True)
 
     def test_contributions_are_added_in_the_order_of_the_group(self):
         def terms(seed, shape, coordinate):

@@ -104,7 +104,7 @@ class ConfigFunctions:
             raise ValueError(
                 "redistribute_fn was given None outside of step(), where it receives nothing: pass the full matrix"
             )
-        return reader.piece(tensor, index)
+        return reader.piece(tensor, index, rank)
 
     def _reader_for(self, state: dict[str, Any]) -> Reader:
         step = _running.get()

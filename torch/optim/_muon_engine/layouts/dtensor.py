@@ -157,13 +157,20 @@ def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
     return [one.get_group() for one in flattened if one.get_coordinate() is not None]
 
 
-def cut_out(layouts: Sequence[Layout], full: Tensor, local: Tensor) -> Tensor:
-    """Fills ``local`` with this rank's shards of ``full``. The first contribution to a sum gets them."""
+def cut_out(
+    layouts: Sequence[Layout], full: Tensor, local: Tensor, owner: int = -1
+) -> Tensor:
+    """Fills ``local`` with this rank's shards of ``full``.
+
+    The contribution of ``owner`` to a sum gets them, or the first one.
+    """
     rank = process_rank()
     for layout in layouts:
-        if layout.numel and layout.shards.contribution_of(rank) == 0:
+        shards = layout.shards
+        taker = shards.contribution_of(owner) if owner in layout.group else 0
+        if layout.numel and shards.contribution_of(rank) == taker:
             stack = full.reshape(-1, *layout.shape)
-            for region in layout.shards.of(rank):
+            for region in shards.of(rank):
                 source = region.of_matrix(stack[layout.key.sub])
                 region.of_local(local).copy_(source)
     return local

@@ -270,8 +270,8 @@ class Reader:
                 region.of_matrix(full).add_(region.of_local(parts[rank]))
         return full
 
-    def piece(self, full: Tensor, index: int) -> Tensor:
-        """This rank's piece of ``full``, cut without communication."""
+    def piece(self, full: Tensor, index: int, owner: int) -> Tensor:
+        """This rank's piece of the matrix ``full`` of ``owner``, cut without communication."""
         layouts, like = self._known.get(index, ([], full))
         if not layouts and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
@@ -281,10 +281,8 @@ class Reader:
         if not isinstance(like, DTensor):
             if not layouts or len(layouts[0].group) == 1:
                 return full
-        local = dtensor.cut_out(
-            layouts, full, full.new_zeros(dtensor.local_part(like).shape)
-        )
-        return dtensor.like_param(like, local)
+        local = full.new_zeros(dtensor.local_part(like).shape)
+        return dtensor.like_param(like, dtensor.cut_out(layouts, full, local, owner))
 
 
 def _all_gather(local: Tensor, group: ProcessGroup) -> dict[int, Tensor]:
