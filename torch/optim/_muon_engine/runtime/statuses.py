@@ -34,8 +34,8 @@ _SOME = {
 _ROWS = 256
 
 _OTHER_STEP = (
-    "the ranks are not in the same step(): one of them left out a step() that the others made, or made one more. "
-    "ShardedGradScaler of torch.distributed.fsdp.sharded_grad_scaler skips steps on all ranks together"
+    "the ranks are not in the same step(): a step() of one of them raised before it met the others, in its closure or "
+    "in a check, and the caller went on"
 )
 _OTHER_OPTIMIZER = (
     "the ranks step different optimizers. All ranks must build and step their optimizers in the same order; a set of "
