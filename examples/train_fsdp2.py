@@ -106,7 +106,7 @@ def options() -> argparse.ArgumentParser:
     numbers = {"steps": 100, "batch": 16, "context": 128, "width": 192, "layers": 4}
     numbers |= {"heads": 6, "lr": 3e-3, "adamw-lr": 3e-3, "seed": 0}
     for name, value in numbers.items():
-        parser.add_argument(f"--{name}", type=type(value), default=value, help=" ")
+        parser.add_argument(f"--{name}", type=type(value), default=value, help="number")
     parser.add_argument("--replicate", type=int, default=1, help="replicas of HSDP")
     parser.add_argument("--tp", type=int, default=1, help="ranks that cut each layer")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
@@ -157,6 +157,8 @@ def main() -> None:
             schedule.last_epoch = first - 1
             schedule.step()
 
+    if first >= args.steps:
+        raise SystemExit(f"the checkpoint is from step {first}: ask for more --steps")
     text, held_out = load()
 
     def loss_of(text: Tensor, seed: int) -> Tensor:
