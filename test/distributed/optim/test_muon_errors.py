@@ -35,7 +35,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     everyone,
     full,
     GlooOnCPU,
-    grid_of,
     local,
     mesh_of,
     ParityAssertions,
@@ -114,6 +113,11 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         if ranks is not None and self.rank not in ranks:
             return None
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
+
+    def meshes_of_pairs(self, *pairs):
+        """This rank's meshes of their own among those of ``pairs``."""
+        meshes = [self.mesh_of_its_own(f"{pair} of {pairs}", pair) for pair in pairs]
+        return [mesh for mesh in meshes if mesh is not None]
 
     def placed(self):
         return specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)])
@@ -220,9 +224,8 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_disagreement_in_one_group_reaches_those_who_share_another(self):
         """The ranks of that group cannot build. Others learn of it at their first step, at the latest."""
-        grid, nested = grid_of(2, 2), (mesh_of(4), mesh_of(2))
-        # Four pairs and no group of all: (0, 1), (2, 3), (0, 2), (1, 3).
-        overlapping = (grid["a"], grid["b"])
+        nested = mesh_of(4), mesh_of(2)
+        overlapping = self.meshes_of_pairs([0, 1], [2, 3], [0, 2], [1, 3])
         for meshes, which, culprit in (
             (nested, 1, 1),
             (nested, 0, 2),
@@ -239,9 +242,8 @@ class TestMuonAgreement(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_error_at_an_end_of_a_chain_of_groups(self):
         """Rank 0 shares nothing with rank 2 or 3. Its step fails within the timeout."""
-        pairs = ([0, 1], [1, 2], [2, 3])
-        meshes = [self.mesh_of_its_own(f"chain {pair}", pair) for pair in pairs]
-        placed = [Spec((8, 8), mesh, (S0,)) for mesh in meshes if mesh is not None]
+        meshes = self.meshes_of_pairs([0, 1], [1, 2], [2, 3])
+        placed = [Spec((8, 8), mesh, (S0,)) for mesh in meshes]
         config = self.assign({}) if self.rank == 3 else create_dtensor_config()
         found = self.outcomes(placed, named=False, distributed_config=config)
         self.assertEqual([count for count, _ in found], [1, 1, 0, 0], f"{found}")
