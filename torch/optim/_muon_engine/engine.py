@@ -88,7 +88,7 @@ class Engine:
         # Ranks that share matrices -> which of the optimizers over these ranks this one is.
         self.numbers: dict[tuple[int, ...], int] = {}
         self._runner: Pipeline | CallbackStep | None = None
-        # In a dry run with fake tensors, indices and loads need values all the same.
+        # Indices and loads need values, in a dry run with fake tensors, too.
         with unset_fake_temporarily():
             try:
                 self._build(error, former)

@@ -99,10 +99,10 @@ class Key(NamedTuple):
 
     def describe(self, shape: tuple[int, ...]) -> str:
         name = f" {self.name!r}" if self.name is not None else ""
-        sub = f", matrix {self.sub} of it," if self.sub else ""
+        sub = f", its matrix {self.sub}," if self.sub else ""
         expert = f", expert {self.expert}," if self.expert is not None else ""
         number, count = self.block
-        block = f", block {number} of {count}," if count > 1 else ""
+        block = f", block {number + 1} of {count}," if count > 1 else ""
         return (
             f"parameter {self.index}{name}{sub}{expert}{block} of shape {tuple(shape)}"
         )

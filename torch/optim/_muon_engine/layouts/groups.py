@@ -1,7 +1,7 @@
 """The reader: where an optimizer's parameters are, by their placements or over process groups.
 
-With process groups, the user says which ranks share a parameter, and the ranks exchange how. DTensors
-describe themselves. Groups can only add replicas of their whole mesh.
+With process groups, the user says which ranks share a parameter, and the ranks exchange the shapes of
+their pieces. DTensors describe themselves. Groups can only add replicas of their whole mesh.
 """
 
 import math
@@ -104,7 +104,7 @@ class ParallelGroups:
 class Reader:
     """Asks the framework where the shards of an optimizer's parameters are.
 
-    A plain tensor that no group shares is whole, and each rank's own.
+    A plain tensor that no group shares is a whole matrix, which each rank updates by itself.
 
     Args:
         groups: without any, only DTensors are shared.

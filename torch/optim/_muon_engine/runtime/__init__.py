@@ -143,7 +143,7 @@ class Matrix:
 
     @property
     def applies(self) -> bool:
-        """Whether this rank applies the update. A rank with an empty shard goes along with the others."""
+        """Whether this rank applies the update. A rank with an empty shard does what the others do."""
         return self.status in (Status.PRESENT, Status.EMPTY)
 
     def local(self, region: Region) -> Tensor:

@@ -299,7 +299,7 @@ class Pipeline:
         with self._phase("apply", bucket):
             others = [m for m in bucket.matrices if m.owner != self.rank]
             self.apply_received(others, bucket.scatter_recv)
-            # A contribution that receives no update decays all the same.
+            # A contribution that receives no update decays, too.
             self.apply(
                 (matrix, region, None)
                 for matrix in others
