@@ -32,6 +32,8 @@ OPTIM_MD = """# torch.optim
 """
 
 
+MUON, OWN = "torch/optim/_muon.py", "torch/optim/muon.py"
+OTHER = "# Muon as another release has it\n"
 METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 
 
@@ -63,14 +65,10 @@ def git(where, *words):
 @pytest.fixture(scope="session", autouse=True)
 def git_identity():
     """Commits in the test trees must not depend on anybody's configuration."""
-    settings = {
-        "GIT_AUTHOR_NAME": "A Tester",
-        "GIT_AUTHOR_EMAIL": "tester@example.invalid",
-        "GIT_COMMITTER_NAME": "A Tester",
-        "GIT_COMMITTER_EMAIL": "tester@example.invalid",
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_CONFIG_NOSYSTEM": "1",
-    }
+    settings = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    for who in ("AUTHOR", "COMMITTER"):
+        settings[f"GIT_{who}_NAME"] = "A Tester"
+        settings[f"GIT_{who}_EMAIL"] = "tester@example.invalid"
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(name, value)
@@ -92,20 +90,16 @@ def wheel():
     return find_wheel(sys.executable)
 
 
-def stock_of(wheel):
-    """Finds the stock file of a path: the copy that the overlay keeps, if there is one."""
-
-    def find(rel):
-        copy = wheel.copy_of(rel)
-        return copy if copy.is_file() else wheel.root / rel
-
-    return find
+def stock_of(wheel, rel):
+    """The stock file of a path: the copy that the overlay keeps, if there is one."""
+    copy = wheel.copy_of(rel)
+    return copy if copy.is_file() else wheel.root / rel
 
 
 @pytest.fixture(scope="session")
 def stock_muon(wheel):
     """The text of upstream's _muon.py, which the overlay keeps."""
-    return stock_of(wheel)("torch/optim/_muon.py").read_bytes()
+    return stock_of(wheel, MUON).read_bytes()
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +107,7 @@ def stock_tree(wheel, stock_muon):
     """Makes a PyTorch work tree of one commit: the installed torch's own Python sources."""
 
     def make(root, paths):
-        added = payload.discover(ROOT).keys() - {"torch/optim/_muon.py"}
+        added = payload.discover(ROOT).keys() - {MUON}
         for path in paths:
             rel = path.relative_to(wheel.root).as_posix()
             if FOLDER in path.parts or rel == "torch/version.py":  # generated
@@ -121,34 +115,25 @@ def stock_tree(wheel, stock_muon):
             if rel in added or "muon" in path.parent.name:
                 continue
             (root / rel).parent.mkdir(parents=True, exist_ok=True)
-            path = stock_of(wheel)(rel)
-            # With its time, so that its bytecode still counts.
+            path = stock_of(wheel, rel)
+            # With its time, so that its bytecode still counts: compiling all of torch
+            # again takes longer than the tests that import it.
             shutil.copy2(path, root / rel)
-            copy_bytecode(path, root / rel)
-        finish_tree(root, versions.release(wheel.version))
-        assert (root / "torch/optim/_muon.py").read_bytes() == stock_muon
+            compiled = pathlib.Path(importlib.util.cache_from_source(path))
+            if compiled.is_file():
+                cache = (root / rel).parent / "__pycache__"
+                cache.mkdir(exist_ok=True)
+                shutil.copyfile(compiled, cache / compiled.name)
+        numbers = map(str, versions.release(wheel.version))
+        (root / "version.txt").write_text(".".join(numbers) + "a0\n")
+        (root / ".gitignore").write_text("__pycache__/\n")  # as upstream's does
+        (root / "docs/source").mkdir(parents=True)
+        (root / "docs/source/optim.md").write_text(OPTIM_MD)
+        commit_all(root, "PyTorch")
+        assert (root / MUON).read_bytes() == stock_muon
         return root
 
     return make
-
-
-def copy_bytecode(source, place):
-    """Compiling all of torch again takes longer than the tests that import it."""
-    compiled = pathlib.Path(importlib.util.cache_from_source(source))
-    if compiled.is_file():
-        cache = place.parent / "__pycache__"
-        cache.mkdir(exist_ok=True)
-        shutil.copyfile(compiled, cache / compiled.name)
-
-
-def finish_tree(root, numbers):
-    (root / "version.txt").write_text(".".join(map(str, numbers)) + "a0\n")
-    (root / ".gitignore").write_text("__pycache__/\n")  # as upstream's does
-    (root / "docs" / "source").mkdir(parents=True)
-    (root / "docs" / "source" / "optim.md").write_text(OPTIM_MD)
-    run("git", "init", "--quiet", "--initial-branch=main", cwd=root)
-    run("git", "add", "--all", cwd=root)
-    run("git", "commit", "--quiet", "-m", "PyTorch", cwd=root)
 
 
 @pytest.fixture(scope="session")
@@ -206,7 +191,7 @@ def make_installed(tmp_path, stock_muon):
             "torch/__init__.py": b"raise ImportError('torch must not be imported')\n",
             "torch/version.py": b"",
             "torch/optim/__init__.py": b"",
-            "torch/optim/_muon.py": stock_muon,
+            MUON: stock_muon,
         }
         for rel, text in files.items():
             (site / rel).parent.mkdir(parents=True, exist_ok=True)

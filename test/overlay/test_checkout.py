@@ -9,14 +9,13 @@ import sys
 
 import pytest
 from overlay.conftest import append, commit_all, git, git_status, run, snapshot
+from overlay.conftest import MUON, OTHER, OWN
 from tools.overlay import patches, payload
 from tools.overlay.checkout import find_checkout
 from tools.overlay.errors import WorkFailed
 from tools.overlay.repo import ROOT
 
 
-MUON, OWN = "torch/optim/_muon.py", "torch/optim/muon.py"
-OTHER = "# Muon as another release has it\n"
 SUBJECTS = re.findall(r'(?m)^\["(.+)"\]$', (ROOT / "patches/stack.toml").read_text())
 BASE = f"HEAD~{len(SUBJECTS)}"
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from overlay.conftest import append, commit_all, copy_tools, run
+from overlay.conftest import append, commit_all, copy_tools, OWN, run
 from tools.overlay.wheel import find_wheel
 
 
@@ -44,7 +44,6 @@ worktree.Worktree.set_next = first(worktree.Worktree.set_next)
 sys.exit(cli.main(sys.argv[2:]))
 """
 KILLS = int(os.environ.get("MUON_TEST_KILLS", "2"))
-OWN = "torch/optim/muon.py"
 EDIT = "# a user's edit\n"
 USERS = ("torch/optim/sgd.py", "torch/optim/user_file.py")
 

@@ -55,17 +55,12 @@ def test_named_tests_exist():
 @pytest.fixture
 def tree(tmp_path):
     """A repository with a torch that imports at once."""
-    sources = dict.fromkeys(
-        ("__init__", "optim/__init__", "optim/_newton_schulz", "optim/muon"), ""
-    )
-    sources["optim/_muon"] = "LIMIT = 3\nUNUSED = 4\n"
-    sources |= dict.fromkeys(
-        ("optim/_muon_engine/__init__", "optim/_muon_engine/engine"), ""
-    )
-    for name, text in sources.items():
-        place = tmp_path / "torch" / f"{name}.py"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
+    optim = tmp_path / "torch" / "optim"
+    (optim / "_muon_engine").mkdir(parents=True)
+    empty = ["../__init__", "__init__", "_newton_schulz", "muon"]
+    for name in [*empty, "_muon_engine/__init__", "_muon_engine/engine"]:
+        (optim / f"{name}.py").touch()
+    (optim / "_muon.py").write_text("LIMIT = 3\nUNUSED = 4\n")
     (tmp_path / "test_it.py").write_text(
         "from torch.optim._muon import LIMIT\n\n\n"
         "class TestLimit:\n    def test_limit(self):\n        assert LIMIT == 3\n"
@@ -99,9 +94,7 @@ BROKEN = {
     "pytest ended with 1": SEEN._replace(tests=("test_setup.py",)),
     "rewrite 'limit': its text occurs 0 times": SEEN._replace(old="LIMIT = 4"),
     "rewrite 'limit': its text occurs 2 times": SEEN._replace(old=" = "),
-    "do not pass without a fault: test_red.py: test_red": SEEN._replace(
-        tests=("test_red.py",)
-    ),
+    "without a fault: test_red.py: test_red": SEEN._replace(tests=("test_red.py",)),
 }
 
 

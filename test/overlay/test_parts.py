@@ -7,14 +7,11 @@ import signal
 import sys
 
 import pytest
-from overlay.conftest import append, git, git_status, run, script, snapshot
+from overlay.conftest import append, git, git_status, OWN, run, script, snapshot
 from tools.overlay import parts
 from tools.overlay.checkout import find_checkout
 from tools.overlay.errors import Refused, WorkFailed, WrongTarget
 from tools.overlay.wheel import find_wheel
-
-
-OWN = "torch/optim/muon.py"
 
 
 @pytest.fixture(scope="module")

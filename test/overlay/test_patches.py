@@ -33,7 +33,7 @@ def test_fits_the_installed_torch_at_one_place(wheel, name):
     """With so little context git could take another place, of the same words, unnoticed."""
     patch = patches.Patch(name, FILES[name])
     (rel,) = patch.paths
-    path = stock_of(wheel)(rel)
+    path = stock_of(wheel, rel)
     if patch not in patches.series(FILES, wheel.version) or not path.is_file():
         pytest.skip(f"not for torch {wheel.version}")
     text = path.read_bytes()
@@ -71,8 +71,6 @@ def test_unsupported_versions_are_named(text):
         ("2.15.0a0", ">=2.13,<2.15", False),
         ("2.13.1", "==2.13", True),
         ("2.13.1", "==2.13.0", False),
-        ("2.13.1", "!=2.13", False),
-        ("2.13.1", "<=2.13", True),
     ],
 )
 def test_conditions(version, spec, expected):

@@ -1,13 +1,12 @@
 """`pull`: edits in a checkout come back into this repository."""
 
 import pytest
-from overlay.conftest import append, commit_all, git_status, run, snapshot
+from overlay.conftest import append, commit_all, git_status, MUON, OWN, run, snapshot
 from tools.overlay import patches, payload
 from tools.overlay.checkout import find_checkout
 from tools.overlay.errors import Refused
 
 
-MUON, OWN = "torch/optim/_muon.py", "torch/optim/muon.py"
 DOC = "docs/source/optim.md"
 
 

@@ -21,11 +21,12 @@ WHOLE = "Muon takes a distributed_config"
 @pytest.fixture(scope="module")
 def commits(wheel):
     """(message, texts) of each commit on the stock files."""
-    source, stock = payload.read(ROOT), stock_of(wheel)
+    source = payload.read(ROOT)
     rels = [
         rel for p in patches.series(source.patches, wheel.version) for rel in p.paths
     ]
-    base = {rel: stock(rel).read_bytes() for rel in rels if stock(rel).is_file()}
+    files = {rel: stock_of(wheel, rel) for rel in rels}
+    base = {rel: path.read_bytes() for rel, path in files.items() if path.is_file()}
     base["docs/source/optim.md"] = OPTIM_MD.encode()
     new, misfits = patches.overlay(source, wheel.version, base, bool)
     assert not misfits
@@ -116,7 +117,7 @@ def test_each_commit_works_alone(commits, wheel, tmp_path):
         rel = path.relative_to(wheel.copies)
         (place / rel).unlink(missing_ok=True)
         shutil.copyfile(path, place / rel)
-    stock = stock_of(wheel)("torch/optim/_muon.py")
+    stock = stock_of(wheel, "torch/optim/_muon.py")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     whole = False
     for message, texts in commits:

@@ -7,15 +7,12 @@ import stat
 import sys
 
 import pytest
-from overlay.conftest import append, METADATA, run, script, snapshot, write_record
+from overlay.conftest import append, run, script, snapshot, write_record
+from overlay.conftest import METADATA, MUON, OTHER, OWN
 from tools.overlay import files, payload, wheel as wheels
 from tools.overlay.errors import WorkFailed, WrongTarget
 from tools.overlay.repo import ROOT
 from tools.overlay.wheel import find_wheel
-
-
-MUON, OWN = "torch/optim/_muon.py", "torch/optim/muon.py"
-OTHER = "# Muon as another release has it\n"
 
 
 @pytest.fixture
