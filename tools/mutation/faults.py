@@ -181,7 +181,7 @@ FAULTS = (
         PACKS,
         "count = min(len(packs), slots)",
         "count = min(len(packs), slots - 1)",
-        (f"{LAYOUTS}parity_on_meshes",),
+        (f"{EXCHANGE}memory_stays_within_the_buckets_in_flight",),
     ),
     Fault(
         "a group has one slot too many",

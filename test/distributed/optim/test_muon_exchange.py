@@ -314,6 +314,9 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             bound += 17 * local(twins.params[0]).nbytes + 4096
             within = 0 < alive.peak <= bound
             self.assertEverywhere([] if within else [f"{alive.peak} of {bound}"])
+            # No bucket took a slot that another one still needed.
+            twins.single.step()
+            self.assertParity(twins)
 
     # Gradients
 
