@@ -108,7 +108,14 @@ def test_edits_of_the_overlay_are_refused(checkout, on, face, committed):
         done = face(command, "--checkout", checkout)
         assert (done.code, f"  {OWN}\n" in done.err) == (3, True)
         assert f"pull --checkout {checkout}" in done.err
+    exported = face("export", "--checkout", checkout, "--out", "x", "--dry-run")
+    assert f"lacks edits of this checkout ({OWN})" in exported.err
     assert (snapshot(checkout), state(checkout)) == (before, "changed")
+
+
+def test_edit_of_upstreams_file_is_no_overlay(checkout):
+    append(checkout / MUON, "# mine\n")
+    assert state(checkout) == "none"
 
 
 def test_dry_runs_and_diff_write_nothing(checkout, on, tool, tmp_path):
@@ -166,6 +173,12 @@ def test_staged_and_partly_committed_overlay(checkout, on):
     assert git_status(checkout) == ""
     on("apply")
     git(checkout, "commit", "-qam", "half of it")
+    on("revert", "--commit")
+    assert git_status(checkout) == ""
+    assert tree_of(checkout) == tree
+    on("apply")
+    git(checkout, "commit", "-qam", "half of it, and then the rest")
+    on("apply", "--commit")
     on("revert", "--commit")
     assert git_status(checkout) == ""
     assert tree_of(checkout) == tree

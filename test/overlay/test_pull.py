@@ -60,6 +60,18 @@ def test_hunks(there, ours):
     assert git_status(there.root) == ""
 
 
+def test_hunks_have_as_much_context_as_they_need(there, ours):
+    """A line of context that occurs twice would let the hunk land elsewhere."""
+    path = there.root / "torch/testing/_internal/common_optimizers.py"
+    stock = path.read_text()
+    there.apply(ours)
+    append(path, "# an edit\n")
+    (name,), _ = there.pull(ours)
+    hunk = (ours / name).read_text().split("@@\n")[1]
+    lines = [line[1:] for line in hunk.splitlines() if line[:1] in " -"]
+    assert stock.count("\n".join(lines)) == 1
+
+
 @pytest.mark.parametrize("rel", [OWN, DOC])
 def test_edits_on_both_sides_are_merged(there, ours, rel):
     there.apply(ours)

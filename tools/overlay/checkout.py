@@ -196,7 +196,9 @@ class Checkout(Target):
                 changes[f"{payload.PATCHES}/{name}"] = hunks
         if both:
             named = "".join(f"  {rel}\n" for rel in both)
-            raise Refused(f"write the same lines here and there, both edited:\n{named}")
+            raise Refused(
+                f"edited on both sides, in the same lines; make them equal:\n{named}"
+            )
         gone = [r for r, t in laid.items() if plan.now[r] is None and t and r in here]
         if dry:
             return sorted(changes), gone
@@ -222,24 +224,39 @@ class Checkout(Target):
         found = [patch for patch in series if rel in patch.paths]
         if len(found) != 1 or len(found[0].paths) > 1:
             raise Refused(f"{rel} is not alone in one patch: edit patches/ by hand")
+        before = plan.base[rel] or b""
         # As little context as leads to one place: other versions differ around it.
-        before = {rel: plan.base[rel]}
-        made = git.difference(before, {rel: text}, "--text", "-U1")
-        hunks = made[made.index(b"--- a/") :]
+        for context in range(1, 10):
+            made = git.difference({rel: before}, {rel: text}, "--text", f"-U{context}")
+            hunks = made[made.index(b"--- a/") :]
+            if all(before.count(old) == 1 for old in _replaced(hunks)):
+                break
         return found[0].name, re.sub(rb"(?m)^(@@ [^@]*@@).*$", rb"\1", hunks)
 
     def export(
         self, root: Path, out: Path, *, stack: bool = False, dry: bool = False
-    ) -> tuple[list[Path], str]:
-        """Write the ``git am`` series; the files, and the base."""
+    ) -> tuple[list[Path], str, list[str]]:
+        """Write the ``git am`` series; the files, the base, and edits that it lacks."""
         plan, base = self.plan(root), self.tree.base()
         if plan.misfits:
             raise WrongTarget(plan.misfits[0])
+        edited = [rel for rel in plan.now if self._word(plan, rel) == "changed"]
         if dry:
-            return [], base
+            return [], base, edited
         commits = patches.commits(plan.source, plan.new, stack=stack)
         tip = self.tree.build(base, commits, plan.source.name)
-        return worktree.write_series(self.tree, base, tip, out), base
+        return worktree.write_series(self.tree, base, tip, out), base, edited
+
+
+def _replaced(hunks: bytes) -> list[bytes]:
+    """The text that each hunk replaces."""
+    found: list[bytes] = []
+    for line in hunks.splitlines(keepends=True)[2:]:
+        if line.startswith(b"@@"):
+            found.append(b"")
+        elif line[:1] in b" -":
+            found[-1] += line[1:]
+    return found
 
 
 def _is_muons(rel: str) -> bool:

@@ -305,7 +305,13 @@ def _export(args: argparse.Namespace) -> None:
     target = find_checkout(args.checkout or ".")
     out = Path(args.out).expanduser().resolve()
     with target.held():
-        mails, base = target.export(ROOT, out, stack=args.stack, dry=args.dry_run)
+        mails, base, edited = target.export(
+            ROOT, out, stack=args.stack, dry=args.dry_run
+        )
+    if edited:
+        few = ", ".join(sorted(edited)[:3])
+        lacks = f"warning: the series lacks edits of this checkout ({few})"
+        print(f"{lacks}: `pull` first", file=sys.stderr)
     print(*mails, sep="\n")
     print(f"for {target.words} at {base}: git am {shlex.quote(str(out))}/*.patch")
 

@@ -188,7 +188,7 @@ class Target:
             )
         return warnings + [
             f"{rel} there is of no release that this overlay knows. The overlay replaces "
-            "the whole file; `revert` restores it"
+            "the whole file: make changes of it in this repository, too. `revert` restores it"
             for rel in changes.keys() & plan.source.whole.keys()
             if (now := plan.now[rel]) is not None
             and now == plan.base[rel]
@@ -198,7 +198,11 @@ class Target:
     def status(self, root: Path) -> dict[str, Any]:
         plan = self.plan(root)
         found = {rel: word for rel in plan.now if (word := self._word(plan, rel))}
-        there = any(plan.now[rel] != plan.base.get(rel) for rel in found)
+        differs = {rel for rel in found if plan.now[rel] != plan.base.get(rel)}
+        # An edit of upstream's file alone is no overlay.
+        there = bool(differs) and bool(
+            plan.laid or any(plan.base.get(rel) is None for rel in differs)
+        )
         state, note = self._state(plan, there)
         kinds = set(found.values())
         if state or kinds == {"current"}:

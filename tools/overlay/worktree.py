@@ -78,7 +78,8 @@ class Worktree:
             return self._base_of_a_part(found) if commit == "HEAD" else found
         adding = self.adding(found)
         parent = self.resolve(f"{adding}^") if adding else ""
-        while parent and self.trailer(parent):  # an earlier commit of the stack
+        # An earlier commit of the stack, or of replaced files alone, as `git commit -a` makes.
+        while parent and (self.trailer(parent) or self._is_replaced(parent)):
             parent = self.resolve(f"{parent}^")
         if not parent:
             raise WrongTarget(
@@ -98,6 +99,9 @@ class Worktree:
         """The added file by which a commit shows that it has the overlay, if it has it."""
         found = self.texts(commit, ADDED)
         return next((rel for rel in ADDED if found[rel] is not None), "")
+
+    def _is_replaced(self, commit: str) -> bool:
+        return b"._newton_schulz" in (self.texts(commit, [REPLACED])[REPLACED] or b"")
 
     def adding(self, commit: str) -> str:
         """The last commit that added the overlay."""

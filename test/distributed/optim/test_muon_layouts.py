@@ -155,10 +155,11 @@ class TestMuonDTensorLayouts(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
             self.assertTrainsAlike(twins, 2, f"prefetch {prefetch}")
 
     def test_second_group_on_half_of_the_ranks(self):
-        # On ranks 0 and 1, its buckets come between those that all ranks share.
+        # On ranks 0 and 1, its buckets come between those that all ranks share. All ranks make the mesh.
+        half = mesh_of(2)
         placed = specs(mesh_of(4), [(S0,)], [(8, 8)] * 16)
         if self.rank < 2:
-            placed += specs(mesh_of(2), [(S0,)], [(8, 8)] * 8)
+            placed += specs(half, [(S0,)], [(8, 8)] * 8)
         for prefetch in (0, 1, 2):
             twins = Twins(placed, create_dtensor_config(prefetch_count=prefetch))
             for _ in range(2):
