@@ -234,7 +234,7 @@ FAULTS = (
         MEETINGS,
         "        if tuple(dist.get_process_group_ranks(group)) == ranks:\n",
         "        if tuple(range(dist.get_world_size(group))) == ranks:\n",
-        (f"{LAYOUTS}several_meshes_in_one_optimizer",),
+        (f"{HERE}process_groups.py::TestMuonSpanningGroups::test_spanning_groups",),
     ),
     Fault(
         "a step that breaks off leaves its collectives in flight",
