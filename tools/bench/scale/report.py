@@ -109,7 +109,7 @@ def link_bytes(plan: Plan) -> NDArray:
 
 def all_gather(layouts: Sequence[Layout], hardware: Hardware) -> float:
     """Seconds if every rank gathers and orthogonalizes each of its matrices, perfectly overlapped."""
-    mine = [layout for layout in layouts if 0 in layout.shards]
+    mine = [layout for layout in layouts if 0 in layout.group]
     work = sum(newton_schulz_flops(layout.shape) for layout in mine) / hardware.flops
     wire = 0.0
     for layout in mine:
