@@ -5,8 +5,9 @@ their groups once, and pass on what they have learned from earlier groups. After
 the pieces of the whole grid and undoes the cuts in the reverse of the order in which they were made.
 """
 
+from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +32,10 @@ KINDS = ("fsdp", "tp", "ddp", "cp")
 # In a Piece, the rank that sends it. With a number in its place, equal pieces of different ranks are equal.
 SPEAKER = -1
 
-# How ranks name a matrix that they share: its expert's id if it belongs to an expert, the kinds of groups
-# that share it, and its number among such matrices. Ranks may hold different numbers of a stack's matrices.
-Name = tuple["int | None", tuple[str, ...], int]
+# How ranks name a matrix that they share: its expert's id and its number among the expert's matrices, or
+# None, the number of its parameter among those of no expert, and its number in the parameter. (Ranks may
+# hold different numbers of a stack's matrices.)
+Name = tuple["int | None", int, int]
 
 
 class Cut(NamedTuple):
@@ -92,17 +94,7 @@ class Told(NamedTuple):
 
     pieces: tuple[Piece, ...]
     which: tuple[int, ...]
-    experts: tuple[int | None, ...]
-
-    @property
-    def names(self) -> list[Name]:
-        counts: Counter[tuple[int | None, tuple[str, ...]]] = Counter()
-        found = []
-        for at, expert in zip(self.which, self.experts, strict=True):
-            kind = expert, tuple(cut.kind for cut in self.pieces[at].cuts)
-            found.append((*kind, counts[kind]))
-            counts[kind] += 1
-        return found
+    names: tuple[Name, ...]
 
 
 class Record(NamedTuple):
@@ -192,8 +184,7 @@ def _tell(
     different = {id(m.piece): m.piece for m in matrices}
     place = {key: at for at, key in enumerate(different)}
     which = tuple(place[id(m.piece)] for m in matrices)
-    experts = tuple(m.key.expert for m in matrices)
-    told = Told(tuple(different.values()), which, experts)
+    told = Told(tuple(different.values()), which, tuple(_names(matrices)))
     known = {process_rank(): Record(told, ep_ranks, values)}
     same = {told: told}
     for key in _in_order(groups):
@@ -206,6 +197,17 @@ def _tell(
     if error is not None:
         raise error
     return known
+
+
+def _names(matrices: Sequence[LocalMatrix]) -> Iterator[Name]:
+    of_experts = sorted({m.key.index for m in matrices if m.key.expert is not None})
+    counts: Counter[int] = Counter()
+    for index, sub, _, expert, _ in (m.key for m in matrices):
+        if expert is None:
+            yield None, index - bisect(of_experts, index), sub
+        else:
+            yield expert, counts[expert], 0
+            counts[expert] += 1
 
 
 class _Grid:
