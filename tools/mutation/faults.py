@@ -559,7 +559,7 @@ FAULTS = (
         MEETINGS,
         "    key = ranks, backend, tuple(sorted(group.group_name for group in known))\n",
         "    key = ranks, backend\n",
-        (f"{FAULTY}TestMuonStopped::test_stopped",),
+        (f"{HERE}process_groups.py::TestMuonSpanningGroups::test_spanning_groups",),
     ),
     # Many replicas, many ranks
     Fault(
