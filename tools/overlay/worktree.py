@@ -17,7 +17,7 @@ from .errors import Refused, WorkFailed, WrongTarget
 LAID, NEXT = "refs/worktree/muon/laid", "refs/worktree/muon/next"
 # The overlay adds them, the first one in the first commit of its stack.
 ADDED = ("torch/optim/_newton_schulz.py", "torch/optim/muon.py")
-REPLACED = "torch/optim/_muon.py"
+REPLACED, OURS = "torch/optim/_muon.py", b"._newton_schulz"  # what only ours imports
 TRAILER = "Muon-Overlay"
 ZERO = "0" * 40  # no object
 # git's own unfinished work, by the file that says so.
@@ -74,12 +74,16 @@ class Worktree:
         return self._bases[found]
 
     def _find_base(self, found: str, commit: str) -> str:
-        if not self._mark(found):
-            return self._base_of_a_part(found) if commit == "HEAD" else found
-        adding = self.adding(found)
-        parent = self.resolve(f"{adding}^") if adding else ""
-        # An earlier commit of the stack, or of replaced files alone, as `git commit -a` makes.
-        while parent and (self.trailer(parent) or self._is_replaced(parent)):
+        parent = found
+        if self._mark(found):
+            adding = self.adding(found)
+            parent = self.resolve(f"{adding}^") if adding else ""
+            while parent and self.trailer(parent):  # an earlier commit of the stack
+                parent = self.resolve(f"{parent}^")
+        elif commit != "HEAD":
+            return found
+        # `git commit -a` takes the files that the overlay replaces, and no added one.
+        while parent and OURS in (self.texts(parent, [REPLACED])[REPLACED] or b""):
             parent = self.resolve(f"{parent}^")
         if not parent:
             raise WrongTarget(
@@ -100,23 +104,10 @@ class Worktree:
         found = self.texts(commit, ADDED)
         return next((rel for rel in ADDED if found[rel] is not None), "")
 
-    def _is_replaced(self, commit: str) -> bool:
-        return b"._newton_schulz" in (self.texts(commit, [REPLACED])[REPLACED] or b"")
-
     def adding(self, commit: str) -> str:
         """The last commit that added the overlay."""
         newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
         return self.ask(*newest, "--diff-filter=A", commit, "--", self._mark(commit))
-
-    def _base_of_a_part(self, head: str) -> str:
-        """`git commit -a` takes the files that the overlay replaces, and no added one."""
-        laid = self.resolve(LAID)
-        if laid and self._mark(laid):
-            base = self.base(laid)
-            taken = self.texts(head, [REPLACED])
-            if taken == self.texts(laid, [REPLACED]) != self.texts(base, [REPLACED]):
-                return base
-        return head
 
     def laid(self) -> list[str]:
         """The commits that were applied to this work tree, newest first."""

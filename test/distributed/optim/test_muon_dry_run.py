@@ -205,8 +205,7 @@ class TestMuonReports(TestCase):
         mine = list(self.matrices(rank))
         pieces = list(dict.fromkeys(m.piece for m in mine))
         which = tuple(pieces.index(m.piece) for m in mine)
-        names = tuple((None, i, 0) for i in range(len(mine)))
-        told = exchange.Told(tuple(pieces), which, names)
+        told = exchange.Told(tuple(pieces), which, tuple(exchange._names(mine)))
         return exchange.Record(told, (rank,), 0)
 
     def test_each_kind_of_matrix_is_told_and_put_together_once(self):

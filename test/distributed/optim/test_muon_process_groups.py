@@ -142,7 +142,7 @@ class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
             with self.everywhere():
                 if self.rank in ranks:
                     self.assertIs(spanning_group(ranks, []), group)
-                    # Who recovers from a failure brings other groups, and gets a new one.
+                    # A user who recovers from a failure brings other groups.
                     self.assertIsNot(spanning_group(ranks, [given]), group)
                     dist.destroy_process_group(group)
 

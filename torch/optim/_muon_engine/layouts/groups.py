@@ -449,8 +449,8 @@ class _LocalReader:
         if self._views:
             # FSDP1 did not flatten it, so each rank has it whole. TP may have cut it nevertheless.
             said = self.groups.tp_dim(key.index), dtensor.tp_mark_of(param)
-            keeps = {"tp"} if said != (None, None) else set()
-            groups = {k: groups[k] for k in groups.keys() & keeps}
+            is_cut = said != (None, None)
+            groups = {k: g for k, g in groups.items() if k == "tp" and is_cut}
         tp_dim = self._tp_dim(key, param) if "tp" in groups else None
         stacked = 0 if flatten else param.ndim - 2
         if flatten and (tp_dim or 0) > 1:

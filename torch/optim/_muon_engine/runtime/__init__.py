@@ -68,10 +68,8 @@ class Param:
             # A checkpoint or a changed parameter left it in another placement.
             buffer = dtensor.place_like(self.tensor, buffer, self.described)
         state["momentum_buffer"] = buffer
-        self.local, self.momentum = (
-            dtensor.local_part(self.tensor),
-            dtensor.local_part(buffer),
-        )
+        self.local = dtensor.local_part(self.tensor)
+        self.momentum = dtensor.local_part(buffer)
         self.given, self.grad, self._accumulated = grad, None, False
         self.problem = (
             "" if grad is None else dtensor.problem_with_gradient(self.tensor, grad)

@@ -1,8 +1,8 @@
 """The side channel: everything else that the ranks of a group tell each other in a step.
 
 Gradients never decide which collectives run. At the start of a step, each rank of a group puts what it
-knows about each matrix into one small ``all_reduce(MAX)`` of integers. A rank acts on its own status,
-and raises after the last bucket if the ranks differ.
+knows about each matrix into one small ``all_reduce(MAX)`` of integers, or two if the matrices are many.
+A rank acts on its own status, and raises after the last bucket if the ranks differ.
 
 A digest comes together with its negative. All ranks have the same digest if and only if the two maxima
 add up to zero.
@@ -123,7 +123,8 @@ class Statuses:
     def check_step(self) -> None:
         """On a CPU: raises RuntimeError if the ranks are in different steps or optimizers.
 
-        This check precedes the first gather. Otherwise the gathers of two optimizers would pair up.
+        This check precedes the first gather and the second all-reduce, which starts here. Otherwise those of
+        two optimizers would pair up.
         """
         if self._device.type == "cpu" and not is_dry_run():
             self._wait()
