@@ -1,14 +1,14 @@
 """The data that ranks exchange about tensors that process groups share, and the layouts that follow.
 
-A group does not say how a matrix was cut, so each rank tells the size of its piece. The ranks go through
-their groups once, and pass on what they have learned from earlier groups. After that, each rank knows
-the pieces of the whole grid and undoes the cuts in the reverse of the order in which they were made.
+A group does not say how a matrix was cut, so each rank tells its ranks what it holds. The ranks go through
+their groups in the reverse of the order in which the cuts were made. In each group they put their pieces
+together, and tell the next group the result.
 """
 
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -26,11 +26,8 @@ from torch.optim._muon_engine.layouts import (
 
 Holders = tuple[tuple[int, tuple[Region, ...]], ...]
 
-
 # The order in which cuts are undone. FSDP cuts last, the shard that TP left. DDP and CP replicate.
 KINDS = ("fsdp", "tp", "ddp", "cp")
-# In a Piece, the rank that sends it. With a number in its place, equal pieces of different ranks are equal.
-SPEAKER = -1
 
 # How ranks name a matrix that they share: its expert's id and its number among the expert's matrices, or
 # None, the number of its parameter among those of no expert, and its number in the parameter. (Ranks may
@@ -54,7 +51,7 @@ class Cut(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A rank's own view of a matrix: the regions of each holder that it knows, in ``shape``."""
+    """What a rank knows of a matrix: a part of it of ``shape``, and each holder's regions of that part."""
 
     shape: tuple[int, int]
     holders: Holders
@@ -89,20 +86,9 @@ class LocalMatrix(NamedTuple):
         return not self.source and any(cut.cuts for cut in self.piece.cuts)
 
 
-class Told(NamedTuple):
-    """One rank's matrices. ``which`` has the index of each one's piece."""
-
-    pieces: tuple[Piece, ...]
-    which: tuple[int, ...]
-    names: tuple[Name, ...]
-
-
-class Record(NamedTuple):
-    """One rank: its matrices, its expert-parallel group, a digest of its values."""
-
-    told: Told
-    ep_ranks: tuple[int, ...]
-    values: int
+# What a rank tells a group: what it knows of each matrix by now, its expert-parallel group, and a digest
+# of its values.
+Told = tuple[Mapping[Name, Piece], tuple[int, ...], int]
 
 
 def layouts_of(
@@ -112,7 +98,7 @@ def layouts_of(
     values: int,
     error: BaseException | None,
 ) -> tuple[list[Layout], list[str]]:
-    """Exchanges the pieces over all groups. Returns the layout of each matrix.
+    """Puts the pieces together over all groups. Returns the layout of each matrix.
 
     Args:
         groups: by kind and ranks.
@@ -123,80 +109,55 @@ def layouts_of(
     Returns:
         The layouts, and the matrices of which all ranks hold equal values in different shards.
     """
-    described = [m.key.describe(m.piece.shape) for m in matrices]
-    known = _tell(matrices, groups, ep_ranks, values, error, described)
-    found: tuple[list[Layout], list[str]] = [], []
+    shared = [m.key.describe(m.piece.shape) for m in matrices]
+    described = dict(zip(_names(matrices), shared, strict=True))
+    pieces = {name: m.piece for name, m in zip(described, matrices)}
+    equal = {name for name, m in zip(described, matrices) if m.is_cut and values}
+    layouts: list[Layout] = []
+    # The one order in which all ranks go through groups: by kind, then larger groups first.
+    order = sorted(groups, key=lambda k: (KINDS.index(k[0]), -len(k[1]), sorted(k[1])))
+    for key in order:
+        told: Told = pieces, ep_ranks, values
+        answers, error = exchange(groups[key], told, error, shared)
+        try:
+            joined = {} if error else _joined(key, pieces, answers, described)
+        except ValueError as problem:
+            error, joined = problem, {}
+        pieces |= joined
+        if len({theirs for *_, theirs in answers}) > 1:
+            equal -= joined.keys()
     try:
-        found = _assembled(matrices, known, values, described)
+        layouts = [] if error else _layouts(matrices, list(pieces.values()))
     except ValueError as problem:
         error = problem
     # Ranks of the grid may see different contradictions, or none. All of them must raise.
-    for key in _in_order(groups):
-        _, error = exchange(groups[key], None, error, described)
+    for key in order:
+        _, error = exchange(groups[key], None, error, shared)
     if error is not None:
         raise error
-    return found
+    found = zip(described.items(), layouts)
+    return layouts, [
+        text
+        for (name, text), l in found
+        if name in equal and len(l.shards.replica_sets) > 1
+    ]
 
 
-def _in_order(
-    groups: Iterable[tuple[str, tuple[int, ...]]],
-) -> list[tuple[str, tuple[int, ...]]]:
-    """The one order in which all ranks go through groups: by kind, then larger groups first."""
-    return sorted(groups, key=lambda k: (KINDS.index(k[0]), -len(k[1]), sorted(k[1])))
-
-
-def _assembled(
-    matrices: Sequence[LocalMatrix],
-    known: Mapping[int, Record],
-    values: int,
-    described: Sequence[str],
-) -> tuple[list[Layout], list[str]]:
-    grid, rank = _Grid(known), process_rank()
-    layouts, equal = [], []
+def _layouts(matrices: Sequence[LocalMatrix], pieces: Sequence[Piece]) -> list[Layout]:
+    layouts = []
     shards_of: dict[tuple, Shards] = {}
-    for m, name, text in zip(matrices, known[rank].told.names, described, strict=True):
-        shape, holders = grid.assemble(name, rank, text)
-        source = m.source or m.piece.in_words(with_ranks=False)
-        # Matrices that are cut in the same way have one object of holders.
-        alike = id(holders), m.contributions
-        shards = shards_of.get(alike)
-        if shards is None:
-            ranks, regions = zip(*holders)
-            shards = shards_of[alike] = Shards(ranks, regions, m.contributions)
-            check_cover(Layout(m.key, shape, m.dtype, shards, source))
-        layouts.append(Layout(m.key, shape, m.dtype, shards, source))
-        if m.is_cut and values and len(shards.replica_sets) > 1:
-            if all(known[r].values == values for r in shards.ranks):
-                equal.append(text)
-    return layouts, equal
-
-
-def _tell(
-    matrices: Sequence[LocalMatrix],
-    groups: Mapping[tuple[str, tuple[int, ...]], ProcessGroup],
-    ep_ranks: tuple[int, ...],
-    values: int,
-    error: BaseException | None,
-    described: Sequence[str],
-) -> dict[int, Record]:
-    """The records of all ranks of the grid."""
-    # By identity: equal pieces are one object, and hashing a DTensor's piece is slow.
-    different = {id(m.piece): m.piece for m in matrices}
-    place = {key: at for at, key in enumerate(different)}
-    which = tuple(place[id(m.piece)] for m in matrices)
-    told = Told(tuple(different.values()), which, tuple(_names(matrices)))
-    known = {process_rank(): Record(told, ep_ranks, values)}
-    same = {told: told}
-    for key in _in_order(groups):
-        answers, error = exchange(groups[key], known, error, described)
-        for answer in answers:
-            for rank, record in answer.items():
-                # Pickle writes one object once, so equal ones must become one.
-                one = same.setdefault(record.told, record.told)
-                known[rank] = record._replace(told=one)
-    if error is not None:
-        raise error
-    return known
+    for m, piece in zip(matrices, pieces, strict=True):
+        source = m.source or piece.in_words(with_ranks=False)
+        # Matrices that are cut in the same way have one object of shards.
+        alike = id(piece), m.contributions
+        is_new = alike not in shards_of
+        if is_new:
+            ranks, regions = zip(*piece.holders)
+            shards_of[alike] = Shards(ranks, regions, m.contributions)
+        layouts.append(Layout(m.key, piece.shape, m.dtype, shards_of[alike], source))
+        if is_new:
+            check_cover(layouts[-1])
+    return layouts
 
 
 def _names(matrices: Sequence[LocalMatrix]) -> Iterator[Name]:
@@ -210,166 +171,113 @@ def _names(matrices: Sequence[LocalMatrix]) -> Iterator[Name]:
             counts[expert] += 1
 
 
-class _Grid:
-    """The pieces that all ranks of the grid hold."""
+def _joined(
+    key: tuple[str, tuple[int, ...]],
+    pieces: Mapping[Name, Piece],
+    answers: Sequence[Told],
+    described: Mapping[Name, str],
+) -> dict[Name, Piece]:
+    """Those of ``pieces`` that a group shares, put together from what its ranks told.
 
-    def __init__(self, known: Mapping[int, Record]) -> None:
-        self._ep = {rank: record.ep_ranks for rank, record in known.items()}
-        # Ranks that told the same are looked up together.
-        self._tellers: dict[int, tuple[dict[Name, Piece], list[int]]] = {}
-        for rank, record in known.items():
-            told = record.told
-            if id(told) not in self._tellers:
-                pieces = [told.pieces[at] for at in told.which]
-                self._tellers[id(told)] = dict(zip(told.names, pieces)), []
-            self._tellers[id(told)][1].append(rank)
-        self._joined: dict[Any, tuple[tuple[int, int], Holders]] = {}
-
-    def assemble(
-        self, name: Name, rank: int, described: str
-    ) -> tuple[tuple[int, int], Holders]:
-        """The shape and the holders of the matrix that ``rank`` calls ``name``.
-
-        Matrices with equal pieces get the same objects.
-
-        Raises:
-            ValueError: the ranks' pieces or groups contradict each other.
-        """
-        expert, *_ = name
-        found = [
-            (mine.get(name), tuple(ranks)) for mine, ranks in self._tellers.values()
-        ]
-        alike = expert is None, rank, tuple((id(p), ranks) for p, ranks in found if p)
-        if alike not in self._joined:
-            pieces = {r: p for p, ranks in found if p is not None for r in ranks}
-            try:
-                join = _Join(pieces, self._ep, expert)
-                self._joined[alike] = join.of(rank, len(KINDS))
-            except ValueError as error:
-                raise common(ValueError(f"{described}: {error}")) from None
-        return self._joined[alike]
-
-
-class _Join:
-    """Puts one matrix together."""
-
-    def __init__(
-        self,
-        pieces: Mapping[int, Piece],
-        ep_ranks: Mapping[int, tuple[int, ...]],
-        expert: int | None,
-    ) -> None:
-        self.pieces = pieces
-        self.ep_ranks = ep_ranks
-        self.expert = expert
-        self._found: dict[tuple[int, int], tuple[tuple[int, int], Holders]] = {}
-
-    def of(self, rank: int, depth: int) -> tuple[tuple[int, int], Holders]:
-        """Joins the pieces of the ranks in ``rank``'s first ``depth`` kinds of groups."""
-        if (rank, depth) not in self._found:
-            self._found[rank, depth] = self._of(rank, depth)
-        return self._found[rank, depth]
-
-    def _of(self, rank: int, depth: int) -> tuple[tuple[int, int], Holders]:
-        piece = self.pieces[rank]
-        if depth == 0:
-            holders = tuple(
-                (rank if who == SPEAKER else who, held) for who, held in piece.holders
-            )
-            return piece.shape, holders
-        kind = KINDS[depth - 1]
-        cut = next((cut for cut in piece.cuts if cut.kind == kind), None)
+    Raises:
+        ValueError: the ranks' pieces or groups contradict each other.
+    """
+    known: dict[tuple, Piece] = {}
+    result = {}
+    for name, mine in pieces.items():
+        cut = next((cut for cut in mine.cuts if cut[:2] == key), None)
         if cut is None:
-            return self.of(rank, depth - 1)
-        parts = [self.of(member, depth - 1) for member in self._members(rank, cut)]
-        try:
-            if cut.dim is not None:
-                return _stack(parts, cut.dim)
-            # The ranks that share a context may be among those that FSDP shards over.
-            return _overlay(parts, again=kind == "cp")
-        except ValueError as error:
-            raise ValueError(
-                f"over {kind}_process_group (ranks {listed(cut.ranks, 16)}) {error}"
-            ) from None
+            continue
+        theirs = [of_rank.get(name) for of_rank, *_ in answers]
+        # Pickle keeps equal pieces of a rank one object.
+        alike = name[0] is None, *map(id, theirs)
+        if alike not in known:
+            found = {r: piece for r, piece in zip(cut.ranks, theirs) if piece}
+            ep_ranks = {r: of_rank for r, (_, of_rank, _) in zip(cut.ranks, answers)}
+            try:
+                _check_members(mine, cut, found)
+                parts = [found[r] for r in _members(cut, [*found], ep_ranks, name[0])]
+                known[alike] = Piece(*_together(cut, parts), mine.cuts)
+            except ValueError as error:
+                raise common(ValueError(f"{described[name]}: {error}")) from None
+        result[name] = known[alike]
+    return result
 
-    def _members(self, rank: int, cut: Cut) -> list[int]:
-        """The ranks of a group that hold a piece of this matrix. Raises ValueError for contradictions."""
-        found = [r for r in cut.ranks if r in self.pieces]
-        if self.expert is None and len(found) < len(cut.ranks):
-            missing = min(set(cut.ranks) - set(found))
+
+def _check_members(mine: Piece, cut: Cut, found: Mapping[int, Piece]) -> None:
+    """Raises ValueError if the ranks of a group have groups that contradict each other."""
+    rank = process_rank()
+    for other, theirs in found.items():
+        if theirs.grid != mine.grid or cut not in theirs.cuts:
+            raise ValueError(
+                f"the process groups contradict each other. Rank {rank} has {mine.in_words(True)}, but rank {other} has "
+                f"{theirs.in_words(True)}. Pass groups of one grid of ranks, for example those "
+                "of a DeviceMesh's dimensions"
+            )
+
+
+def _members(
+    cut: Cut,
+    found: Sequence[int],
+    ep_ranks: Mapping[int, tuple[int, ...]],
+    expert: int | None,
+) -> Sequence[int]:
+    """Those of ``found``, the holders in a group, that hold a part or a replica of this rank's matrix."""
+    rank = process_rank()
+    if expert is None:
+        missing = set(cut.ranks) - set(found)
+        if missing:
             raise ValueError(
                 f"ranks disagree about the number of parameters that they share: rank {rank} has this one, rank "
-                f"{missing} of the same {cut.kind}_process_group does not. Ranks of a process group must build their "
+                f"{min(missing)} of the same {cut.kind}_process_group does not. Ranks of a process group must build their "
                 "Muon from the same parameters in the same order; expert_assignments tells experts apart"
             )
-        mine = self.pieces[rank]
-        for other in found:
-            theirs = self.pieces[other]
-            if theirs.grid != mine.grid or cut not in theirs.cuts:
-                raise ValueError(
-                    f"the process groups contradict each other. Rank {rank} has {mine.in_words(True)}, but rank {other} has "
-                    f"{theirs.in_words(True)}. Pass groups of one grid of ranks, for example those "
-                    "of a DeviceMesh's dimensions"
-                )
-        if self.expert is None:
-            return found
-        if cut.cuts and len({self.ep_ranks[r] for r in found}) == 1:
-            return found
-        if not cut.cuts:
-            # Ranks of one expert-parallel group never hold replicas of an expert.
-            own = set(self.ep_ranks[rank]) - {rank}
-            found = [r for r in found if r not in own]
-        seen: dict[tuple[int, ...], int] = {}
-        for r in found:
-            other = seen.setdefault(self.ep_ranks[r], r)
-            if other != r:
-                raise ValueError(
-                    f"ranks {other} and {r} both hold expert {self.expert}, but are in one ep_process_group, whose ranks "
-                    "hold different experts. Number the experts across that group in expert_assignments"
-                )
         return found
+    if cut.cuts and len({ep_ranks[r] for r in found}) == 1:
+        return found
+    if not cut.cuts:
+        # Ranks of one expert-parallel group never hold replicas of an expert.
+        found = [r for r in found if r == rank or r not in ep_ranks[rank]]
+    seen: dict[tuple[int, ...], int] = {}
+    for r in found:
+        other = seen.setdefault(ep_ranks[r], r)
+        if other != r:
+            raise ValueError(
+                f"ranks {other} and {r} both hold expert {expert}, but are in one ep_process_group, whose ranks "
+                "hold different experts. Number the experts across that group in expert_assignments"
+            )
+    return found
 
 
-def _stack(
-    parts: Sequence[tuple[tuple[int, int], Holders]], dim: int
-) -> tuple[tuple[int, int], Holders]:
-    """Puts shards along ``dim`` end to end."""
-    others = {shape[1 - dim] for shape, _ in parts}
-    if len(others) != 1:
+def _together(cut: Cut, parts: Sequence[Piece]) -> tuple[tuple[int, int], Holders]:
+    """Shape and holders of the parts of a group: shards along ``cut.dim`` end to end, or replicas."""
+    dim, shapes = cut.dim, [part.shape for part in parts]
+    where = f"over {cut.kind}_process_group (ranks {listed(cut.ranks, 16)})"
+    if dim is None and len(set(shapes)) > 1:
+        raise ValueError(f"{where} replicas have different shapes: {shapes}")
+    if dim is not None and len({shape[1 - dim] for shape in shapes}) > 1:
         raise ValueError(
-            f"pieces of shapes {[shape for shape, _ in parts]} cannot be joined along dimension {dim}: they also differ in "
-            f"dimension {1 - dim}"
+            f"{where} pieces of shapes {shapes} cannot be joined along dimension {dim}: they also differ in dimension "
+            f"{1 - dim}"
         )
-    found = []
+    holders: list[tuple[int, tuple[Region, ...]]] = []
     size = 0
-    for shape, holders in parts:
-        down, right = (size, 0) if dim == 0 else (0, size)
-        for rank, regions in holders:
-            moved = [
-                r._replace(row=r.row + down, column=r.column + right) for r in regions
-            ]
-            found.append((rank, tuple(moved)))
-        size += shape[dim]
-    (other,) = others
-    return (size, other) if dim == 0 else (other, size), _each_once(found)
-
-
-def _overlay(
-    parts: Sequence[tuple[tuple[int, int], Holders]], *, again: bool
-) -> tuple[tuple[int, int], Holders]:
-    """Adds replicas. With ``again``, a replica may be a holder that is known already."""
-    shapes = [shape for shape, _ in parts]
-    if len(set(shapes)) != 1:
-        raise ValueError(f"replicas have different shapes: {shapes}")
-    found = [holder for _, holders in parts for holder in holders]
-    return shapes[0], _each_once(list(dict.fromkeys(found)) if again else found)
-
-
-def _each_once(holders: list[tuple[int, tuple[Region, ...]]]) -> Holders:
+    for part in parts:
+        for rank, regions in part.holders:
+            if dim is not None:
+                along = Region._fields[dim]
+                regions = tuple(r._replace(**{along: r[dim] + size}) for r in regions)
+            holders.append((rank, regions))
+        size += part.shape[dim or 0]
+    if cut.kind == "cp":
+        # The ranks that share a context may be among those that FSDP shards over.
+        holders = list(dict.fromkeys(holders))
     doubled = [r for r, count in Counter(r for r, _ in holders).items() if count > 1]
     if doubled:
         raise ValueError(
-            f"the process groups contradict each other: ranks {sorted(doubled)} are in more than one of them. The groups "
-            "must form a grid, like the dimensions of a DeviceMesh: two of them have one rank in common"
+            f"{where} the process groups contradict each other: ranks {sorted(doubled)} are in more than one of them. The "
+            "groups must form a grid, like the dimensions of a DeviceMesh: two of them have one rank in common"
         )
-    return tuple(holders)
+    rows, columns = shapes[0]
+    shape = {None: (rows, columns), 0: (size, columns), 1: (rows, size)}[dim]
+    return shape, tuple(holders)

@@ -35,7 +35,6 @@ from torch.optim._muon_engine.layouts.exchange import (
     layouts_of,
     LocalMatrix,
     Piece,
-    SPEAKER,
 )
 from torch.optim._muon_engine.process_groups import (
     device_of_group,
@@ -385,7 +384,7 @@ class _LocalReader:
             if kind in groups and dist.get_world_size(groups[kind]) > 1
         )
         self.groups_of |= {(cut.kind, cut.ranks): groups[cut.kind] for cut in cuts}
-        piece = Piece(shape, ((SPEAKER, regions),), cuts)
+        piece = Piece(shape, ((process_rank(), regions),), cuts)
         piece = self._pieces.setdefault(piece, piece)
         self.found.append(LocalMatrix(key, param.dtype, piece))
 
