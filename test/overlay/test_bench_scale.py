@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
+from unittest import mock
 
 import pytest
 
@@ -63,7 +64,8 @@ def test_buckets_by_hand(matrices, prefetch, seconds):
 def test_relays_hide_behind_the_next_bucket():
     """Two owners of three matrices each, in three buckets; two broadcasts per bucket."""
     layouts = layouts_of(Model([(4, 4)] * 6), "hsdp", 2, 1)
-    schedule = schedule_of(layouts, max_replicas=1)
+    with mock.patch.object(buckets, "MAX_REPLICAS", 1):
+        schedule = schedule_of(layouts)
     fast = replace(BY_HAND, inter_bandwidth=32 / 0.25)
     step = simulate(make_plan(schedule, 2, 1), fast)
     # Those of buckets 0 and 1 end before the next Newton-Schulz does. Those of bucket 2 are not hidden.

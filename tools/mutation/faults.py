@@ -93,8 +93,8 @@ FAULTS = (
     Fault(
         "the bound of a bucket counts elements and not bytes",
         BUCKETS,
-        "        limit = bucket_bytes // dtype.itemsize\n",
-        "        limit = bucket_bytes\n",
+        "        limit = BUCKET_BYTES // dtype.itemsize\n",
+        "        limit = BUCKET_BYTES\n",
         (f"{SCHEDULE}buckets_are_bounded_in_bytes",),
     ),
     # The data of an exchange

@@ -256,11 +256,11 @@ def plans(draw):
     groups = st.integers(0, len(of_groups) - 1)
     given_now = tuple(m._replace(group=draw(groups)) for m in given_now)
     limits = {
-        "max_buckets": draw(st.integers(1, 4)),
-        "bucket_bytes": draw(one_of(2**20, 64, 300)),
-        "max_replicas": draw(one_of(4, 1, 2)),
-        "peers": draw(one_of(512, 512, 1, 2)),
-        "relay_bytes": draw(one_of(2**20, 40)),
+        "MAX_BUCKETS": draw(st.integers(1, 4)),
+        "BUCKET_BYTES": draw(one_of(2**20, 64, 300)),
+        "MAX_REPLICAS": draw(one_of(4, 1, 2)),
+        "MAX_PEERS": draw(one_of(512, 512, 1, 2)),
+        "RELAY_BYTES": draw(one_of(2**20, 40)),
         "node": draw(one_of(4, 1, 2)),
     }
     plan = Plan(config, given_now, of_groups, batched, tuple(limits.items()))

@@ -90,15 +90,19 @@ class TestMuonSchedule(TestCase):
             owners = sorted(schedule.owners[m] for m in bucket.matrices)
             self.assertEqual(owners, [0, 0, 1, 1, 2, 2, 3, 3])
 
+    def bounded(self, layouts, limit):
+        with mock.patch.object(buckets, "BUCKET_BYTES", limit):
+            return scheduled(layouts)
+
     def test_buckets_are_bounded_in_bytes(self):
         layouts = shards_of([(8, 8)] * 40, 4)
         for limit in (2**8, 2**9, 2**12):
-            schedule = scheduled(layouts, bucket_bytes=limit)
+            schedule = self.bounded(layouts, limit)
             for bucket, rank in itertools.product(schedule.buckets, range(4)):
                 for pack in schedule.packs(bucket, rank)[:4]:
                     self.assertLessEqual(pack.nbytes, limit)
         # A bucket holds at least one matrix. No owner waits for another's.
-        schedule = scheduled(layouts, bucket_bytes=1)
+        schedule = self.bounded(layouts, 1)
         for bucket in schedule.buckets:
             owners = sorted(schedule.owners[m] for m in bucket.matrices)
             self.assertEqual(owners, [0, 1, 2, 3])

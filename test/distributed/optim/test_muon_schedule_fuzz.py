@@ -149,27 +149,29 @@ def schedules(draw):
         owners = [draw(st.sampled_from(layout.group)) for layout in layouts]
     settings = {
         "one_owner_at_a_time": draw(st.booleans()),
-        "max_buckets": draw(st.integers(1, 5)),
-        "bucket_bytes": draw(st.sampled_from((4, 16, 100, 300, 2**20))),
-        "max_replicas": draw(st.sampled_from((1, 2, 4))),
         "ranks_per_node": draw(st.integers(1, 4)),
     }
-    peers = draw(st.sampled_from((1, 1, 2, 512)))
+    limits = {
+        "MAX_BUCKETS": draw(st.integers(1, 5)),
+        "BUCKET_BYTES": draw(st.sampled_from((4, 16, 100, 300, 2**20))),
+        "MAX_REPLICAS": draw(st.sampled_from((1, 2, 4))),
+        "MAX_PEERS": draw(st.sampled_from((1, 1, 2, 512))),
+    }
     relay_bytes = draw(st.sampled_from((1, 20, 2**20)))
-    return world, layouts, owners, assigned, settings, peers, relay_bytes
+    return world, layouts, owners, assigned, settings, limits, relay_bytes
 
 
 class TestMuonScheduleFuzz(TestCase):
     @fuzz(150)
     @given(schedules(), st.randoms(use_true_random=False))
     def test_any_schedule(self, drawn, random):
-        world, layouts, owners, assigned, settings, peers, relay_bytes = drawn
+        world, layouts, owners, assigned, settings, limits, relay_bytes = drawn
         for layout in layouts:
             shards = layout.shards
             note(f"{shards.ranks} have {shards.regions} of {shards.contributions}")
             check_cover(layout)
         with (
-            mock.patch.object(buckets, "MAX_PEERS", peers),
+            mock.patch.multiple(buckets, **limits),
             mock.patch.object(packs, "RELAY_BYTES", relay_bytes),
         ):
             made = make_schedule(layouts, owners, torch.bfloat16, **settings)

@@ -35,9 +35,6 @@ def make_schedule(
     *,
     frozen: Sequence[bool] = (),
     one_owner_at_a_time: bool = False,
-    max_buckets: int = MAX_BUCKETS,
-    bucket_bytes: int = BUCKET_BYTES,
-    max_replicas: int | None = None,
     ranks_per_node: int = 1,
     slots: int = 3,
 ) -> Schedule:
@@ -46,14 +43,9 @@ def make_schedule(
     Args:
         wire_dtype: what ranks exchange; contributions to a sum travel in their own dtype.
         frozen: layouts that are in no bucket.
-        max_buckets: buckets of a group, unless ``bucket_bytes`` requires more.
-        bucket_bytes: bound of what one owner gathers in a bucket.
-        max_replicas: with more replicas, results are relayed (default: ``MAX_REPLICAS``).
         ranks_per_node: this many consecutive ranks are near each other.
         slots: buckets of a group that have memory at the same time.
     """
-    if max_replicas is None:
-        max_replicas = MAX_REPLICAS
     families: dict[tuple, list[int]] = {}
     for i, layout in enumerate(layouts):
         if not (frozen and frozen[i]):
@@ -62,35 +54,29 @@ def make_schedule(
             families.setdefault((layout.group, dtype), []).append(i)
     found: list[tuple[tuple, Bucket]] = []
     for (group, dtype), members in families.items():
-        limit = bucket_bytes // dtype.itemsize
+        limit = BUCKET_BYTES // dtype.itemsize
         queues = _queues(members, layouts, owners)
         if one_owner_at_a_time:
             parts = [
                 (rank, part)
                 for rank, turn in _turns(queues, layouts, owners)
-                for part in _cut(turn, layouts, 1, limit, max_replicas, slots)
+                for part in _cut(turn, layouts, 1, limit, slots)
             ]
         else:
-            cut = _cut(queues, layouts, max_buckets, limit, max_replicas, slots)
-            parts = list(enumerate(cut))
+            parts = list(enumerate(_cut(queues, layouts, MAX_BUCKETS, limit, slots)))
         for at, (turn, part) in enumerate(parts):
-            relayed = _is_relayed(part, layouts, limit, max_replicas)
+            relayed = _is_relayed(part, layouts, limit)
             peers = _peers(part, relayed, layouts)
             size = _node_size(group, peers, ranks_per_node)
             bucket = Bucket(group, 0, tuple(part), dtype, wire_dtype, relayed, size)
             found.append(((turn, -len(group), group, at, str(dtype)), bucket))
-    buckets = _numbered([bucket for _, bucket in sorted(found, key=lambda f: f[0])])
-    return Schedule(tuple(layouts), tuple(owners), buckets, one_owner_at_a_time)
-
-
-def _numbered(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """``buckets`` with the index of each in its group."""
     counts: Counter[tuple[int, ...]] = Counter()
-    found = []
-    for bucket in buckets:
-        found.append(replace(bucket, index=counts[bucket.group]))
+    buckets = []
+    for _, bucket in sorted(found, key=lambda f: f[0]):
+        buckets.append(replace(bucket, index=counts[bucket.group]))
         counts[bucket.group] += 1
-    return tuple(found)
+    made = tuple(layouts), tuple(owners), tuple(buckets)
+    return Schedule(*made, one_owner_at_a_time)
 
 
 def _queues(
@@ -130,7 +116,6 @@ def _cut(
     layouts: Sequence[Layout],
     max_buckets: int,
     limit: int,
-    max_replicas: int,
     slots: int,
 ) -> list[list[int]]:
     """Distributes each owner's matrices over buckets in which every owner works.
@@ -162,7 +147,7 @@ def _cut(
         rest = limit if first == limit else narrow
         limits = [first if at % slots == 0 else rest for at in range(count)]
         parts, time = _spread(queues, layouts, work, limits)
-        if parts and time < shortest and _fits(parts, layouts, first, max_replicas):
+        if parts and time < shortest and _fits(parts, layouts, first):
             best, shortest = parts, time
     # One bucket per matrix of every owner always fits.
     return best or [
@@ -234,25 +219,19 @@ def _held(part: Sequence[int], layouts: Sequence[Layout]) -> int:
 
 
 def _fits(
-    parts: Sequence[Sequence[int]],
-    layouts: Sequence[Layout],
-    limit: int,
-    max_replicas: int,
+    parts: Sequence[Sequence[int]], layouts: Sequence[Layout], limit: int
 ) -> bool:
     """Whether no holder sends more than twice the ``limit`` in a bucket without relays."""
     return all(
-        _is_relayed(part, layouts, limit, max_replicas)
-        or _held(part, layouts) <= 2 * limit
+        _is_relayed(part, layouts, limit) or _held(part, layouts) <= 2 * limit
         for part in parts
     )
 
 
-def _is_relayed(
-    part: Sequence[int], layouts: Sequence[Layout], limit: int, max_replicas: int
-) -> bool:
+def _is_relayed(part: Sequence[int], layouts: Sequence[Layout], limit: int) -> bool:
     """Whether one replica of each shard relays the results to the others."""
     replicas = max(layouts[m].shards.replicas for m in part)
-    if replicas > max_replicas:
+    if replicas > MAX_REPLICAS:
         return True
     # Without relays, an owner has memory for each replica's copy.
     return replicas > 1 and 3 * _held(part, layouts) > 2 * limit

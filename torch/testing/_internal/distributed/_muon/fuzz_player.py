@@ -274,16 +274,11 @@ class Player:
         self.groups: list[list[Held]] = []
 
     def run(self) -> list[str]:
-        limits = dict(self.plan.limits)
+        limits = {"MAX_PEERS": 512, **dict(self.plan.limits)}
         patches = [
-            mock.patch.object(buckets, "MAX_PEERS", limits.pop("peers", 512)),
-            mock.patch.object(packs, "RELAY_BYTES", limits.pop("relay_bytes", 2**20)),
+            mock.patch.object(packs, "RELAY_BYTES", limits.pop("RELAY_BYTES", 2**20)),
             mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(limits.pop("node", 4))),
-            mock.patch.object(
-                buckets,
-                "make_schedule",
-                functools.partial(buckets.make_schedule, **limits),
-            ),
+            mock.patch.multiple(buckets, **limits),
             warnings.catch_warnings(),
         ]
         with contextlib.ExitStack() as stack:
