@@ -216,8 +216,10 @@ FAULTS = (
     Fault(
         "a rank that has nothing to send leaves the collective out",
         TRANSPORT,
-        "        if self._exchange is not None:\n",
-        "        if self._exchange is not None and send.flat.numel():\n",
+        '        self.launch(f"{what} of bucket {self.bucket.index}", start)\n',
+        """        if which[-1].flat.numel():
+            self.launch(f"{what} of bucket {self.bucket.index}", start)
+""",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
@@ -416,13 +418,10 @@ FAULTS = (
     Fault(
         "what ranks learned over one group does not reach the next one",
         EXCHANGED,
-        "exchange(groups[key], known, error, described)",
-        """exchange(
-            groups[key],
-            {process_rank(): known[process_rank()]},
-            error,
-            described,
-        )""",
+        "        told: Told = pieces, ep_ranks, values\n",
+        """        alone = dict(zip(described, (m.piece for m in matrices)))
+        told: Told = alone, ep_ranks, values
+""",
         (f"{GROUPS}combinations_vs_single_device",),
     ),
     Fault(

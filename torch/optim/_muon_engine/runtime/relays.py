@@ -5,7 +5,7 @@ Without relays, an owner would hold and send one copy per replica.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,13 @@ from torch.distributed import ProcessGroup
 from torch.optim._muon_engine.runtime.transport import (
     BoundPack,
     copy_all,
+    InFlight,
     LocalBucket,
-    named,
 )
 from torch.optim._muon_engine.schedule.packs import Relay, relay_sizes, RELAYS_IN_FLIGHT
 
 
-class LocalRelay:
+class LocalRelay(InFlight):
     """One broadcast along replicas, on this rank."""
 
     def __init__(
@@ -30,15 +30,15 @@ class LocalRelay:
         group: ProcessGroup | None,
         rank: int,
     ) -> None:
+        numbers = {entry.matrix for entry in relay.pack.regions}
+        matrices = [m for m in bucket.matrices if m.number in numbers]
+        super().__init__(matrices, relay.replicas)
         self.bucket = bucket
         self.name = bucket.name
         self.packed = packed
         self.is_source = relay.source == rank
-        numbers = {entry.matrix for entry in relay.pack.regions}
-        self.matrices = [m for m in bucket.matrices if m.number in numbers]
-        self._relay = relay
+        self._source = relay.source
         self._group = group
-        self._work: dist.Work | None = None
 
     def pack(self) -> None:
         """On the source: copies the results that it received and those that it computed itself."""
@@ -55,25 +55,12 @@ class LocalRelay:
         )
 
     def start(self) -> None:
-        if self._work is None:
-            with self._named():
-                self._work = dist.broadcast(
-                    self.packed.flat,
-                    self._relay.source,
-                    group=self._group,
-                    async_op=True,
-                )
-
-    def wait(self) -> None:
-        if self._work is not None:
-            work, self._work = self._work, None
-            with self._named():
-                work.wait()
-
-    def _named(self) -> AbstractContextManager[None]:
-        index, source = self.bucket.bucket.index, self._relay.source
-        what = f"relay of bucket {index} from rank {source}"
-        return named(what, self.matrices, self._relay.replicas)
+        if not self.works:
+            what = (
+                f"relay of bucket {self.bucket.bucket.index} from rank {self._source}"
+            )
+            to = self.packed.flat, self._source, self._group
+            self.launch(what, partial(dist.broadcast, *to, async_op=True))
 
 
 def attach_relays(

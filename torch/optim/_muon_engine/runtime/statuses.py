@@ -10,7 +10,7 @@ add up to zero.
 
 import zlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,11 @@ from torch.distributed import ProcessGroup
 from torch.optim._muon_engine.layouts import listed
 from torch.optim._muon_engine.process_groups import is_dry_run
 from torch.optim._muon_engine.runtime import Matrix, Status
-from torch.optim._muon_engine.runtime.transport import named
+from torch.optim._muon_engine.runtime.transport import InFlight
 
 
-# Some present, some absent, some unusable: the first columns of each matrix's row, by Status.
-_SOME = {
-    Status.PRESENT: (1, 0, 0),
-    Status.ABSENT: (0, 1, 0),
-    Status.UNUSABLE: (0, 0, 1),
-    Status.EMPTY: (0, 0, 0),
-}
+# Some present, some absent, some unusable: the first columns of each matrix's row.
+_SOME = Status.PRESENT, Status.ABSENT, Status.UNUSABLE
 # Rows of the first all-reduce. Optimizers of different sizes have the same when ranks confuse them, and
 # few optimizers need a second one.
 _ROWS = 256
@@ -57,7 +52,7 @@ _SOME_ABSENT = (
 )
 
 
-class Statuses:
+class Statuses(InFlight):
     """The side channel of one group of ranks.
 
     Args:
@@ -73,8 +68,7 @@ class Statuses:
         number: int,
         device: torch.device,
     ) -> None:
-        self.matrices = matrices
-        self.ranks = ranks
+        super().__init__(matrices, ranks)
         self._group = group
         self._device = device
         keys = [(m.layout.key, m.layout.shape) for m in matrices]
@@ -84,17 +78,19 @@ class Statuses:
         # Whole on every rank: the first step that moves them compares their values.
         self._replicated = [m for m in matrices if _is_replicated(m)]
         self._table = torch.empty(0)
-        self._works: list[dist.Work] = []
         self._host: tuple[Tensor, torch.Event | None] | None = None
 
     def start(self, step: int) -> None:
         """Starts the all-reduce of this rank's ``step``-th step."""
         formulas = {id(m.param.formulas): m.param.formulas for m in self.matrices}
         digests = {key: of.digest for key, of in formulas.items()}
-        rows = [(step, -step, self._identity, -self._identity, 0)]
+        rows: list[tuple[int, ...]] = [
+            (step, -step, self._identity, -self._identity, 0)
+        ]
         for matrix in self.matrices:
             digest = digests[id(matrix.param.formulas)]
-            rows.append((*_SOME[matrix.status], digest, -digest))
+            status = matrix.status
+            rows.append((*(status == one for one in _SOME), digest, -digest))
         table = torch.zeros(max(_ROWS, len(rows)), 7, dtype=torch.int64)
         table[: len(rows), :5] = torch.tensor(rows)
         self._table = table.to(self._device)
@@ -102,9 +98,8 @@ class Statuses:
         self._reduce(self._table[:_ROWS])
 
     def _reduce(self, rows: Tensor) -> None:
-        with self._named():
-            work = dist.all_reduce(rows, dist.ReduceOp.MAX, self._group, async_op=True)
-            self._works.append(work)
+        what = rows, dist.ReduceOp.MAX, self._group, True
+        self.launch("all-reduce of statuses", partial(dist.all_reduce, *what))
 
     def _add_values(self) -> None:
         """Adds digests of the values of replicated matrices, once."""
@@ -117,9 +112,6 @@ class Statuses:
             self._table[rows, 5], self._table[rows, 6] = found, -found
             self._replicated = [m for m in self._replicated if m not in now]
 
-    def _named(self) -> AbstractContextManager[None]:
-        return named("all-reduce of statuses", self.matrices, self.ranks)
-
     def check_step(self) -> None:
         """On a CPU: raises RuntimeError if the ranks are in different steps or optimizers.
 
@@ -127,7 +119,7 @@ class Statuses:
         two optimizers would pair up.
         """
         if self._device.type == "cpu" and not is_dry_run():
-            self._wait()
+            self.wait()
             text = self._other_step(self._table[0].tolist())
             if text:
                 raise RuntimeError(text)
@@ -136,7 +128,7 @@ class Statuses:
 
     def finish(self) -> None:
         """Waits for the all-reduce, and copies its result to the host without waiting for the device."""
-        self._wait()
+        self.wait()
         if is_dry_run():
             return  # Nothing came from other ranks, and fake tensors have no values.
         copied = None
@@ -148,14 +140,9 @@ class Statuses:
             copied.record()
         self._host = host, copied
 
-    def _wait(self) -> None:
-        while self._works:
-            with self._named():
-                self._works.pop(0).wait()
-
     def forget(self) -> None:
         """Drops the results of a step that failed."""
-        self._works, self._host = [], None
+        self.works, self._host = [], None
 
     def mismatch(self) -> str:
         """How the ranks differed in the last finished step; "" if they did not."""

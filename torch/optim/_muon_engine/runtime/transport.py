@@ -7,7 +7,7 @@ change a call.
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,10 @@ from torch.optim._muon_engine.schedule.packs import (
     slot_sizes,
     slots_for,
 )
+
+
+# Starts the gather (0) or the scatter (1) of a bucket.
+Exchange = Callable[[int, "BoundPack", "BoundPack"], dist.Work | None]
 
 
 class PackedView(NamedTuple):
@@ -55,73 +59,6 @@ class BoundPack:
         return self._views.get(matrix, ())
 
 
-class LocalBucket:
-    """A bucket on this rank: four packs bound to a slot, and the collective in flight.
-
-    A slot has two parts. The packs that a gather sends and that the scatter later receives share
-    ``outer``. The packs of the owner share ``inner`` if both have the same regions.
-
-    Args:
-        exchange: starts the gather (0) or the scatter (1) from (recv, send); None on a single rank.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        matrices: Sequence[Matrix],
-        packs: LocalPacks,
-        slot: tuple[Tensor, Tensor],
-        exchange: Callable[[int, BoundPack, BoundPack], dist.Work | None] | None,
-    ) -> None:
-        outer, inner = slot
-        back = 0 if packs.in_place else packs.gather_recv.nbytes
-        self.bucket = bucket
-        self.matrices = matrices
-        self.gather_send = BoundPack(packs.gather_send, outer)
-        self.gather_recv = BoundPack(packs.gather_recv, inner)
-        self.scatter_send = BoundPack(packs.scatter_send, inner, back)
-        self.scatter_recv = BoundPack(packs.scatter_recv, outer)
-        self.kept = BoundPack(packs.kept, inner, back + packs.scatter_send.nbytes)
-        # The LocalRelays that follow its scatter.
-        self.relays: list[Any] = []
-        # The next bucket of the group. It takes this bucket's slot.
-        self.follower: LocalBucket | None = None
-        self._exchange = exchange
-        self._phase = ""
-        self._work: dist.Work | None = None
-
-    def start_gather(self) -> None:
-        self._start("gather", self.gather_recv, self.gather_send)
-
-    def start_scatter(self) -> None:
-        self._start("scatter", self.scatter_recv, self.scatter_send)
-
-    def _start(self, phase: str, recv: BoundPack, send: BoundPack) -> None:
-        self._phase = phase
-        if self._exchange is not None:
-            with self._named():
-                self._work = self._exchange(int(phase == "scatter"), recv, send)
-
-    def wait(self) -> None:
-        if self._work is not None:
-            work, self._work = self._work, None
-            with self._named():
-                work.wait()
-
-    @property
-    def name(self) -> str:
-        return f"bucket {self.bucket.index} of {len(self.bucket.group)} ranks"
-
-    def _named(self) -> AbstractContextManager[None]:
-        what = f"{self._phase} of bucket {self.bucket.index}"
-        return named(what, self.matrices, self.bucket.group)
-
-    def results_of(self, matrix: int) -> Iterator[PackedView]:
-        """Where this owner packs each holder's regions of the update of ``matrix``."""
-        yield from self.scatter_send.of(matrix)
-        yield from self.kept.of(matrix)
-
-
 class ExchangeError(RuntimeError):
     """A collective among ``ranks`` failed."""
 
@@ -144,6 +81,81 @@ def named(
             f"not call step(), or changed its parameters alone: {error}",
             ranks,
         ) from error
+
+
+class InFlight:
+    """The collectives with ``matrices`` among ``ranks`` that have started and were not waited for."""
+
+    def __init__(self, matrices: Sequence[Matrix], ranks: Sequence[int]) -> None:
+        self.matrices = matrices
+        self.ranks = ranks
+        # With the name of each for errors.
+        self.works: list[tuple[str, dist.Work]] = []
+
+    def launch(self, what: str, start: Callable[[], dist.Work | None]) -> None:
+        with named(what, self.matrices, self.ranks):
+            work = start()
+        if work is not None:
+            self.works.append((what, work))
+
+    def wait(self) -> None:
+        while self.works:
+            what, work = self.works.pop(0)
+            with named(what, self.matrices, self.ranks):
+                work.wait()
+
+
+class LocalBucket(InFlight):
+    """A bucket on this rank: four packs bound to a slot, and the collective in flight.
+
+    A slot has two parts. The packs that a gather sends and that the scatter later receives share
+    ``outer``. The packs of the owner share ``inner`` if both have the same regions.
+
+    Args:
+        exchange: starts the gather (0) or the scatter (1) from (recv, send).
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        matrices: Sequence[Matrix],
+        packs: LocalPacks,
+        slot: tuple[Tensor, Tensor],
+        exchange: Exchange,
+    ) -> None:
+        super().__init__(matrices, bucket.group)
+        outer, inner = slot
+        back = 0 if packs.in_place else packs.gather_recv.nbytes
+        self.bucket = bucket
+        self.gather_send = BoundPack(packs.gather_send, outer)
+        self.gather_recv = BoundPack(packs.gather_recv, inner)
+        self.scatter_send = BoundPack(packs.scatter_send, inner, back)
+        self.scatter_recv = BoundPack(packs.scatter_recv, outer)
+        self.kept = BoundPack(packs.kept, inner, back + packs.scatter_send.nbytes)
+        # The LocalRelays that follow its scatter.
+        self.relays: list[Any] = []
+        # The next bucket of the group. It takes this bucket's slot.
+        self.follower: LocalBucket | None = None
+        self._exchange = exchange
+
+    def start_gather(self) -> None:
+        self._start("gather", 0, self.gather_recv, self.gather_send)
+
+    def start_scatter(self) -> None:
+        self._start("scatter", 1, self.scatter_recv, self.scatter_send)
+
+    def _start(self, what: str, *which: Any) -> None:
+        start = functools.partial(self._exchange, *which)
+        self.launch(f"{what} of bucket {self.bucket.index}", start)
+
+    @property
+    def name(self) -> str:
+        return f"bucket {self.bucket.index} of {len(self.bucket.group)} ranks"
+
+    def results_of(self, matrix: int) -> Iterator[PackedView]:
+        """Where this owner packs each holder's regions of the update of ``matrix``."""
+        yield from self.scatter_send.of(matrix)
+        yield from self.kept.of(matrix)
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -236,33 +248,20 @@ def local_buckets(
         matrices: this rank's matrices by their index in the schedule.
         groups: process groups by their sorted ranks; None for a single rank.
     """
-    rings: dict[tuple[int, ...], list[tuple[int, Bucket, LocalPacks]]] = {}
-    for place, bucket in enumerate(schedule.buckets):
-        if rank in bucket.group:
-            packs = schedule.packs(bucket, rank)
-            rings.setdefault(bucket.group, []).append((place, bucket, packs))
-    found: list[tuple[int, LocalBucket, tuple[Relay, ...]]] = []
-    for ring in rings.values():
-        sizes = slot_sizes([packs for *_, packs in ring], slots_for(prefetch_count))
-        empty = functools.partial(torch.empty, dtype=torch.uint8, device=device)
+    packs = {b: schedule.packs(b, rank) for b in schedule.buckets if rank in b.group}
+    empty = functools.partial(torch.empty, dtype=torch.uint8, device=device)
+    made: dict[Bucket, LocalBucket] = {}
+    for group in dict.fromkeys(bucket.group for bucket in packs):
+        ring = [bucket for bucket in packs if bucket.group == group]
+        sizes = slot_sizes([packs[b] for b in ring], slots_for(prefetch_count))
         slots = [(empty(outer), empty(inner)) for outer, inner in sizes]
-        made = [
-            LocalBucket(
-                bucket,
-                [matrices[number] for number in bucket.matrices],
-                packs,
-                slot,
-                _exchange_of(schedule, bucket, rank, groups, device),
-            )
-            for (_, bucket, packs), slot in zip(ring, itertools.cycle(slots))
-        ]
-        for local, follower in zip(made, made[prefetch_count + 1 :]):
-            local.follower = follower
-        found += [
-            (place, local, packs.relays)
-            for (place, _, packs), local in zip(ring, made, strict=True)
-        ]
-    return [(local, relays) for _, local, relays in sorted(found, key=lambda f: f[0])]
+        for bucket, slot in zip(ring, itertools.cycle(slots)):
+            own = [matrices[number] for number in bucket.matrices]
+            exchange = _exchange_of(schedule, bucket, rank, groups, device)
+            made[bucket] = LocalBucket(bucket, own, packs[bucket], slot, exchange)
+        for bucket, follower in zip(ring, ring[prefetch_count + 1 :]):
+            made[bucket].follower = made[follower]
+    return [(made[bucket], found.relays) for bucket, found in packs.items()]
 
 
 def _exchange_of(
@@ -271,15 +270,16 @@ def _exchange_of(
     rank: int,
     groups: Mapping[tuple[int, ...], ProcessGroup | None],
     device: torch.device,
-) -> Callable[[int, BoundPack, BoundPack], dist.Work | None] | None:
-    """How ``bucket`` starts its gather (0) or scatter (1); None for a single rank."""
+) -> Exchange:
     group = groups[bucket.group]
     if group is None:
-        return None
+        return lambda *_: None
+
+    def flat(recv: BoundPack, send: BoundPack) -> tuple[Any, Any, Any, Any]:
+        return recv.flat, send.flat, recv.splits, send.splits
+
     if bucket.node_size == 1:
-        return lambda _, recv, send: all_to_all(
-            recv.flat, send.flat, recv.splits, send.splits, group
-        )
+        return lambda _, recv, send: all_to_all(*flat(recv, send), group)
     node, rail = bucket.node_and_rail(rank)
     passed = schedule.passed_on(bucket, rank)
     # Accelerators run the second level while the compute stream goes on.
@@ -289,15 +289,8 @@ def _exchange_of(
         if stream is not None:
             stream.wait_stream(torch.accelerator.current_stream(device))
         with stream or nullcontext():
-            return two_level_all_to_all(
-                recv.flat,
-                send.flat,
-                recv.splits,
-                send.splits,
-                groups[node],
-                groups[rail],
-                passed[phase],
-            )
+            levels = groups[node], groups[rail], passed[phase]
+            return two_level_all_to_all(*flat(recv, send), *levels)
 
     return in_two_levels
 
