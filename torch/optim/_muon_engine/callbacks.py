@@ -4,6 +4,7 @@ A user may replace or wrap ``gather_fn`` or ``redistribute_fn``, or write a conf
 then goes parameter by parameter, in index order. A factory's function in it is the reader's round trip.
 """
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -38,17 +39,13 @@ def choose_owners(
     params: Sequence[Tensor], layouts: Sequence[Layout], ranks_per_node: int = 1
 ) -> tuple[list[int], dict[int, list[int]]]:
     """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
-    owners = [0] * len(layouts)
     # Frozen parameters take no time. They must not move the owners of the others.
-    for frozen in (False, True):
-        chosen = [
-            i
-            for i, l in enumerate(layouts)
-            if dtensor.is_frozen(params[l.key.index]) == frozen
-        ]
-        found = assign_owners((layouts[i] for i in chosen), first_owner, ranks_per_node)
-        for i, owner in zip(chosen, found, strict=True):
-            owners[i] = owner
+    owners = [layout.group[0] for layout in layouts]
+    moving = [not dtensor.is_frozen(params[layout.key.index]) for layout in layouts]
+    chosen = list(itertools.compress(range(len(layouts)), moving))
+    found = assign_owners((layouts[i] for i in chosen), first_owner, ranks_per_node)
+    for i, owner in zip(chosen, found, strict=True):
+        owners[i] = owner
     owned = by_rank([layout.key.index for layout in layouts], owners)
     ranks = {rank for group in {l.group for l in layouts} for rank in group}
     # This rank may hold no matrix of a stack. It then lists the stack as its own.

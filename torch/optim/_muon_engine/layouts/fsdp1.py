@@ -17,7 +17,6 @@ class FlatMatrix(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    regions: tuple[Region, ...]
     # How tensor parallelism had cut it before; None where it had not.
     tp: DTensorSpec | None
     # Whether FSDP flattened it row by row, and not in another order of its memory.
@@ -25,6 +24,12 @@ class FlatMatrix(NamedTuple):
     # The elements of it that are held, counted row by row: the first, the one after the last, and the
     # first one's offset in the local tensor.
     held: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What is held of a matrix."""
+        start, end, offset = self.held
+        return tuple(interval_regions(start, end, self.shape[1], offset))
 
 
 class FlatView(NamedTuple):
@@ -95,18 +100,10 @@ def _matrix(flat: Any, number: int, offset: int | None, prefix: str = "") -> Fla
     return FlatMatrix(
         prefix + flat._fqns[number],
         shape,
-        _regions_of(held, shape) if len(shape) == 2 else (),
         flat._param_extensions[number],
         flat._contiguities[number],
         held,
     )
-
-
-def _regions_of(
-    held: tuple[int, int, int], shape: tuple[int, ...]
-) -> tuple[Region, ...]:
-    start, end, offset = held
-    return tuple(interval_regions(start, end, shape[1], offset))
 
 
 def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:
@@ -121,10 +118,8 @@ def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:
     numel = math.prod(shape)
     for sub in range(math.prod(stack.shape[:-2])):
         first, last = max(start, sub * numel), min(end, (sub + 1) * numel)
-        held = (0, 0, 0)
-        if last > first:
-            held = first - sub * numel, last - sub * numel, offset + first - start
-        yield stack._replace(shape=shape, held=held, regions=_regions_of(held, shape))
+        held = first - sub * numel, last - sub * numel, offset + first - start
+        yield stack._replace(shape=shape, held=held)
 
 
 def interval_regions(
@@ -157,8 +152,7 @@ def matrices_only(
     for tensor in view.matrices:
         if len(tensor.shape) > 2 and flatten:
             shape = tensor.shape[0], math.prod(tensor.shape[1:])
-            regions = _regions_of(tensor.held, shape)
-            found.append(tensor._replace(shape=shape, regions=regions))
+            found.append(tensor._replace(shape=shape))
         elif len(tensor.shape) > 2 and takes_stacks:
             found += _unstacked(tensor)
         else:

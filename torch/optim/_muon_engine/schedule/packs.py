@@ -181,13 +181,9 @@ class Schedule:
         def elements(
             holder: int, owner: int, travels: Callable[[int, int], bool]
         ) -> int:
-            if holder == owner:
-                return 0
-            return sum(
-                self.layouts[m].shards.numel_of(holder)
-                for m in owned.get(owner, ())
-                if travels(m, holder)
-            )
+            found = () if holder == owner else owned.get(owner, ())
+            sent = (m for m in found if travels(m, holder))
+            return sum(self.layouts[m].shards.numel_of(holder) for m in sent)
 
         gathered = [[elements(h, o, self.is_source) for o in rail] for h in node]
         scattered = [[elements(h, o, receives) for h in rail] for o in node]
