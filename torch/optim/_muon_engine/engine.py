@@ -362,8 +362,9 @@ class Engine:
             if reason:
                 raise RuntimeError(f"another rank failed before this step. {reason}")
         if self.runs_on_engine:
-            for param in self.params:
-                param.place_gradient_of_stack()
+            # Ranks may have the matrices of a stack in different buckets.
+            for param in (p for p in self.params if p.tensor.ndim > 2):
+                param.place_gradient()
             return self._pipeline()
         self._runner = CallbackStep(self)
         return self._runner
@@ -397,8 +398,7 @@ class Engine:
 
     def _raise_mismatch(self) -> None:
         if isinstance(self._runner, Pipeline):
-            found = [statuses.mismatch() for statuses in self._runner.statuses]
-            for text in filter(None, found):
+            for text in filter(None, [s.mismatch() for s in self._runner.statuses]):
                 raise RuntimeError(text)
 
 

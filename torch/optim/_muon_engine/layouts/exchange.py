@@ -51,7 +51,7 @@ class Cut(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a rank knows of a matrix: a part of it of ``shape``, and each holder's regions of that part."""
+    """The part of a matrix that a rank knows, of ``shape``, with each holder's regions in this part."""
 
     shape: tuple[int, int]
     holders: Holders
@@ -86,8 +86,7 @@ class LocalMatrix(NamedTuple):
         return not self.source and any(cut.cuts for cut in self.piece.cuts)
 
 
-# What a rank tells a group: what it knows of each matrix by now, its expert-parallel group, and a digest
-# of its values.
+# The message of a rank to a group: its pieces so far, its expert-parallel group, a digest of its values.
 Told = tuple[Mapping[Name, Piece], tuple[int, ...], int]
 
 

@@ -94,12 +94,6 @@ class Param:
             grad = dtensor.local_gradient(self.tensor, self.given)
             self.grad = grad.contiguous() if self.form[1] else grad
 
-    def place_gradient_of_stack(self) -> None:
-        """Does so before the first bucket, because ranks have a stack's matrices in different buckets."""
-        given = getattr(self.given, "placements", None)
-        if self.tensor.ndim > 2 and given != getattr(self.tensor, "placements", None):
-            self.place_gradient()
-
     def take_gradient(self) -> bool:
         """Returns True once per step if there is a gradient to accumulate."""
         if self._accumulated or not self.has_grad:
