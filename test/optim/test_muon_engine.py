@@ -40,7 +40,11 @@ if dist.is_available():
         device_of,
         DTensorLayouts,
     )
-    from torch.optim._muon_engine.layouts.groups import _LocalReader, ParallelGroups
+    from torch.optim._muon_engine.layouts.groups import (
+        _LocalReader,
+        ParallelGroups,
+        Reader,
+    )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -295,7 +299,7 @@ class TestDTensorLayouts(TestCase):
         dtensor = DTensor.from_local(
             torch.ones(4, 4), mesh, [Shard(0), Shard(1)], run_check=False
         )
-        reader = _LocalReader(ParallelGroups({}), DTensorLayouts(), False)
+        reader = _LocalReader(Reader(ParallelGroups({})))
         with self.assertRaisesRegex(ValueError, "weight.*mesh of 2 dim.*fully_shard"):
             reader._tp_of_spec(Key(0), "weight", dtensor._spec)
 

@@ -120,14 +120,14 @@ def layouts_of(
         answers, error = exchange(groups[key], told, error, shared)
         try:
             joined = {} if error else _joined(key, pieces, answers, described)
-        except ValueError as problem:
+        except Exception as problem:
             error, joined = problem, {}
         pieces |= joined
         if len({theirs for *_, theirs in answers}) > 1:
             equal -= joined.keys()
     try:
         layouts = [] if error else _layouts(matrices, list(pieces.values()))
-    except ValueError as problem:
+    except Exception as problem:
         error = problem
     # Ranks of the grid may see different contradictions, or none. All of them must raise.
     for key in order:

@@ -113,7 +113,7 @@ class Reader:
     def __init__(self, groups: ParallelGroups, takes_stacks: bool = False) -> None:
         self.groups = groups
         self.takes_stacks = takes_stacks
-        self._dtensors = dtensor.DTensorLayouts()
+        self.dtensors = dtensor.DTensorLayouts()
         # None before reading succeeded.
         self._sharing: Sharing | None = None
         self._forms: dict[int, Form] = {}
@@ -137,9 +137,9 @@ class Reader:
         """
         self._forms = dict(enumerate(forms))
         # Another mesh may get the address of a former one.
-        self._dtensors = dtensor.DTensorLayouts()
+        self.dtensors = dtensor.DTensorLayouts()
         self._sharing, self._known = None, {}
-        local = _LocalReader(self.groups, self._dtensors, self.takes_stacks)
+        local = _LocalReader(self)
         try:
             if error is None:
                 self.groups.check_count(len(params))
@@ -166,12 +166,12 @@ class Reader:
     def _read_sharing(
         self, params: Sequence[Tensor], layouts: Sequence[Layout], local: "_LocalReader"
     ) -> Sharing:
-        of_meshes = self._dtensors.sharing(params)
+        of_meshes = self.dtensors.sharing(params)
         given = local.groups_of.items()
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
         sharing = {} if self.groups.shared_over() else dict(of_meshes)
         for ranks, mesh in dict.fromkeys(
-            (layout.group, self._dtensors.mesh_ranks(params[layout.key.index]))
+            (layout.group, self.dtensors.mesh_ranks(params[layout.key.index]))
             for layout in layouts
         ):
             # Replicas along other groups make a mesh one part of several. A mesh of other parameters does
@@ -187,14 +187,14 @@ class Reader:
         If :meth:`read` raised, only what is known without it, which is the same on all ranks.
         """
         if self._sharing is None:
-            return self._dtensors.sharing(params)
+            return self.dtensors.sharing(params)
         return self._sharing
 
     def meeting(self, params: Sequence[Tensor]) -> Sharing:
         """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
         given = self.groups.shared_over().values()
         known = {tuple(sorted(_ranks(group))): [group] for group in given}
-        return {**self._dtensors.sharing(params), **known}
+        return {**self.dtensors.sharing(params), **known}
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
         """Where collectives take their memory."""
@@ -239,12 +239,12 @@ class Reader:
         layouts, like = self._known.get(index, ([], tensor))
         flatten = self._form(index)[1]
         if isinstance(tensor, DTensor):
-            layouts = self._dtensors.of(Key(index), tensor, flatten)
+            layouts = self.dtensors.of(Key(index), tensor, flatten)
             if tensor.ndim > 2:
                 self._known[index] = layouts, tensor
                 return tensor.full_tensor()
         elif not layouts or (len(layouts) == 1 and like.shape != tensor.shape):
-            local = _LocalReader(self.groups, self._dtensors, self.takes_stacks)
+            local = _LocalReader(self)
             local.add(Key(index), tensor, flatten)
             layouts = local.exchange({index: tensor}, None)
         self._known[index] = layouts, tensor
@@ -300,16 +300,9 @@ def _all_gather(local: Tensor, group: ProcessGroup) -> dict[int, Tensor]:
 class _LocalReader:
     """Collects what this rank knows by itself about one optimizer's matrices."""
 
-    def __init__(
-        self,
-        groups: ParallelGroups,
-        dtensors: dtensor.DTensorLayouts,
-        takes_stacks: bool,
-    ) -> None:
-        self.groups = groups
-        self.dtensors = dtensors
-        self.takes_stacks = takes_stacks
-        self.shared = groups.shared_over()
+    def __init__(self, reader: Reader) -> None:
+        self.reader, self.groups = reader, reader.groups
+        self.shared = self.groups.shared_over()
         # Kind and ranks -> the group. A unit of FSDP1 may have other groups than those that were given.
         self.groups_of = {(kind, _ranks(g)): g for kind, g in self.shared.items()}
         self.found: list[LocalMatrix] = []
@@ -317,7 +310,8 @@ class _LocalReader:
         self.warnings: dict[str, list[str]] = {}
         # Equal pieces become one object.
         self._pieces: dict[Any, Piece] = {}
-        self._views = {} if groups.module is None else fsdp1.views(groups.module)
+        module = self.groups.module
+        self._views = {} if module is None else fsdp1.views(module)
 
     def exchange(
         self,
@@ -365,7 +359,9 @@ class _LocalReader:
             self.groups.module is not None,
             self.groups.of_kind["fsdp"] is not None,
         )
-        matrices = fsdp1.matrices_only(view, described, self.takes_stacks, flatten)
+        matrices = fsdp1.matrices_only(
+            view, described, self.reader.takes_stacks, flatten
+        )
         for sub, matrix in enumerate(matrices):
             self._add_flat(key._replace(sub=sub), param, matrix, view)
 
@@ -390,13 +386,13 @@ class _LocalReader:
 
     def _add_dtensor(self, key: Key, tensor: DTensor, flatten: bool) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
-        mesh_ranks = self.dtensors.ranks_of(tensor.device_mesh)
+        mesh_ranks = self.reader.dtensors.ranks_of(tensor.device_mesh)
         cuts = tuple(
             Cut(kind, _ranks(self.shared[kind]))
             for kind in ("ddp", "cp")
             if kind in self.shared and _only_me(self.shared[kind], mesh_ranks)
         )
-        layouts = self.dtensors.of(key, tensor, flatten)
+        layouts = self.reader.dtensors.of(key, tensor, flatten)
         for layout in layouts:
             shards, of_sum = layout.shards, layout.shards.contributions
             if id(shards) not in self._pieces:
