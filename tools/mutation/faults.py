@@ -6,14 +6,14 @@ from .fault import Fault
 
 
 HERE = "test/distributed/optim/test_muon_"
+DOCUMENTED = "test/distributed/optim/test_muon.py::"
 LAYOUTS = f"{HERE}layouts.py::TestMuonDTensorLayouts::test_"
 EXCHANGE = f"{HERE}exchange.py::TestMuonExchange::test_"
 ORDER = f"{HERE}exchange.py::TestMuonOrder::test_"
 GROUPS = f"{HERE}groups.py::TestMuonGroups::test_"
 FSDP1 = f"{HERE}fsdp1.py::TestMuonFSDP1::test_"
-ERRORS = f"{HERE}errors.py::TestMuonAgreement::test_"
-MISTAKES = f"{HERE}errors.py::TestMuonMistakes::test_"
-PARTIAL = f"{HERE}partial.py::TestMuonPartial::test_"
+ERRORS = f"{HERE}errors.py::TestMuonMistakes::test_"
+PARTIAL = f"{HERE}layouts.py::TestMuonPartial::test_"
 MEETING = f"{HERE}process_groups.py::TestMuonSpanningGroups::test_"
 REPLACED = f"{HERE}replaced.py::TestMuonReplacedOnFour::test_"
 SCHEDULE = f"{HERE}schedule.py::TestMuonSchedule::test_"
@@ -103,7 +103,7 @@ FAULTS = (
         PACKS,
         "scatter_send=self._pack(as_owner, scatter, receives),",
         "scatter_send=self._pack(as_owner, scatter, self.is_source),",
-        (f"{LAYOUTS}parity_on_every_placement_of_a_2d_mesh",),
+        (f"{DOCUMENTED}TestMuonDTensor::test_dtensor_placements",),
     ),
     Fault(
         "only the first region of a shard is packed",
@@ -293,14 +293,14 @@ FAULTS = (
         STATUSES,
         "o + minus_o, _OTHER_OPTIONS",
         "0, _OTHER_OPTIONS",
-        (f"{MISTAKES}hyperparameter_of_one_rank_in_the_first_step_name_lr",),
+        (f"{ERRORS}hyperparameter_of_one_rank_in_the_first_step_name_lr",),
     ),
     Fault(
         "the digest of the hyperparameters lacks eps",
         "_muon.py",
         "            float(self.eps),\n",
         "",
-        (f"{MISTAKES}hyperparameter_of_one_rank_in_the_first_step_name_eps",),
+        (f"{ERRORS}hyperparameter_of_one_rank_in_the_first_step_name_eps",),
     ),
     Fault(
         "matrices of different eps share a batch",
@@ -321,7 +321,7 @@ FAULTS = (
         STATUSES,
         "v + minus_v, _OTHER_VALUES",
         "0, _OTHER_VALUES",
-        (f"{MISTAKES}values_are_compared_when_they_first_move",),
+        (f"{ERRORS}values_are_compared_when_they_first_move",),
     ),
     Fault(
         "steps are not counted",
@@ -580,7 +580,7 @@ FAULTS = (
         PACKS,
         "        return self.gather_recv == self.scatter_send\n",
         "        return True\n",
-        (f"{LAYOUTS}parity_on_every_placement_of_a_2d_mesh",),
+        (f"{DOCUMENTED}TestMuonDTensor::test_dtensor_placements",),
     ),
     Fault(
         "a rank passes on what it got in the order in which it came",

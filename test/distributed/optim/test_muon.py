@@ -92,9 +92,8 @@ class TestDTensorConfig(TestCase):
 
     def test_dtensor_config_creation(self):
         config = create_dtensor_config()
-        self.assertTrue(callable(config.assign_fn))
-        self.assertTrue(callable(config.gather_fn))
-        self.assertTrue(callable(config.redistribute_fn))
+        functions = config.assign_fn, config.gather_fn, config.redistribute_fn
+        self.assertTrue(all(map(callable, functions)))
         self.assertIs(config.state["is_dtensor"], True)
         self.assertIs(config.async_gpu_parallelism, True)
         self.assertEqual(config.prefetch_count, 1)
@@ -255,20 +254,15 @@ class FSDPTests(Tests):
 
     def test_fully_shard_vs_single_device(self):
         bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        for options in (
-            {},
-            {"mp_policy": bfloat16},
-            {"reshard_after_forward": False},
-            {"shard_placement_fn": lambda p: Shard(p.ndim - 1)},
+        line = mesh_of(self.world_size)
+        for mesh, options in (
+            (line, {"mp_policy": bfloat16}),
+            (line, {"reshard_after_forward": False}),
+            (line, {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}),
+            (grid_of(2, self.world_size // 2), {}),
         ):
-            mesh = mesh_of(self.world_size)
             model = fully_shard(make_model(), mesh=mesh, **options)
             self.check(model, create_dtensor_config(), data_rank=self.rank)
-
-    def test_hsdp(self):
-        grid = grid_of(2, self.world_size // 2)
-        model = fully_shard(make_model(), mesh=grid)
-        self.check(model, create_dtensor_config(), data_rank=self.rank)
 
 
 class DDPTests(Tests):
@@ -285,17 +279,13 @@ TP_DIMS = {0: 0, 1: 1, 2: 0, 3: 1}
 
 
 class TPTests(Tests):
-    def test_tp_correctness(self):
-        model = tensor_parallel(make_model(), mesh_of(self.world_size))
-        matrices, _ = self.check(model, create_dtensor_config())
-        self.assertEqual([p.placements for p in matrices], [(S0,), (S1,)] * 2)
-
     def test_per_parameter_tp_dims(self):
         tp = dist.group.WORLD
         config = create_auto_config(tp_process_group=tp, tp_dim_per_param=TP_DIMS)
         model = tensor_parallel(make_model(), mesh_of(self.world_size))
         matrices, _ = self.check(model, config)
         self.assertEqual(detect_tp_dims_from_model(matrices), TP_DIMS)
+        self.assertEqual([p.placements for p in matrices], [(S0,), (S1,)] * 2)
 
     def test_fsdp_plus_tp(self):
         grid = grid_of(self.world_size // 2, 2)

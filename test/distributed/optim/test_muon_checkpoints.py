@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
-"""Checkpoints of the distributed Muon: resumed on other ranks, from and for stock, of other models."""
+"""State and checkpoints of the distributed Muon: what they hold, resumed on other ranks, from and for stock."""
 
+import copy
 import functools
 import io
 import shutil
@@ -53,6 +54,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S0,
     S1,
     Spec,
+    specs,
     Twins,
 )
 from torch.testing._internal.distributed._muon.common_stock import needs_stock, stock
@@ -210,41 +212,73 @@ class TestMuonCheckpoints(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.assertEqual([local(p).detach() for p in twins.params], before)
         self.assertTrainsAlike(twins)
 
-    def test_state_dict_of_another_model(self):
-        shapes = SHAPES_OF_MODEL
-        twins, other = (
-            Twins([Spec(shape, mesh_of(4), (S0,)) for shape in found])
-            for found in (shapes, [*shapes[:3], shapes[3][::-1]])
+    # Optimizers that load the state of another one
+
+    def replace_optimizer(self, twins, state_dict):
+        """Gives ``twins`` new parameters of the same values, and an optimizer that loads the state."""
+        twins.params = [torch.nn.Parameter(p.detach().clone()) for p in twins.params]
+        twins.optimizer = Muon(twins.params, distributed_config="auto")
+        twins.optimizer.load_state_dict(state_dict)
+
+    def trained(self, placed=None, **options):
+        if placed is None:
+            placed = model_on(mesh_of(4), (S0,), (R,), (S1,))
+            placed += model_on(grid_of(2, 2), (R, S0), (S0, S1))
+        twins = Twins(placed, **options)
+        self.assertTrainsAlike(twins)
+        return twins
+
+    def test_state_dict(self):
+        """It has no entry of the config, and serves another Muon through a file or a copy."""
+        twins = self.trained(momentum=0.9, weight_decay=0.3, nesterov=False)
+        state_dict = twins.optimizer.state_dict()
+        (mine,), (its,) = (
+            saved["param_groups"] for saved in (state_dict, twins.single.state_dict())
         )
-        for each in (twins, other):
-            self.assertTrainsAlike(each, 1)
-        state = other.optimizer.state_dict()
-        pattern = r"parameter 3 of shape \(16, 12\) has shape \(12, 16\)"
-        self.assertRaisesEverywhere(
-            lambda: twins.optimizer.load_state_dict(state), ValueError, pattern
-        )
-        self.assertTrainsAlike(twins, 1)
+        self.assertEqual(set(mine), set(its))
+        for state in state_dict["state"].values():
+            self.assertEqual(list(state), ["momentum_buffer"])
+            self.assertIsInstance(state["momentum_buffer"], DTensor)
+        file = io.BytesIO()
+        torch.save(state_dict, file)
+        file.seek(0)
+        self.replace_optimizer(twins, torch.load(file, weights_only=False))
+        self.assertParity(twins)
+        self.assertTrainsAlike(twins)
+        self.replace_optimizer(twins, copy.deepcopy(twins.optimizer).state_dict())
+        self.assertTrainsAlike(twins)
+
+    def test_momentum_of_another_mesh_is_brought_to_its_parameter(self):
+        mesh, other = mesh_of(4), mesh_of(2)
+        twins = self.trained(specs(mesh, [(S0,), (S1,)], [(8, 8), (7, 5)]))
+        state_dict = twins.optimizer.state_dict()
+        for state in state_dict["state"].values():
+            whole = state["momentum_buffer"].full_tensor()
+            state["momentum_buffer"] = place(whole, Spec(whole.shape, other, (S1,)))
+        self.replace_optimizer(twins, state_dict)
+        self.assertTrainsAlike(twins)
+
+    def test_first_step_makes_all_momentum(self):
+        # Checkpoints would otherwise differ from rank to rank.
+        mesh = mesh_of(4)
+        twins = Twins(specs(mesh, [(S0,)], [(3, 9), (2, 4), (8, 8)]))
+        frozen = torch.nn.Parameter(full(9, (4, 4)), requires_grad=False)
+        twins.optimizer.add_param_group({"params": [frozen]})
+        twins.set_gradients([1])
+        if self.rank == 3:
+            # Its piece is empty, and autograd gave it nothing.
+            twins.params[0].grad = None
+        twins.optimizer.step()
+        twins.single.step()
+        has = [
+            "momentum_buffer" in twins.optimizer.state.get(p, {})
+            for p in [*twins.params, frozen]
+        ]
+        self.assertEqual(everyone(has), [[True, True, True, False]] * 4)
+        # Without a gradient it is zero.
+        self.assertParity(twins)
 
     # Stock
-
-    @needs_stock
-    def test_file_of_stock(self):
-        """Stock trains whole matrices. Ours continues with pieces of them."""
-        placed = model_on(grid_of(2, 2), (R, S0), (S0, S1))
-        twins = Twins(placed)
-        twins.single = stock().Muon(twins.singles, **OPTIONS)
-        for _ in range(3):
-            twins.set_gradients()
-            twins.single.step()
-        file = io.BytesIO()
-        torch.save([twins.singles, twins.single.state_dict()], file)
-        file.seek(0)
-        wholes, state = torch.load(file)
-        with torch.no_grad():
-            for param, whole, spec in zip(twins.params, wholes, placed):
-                param.copy_(place(whole.detach(), spec))
-        twins.optimizer.load_state_dict(state)
-        self.assertTrainsAlike(twins)
 
     @needs_stock
     def test_file_for_stock(self):
