@@ -97,7 +97,6 @@ TRACED = {
     "test_muon_relays",
     "test_muon_replaced",
     "test_muon_split",
-    "test_muon_stacks",
     "test_muon_user_functions",
 }
 # Classes of these files that repeat what others execute.

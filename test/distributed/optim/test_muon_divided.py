@@ -130,47 +130,28 @@ class TestMuonDivided(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_placements(self):
         line, grid = mesh_of(4), grid_of(2, 2)
-        # Eight owners are more than the ranks.
-        for (mesh, *placements), owners in itertools.product(
-            ((line, S0), (line, S1), (line, R), (grid, R, S0), (grid, S0, S1)),
-            (2, 3, 8),
+        for (mesh, *placements), owners, replicas, flags, options in (
+            ((line, S0), 2, 4, (True, 1), {"ns_algorithm": "gram"}),
+            ((line, S1), 3, 4, (False, 0), {}),
+            # Eight owners are more than the ranks.
+            ((line, R), 8, 4, (True, 1), {}),
+            # Relayed.
+            ((grid, R, S0), 2, 1, (True, 3), {"ns_coefficients": [COEFFICIENTS] * 5}),
+            ((grid, S0, S1), 3, 4, (True, 1), {"ns_algorithm": "symmetric"}),
+            ((grid, S0, S1), 2, 4, (True, 1), {"foreach": True}),
         ):
-            with self.small():
+            with self.small(max_replicas=replicas):
                 self.check(
                     self.placed(mesh, *placements),
-                    lambda: create_dtensor_config(owners_per_matrix=owners),
-                    f"{placements} {owners}",
+                    lambda: create_dtensor_config(*flags, owners),
+                    f"{placements} {owners} {flags} {options}",
+                    **options,
                 )
-
-    def test_process_groups(self):
-        line, grid = mesh_of(4), grid_of(2, 2)
-        for strategy, dim in (
-            (Strategy(line, "fsdp"), None),
-            (Strategy(line, "ddp"), None),
-            (Strategy(grid, "ddp", "fsdp"), None),
-            (Strategy(grid, "fsdp", "tp"), 0),
-            (Strategy(grid, "ddp", "tp"), 1),
-        ):
-            layout = [strategy.cut(shape, dim) for shape, _ in FORMS]
-            options = {"owners_per_matrix": 2, "tp_dim_per_param": dim}
-            with self.small():
-                self.check(layout, lambda: strategy.config(**options), str(strategy))
-
-    def test_options(self):
-        for flags, options in (
-            ((True, 1), {"ns_algorithm": "gram"}),
-            ((True, 1), {"ns_algorithm": "symmetric", "foreach": True}),
-            ((False, 0), {}),
-            ((True, 3), {"ns_coefficients": [COEFFICIENTS] * 5}),
-        ):
-            for placements, max_replicas in (((S0, S1), 4), ((R, S0), 1)):
-                with self.small(max_replicas):
-                    self.check(
-                        self.placed(grid_of(2, 2), *placements),
-                        lambda: create_dtensor_config(*flags, 2),
-                        f"{flags} {options}",
-                        **options,
-                    )
+        strategy = Strategy(grid, "fsdp", "tp")
+        groups = {"owners_per_matrix": 2, "tp_dim_per_param": 0}
+        with self.small():
+            layout = [strategy.cut(shape, 0) for shape, _ in FORMS]
+            self.check(layout, lambda: strategy.config(**groups), str(strategy))
 
     def test_missing_gradients(self):
         with self.small():

@@ -1,8 +1,9 @@
 # Owner(s): ["oncall: distributed"]
-"""Fused and flattened weights, whose matrices have owners of their own, in every layout."""
+"""Stacks, fused and flattened weights: each of their matrices has its own owner, in every layout."""
 
 import copy
-from itertools import chain, product
+import warnings
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
     StateDictOptions,
 )
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.optim import Muon
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
@@ -24,6 +25,8 @@ from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import wrap
 from torch.testing._internal.distributed._muon.common_modules import data_parallel
 from torch.testing._internal.distributed._muon.common_muon import (
+    Collectives,
+    Cut,
     everyone,
     full,
     GlooOnCPU,
@@ -36,12 +39,14 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S0,
     S1,
     Spec,
+    specs,
     Strategy,
     Twins,
 )
 
 
-# Uneven shards, empty ones, and parts that no rank's piece contains.
+S2 = Shard(2)
+# Uneven shards, empty ones, and parts that no rank's piece contains. Without options, stacks and a matrix.
 FORMS = [
     ((48, 16), {"split": (16, 20, 12)}),
     ((7, 9), {"split": [3, 1, 3]}),
@@ -49,28 +54,48 @@ FORMS = [
     ((3, 5, 2), {"flatten": True}),
     ((12, 4, 3), {"flatten": True, "split": [4] * 3}),
     ((4, 6, 8), {"split": (2, 4)}),
+    ((5, 7, 3), {}),
+    ((1, 9, 4), {}),
+    ((2, 3, 4, 6), {}),
     ((12, 8), {}),
 ]
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 8, 8))
+
+    def forward(self, x):
+        return (x @ self.weight).sum(0)
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(4, 8, 3, bias=False)
+        self.experts = Experts()
         self.qkv = nn.Linear(8, 24, bias=False)
 
     def forward(self, x):
-        return self.qkv(self.conv(x).relu().mean((2, 3)))
+        return self.qkv(self.experts(self.conv(x).relu().mean((2, 3))))
 
 
-def groups_of(model):
-    """Parameter groups, whatever wraps the modules."""
-    conv, qkv = (
-        next(p for name, p in model.named_parameters() if which in name)
-        for which in ("conv", "qkv")
-    )
-    fused = {"params": [("qkv", qkv)], "split": (12, 7, 5), "lr": 0.2}
-    return [{"params": [("conv", conv)], "flatten": True}, fused]
+def muon_of(model, config=None):
+    """Muon for a Net, whatever wraps the modules."""
+    forms = {
+        "conv": {"flatten": True},
+        "experts": {},
+        "qkv": {"split": (12, 7, 5), "lr": 0.2},
+    }
+    groups = [
+        {"params": [(which, param)], **form}
+        for which, form in forms.items()
+        for name, param in model.named_parameters()
+        if which in name
+    ]
+    options = {"distributed_config": config, "allow_batched_matrices": True}
+    return Muon(groups, lr=0.1, **options)
 
 
 @requires_gloo()
@@ -78,7 +103,8 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     world_size = 4
 
     def twins(self, layout, config=None, **options):
-        groups = [([i], form) for i, (_, form) in enumerate(FORMS)]
+        forms = dict(FORMS)
+        groups = [([i], forms.get(each.shape, {})) for i, each in enumerate(layout)]
         return Twins(layout, config, groups, allow_batched_matrices=True, **options)
 
     def placed(self, mesh, *placements):
@@ -95,27 +121,29 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     # Layouts
 
     def test_any_placement(self):
-        for placement in (R, S0, S1, Shard(2), Shard(3)):
+        for placement in (R, S0, S1, S2, Shard(3)):
             self.check(self.placed(mesh_of(4), placement), message=str(placement))
-        for pair in product((R, S0, S1), repeat=2):
+        for pair in ((R, S0), (S1, R), (S0, S0), (S0, S1), (S1, S2), (S2, S0)):
             self.check(self.placed(grid_of(2, 2), *pair), message=str(pair))
 
     def test_process_groups(self):
-        for kinds in ("fsdp", "ddp", "tp", "ddp fsdp", "ddp tp", "fsdp tp"):
+        for kinds in ("ddp", "ddp fsdp", "fsdp tp"):
             mesh = grid_of(2, 2) if " " in kinds else mesh_of(4)
             strategy = Strategy(mesh, *kinds.split())
             for dim in (0, 1) if "tp" in kinds else (None,):
                 layout = [strategy.cut(shape, dim) for shape, _ in FORMS]
                 config = strategy.config(tp_dim_per_param=dim)
                 self.check(layout, config, f"{strategy} {dim}")
+        # Ranks that hold no matrix used to wait for ranks that compare nothing with them.
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        self.check(self.placed(mesh_of(4), S0)[6:8], config)
 
     def test_options(self):
         layout = self.placed(grid_of(2, 2), R, S0)
-        for flags in ((False, 0), (True, 2)):
-            self.check(layout, create_dtensor_config(*flags))
-        self.check(layout, lr=torch.tensor(0.05))
-        self.check(layout, ns_algorithm="gram", adjust_lr_fn="match_rms_adamw")
-        self.check(layout, ns_algorithm="symmetric", nesterov=False)
+        options = {"lr": torch.tensor(0.05), "adjust_lr_fn": "match_rms_adamw"}
+        self.check(layout, ns_algorithm="gram", **options)
+        config = create_dtensor_config(False, 0)
+        self.check(layout, config, ns_algorithm="symmetric", nesterov=False)
         twins = self.twins(layout)
         self.assertTrainsAlike(twins, 3, missing=lambda step: (step, step + 2))
 
@@ -138,12 +166,19 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     # Functions of the user
 
     def test_wrapped_functions(self):
-        layout = self.placed(grid_of(2, 2), R, S1)
+        stacks = self.placed(mesh_of(4), S0)[6:8]
         for name in ("assign_fn", "gather_fn", "redistribute_fn"):
             config = create_dtensor_config()
             given = getattr(config, name)
             setattr(config, name, lambda *args, given=given: given(*args))
-            self.check(layout, config, name)
+            self.check(self.placed(grid_of(2, 2), R, S2), config, name)
+            if name == "assign_fn":
+                self.check(stacks, config, name)
+                continue
+            # They cannot tell apart matrices of a stack that different ranks hold.
+            with self.everywhere(name):
+                with self.assertRaisesRegex(ValueError, "stack"):
+                    self.twins(stacks, config)
 
     # Modules
 
@@ -171,8 +206,7 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         torch.manual_seed(1)
         single = Net()
         model = wrapped(copy.deepcopy(single))
-        muon = Muon(groups_of(model), lr=0.1, distributed_config=config(model))
-        alone = Muon(groups_of(single), lr=0.1)
+        muon, alone = muon_of(model, config(model)), muon_of(single)
         self.train(model, muon, single, alone)
         self.assertSame(model, muon, single, alone)
         return model, muon, single, alone
@@ -185,7 +219,7 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.check_module(lambda model: fully_shard(model, mesh=mesh, **options))
 
     def test_fsdp1(self):
-        units = nn.Conv2d, nn.Linear
+        units = nn.Conv2d, Experts, nn.Linear
         for orig, policy in ((True, None), (True, units), (False, units)):
             self.check_module(
                 lambda model: wrap(model, orig, units=policy),
@@ -199,14 +233,14 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         whole = StateDictOptions(full_state_dict=True)
         values, state = get_state_dict(trained, muon, options=whole)
         model = fully_shard(Net(), mesh=grid_of(2, 2))
-        muon = Muon(groups_of(model), distributed_config="auto")
+        muon = muon_of(model, "auto")
         saved = {"model_state_dict": values, "optim_state_dict": state}
         set_state_dict(model, muon, **saved, options=whole)
-        self.assertEqual(tuple(muon.param_groups[1]["split"]), (12, 7, 5))
+        self.assertEqual(tuple(muon.param_groups[2]["split"]), (12, 7, 5))
         self.train(model, muon, *twins)
         self.assertSame(model, muon, *twins)
 
-    # Owners and errors
+    # Owners
 
     def test_each_part_has_an_owner(self):
         twins = self.twins(self.placed(mesh_of(4), S0))
@@ -217,8 +251,78 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         with NewtonSchulzCalls() as calls:
             twins.optimizer.step()
         shapes = list(chain.from_iterable(everyone(calls.shapes)))
-        self.assertEqual(len(shapes), 3 + 3 + 1 + 1 + 3 + 8 + 1)
+        self.assertEqual(len(shapes), 3 + 3 + 1 + 1 + 3 + 8 + 5 + 1 + 6 + 1)
         self.assertLessEqual({(20, 16), (1, 9), (8, 90), (4, 12), (4, 8)}, set(shapes))
+
+    def test_owners_of_a_stack(self):
+        """Each matrix has an owner. Experts that one rank holds as a whole stay there."""
+        for placement, names in (
+            (S0, set()),
+            (S1, {"alltoall_base_", "allreduce_"}),
+        ):
+            twins = self.twins(specs(mesh_of(4), [(placement,)], [(8, 6, 10)]))
+            twins.set_gradients()
+            with Collectives() as seen, NewtonSchulzCalls() as calls:
+                twins.optimizer.step()
+            twins.single.step()
+            self.assertParity(twins)
+            with self.everywhere():
+                self.assertEqual({call.name for call in seen.calls}, names)
+                self.assertEqual(calls.shapes, [(6, 10)] * 2)
+        owners = twins.optimizer.matrix_owners
+        self.assertEqual(list(owners), [(0, sub) for sub in range(8)])
+        self.assertEqual(sorted(owners.values()), [0, 0, 1, 1, 2, 2, 3, 3])
+
+    def test_gradients_of_another_placement(self):
+        """Ranks hold the matrices of several stacks in different orders, but place gradients in one order."""
+        mesh = mesh_of(4)
+        shapes = [(5, 6, 10), (9, 6, 10), (4, 12, 10), (7, 20, 20), (2, 9, 9)]
+        twins = self.twins(specs(mesh, [(S0,)], shapes))
+        twins.set_gradients()
+        for param, single in zip(twins.params, twins.singles):
+            param.grad = DTensor.from_local(single.grad / 4, mesh, [Partial()])
+        twins.optimizer.step()
+        twins.single.step()
+        self.assertParity(twins)
+
+    def test_groups_whose_ranks_hold_different_matrices(self):
+        """Experts that start as copies of one expert: a comparison of values cannot tell them apart."""
+        shape, pairs = (4, 6, 10), grid_of(2, 2).get_group(1)
+        for spec, options in (
+            (Spec(shape, mesh_of(4), (S0,)), {}),
+            (
+                Cut(shape, ((0, (1, 1, 1, 1), self.rank),)),
+                {"fsdp_process_group": dist.group.WORLD},
+            ),
+        ):
+            config = create_auto_config(cp_process_group=pairs, **options)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                twins = self.twins([spec], config)
+            with torch.no_grad():
+                whole = full(0, shape[1:]).expand(shape).clone()
+                twins.singles[0].copy_(whole)
+                twins.params[0].copy_(place(whole, spec))
+            self.assertTrainsAlike(twins, 1)
+
+    # Errors
+
+    def test_fsdp1_over_tensor_parallelism_is_an_error(self):
+        grid = grid_of(2, 2)
+        for use_orig_params in (False, True):
+            stack = place(full(0, (4, 6, 10)), Spec((4, 6, 10), grid["b"], [S0]))
+            model = FullyShardedDataParallel(
+                nn.ParameterList([stack]),
+                device_mesh=grid["a"],
+                device_id=torch.device("cpu"),
+                use_orig_params=use_orig_params,
+            )
+            config = create_auto_config(module=model)
+            options = {"distributed_config": config, "allow_batched_matrices": True}
+            pattern = "'0' of shape .* tensor parallelism has cut"
+            with self.everywhere():
+                with self.assertRaisesRegex(ValueError, pattern):
+                    Muon(model.parameters(), **options)
 
     def test_errors(self):
         def sharded(*shape):
