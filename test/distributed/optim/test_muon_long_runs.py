@@ -97,10 +97,6 @@ class LongRuns(ParityAssertions):
         model, mesh = make_model(width=9, bias=False), grid_of(2, 2)
         self.run_twins(fully_shard(tensor_parallel(model, mesh["b"]), mesh=mesh["a"]))
 
-    def test_hsdp(self):
-        model = make_model(width=9, bias=False)
-        self.run_twins(fully_shard(model, mesh=grid_of(2, 2)))
-
 
 @requires_gloo()
 class TestMuonLongRuns(GlooOnCPU, LongRuns, MultiProcContinuousTest):
