@@ -83,7 +83,6 @@ TRACED = {
     "test_muon",
     "test_muon_changed",
     "test_muon_config",
-    "test_muon_divided",
     "test_muon_dtensor",
     "test_muon_engine",
     "test_muon_errors",

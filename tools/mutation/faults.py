@@ -11,6 +11,7 @@ LAYOUTS = f"{HERE}layouts.py::TestMuonDTensorLayouts::test_"
 EXCHANGE = f"{HERE}exchange.py::TestMuonExchange::test_"
 ORDER = f"{HERE}exchange.py::TestMuonOrder::test_"
 GROUPS = f"{HERE}groups.py::TestMuonGroups::test_"
+FUNCTIONS = f"{HERE}functions.py::TestMuonFunctions::test_"
 FSDP1 = f"{HERE}fsdp1.py::TestMuonFSDP1::test_"
 ERRORS = f"{HERE}errors.py::TestMuonMistakes::test_"
 PARTIAL = f"{HERE}layouts.py::TestMuonPartial::test_"
@@ -21,7 +22,7 @@ REGRESSIONS = f"{HERE}regressions.py::TestMuonRegressions::test_"
 RELAYS = f"{HERE}relays.py::TestMuonRelays::test_"
 TWO_LEVELS = f"{HERE}relays.py::TestMuonTwoLevels::test_"
 FORMS = f"{HERE}forms.py::TestMuonForms::test_"
-DIVIDED = f"{HERE}divided.py::TestMuonDivided::test_"
+DIVIDED = f"{HERE}forms.py::TestMuonDivided::test_"
 FAULTY = f"{HERE}faults.py::"
 ENGINE = "_muon_engine/engine.py"
 EXCHANGED = "_muon_engine/layouts/exchange.py"
@@ -413,7 +414,7 @@ FAULTS = (
         EXCHANGED,
         'KINDS = ("fsdp", "tp", "ddp", "cp")',
         'KINDS = ("tp", "fsdp", "ddp", "cp")',
-        (f"{GROUPS}gather_then_redistribute_is_the_identity",),
+        (f"{FUNCTIONS}gather_then_redistribute_over_process_groups",),
     ),
     Fault(
         "what ranks learned over one group does not reach the next one",

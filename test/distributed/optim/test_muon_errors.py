@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import Muon
+from torch.optim._muon import muon as functional_muon
 from torch.optim._muon_engine import hints
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import create_auto_config, create_dtensor_config
@@ -30,6 +31,7 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL
 from torch.testing._internal.distributed._muon.common_muon import (
     Cut,
     everyone,
@@ -494,6 +496,47 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         with self.assertWarned():
             for param in (torch.zeros(4, 6), full(int(self.rank == 3), (4, 6))):
                 Muon([nn.Parameter(param)], distributed_config=config)
+
+    # Gradients that one rank has
+
+    def test_nan_and_inf(self):
+        """As in one process: only the matrix of that gradient becomes NaN, on all ranks."""
+        for value in (float("nan"), float("inf")):
+            twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8), (7, 5)]))
+            twins.set_gradients()
+            twins.singles[0].grad[4, 0] = value
+            if self.rank == 2:
+                local(twins.params[0].grad)[0, 0] = value
+            twins.optimizer.step()
+            twins.single.step()
+            lost, single = twins.params[0], twins.singles[0]
+            momentum = local(twins.optimizer.state[lost]["momentum_buffer"])
+            with self.everywhere(f"{value}"):
+                self.assertTrue(local(lost).isnan().all() and single.isnan().all())
+                self.assertEqual(momentum.isfinite().all(), self.rank != 2)
+                # NaN is not equal to NaN.
+                problems = {problem.split(":")[0] for problem in twins.problems()}
+                self.assertLessEqual(problems, {"parameter 0", "momentum 0"})
+
+    def test_gradient_of_another_kind(self):
+        """A functional step of two sharded matrices. Rank 1 has another gradient for the second one."""
+        usual = torch.ones(4, 8)
+        for other, problem in (
+            (usual.to_sparse(), "sparse gradients"),
+            (torch.ones(5, 8), r"has shape \(4, 8\), but its gradient \(5, 8\)"),
+            (usual.to("meta"), "is on cpu, but its gradient meta"),
+            (usual.to(torch.complex64), "is complex False, but its gradient True"),
+        ):
+            config = create_auto_config(fsdp_process_group=dist.group.WORLD)
+            params, momenta = ([full(i, (4, 8)) for i in range(2)] for _ in range(2))
+            grads = [usual, other if self.rank == 1 else usual]
+            what = problem if self.rank == 1 else "it cannot use"
+            options = {**FUNCTIONAL, "distributed_config": config}
+            self.assertRaisesEverywhere(
+                lambda: functional_muon(params, grads, momenta, **options),
+                RuntimeError,
+                rf"^(?=.*{what}).*parameter 1 of shape \(",
+            )
 
     # Functions of the user's
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.optim._muon import muon, MuonFormulas
+from torch.optim._muon import MuonFormulas
 from torch.optim._muon_engine import engine as engine_module, process_groups
 from torch.optim._muon_engine.layouts.groups import _LocalReader
 from torch.optim._muon_engine.runtime import Param
@@ -40,21 +40,14 @@ from torch.optim._muon_engine.runtime.transport import LocalBucket
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import create_auto_config
 from torch.testing._internal.common_distributed import (
-    MultiProcContinuousTest,
     MultiProcessTestCase,
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL
 from torch.testing._internal.distributed._muon.common_muon import (
-    full,
-    GlooOnCPU,
-    mesh_of,
-    ParityAssertions,
     R,
     S0,
     Spec,
-    specs,
     Twins,
 )
 
@@ -439,51 +432,6 @@ class TestMuonRaises(Faults):
 
     def test_raises(self):
         self.run_cases()
-
-
-@requires_gloo()
-class TestMuonFaultyGradients(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
-    world_size = 2
-
-    def test_nan_and_inf_on_one_rank(self):
-        """As in one process: only the matrix of that gradient becomes NaN, on all ranks."""
-        for value in (float("nan"), float("inf")):
-            twins = Twins(specs(mesh_of(2), [(S0,)], [(8, 8), (7, 5)]))
-            twins.set_gradients()
-            twins.singles[0].grad[4, 0] = value
-            if self.rank == 1:
-                twins.params[0].grad.to_local()[0, 0] = value
-            twins.optimizer.step()
-            twins.single.step()
-            lost, single = twins.params[0], twins.singles[0]
-            momentum = twins.optimizer.state[lost]["momentum_buffer"].to_local()
-            with self.everywhere(f"{value}"):
-                self.assertTrue(lost.to_local().isnan().all() and single.isnan().all())
-                self.assertEqual(momentum.isfinite().all(), self.rank == 0)
-                # NaN is not equal to NaN.
-                problems = {problem.split(":")[0] for problem in twins.problems()}
-                self.assertLessEqual(problems, {"parameter 0", "momentum 0"})
-
-    def test_gradient_of_another_kind_on_one_rank(self):
-        """A functional step of two sharded matrices. Rank 1 has another gradient for the second one."""
-        usual = torch.ones(4, 8)
-        for other, problem in (
-            (usual.to_sparse(), "sparse gradients"),
-            (torch.ones(5, 8), r"has shape \(4, 8\), but its gradient \(5, 8\)"),
-            (usual.to("meta"), "is on cpu, but its gradient meta"),
-            (usual.to(torch.complex64), "is complex False, but its gradient True"),
-        ):
-            config = create_auto_config(fsdp_process_group=dist.group.WORLD)
-            params, momenta = ([full(i, (4, 8)) for i in range(2)] for _ in range(2))
-            grads = [usual, other if self.rank == 1 else usual]
-            what = problem if self.rank == 1 else "it cannot use"
-            self.assertRaisesEverywhere(
-                lambda: muon(
-                    params, grads, momenta, **FUNCTIONAL, distributed_config=config
-                ),
-                RuntimeError,
-                rf"^(?=.*{what}).*parameter 1 of shape \(",
-            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """The functions of a DistributedConfig: a factory's, wrapped, replaced, and written from scratch."""
 
+import itertools
 import logging
 import re
 from datetime import timedelta
@@ -19,7 +20,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     Collectives,
     everyone,
-    full,
     GlooOnCPU,
     grid_of,
     local,
@@ -28,11 +28,14 @@ from torch.testing._internal.distributed._muon.common_muon import (
     ParityAssertions,
     piece_of,
     place,
+    placed as stored,
     R,
     S0,
     S1,
+    SHAPES,
     Spec,
     specs,
+    Strategy,
     Twins,
 )
 
@@ -75,31 +78,37 @@ class TestMuonFunctions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             given = whole + self.rank
             with Collectives() as seen:
                 mine = config.redistribute_fn(given, 0, config.state)
-                piece = config.redistribute_fn(whole, 3, config.state)
+                again = config.redistribute_fn(whole, 3, config.state)
             self.assertEqual(seen.calls, [])
             self.assertTrue(torch.equal(local(mine), piece_of(given, spec)))
-            self.assertEqual(piece.placements, tensor.placements)
-            self.assertEqual(piece.device_mesh, tensor.device_mesh)
-            self.assertEqual(piece.shape, tensor.shape)
-            self.assertTrue(torch.equal(local(piece), local(tensor)), f"{spec}")
+            self.assertEqual(stored(again), stored(tensor))
+            self.assertTrue(torch.equal(local(again), local(tensor)), f"{spec}")
+        del config.state["current_param_idx"]
+
+    def check_round_trips(self, twins, unused):
+        """An unused config, and one before and after a step."""
+        params = [param.detach() for param in twins.params]
+        for config in (unused, twins.config, twins.config):
+            with self.everywhere():
+                self.check_round_trip(config, params, twins.specs)
+            twins.step()
+            self.assertParity(twins)
 
     def test_gather_then_redistribute_is_the_identity(self):
-        placed = self.placed()
-        dtypes = (torch.float32, torch.bfloat16, torch.float64)
-        tensors = [
-            place(full(i, spec.shape, dtypes[i % 3]), spec)
-            for i, spec in enumerate(placed)
-        ]
-        config = create_dtensor_config()
-        config.assign_fn(tensors, config.state)
-        self.check_round_trip(config, tensors, placed)
-        # Between steps too.
-        twins = Twins(placed)
-        twins.step()
-        params = [param.detach() for param in twins.params]
-        self.check_round_trip(twins.config, params, placed)
-        twins.step()
-        self.assertParity(twins)
+        dtypes = itertools.cycle((torch.float32, torch.bfloat16, torch.float64))
+        placed = [spec._replace(dtype=next(dtypes)) for spec in self.placed()]
+        self.check_round_trips(Twins(placed), create_dtensor_config())
+
+    def test_gather_then_redistribute_over_process_groups(self):
+        for *kinds, how in (
+            ("fsdp", "tp", "chunk"),
+            ("ddp", "fsdp", "balanced"),
+            ("tp", "cp", "last"),
+        ):
+            strategy = Strategy(grid_of(2, 2), *kinds)
+            twins = strategy.twins(SHAPES[1:6:2], how)
+            dims = {i: d for i, d in enumerate(strategy.dims) if d is not None}
+            self.check_round_trips(twins, strategy.config(tp_dim_per_param=dims))
 
     # Replaced and wrapped
 

@@ -25,7 +25,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     mesh_of,
     NewtonSchulzCalls,
     ParityAssertions,
-    place,
     R,
     S0,
     S1,
@@ -91,39 +90,6 @@ class TestMuonGroups(GroupParity, MultiProcContinuousTest):
             self.check(twins, message=f"{kinds} {how}")
             assignments = twins.optimizer.assignments
             self.assertEqual(everyone(assignments), [assignments] * 4)
-
-    # The three functions outside of step()
-
-    def test_gather_then_redistribute_is_the_identity(self):
-        for kinds, how in zip(PAIRS, HOWS, strict=True):
-            strategy = Strategy(grid_of(2, 2), *kinds)
-            twins = strategy.twins(SHAPES[1:6:2], how)
-            dims = {i: d for i, d in enumerate(strategy.dims) if d is not None}
-            unused = strategy.config(tp_dim_per_param=dims)
-            for config in (twins.config, unused):
-                with self.everywhere(f"{strategy} {how}"):
-                    self.check_round_trip(config, twins.specs)
-            twins.step()
-            self.assertParity(twins, f"{strategy}")
-
-    def check_round_trip(self, config, cuts):
-        for i, spec in enumerate(cuts):
-            config.state["current_param_idx"] = i
-            # The second time, the layout is known.
-            for seed in (i, 50 + i):
-                matrix = full(seed, spec.shape)
-                piece = place(matrix, spec)
-                whole = config.gather_fn(piece, self.rank, config.state)
-                self.assertTrue(torch.equal(whole, matrix), f"{spec}")
-                with Collectives() as seen:
-                    # Each rank cuts its own tensor, whatever the other ranks have.
-                    given = whole + self.rank
-                    mine = config.redistribute_fn(given, 0, config.state)
-                    again = config.redistribute_fn(whole, 0, config.state)
-                self.assertEqual(seen.calls, [])
-                self.assertTrue(torch.equal(mine, place(given, spec)), f"{spec}")
-                self.assertTrue(torch.equal(again, piece), f"{spec}")
-        del config.state["current_param_idx"]
 
     # DTensors
 
@@ -413,19 +379,6 @@ class TestMuonExperts(Experts, MultiProcContinuousTest):
         ):
             twins = self.twins(cut=rows, dense_cut=dense_rows, fsdp_process_group=group)
             self.check(twins, owners * len(DENSE) + 4 * len(EXPERT))
-
-    def test_experts_sharded_within_an_ep_group(self):
-        # As documented: two ranks of an ep_process_group of all ranks shard one expert.
-        for kind, options in (("fsdp", {}), ("tp", {"tp_dim_per_param": 0})):
-            twins = self.twins(
-                [self.rank // 2],
-                [],
-                cut=Strategy(grid_of(2, 2)["b"], "fsdp").cut,
-                ep_process_group=dist.group.WORLD,
-                **{f"{kind}_process_group": grid_of(2, 2).get_group("b")},
-                **options,
-            )
-            self.check(twins, 2 * len(EXPERT), kind)
 
     def test_experts_that_are_dtensors(self):
         pair = tuple(dist.get_process_group_ranks(grid_of(2, 2).get_group("a")))

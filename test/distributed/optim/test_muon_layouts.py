@@ -4,8 +4,6 @@
 import itertools
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
@@ -14,7 +12,7 @@ from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
 )
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     Collectives,
@@ -284,23 +282,6 @@ class TestMuonPartial(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             ]
 
         self.check(mesh_of(4), (P,), terms, momentum=0.0, nesterov=False)
-
-
-class TestMuonOnOneRank(TestCase):
-    def setUp(self):
-        super().setUp()
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        self.addCleanup(dist.destroy_process_group)
-
-    def test_one_rank_trains_like_a_single_process(self):
-        line, grid = (init_device_mesh("cpu", shape) for shape in ((1,), (1, 1)))
-        placed = specs(line, all_placements(line))
-        placed += specs(grid, all_placements(grid), [(7, 5), (4, 8)])
-        twins = Twins(placed)
-        for _ in range(3):
-            twins.step()
-            self.assertEqual(twins.problems(), [])
-        self.assertEqual(twins.optimizer.assignments, {0: [*range(len(placed))]})
 
 
 if __name__ == "__main__":

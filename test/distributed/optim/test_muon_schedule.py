@@ -71,14 +71,6 @@ class TestMuonSchedule(TestCase):
                 found = buckets._node_size(tuple(ranks), peers, 4)
             self.assertEqual(found, size, f"{ranks}")
 
-    def test_replicas_send_once_and_the_owner_s_own_first(self):
-        # Two replicas, (0, 1) and (2, 3), of two halves.
-        layouts = shards_of([(8, 4)], 2, replicas=2)
-        for owner in range(4):
-            schedule = make_schedule(layouts, [owner], torch.bfloat16)
-            sources = [rank for rank in range(4) if schedule.is_source(0, rank)]
-            self.assertEqual(sources, [0, 1] if owner < 2 else [2, 3])
-
     def test_few_buckets_whatever_the_number_of_matrices(self):
         for count, few in [(1, 1), (4, 1), (8, 2), (16, 4), (100, 4)]:
             schedule = scheduled(shards_of([(8, 8)] * count, 4))
