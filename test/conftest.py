@@ -129,12 +129,16 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_collection_finish():
-    """Has ranks forked from servers that have imported torch.
+    """Has tests run on one thread, and ranks forked from servers that have imported torch.
 
     A test file that is started as a script spawns its ranks, as upstream does.
     """
     torch = sys.modules.get("torch")
-    if torch is None or sys.platform != "linux":
+    if torch is None:
+        return
+    # The matrices are small: threads would cost more than they give, above all on a busy machine.
+    torch.set_num_threads(1)
+    if sys.platform != "linux":
         return
     if torch.accelerator.is_available():
         return  # A server that has used a device bars its forks from the device.

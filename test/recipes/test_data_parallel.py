@@ -1,13 +1,24 @@
-"""Recipes for FSDP, DDP, HSDP and context parallelism."""
+"""Recipes for FSDP, DDP, HSDP and context parallelism, and for weights that become DTensors."""
 
 import torch.distributed as dist
-from recipes.common import average, CPU, MLP, Recipe, Transformer
+from recipes.common import (
+    average,
+    Block,
+    CPU,
+    MLP,
+    place_weights,
+    placed_backward,
+    Recipe,
+    Transformer,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     fully_shard,
     FullyShardedDataParallel as FSDP,
     ShardingStrategy,
 )
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
@@ -19,18 +30,22 @@ from torch.optim.muon import (
 from torch.testing._internal.common_utils import run_tests
 
 
-class TestFSDP(Recipe):
+class TestDataParallel(Recipe):
     def test_flat(self):
-        """EXAMPLES 1, END_TO_END FSDP, and with a sharding strategy: all parameters are matrices of one
-        flat parameter."""
+        """EXAMPLES 1, migrations 2 and 3; END_TO_END FSDP, with a sharding strategy, and to FSDP: all
+        parameters are matrices of flat parameters, one for the model or one for each block."""
         group = dist.group.WORLD
-        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
-            model = FSDP(Transformer(), sharding_strategy=strategy, device_id=CPU)
+        for options in (
+            {},
+            {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+            {"auto_wrap_policy": ModuleWrapPolicy({Block})},
+        ):
+            model = FSDP(Transformer(), device_id=CPU, **options)
             config = create_auto_config(fsdp_process_group=group)
             self.check(Transformer(), model, config, fsdp=group, data=[group])
 
     def test_with_biases(self):
-        """EXAMPLES 1: matrices for Muon and biases for AdamW in one unit."""
+        """EXAMPLES 1, migration 3: matrices for Muon and biases for AdamW in one unit."""
         one, group = MLP(bias=True), dist.group.WORLD
         model = FSDP(MLP(bias=True), device_id=CPU, use_orig_params=True)
         matrices, others = partition_named_parameters(model)
@@ -39,8 +54,8 @@ class TestFSDP(Recipe):
         self.check(one, model, config, matrices, **how)
 
     def test_fsdp2(self):
-        """EXAMPLES 0a and 1, PROJECT quick start, END_TO_END FSDP, with ``fully_shard``: no groups, no
-        dimensions. PROJECT, verify the setup and print the assignments; TESTING, assignments checked."""
+        """EXAMPLES 0a, 1 and migration 4, PROJECT quick start, END_TO_END FSDP, with ``fully_shard``: no
+        groups, no dimensions. PROJECT, verify the setup and print the assignments; TESTING, assignments checked."""
         model = Transformer()
         for layer in model.layers:
             fully_shard(layer)
@@ -52,15 +67,13 @@ class TestFSDP(Recipe):
         self.assertEqual(muon.current_rank, dist.get_rank())
         self.compare(Transformer(), model, muon, data=[dist.group.WORLD])
 
-
-class TestDDP(Recipe):
     def test_unconfigured(self):
         """END_TO_END, DDP without a config: every rank orthogonalizes every matrix."""
         model, data = DDP(Transformer()), [dist.group.WORLD]
         self.check(Transformer(), model, None, data=data, once=False)
 
     def test_shared_out(self):
-        """EXAMPLES 2: the replicas share the matrices. END_TO_END, DDP, calls the group another name."""
+        """EXAMPLES 2, migration 5: the replicas share the matrices. END_TO_END, DDP, calls the group another name."""
         world = dist.group.WORLD
         for group in ({"ddp_process_group": world}, {"cp_process_group": world}):
             model, config = DDP(Transformer()), create_auto_config(**group)
@@ -83,8 +96,6 @@ class TestDDP(Recipe):
 
         self.check(Transformer(), model, config, backward=backward)
 
-
-class TestHSDP(Recipe):
     def test_hybrid_shard(self):
         """EXAMPLES 6: FSDP within nodes, DDP across nodes. END_TO_END, HSDP, with other names."""
         nodes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
@@ -104,12 +115,33 @@ class TestHSDP(Recipe):
             config = create_auto_config(**groups)
             self.check(Transformer(), model, config, fsdp=fsdp, data=[fsdp, ddp])
 
-    def test_fsdp2(self):
+    def test_hybrid_fsdp2(self):
         """EXAMPLES 6, END_TO_END HSDP, with ``fully_shard``: the mesh says it all."""
         nodes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = fully_shard(Transformer(), mesh=nodes)
         config, data = create_dtensor_config(), nodes.get_all_groups()[::-1]
         self.check(Transformer(), model, config, data=data)
+
+    def check_placed(self, mesh, placements, inputs):
+        one, model = MLP(bias=True), place_weights(MLP(bias=True), mesh, placements)
+        matrices, others = partition_named_parameters(model)
+        config = create_dtensor_config(async_gpu_parallelism=True, prefetch_count=1)
+        backward = placed_backward(model, mesh, inputs)
+        self.check(one, model, config, matrices, others=others, backward=backward)
+
+    def test_sharded(self):
+        """EXAMPLES 0b, migration 1: weights cut along dimension 0."""
+        self.check_placed(init_device_mesh("cpu", (4,)), [Shard(0)], [Replicate()])
+
+    def test_sharded_twice(self):
+        """EXAMPLES 0c: one dimension of the mesh cuts rows, the other columns."""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        placements = [Shard(0), Shard(1)], [Shard(0), Replicate()]
+        self.check_placed(mesh, *placements)
+
+    def test_replicated(self):
+        """EXAMPLES 0d, migration 5: every rank has all weights and a slice of the batch, as under DDP."""
+        self.check_placed(init_device_mesh("cpu", (4,)), [Replicate()], [Shard(0)])
 
 
 if __name__ == "__main__":

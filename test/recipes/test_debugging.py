@@ -17,6 +17,7 @@ from recipes.common import (
     MLP,
     parallelize,
     Recipe,
+    STEPS,
     Transformer,
 )
 from torch import nn
@@ -88,7 +89,7 @@ class TestDebugging(Recipe):
             self.check(Transformer(), model, config, fsdp=group, data=[group])
         lines = [line for line in logged.output if ": gather " in line]
         owners = [int(re.search(r"owner (\d+)$", line)[1]) for line in lines]
-        per_step = owners[: len(owners) // 3]
+        per_step = owners[: len(owners) // STEPS]
         self.assertTrue(per_step)
         self.assertEqual(per_step, sorted(per_step))
 
@@ -168,7 +169,7 @@ class TestDebugging(Recipe):
 
     def test_hang(self):
         """END_TO_END, find out who hangs: a rank leaves out a step, and the others say which."""
-        group = dist.new_group(timeout=timedelta(seconds=4))
+        group = dist.new_group(timeout=timedelta(seconds=2))
         # A store that all ranks can reach, whatever became of their process groups.
         store = dist.PrefixStore("hang", dist.distributed_c10d._get_default_store())
         model = MLP()

@@ -4,8 +4,17 @@ import pickle
 
 import torch
 import torch.distributed as dist
-from recipes.common import average, batches, CPU, MLP, Recipe, Transformer
+from recipes.common import (
+    average,
+    batches,
+    CPU,
+    cut_linears,
+    MLP,
+    Recipe,
+    Transformer,
+)
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
 from torch.nn.functional import mse_loss
 from torch.optim import Muon
@@ -74,7 +83,7 @@ class TestOneProcess(TestCase):
         self.assertGreater((torch.cat(halves) - right).norm(), 0.1 * right.norm())
 
     def test_baseline(self):
-        """END_TO_END, one process, no config."""
+        """END_TO_END, one process, no config; EXAMPLES, migrations 1 and 2, before."""
         self.check(Transformer, 1e-3, 0.1, nesterov=True)
 
 
@@ -189,6 +198,37 @@ class TestFunctions(Recipe):
         world = dist.group.WORLD
         self.compare(MLP(), shards, muon, fsdp=world, data=[world], backward=backward)
         self.assertEqual(seen.calls, [])
+
+    def test_own_functions_to_auto_config(self):
+        """END_TO_END, from a user's own functions to two groups."""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        fsdp, tp = mesh.get_all_groups()
+        tp_dims = dict(enumerate([0, 1, 0, 1] * 2))
+
+        def my_gather(piece, rank, state):
+            # FSDP cut the pieces of TP, so its pieces are joined first.
+            whole, dim = piece, tp_dims[state["current_param_idx"]]
+            for group, along in ((fsdp, 0), (tp, dim)):
+                parts = [torch.empty_like(whole) for _ in range(group.size())]
+                dist.all_gather(parts, whole.contiguous(), group=group)
+                whole = torch.cat(parts, along)
+            return whole
+
+        def my_redistribute(update, rank, state):
+            dist.broadcast(update, src=rank)  # more than every rank needs
+            dim = tp_dims[state["current_param_idx"]]
+            piece = update.chunk(tp.size(), dim)[tp.rank()]
+            return piece.chunk(fsdp.size())[fsdp.rank()]
+
+        state = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        groups = {"fsdp_process_group": fsdp, "tp_process_group": tp}
+        for config in (
+            DistributedConfig(round_robin, my_gather, my_redistribute, state),
+            create_auto_config(tp_dim_per_param=tp_dims, **groups),
+        ):
+            model = cut_linears(Transformer(), tp, fsdp=fsdp)
+            how = {"fsdp": fsdp, "tp": tp, "data": [fsdp]}
+            self.check(Transformer(), model, config, **how)
 
     def test_size_aware(self):
         """END_TO_END, assignment by size: one's own ``assign_fn`` on a factory's config."""

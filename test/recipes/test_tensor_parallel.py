@@ -67,14 +67,12 @@ class TestTensorParallel(Recipe):
             muons.append(Muon(params, lr=1e-3, distributed_config=config))
         self.compare(Transformer(), model, *muons)
 
-
-class TestFSDPAndTP(Recipe):
     def grid(self):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
         return mesh, *mesh.get_all_groups()
 
     def test_fsdp1_over_plan(self):
-        """END_TO_END, TP + FSDP: FSDP1 knows the plan by its mesh, and tells Muon."""
+        """END_TO_END, TP + FSDP, and from FSDP: FSDP1 knows the plan by its mesh, and tells Muon."""
         mesh, fsdp, tp = self.grid()
         model = parallelize(Transformer(), mesh["tp"])
         model = FSDP(model, device_mesh=mesh["fsdp"], device_id=CPU)
