@@ -8,7 +8,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region, Shards
 from torch.optim._muon_engine.schedule.owners import (
     assign_owners,
@@ -16,25 +15,12 @@ from torch.optim._muon_engine.schedule.owners import (
     check_assignments,
     newton_schulz_flops,
 )
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-    TestCase,
-)
+from torch.testing._internal.common_utils import run_tests, TestCase
 
 
 if dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import (
-        distribute_tensor,
-        DTensor,
-        Partial,
-        Placement,
-        Replicate,
-        Shard,
-    )
+    from torch.distributed.tensor import DTensor, Partial, Placement, Shard
     from torch.optim._muon_engine.layouts.dtensor import (
         _order_of_cuts,
         device_of,
@@ -169,116 +155,44 @@ class TestOwners(TestCase):
                 check_assignments(assignments, names, 2)
 
 
-def numbered(shape):
-    return torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
-
-
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
-@instantiate_parametrized_tests
 class TestDTensorLayouts(TestCase):
-    SHAPES = [(8, 6), (7, 5), (1, 6), (3, 2), (5, 1)]
-
     def as_rank(self, rank, world_size):
         """A process group that answers for ``rank`` without any other process."""
-        self.tearDown()
         dist.init_process_group(
             "fake", store=FakeStore(), rank=rank, world_size=world_size
         )
 
-    def tearDown(self):
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self.addCleanup(dist.destroy_process_group)
 
-    def mesh(self, shape, names=None):
-        size = torch.Size(shape).numel()
-        return DeviceMesh("cpu", torch.arange(size).view(shape), mesh_dim_names=names)
-
-    def assert_layout_tells_where(self, layout, rank, local):
-        """Each rectangle of ``rank`` is where the layout says, in the matrix and in storage."""
-        matrix = numbered(layout.shape)
-        covered = torch.zeros_like(local)
-        for region in layout.shards.of(rank):
-            self.assertEqual(region.of_local(local), region.of_matrix(matrix))
-            region.of_local(covered).add_(1)
-        self.assertEqual(covered, torch.ones_like(local))
-
-    @parametrize("mesh_shape", [(1,), (3,), (3, 2), (2, 2, 2)])
-    def test_as_distribute_tensor(self, mesh_shape):
-        world_size = torch.Size(mesh_shape).numel()
-        kinds = [Shard(0), Shard(1), Replicate()]
-        if len(mesh_shape) == 1:
-            kinds += [Shard(-1), Shard(-2)]
-        combinations = list(itertools.product(kinds, repeat=len(mesh_shape)))
-        shapes = self.SHAPES if len(mesh_shape) < 3 else self.SHAPES[1:2]
-        first = {}
-        for rank in range(world_size):
-            self.as_rank(rank, world_size)
-            mesh, reader = self.mesh(mesh_shape), DTensorLayouts()
-            for shape, placements in itertools.product(shapes, combinations):
-                dtensor = distribute_tensor(
-                    numbered(shape), mesh, placements, src_data_rank=None
-                )
-                (layout,) = reader.of(Key(0), dtensor)
-                self.assert_layout_tells_where(layout, rank, dtensor.to_local())
-                self.assertEqual(layout.shape, shape)
-                self.assertEqual(layout.group, tuple(range(world_size)))
-                self.assertEqual(layout.shards.contributions, ())
-                # All ranks read the same.
-                known = first.setdefault((shape, placements), layout)
-                self.assertEqual(layout.shards.regions, known.shards.regions)
-                check_cover(layout)
-
-    def test_fully_shard_over_tensor_parallel(self):
-        # The rows of the second cut are strided: TP cuts first, though its dimension comes last.
-        cases = [(0, (9, 5)), (0, (2, 3)), (1, (7, 5))]
-        for rank, (dim, shape) in itertools.product(range(6), cases):
-            self.as_rank(rank, 6)
-            mesh = self.mesh((3, 2), ("dp", "tp"))
-            module = nn.Linear(shape[1], shape[0], bias=False)
-            module.weight = nn.Parameter(
-                distribute_tensor(
-                    numbered(shape), mesh["tp"], [Shard(dim)], src_data_rank=None
-                )
-            )
-            fully_shard(module, mesh=mesh["dp"])
-            (layout,) = DTensorLayouts().of(Key(0), module.weight.data)
-            self.assert_layout_tells_where(
-                layout, rank, module.weight.to_local().detach()
-            )
-            check_cover(layout)
+    def dtensor(self, mesh, *placements, shape=(4, 3)):
+        """A DTensor of ones with a local part of ``shape``."""
+        if isinstance(mesh, tuple):
+            ranks = torch.arange(torch.Size(mesh).numel()).view(mesh)
+            mesh = DeviceMesh("cpu", ranks)
+        return DTensor.from_local(torch.ones(shape), mesh, placements, run_check=False)
 
     def test_partial(self):
         self.as_rank(1, 4)
-        mesh = self.mesh((2, 2))
-        dtensor = DTensor.from_local(
-            torch.ones(4, 3), mesh, [Partial(), Shard(0)], run_check=False
-        )
+        dtensor = self.dtensor((2, 2), Partial(), Shard(0))
         (layout,) = DTensorLayouts().of(Key(0), dtensor)
         self.assertEqual(layout.shape, (8, 3))
         self.assertEqual(layout.shards.contributions, (0, 0, 1, 1))
         self.assertTrue(layout.shards.partial)
         self.assertEqual(layout.shards.regions[0], layout.shards.regions[2])
         with self.assertRaisesRegex(ValueError, "parameter 2 'w'.*sum"):
-            other = DTensor.from_local(
-                torch.ones(4, 3), mesh, [Partial("max"), Shard(0)], run_check=False
-            )
+            other = self.dtensor((2, 2), Partial("max"), Shard(0))
             DTensorLayouts().of(Key(2, 0, "w"), other)
 
     def test_mesh_without_this_rank(self):
         self.as_rank(2, 4)
         mesh = DeviceMesh("cpu", [0, 1], _init_backend=False)
-        dtensor = DTensor.from_local(
-            torch.ones(4, 3), mesh, [Shard(0)], run_check=False
-        )
         with self.assertRaisesRegex(ValueError, "parameter 1.*not in the mesh"):
-            DTensorLayouts().of(Key(1), dtensor)
+            DTensorLayouts().of(Key(1), self.dtensor(mesh, Shard(0)))
 
     def test_local_tensor_of_another_size(self):
         self.as_rank(0, 2)
-        mesh = self.mesh((2,))
-        dtensor = distribute_tensor(
-            torch.ones(8, 3), mesh, [Shard(0)], src_data_rank=None
-        )
+        dtensor = self.dtensor((2,), Shard(0))
         dtensor._local_tensor = torch.ones(3, 3)
         with self.assertRaisesRegex(ValueError, r"local tensor has shape \(3, 3\)"):
             DTensorLayouts().of(Key(0), dtensor)
@@ -295,22 +209,14 @@ class TestDTensorLayouts(TestCase):
 
     def test_fsdp1_over_tp_of_more_than_one_mesh_dimension(self):
         self.as_rank(0, 4)
-        mesh = self.mesh((2, 2))
-        dtensor = DTensor.from_local(
-            torch.ones(4, 4), mesh, [Shard(0), Shard(1)], run_check=False
-        )
+        dtensor = self.dtensor((2, 2), Shard(0), Shard(1))
         reader = _LocalReader(Reader(ParallelGroups({})))
         with self.assertRaisesRegex(ValueError, "weight.*mesh of 2 dim.*fully_shard"):
             reader._tp_of_spec(Key(0), "weight", dtensor._spec)
 
     def test_meshes_of_different_device_types(self):
         self.as_rank(0, 2)
-        dtensors = [
-            DTensor.from_local(
-                torch.ones(4, 3), self.mesh((2,)), [Shard(0)], run_check=False
-            )
-            for _ in range(2)
-        ]
+        dtensors = [self.dtensor((2,), Shard(0)) for _ in range(2)]
         other = mock.PropertyMock(side_effect=["cpu", "xpu"])
         with mock.patch.object(DeviceMesh, "device_type", other):
             with self.assertRaisesRegex(ValueError, "device types.*cpu.*xpu"):
