@@ -63,11 +63,6 @@ def parts_of(tensor, split=None, flatten=False):
 
 
 class TestMuonSplit(TestCase):
-    def setUp(self):
-        super().setUp()
-        self.addCleanup(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
-
     def build(self, **options):
         """An optimizer of whole weights, and one of their parts as parameters of their own."""
         self.whole = [nn.Parameter(randn(1, *shape)) for shape, _ in FORMS]

@@ -36,30 +36,18 @@ def local_config(assign_fn=None, *, state=None, **options):
     )
 
 
-def make_params(*shapes, dtype=torch.float32, seed=0, with_grad=True):
+def make_params(*shapes, dtype=torch.float32, seed=0):
+    """Parameters with gradients."""
     generator = torch.Generator().manual_seed(seed)
     params = []
     for shape in shapes:
         param = nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        if with_grad:
-            param.grad = torch.randn(shape, generator=generator).to(dtype)
+        param.grad = torch.randn(shape, generator=generator).to(dtype)
         params.append(param)
     return params
 
 
 class ConfigTestCase(TestCase):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        # The matrices are small: threads would cost more than they give, above all on a busy machine.
-        cls.threads_before = torch.get_num_threads()
-        torch.set_num_threads(1)
-
-    @classmethod
-    def tearDownClass(cls):
-        torch.set_num_threads(cls.threads_before)
-        super().tearDownClass()
-
     def assert_same_bits(self, actual, expected):
         self.assertEqual(len(actual), len(expected))
         for mine, other in zip(actual, expected):
