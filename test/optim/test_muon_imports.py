@@ -44,7 +44,7 @@ def modules():
 
 
 def imports_of(tree):
-    """What a file imports anywhere, inside functions and for type checkers too; "." if relative."""
+    """The names that a file imports, inside functions and for type checkers too; "." if relative."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,15 +1,13 @@
 # Owner(s): ["oncall: distributed"]
-"""Schedules of arbitrary layouts, played by all ranks in one process."""
+"""Schedules of arbitrary layouts: the packs of all ranks, compared in one process."""
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
-from typing import NamedTuple
 from unittest import mock
 
 import torch
 from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region, Shards
-from torch.optim._muon_engine.runtime import transport
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners
@@ -18,55 +16,6 @@ from torch.testing._internal.distributed._muon.fuzz_settings import fuzz
 
 
 from hypothesis import event, given, note, strategies as st
-
-
-class Call(NamedTuple):
-    """The arguments of one all-to-all on one rank. ``ranks`` is the group, in its order."""
-
-    recv: torch.Tensor
-    send: torch.Tensor
-    recv_splits: list[int]
-    send_splits: list[int]
-    ranks: tuple[int, ...]
-
-
-def deliver(calls):
-    """Makes the all-to-all of each group; ``calls`` has one call per rank."""
-    for rank, call in calls.items():
-        arriving = []
-        for peer in call.ranks:
-            sent = calls[peer].send.split(calls[peer].send_splits)
-            arriving.append(sent[calls[peer].ranks.index(rank)])
-        sizes = [len(piece) for piece in arriving]
-        # Both ends must compute the same splits.
-        if sizes != list(call.recv_splits):
-            raise AssertionError(
-                f"rank {rank} expects {call.recv_splits}, gets {sizes}"
-            )
-        call.recv.copy_(torch.cat(arriving))
-
-
-def two_levels(schedule, bucket, rank, call, phase, arrived):
-    """The all-to-alls of both levels, where ``arrived`` is the result of the first level."""
-    levels = []
-
-    def all_to_all(*given):
-        levels.append(Call(*given))
-        if len(levels) == 1 and arrived is not None:
-            levels[0].recv.copy_(arrived)
-
-    with mock.patch.object(transport, "all_to_all", all_to_all):
-        passed_on = schedule.passed_on(bucket, rank)[phase == "scatter"]
-        transport.two_level_all_to_all(
-            *call[:4], *bucket.node_and_rail(rank), passed_on
-        )
-    return levels
-
-
-def view(buffer, packed):
-    region = packed.region
-    flat = buffer[packed.offset : packed.offset + region.numel]
-    return flat.view(region.height, region.width)
 
 
 # Of a matrix; small ones are cut in every way that large ones are.
@@ -175,124 +124,75 @@ class TestMuonScheduleFuzz(TestCase):
             mock.patch.object(packs, "RELAY_BYTES", relay_bytes),
         ):
             made = make_schedule(layouts, owners, torch.bfloat16, **settings)
-            for kind in ("relayed", "node_size"):
-                if any(
-                    int(getattr(b, kind)) > (kind == "node_size") for b in made.buckets
-                ):
-                    event(kind)
-
-            self.play(made)
-            self.check_traffic(made)
+            for bucket in made.buckets:
+                event("relayed" if bucket.relayed else f"nodes {bucket.node_size > 1}")
+            self.check_packs(made)
             for rank in range(world):
                 self.check_view(made, rank, random, assigned, settings)
 
-    def play(self, schedule):
-        """Runs every bucket; checks that each matrix and each update arrives, each element once."""
-        # Elements of all matrices are distinct, positive, and exact in float32.
-        self.whole = [
-            torch.arange(1, layout.numel + 1).reshape(layout.shape) + 1000.0 * number
-            for number, layout in enumerate(schedule.layouts)
-        ]
-        stored = {}
-        for matrix, layout in enumerate(schedule.layouts):
-            for rank, numel in zip(layout.shards.ranks, layout.shards.numels):
-                stored[rank, matrix] = torch.full((numel,), -1.0)
-                for region in layout.shards.of(rank):
-                    part = region.of_matrix(self.whole[matrix])
-                    region.of_local(stored[rank, matrix]).copy_(part)
-        updates = {key: torch.zeros_like(local) for key, local in stored.items()}
-        owned_once = []
+    def check_packs(self, schedule):
+        """Both ends of a split agree. Each matrix and each update arrives, and no element twice."""
+        arrived, owned_once = defaultdict(Counter), []
         for bucket in schedule.buckets:
             packs = {r: schedule.packs(bucket, r) for r in bucket.group}
-            owned = schedule.owned(bucket)
-            owned_once += itertools.chain(*owned.values())
-            sent = {
-                rank: self.filled(
-                    mine.gather_send,
-                    lambda p, r=rank: p.region.of_local(stored[r, p.matrix]),
+            for phase in ("gather", "scatter"):
+                sent, received = (
+                    {
+                        rank: self.splits(getattr(mine, f"{phase}_{side}"))
+                        for rank, mine in packs.items()
+                    }
+                    for side in ("send", "recv")
                 )
-                for rank, mine in packs.items()
-            }
-            received = self.exchange(schedule, bucket, packs, sent, "gather")
+                for (i, a), (j, b) in itertools.product(enumerate(packs), repeat=2):
+                    self.assertEqual(sent[a][j], received[b][i])
+            for owner, matrices in schedule.owned(bucket).items():
+                for matrix in matrices:
+                    self.check_matrix(schedule, matrix, packs[owner].gather_recv)
+                    own = schedule.layouts[matrix].shards.of(owner)
+                    arrived[owner, matrix].update(own)
+                owned_once += matrices
             for rank, mine in packs.items():
-                for matrix in owned.get(rank, ()):
-                    found = [
-                        (p.region, view(received[rank], p))
-                        for p in mine.gather_recv.regions
-                        if p.matrix == matrix
-                    ]
-                    if schedule.is_source(matrix, rank):
-                        found += [
-                            (region, region.of_local(stored[rank, matrix]))
-                            for region in schedule.layouts[matrix].shards.of(rank)
-                        ]
-                    self.check_matrix(schedule, matrix, found)
-            sent = {
-                rank: self.filled(mine.scatter_send, self.result)
-                for rank, mine in packs.items()
-            }
-            received = self.exchange(schedule, bucket, packs, sent, "scatter")
-            for rank, mine in packs.items():
-                for p in mine.scatter_recv.regions:
-                    target = p.region.of_local(updates[rank, p.matrix])
-                    target.add_(view(received[rank], p))
-                for matrix in owned.get(rank, ()):
-                    for region in schedule.layouts[matrix].shards.of(rank):
-                        part = region.of_matrix(self.whole[matrix])
-                        region.of_local(updates[rank, matrix]).sub_(part)
-            self.play_relays(packs, received, updates)
+                for entry in mine.scatter_recv.regions:
+                    arrived[rank, entry.matrix][entry.region] += 1
+            self.check_relays(packs, arrived)
         self.assertEqual(sorted(owned_once), list(range(len(schedule.layouts))))
-        for (rank, matrix), local in stored.items():
-            # One contribution to a sum receives the update.
-            times = int(schedule.receives(matrix, rank))
-            self.assertEqual(updates[rank, matrix], -local * times)
+        for matrix, layout in enumerate(schedule.layouts):
+            shards = layout.shards
+            for rank in layout.group:
+                # One contribution to a sum receives the update.
+                taken = shards.contribution_of(schedule.owners[matrix])
+                receives = shards.contribution_of(rank) == taken
+                expected = Counter(shards.of(rank) if receives else ())
+                self.assertEqual(arrived[rank, matrix], expected)
 
-    def result(self, packed):
-        """A region of the update, which is the matrix with the opposite sign."""
-        return packed.region.of_matrix(-self.whole[packed.matrix])
+    def splits(self, pack):
+        """The matrix, holder and place of each region that a peer sends or receives, for each peer."""
+        entries, offset, found = list(pack.regions), 0, []
+        for split in pack.splits:
+            found.append([])
+            end = offset + split
+            while offset < end:
+                self.assertEqual(entries[0].offset, offset)
+                offset += entries[0].region.numel
+                found[-1].append(entries.pop(0)[:3])
+            self.assertEqual(offset, end)
+        self.assertEqual(entries, [])
+        return found
 
-    def filled(self, pack, content):
-        """The memory of ``pack``, each element written by a region."""
-        flat = torch.full((sum(pack.splits),), float("nan"))
-        for packed in pack.regions:
-            view(flat, packed).copy_(content(packed))
-        self.assertFalse(flat.isnan().any())
-        return flat
+    def check_matrix(self, schedule, matrix, received):
+        """The owner has each element of each contribution once, and is sent none that it holds."""
+        shards, owner = schedule.layouts[matrix].shards, schedule.owners[matrix]
+        found = [(owner, region) for region in shards.of(owner)]
+        found += [e[1:3] for e in received.regions if e.matrix == matrix]
+        for contribution in set(shards.contributions) or {0}:
+            total = torch.zeros(schedule.layouts[matrix].shape)
+            for rank, region in found:
+                if shards.contribution_of(rank) == contribution:
+                    region.of_matrix(total).add_(1)
+            self.assertTrue(torch.equal(total, torch.ones_like(total)))
 
-    def exchange(self, schedule, bucket, packs, sent, phase):
-        """Makes a gather or scatter. Returns the memory that each rank received."""
-        received, calls = {}, {}
-        for rank, mine in packs.items():
-            send, recv = (getattr(mine, f"{phase}_{side}") for side in ("send", "recv"))
-            received[rank] = torch.full((sum(recv.splits),), float("nan"))
-            splits = list(recv.splits), list(send.splits)
-            calls[rank] = Call(received[rank], sent[rank], *splits, bucket.group)
-        if bucket.node_size == 1:
-            deliver(calls)
-            return received
-        # The second level reads the result of the first one.
-        arrived = {}
-        for level in range(2):
-            made = {
-                rank: two_levels(schedule, bucket, rank, call, phase, arrived.get(rank))
-                for rank, call in calls.items()
-            }
-            now = {rank: levels[level] for rank, levels in made.items()}
-            deliver(now)
-            arrived = {rank: call.recv for rank, call in now.items()}
-        return received
-
-    def check_matrix(self, schedule, matrix, found):
-        """The owner has the whole matrix, each element of each contribution once."""
-        layout = schedule.layouts[matrix]
-        total = torch.zeros(layout.shape)
-        for region, part in found:
-            region.of_matrix(total).add_(part)
-        times = len(set(layout.shards.contributions)) or 1
-        self.assertEqual(total, times * self.whole[matrix])
-
-    def play_relays(self, packs, received, updates):
-        """Broadcasts along replicas the results that their sources received or computed."""
+    def check_relays(self, packs, arrived):
+        """A source relays results that it received or computed, and no two ranks wait for each other."""
         queues = {rank: list(mine.relays) for rank, mine in packs.items()}
         while any(queues.values()):
             # All replicas must reach a relay before they start another one, or they would deadlock.
@@ -306,42 +206,14 @@ class TestMuonScheduleFuzz(TestCase):
                 )
             )
             source = packs[relay.source]
-            got = {
-                (p.matrix, p.region): view(received[relay.source], p)
-                for p in source.scatter_recv.regions
-            }
-            got |= {(p.matrix, p.region): self.result(p) for p in source.kept.regions}
+            results = (*source.scatter_recv.regions, *source.kept.regions)
+            results = {(entry.matrix, entry.region) for entry in results}
             for rank in relay.replicas:
                 self.assertEqual(queues[rank].pop(0).pack.splits, relay.pack.splits)
-                for p in relay.pack.regions if rank != relay.source else ():
-                    target = p.region.of_local(updates[rank, p.matrix])
-                    target.add_(got[p.matrix, p.region])
-
-    def check_traffic(self, schedule):
-        """No rank sends an element that it need not send."""
-        found = Counter()
-        for bucket in schedule.buckets:
-            for rank in bucket.group:
-                mine = schedule.packs(bucket, rank)
-                for packed in (*mine.gather_send.regions, *mine.scatter_send.regions):
-                    found[packed.matrix] += packed.region.numel
-                for replicas, source, pack in mine.relays:
-                    for packed in pack.regions if source == rank else ():
-                        copies = len(replicas) - 1
-                        found[packed.matrix] += copies * packed.region.numel
-        for matrix, (layout, owner) in enumerate(
-            zip(schedule.layouts, schedule.owners)
-        ):
-            shards = layout.shards
-            sets = [ranks for ranks in shards.replica_sets if owner not in ranks]
-            held = dict(zip(shards.ranks, shards.numels))
-            needed = sum(held[ranks[0]] for ranks in sets)
-            needed += sum(
-                held[rank]
-                for rank in layout.group
-                if rank != owner and schedule.receives(matrix, rank)
-            )
-            self.assertEqual(found[matrix], needed)
+                for entry in relay.pack.regions:
+                    self.assertIn((entry.matrix, entry.region), results)
+                    if rank != relay.source:
+                        arrived[rank, entry.matrix][entry.region] += 1
 
     def check_view(self, schedule, rank, random, assigned, settings):
         """A rank knows its own matrices only, in an order of its own, and comes to the same buckets."""
