@@ -277,33 +277,25 @@ class TestMuonErrors(ConfigTestCase):
 
 
 class TestAssignments(ConfigTestCase):
-    def test_what_the_optimizer_says(self):
-        state = {"rank": 2, "world_size": 4}
-        config = local_config(all_to(3), state=state)
-        optimizer = Muon(make_params((2, 2), (3, 3)), distributed_config=config)
-        self.assertEqual(optimizer.current_rank, 2)
-        for name in ("assignments", "current_rank"):
-            with self.assertRaises(AttributeError):
-                setattr(optimizer, name, 1)
-        optimizer.assignments[3].append(7)
-        self.assertEqual(optimizer.assignments, {3: [0, 1]})
-
     def test_indices_follow_the_groups(self):
         seen = []
 
         def assign_fn(params, state):
             seen.append([tuple(p.shape) for p in params])
-            return all_to(0)(params, state)
+            return all_to(3)(params, state)
 
         first, second, third = make_params((2, 2), (3, 3), (4, 4))
-        optimizer = Muon(
-            [{"params": [second]}, {"params": [first]}],
-            distributed_config=local_config(assign_fn),
-        )
-        self.assertEqual(seen, [[(3, 3), (2, 2)]])
+        config = local_config(assign_fn, state={"rank": 2, "world_size": 4})
+        groups = [{"params": [second]}, {"params": [first]}]
+        optimizer = Muon(groups, distributed_config=config)
         optimizer.add_param_group({"params": [third]})
-        self.assertEqual(seen[1:], [[(3, 3), (2, 2), (4, 4)]])
-        self.assertEqual(optimizer.assignments, {0: [0, 1, 2]})
+        self.assertEqual(seen, [[(3, 3), (2, 2)], [(3, 3), (2, 2), (4, 4)]])
+        self.assertEqual(optimizer.current_rank, 2)
+        for name in ("assignments", "current_rank"):
+            with self.assertRaises(AttributeError):
+                setattr(optimizer, name, 1)
+        optimizer.assignments[3].append(7)
+        self.assertEqual(optimizer.assignments, {3: [0, 1, 2]})
 
     def test_errors_count_over_all_groups(self):
         for make, named in itertools.product((lambda: None, local_config), (0, 1)):

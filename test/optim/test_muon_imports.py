@@ -75,6 +75,21 @@ class TestMuonImports(TestCase):
         tree = ast.parse((FOLDER.parent / "_newton_schulz.py").read_text())
         self.assertFalse([name for name in imports_of(tree) if "muon" in name])
 
+    def test_torch_optim_loads_nothing_distributed(self):
+        """Factories, and a Muon with a config, import what they need."""
+        config = f"{ENGINE}.config"
+        for name in ("_muon", "_newton_schulz", "muon", "_muon_engine/config"):
+            tree = ast.parse((FOLDER.parent / f"{name}.py").read_text())
+            loaded = [
+                n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))
+            ]
+            for found in imports_of(ast.Module(loaded, [])):
+                if not found.startswith(config):
+                    pattern = (
+                        r"torch\.distributed|torch\.optim\._muon_engine\.|\._muon_e"
+                    )
+                    self.assertNotRegex(found, pattern)
+
     def test_only_layouts_know_frameworks(self):
         for name, tree in modules().items():
             used = {
