@@ -61,13 +61,9 @@ class Attention(nn.Module):
     def forward(self, x):
         heads = self.qkv_proj(x).unflatten(-1, (-1, 3, 8)).transpose(1, 2)
         query, key, value = heads.unbind(-2)
-        first = 0
         if self.context is not None:
-            first = x.shape[1] * self.context.rank()
             key, value = (gathered(t, 2, self.context) for t in (key, value))
-        places = torch.arange(key.shape[2])
-        seen = places <= places[first : first + x.shape[1], None]
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+        mixed = F.scaled_dot_product_attention(query, key, value)
         return self.out_proj(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -208,6 +204,14 @@ def gathered(x, dim, group, count=1):
     return Exchange.apply(x, lambda x: torch.cat(everyone(x.clone(), group), dim), own)
 
 
+def gathered_values(tensors, group):
+    """Each key of ``tensors`` with the values of all ranks, in rank order."""
+    if not tensors:
+        return ()
+    values = [tensor.detach().clone() for tensor in tensors.values()]
+    return zip(tensors, zip(*everyone(values, group)))
+
+
 def place_weights(model, mesh, placements):
     """Makes DTensors of all parameters: weights as told, biases replicated.
 
@@ -293,10 +297,6 @@ class OneProcess:
                 self.muons |= dict.fromkeys(group["params"], muon)
         self.twin = Muon(groups)
         self.names = {name for p in self.muons for name in self.held[p]}
-        here = {name for names in self.held.values() for name in names}
-        # Stages and experts of other ranks.
-        self.elsewhere = [name for name in self.whole if name not in here]
-        self.is_partial = any(everyone(self.elsewhere))
 
     def names_of(self, model):
         """The whole parameters of which each parameter is a piece; a flat one of FSDP1, of several."""
@@ -335,13 +335,11 @@ class OneProcess:
 
     def train_one(self):
         """The backward pass of the whole batch, from the parameters that the ranks have now."""
-        others = {p: p for p, ns in self.held.items() if not self.names.issuperset(ns)}
-        values = self.join(others)
-        if self.is_partial:
-            own = {n: p.detach() for n, p in self.whole.items()}
-            own = {n: p for n, p in own.items() if n not in self.elsewhere}
-            known = {n: p for theirs in everyone(own) for n, p in theirs.items()}
-            values |= {name: known[name] for name in self.elsewhere}
+        values = self.join({p: p for p in self.held if p not in self.muons})
+        here = [name for names in self.held.values() for name in names]
+        if len(here) < len(self.whole):  # other ranks have other stages and experts
+            mine = {name: self.whole[name].detach() for name in here} | values
+            values = {n: v for theirs in everyone(mine) for n, v in theirs.items()}
         for name, value in values.items():
             self.whole[name].data.copy_(value)
         self.one.zero_grad()
@@ -357,24 +355,24 @@ class OneProcess:
     @torch.no_grad()
     def join(self, found):
         """The whole tensors by name. Each tensor of ``found`` is laid out as its key, a parameter."""
-        whole, pieces = {}, {}
+        whole, pieces, rows = {}, {}, {}
         for param, tensor in found.items():
             if isinstance(tensor, DTensor):
                 placed = tensor.redistribute(placements=param.placements)
                 whole[self.held[param][0]] = placed.full_tensor()
             elif param in self.cut_rows:
-                parts = everyone(tensor.detach(), self.fsdp)
-                flat = torch.cat([part.flatten() for part in parts])
-                for name in self.held[param]:  # FSDP's padding is left over
-                    shape = self.piece_shape(name)
-                    pieces[name] = flat[: shape.numel()].view(shape)
-                    flat = flat[shape.numel() :]
+                rows[param] = tensor
             else:
                 pieces[self.held[param][0]] = tensor.detach()
-        for name, piece in pieces.items():
-            dim = self.tp_dim(name)
-            if dim is not None:
-                pieces[name] = torch.cat(everyone(piece.clone(), self.tp), dim)
+        for param, parts in gathered_values(rows, self.fsdp):
+            flat = torch.cat([part.flatten() for part in parts])
+            for name in self.held[param]:  # FSDP's padding is left over
+                shape = self.piece_shape(name)
+                pieces[name] = flat[: shape.numel()].view(shape)
+                flat = flat[shape.numel() :]
+        cut = {n: p for n, p in pieces.items() if self.tp_dim(n) is not None}
+        for name, parts in gathered_values(cut, self.tp):
+            pieces[name] = torch.cat(parts, self.tp_dim(name))
         return whole | pieces
 
     def tp_dim(self, name):
