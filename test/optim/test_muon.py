@@ -26,7 +26,11 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL
+from torch.testing._internal.distributed._muon.common_config import (
+    FUNCTIONAL,
+    make_matrix,
+    MuonTestCase,
+)
 from torch.testing._internal.distributed._muon.common_stock import needs_stock, stock
 
 
@@ -42,8 +46,8 @@ PARITY = {
     "many iterations": {"ns_steps": 12, "ns_coefficients": (2.0, -1.5, 0.5)},
     # Larger than the norm, so that it is the divisor.
     "eps": {"eps": 1e4},
-    "strided": {"strided": "transposed", "grad_strided": "every other column"},
-    "strided otherwise": {"strided": "every other column", "nesterov": False},
+    "strided": {"strided": ("transposed", "every other column")},
+    "strided otherwise": {"strided": ("every other column",) * 2, "nesterov": False},
     "missing gradients": {"steps": 6, "has_grad": lambda step, i: i and (step + i) % 3},
 }
 
@@ -64,75 +68,6 @@ def stock_that_spares_its_input():
         "_zeropower_via_newtonschulz",
         lambda grad, *args: original(grad.clone(), *args),
     )
-
-
-def make_matrix(shape, dtype=torch.float32, generator=None, strided="contiguous"):
-    rows, columns = shape
-    if strided == "transposed":
-        return torch.randn(columns, rows, generator=generator).to(dtype).T
-    if strided == "every other column":
-        return torch.randn(rows, 2 * columns, generator=generator).to(dtype)[:, ::2]
-    return torch.randn(rows, columns, generator=generator).to(dtype)
-
-
-class Runs(TestCase):
-    """Runs one optimizer class over made-up gradients, and compares two such runs."""
-
-    device = "cpu"
-
-    def run_steps(
-        self,
-        cls,
-        shapes,
-        *,
-        dtype=torch.float32,
-        steps=3,
-        strided="contiguous",
-        grad_strided=None,
-        has_grad=lambda step, index: True,
-        groups=None,
-        between=lambda optimizer, step: None,
-        **options,
-    ):
-        """Returns parameters, momentum buffers and the optimizer after ``steps`` steps."""
-        generator = torch.Generator().manual_seed(0)
-        params = [
-            nn.Parameter(make_matrix(shape, dtype, generator, strided).to(self.device))
-            for shape in shapes
-        ]
-        groups = [
-            {**group, "params": [params[i] for i in group["params"]]}
-            for group in groups or [{"params": range(len(params))}]
-        ]
-        optimizer = cls(groups, **options)
-        for step in range(steps):
-            for index, param in enumerate(params):
-                grad = make_matrix(
-                    param.shape, dtype, generator, grad_strided or strided
-                ).to(self.device)
-                param.grad = grad if has_grad(step, index) else None
-            optimizer.step()
-            between(optimizer, step)
-        return params, self.buffers_of(optimizer, params), optimizer
-
-    def buffers_of(self, optimizer, params):
-        return [optimizer.state.get(p, {}).get("momentum_buffer") for p in params]
-
-    def assert_bitwise(self, actual, expected):
-        self.assertEqual(len(actual), len(expected))
-        for mine, other in zip(actual, expected):
-            if other is None:
-                self.assertIsNone(mine)
-                continue
-            self.assertEqual(mine, other, rtol=0, atol=0, equal_nan=False)
-            self.assertEqual(mine.stride(), other.stride())
-
-    def assert_same_training(self, shapes, **options):
-        """Ours and stock end with the same bits in parameters and momentum."""
-        params, buffers, _ = self.run_steps(Muon, shapes, **options)
-        other_params, other_buffers, _ = self.run_steps(stock().Muon, shapes, **options)
-        self.assert_bitwise(params, other_params)
-        self.assert_bitwise(buffers, other_buffers)
 
 
 # Options that the first release did not have.
@@ -199,15 +134,14 @@ class TestStockResults(TestCase):
 
 @needs_stock
 @instantiate_parametrized_tests
-class TestStockParity(Runs):
+class TestStockParity(MuonTestCase):
     @parametrize("dtype", DTYPES)
     @parametrize("nesterov", [True, False])
     def test_shapes_and_dtypes(self, dtype, nesterov):
         spared = contextlib.nullcontext() if nesterov else stock_that_spares_its_input()
         with spared:
-            self.assert_same_training(
-                SHAPES, dtype=dtype, nesterov=nesterov, lr=0.05, momentum=0.5
-            )
+            options = {"nesterov": nesterov, "lr": 0.05, "momentum": 0.5}
+            self.assert_same_training(SHAPES, stock().Muon, dtype=dtype, **options)
 
     @parametrize("case", list(PARITY))
     def test_options(self, case):
@@ -217,7 +151,9 @@ class TestStockParity(Runs):
             self.skipTest(f"stock {torch.__version__} does not know {mode}")
         for dtype in (torch.float32, torch.bfloat16):
             with stock_that_spares_its_input():
-                self.assert_same_training(FEW_SHAPES, dtype=dtype, **options)
+                self.assert_same_training(
+                    FEW_SHAPES, stock().Muon, dtype=dtype, **options
+                )
 
     def test_groups_whose_hyperparameters_change(self):
         def change(optimizer, step):
@@ -232,7 +168,8 @@ class TestStockParity(Runs):
             {"params": [1], "ns_steps": 4, "adjust_lr_fn": "match_rms_adamw"},
             {"params": [3], "momentum": 0.5, "eps": 1e-2},
         ]
-        self.assert_same_training(SHAPES[:4], groups=groups, lr=0.02, between=change)
+        options = {"groups": groups, "lr": 0.02, "between": change}
+        self.assert_same_training(SHAPES[:4], stock().Muon, **options)
 
     def test_checkpoints_go_both_ways(self):
         for first, second in [(Muon, stock().Muon), (stock().Muon, Muon)]:
@@ -240,13 +177,13 @@ class TestStockParity(Runs):
             fresh = [nn.Parameter(p.detach().clone()) for p in params]
             restored = second(fresh)
             restored.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
-            self.assert_bitwise(self.buffers_of(restored, fresh), buffers)
+            self.assert_same_bits(self.buffers_of(restored, fresh), buffers)
             self.assertEqual(restored.param_groups[0]["lr"], 0.07)
             for each in (optimizer, restored):
                 for param in each.param_groups[0]["params"]:
                     param.grad = torch.ones_like(param)
                 each.step()
-            self.assert_bitwise(fresh, params)
+            self.assert_same_bits(fresh, params)
 
     def test_signatures_begin_alike(self):
         for name in ("Muon", "muon", "_zeropower_via_newtonschulz", "_adjust_lr"):
@@ -275,18 +212,18 @@ class TestStockParity(Runs):
                 getattr(module, name)(params, grads, buffers, **FUNCTIONAL)
             return params + buffers + grads
 
-        self.assert_bitwise(run(ours), run(stock()))
+        self.assert_same_bits(run(ours), run(stock()))
         self.assertIsNone(getattr(ours, name)([], [], [], **FUNCTIONAL))
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
-class TestMuonOnGPU(Runs):
+class TestMuonOnGPU(MuonTestCase):
     device = "cuda"
 
     def test_as_stock_and_as_on_the_cpu(self):
         if stock() is not None:
             for dtype in (torch.float32, torch.bfloat16):
-                self.assert_same_training(SHAPES, dtype=dtype, lr=0.05)
+                self.assert_same_training(SHAPES, stock().Muon, dtype=dtype, lr=0.05)
         with mock.patch.object(self, "device", "cpu"):
             others, their_buffers, _ = self.run_steps(Muon, SHAPES, lr=0.05)
         for foreach in (None, False, True):
@@ -298,7 +235,7 @@ class TestMuonOnGPU(Runs):
                 torch.testing.assert_close(mine.cpu(), other, rtol=0, atol=0.02)
 
 
-class TestCompile(Runs):
+class TestCompile(MuonTestCase):
     def trained(self, cls, compiled):
         _, _, optimizer = self.run_steps(
             cls, [(6, 9), (9, 6)], steps=1, lr=torch.tensor(0.01)
@@ -316,11 +253,11 @@ class TestCompile(Runs):
         compiled = self.trained(Muon, True)
         self.assertEqual(compiled, self.trained(Muon, False), atol=2e-3, rtol=0)
         if stock() is not None:
-            self.assert_bitwise(compiled, self.trained(stock().Muon, True))
+            self.assert_same_bits(compiled, self.trained(stock().Muon, True))
 
 
 @instantiate_parametrized_tests
-class TestMuonCore(Runs):
+class TestMuonCore(MuonTestCase):
     def test_backward_compatibility(self):
         model = nn.Sequential(
             nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False)
@@ -367,8 +304,10 @@ class TestMuonCore(Runs):
             param.grad = grad.clone()
             optimizer.step()
             expected.lerp_(grad, 1 - 0.95)
-            self.assert_bitwise([optimizer.state[param]["momentum_buffer"]], [expected])
-            self.assert_bitwise([param.grad], [grad])
+            self.assert_same_bits(
+                [optimizer.state[param]["momentum_buffer"]], [expected]
+            )
+            self.assert_same_bits([param.grad], [grad])
         # Without an iteration, the result is no view of the input.
         for dtype, shape in itertools.product(DTYPES, [(5, 9), (9, 5)]):
             matrix = make_matrix(shape, dtype)

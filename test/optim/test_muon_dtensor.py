@@ -20,7 +20,7 @@ from torch.optim.muon import (
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import (
-    ConfigTestCase,
+    MuonTestCase,
     local_config,
 )
 
@@ -36,7 +36,7 @@ if dist.is_available():
     )
 
 
-class TestModels(ConfigTestCase):
+class TestModels(MuonTestCase):
     def test_partition_parameters(self):
         model = nn.Sequential(
             nn.Embedding(5, 3), nn.Linear(3, 4), nn.LayerNorm(4), nn.Conv1d(4, 2, 3)
@@ -84,7 +84,7 @@ class TestModels(ConfigTestCase):
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
-class TestDTensorsOnOneRank(ConfigTestCase):
+class TestDTensorsOnOneRank(MuonTestCase):
     def setUp(self):
         super().setUp()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""Helpers for tests of Muon with a distributed_config on one process."""
+"""Helpers for tests of Muon on one process."""
 
 import torch
 from torch import nn
@@ -36,31 +36,84 @@ def local_config(assign_fn=None, *, state=None, **options):
     )
 
 
+def make_matrix(shape, dtype=torch.float32, generator=None, strided="contiguous"):
+    rows, columns = shape
+    if strided == "transposed":
+        return torch.randn(columns, rows, generator=generator).to(dtype).T
+    if strided == "every other column":
+        return torch.randn(rows, 2 * columns, generator=generator).to(dtype)[:, ::2]
+    return torch.randn(rows, columns, generator=generator).to(dtype)
+
+
 def make_params(*shapes, dtype=torch.float32, seed=0):
     """Parameters with gradients."""
     generator = torch.Generator().manual_seed(seed)
     params = []
     for shape in shapes:
-        param = nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        param.grad = torch.randn(shape, generator=generator).to(dtype)
+        param = nn.Parameter(make_matrix(shape, dtype, generator))
+        param.grad = make_matrix(shape, dtype, generator)
         params.append(param)
     return params
 
 
-class ConfigTestCase(TestCase):
+class MuonTestCase(TestCase):
+    """Runs one optimizer class over made-up gradients."""
+
+    device = "cpu"
+
+    def run_steps(
+        self,
+        cls,
+        shapes,
+        *,
+        dtype=torch.float32,
+        steps=3,
+        strided=("contiguous", "contiguous"),
+        has_grad=lambda step, index: True,
+        groups=None,
+        between=lambda optimizer, step: None,
+        **options,
+    ):
+        """Returns parameters, momentum buffers and the optimizer after ``steps`` steps.
+
+        ``strided`` says how parameters and gradients are stored.
+        """
+        generator = torch.Generator().manual_seed(0)
+        params = [
+            nn.Parameter(
+                make_matrix(shape, dtype, generator, strided[0]).to(self.device)
+            )
+            for shape in shapes
+        ]
+        groups = [
+            {**group, "params": [params[i] for i in group["params"]]}
+            for group in groups or [{"params": range(len(params))}]
+        ]
+        optimizer = cls(groups, **options)
+        for step in range(steps):
+            for index, param in enumerate(params):
+                grad = make_matrix(param.shape, dtype, generator, strided[1])
+                param.grad = grad.to(self.device) if has_grad(step, index) else None
+            optimizer.step()
+            between(optimizer, step)
+        return params, self.buffers_of(optimizer, params), optimizer
+
+    def buffers_of(self, optimizer, params):
+        return [optimizer.state.get(p, {}).get("momentum_buffer") for p in params]
+
     def assert_same_bits(self, actual, expected):
         self.assertEqual(len(actual), len(expected))
         for mine, other in zip(actual, expected):
-            self.assertTrue(torch.equal(mine, other), f"{mine} != {other}")
+            if other is None:
+                self.assertIsNone(mine)
+                continue
+            self.assertEqual(mine, other, rtol=0, atol=0, equal_nan=False)
+            self.assertEqual(mine.stride(), other.stride())
 
-    def trained(self, config, *shapes, steps=3, dtype=torch.float32, **options):
-        """Parameters and momentum after ``steps`` steps with made-up gradients."""
-        params = make_params(*shapes, dtype=dtype)
-        optimizer = Muon(params, lr=0.05, distributed_config=config, **options)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(steps):
-            for param in params:
-                param.grad = torch.randn(param.shape, generator=generator).to(dtype)
-            optimizer.step()
-        buffers = [optimizer.state[p]["momentum_buffer"] for p in params]
-        return [p.detach() for p in params] + buffers
+    def assert_same_training(self, shapes, cls, config=None, **options):
+        """A Muon with ``config`` ends with the same bits as a ``cls`` without one."""
+        results = []
+        for each, own in ((Muon, {"distributed_config": config}), (cls, {})):
+            params, buffers, _ = self.run_steps(each, shapes, **own, **options)
+            results.append(params + buffers)
+        self.assert_same_bits(*results)
