@@ -1,20 +1,14 @@
 """The overlay on a PyTorch git checkout. git is the record."""
 
-from __future__ import annotations
-
 import re
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from . import files, git, parts, patches, payload, worktree
 from .errors import Refused, WrongTarget
 from .payload import sha256
 from .target import Plan, Report, Target
-
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from .worktree import Worktree
+from .worktree import Worktree
 
 
 UPDATE = "optim: update distributed Muon\n\nThe files are those of a newer overlay."

@@ -1,7 +1,5 @@
 """The commands. The docstring of each is its help."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json
@@ -10,8 +8,9 @@ import shlex
 import signal
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 from . import env, files, git, parts, payload, tests, versions
 from .checkout import Checkout, find_checkout
@@ -19,10 +18,6 @@ from .errors import OverlayError, Refused, WrongTarget
 from .repo import ROOT
 from .target import words
 from .wheel import find_wheel, Wheel
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 
 CODES = """\

@@ -1,7 +1,5 @@
 """This repository's virtual environment with an overlaid torch, and long commands."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,15 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from . import files, versions
 from .errors import Refused, WorkFailed, WrongTarget
 from .wheel import find_wheel, plain_environment
-
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 # The tests, the examples and verify import these and torch. The linter checks them.

@@ -1,21 +1,15 @@
 """Writes files so that each of them is old or new, and locks folders."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .errors import WorkFailed
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 Texts = Mapping[str, bytes | None]  # by path; None: no file

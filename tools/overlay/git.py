@@ -1,18 +1,13 @@
 """Runs git without prompts, pager or colour, and raises an error in words."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
-from typing import Any, TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 from . import files
 from .errors import WorkFailed, WrongTarget
-
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 # git sets these inside a hook. They would redirect every call to that repository.

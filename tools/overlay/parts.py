@@ -7,8 +7,6 @@ As upstream's tools/nightly.py does, a wheel brings all files that the checkout'
 work trees share that file, so each has a block of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -16,18 +14,14 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from . import env, files, git, versions
 from .errors import OverlayError, Refused, WorkFailed, WrongTarget
 from .payload import is_source
 from .target import FOLDER
 from .wheel import ask_python, find_interpreter
-
-
-if TYPE_CHECKING:
-    from .wheel import Wheel
-    from .worktree import Worktree
+from .wheel import Wheel
+from .worktree import Worktree
 
 
 # A linker replaces them. An editor writes in place, and would change the installed

@@ -1,21 +1,15 @@
 """The overlay's text of each file: whole files and hunks, and the commits that bring them."""
 
-from __future__ import annotations
-
 import configparser
 import fnmatch
 import re
 from ast import literal_eval
-from typing import NamedTuple, TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from . import files, git, versions
 from .errors import WrongTarget
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from .payload import Source
+from .payload import Source
 
 
 SUBJECT = "optim: distributed Muon"

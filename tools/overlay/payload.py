@@ -1,7 +1,5 @@
 """This repository's files for PyTorch, and the versions of torch that they are for."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple

@@ -1,19 +1,14 @@
 """A tree that the overlay is applied to: the plan, the one rule, and the status."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from . import files, payload, versions
 from .errors import Refused, WrongTarget
 from .payload import sha256
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 
 FOLDER = ".muon_overlay"  # below torch/: programs find stock Muon from torch.__file__

@@ -1,7 +1,5 @@
 """Runs the tests, and finds out how much of the optimizer they execute."""
 
-from __future__ import annotations
-
 import signal
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which torch the overlay is for: its versions, and their stock files where it writes."""
 
-from __future__ import annotations
-
 import re
 from operator import eq, ge, gt, le, lt, ne
 

@@ -6,8 +6,6 @@ written first, then the manifest, then the files: after a kill, the manifest say
 files the next command finishes.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A PyTorch git work tree: its base, its refs, and commits made without touching it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
