@@ -15,7 +15,7 @@ from typing import Any
 
 from coverage import Coverage
 
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 
 
 # Percent that all files together have to reach, by coverage's names.

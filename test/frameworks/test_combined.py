@@ -4,7 +4,7 @@ import copy
 import importlib.util
 
 import pytest
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 
 
 torch = pytest.importorskip("torch")

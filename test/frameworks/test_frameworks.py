@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from overlay.example_runs import run_example
 from tools.overlay import tests
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 
 
 HERE = Path(__file__).parent

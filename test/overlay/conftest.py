@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 from tools.overlay import cli, payload, versions
-from tools.overlay.checkout import find_checkout
-from tools.overlay.repo import ROOT
+from tools.overlay.checkout import Checkout
+from tools.overlay.payload import ROOT
 from tools.overlay.target import FOLDER
 from tools.overlay.wheel import find_wheel, record_hash
 
@@ -276,7 +276,7 @@ def git_status(root):
 
 @pytest.fixture
 def there(checkout):
-    return find_checkout(checkout)
+    return Checkout(checkout)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 
 
 if importlib.util.find_spec("torch") is None:

@@ -9,7 +9,7 @@ import sys
 import jupytext
 import pytest
 from overlay.example_runs import ENVIRONMENT
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 
 
 EXAMPLES = ROOT / "examples"

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("coverage")
 
 from tools.coverage import error_lines, problems
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 
 
 SOURCE = """\

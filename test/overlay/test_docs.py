@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from overlay.example_runs import run_example
 from tools.overlay import cli
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 
 
 torch = pytest.importorskip("torch")

@@ -17,7 +17,7 @@ import zipfile
 import pytest
 from overlay.conftest import commit_all, METADATA, run, script
 from tools.overlay import cli, env, payload, tests
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 from tools.overlay.wheel import find_wheel, record_hash
 
 
@@ -112,7 +112,7 @@ def test_failing_installation(overlay, tool, offline, tmp_path):
     done = tool("env", root=overlay, env={**offline, **nowhere})
     assert done.code == 1
     assert "No matching distribution found for torch==2.13.0" in done.err
-    assert "install.log" in done.err
+    assert "pip install torch==2.13.0 failed with exit code 1" in done.err
     assert env._state(overlay / ".venv") == "partial"
 
 

@@ -7,7 +7,7 @@ import pytest
 from tools.mutation import run
 from tools.mutation.fault import CannotTry, copied, Fault
 from tools.mutation.faults import FAULTS
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 
 
 SHARED = "torch/testing/_internal/distributed/_muon/common_muon.py"

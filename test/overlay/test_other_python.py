@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from overlay.conftest import script, snapshot
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 from tools.overlay.wheel import find_wheel
 
 

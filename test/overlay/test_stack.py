@@ -10,7 +10,7 @@ import sys
 import pytest
 from overlay.conftest import OPTIM_MD, run, stock_of
 from tools.overlay import patches, payload
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 from tools.overlay.target import FOLDER
 
 
@@ -22,13 +22,11 @@ WHOLE = "Muon takes a distributed_config"
 def commits(wheel):
     """(message, texts) of each commit on the stock files."""
     source = payload.read(ROOT)
-    rels = [
-        rel for p in patches.series(source.patches, wheel.version) for rel in p.paths
-    ]
+    rels = [rel for p in patches.series(source) for rel in p.paths]
     files = {rel: stock_of(wheel, rel) for rel in rels}
     base = {rel: path.read_bytes() for rel, path in files.items() if path.is_file()}
     base["docs/source/optim.md"] = OPTIM_MD.encode()
-    new, misfits = patches.overlay(source, wheel.version, base, bool)
+    new, misfits = patches.overlay(source, base, bool)
     assert not misfits
     return patches.commits(source, new, stack=True)
 

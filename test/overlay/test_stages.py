@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 
 
 STAGES = {"stage1", "stage2", "stage3", "stage4", "overlay"}

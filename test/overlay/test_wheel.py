@@ -11,7 +11,7 @@ from overlay.conftest import append, run, script, snapshot, write_record
 from overlay.conftest import METADATA, MUON, OTHER, OWN
 from tools.overlay import files, payload, wheel as wheels
 from tools.overlay.errors import WorkFailed, WrongTarget
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 from tools.overlay.wheel import find_wheel
 
 
@@ -220,9 +220,8 @@ def test_patches_reach_a_wheel(site, overlay):
         "@@ -1,3 +1,3 @@\n one\n-two\n+{}\n three\n"
     )
     (overlay / "patches/new.patch").write_text(text.format("TWO"))
-    (overlay / "patches/old.patch").write_text(text.format("no, not here"))
     series = overlay / "patches/series"
-    series.write_text("# a comment\nold.patch <2.13  # old\nnew.patch >=2.13,<2.15\n")
+    series.write_text("# a comment\n\nnew.patch\n")
     fresh = find_wheel(site.python)
     fresh.apply(overlay)
     assert path.read_text() == "one\nTWO\nthree\n"
@@ -234,7 +233,7 @@ def test_patches_reach_a_wheel(site, overlay):
     with pytest.raises(WrongTarget, match="new.patch does not fit"):
         fresh.apply(overlay)
     series.write_text("none.patch\n")
-    with pytest.raises(WrongTarget, match="patches/series:1 names none.patch"):
+    with pytest.raises(WrongTarget, match="patches/series names none.patch"):
         fresh.apply(overlay)
     series.write_text("")
     fresh.revert(overlay)
@@ -343,10 +342,9 @@ def test_commands_exclude_each_other(
 
     if network:
         monkeypatch.setattr(files.fcntl, "flock", on_files_alone)
-    others = {site: find_wheel(installed), there: type(there)(there.tree)}
+    others = {site: find_wheel(installed), there: type(there)(there.root)}
     for one, other in others.items():
         with one.held():
             monkeypatch.setenv("TMPDIR", str(tmp_path))
-            with pytest.raises(WorkFailed, match="another command works"):
-                with files.held(other.lock, wait=False):
-                    raise AssertionError("both had it")
+            assert files.busy(other.lock)
+        assert not files.busy(other.lock)

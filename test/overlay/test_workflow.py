@@ -9,7 +9,7 @@ import sys
 
 import yaml
 from tools.overlay.cli import _parser
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 
 
 WORKFLOW = ROOT / ".github" / "workflows" / "test_muon.yml"

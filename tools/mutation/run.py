@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tools.overlay.repo import ROOT
+from tools.overlay.payload import ROOT
 
 from .fault import CannotTry, copied, Fault
 from .faults import FAULTS

@@ -19,11 +19,10 @@ PULLED = "Edits of the overlay that `pull` took"
 class Checkout(Target):
     kind = "checkout"
 
-    def __init__(self, tree: Worktree) -> None:
+    def __init__(self, where: str | Path) -> None:
+        self.tree = tree = Worktree(where)
         version = (tree.root / "version.txt").read_text().strip()
         super().__init__(tree.root, version)
-        self.version: str = version
-        self.tree = tree
         self.words = f"PyTorch {version} checkout {tree.root}"
         # Linked work trees share it, and with it info/exclude.
         self.lock = tree.common
@@ -53,7 +52,7 @@ class Checkout(Target):
         base, source = tree.base(), payload.read(root)
         overlays = self._overlays(root, base, source)
         applied = [rel for _, texts in overlays for rel in texts]
-        rels = list(dict.fromkeys([*patches.paths(source, self.version), *applied]))
+        rels = list(dict.fromkeys([*patches.paths(source), *applied]))
         at_base = tree.texts(base, rels)
         now = {rel: self.read(rel) for rel in rels}
 
@@ -61,7 +60,7 @@ class Checkout(Target):
             return sum(t == now[r] != at_base[r] for r, t in found[1].items())
 
         laid = max([(None, {}), *overlays], key=score)
-        new = patches.overlay(source, self.version, at_base, self.takes)
+        new = patches.overlay(source, at_base, self.takes)
         ours = {r: {sha256(o[r]) for _, o in overlays if r in o} for r in rels}
         staged = tree.texts("", rels)
         return Plan(source, *new, at_base, now, ours, laid[1], laid[0], staged)
@@ -82,13 +81,13 @@ class Checkout(Target):
         name = tree.trailer(commit) if commit else None
         named = payload.at(root, name) if name else None
         if named:
-            at_base = tree.texts(base, patches.paths(named, self.version))
-            texts = patches.overlay(named, self.version, at_base, self.takes)[0]
+            at_base = tree.texts(base, patches.paths(named))
+            texts = patches.overlay(named, at_base, self.takes)[0]
             found.append((name, {**texts}))
         elif all(tree.base(commit) != base for commit, _ in laid):
             # Not known here: its first commit has its texts.
             commit = commit or tree.adding(head)
-            ours = set(patches.paths(source, self.version))
+            ours = set(patches.paths(source))
             rels = [r for r in tree.changed(base, commit) if r in ours or _is_muons(r)]
             found.append((name, tree.texts(commit, rels)))
         return found
@@ -214,8 +213,7 @@ class Checkout(Target):
 
     def _hunks(self, plan: Plan, rel: str, text: bytes) -> tuple[str, bytes]:
         """The patch of that file, with the hunks that lead to ``text``."""
-        series = patches.series(plan.source.patches, self.version)
-        found = [patch for patch in series if rel in patch.paths]
+        found = [p for p in patches.series(plan.source) if rel in p.paths]
         if len(found) != 1 or len(found[0].paths) > 1:
             raise Refused(f"{rel} is not alone in one patch: edit patches/ by hand")
         before = plan.base[rel] or b""
@@ -256,7 +254,3 @@ def _replaced(hunks: bytes) -> list[bytes]:
 def _is_muons(rel: str) -> bool:
     tops = tuple(f"{top}/" for top in payload.ROOTS)
     return rel.startswith(tops) and "muon" in rel and payload.is_source(rel)
-
-
-def find_checkout(where: str | Path) -> Checkout:
-    return Checkout(worktree.find(where))

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from . import env, files, git, parts, payload, tests, versions
-from .checkout import Checkout, find_checkout
+from .checkout import Checkout
 from .errors import OverlayError, Refused, WrongTarget
-from .repo import ROOT
+from .payload import ROOT
 from .target import words
 from .wheel import find_wheel, Wheel
 
@@ -37,7 +37,6 @@ a PyTorch checkout or an installed torch.
 start here: python setup_overlay.py verify
 examples: docs/install.md, CONTRIBUTING.md
 """
-MODES = ("source", "wheel")
 FEW = 5  # more files than these are counted, not named
 
 
@@ -62,9 +61,9 @@ OPTIONS = {
     "--checkout": _value("DIR", "a PyTorch git checkout (default: the current folder)"),
     "--python": _value("EXE", "an interpreter, or its environment's folder"),
     "--out": _value("DIR", "the folder of the mails", required=True),
-    "--mode": _value("MODE", "source or wheel", required=True, choices=MODES),
-    "--stack": _flag("a mail for each layer, not one for all"),
-    "--commit": _flag("commit it in the checkout"),
+    "--mode": {"choices": ["source", "wheel"], "required": True, "help": "how"},
+    "--stack": _flag("a mail for each commit of patches/stack.toml, not one for all"),
+    "--commit": _flag("commit it in the checkout, layer by layer"),
     "--force": _flag("go on with a torch that is not supported"),
     "--coverage": _flag("show how much of the optimizer the given tests execute"),
     "--frameworks": _flag(f"with {', '.join(tests.FRAMEWORKS)}"),
@@ -117,38 +116,32 @@ def _target(args: argparse.Namespace, *, environment: bool = False) -> Checkout 
         return find_wheel(python)
     marks = (".git", "version.txt", "torch/optim/_muon.py")
     if where or all(Path(mark).exists() for mark in marks):
-        return find_checkout(where or ".")
+        return Checkout(where or ".")
     if environment:
         return find_wheel(env.existing_python(ROOT))
     raise WrongTarget("name the target: --checkout DIR or --python EXE")
 
 
 def _show(rels: list[str], done: str, *, verbose: bool) -> None:
-    if verbose or len(rels) <= FEW:
-        for rel in rels:
-            print(f"{done} {rel}")
-        return
-    folders = Counter(rel.split("/")[0] for rel in rels)
-    where = ", ".join(f"{number} in {name}/" for name, number in folders.items())
-    print(f"{done} {len(rels)} files: {where}")
+    if len(rels) > FEW and not verbose:
+        folders = Counter(rel.split("/")[0] for rel in rels)
+        where = ", ".join(f"{number} in {name}/" for name, number in folders.items())
+        rels = [f"{len(rels)} files: {where}"]
+    for rel in rels:
+        print(done, rel)
 
 
 @command("--torch", "--dry-run")
 def _env(args: argparse.Namespace) -> None:
-    """Make the environment, or find it.
-
-    Makes .venv (another version: .venv-VERSION) with torch and the packages that the tests
-    import, and applies the overlay to it. A second run applies changed files again.
-    """
+    """Make .venv (another version: .venv-VERSION), or find it, and apply the overlay to it."""
     env.ensure(ROOT, args.torch, dry=args.dry_run)
 
 
 @command("--torch", "--dry-run")
 def _verify(args: argparse.Namespace) -> int:
-    """Train a small model with 4 processes against one.
+    """Train a small GPT with 4 processes against one.
 
-    Runs examples/compare_gpt.py in the environment: a small GPT on real text, FSDP2 and
-    distributed Muon. Other options go to it, for instance --steps, --processes and --out.
+    Other options go to examples/compare_gpt.py, for instance --steps and --processes.
     """
     python = env.ensure(ROOT, args.torch, dry=args.dry_run)
     words = ["-u", str(ROOT / "examples" / "compare_gpt.py"), *args.extra]
@@ -189,8 +182,7 @@ def _test(args: argparse.Namespace) -> int:
 def _apply(args: argparse.Namespace) -> None:
     """Apply the overlay to a checkout or an installed torch.
 
-    Writes all files or none, and never a file with changes of yours. --commit also commits
-    them, layer by layer.
+    Writes all files or none, and never a file with changes of yours.
     """
     _change(args, "applied to", "has the overlay already", force=args.force)
 
@@ -199,8 +191,8 @@ def _apply(args: argparse.Namespace) -> None:
 def _revert(args: argparse.Namespace) -> None:
     """Restore the stock files.
 
-    Also removes the compiled parts of `rebuild --mode wheel`. Refuses if the files have
-    changes of yours. If the overlay is committed, --commit commits its revert.
+    Also removes the compiled parts of `rebuild --mode wheel`. If the overlay is committed,
+    --commit commits its revert.
     """
     _change(args, "reverted", "has no overlay")
 
@@ -240,7 +232,7 @@ def _rebuild(args: argparse.Namespace) -> None:
     wheel: links to the compiled parts of the torch of --python (default: the
     environment's) of the same version; no compiler is needed, and `revert` removes them.
     """
-    checkout = find_checkout(args.checkout or ".")
+    checkout = Checkout(args.checkout or ".")
     if args.dry_run:
         print(f"would rebuild {checkout.words} in mode {args.mode}")
         return
@@ -255,11 +247,7 @@ def _rebuild(args: argparse.Namespace) -> None:
 
 @command("--checkout", "--python", "--json", "--verbose")
 def _status(args: argparse.Namespace) -> None:
-    """Say whether a target has the overlay, and which.
-
-    Names its commit, the files that differ, and where the stock files are kept. (Default:
-    the environment, in no checkout.)
-    """
+    """Say which overlay a target (default: the environment) has, and what differs."""
     found = _target(args, environment=True).status(ROOT)
     print(json.dumps(found) if args.json else words(found, verbose=args.verbose))
 
@@ -275,12 +263,8 @@ def _diff(args: argparse.Namespace) -> None:
 
 @command("--checkout", "--dry-run")
 def _pull(args: argparse.Namespace) -> None:
-    """Take edits made in a checkout back into this repository.
-
-    Merges them into the files and patches here. Refuses if the same lines were edited on
-    both sides.
-    """
-    target = find_checkout(args.checkout or ".")
+    """Merge edits made in a checkout into the files and patches of this repository."""
+    target = Checkout(args.checkout or ".")
     with target.held(), files.held(ROOT):
         taken, missing = target.pull(ROOT, dry=args.dry_run)
     _show(taken, "would take" if args.dry_run else "took", verbose=True)
@@ -292,12 +276,8 @@ def _pull(args: argparse.Namespace) -> None:
 
 @command("--checkout", "--out", "--stack", "--dry-run")
 def _export(args: argparse.Namespace) -> None:
-    """Write the overlay as a git am series.
-
-    It fits the newest commit without the overlay, which the command names. --stack: in the
-    order of patches/stack.toml, for a reviewer.
-    """
-    target = find_checkout(args.checkout or ".")
+    """Write the overlay as a git am series for the newest commit without the overlay."""
+    target = Checkout(args.checkout or ".")
     out = Path(args.out).expanduser().resolve()
     with target.held():
         mails, base, edited = target.export(

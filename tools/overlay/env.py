@@ -50,7 +50,7 @@ def existing_python(root: Path) -> Path:
 
 def _packages(env: Path) -> list[str]:
     """The packages that it was made with; empty: it was not finished."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         return json.loads((env / MARKER).read_text()).get("packages", [])
     return []
 
@@ -61,15 +61,13 @@ def _state(env: Path) -> str:
         return "absent"
     # Our marker is written first, so a folder without it is somebody's.
     if not (env / MARKER).exists() and any(env.iterdir()):
-        half = list(env.iterdir()) == [files.scratch(env / MARKER)]
-        return "partial" if half else "foreign"
+        return "foreign"
     # The last is False too if the base interpreter is gone.
     return "ready" if _packages(env) and python_of(env).exists() else "partial"
 
 
 def mark(env: Path, packages: list[str]) -> None:
-    text = json.dumps({"packages": packages}) + "\n"
-    files.write(env / MARKER, text.encode(), env)
+    (env / MARKER).write_text(json.dumps({"packages": packages}) + "\n")
 
 
 def ensure(
@@ -108,8 +106,7 @@ def ensure(
             mark(env, [])
             # The base interpreter: it outlives an environment that this may run in.
             base = getattr(sys, "_base_executable", None) or sys.executable
-            log = env / "install.log"
-            run_long([base, "-m", "venv", str(env)], f"making {env.name}", log)
+            run_long([base, "-m", "venv", str(env)], f"making {env.name}", root)
         if _packages(env) != packages:
             _install(env, version, packages)
         target = find_wheel(python_of(env))
@@ -130,10 +127,11 @@ def ensure(
 
 def _install(env: Path, version: str, packages: list[str]) -> None:
     mark(env, [])
-    pip = [str(python_of(env)), "-m", "pip", "install", "--disable-pip-version-check"]
-    torch, log = f"torch=={version}", env / "install.log"
+    pip = [str(python_of(env)), "-m", "pip", "install", "--quiet", "--no-input"]
+    torch = f"torch=={version}"
     for names, words in (torch, [torch]), ("the tests' packages", packages):
-        run_long([*pip, "--no-input", *words], f"pip install {names}", log)
+        label = f"pip install {names}"
+        run_long([*pip, "--disable-pip-version-check", *words], label, env)
     mark(env, packages)
 
 
@@ -153,26 +151,19 @@ def run_in(
             process.terminate()  # this process is told to end
 
 
-def run_long(
-    command: list[str], label: str, log: Path, cwd: Path | None = None
-) -> None:
-    """Run it and show that it lives; its output goes to ``log``."""
-    with open(log, "ab") as sink:
-        sink.write(f"$ {' '.join(command)}\n".encode())
-        sink.flush()
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
-            cwd=cwd, start_new_session=True,
-        )  # fmt: skip
+def run_long(command: list[str], label: str, cwd: Path) -> None:
+    """Run it and show that it lives."""
     print(f"{label} ...", flush=True)
     started = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         while process.returncode is None:
             try:
                 process.wait(_EVERY_S)
             except subprocess.TimeoutExpired:
-                spent, last = time.monotonic() - started, _tail(log, 1).strip()[:100]
-                print(f"{label} ... {spent:.0f} s  {last}", flush=True)
+                print(f"{label} ... {time.monotonic() - started:.0f} s", flush=True)
     except BaseException:
         # With its children: a build would leave dozens of compilers.
         for sign in (signal.SIGTERM, signal.SIGKILL):
@@ -181,13 +172,5 @@ def run_long(
                 process.wait(5)
         raise
     if process.returncode:
-        raise WorkFailed(
-            f"{label} failed with exit code {process.returncode}; its last lines:\n"
-            f"{_tail(log, 30)}\nall of it: {log}"
-        )
+        raise WorkFailed(f"{label} failed with exit code {process.returncode}")
     print(f"{label}: done in {time.monotonic() - started:.1f} s", flush=True)
-
-
-def _tail(log: Path, count: int) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-count:]
-    return "\n".join("  " + line for line in lines)

@@ -137,15 +137,13 @@ def _open(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def held(folder: Path, *, wait: bool = True) -> Iterator[None]:
+def held(folder: Path) -> Iterator[None]:
     """Hold the folder; the kernel lets go of it even if this process is killed."""
     handle = _open(folder)
     try:
         # git.py passes it on: after a kill, the next command waits for git's end.
         os.set_inheritable(handle, True)
         if not _locked(handle):
-            if not wait:
-                raise WorkFailed(f"another command works on {folder}")
             print(f"waiting: another command works on {folder}", flush=True)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -155,11 +153,11 @@ def held(folder: Path, *, wait: bool = True) -> Iterator[None]:
 
 def busy(folder: Path) -> bool:
     """Whether another command works on it at this moment."""
+    handle = _open(folder)
     try:
-        with held(folder, wait=False):
-            return False
-    except WorkFailed:
-        return True
+        return not _locked(handle)
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager

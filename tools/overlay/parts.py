@@ -1,13 +1,10 @@
 """Makes a checkout importable: by an installed torch's compiled parts, or a build.
 
-As upstream's tools/nightly.py does, a wheel brings all files that the checkout's
-``torch/`` lacks (extension modules, libraries, headers, generated Python), so that
-``import torch`` runs the checkout's own Python files without a compiler. A block in
-``.git/info/exclude`` hides them: upstream's .gitignore is not ours to change. Linked
-work trees share that file, so each has a block of its own.
+As in upstream's tools/nightly.py, a wheel brings all files that the checkout's ``torch/``
+lacks. A block in ``.git/info/exclude`` hides them. Linked work trees share that file, so
+each has a block of its own.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -41,9 +38,7 @@ def _save(tree: Worktree, lent: dict[str, list]) -> None:
     if lent:
         files.write(record, json.dumps(lent).encode(), tree.git_dir / "HEAD")
     else:
-        record.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it has the log of a build
-            tree.keep.rmdir()
+        shutil.rmtree(tree.keep, ignore_errors=True)
 
 
 def _tracked(tree: Worktree) -> set[str]:
@@ -175,9 +170,5 @@ def from_source(tree: Worktree, python: str | None) -> None:
     command = [str(find_interpreter(python or active)), "-m", "pip", "install"]
     if lent := remove(tree):
         print(f"took out {lent} files that came from a wheel")
-    log = tree.keep / "source-build.log"
-    log.parent.mkdir(exist_ok=True)
-    log.write_text("")
     command += ["--no-build-isolation", "-v", "-e", "."]
-    env.run_long(command, "building PyTorch from source", log, cwd=tree.root)
-    print(f"built; the log is {log}")
+    env.run_long(command, "building PyTorch from source", tree.root)

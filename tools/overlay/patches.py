@@ -7,7 +7,7 @@ from ast import literal_eval
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from . import files, git, versions
+from . import files, git
 from .errors import WrongTarget
 from .payload import Source
 
@@ -25,24 +25,18 @@ class Patch(NamedTuple):
         return [path.decode() for path in found]
 
 
-def series(files: Mapping[str, bytes], version: str) -> list[Patch]:
-    """The patches for this version of torch, in order."""
-    chosen = []
-    for number, line in enumerate(files.get("series", b"").decode().splitlines(), 1):
-        words = line.split("#")[0].split(maxsplit=1)
-        if not words:
-            continue
-        if words[0] not in files:
-            raise WrongTarget(f"patches/series:{number} names {words[0]}: no such file")
-        if versions.matches(version, "".join(words[1:])):
-            chosen.append(Patch(words[0], files[words[0]]))
-    return chosen
+def series(source: Source) -> list[Patch]:
+    """The patches in the order of patches/series."""
+    lines = source.patches.get("series", b"").decode().splitlines()
+    names = [line for line in lines if line and not line.startswith("#")]
+    if missing := set(names) - source.patches.keys():
+        raise WrongTarget(f"patches/series names {', '.join(missing)}: no such file")
+    return [Patch(name, source.patches[name]) for name in names]
 
 
-def paths(source: Source, version: str) -> list[str]:
+def paths(source: Source) -> list[str]:
     """The files that the overlay brings or changes."""
-    changed = [rel for p in series(source.patches, version) for rel in p.paths]
-    return [*source.whole, *changed]
+    return [*source.whole, *(rel for p in series(source) for rel in p.paths)]
 
 
 def patched(patch: Patch, texts: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -66,12 +60,12 @@ def patched(patch: Patch, texts: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def overlay(
-    source: Source, version: str, base: files.Texts, takes: Callable[[str], bool]
+    source: Source, base: files.Texts, takes: Callable[[str], bool]
 ) -> tuple[dict[str, bytes], list[str]]:
     """The texts over ``base``, and the patches that do not fit; a hunk needs its file."""
     now = {rel: text for rel, text in source.whole.items() if takes(rel)}
     misfits = []
-    for patch in series(source.patches, version):
+    for patch in series(source):
         known = {rel: now.get(rel, base.get(rel)) for rel in patch.paths if takes(rel)}
         texts = {rel: text for rel, text in known.items() if text is not None}
         try:

@@ -1,4 +1,4 @@
-"""This repository's files for PyTorch, and the versions of torch that they are for."""
+"""This repository's files for PyTorch."""
 
 import hashlib
 from pathlib import Path, PurePosixPath
@@ -8,6 +8,7 @@ from . import git
 from .errors import WrongTarget
 
 
+ROOT = Path(__file__).resolve().parents[2]  # of this repository
 ROOTS = ("torch", "test/optim", "test/distributed/optim")
 PATCHES = "patches"
 DIRTY = "-dirty"
@@ -52,11 +53,12 @@ def at(root: Path, commit: str) -> Source | None:
         return None
     rels = git.lines(root, "ls-tree", "-rz", "--name-only", commit, *ROOTS, PATCHES)
     found = git.texts(root, commit, [rel for rel in rels if is_source(rel)])
-    known = {rel: text for rel, text in found.items() if text is not None}
+    texts = {rel: text for rel, text in found.items() if text is not None}
     top = PATCHES + "/"
-    whole = {rel: text for rel, text in known.items() if not rel.startswith(top)}
-    patches = {r[len(top) :]: t for r, t in known.items() if r.startswith(top)}
-    return Source(whole, patches, commit)
+    patches = {
+        r.removeprefix(top): texts.pop(r) for r in list(texts) if r.startswith(top)
+    }
+    return Source(texts, patches, commit)
 
 
 def name(root: Path) -> str | None:

@@ -1,7 +1,6 @@
 """Which torch the overlay is for: its versions, and their stock files where it writes."""
 
 import re
-from operator import eq, ge, gt, le, lt, ne
 
 from .errors import WrongTarget
 from .payload import sha256
@@ -10,7 +9,6 @@ from .payload import sha256
 PINNED = "2.13.0"
 OLDEST, NEWEST = (2, 11), (2, 15)
 SUPPORTED = "2.11 to 2.15"
-_COMPARE = {"==": eq, "!=": ne, ">=": ge, "<=": le, ">": gt, "<": lt}
 # A fork has commits of its own, and a patched torch can be packed into a wheel. These
 # are the files of the releases, by the beginning of their sha256.
 STOCK = {
@@ -57,18 +55,3 @@ def untested(words: str, version: str, base: dict[str, bytes | None]) -> str:
         if base.get(rel) is not None:
             lines.append(f"  {rel}: as in {found}")
     return "\n".join(lines)
-
-
-def matches(version: str, spec: str) -> bool:
-    """Whether ``version`` is in ``spec``, such as ``>=2.13,<2.15`` (empty: any)."""
-    here = release(version)
-    for clause in filter(None, (part.strip() for part in spec.split(","))):
-        parsed = re.fullmatch(r"(==|!=|>=|<=|>|<)\s*(\d+(?:\.\d+){1,2})", clause)
-        if parsed is None:
-            raise WrongTarget(f"{clause!r} is not a version condition like >=2.13")
-        sign, bound = parsed.groups()
-        # "==2.13" means every 2.13.x, so compare as many numbers as are written.
-        length = bound.count(".") + 1
-        if not _COMPARE[sign](here[:length], release(bound)[:length]):
-            return False
-    return True

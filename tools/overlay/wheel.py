@@ -1,9 +1,8 @@
 """The overlay on an installed torch. RECORD says what torch was installed with.
 
-``<torch>/.muon_overlay/original`` has copies of the stock files, and ``manifest.json``
-the hashes of each file before and after the command that wrote it. The copies are
-written first, then the manifest, then the files: after a kill, the manifest says which
-files the next command finishes.
+``<torch>/.muon_overlay`` has copies of the stock files, which are written first, and a
+manifest with the hashes of each file before and after a command. The files come last:
+after a kill, the manifest says which ones the next command finishes.
 """
 
 import base64
@@ -16,7 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from . import files, patches, payload, versions
+from . import files, patches, payload
 from .errors import WrongTarget
 from .payload import sha256
 from .target import FOLDER, Plan, Report, Target
@@ -107,11 +106,11 @@ class Wheel(Target):
 
     def plan(self, root: Path) -> Plan:
         source, found = payload.read(root), self._manifest()
-        version, before = self.version or versions.PINNED, found.files
-        every = dict.fromkeys([*patches.paths(source, version), *before])
+        before = found.files
+        every = dict.fromkeys([*patches.paths(source), *before])
         rels = [rel for rel in every if self.takes(rel)]
         base = self._stock(found, rels)
-        new = patches.overlay(source, version, base, self.takes)
+        new = patches.overlay(source, base, self.takes)
         now = {rel: self.read(rel) for rel in rels}
         ours = {rel: set(before.get(rel, ())) for rel in rels}
         laid: files.Texts = {r: b"" for r, e in before.items() if e.new != e.stock}

@@ -27,19 +27,32 @@ UNDER_WAY = {
     "CHERRY_PICK_HEAD": "cherry-pick",
     "REVERT_HEAD": "revert",
 }
-_NAMES = {"NAME": "Distributed Muon", "EMAIL": "distributed-muon@example.invalid"}
-_ROLES = ("AUTHOR", "COMMITTER")
-_IDENTITY = {f"GIT_{r}_{what}": v for r in _ROLES for what, v in _NAMES.items()}
+_NAME = ("-c", "user.name=Distributed Muon")
+_IDENTITY = (*_NAME, "-c", "user.email=distributed-muon@example.invalid")
 
 
 class Worktree:
-    def __init__(self, root: Path, git_dir: Path, common: Path) -> None:
-        self.root = root
+    def __init__(self, where: str | Path) -> None:
+        self.root = root = Path(where).expanduser().resolve()
         self.quoted = shlex.quote(str(root))
-        self.git_dir = git_dir  # of this work tree alone
-        self.common = common
-        self.keep = git_dir / "muon_overlay"
-        self._index = files.scratch(git_dir / "index")
+        lacks = f"{root} is not a PyTorch checkout"
+        for rel in ("version.txt", "torch/__init__.py", REPLACED):
+            if not (root / rel).is_file():
+                raise WrongTarget(f"{lacks}: it has no {rel}")
+        names = ("--show-toplevel", "--absolute-git-dir", "--git-common-dir", "HEAD")
+        done = git.git(root, "rev-parse", *names, check=False)
+        found = done.stdout.decode().splitlines()
+        if done.returncode or Path(found[0]).resolve() != root:
+            # git's own words may name a setting, such as safe.directory.
+            said = done.stderr.decode(errors="replace")
+            raise WrongTarget(
+                f"{lacks}: not the top of a git work tree\n{said}".rstrip()
+            )
+        self.git_dir = Path(found[1])  # of this work tree alone
+        # It is relative to the folder that was asked.
+        self.common = (root / found[2]).resolve()
+        self.keep = self.git_dir / "muon_overlay"
+        self._index = files.scratch(self.git_dir / "index")
         self._bases: dict[str, str] = {}
         self._overlays: dict[str, dict[str, bytes | None]] = {}
 
@@ -133,16 +146,16 @@ class Worktree:
         self, parent: str, commits: list[tuple[str, files.Texts]], name: str | None
     ) -> str:
         """The newest of those commits (message, texts); only objects are written."""
-        known = git.works(self.root, "var", "GIT_COMMITTER_IDENT")
+        named = git.works(self.root, "var", "GIT_COMMITTER_IDENT")
+        command = () if named else _IDENTITY
         with files.scratch_folder() as scratch:
             env = {"GIT_INDEX_FILE": str(scratch / "index")}
-            env |= {} if known else _IDENTITY
             git.git(self.root, "read-tree", parent, env=env)
             for words, texts in commits:
                 self._update(texts, parent, env)
                 text = f"{words.strip()}\n\n{TRAILER}: {name or 'unknown'}\n".encode()
                 made = ("commit-tree", self.ask("write-tree", env=env), "-p", parent)
-                parent = self.ask(*made, data=text, env=env, check=True)
+                parent = self.ask(*command, *made, data=text, env=env, check=True)
         return parent
 
     def _update(self, texts: files.Texts, modes: str, env: dict[str, str]) -> None:
@@ -220,20 +233,3 @@ def write_series(tree: Worktree, base: str, tip: str, out: Path) -> list[Path]:
         more = ("--signature=overlay", "-o", str(out), f"{base}..{tip}")
         mails = git.text(scratch, *command, *more, env=git.ALONE, check=True)
         return [Path(mail) for mail in mails.splitlines()]
-
-
-def find(where: str | Path) -> Worktree:
-    root = Path(where).expanduser().resolve()
-    lacks = f"{root} is not a PyTorch checkout"
-    for rel in ("version.txt", "torch/__init__.py", REPLACED):
-        if not (root / rel).is_file():
-            raise WrongTarget(f"{lacks}: it has no {rel}")
-    names = ("--show-toplevel", "--absolute-git-dir", "--git-common-dir", "HEAD")
-    done = git.git(root, "rev-parse", *names, check=False)
-    found = done.stdout.decode().splitlines()
-    if done.returncode or Path(found[0]).resolve() != root:
-        # git's own words may name a setting, such as safe.directory.
-        said = done.stderr.decode(errors="replace").strip()
-        raise WrongTarget(f"{lacks}: not the top of a git work tree\n{said}".rstrip())
-    # --git-common-dir is relative to the folder that was asked.
-    return Worktree(root, Path(found[1]), (root / found[2]).resolve())

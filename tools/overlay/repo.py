@@ -1,6 +1,0 @@
-"""Where this repository lies."""
-
-from pathlib import Path
-
-
-ROOT = Path(__file__).resolve().parents[2]
