@@ -39,6 +39,14 @@ def run(*command, cwd=EXAMPLES, **environ):
     return done.returncode, done.stdout, done.stderr
 
 
+# The eight processes do not import torch one by one.
+FORKED = """
+import functools, multiprocessing, torch.multiprocessing as mp
+multiprocessing.set_forkserver_preload(["torch.distributed.tensor"])
+mp.spawn = functools.partial(mp.start_processes, start_method="forkserver")
+"""
+
+
 def rows_of(out, pattern):
     return re.findall(rf"^ *{pattern}$", out, re.MULTILINE)
 
@@ -48,7 +56,7 @@ def test_notebook(tmp_path):
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('blocked')")
     source = "\n".join(source for kind, source in cells() if kind == "code")
     # Like a kernel, this __main__ has no file that a spawned process could import.
-    code, out, err = run("-c", source, cwd=ROOT, PYTHONPATH=str(tmp_path))
+    code, out, err = run("-c", FORKED + source, cwd=ROOT, PYTHONPATH=str(tmp_path))
     assert code == 0, err
     for way in WAYS:
         assert re.search(rf"^  {way} +bitwise equal: yes$", out, re.MULTILINE)

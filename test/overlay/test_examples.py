@@ -1,14 +1,13 @@
 """The examples run on several processes and train."""
 
+import importlib
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 
 import pytest
-from overlay.example_runs import ENVIRONMENT, run_example, SECONDS
+from overlay.example_runs import run_example
 from tools.overlay.payload import ROOT
 
 
@@ -71,20 +70,31 @@ def test_timeline(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_comparison(tmp_path):
-    """Started as `verify` starts it."""
-    command = [sys.executable, EXAMPLES / "compare_gpt.py", "--processes", 2, *TINY]
-    command += ["--steps", 6, "--exact-steps", 2, "--out", tmp_path / "out"]
-    done = subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        timeout=2 * SECONDS,
-        env=os.environ | ENVIRONMENT,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "train_fsdp2.py on 1 process" in done.stdout
-    assert "bitwise equal: yes (6 matrices, 2 steps)" in done.stdout
+@pytest.fixture
+def compare_gpt(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("compare_gpt")
+
+
+def test_comparison(compare_gpt, monkeypatch, capfd, tmp_path):
+    """torchrun itself starts the run on one process; its processes each import torch."""
+    torchrun = compare_gpt.torchrun
+
+    def start(count, script, *arguments):
+        if count == 1:
+            return torchrun(count, script, *arguments)
+        run = run_example(EXAMPLES / script, *arguments, processes=count)
+        assert run.code == 0, run.err
+
+    monkeypatch.setattr(compare_gpt, "torchrun", start)
+    words = ["--processes", 2, *TINY, "--steps", 6, "--exact-steps", 2]
+    words = ["compare_gpt.py", *words, "--out", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", list(map(str, words)))
+    assert compare_gpt.main() == 0
+    out = capfd.readouterr().out
+    assert "train_fsdp2.py on 1 process" in out
+    assert "bitwise equal: yes (6 matrices, 2 steps)" in out
     assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -103,11 +113,7 @@ RANK = {"matrices": 3, "differing": [], "sent": 100, "least": 100}
         (5.6, 5.0, {}, "the first losses differ"),
     ],
 )
-def test_wrong_figures_are_named(monkeypatch, first, last, rank, words):
-    pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import compare_gpt
-
+def test_wrong_figures_are_named(compare_gpt, first, last, rank, words):
     assert compare_gpt.report(RUN, RUN, [RANK, RANK], 2) == []
     steps = [{"loss": loss, "seconds": 1} for loss in (first, last)]
     many = {"steps": steps, "held_out": 5.0}
@@ -115,11 +121,7 @@ def test_wrong_figures_are_named(monkeypatch, first, last, rank, words):
     assert words in problem
 
 
-def test_unknown_option(monkeypatch, capsys):
-    pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import compare_gpt
-
+def test_unknown_option(compare_gpt, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compare_gpt.py", "--stpes", "3"])
     with pytest.raises(SystemExit):
         compare_gpt.main()
