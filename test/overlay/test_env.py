@@ -16,7 +16,7 @@ import zipfile
 
 import pytest
 from overlay.conftest import commit_all, METADATA, run, script
-from tools.overlay import cli, env, payload, tests
+from tools.overlay import cli, env, payload
 from tools.overlay.payload import ROOT
 from tools.overlay.wheel import find_wheel, record_hash
 
@@ -163,12 +163,12 @@ def test_test_passes_arguments_and_exit_code_on(calls, monkeypatch):
 
 
 def test_test_frameworks_has_an_environment_of_its_own(ready, calls):
-    own = ready / tests.FRAMEWORKS_VENV
+    own = ready / ".venv-frameworks"
     (ready / ".venv").rename(own)
-    env.mark(own, [*env.PACKAGES, *tests.FRAMEWORKS_PACKAGES])
-    one = f"{tests.FRAMEWORKS_TESTS}/test_frameworks.py::test_recipe"
+    env.mark(own, [*env.PACKAGES, *env.FRAMEWORKS])
+    one = "test/frameworks/test_frameworks.py::test_recipe"
     made = [calls("test", "--frameworks", word)[0] for word in ("-x", one)]
-    every = ["-m", "pytest", tests.FRAMEWORKS_TESTS, "-x"]
+    every = ["-m", "pytest", "test/frameworks", "-x"]
     assert made == [[every], [["-m", "pytest", one]]]
     assert not (ready / ".venv").exists()
 

@@ -17,23 +17,22 @@ def test_every_version_and_every_patch_is_named():
     assert versions.SUPPORTED == f"{VERSIONS[0]} to {VERSIONS[-1]}"
     for names in versions.STOCK.values():
         assert ", ".join(names.values()).split(", ") == VERSIONS
-    names = [patch.name for patch in SERIES]
+    names = [patch.name for patch in SERIES.values()]
     assert names == sorted(path.name for path in (ROOT / "patches").glob("*.patch"))
 
 
-@pytest.mark.parametrize("patch", SERIES, ids=lambda patch: patch.name)
-def test_fits_the_installed_torch_at_one_place(wheel, patch):
+@pytest.mark.parametrize("rel", SERIES)
+def test_fits_the_installed_torch_at_one_place(wheel, rel):
     """With so little context git could take another place, of the same words, unnoticed."""
-    (rel,) = patch.paths
-    path = stock_of(wheel, rel)
+    patch, path = SERIES[rel], stock_of(wheel, rel)
     if not path.is_file():
         pytest.skip("an installed torch has no docs")
     text = path.read_bytes()
-    done = patches.patched(patch, {rel: text})
-    assert done[rel] != text
-    compile(done[rel], rel, "exec")
+    done = patch.applied(rel, text)
+    assert done != text
+    compile(done, rel, "exec")
     # A tree that has it already does not change.
-    assert patches.patched(patch, done) == done
+    assert patch.applied(rel, done) == done
     hunks = re.split(rb"^@@ .*\n", patch.hunks, flags=re.MULTILINE)[1:]
     for hunk in hunks:
         lines = hunk.splitlines(keepends=True)

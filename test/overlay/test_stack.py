@@ -22,8 +22,7 @@ WHOLE = "Muon takes a distributed_config"
 def commits(wheel):
     """(message, texts) of each commit on the stock files."""
     source = payload.read(ROOT)
-    rels = [rel for p in patches.series(source) for rel in p.paths]
-    files = {rel: stock_of(wheel, rel) for rel in rels}
+    files = {rel: stock_of(wheel, rel) for rel in patches.series(source)}
     base = {rel: path.read_bytes() for rel, path in files.items() if path.is_file()}
     base["docs/source/optim.md"] = OPTIM_MD.encode()
     new, misfits = patches.overlay(source, base, bool)

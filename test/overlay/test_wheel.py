@@ -233,7 +233,7 @@ def test_patches_reach_a_wheel(site, overlay):
     with pytest.raises(WrongTarget, match="new.patch does not fit"):
         fresh.apply(overlay)
     series.write_text("none.patch\n")
-    with pytest.raises(WrongTarget, match="patches/series names none.patch"):
+    with pytest.raises(WrongTarget, match="patches/none.patch must be the one patch"):
         fresh.apply(overlay)
     series.write_text("")
     fresh.revert(overlay)

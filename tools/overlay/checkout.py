@@ -129,8 +129,6 @@ class Checkout(Target):
     ) -> bool:
         """Write the files, and commit them with those words (empty: no commit).
 
-        After a kill, the next command finishes that.
-
         Returns whether the branch had other texts.
         """
         tree, head = self.tree, self.tree.resolve("HEAD")
@@ -149,10 +147,8 @@ class Checkout(Target):
             new = following if on_base else tree.build(head, [(words, differs)], name)
             # The index first: a kill between leaves a staged overlay.
             self._stage(plan, want)
-            move = ("update-ref", "-m", "muon overlay", "HEAD")
-            git.git(self.root, *move, new, head)
-            made = tree.ask("rev-list", "--reverse", f"{head}..{new}")
-            report.commits = made.split()
+            git.git(self.root, "update-ref", "-m", "muon overlay", "HEAD", new, head)
+            report.commits = tree.ask("rev-list", "--reverse", f"{head}..{new}").split()
         return bool(differs)
 
     def _stage(self, plan: Plan, want: files.Texts) -> None:
@@ -196,7 +192,7 @@ class Checkout(Target):
         if dry:
             return sorted(changes), gone
         for rel, text in changes.items():
-            files.write(root / rel, text, root / "setup_overlay.py")
+            files.write(root / rel, text, root / payload.PATCHES / "series")
         # The next `apply` knows the edits by this commit, and so does the next `pull`.
         taken = {**laid} | {r: t for r, t in edited.items() if t != plan.base.get(r)}
         for texts in (laid, taken) if taken != laid else ():
@@ -213,9 +209,6 @@ class Checkout(Target):
 
     def _hunks(self, plan: Plan, rel: str, text: bytes) -> tuple[str, bytes]:
         """The patch of that file, with the hunks that lead to ``text``."""
-        found = [p for p in patches.series(plan.source) if rel in p.paths]
-        if len(found) != 1 or len(found[0].paths) > 1:
-            raise Refused(f"{rel} is not alone in one patch: edit patches/ by hand")
         before = plan.base[rel] or b""
         # As little context as leads to one place: other versions differ around it.
         for context in range(1, 10):
@@ -223,7 +216,8 @@ class Checkout(Target):
             hunks = made[made.index(b"--- a/") :]
             if all(before.count(old) == 1 for old in _replaced(hunks)):
                 break
-        return found[0].name, re.sub(rb"(?m)^(@@ [^@]*@@).*$", rb"\1", hunks)
+        name = patches.series(plan.source)[rel].name
+        return name, re.sub(rb"(?m)^(@@ [^@]*@@).*$", rb"\1", hunks)
 
     def export(
         self, root: Path, out: Path, *, stack: bool = False, dry: bool = False
@@ -242,13 +236,8 @@ class Checkout(Target):
 
 def _replaced(hunks: bytes) -> list[bytes]:
     """The text that each hunk replaces."""
-    found: list[bytes] = []
-    for line in hunks.splitlines(keepends=True)[2:]:
-        if line.startswith(b"@@"):
-            found.append(b"")
-        elif line[:1] in b" -":
-            found[-1] += line[1:]
-    return found
+    bodies = re.split(rb"(?m)^@@ .*\n", hunks)[1:]
+    return [b"".join(re.findall(rb"(?m)^[ -](.*\n)", body)) for body in bodies]
 
 
 def _is_muons(rel: str) -> bool:

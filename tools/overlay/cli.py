@@ -66,7 +66,7 @@ OPTIONS = {
     "--commit": _flag("commit it in the checkout, layer by layer"),
     "--force": _flag("go on with a torch that is not supported"),
     "--coverage": _flag("show how much of the optimizer the given tests execute"),
-    "--frameworks": _flag(f"with {', '.join(tests.FRAMEWORKS)}"),
+    "--frameworks": _flag("with the frameworks of docs/frameworks.md"),
     "--json": _flag("for programs"),
     "--verbose": _flag("name every file"),
     "--dry-run": _flag("say what would be done, write nothing"),
@@ -165,15 +165,15 @@ def _test(args: argparse.Namespace) -> int:
     alone = args.python or args.frameworks
     if alone and (args.torch or args.coverage or (args.python and args.frameworks)):
         raise WrongTarget("--python and --frameworks go without other options of ours")
+    how = {"frameworks": args.frameworks, "dry": args.dry_run}
+    python = args.python or env.ensure(ROOT, args.torch, **how)
     if args.dry_run:
-        python = args.python or env.ensure(ROOT, args.torch, dry=True)
         print(f"would run {shlex.join([str(python), '-m', 'pytest', *args.extra])}")
         return 0
     if args.frameworks:
-        return tests.run_frameworks(args.extra, ROOT)
+        return tests.run_frameworks(python, args.extra, ROOT)
     if args.python:
-        return tests.run_with(args.python, args.extra, ROOT)
-    python = env.ensure(ROOT, args.torch)
+        return tests.run_with(python, args.extra, ROOT)
     measure = args.coverage or not args.extra
     return tests.run(python, args.extra, ROOT, measure=measure)
 

@@ -23,6 +23,12 @@ PACKAGES = (
     "numpy", "expecttest", "hypothesis==6.155.7", "pytest", "pytest-xdist", "coverage",
     "jupytext", "matplotlib", "ruff", "pyrefly==0.58.0", "unittest-xml-reporting<=3.2.0",
 )  # fmt: skip
+# docs/frameworks.md says what holds with these. torchtitan imports triton, which only
+# torch with CUDA brings, of its own version.
+FRAMEWORKS = (
+    "accelerate==1.15.0", "transformers==5.23.0", "lightning==2.6.6", "torchtitan==0.3.0",
+    "triton; sys_platform == 'linux'",
+)  # fmt: skip
 MARKER = ".muon_overlay_env.json"
 _EVERY_S = 20.0  # seconds between two lines of a long command
 SIZE = "about 0.3 GB from a CPU-only index (PIP_INDEX_URL), up to 4 GB with CUDA"
@@ -71,25 +77,14 @@ def mark(env: Path, packages: list[str]) -> None:
 
 
 def ensure(
-    root: Path,
-    version: str | None = None,
-    *,
-    name: str | None = None,
-    more: tuple[str, ...] = (),
-    dry: bool = False,
+    root: Path, version: str | None, *, frameworks: bool = False, dry: bool = False
 ) -> Path:
-    """Find or make the environment, apply the overlay to it, return its Python.
-
-    Args:
-        name: the folder of an environment that is not the tests'.
-        more: packages that it has in addition to the tests'.
-    """
+    """Find or make the environment, apply the overlay to it, return its Python."""
     version = full(version)
-    usual = ".venv" if version == versions.PINNED else f".venv-{version}"
-    env, packages = root / (name or usual), [*PACKAGES, *more]
+    kind = f"-{version}" * (version != versions.PINNED) + "-frameworks" * frameworks
+    env, packages = root / f".venv{kind}", [*PACKAGES, *FRAMEWORKS * frameworks]
     # Not the lock of the environment's own folder, which comes and goes.
     with files.held(root):
-        started = time.monotonic()
         state = _state(env)
         if state == "foreign":
             raise Refused(f"{env} was not made by this tool. Move it away")
@@ -119,9 +114,7 @@ def ensure(
         with target.held():
             count = len(target.apply(root).changes)
         done = f"applied (files changed: {count})" if count else "in place already"
-        spent = time.monotonic() - started
-        print(f"torch {target.version}: overlay {done}")
-        print(f"({spent:.1f} s; its Python is {target.python})")
+        print(f"torch {target.version}: overlay {done}\nits Python is {target.python}")
     return target.python
 
 
@@ -153,12 +146,12 @@ def run_in(
 
 def run_long(command: list[str], label: str, cwd: Path) -> None:
     """Run it and show that it lives."""
-    print(f"{label} ...", flush=True)
     started = time.monotonic()
     process = subprocess.Popen(
         command, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True
     )
     try:
+        print(f"{label} ...", flush=True)
         while process.returncode is None:
             try:
                 process.wait(_EVERY_S)

@@ -29,13 +29,13 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _take_after(path: Path, model: Path, mask: int = 0o7777) -> None:
+def _take_after(path: Path, model: Path) -> None:
     """Give it the mode of ``model``, whatever this user's umask is, and the owner.
 
     The owner of an environment must be able to upgrade and remove what root writes.
     """
     stat = model.stat()
-    path.chmod(stat.st_mode & mask)
+    path.chmod(stat.st_mode)
     if os.geteuid() == 0:
         os.chown(path, stat.st_uid, stat.st_gid)
 
@@ -49,7 +49,7 @@ def _prepare(path: Path, data: bytes, sibling: Path) -> None:
             _take_after(folder, folder.parent)
     new, known = scratch(path), path.is_file()
     new.write_bytes(data)
-    _take_after(new, path if known else sibling, 0o7777 if known else 0o666)
+    _take_after(new, path if known else sibling)
     _flush(new)
 
 

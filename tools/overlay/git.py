@@ -55,8 +55,8 @@ def git(
     return subprocess.CompletedProcess(args, process.returncode, out, words)
 
 
-def works(where: Path, *args: str) -> bool:
-    return git(where, *args, check=False).returncode == 0
+def works(where: Path, *args: str, **how: Any) -> bool:
+    return git(where, *args, check=False, **how).returncode == 0
 
 
 def text(where: Path, *args: str, check: bool = False, **how: Any) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from . import files, git
-from .errors import WrongTarget
+from .errors import WorkFailed, WrongTarget
 from .payload import Source
 
 
@@ -19,61 +19,52 @@ class Patch(NamedTuple):
     name: str
     hunks: bytes
 
-    @property
-    def paths(self) -> list[str]:
-        found = re.findall(rb"^\+\+\+ b/([^\t\n]+)", self.hunks, re.MULTILINE)
-        return [path.decode() for path in found]
+    def applied(self, rel: str, text: bytes) -> bytes:
+        """The text of that file with the hunks."""
+        # An installed torch is no work tree. A hunk that does not fit changes no target.
+        with files.scratch_folder() as scratch:
+            git.put(scratch, {rel: text})
+            # A tree that took the exported series has the hunks already.
+            there = ("apply", "--reverse", "--check")
+            if not git.works(scratch, *there, data=self.hunks):
+                git.git(scratch, "apply", "--whitespace=nowarn", data=self.hunks)
+            return (scratch / rel).read_bytes()
 
 
-def series(source: Source) -> list[Patch]:
-    """The patches in the order of patches/series."""
-    lines = source.patches.get("series", b"").decode().splitlines()
-    names = [line for line in lines if line and not line.startswith("#")]
-    if missing := set(names) - source.patches.keys():
-        raise WrongTarget(f"patches/series names {', '.join(missing)}: no such file")
-    return [Patch(name, source.patches[name]) for name in names]
+def series(source: Source) -> dict[str, Patch]:
+    """The patches in the order of patches/series, by the file that each changes."""
+    found: dict[str, Patch] = {}
+    for name in source.patches.get("series", b"").decode().splitlines():
+        if name and not name.startswith("#"):
+            patch = Patch(name, source.patches.get(name, b""))
+            rels = re.findall(rb"^\+\+\+ b/([^\t\n]+)", patch.hunks, re.MULTILINE)
+            if len(rels) != 1 or rels[0].decode() in found:
+                raise WrongTarget(f"patches/{name} must be the one patch of one file")
+            found[rels[0].decode()] = patch
+    return found
 
 
 def paths(source: Source) -> list[str]:
     """The files that the overlay brings or changes."""
-    return [*source.whole, *(rel for p in series(source) for rel in p.paths)]
-
-
-def patched(patch: Patch, texts: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The texts with the hunks; hunks of files that are not in ``texts`` are left out.
-
-    A scratch folder takes the hunks, so that a hunk that does not fit leaves the target
-    alone, and an installed torch, which is no work tree, takes the same way.
-    """
-    with files.scratch_folder() as scratch:
-        git.put(scratch, texts)
-        command = ["apply", "--whitespace=nowarn", *(f"--include={r}" for r in texts)]
-
-        def run(*more: str) -> str:
-            done = git.git(scratch, *command, *more, data=patch.hunks, check=False)
-            return done.stderr.decode(errors="replace") if done.returncode else ""
-
-        # A tree that took the exported series has the hunks already.
-        if run("--reverse", "--check") and (said := run()):
-            raise WrongTarget(f"patches/{patch.name} does not fit this torch: {said}")
-        return {rel: (scratch / rel).read_bytes() for rel in texts}
+    return [*source.whole, *series(source)]
 
 
 def overlay(
     source: Source, base: files.Texts, takes: Callable[[str], bool]
 ) -> tuple[dict[str, bytes], list[str]]:
-    """The texts over ``base``, and the patches that do not fit; a hunk needs its file."""
+    """The texts over ``base``, and the patches that do not fit; a patch needs its file."""
     now = {rel: text for rel, text in source.whole.items() if takes(rel)}
     misfits = []
-    for patch in series(source):
-        known = {rel: now.get(rel, base.get(rel)) for rel in patch.paths if takes(rel)}
-        texts = {rel: text for rel, text in known.items() if text is not None}
-        try:
-            new = patched(patch, texts) if texts else {}
-        except WrongTarget as error:
-            misfits.append(str(error))
+    for rel, patch in series(source).items():
+        text = base.get(rel)
+        if text is None or not takes(rel):
             continue
-        now |= {rel: text for rel, text in new.items() if text != texts[rel]}
+        try:
+            new = patch.applied(rel, text)
+        except WorkFailed as error:
+            misfits.append(f"patches/{patch.name} does not fit this torch: {error}")
+        else:
+            now |= {} if new == text else {rel: new}
     return now, misfits
 
 
@@ -91,10 +82,7 @@ def stack_of(text: str) -> list[tuple[str, str, list[str]]]:
 def commits(
     source: Source, texts: Mapping[str, bytes], *, stack: bool = True
 ) -> list[tuple[str, dict[str, bytes]]]:
-    """The commits that bring the texts, by patches/stack.toml: message, texts of its files.
-
-    One commit without ``stack``.
-    """
+    """Message and texts of each commit of patches/stack.toml; without ``stack``, of one."""
     listed = stack_of(source.patches["stack.toml"].decode())
     patterns = {p: title for title, _, paths in listed for p in paths}
     parts: dict[str, dict[str, bytes]] = {title: {} for title, _, _ in listed}

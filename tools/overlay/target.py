@@ -231,8 +231,8 @@ class Target:
 
 def words(status: Mapping[str, Any], *, verbose: bool = False) -> str:
     """Counts the files that are as in this repository; ``verbose`` names them too."""
-    torch = status["torch"] or "uninstalled"
-    lines = [f"{status['kind']} {status['target']}", f"torch {torch}"]
+    lines = [f"{status['kind']} {status['target']}"]
+    lines.append(f"torch {status['torch'] or 'uninstalled'}")
     if status["busy"]:
         lines.append("another command works on it at this moment")
     lines.append(f"holds {WORDS[status['state']]}{status['note']}")

@@ -15,27 +15,12 @@ MISSING = """
 from importlib.util import find_spec
 print(*(name for name in ("pytest", "expecttest", "numpy") if find_spec(name) is None))
 """
-# docs/frameworks.md says what holds with these.
-FRAMEWORKS = {
-    "accelerate": "1.15.0",
-    "transformers": "5.23.0",
-    "lightning": "2.6.6",
-    "torchtitan": "0.3.0",
-}
-FRAMEWORKS_VENV, FRAMEWORKS_TESTS = ".venv-frameworks", "test/frameworks"
-FRAMEWORKS_PACKAGES = (
-    *(f"{name}=={version}" for name, version in FRAMEWORKS.items()),
-    # torchtitan imports it. Only torch with CUDA brings one, of its own version.
-    "triton; sys_platform == 'linux'",
-)
 
 
 def run(python: Path, args: list[str], root: Path, *, measure: bool) -> int:
-    """Run pytest with ``args``; with ``measure``, print the table of coverage.
+    """Run pytest; with ``measure``, print the table of coverage.
 
-    Without ``args``, all tests run, and must execute enough of the optimizer.
-
-    Returns pytest's exit code, or 1 if only the coverage is too little.
+    Without ``args``, all tests run; it is a failure if they do not execute enough.
     """
     if not measure:
         return env.run_in(python, ["-m", "pytest", *args], root)
@@ -58,11 +43,10 @@ def run(python: Path, args: list[str], root: Path, *, measure: bool) -> int:
         return code or shown
 
 
-def run_frameworks(args: list[str], root: Path) -> int:
-    """Run the tests of the recipes, in an environment that has the frameworks."""
-    python = env.ensure(root, name=FRAMEWORKS_VENV, more=FRAMEWORKS_PACKAGES)
-    named = any(arg.startswith(FRAMEWORKS_TESTS) for arg in args)
-    chosen = args if named else [FRAMEWORKS_TESTS, *args]
+def run_frameworks(python: Path, args: list[str], root: Path) -> int:
+    """Run the tests of the recipes."""
+    named = any(arg.startswith("test/frameworks") for arg in args)
+    chosen = args if named else ["test/frameworks", *args]
     return env.run_in(python, ["-m", "pytest", *chosen], root)
 
 

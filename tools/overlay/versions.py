@@ -47,11 +47,8 @@ def supported(version: str) -> bool:
 
 def untested(words: str, version: str, base: dict[str, bytes | None]) -> str:
     """A warning about a torch that is not among the supported ones."""
-    lines = [
-        f"{words}; the overlay supports {SUPPORTED}, and is untested on {version}."
-    ]
-    for rel in STOCK:
-        found = stock(rel, base.get(rel)) or "no supported version"
-        if base.get(rel) is not None:
-            lines.append(f"  {rel}: as in {found}")
-    return "\n".join(lines)
+    said = f"{words}; the overlay supports {SUPPORTED}, and is untested on {version}."
+    there = {rel: text for rel in STOCK if (text := base.get(rel)) is not None}
+    for rel, text in there.items():
+        said += f"\n  {rel}: as in {stock(rel, text) or 'no supported version'}"
+    return said

@@ -202,12 +202,9 @@ spec = importlib.util.find_spec("torch")
 folders = list(spec.submodule_search_locations or []) if spec else []
 closed = [p for p in sys.path + folders if os.path.isdir(p) and not os.access(p, os.R_OK | os.X_OK)]
 found = {"origin": spec.origin if spec else None, "folders": folders, "closed": closed}
-found |= {"version": None, "record": None}
-try:
-    dist = importlib.metadata.distribution("torch")
-    found |= {"version": dist.version, "record": dist.read_text("RECORD")}
-except importlib.metadata.PackageNotFoundError:
-    pass
+dists = list(importlib.metadata.distributions(name="torch"))
+found |= {"version": dists[0].version if dists else None}
+found |= {"record": dists[0].read_text("RECORD") if dists else None}
 print(json.dumps(found))
 """
 # The first entry is the current folder, where anybody's torch/ or json.py may be.

@@ -17,7 +17,6 @@ LAID, NEXT = "refs/worktree/muon/laid", "refs/worktree/muon/next"
 ADDED = ("torch/optim/_newton_schulz.py", "torch/optim/muon.py")
 REPLACED, OURS = "torch/optim/_muon.py", b"._newton_schulz"  # what only ours imports
 TRAILER = "Muon-Overlay"
-ZERO = "0" * 40  # no object
 # git's own unfinished work, by the file that says so.
 UNDER_WAY = {
     "MERGE_HEAD": "merge",
@@ -168,7 +167,7 @@ class Worktree:
             names = "".join(f"{scratch / rel}\n" for rel in there).encode()
             command = ("hash-object", "-w", "--no-filters", "--stdin-paths")
             blobs = self.ask(*command, data=names, check=True).split()
-        entries = "".join(f"0 {ZERO}\t{rel}\0" for rel in texts.keys() - set(there))
+        entries = "".join(f"0 {'0' * 40}\t{rel}\0" for rel in texts.keys() - set(there))
         for rel, blob in zip(there, blobs, strict=True):
             entries += f"{mode.get(rel, '100644')} {blob}\t{rel}\0"
         update = ("update-index", "-z", "--index-info")
