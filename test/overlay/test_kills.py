@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from overlay.conftest import append, commit_all, copy_tools, OWN, run
+from overlay.conftest import append, commit_all, copy_tools, git_status, OWN, run
 from tools.overlay.wheel import find_wheel
 
 
@@ -93,8 +93,8 @@ def scrap(*roots):
 class Case:
     """A target in the state before a command."""
 
-    def __init__(self, root, overlay, options):
-        self.root, self.overlay, self.options = root, overlay, options
+    def __init__(self, root, overlay, kind, where):
+        self.root, self.overlay, self.options = root, overlay, [kind, str(where)]
 
     def start(self, *words):
         """The command, at its first write."""
@@ -111,6 +111,13 @@ class Case:
         face = self.overlay / "setup_overlay.py"
         run(sys.executable, face, words[0], *self.options, *words[1:])
 
+    def seconds(self, *words):
+        """From the first write to the end of the command."""
+        with self.start(*words) as process:
+            began = time.monotonic()
+            process.communicate(timeout=120)
+        return time.monotonic() - began
+
     def kill(self, after, *words):
         """Whether the command was killed before its end."""
         with self.start(*words) as process:
@@ -119,46 +126,42 @@ class Case:
                 os.killpg(process.pid, signal.SIGKILL)
             return process.wait(30) == -signal.SIGKILL
 
+    def save(self, place):
+        for folder in (self.root, self.overlay):
+            shutil.copytree(folder, place / folder.name, symlinks=True)
 
-@pytest.fixture(params=["checkout", "wheel"])
-def case(request, tiny, tmp_path, monkeypatch):
+    def restore(self, place):
+        for folder in (self.root, self.overlay):
+            shutil.rmtree(folder)
+            shutil.copytree(place / folder.name, folder, symlinks=True)
+
+
+@pytest.fixture
+def case(request, kind, tiny, tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    if request.param == "checkout":
-        root = request.getfixturevalue("checkout")
-        return Case(root, tiny, ["--checkout", str(root)])
-    python = request.getfixturevalue("installed")
-    return Case(find_wheel(python).root, tiny, ["--python", str(python)])
+    if kind == "--checkout":
+        where = root = request.getfixturevalue("checkout")
+    else:
+        where = request.getfixturevalue("installed")
+        root = find_wheel(where).root
+    return Case(root, tiny, kind, where)
 
 
-def delays(command, case, words):
-    """Random times from the first write to the end, which one run shows."""
-    with case.start(*words) as process:
-        began = time.monotonic()
-        process.communicate(timeout=120)
-    spent = time.monotonic() - began
-    rng = random.Random(command)
-    return [rng.uniform(0, spent) for _ in range(4 * KILLS)]
-
-
-def restored(case, saved):
-    for folder in (case.root, case.overlay):
-        shutil.rmtree(folder)
-        shutil.copytree(saved / folder.name, folder, symlinks=True)
+WORDS = {
+    "apply": ["apply"], "update": ["apply"], "revert": ["revert"], "pull": ["pull"],
+    "commit": ["apply", "--commit"],
+}  # fmt: skip
+CASES = [("--checkout", command) for command in WORDS]
+CASES += [("--python", command) for command in ("apply", "update", "revert")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["apply", "update", "revert", "commit", "pull"])
-def test_killed_at_random(case, tmp_path, command):
+@pytest.mark.parametrize(("kind", "command"), CASES)
+def test_killed_at_random(case, tmp_path, kind, command):
     """A killed `apply --commit` left index.lock, and a killed `apply` its manifest's half."""
-    on_git = "--checkout" in case.options
-    if command in ("commit", "pull") and not on_git:
-        pytest.skip("for a checkout")
-    words = {
-        "apply": ["apply"], "update": ["apply"], "revert": ["revert"], "pull": ["pull"],
-        "commit": ["apply", "--commit"],
-    }  # fmt: skip
+    on_git = kind == "--checkout"
     for rel in USERS:
         with open(case.root / rel, "a") as file:
             file.write(EDIT)
@@ -172,22 +175,17 @@ def test_killed_at_random(case, tmp_path, command):
     if command == "pull":
         append(case.root / OWN, EDIT)
     before, saved = tree(case.root), tmp_path / "saved"
-    for folder in (case.root, case.overlay):
-        shutil.copytree(folder, saved / folder.name, symlinks=True)
+    case.save(saved)
     # The same command again, or the opposite one.
     other = {"revert": "apply", "pull": "pull"}.get(command, "revert")
-    after_of = {}
-    for name in dict.fromkeys([command, other]):
-        restored(case, saved)
-        case.run(*words[name])
-        after_of[name] = stock if name == "revert" else tree(case.root)
-    restored(case, saved)
-    hit = halves = 0
-    for number, delay in enumerate(delays(command, case, words[command])):
+    spent = case.seconds(*WORDS[command])
+    after_of = {"apply": before, command: tree(case.root), "revert": stock}
+    rng, hit, halves = random.Random(command), 0, 0
+    for number in range(4 * KILLS):
         if hit == KILLS:
             break
-        restored(case, saved)
-        hit += case.kill(delay, *words[command])
+        case.restore(saved)
+        hit += case.kill(rng.uniform(0, spent), *WORDS[command])
         found = tree(case.root)
         halves += found not in (before, after_of[command])
         for rel, text in found.items():
@@ -195,7 +193,7 @@ def test_killed_at_random(case, tmp_path, command):
                 assert text in (before.get(rel), after_of[command].get(rel)), rel
         follows = (command, other)[number % 2]
         # A killed commit may be made already, and its revert is a second command then.
-        case.run(*words[follows], *["--commit"] * (command == "commit" != follows))
+        case.run(*WORDS[follows], *["--commit"] * (command == "commit" != follows))
         assert tree(case.root) == after_of[follows]
         assert scrap(case.root) == []
         if command == "pull":
@@ -204,8 +202,6 @@ def test_killed_at_random(case, tmp_path, command):
             run("git", "fsck", "--connectivity-only", cwd=case.root)
             staged = run("git", "diff", "--cached", "--name-only", cwd=case.root).out
             assert staged.split() == [USERS[0]]
-            if "--commit" in words[follows] or follows == "revert":
-                shown = run("git", "status", "--porcelain", cwd=case.root).out
-                assert shown == f"M  {USERS[0]}\n?? {USERS[1]}\n"
-    kind = "checkout" if on_git else "installed torch"
+            if "--commit" in WORDS[follows] or follows == "revert":
+                assert git_status(case.root) == f"M  {USERS[0]}\n?? {USERS[1]}\n"
     print(f"{kind}, {command}: {hit} killed, {halves} half done")

@@ -1,9 +1,6 @@
 """docs/migrating.md: each Muon that a page's function builds takes the steps of the optimizer that it names."""
 
-import importlib
 import math
-import subprocess
-import sys
 
 import pytest
 from overlay.test_docs import PROGRAMS
@@ -90,30 +87,6 @@ def test_published_formulas(name, shape):
     theirs = trained(lambda param: Published(param, *PUBLISHED[name]), shape)
     ours = trained(lambda param: page()[name]([param]).step, shape)
     assert (theirs - ours).norm() < CLOSE * theirs.norm()
-
-
-@pytest.mark.network
-@pytest.mark.parametrize("shape", SHAPES)
-def test_package_of_keller_jordan(shape, keller_jordan):
-    theirs = trained(lambda param: keller_jordan([param], lr=0.02).step, shape)
-    ours = trained(lambda p: page()["like_keller_jordan"]([p]).step, shape)
-    assert (theirs - ours).norm() < CLOSE * theirs.norm()
-
-
-@pytest.fixture(scope="module")
-def keller_jordan(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("peers"))
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
-    done = subprocess.run(
-        [*pip, "--target", folder, "muon-optimizer==0.1.0"], check=False, timeout=120
-    )
-    if done.returncode:
-        pytest.skip("pip cannot install muon-optimizer")
-    sys.path.insert(0, folder)
-    try:
-        yield importlib.import_module("muon").SingleDeviceMuon
-    finally:
-        sys.path.remove(folder)
 
 
 def test_take_momentum():

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from overlay.conftest import script, snapshot
+from overlay.conftest import OWN, script, snapshot
 from tools.overlay.payload import ROOT
 from tools.overlay.wheel import find_wheel
 
@@ -47,31 +47,22 @@ def state(python):
     return find_wheel(python).status(ROOT)["state"]
 
 
-def test_overlay_is_there_for_the_run_alone(tool, arguments, installed):
-    site = find_wheel(installed).root
-    before = snapshot(site)
-    args = arguments(HAS_OVERLAY)
+def test_overlay_is_there_for_the_run_alone(tool, arguments, installed, overlay):
+    """An overlay that was there stays, unless it is another one: that is left alone."""
+    site, args = find_wheel(installed), arguments(HAS_OVERLAY)
+    before = snapshot(site.root)
     done = tool(*args)
-    assert done.code == 0, done.out + done.err
-    assert "1 passed" in done.out
-    assert snapshot(site) == before
+    assert (done.code, "1 passed" in done.out) == (0, True), done.err
+    assert snapshot(site.root) == before
     assert tool(*args, "-k", "nothing").code == 5  # as pytest says it
-
-
-def test_overlay_that_was_there_stays(tool, arguments, installed):
-    find_wheel(installed).apply(ROOT)
-    assert tool(*arguments(HAS_OVERLAY)).code == 0
+    site.apply(ROOT)
+    assert tool(*args).code == 0
     assert state(installed) == "current"
-
-
-def test_another_overlay_is_left_alone(tool, arguments, installed, overlay):
-    (overlay / "torch/optim/muon.py").write_text("# of another time\n")
-    find_wheel(installed).apply(overlay)
-    done = tool(*arguments(HAS_OVERLAY))
-    assert done.code == 3
-    assert "an overlay that is outdated" in done.err
-    text = (find_wheel(installed).root / "torch/optim/muon.py").read_text()
-    assert text == "# of another time\n"
+    (overlay / OWN).write_text("# of another time\n")
+    site.apply(overlay)
+    done = tool(*args)
+    assert (done.code, "an overlay that is outdated" in done.err) == (3, True)
+    assert site.read(OWN) == b"# of another time\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -94,5 +85,5 @@ def test_overlay_is_taken_off_when_interrupted(arguments, installed, number):
 def test_missing_packages_are_named_first(tool, tmp_path, installed):
     python = script(tmp_path / "bare", f'exec "{installed}" -S "$@"\n')
     done = tool("test", "--python", python)
-    assert done.code == 2
-    assert "-m pip install pytest expecttest numpy" in done.err
+    named = "-m pip install pytest expecttest numpy" in done.err
+    assert (done.code, named) == (2, True)

@@ -23,11 +23,7 @@ def case(name, **attributes):
         ("optim", None, "stage1"),
         ("optim", case("TestMuonCore"), "stage2"),
         ("distributed", case("TestMuonFSDP", world_size=2), "stage3"),
-        (
-            "distributed",
-            case("TestMuonOnFour", world_size=property(lambda _: 4)),
-            "stage3",
-        ),
+        ("distributed", case("TestMuon", world_size=property(lambda _: 4)), "stage3"),
         ("distributed", case("TestMuonDTensorOnGPUs"), "stage3"),
         ("distributed", case("TestMuonMatrixOf8", world_size=8), "stage4"),
         ("distributed", case("TestMuonPerformance", world_size=2), "stage4"),

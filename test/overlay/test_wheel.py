@@ -1,5 +1,6 @@
 """`apply`, `status` and `revert` on an installed torch."""
 
+import itertools
 import json
 import os
 import shlex
@@ -109,19 +110,17 @@ def test_users_work_is_refused_by_name(site, installed, face, rel, applied):
 
 @pytest.mark.parametrize("failing", [1, 2, 9])
 def test_failure_half_way_leaves_it_as_it_was(site, monkeypatch, failing):
-    before = snapshot(site.root)
-    real, calls = os.replace, []
+    before, calls = snapshot(site.root), itertools.count(1)
+    real = os.replace
 
     def replace(source, place):
-        calls.append(place)
-        if len(calls) == failing:
+        if next(calls) == failing:
             raise OSError(28, "No space left on device", str(place))
-        return real(source, place)
+        real(source, place)
 
     monkeypatch.setattr(files.os, "replace", replace)
     with pytest.raises((WorkFailed, OSError), match="No space left on device"):
         site.apply(ROOT)
-    monkeypatch.undo()
     assert {**snapshot(site.root), **before} == snapshot(site.root)
     site.apply(ROOT)
     site.revert(ROOT)
@@ -130,22 +129,17 @@ def test_failure_half_way_leaves_it_as_it_was(site, monkeypatch, failing):
 
 def test_texts_are_on_the_disk_before_they_count(site, monkeypatch):
     """A power cut leaves no empty file under a real name."""
-    flushed, renamed = set(), []
-    fsync, replace = os.fsync, os.replace
-
-    def flush(handle):
-        flushed.add(os.fstat(handle).st_ino)
-        fsync(handle)
+    flushed, renamed, replace = set(), [], os.replace
 
     def rename(source, place):
         assert os.stat(source).st_ino in flushed
-        renamed.append(place)
+        renamed.append(place.name)
         replace(source, place)
 
-    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.add(os.fstat(file).st_ino))
     monkeypatch.setattr(os, "replace", rename)
     site.apply(ROOT)
-    assert [path.name for path in renamed[:2]] == ["_muon.py", "manifest.json"]
+    assert renamed[:2] == ["_muon.py", "manifest.json"]
     assert os.stat(site.torch_dir / "optim").st_ino in flushed
 
 
@@ -168,28 +162,17 @@ def test_modes_and_owners_are_those_of_the_siblings(site):
 
 def test_interpreters_that_cannot_be(face, tmp_path, checkout):
     (tmp_path / "text").touch()
+    run_it = f'exec "{sys.executable}"'
     for body, words in (
         ("echo it is broken >&2; exit 3", "it is broken"),
-        (f'exec "{sys.executable}" -S -E "$@"', "has no torch"),
+        (f'{run_it} -S -E "$@"', "has no torch"),
         ("exit 0", "not a Python interpreter"),
-        (
-            f'PYTHONPATH="{checkout}" exec "{sys.executable}" "$@"',
-            f"--checkout {checkout}",
-        ),
+        (f'PYTHONPATH="{checkout}" {run_it} "$@"', f"--checkout {checkout}"),
         (None, "no such interpreter"),
     ):
-        name = tmp_path / "text"
-        python = script(tmp_path / "python", body + "\n") if body else name
+        python = script(tmp_path / "python", body) if body else tmp_path / "text"
         done = face("apply", "--python", python)
         assert (done.code, words in done.err) == (2, True)
-
-
-def test_unreadable_folder_is_named(site, face, monkeypatch):
-    """It was "has no torch"."""
-    found = {"origin": None, "folders": [], "closed": ["/closed"]}
-    monkeypatch.setattr(wheels, "ask_python", lambda *args: json.dumps(found))
-    done = face("status", "--python", site.python)
-    assert (done.code, "may not read /closed" in done.err) == (2, True)
 
 
 def test_probe_imports_nothing_from_where_it_runs(
@@ -279,8 +262,8 @@ def test_torch_upgraded_under_the_overlay(site, installed, on, record, version):
     assert not (site.torch_dir / ".muon_overlay").exists()
 
 
-def test_uninstalled_torch(site, face, tmp_path):
-    """43 files stayed, and `revert` said "has no torch"."""
+def test_uninstalled_torch(site, face, tmp_path, monkeypatch):
+    """43 files stayed, and `revert` said "has no torch", as of an unreadable folder."""
     # Without the torch of the interpreter that runs the tests.
     alone = f'PYTHONPATH="{site.root}" exec "{sys.executable}" -S "$@"\n'
     python = script(tmp_path / "alone", alone)
@@ -294,6 +277,9 @@ def test_uninstalled_torch(site, face, tmp_path):
     assert face("revert", "--python", python).code == 0
     assert not site.torch_dir.exists()
     assert "has no torch" in face("status", "--python", python).err
+    found = {"origin": None, "folders": [], "closed": ["/closed"]}
+    monkeypatch.setattr(wheels, "ask_python", lambda *args: json.dumps(found))
+    assert "may not read /closed" in face("status", "--python", python).err
 
 
 @pytest.mark.parametrize("record", [True, False])
@@ -321,17 +307,8 @@ def test_manifest_that_is_lost_or_damaged(site, on, text):
     assert snapshot(site.root) == before
 
 
-def test_status_during_another_command(site, on):
-    """It said "half of something"."""
-    with site.held():
-        (site.torch_dir / "optim/muon.py.muon-new").write_text("")
-        assert "another command works on it" in on("status")
-
-
 @pytest.mark.parametrize("network", [False, True])
-def test_commands_exclude_each_other(
-    site, installed, there, tmp_path, monkeypatch, network
-):
+def test_commands_exclude_each_other(site, there, on, tmp_path, monkeypatch, network):
     """Sessions have temporary folders of their own; linked work trees share info/exclude."""
     flock = files.fcntl.flock
 
@@ -342,9 +319,12 @@ def test_commands_exclude_each_other(
 
     if network:
         monkeypatch.setattr(files.fcntl, "flock", on_files_alone)
-    others = {site: find_wheel(installed), there: type(there)(there.root)}
-    for one, other in others.items():
+    for one, other in {site: find_wheel(site.python), there: there}.items():
         with one.held():
             monkeypatch.setenv("TMPDIR", str(tmp_path))
             assert files.busy(other.lock)
         assert not files.busy(other.lock)
+    with site.held():
+        # It said "half of something".
+        (site.torch_dir / "optim/muon.py.muon-new").write_text("")
+        assert "another command works on it" in on("status")
