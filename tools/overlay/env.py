@@ -120,7 +120,7 @@ def ensure(
 
 def _install(env: Path, version: str, packages: list[str]) -> None:
     mark(env, [])
-    pip = [str(python_of(env)), "-m", "pip", "install", "--quiet", "--no-input"]
+    pip = [str(python_of(env)), "-m", "pip", "install", "-qq", "--no-input"]
     torch = f"torch=={version}"
     for names, words in (torch, [torch]), ("the tests' packages", packages):
         label = f"pip install {names}"
