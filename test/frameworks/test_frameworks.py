@@ -85,33 +85,30 @@ def test_lightning_recipe(recipe):
     assert_checked(start(RECIPES / f"{recipe}.py"), ENCODER)
 
 
-@needs("accelerate", "transformers")
-@pytest.mark.parametrize("recipe", ["accelerate_fsdp2", "trainer_fsdp2"])
-@pytest.mark.parametrize(
-    ("config", "ram"), [("dtensor", 0), ("dtensor", 1), ("fsdp", 1)]
-)
-def test_prepared_after_muon_was_built(recipe, config, ram):
-    words = [HERE / "cases" / "variant.py", recipe, "--config", config, "--ram", ram]
-    assert_checked(start(*words, stand_in="accelerate"), LLAMA)
+ORDER = HERE / "cases" / "accelerate_order.py"
 
 
 @needs("accelerate", "transformers")
 @pytest.mark.parametrize(
-    ("fsdp", "order", "config"),
-    [(1, "after", "module"), (1, "before", "module"), (2, "after", "dtensor")],
+    "words",
+    [
+        "--fsdp 1 --order after --config module",
+        "--fsdp 1 --order before --config module",
+        "--fsdp 2 --order after --config dtensor",
+        "--fsdp 2 --order before --config dtensor --ram 0",
+        "--fsdp 2 --order before --config dtensor --ram 1",
+        "--fsdp 2 --order before --config fsdp --ram 1",
+    ],
 )
-def test_accelerate_order(fsdp, order, config):
-    words = ["--fsdp", fsdp, "--order", order, "--config", config]
-    program = HERE / "cases" / "accelerate_order.py"
-    assert_checked(start(program, *words, stand_in="accelerate"), LLAMA)
+def test_accelerate_order(words):
+    assert_checked(start(ORDER, *words.split(), stand_in="accelerate"), LLAMA)
 
 
 @needs("accelerate", "transformers")
 @pytest.mark.parametrize("config", ["fsdp", "dtensor"])
 def test_fsdp1_says_what_it_needs(config):
     words = ["--fsdp", 1, "--order", "before", "--config", config]
-    program = HERE / "cases" / "accelerate_order.py"
-    code, out, err = start(program, *words, stand_in="accelerate")
+    code, out, err = start(ORDER, *words, stand_in="accelerate")
     assert code == 1
     assert err.count("Error: ") == err.count("module=model") == 2, err[-4000:]
     assert "steps" not in out

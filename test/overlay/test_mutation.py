@@ -1,16 +1,14 @@
 """The faults fit the sources, and only a failed test counts as a notice."""
 
-import ast
+import sys
 import time
 
 import pytest
+from overlay.conftest import run as execute
 from tools.mutation import run
 from tools.mutation.fault import CannotTry, copied, Fault
 from tools.mutation.faults import FAULTS
 from tools.overlay.payload import ROOT
-
-
-SHARED = "torch/testing/_internal/distributed/_muon/common_muon.py"
 
 
 def test_faults_fit_their_files():
@@ -22,34 +20,12 @@ def test_faults_fit_their_files():
 
 
 def test_named_tests_exist():
-    def body_of(file):
-        return bodies.setdefault(file, ast.parse((ROOT / file).read_text()).body)
-
-    def named(body, name):
-        """The class or test ``name``; @parametrize appends arguments and values to a test's name."""
-        for node in body:
-            own = getattr(node, "name", None)
-            decorators = map(ast.unparse, getattr(node, "decorator_list", ()))
-            if any("parametrize(" in d for d in decorators):
-                if name.startswith(f"{own}_"):
-                    yield node
-            elif own == name:
-                yield node
-
-    bodies = {}
-    for name, test in ((fault.name, test) for fault in FAULTS for test in fault.tests):
-        file, *inside = test.split("::")
-        body, bases = body_of(file), []
-        for wanted in inside:
-            found = list(named(body, wanted))
-            # A class may inherit its tests from a class of its file or of the shared helpers.
-            for base in bases if not found else ():
-                found += named(base.body, wanted)
-            assert len(found) == 1, (name, test)
-            everywhere = [*body_of(file), *body_of(SHARED)]
-            ids = [getattr(b, "id", "") for b in getattr(found[0], "bases", [])]
-            bases = [one for i in ids for one in named(everywhere, i)]
-            body = found[0].body
+    """pytest collects each, by the name that it or its class inherits or @parametrize makes."""
+    named = sorted({test for fault in FAULTS for test in fault.tests})
+    done = execute(
+        sys.executable, "-m", "pytest", "--collect-only", "-q", *named, cwd=ROOT
+    )
+    assert "ERROR" not in done.out
 
 
 @pytest.fixture

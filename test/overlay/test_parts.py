@@ -11,6 +11,7 @@ from overlay.conftest import append, git, git_status, OWN, run, script, snapshot
 from tools.overlay import parts
 from tools.overlay.checkout import Checkout
 from tools.overlay.errors import Refused, WorkFailed, WrongTarget
+from tools.overlay.payload import ROOT
 from tools.overlay.wheel import find_wheel
 
 
@@ -85,6 +86,11 @@ def test_contributors_day(tree, tool, overlay, tmp_path):
 
 def test_libraries_are_linked_and_text_is_copied(there, small_wheel):
     """An editor that writes the checkout's version.py in place changed the installed one."""
+    # Neither a file that the overlay added to the wheel comes, nor one deleted here.
+    small_wheel.apply(ROOT)
+    (there.root / "torch/optim/__init__.py").unlink()
+    assert len(parts.lacking(there.tree, small_wheel)) == 5
+    git(there.root, "restore", "torch/optim")
     count = parts.lend(there.tree, small_wheel)
     assert git_status(there.root) == ""
     for rel in ("torch/_C.so", "torch/lib/sub/x", "torch/version.py"):
@@ -102,18 +108,17 @@ def test_libraries_are_linked_and_text_is_copied(there, small_wheel):
     assert not (there.root / "torch/lib").exists()
 
 
-def test_the_checkout_stays_stock(there, site):
-    """Neither a file that the overlay added to the wheel comes, nor one deleted here."""
-    site.apply(parts.files.Path(parts.__file__).parents[2])
-    (there.root / "torch/optim/__init__.py").unlink()
-    assert parts.lacking(there.tree, site) == ["torch/version.py"]
+def raising(number, words):
+    """Instead of a function of the file system."""
+
+    def call(*args, **kwargs):
+        raise OSError(number, words)
+
+    return call
 
 
 def test_symbolic_links_across_file_systems(there, small_wheel, monkeypatch):
-    def other_device(*args, **kwargs):
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(parts.os, "link", other_device)
+    monkeypatch.setattr(parts.os, "link", raising(18, "Invalid cross-device link"))
     count = parts.lend(there.tree, small_wheel)
     assert (there.root / "torch/_C.so").is_symlink()
     # The environment is removed, or made again.
@@ -124,14 +129,8 @@ def test_symbolic_links_across_file_systems(there, small_wheel, monkeypatch):
 
 def test_failure_half_way_takes_everything_out(there, small_wheel, monkeypatch):
     before = snapshot(there.root)
-    real = parts._lend_one
-
-    def full(source, place):
-        if source.name == "libtorch.so":
-            raise OSError(28, "No space left on device", str(place))
-        real(source, place)
-
-    monkeypatch.setattr(parts, "_lend_one", full)
+    # The libraries are linked by then.
+    monkeypatch.setattr(parts.shutil, "copy2", raising(28, "No space left on device"))
     with pytest.raises(OSError, match="No space left on device"):
         parts.lend(there.tree, small_wheel)
     assert snapshot(there.root) == before
@@ -142,6 +141,9 @@ def test_refusals_change_nothing(there, small_wheel, make_installed, face):
     other = find_wheel(make_installed("2.12.0", "older"))
     with pytest.raises(WrongTarget, match="not of the same version"):
         parts.from_wheel(there.tree, other)
+    with pytest.raises(WorkFailed, match="import torch does not run"):
+        parts.from_wheel(there.tree, small_wheel)
+    assert not (there.root / "torch/lib").exists()
     (there.root / "torch/_C.cpython-311.so").write_text("mine")
     with pytest.raises(Refused, match="build of its own"):
         parts.lend(there.tree, small_wheel)
@@ -152,12 +154,6 @@ def test_refusals_change_nothing(there, small_wheel, make_installed, face):
     before = snapshot(there.root)
     assert face("revert", "--checkout", there.root).code == 3
     assert snapshot(there.root) == before
-
-
-def test_tree_that_cannot_be_imported_is_left_as_it_was(there, small_wheel):
-    with pytest.raises(WorkFailed, match="import torch does not run"):
-        parts.from_wheel(there.tree, small_wheel)
-    assert not (there.root / "torch/lib").exists()
 
 
 def test_linked_work_trees_hide_their_own(there, small_wheel, tmp_path, face):
@@ -216,21 +212,20 @@ def test_killed_at_every_file(there, small_wheel):
         assert at > 5
 
 
-@pytest.mark.parametrize("code", [0, 7])
-def test_source_runs_upstreams_command(
-    checkout, there, small_wheel, tool, tmp_path, monkeypatch, code
-):
+def test_source_runs_upstreams_command(there, small_wheel, tool, tmp_path):
     parts.lend(there.tree, small_wheel)
-    record = tmp_path / "called"
-    body = f'echo "$PWD $USE_CUDA $@" > {record}\necho error: no compiler >&2\nexit {code}\n'
+    record, command = tmp_path / "called", "-m pip install --no-build-isolation -v -e ."
+    body = (
+        f'echo "$PWD $USE_CUDA $@" > {record}\necho no compiler >&2\nexit $USE_CUDA\n'
+    )
     python = script(tmp_path / "python", body)
-    monkeypatch.setenv("USE_CUDA", "0")
-    words = ("--checkout", checkout, "--mode", "source", "--python", python)
-    done = tool("rebuild", *words)
-    command = "-m pip install --no-build-isolation -v -e ."
-    assert record.read_text() == f"{checkout} 0 {command}\n"
-    assert "files that came from a wheel" in done.out
-    assert not (checkout / "torch/_C.so").exists()
-    assert git_status(checkout) == ""
-    assert "error: no compiler" in done.err
-    assert (done.code, "exit code 7" in done.err) == (code != 0, code != 0)
+    words = ("--checkout", there.root, "--mode", "source", "--python", python)
+    failed, done = (
+        tool("rebuild", *words, env={**os.environ, "USE_CUDA": code}) for code in "70"
+    )
+    assert record.read_text() == f"{there.root} 0 {command}\n"
+    assert "files that came from a wheel" in failed.out
+    assert not (there.root / "torch/_C.so").exists()
+    assert git_status(there.root) == ""
+    assert (failed.code, "no compiler" in failed.err) == (1, True)
+    assert ("exit code 7" in failed.err, done.code) == (True, 0)

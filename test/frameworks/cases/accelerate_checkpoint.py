@@ -3,22 +3,13 @@
 import sys
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate_order import local, SIZES, split
+from accelerate_order import local, made, split
 from combined import Combined
 from torch.optim import AdamW, Muon
-from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def main(folder):
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-    )
-    accelerator = Accelerator(fsdp_plugin=plugin)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    accelerator, model = made(2)
     hidden, others = split(model)
     optimizer = Combined(
         Muon(hidden, lr=0.02, distributed_config="auto"), AdamW(others, lr=3e-4)
@@ -26,9 +17,8 @@ def main(folder):
     model, optimizer = accelerator.prepare(model, optimizer)
 
     def train():
-        for tokens in torch.randint(
-            64, (2, 4, 16), generator=torch.Generator().manual_seed(1)
-        ):
+        generator = torch.Generator().manual_seed(1)
+        for tokens in torch.randint(64, (2, 4, 16), generator=generator):
             accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
             optimizer.step()
             optimizer.zero_grad()

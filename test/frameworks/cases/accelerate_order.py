@@ -1,15 +1,13 @@
-"""Accelerate with FSDP1 or FSDP2, Muon built before or after the model is prepared."""
+"""Accelerate with FSDP1 or FSDP2, Muon built before or after the model is prepared.
+
+With --ram, the model is loaded with or without ``cpu_ram_efficient_loading``.
+"""
 
 import argparse
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from torch.optim import AdamW, Muon
-from torch.optim.muon import (
-    create_auto_config,
-    create_dtensor_config,
-    partition_parameters,
-)
+from torch.optim import AdamW, Muon, muon as api
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -27,7 +25,7 @@ SIZES = {
 
 
 def split(model):
-    hidden, _ = partition_parameters(model.model.layers)
+    hidden, _ = api.partition_parameters(model.model.layers)
     return hidden, [p for p in model.parameters() if not any(p is h for h in hidden)]
 
 
@@ -35,31 +33,38 @@ def local(param):
     return getattr(param.detach(), "_local_tensor", param.detach())
 
 
+def made(fsdp, **options):
+    """Accelerate with that FSDP, and a model of odd sizes."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=fsdp,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        **options,
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    return accelerator, LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--fsdp", type=int, required=True)
     parser.add_argument("--order", choices=["before", "after"], required=True)
     parser.add_argument("--config", required=True)
+    parser.add_argument("--ram", type=int)
     args = parser.parse_args()
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=args.fsdp,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        **({"use_orig_params": True} if args.fsdp == 1 else {}),
-    )
-    accelerator = Accelerator(fsdp_plugin=plugin)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    options = {"use_orig_params": True} if args.fsdp == 1 else {}
+    if args.ram is not None:
+        options["cpu_ram_efficient_loading"] = bool(args.ram)
+    accelerator, model = made(args.fsdp, **options)
     world = torch.distributed.group.WORLD
 
     def build():
-        config = {
-            "dtensor": create_dtensor_config,
-            "fsdp": lambda: create_auto_config(fsdp_process_group=world),
-            "module": lambda: create_auto_config(
-                fsdp_process_group=world, module=model
-            ),
-        }[args.config]()
+        if args.config == "dtensor":
+            config = api.create_dtensor_config()
+        else:
+            module = model if args.config == "module" else None
+            config = api.create_auto_config(fsdp_process_group=world, module=module)
         hidden, others = split(model)
         return Muon(hidden, lr=0.02, distributed_config=config), AdamW(others, lr=3e-4)
 
