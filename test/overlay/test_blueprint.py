@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import jupytext
-import pytest
 from overlay.example_runs import ENVIRONMENT
 from tools.overlay.payload import ROOT
 
@@ -45,6 +44,14 @@ import functools, multiprocessing, torch.multiprocessing as mp
 multiprocessing.set_forkserver_preload(["torch.distributed.tensor"])
 mp.spawn = functools.partial(mp.start_processes, start_method="forkserver")
 """
+# Then the proof of reports with mistakes.
+WRONG = """
+reports[3]["differing"]["the long way"] = ["0.qkv"]
+reports[5]["sent"][1] += 2
+first, second = prove(reports, schedule)
+assert first == "the long way: 0.qkv differs"
+assert second.startswith("rank 5: sends ")
+"""
 
 
 def rows_of(out, pattern):
@@ -56,8 +63,11 @@ def test_notebook(tmp_path):
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('blocked')")
     source = "\n".join(source for kind, source in cells() if kind == "code")
     # Like a kernel, this __main__ has no file that a spawned process could import.
-    code, out, err = run("-c", FORKED + source, cwd=ROOT, PYTHONPATH=str(tmp_path))
+    code = "\n".join([FORKED, source, WRONG])
+    code, out, err = run("-c", code, cwd=ROOT, PYTHONPATH=str(tmp_path))
     assert code == 0, err
+    out, wrong = out.rsplit("\nThe proof:", 1)
+    assert "bitwise equal: NO" in wrong
     for way in WAYS:
         assert re.search(rf"^  {way} +bitwise equal: yes$", out, re.MULTILINE)
     assert "chapters 1 to 4 calculated: yes" in out
@@ -87,37 +97,6 @@ def test_notebook(tmp_path):
     assert costs["the engine"] == [MATRICES, 3, total, 1, 2 * 3]
     assert costs["the long way"][0] > 2 * MATRICES
     assert costs["the long way"][2] > 2 * total
-
-
-def test_difference_is_found(monkeypatch, capsys):
-    torch = pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import blueprint
-
-    layouts = blueprint.layouts_of()
-    schedule = blueprint.make_schedule(
-        layouts, blueprint.assign_owners(layouts), torch.bfloat16
-    )
-
-    def report(rank):
-        owned = [i for i, owner in enumerate(schedule.owners) if owner == rank]
-        events = [f"<{layouts[i].key.name}>" for i in owned]
-        return {
-            "differing": {way: [] for way in WAYS},
-            "groups": [blueprint.dp_group(rank), blueprint.tp_group(rank)],
-            "owned": owned,
-            "events": {0: events, 1: events},
-            "sent": dict.fromkeys((0, 1), blueprint.sent_by(schedule, rank)),
-        }
-
-    reports = [report(rank) for rank in RANKS]
-    assert blueprint.prove(reports, schedule) == []
-    reports[3]["differing"]["the long way"] = ["0.qkv"]
-    reports[5]["sent"][1] += 2
-    first, second = blueprint.prove(reports, schedule)
-    assert first == "the long way: 0.qkv differs"
-    assert second.startswith("rank 5: sends ")
-    assert "bitwise equal: NO" in capsys.readouterr().out
 
 
 def test_without_the_overlay(tmp_path):
