@@ -79,19 +79,17 @@ class Worktree:
     def base(self, commit: str = "HEAD") -> str:
         """The newest commit in that history without the overlay."""
         found = self.resolve(commit)
-        if commit == "HEAD" or found not in self._bases:
-            self._bases[found] = self._find_base(found, commit)
+        if found not in self._bases:
+            self._bases[found] = self._find_base(found)
         return self._bases[found]
 
-    def _find_base(self, found: str, commit: str) -> str:
+    def _find_base(self, found: str) -> str:
         parent = found
         if self._mark(found):
             adding = self.adding(found)
             parent = self.resolve(f"{adding}^") if adding else ""
             while parent and self.trailer(parent):  # an earlier commit of the stack
                 parent = self.resolve(f"{parent}^")
-        elif commit != "HEAD":
-            return found
         # `git commit -a` takes the files that the overlay replaces, and no added one.
         while parent and OURS in (self.texts(parent, [REPLACED])[REPLACED] or b""):
             parent = self.resolve(f"{parent}^")
