@@ -33,7 +33,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim._muon import MuonFormulas
 from torch.optim._muon_engine import engine as engine_module, process_groups
 from torch.optim._muon_engine.layouts.groups import _LocalReader
-from torch.optim._muon_engine.runtime import Param
 from torch.optim._muon_engine.runtime.relays import LocalRelay
 from torch.optim._muon_engine.runtime.statuses import Statuses
 from torch.optim._muon_engine.runtime.transport import LocalBucket
@@ -137,16 +136,12 @@ def exhaust():
 
 
 class Case(NamedTuple):
-    """A fault in a phase, with the message of the rank that has it and the message of the others.
-
-    With ``retries`` nothing has moved on that rank, so it may make the step again.
-    """
+    """A fault in a phase, with the message of the rank that has it and the message of the others."""
 
     phase: Phase
     act: Callable
     own: str = ""
     told: str = ""
-    retries: bool = False
 
 
 class Job:
@@ -286,9 +281,7 @@ class Faults(MultiProcessTestCase):
             # The optimizer itself did not fail, and so it does not warn.
             with self.assertNoLogs("torch.optim.muon", "WARNING"):
                 job.twins.optimizer.state_dict()
-        elif phase not in BUILDING.values() and not (
-            case.retries and self.rank == culprit
-        ):
+        elif phase not in BUILDING.values():
             again, text = self.outcome(job.twins.optimizer.step)
             message = f"{name}, the step after {found}"
             self.assertRegex(f"{again}: {text}", "RuntimeError.*Rebuild it", message)
@@ -396,14 +389,6 @@ RAISING = {
         exhaust,
         rf"RuntimeError: .*can't allocate memory.* orthogonalize of {NAMED}",
         reports(rf"RuntimeError in orthogonalize of {NAMED}: .*can't allocate"),
-    ),
-    # Before anything is sent.
-    "momentum": Case(
-        Phase(Param, "begin", RELAYED),
-        exhaust,
-        "RuntimeError: .*can't allocate memory",
-        reports("RuntimeError: .*can't allocate"),
-        retries=True,
     ),
     "interrupt": Case(
         STEPPING["orthogonalize"],

@@ -67,30 +67,29 @@ class TestMuonFunctions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     # Outside of step()
 
-    def check_round_trip(self, config, tensors, placed):
-        for i, (tensor, spec) in enumerate(zip(tensors, placed)):
-            config.state["current_param_idx"] = i
-            whole = config.gather_fn(tensor, 3, config.state)
-            self.assertNotIsInstance(whole, DTensor)
-            self.assertEqual(tuple(whole.shape), spec.shape)
-            self.assertTrue(torch.equal(local(place(whole, spec)), local(tensor)))
-            # Each rank cuts its own tensor, whatever the other ranks have.
-            given = whole + self.rank
-            with Collectives() as seen:
-                mine = config.redistribute_fn(given, 0, config.state)
-                again = config.redistribute_fn(whole, 3, config.state)
-            self.assertEqual(seen.calls, [])
-            self.assertTrue(torch.equal(local(mine), piece_of(given, spec)))
-            self.assertEqual(stored(again), stored(tensor))
-            self.assertTrue(torch.equal(local(again), local(tensor)), f"{spec}")
-        del config.state["current_param_idx"]
+    def check_round_trip(self, config, tensor, spec):
+        whole = config.gather_fn(tensor, 3, config.state)
+        self.assertNotIsInstance(whole, DTensor)
+        self.assertEqual(tuple(whole.shape), spec.shape)
+        self.assertTrue(torch.equal(local(place(whole, spec)), local(tensor)))
+        # Each rank cuts its own tensor, whatever the other ranks have.
+        given = whole + self.rank
+        with Collectives() as seen:
+            mine = config.redistribute_fn(given, 0, config.state)
+            again = config.redistribute_fn(whole, 3, config.state)
+        self.assertEqual(seen.calls, [])
+        self.assertTrue(torch.equal(local(mine), piece_of(given, spec)))
+        self.assertEqual(stored(again), stored(tensor))
+        self.assertTrue(torch.equal(local(again), local(tensor)))
 
     def check_round_trips(self, twins, unused):
         """An unused config, and one before and after a step."""
-        params = [param.detach() for param in twins.params]
         for config in (unused, twins.config, twins.config):
-            with self.everywhere():
-                self.check_round_trip(config, params, twins.specs)
+            for i, (param, spec) in enumerate(zip(twins.params, twins.specs)):
+                config.state["current_param_idx"] = i
+                with self.everywhere(f"{spec}"):
+                    self.check_round_trip(config, param.detach(), spec)
+            del config.state["current_param_idx"]
             twins.step()
             self.assertParity(twins)
 

@@ -309,18 +309,29 @@ class TestMuonGroups(GroupParity, MultiProcContinuousTest):
             self.assertRaisesEverywhere(build, ValueError, "different shapes", ranks)
 
 
-class Experts(GroupParity):
-    """Dense matrices and matrices of experts, against one process."""
+@requires_gloo()
+class TestMuonExperts(GroupParity, MultiProcContinuousTest):
+    """The grid has data parallelism along "a" and expert parallelism along "b"."""
 
-    def twins(self, ids, dense=DENSE, cut=Cut, dense_cut=Cut, order=None, **options):
-        """Dense matrices, which all ranks share, and those of the experts ``ids``."""
+    world_size = 4
+
+    def twins(
+        self, ids=None, dense=DENSE, cut=Cut, dense_cut=Cut, order=None, **options
+    ):
+        """Dense matrices, which all ranks share, and those of the experts ``ids``.
+
+        By default, each rank has two experts, which the ranks of one ``ep_process_group`` do not share.
+        """
+        grid = grid_of(2, 2)
+        at = 2 * grid.get_local_rank("b")
         matrices = [(dense_cut(shape), i, None) for i, shape in enumerate(dense)]
-        for expert in ids:
+        for expert in [at, at + 1] if ids is None else ids:
             for i, shape in enumerate(EXPERT):
                 matrices.append((cut(shape), 100 * (expert + 1) + i, expert))
         if order is not None:
             matrices = [matrices[i] for i in order]
         cuts, seeds, experts = zip(*matrices)
+        options.setdefault("ep_process_group", grid.get_group("b"))
         config = create_auto_config(
             expert_assignments={i: e for i, e in enumerate(experts) if e is not None},
             **options,
@@ -337,20 +348,6 @@ class Experts(GroupParity):
                 if count and peer in others
             ]
         )
-
-
-@requires_gloo()
-class TestMuonExperts(Experts, MultiProcContinuousTest):
-    """The grid has data parallelism along "a" and expert parallelism along "b"."""
-
-    world_size = 4
-
-    def twins(self, ids=None, *args, **options):
-        """By default, each rank has two experts, which the ranks of one ``ep_process_group`` do not share."""
-        grid = grid_of(2, 2)
-        at = 2 * grid.get_local_rank("b")
-        options.setdefault("ep_process_group", grid.get_group("b"))
-        return super().twins([at, at + 1] if ids is None else ids, *args, **options)
 
     def test_ddp(self):
         grid = grid_of(2, 2)
@@ -438,49 +435,6 @@ class TestMuonExperts(Experts, MultiProcContinuousTest):
             self.assertRaisesEverywhere(
                 lambda: Twins(cuts, config), ValueError, pattern, ranks
             )
-
-
-@requires_gloo()
-class TestMuonExpertsEightRanks(Experts, MultiProcContinuousTest):
-    """Experts along the last dimension of 2 x 2 x 2 ranks, other kinds along the rest."""
-
-    world_size = 8
-
-    def trained(self, *kinds, dense=DENSE):
-        """The traffic of a step. FSDP cuts rows and TP cuts columns, if they are in ``kinds``."""
-        grid = grid_of(2, 2, 2)
-        strategy = Strategy(grid if len(kinds) == 3 else grid["a", "b"], *kinds)
-        number = grid.get_local_rank("c")
-        experts = [2 * number, 2 * number + 1]
-
-        def cut(shape):
-            return strategy.cut(shape, 1 if "tp" in kinds else None)
-
-        options = {f"{kind}_process_group": strategy.group(kind) for kind in kinds}
-        if "tp" in kinds:
-            options["tp_dim_per_param"] = 1
-        twins = self.twins(
-            experts,
-            dense,
-            cut,
-            cut,
-            ep_process_group=grid.get_group("c"),
-            **options,
-        )
-        owners = 1 if len(kinds) == 3 else 2
-        total = owners * len(dense) + 4 * len(EXPERT)
-        return self.check(twins, total, f"{strategy}")
-
-    def test_fsdp_tp_ddp(self):
-        """Three kinds, whose replicas of the dense matrices hold different experts, and two of them."""
-        for *kinds, dense in (
-            ("fsdp", "tp", DENSE),
-            ("fsdp", "tp", "ddp", DENSE),
-            ("tp", "fsdp", "ddp", []),
-        ):
-            seen = self.trained(*kinds, dense=dense)
-            if len(kinds) == 2 or not dense:
-                self.assertNothingBetween(grid_of(2, 2, 2).get_group("c"), seen)
 
 
 if __name__ == "__main__":
