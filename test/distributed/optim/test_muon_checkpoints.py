@@ -6,7 +6,6 @@ import functools
 import io
 import shutil
 import tempfile
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -61,25 +60,14 @@ from torch.testing._internal.distributed._muon.common_stock import needs_stock, 
 
 
 def state_of(model, optimizer, **options):
-    with warnings.catch_warnings():
-        # What FSDP1 has to say of its age.
-        warnings.simplefilter("ignore", FutureWarning)
-        values, state = get_state_dict(
-            model, optimizer, options=StateDictOptions(**options)
-        )
+    options = StateDictOptions(**options)
+    values, state = get_state_dict(model, optimizer, options=options)
     return {"model": values, "optimizer": state}
 
 
-def set_state(model, optimizer, state, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(**options),
-        )
+def set_state(model, optimizer, state):
+    values, state = state["model"], state["optimizer"]
+    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
 
 
 SHAPES_OF_MODEL = [(8, 8), (7, 5), (3, 9), (16, 12)]

@@ -360,7 +360,7 @@ def in_phases(act, *names):
 
 @requires_gloo()
 class TestMuonKilled(Faults):
-    cases = [in_phases(kill, "gather", "relay", "save", "agreement")]
+    cases = [in_phases(kill, "gather", "relay", "save")]
     deadly = True
     world_size = SPARED + len(cases[0])
 

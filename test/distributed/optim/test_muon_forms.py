@@ -51,6 +51,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Strategy,
     Twins,
+    wrap_functions,
 )
 
 
@@ -178,8 +179,7 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         stacks = self.placed(mesh_of(4), S0)[6:8]
         for name in ("assign_fn", "gather_fn", "redistribute_fn"):
             config = create_dtensor_config()
-            given = getattr(config, name)
-            setattr(config, name, lambda *args, given=given: given(*args))
+            wrap_functions(config, name)
             self.check(self.placed(grid_of(2, 2), R, S2), config, name)
             if name == "assign_fn":
                 self.check(stacks, config, name)
@@ -524,8 +524,7 @@ class TestMuonDivided(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             alone = self.placed(mesh_of(1), S0)
             self.assertTrainsAlike(self.twins(alone, config(owners_per_matrix=4)), 2)
             wrapped = config(owners_per_matrix=2)
-            given = wrapped.gather_fn
-            wrapped.gather_fn = lambda *args: given(*args)
+            wrap_functions(wrapped, "gather_fn")
             self.assertTrainsAlike(self.twins(layout, wrapped), 2)
 
     def test_errors_and_description(self):

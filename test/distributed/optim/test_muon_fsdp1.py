@@ -43,6 +43,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
     NewtonSchulzCalls,
     ParityAssertions,
+    wrap_functions,
 )
 
 
@@ -97,8 +98,7 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         """They give the bits of the engine, and cannot tell apart the matrices of a flat parameter."""
         flat, orig = Run(False, units=None), Run(True)
         for run in (flat, orig):
-            given = run.config.gather_fn
-            run.config.gather_fn = lambda *args, given=given: given(*args)
+            wrap_functions(run.config, "gather_fn")
         self.check(orig)
         before = [p.detach().clone() for p in flat.matrices]
         flat.backward()

@@ -37,20 +37,8 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Strategy,
     Twins,
+    wrap_functions,
 )
-
-
-def wrap(config, *names):
-    """Wraps functions of ``config``. Returns the names of those that are called from now on."""
-    calls = []
-    for name in names:
-
-        def call(*args, name=name, given=getattr(config, name)):
-            calls.append(name)
-            return given(*args)
-
-        setattr(config, name, call)
-    return calls
 
 
 @requires_gloo()
@@ -119,7 +107,7 @@ class TestMuonFunctions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         ):
             placed = [spec._replace(dtype=dtype) for spec in self.placed()]
             config = create_dtensor_config(prefetch_count=prefetch)
-            called = wrap(config, *names)
+            called = wrap_functions(config, *names)
             twins = Twins(placed, config, nesterov=prefetch != 1, lr=0.02)
             with NewtonSchulzCalls() as calls:
                 self.assertTrainsAlike(twins, 2, f"{names} {dtype}")
@@ -135,7 +123,7 @@ class TestMuonFunctions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         """Muon makes no collective of its own here, so it cannot compare the ranks."""
         placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)])
         config = create_dtensor_config()
-        wrap(config, "gather_fn", "redistribute_fn")
+        wrap_functions(config, "gather_fn", "redistribute_fn")
         twins = Twins(placed, config)
         twins.set_gradients()
         if self.rank == 2:

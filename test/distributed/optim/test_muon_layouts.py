@@ -34,6 +34,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Strategy,
     Twins,
+    wrap_functions,
 )
 
 
@@ -212,8 +213,7 @@ class TestMuonPartial(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 )
         config = create_dtensor_config()
         if wrapped:
-            given = config.redistribute_fn
-            config.redistribute_fn = lambda *args: given(*args)
+            wrap_functions(config, "redistribute_fn")
         optimizer = Muon(params, distributed_config=config, **options)
         with NewtonSchulzCalls() as calls, Collectives() as seen:
             optimizer.step()

@@ -47,6 +47,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Spec,
     specs,
     Twins,
+    wrap_functions,
 )
 
 
@@ -80,13 +81,6 @@ def usage():
 @functools.cache
 def swapped_mesh():
     return DeviceMesh("cpu", [1, 0, 2, 3])
-
-
-def wrapped(config):
-    """``config`` with a function of the user's around its gather_fn."""
-    original = config.gather_fn
-    config.gather_fn = lambda piece, rank, state: original(piece, rank, state)
-    return config
 
 
 def module_of(params):
@@ -206,7 +200,9 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_gradients_are_freed(self):
         """After the step and zero_grad(), nothing holds a gradient."""
-        for config in (create_dtensor_config(), wrapped(create_dtensor_config())):
+        for names in ((), ("gather_fn",)):
+            config = create_dtensor_config()
+            wrap_functions(config, *names)
             twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]), config)
             for _ in range(2):
                 twins.step()

@@ -377,6 +377,19 @@ def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return values
 
 
+def wrap_functions(config: Any, *names: str) -> list[str]:
+    """Wraps functions of ``config``. Returns the names of those that are called from now on."""
+    calls = []
+    for name in names:
+
+        def call(*args, name=name, given=getattr(config, name)):
+            calls.append(name)
+            return given(*args)
+
+        setattr(config, name, call)
+    return calls
+
+
 def all_placements(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
     return list(itertools.product((S0, S1, R), repeat=mesh.ndim))
 
