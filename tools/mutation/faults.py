@@ -20,7 +20,6 @@ REPLACED = f"{HERE}replaced.py::TestMuonReplacedOnFour::test_"
 SCHEDULE = f"{HERE}schedule.py::TestMuonSchedule::test_"
 REGRESSIONS = f"{HERE}regressions.py::TestMuonRegressions::test_"
 RELAYS = f"{HERE}relays.py::TestMuonRelays::test_"
-TWO_LEVELS = f"{HERE}relays.py::TestMuonTwoLevels::test_"
 FORMS = f"{HERE}forms.py::TestMuonForms::test_"
 DIVIDED = f"{HERE}forms.py::TestMuonDivided::test_"
 FAULTY = f"{HERE}faults.py::"
@@ -588,14 +587,14 @@ FAULTS = (
         TRANSPORT,
         "[chunk for at in range(nodes) for chunk in rows[at::nodes]]",
         "list(rows)",
-        (f"{TWO_LEVELS}process_groups",),
+        (f"{RELAYS}process_groups",),
     ),
     Fault(
         "ranks of one node take each other's rail",
         PACKS,
         "            self.group[at :: self.node_size],\n",
         "            self.group[self.node_size - 1 - at :: self.node_size],\n",
-        (f"{TWO_LEVELS}process_groups",),
+        (f"{RELAYS}process_groups",),
     ),
     # Newton-Schulz
     Fault(

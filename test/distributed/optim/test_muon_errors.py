@@ -1,11 +1,9 @@
 # Owner(s): ["oncall: distributed"]
 """Mistakes around the distributed Muon: which ranks hear of them, how often, and that none waits for ever."""
 
-import contextlib
 import dataclasses
 import re
 import sys
-import warnings
 from datetime import timedelta
 from unittest import mock
 
@@ -409,36 +407,25 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         for i, param in enumerate(params):
             param.grad = full(90 + i, param.shape)
 
-    @contextlib.contextmanager
-    def assertWarned(self, pattern=None):
-        """The first rank warns once of ``pattern``, and no other rank does. Without a pattern, none warns."""
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            yield
-        texts = [str(one.message) for one in warned]
-        found = [text for text in texts if re.search(pattern or "", text)]
-        count = int(self.rank == 0 and pattern is not None)
-        self.assertEverywhere([] if len(found) == count else texts or ["none"])
-
     # Nothing is distributed
 
     def test_nothing_is_distributed(self):
         params = self.whole((4, 6), (5, 3))
-        with self.assertWarned("each process orthogonalizes all"):
+        with self.assertWarnsOnce("each process orthogonalizes all"):
             muon = Muon(params, distributed_config=create_dtensor_config())
             for _ in range(3):
                 self.give_gradients(params)
                 muon.step()
 
     def test_sharded_before_the_first_step_is_no_mistake(self):
-        with self.assertWarned():
+        with self.assertWarnsOnce():
             self.assertTrainsAlike(Twins(specs(mesh_of(4), [(S0,)], [(8, 6)])), 2)
 
     def test_built_before_fully_shard(self):
         model = nn.Linear(8, 12, bias=False)
         muon = Muon(model.parameters(), distributed_config="auto")
         fully_shard(model, mesh=mesh_of(4))
-        with self.assertWarned("no parameter of this Muon has had a gradient"):
+        with self.assertWarnsOnce("no parameter of this Muon has had a gradient"):
             for _ in range(hints.STEPS_WITHOUT_ANY + 2):
                 model(torch.ones(2, 8)).sum().backward()
                 muon.step()
@@ -447,7 +434,7 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_parameter_that_is_never_trained(self):
         twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 6)] * 4))
         pattern = r"have had no gradient in .*: parameter 2 of shape \(8, 6\)$"
-        with self.assertWarned(pattern):
+        with self.assertWarnsOnce(pattern):
             for _ in range(8):
                 twins.set_gradients(missing=[2])
                 twins.optimizer.step()
@@ -490,10 +477,10 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         pattern = (
             "parameter 0 .*parameter 1 .*all ranks hold the same.*ddp_process_group"
         )
-        with self.assertWarned(pattern):
+        with self.assertWarnsOnce(pattern):
             Muon(params, distributed_config=config)
         # Zeros are no sign of replicas, and neither is one shard that differs.
-        with self.assertWarned():
+        with self.assertWarnsOnce():
             for param in (torch.zeros(4, 6), full(int(self.rank == 3), (4, 6))):
                 Muon([nn.Parameter(param)], distributed_config=config)
 

@@ -282,10 +282,9 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_group_that_contradicts_the_unit(self):
         model, group = wrap(Model(), False), grid_of(2, 2).get_group("a")
         config = create_auto_config(module=model, fsdp_process_group=group)
-        self.assertWarnsOnce(
-            r"fsdp_process_group has ranks \[., .\], but FSDP1 has \[0, 1, 2, 3\], which count",
-            lambda: Muon(model.parameters(), distributed_config=config),
-        )
+        pattern = r"fsdp_process_group has ranks \[., .\], but FSDP1 has \[0, 1, 2, 3\], which count"
+        with self.assertWarnsOnce(pattern):
+            Muon(model.parameters(), distributed_config=config)
 
 
 if __name__ == "__main__":

@@ -102,21 +102,6 @@ class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
             if self.rank in (0, 2):
                 self.assertEqual(int(after.group_name), int(before.group_name) + 1)
 
-    def test_again_after_being_destroyed(self):
-        self.make_unequal_numbers_of_groups()
-        ranks, names = [0, 2, 3], []
-        for time in range(3):
-            group = made(ranks)
-            self.assertMeet(ranks, group, f"time {time}")
-            if self.rank in ranks:
-                names.append(group.group_name)
-                # The first group lives on while the second is made.
-                if time:
-                    dist.destroy_process_group(group)
-        # The store still has the entries of the old names.
-        with self.everywhere():
-            self.assertEqual(len(set(names)), len(names))
-
     # The groups and messages that Muon itself asks for
 
     def errors(self, call, ranks):
@@ -180,12 +165,6 @@ class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
             note.take_back()
         dist.barrier()
         self.assertEqual(everyone(note.read()), [""] * 4)
-        # Two ranks ask for the reason. The others do not run.
-        absent = FailureNotes({ranks: 91}, 7)
-        found = everyone(absent.ask(ranks) if self.rank < 2 else "")
-        for text in found[:2]:
-            self.assertRegex(text, r"Ranks \[2, 3\] did not come")
-        self.assertEqual(found[2:], ["", ""])
 
 
 @requires_gloo()

@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """Other ways of exchanging: relays along many replicas, and two levels for many peers."""
 
+import contextlib
 import os
 from unittest import mock
 
@@ -29,17 +30,44 @@ from torch.testing._internal.distributed._muon.common_muon import (
 
 
 SHAPES = [(16, 8), (9, 13), (3, 20), (5, 1)] * 2
+# Muon.describe() says so.
+RELAYED, IN_TWO_LEVELS = "relayed along replicas", "in two levels"
 
 
-class OtherExchange(GlooOnCPU, ParityAssertions):
+@contextlib.contextmanager
+def relayed():
+    """Two replicas are many, and a relay carries a few shards at a time."""
+    with (
+        mock.patch.object(buckets, "MAX_REPLICAS", 1),
+        mock.patch.object(packs, "RELAY_BYTES", 200),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def in_two_levels(ranks_per_node=4):
+    """More than two peers are too many."""
+    with (
+        mock.patch.object(buckets, "MAX_PEERS", 2),
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)),
+    ):
+        yield
+
+
+@requires_gloo()
+class TestMuonRelays(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    """One of many replicas exchanges a shard with the owner, and passes the result on to the rest.
+
+    A rank with too many peers exchanges within its node first, then along its rail.
+    """
+
     world_size = 8
-    # Muon.describe() says so.
-    words: str
 
-    def check(self, twins, message=""):
-        self.assertTrainsAlike(twins, 2, message)
-        said = everyone(self.words in twins.optimizer.describe())
-        self.assertTrue(any(said), f"{message}: not {self.words}")
+    def check(self, twins, *words):
+        self.assertTrainsAlike(twins, 2, str(twins.specs))
+        page = twins.optimizer.describe()
+        for said in words:
+            self.assertTrue(any(everyone(said in page)), f"not {said}: {page}")
 
     def connections(self, twins):
         """The collectives that the constructor makes on accelerators, so that backends connect."""
@@ -51,22 +79,9 @@ class OtherExchange(GlooOnCPU, ParityAssertions):
         """The ranks that an all-to-all sends something to."""
         return {rank for rank, sent in zip(call.ranks, call.sent) if sent}
 
+    # Relays
 
-@requires_gloo()
-class TestMuonRelays(OtherExchange, MultiProcContinuousTest):
-    """One of many replicas exchanges a shard with the owner, and passes the result on to the rest.
-
-    Here, two replicas are many, and a relay carries a few shards at a time.
-    """
-
-    words = "relayed along replicas"
-
-    @classmethod
-    def _init_pg(cls, rank, world_size, rdvz_file):
-        # These processes run only the tests of this class.
-        buckets.MAX_REPLICAS, packs.RELAY_BYTES = 1, 200
-        super()._init_pg(rank, world_size, rdvz_file)
-
+    @relayed()
     def test_any_placement(self):
         grid = grid_of(2, 2, 2)
         for layout in (
@@ -76,12 +91,13 @@ class TestMuonRelays(OtherExchange, MultiProcContinuousTest):
             + specs(grid["b", "c"], [(R, S0), (R, R)], SHAPES)
             + specs(grid, [(R, S0, R)], SHAPES),
         ):
-            self.check(Twins(layout), str({spec.placements for spec in layout}))
+            self.check(Twins(layout), RELAYED)
 
     def test_each_element_travels_once_and_within_one_replica(self):
         grid = grid_of(4, 2)
         layout = specs(grid, [(R, S0)], [(16, 8)] * 8)
-        twins = Twins(layout)
+        with relayed():
+            twins = Twins(layout)
         with Collectives() as seen:
             twins.step()
         self.assertParity(twins)
@@ -93,23 +109,23 @@ class TestMuonRelays(OtherExchange, MultiProcContinuousTest):
             self.assertEqual({call.name for call in seen.calls}, {*names, "allreduce_"})
             for call in seen.calls + connections:
                 self.assertLessEqual(self.peers(call), mine)
-            exchanged, relayed = (
+            exchanged, passed_on = (
                 sum(sum(call.sent) for call in seen.calls if call.name == name)
                 for name in ("alltoall_base_", "broadcast_")
             )
             # Each rank owns one matrix, of which it has one half. Its replica's other rank has the other.
             self.assertEqual(exchanged, 64 + 64)
             # Half of each of the eight matrices.
-            self.assertEqual(relayed, 8 * 64)
+            self.assertEqual(passed_on, 8 * 64)
         # Few replicas are served directly.
-        with mock.patch.object(buckets, "MAX_REPLICAS", 4):
-            twins = Twins(layout)
-            with Collectives() as seen:
-                twins.step()
+        twins = Twins(layout)
+        with Collectives() as seen:
+            twins.step()
         with self.everywhere():
             names = {call.name for call in seen.calls}
             self.assertEqual(names, {"alltoall_base_", "allreduce_"})
 
+    @relayed()
     def test_gradient_that_one_replica_cannot_use(self):
         twins = Twins(specs(mesh_of(8), [(R,)], [(4, 6)] * 4))
         twins.set_gradients()
@@ -119,47 +135,26 @@ class TestMuonRelays(OtherExchange, MultiProcContinuousTest):
             with self.assertRaisesRegex(RuntimeError, "parameter 1"):
                 twins.optimizer.step()
 
-
-@requires_gloo()
-class TestMuonTwoLevels(OtherExchange, MultiProcContinuousTest):
-    """A rank with too many peers exchanges within its node first, then along its rail.
-
-    Here, more than two peers are too many, and a node has two or four ranks.
-    """
-
-    words = "in two levels"
-
-    @classmethod
-    def _init_pg(cls, rank, world_size, rdvz_file):
-        # These processes run only the tests of this class.
-        buckets.MAX_PEERS = 2
-        os.environ["LOCAL_WORLD_SIZE"] = "4"
-        super()._init_pg(rank, world_size, rdvz_file)
-
-    def nodes_of(self, size):
-        return mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(size))
+    # Two levels
 
     def test_nodes_of_different_sizes(self):
         """Ranks that know different nodes would not pair up in a collective."""
-        with self.nodes_of(2 if self.rank == 5 else 4):
+        with in_two_levels(2 if self.rank == 5 else 4):
             self.assertRaisesEverywhere(
                 lambda: Twins(specs(mesh_of(8), [(S0,)])),
                 ValueError,
                 "ranks per node is 4 on rank 0 and 2 on rank 5",
             )
 
+    @in_two_levels(ranks_per_node=2)
     def test_process_groups(self):
-        with self.nodes_of(2):
-            for strategy in (
-                Strategy(mesh_of(8), "fsdp"),
-                Strategy(grid_of(2, 2, 2), "ddp", "fsdp", "tp"),
-            ):
-                self.check(strategy.twins(SHAPES), str(strategy))
-            with mock.patch.object(buckets, "MAX_REPLICAS", 1):
-                twins = strategy.twins(SHAPES)
-                self.check(twins, "relayed")
-                self.assertIn(TestMuonRelays.words, twins.optimizer.describe())
+        self.check(Strategy(mesh_of(8), "fsdp").twins(SHAPES), IN_TWO_LEVELS)
+        strategy = Strategy(grid_of(2, 2, 2), "ddp", "fsdp", "tp")
+        self.check(strategy.twins(SHAPES), IN_TWO_LEVELS)
+        with relayed():
+            self.check(strategy.twins(SHAPES), IN_TWO_LEVELS, RELAYED)
 
+    @in_two_levels()
     def test_a_rank_exchanges_with_its_node_and_its_rail_only(self):
         twins = Twins(specs(mesh_of(8), [(S0,)], [(16, 8)] * 8))
         with Collectives() as seen:

@@ -554,7 +554,7 @@ class Strategy:
                 sizes[dim] = parts[which]
         return Cut(tuple(shape), tuple(cuts))
 
-    def twins(self, shapes=SHAPES, how="chunk", dims=None, flags=None, **options):
+    def twins(self, shapes=SHAPES, how="chunk", dims=None, flags=None):
         """Matrices with TP dimensions ``dims``, by default some of each."""
         self.dims = [
             (TP_DIMS[i % 5] if dims is None else dims) if "tp" in self.kinds else None
@@ -565,21 +565,23 @@ class Strategy:
             given = {i: dim for i, dim in enumerate(self.dims) if dim is not None}
             flags["tp_dim_per_param"] = given
         cuts = [self.cut(s, d, how) for s, d in zip(shapes, self.dims)]
-        return Twins(cuts, self.config(**flags), **options)
+        return Twins(cuts, self.config(**flags))
 
 
 class ParityAssertions:
     """To be put before a TestCase whose methods run on every rank."""
 
-    def assertWarnsOnce(self, pattern, call):
-        """``call`` warns on rank 0, once, and on other ranks once or not at all."""
+    @contextlib.contextmanager
+    def assertWarnsOnce(self, pattern=None, ranks=(0,)):
+        """Each of ``ranks`` warns once of ``pattern``, and no other rank does; no rank without a pattern."""
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            call()
+            yield
         texts = [str(one.message) for one in warned]
-        counts = everyone(sum(bool(re.search(pattern, text)) for text in texts))
-        self.assertEqual(counts[0], 1, f"{pattern}: {texts}")
-        self.assertLessEqual(set(counts), {0, 1}, f"{pattern}: {texts}")
+        found = [text for text in texts if re.search(pattern or "", text)]
+        count = int(self.rank in ranks and pattern is not None)
+        problems = [] if len(found) == count else texts or ["none"]
+        self.assertEverywhere(problems, f"warnings of {pattern}")
 
     def assertEverywhere(self, problems: list[str], message: str = "") -> None:
         """Fails on every rank if one rank has a problem, so that none waits for the others."""
