@@ -4,7 +4,6 @@
 Long runs equal one process to the end, and use no more memory, threads or groups over time.
 """
 
-import functools
 import gc
 import os
 import weakref
@@ -78,18 +77,6 @@ def usage():
     return found
 
 
-@functools.cache
-def swapped_mesh():
-    return DeviceMesh("cpu", [1, 0, 2, 3])
-
-
-def module_of(params):
-    module = torch.nn.Module()
-    for i, param in enumerate(params):
-        module.register_parameter(f"w{i}", param)
-    return module
-
-
 @requires_gloo()
 class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     world_size = 4
@@ -125,7 +112,7 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             twins.step(missing)
             for param in twins.params:
                 param.grad = None
-            module = module_of(twins.params)
+            module = torch.nn.ParameterList(twins.params)
             state = get_optimizer_state_dict(module, twins.optimizer)["state"]
             with self.everywhere():
                 self.assertEqual(sorted(state), sorted(dict(module.named_parameters())))
@@ -158,7 +145,7 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_ranks_that_order_their_mesh_differently(self):
         """Ranks whose meshes had another order agreed, and put the pieces of a matrix in wrong places."""
-        swapped, usual = swapped_mesh(), mesh_of(4)
+        swapped, usual = DeviceMesh("cpu", [1, 0, 2, 3]), mesh_of(4)
         mine = swapped if self.rank % 2 else usual
         for placement in (S0, S1):
             self.assertRaisesEverywhere(
