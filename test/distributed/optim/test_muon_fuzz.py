@@ -62,10 +62,11 @@ def rarely():
 
 
 @st.composite
-def options(draw, partial):
+def options(draw):
     """Of a group; few of them."""
     choices = {
-        "lr": (0.1, 0.02, 0.0, 0.05 if partial else (0.05,)),
+        "lr": (0.1, 0.02, 0.0, (0.05,)),
+        "momentum": (0.5, 0.0),
         "weight_decay": (0.0, 0.5),
         "nesterov": (False,),
         "ns_steps": (1, 3, 0),
@@ -75,25 +76,18 @@ def options(draw, partial):
         "ns_algorithm": ("gram",),
         "ns_coefficients": ((2.0, -1.5, 0.5),),
     }
-    if not partial:
-        choices["momentum"] = (0.5, 0.0)
     names = draw(st.lists(one_of(*choices), unique=True, max_size=3))
-    found = [(name, draw(one_of(*choices[name]))) for name in names]
-    if partial:
-        # Exact in any order of additions.
-        found.append(("momentum", 0.5))
-    return tuple(found)
+    return tuple((name, draw(one_of(*choices[name]))) for name in names)
 
 
 @st.composite
-def placements(draw, mesh, ndim, partial=False):
+def placements(draw, mesh, ndim):
     count = len(mesh.shape)
     if count > 1 and draw(rarely()):
         dim = draw(st.integers(0, ndim - 1))
         between = [draw(one_of("R", dim)) for _ in range(count - 2)]
         return (f"/{dim}", *between, dim)
-    kinds = [*range(ndim), "R"] + ["P"] * partial
-    return tuple(draw(one_of(*kinds)) for _ in range(count))
+    return tuple(draw(one_of(*range(ndim), "R")) for _ in range(count))
 
 
 @st.composite
@@ -106,17 +100,15 @@ def shapes(draw, batched):
 
 
 @st.composite
-def dtensors(draw, batched, partial, meshes):
+def dtensors(draw, batched, meshes):
     mesh = draw(one_of(*meshes))
     shape = draw(shapes(batched))
-    partial = partial and len(shape) == 2
-    placed = draw(placements(mesh, len(shape), partial))
     return Matrix(
         shape,
         mesh,
-        placed,
-        "float32" if "P" in placed else draw(one_of(*DTYPES)),
-        turned="P" not in placed and draw(rarely()),
+        draw(placements(mesh, len(shape))),
+        draw(one_of(*DTYPES)),
+        turned=draw(rarely()),
         frozen=draw(rarely()),
     )
 
@@ -169,8 +161,8 @@ def meshes_under(config):
 
 
 @st.composite
-def matrices(draw, config, batched, partial, later=False):
-    beside = dtensors(batched, partial, meshes_under(config))
+def matrices(draw, config, batched, later=False):
+    beside = dtensors(batched, meshes_under(config))
     own = plain(batched, config, later)
     if config.mesh is None:
         return draw(st.one_of(beside, beside, beside, own))
@@ -180,7 +172,7 @@ def matrices(draw, config, batched, partial, later=False):
 
 
 @st.composite
-def actions(draw, plan, batched, partial):
+def actions(draw, plan, batched):
     """The actions between construction and the last step."""
     present, config, found = list(plan.matrices), plan.config, []
     builders = {r for m in plan.matrices for r in range(WORLD) if plan.sharing(m, r)}
@@ -214,7 +206,6 @@ def actions(draw, plan, batched, partial):
             kind == "replace"
             and settled
             and matrix.mesh is not None
-            and not matrix.partial
             and plan.spans(matrix, present)
         ):
             placed = draw(placements(matrix.mesh, len(matrix.shape)))
@@ -222,14 +213,14 @@ def actions(draw, plan, batched, partial):
             found.append(("replace", number, placed, draw(st.booleans())))
         elif kind == "add" and settled:
             more = st.lists(
-                matrices(config, batched, partial, later=True), min_size=1, max_size=2
+                matrices(config, batched, later=True), min_size=1, max_size=2
             )
             new = tuple(draw(more))
             holders = {r for m in new for r in range(WORLD) if plan.sharing(m, r)}
             if holders <= builders and all(
                 plan.spans(m, present + [*new]) for m in new
             ):
-                found.append(("add", new, draw(options(partial))))
+                found.append(("add", new, draw(options())))
                 present += new
     return (*found, draw(steps(present)))
 
@@ -249,10 +240,10 @@ def plans(draw):
     config = draw(configs())
     # Functions of the user's cannot tell apart matrices of a stack that different ranks hold.
     batched = config.functions == "built" and draw(rarely())
-    partial = draw(rarely())
-    drawn = st.lists(matrices(config, batched, partial), min_size=1, max_size=6)
-    given_now = draw(drawn)
-    of_groups = tuple(draw(st.lists(options(partial), min_size=1, max_size=3)))
+    # Several matrices placed in the same way, so that an owner has more than one in a bucket.
+    distinct = draw(st.lists(matrices(config, batched), min_size=1, max_size=4))
+    given_now = draw(st.lists(one_of(*distinct), min_size=1, max_size=10))
+    of_groups = tuple(draw(st.lists(options(), min_size=1, max_size=3)))
     groups = st.integers(0, len(of_groups) - 1)
     given_now = tuple(m._replace(group=draw(groups)) for m in given_now)
     limits = {
@@ -264,7 +255,7 @@ def plans(draw):
         "node": draw(one_of(4, 1, 2)),
     }
     plan = Plan(config, given_now, of_groups, batched, tuple(limits.items()))
-    return plan._replace(actions=draw(actions(plan, batched, partial)))
+    return plan._replace(actions=draw(actions(plan, batched)))
 
 
 @requires_gloo()

@@ -54,7 +54,7 @@ class Mesh(NamedTuple):
 class Matrix(NamedTuple):
     """A parameter, by default a DTensor.
 
-    ``placements`` are tensor dimensions for shards, "R" and "P"; "/0" is a shard of dimension 0 that a
+    ``placements`` are tensor dimensions for shards, and "R"; "/0" is a shard of dimension 0 that a
     later dimension of the mesh cuts first, as fully_shard leaves after tensor parallelism. Without
     ``mesh`` it is a plain tensor: each rank's own, or the piece of it that the config's groups give the
     rank, where tensor parallelism cuts ``tp_dim`` and ``how`` says into what sizes.
@@ -70,10 +70,6 @@ class Matrix(NamedTuple):
     tp_dim: int | None = None
     how: str = "chunk"
     expert: bool = False
-
-    @property
-    def partial(self) -> bool:
-        return "P" in self.placements
 
 
 class Config(NamedTuple):

@@ -75,11 +75,6 @@ def strided(placements, sizes, at: int) -> Placement:
     return _StridedShard(dim, split_factor=math.prod(later))
 
 
-def whole_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Small ones, which add up to the same in any order."""
-    return tensor.mul_(4).round_()
-
-
 class Held:
     """One parameter on this rank, and its twin in one process."""
 
@@ -100,28 +95,15 @@ class Held:
             (dim,) = plan.config.dims_of("ep")
             self.expert = plan.config.mesh.place_of(rank)[dim]
             self.seed += 100 * (self.expert + 1)
-        # Of a Partial parameter: each contribution, and the one that this rank holds.
-        self.contributions: dict[tuple[int, ...], torch.Tensor] = {}
-        self.mine: tuple[int, ...] = ()
-        if matrix.partial:
-            self.mine = self.contribution_of(rank)
-            self.contributions = {
-                self.contribution_of(r): self.values(0, self.contribution_of(r))
-                for r in self.sharing
-            }
-        self.single = torch.nn.Parameter(self.values(0, self.mine))
+        self.single = torch.nn.Parameter(self.values(0))
         self.param = self.new_param()
 
-    def values(self, step: int, contribution: tuple[int, ...] = ()) -> torch.Tensor:
+    def values(self, step: int) -> torch.Tensor:
         """The parameter's, or with ``step`` its gradient's."""
-        found = full(self.seed + 7919 * step, self.matrix.shape)
-        if self.matrix.partial:
-            seed = self.seed + 7919 * step + 77 * sum(contribution)
-            found = whole_numbers(full(seed, self.matrix.shape))
-        return found.to(self.dtype)
+        return full(self.seed + 7919 * step, self.matrix.shape).to(self.dtype)
 
     def new_param(self) -> torch.nn.Parameter:
-        whole = self.contributions.get(self.mine, self.single.detach())
+        whole = self.single.detach()
         param = torch.nn.Parameter(self.cut(whole, self.matrix.turned))
         return param.requires_grad_(not self.matrix.frozen)
 
@@ -132,10 +114,6 @@ class Held:
         mesh = self.matrix.mesh
         place = mesh.place_of(rank)
         return tuple(place[dim] for dim in mesh.kept) if mesh.kept else place
-
-    def contribution_of(self, rank: int) -> tuple[int, ...]:
-        place = self.place_of(rank)
-        return tuple(at for at, p in zip(place, self.placements) if p == "P")
 
     def piece(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a matrix, cut without a look at the framework's rules."""
@@ -189,14 +167,7 @@ class Held:
         if kind == "none" or not self.param.requires_grad:
             return
         mesh, whole = self.matrix.mesh, self.values(step)
-        if self.matrix.partial:
-            terms = [self.values(step, c) for c in self.contributions]
-            whole = sum(terms[1:], terms[0])
-            mine = self.values(step, self.mine)
-            if kind == "zero":
-                whole, mine = torch.zeros_like(whole), torch.zeros_like(mine)
-            gradient = self.cut(mine)
-        elif kind == "expanded":
+        if kind == "expanded":
             whole = torch.full_like(whole, 0.5)
             shape = local(self.param).shape
             flat = torch.tensor(0.5, dtype=self.dtype).expand(shape)
@@ -219,26 +190,14 @@ class Held:
 
     # One process
 
-    def before_single_step(self, owner: int) -> None:
-        """Has the twin of a sum be the contribution that takes the update."""
-        if self.matrix.partial:
-            self.updated = self.contribution_of(owner)
-            self.single.data.copy_(self.contributions[self.updated])
-
     def after_single_step(self, old: torch.Tensor, group: dict[str, Any]) -> None:
         self.steps += 1
         self.is_new = self.is_new and not self.param.requires_grad
         self.path += (self.single.detach().double() - old.double()).norm().item()
-        if self.matrix.partial:
-            if self.single.grad is not None:
-                decay = 1 - group["lr"] * group["weight_decay"]
-                for each in self.contributions.values():
-                    each.mul_(decay)
-            self.contributions[self.updated] = self.single.detach().clone()
 
     def problems(self, optimizer: Muon | None, single: Muon, loose: bool) -> list[str]:
         name = f"{self.number}: {self.matrix}"
-        whole = self.contributions.get(self.mine, self.single.detach())
+        whole = self.single.detach()
         expected, found = self.piece(whole), local(self.param.detach())
         if loose:
             far = (found.double() - expected.double()).norm().item()
@@ -256,10 +215,7 @@ class Held:
         if its is None:
             its = torch.zeros(self.matrix.shape, dtype=self.dtype)
         alike = (mine.dtype, mine.shape) == (self.dtype, self.param.shape)
-        if not self.matrix.partial:
-            alike = alike and equal(local(mine), self.piece(its))
-        elif self.matrix.mesh.in_order:
-            alike = alike and equal(mine.full_tensor(), its)
+        alike = alike and equal(local(mine), self.piece(its))
         return wrong if alike else [*wrong, f"momentum {name}: {mine} instead of {its}"]
 
 
@@ -431,11 +387,6 @@ class Player:
         for held in self.order():
             held.set_gradient(self.step_number, kinds.get(held.number, "full"))
         self.optimizer.step()
-        # After the step, which may have assigned other owners.
-        owners = self.optimizer.matrix_owners
-        for index, held in enumerate(self.order()):
-            if held.matrix.partial:
-                held.before_single_step(owners[index, 0])
         before = [held.single.detach().clone() for held in self.order()]
         self.single.step()
         groups = zip(self.groups, self.single.param_groups, strict=True)
@@ -476,11 +427,10 @@ class Player:
             whole = self.single.state_dict()["state"]
             for index, held in enumerate(self.order()):
                 if held.matrix.mesh is not None and index in whole:
-                    if not held.matrix.partial:
-                        held.is_new = True
-                        state["state"][index] = {
-                            key: value.clone() for key, value in whole[index].items()
-                        }
+                    held.is_new = True
+                    state["state"][index] = {
+                        key: value.clone() for key, value in whole[index].items()
+                    }
         if into == "new":
             self.build_optimizer()
         self.optimizer.load_state_dict(state)
