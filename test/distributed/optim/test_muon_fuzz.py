@@ -7,14 +7,14 @@ that fails is shrunk to the least that still does.
 
 from torch.testing._internal.common_distributed import requires_gloo
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.fuzz_plans import (
+from torch.testing._internal.distributed._muon.fuzz_player import (
     Config,
     Matrix,
     Mesh,
     Plan,
+    Workers,
     WORLD,
 )
-from torch.testing._internal.distributed._muon.fuzz_player import Workers
 from torch.testing._internal.distributed._muon.fuzz_settings import fuzz
 
 
