@@ -118,42 +118,27 @@ class TestUserFunctions(MuonTestCase):
         self.assert_same_bits(pieces[::2], [torch.zeros(3, 4)] * 2)
 
     def test_what_ranks_other_than_the_owner_get(self):
-        fulls = []
-
-        def redistribute(full, rank, state):
-            fulls.append(full)
-            return torch.zeros(2, 3)
-
-        config = local_config(
-            all_to(1),
-            state={"rank": 0, "world_size": 2, "global_shapes": {0: (4, 3)}},
-        )
-        config.redistribute_fn = redistribute
-        optimizer = Muon(make_params((2, 3)), distributed_config=config)
-        for gathered in (torch.ones(4, 3), None):
-            config.gather_fn = lambda piece, rank, state: gathered
-            optimizer.step()
-        self.assertEqual(fulls[0].float(), torch.zeros(4, 3))
-        self.assertIsNone(fulls[1])
-
-    def test_learning_rate_scale_is_that_of_the_whole(self):
-        # A rank of a framework that holds two rows of eight.
+        # A rank of a framework that holds two rows of eight. The scale is that of the whole.
         def moved(gathered, state, adjust_lr_fn):
-            config = local_config(
-                all_to(1), state={"rank": 0, "world_size": 4, **state}
-            )
+            fulls = []
+
+            def redistribute(full, rank, state):
+                fulls.append(full)
+                return torch.ones(2, 2)
+
+            state = {"rank": 0, "world_size": 4, **state}
+            config = local_config(all_to(1), state=state)
             config.gather_fn = lambda piece, rank, state: gathered
-            config.redistribute_fn = lambda full, rank, state: torch.ones(2, 2)
+            config.redistribute_fn = redistribute
             param = nn.Parameter(torch.zeros(2, 2))
             param.grad = torch.ones(2, 2)
-            optimizer = Muon(
-                [param],
-                lr=0.5,
-                weight_decay=0.0,
-                adjust_lr_fn=adjust_lr_fn,
-                distributed_config=config,
-            )
-            optimizer.step()
+            options = {"adjust_lr_fn": adjust_lr_fn, "distributed_config": config}
+            Muon([param], lr=0.5, weight_decay=0.0, **options).step()
+            (full,) = fulls
+            if gathered is None:
+                self.assertIsNone(full)
+            else:
+                self.assertEqual(full.float(), torch.zeros(8, 2))
             return -param.detach()[0, 0].item()
 
         for adjust_lr_fn, ratio in (
@@ -162,7 +147,7 @@ class TestUserFunctions(MuonTestCase):
             ("spectral_unclamped", 2.0),
         ):
             expected = 0.5 * ratio
-            self.assertEqual(moved(torch.zeros(8, 2), {}, adjust_lr_fn), expected)
+            self.assertEqual(moved(torch.ones(8, 2), {}, adjust_lr_fn), expected)
             given = {"global_shapes": {0: (8, 2)}}
             self.assertEqual(moved(None, given, adjust_lr_fn), expected)
         with self.assertWarnsRegex(UserWarning, r"global_shapes'\]\[0\]"):

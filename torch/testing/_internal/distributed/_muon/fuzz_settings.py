@@ -21,19 +21,15 @@ import hypothesis
 
 def fuzz(examples: int):
     """A decorator for a test of ``given`` arguments, which are drawn ``examples`` times by default."""
+    seed = os.environ.get(SEED)
     settings = hypothesis.settings(
         max_examples=int(os.environ.get(COUNT, examples)),
         # The same ones each time, as hypothesis has it without a seed of its own.
-        derandomize=SEED not in os.environ,
+        derandomize=seed is None,
         database=None,
         # One configuration may make process groups first, or wait for a busy machine.
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-
-    def decorate(test):
-        if SEED in os.environ:
-            test = hypothesis.seed(int(os.environ[SEED]))(test)
-        return settings(test)
-
-    return decorate
+    seeded = hypothesis.seed(int(seed)) if seed else lambda test: test
+    return lambda test: settings(seeded(test))
