@@ -300,16 +300,13 @@ class OneProcess:
 
     def names_of(self, model):
         """The whole parameters of which each parameter is a piece; a flat one of FSDP1, of several."""
-        held, units = {}, {}
+        held = {}
         for name, param in model.named_parameters():
-            plain = re.sub(r"\b(module|_fsdp_wrapped_module)\.", "", name)
-            held[param] = [plain]
+            names = [name]
             if isinstance(param, FlatParameter):
-                held[param], units[plain.rpartition(".")[0]] = [], param
-        for name in self.whole if units else ():
-            around = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
-            if around:
-                held[units[max(around, key=len)]].append(name)
+                names = [name.replace("_flat_param", inner) for inner in param._fqns]
+            wrappers = r"\b(module|_fsdp_wrapped_module)\."
+            held[param] = [re.sub(wrappers, "", name) for name in names]
         return held
 
     def step(self):
@@ -327,11 +324,16 @@ class OneProcess:
         self.twin.step()
 
     def compare_step(self):
-        step, key, state = self.steps, "momentum_buffer", self.twin.state
-        self.compare(f"step {step}, parameter", {p: p for p in self.muons}, self.whole)
+        key, state = "momentum_buffer", self.twin.state
         whole = {n: state[p][key] for n, p in self.whole.items() if p in state}
         momenta = {p: muon.state[p][key] for p, muon in self.muons.items()}
-        self.compare(f"step {step}, momentum", momenta, whole)
+        for what, pieces, expected in (
+            ("parameter", {p: p for p in self.muons}, self.whole),
+            ("momentum", momenta, whole),
+        ):
+            for name, found in self.join(pieces).items():
+                if not equal(found, expected[name].detach()):
+                    self.problems.append(f"step {self.steps}: {what} {name} differs")
 
     def train_one(self):
         """The backward pass of the whole batch, from the parameters that the ranks have now."""
@@ -346,11 +348,6 @@ class OneProcess:
         inputs, targets = batch(self.steps)
         F.mse_loss(self.one(inputs), targets).backward()
         self.steps += 1
-
-    def compare(self, what, pieces, whole):
-        for name, found in self.join(pieces).items():
-            if not equal(found, whole[name].detach()):
-                self.problems.append(f"{what}: {name} differs from one process")
 
     @torch.no_grad()
     def join(self, found):
