@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim import Muon
 from torch.optim._muon_engine.layouts import Region
 from torch.optim.muon import create_auto_config, create_dtensor_config
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon.common_config import MuonTestCase
 
 
 FACTORIES = (create_dtensor_config, create_auto_config)
@@ -18,25 +19,16 @@ def matrix(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-class TestReplaced(TestCase):
+class TestReplaced(MuonTestCase):
     def train(self, make, change, before=2):
         """Trains before and after a change, as a Muon without a config does from the start."""
-        results = []
-        for config in (make(), None):
-            params = [nn.Parameter(matrix(i, 8, 8)) for i in range(2)]
-            named = [(f"w{i}", param) for i, param in enumerate(params)]
-            optimizer = Muon(named, lr=0.1, distributed_config=config)
-            params = optimizer.param_groups[0]["params"]
-            for step in range(before + 2):
-                if step == before:
-                    change(optimizer, params)
-                for i, param in enumerate(params):
-                    param.grad = matrix(100 * step + i, *param.shape)
-                optimizer.step()
-            buffers = [optimizer.state[p]["momentum_buffer"] for p in params]
-            results.append([p.detach() for p in params] + buffers)
-        for mine, its in zip(*results, strict=True):
-            self.assertTrue(torch.equal(mine, its))
+
+        def between(optimizer, step):
+            if step == before:
+                change(optimizer, optimizer.param_groups[0]["params"])
+
+        options = {"named": True, "steps": before + 2, "between": between, "lr": 0.1}
+        self.assert_same_training([(8, 8)] * 2, Muon, make(), **options)
 
     def test_larger_matrix(self):
         """An 8x8 matrix became a 16x8 one. Half of its rows were trained, without an error."""

@@ -71,12 +71,13 @@ class MuonTestCase(TestCase):
         strided=("contiguous", "contiguous"),
         has_grad=lambda step, index: True,
         groups=None,
+        named=False,
         between=lambda optimizer, step: None,
         **options,
     ):
         """Returns parameters, momentum buffers and the optimizer after ``steps`` steps.
 
-        ``strided`` says how parameters and gradients are stored.
+        ``strided`` says how parameters and gradients are stored; ``between`` is called before each step.
         """
         generator = torch.Generator().manual_seed(0)
         params = [
@@ -85,17 +86,20 @@ class MuonTestCase(TestCase):
             )
             for shape in shapes
         ]
+        given = [(f"w{i}", p) for i, p in enumerate(params)] if named else params
         groups = [
-            {**group, "params": [params[i] for i in group["params"]]}
+            {**group, "params": [given[i] for i in group["params"]]}
             for group in groups or [{"params": range(len(params))}]
         ]
         optimizer = cls(groups, **options)
         for step in range(steps):
+            between(optimizer, step)
+            # The parameters may be others now.
+            params = [p for group in optimizer.param_groups for p in group["params"]]
             for index, param in enumerate(params):
                 grad = make_matrix(param.shape, dtype, generator, strided[1])
                 param.grad = grad.to(self.device) if has_grad(step, index) else None
             optimizer.step()
-            between(optimizer, step)
         return params, self.buffers_of(optimizer, params), optimizer
 
     def buffers_of(self, optimizer, params):
