@@ -88,11 +88,8 @@ class TestDTensorsOnOneRank(MuonTestCase):
     def setUp(self):
         super().setUp()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
         self.mesh = DeviceMesh("cpu", [0])
-
-    def tearDown(self):
-        dist.destroy_process_group()
-        super().tearDown()
 
     def test_round_trip(self):
         params = [

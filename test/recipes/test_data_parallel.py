@@ -67,17 +67,17 @@ class TestDataParallel(Recipe):
         self.assertEqual(muon.current_rank, dist.get_rank())
         self.compare(Transformer(), model, muon, data=[dist.group.WORLD])
 
-    def test_unconfigured(self):
-        """END_TO_END, DDP without a config: every rank orthogonalizes every matrix."""
-        model, data = DDP(Transformer()), [dist.group.WORLD]
-        self.check(Transformer(), model, None, data=data, once=False)
-
     def test_shared_out(self):
-        """EXAMPLES 2, migration 5: the replicas share the matrices. END_TO_END, DDP, calls the group another name."""
+        """EXAMPLES 2, migration 5: the replicas share the matrices. END_TO_END, DDP, calls the group another
+        name; without a config, every rank orthogonalizes every matrix."""
         world = dist.group.WORLD
-        for group in ({"ddp_process_group": world}, {"cp_process_group": world}):
-            model, config = DDP(Transformer()), create_auto_config(**group)
-            self.check(Transformer(), model, config, data=[world])
+        for config in (
+            None,
+            create_auto_config(ddp_process_group=world),
+            create_auto_config(cp_process_group=world),
+        ):
+            how = {"data": [world], "once": config is not None}
+            self.check(Transformer(), DDP(Transformer()), config, **how)
 
     def test_context_parallel(self):
         """END_TO_END, context parallelism: ranks see different parts of each sequence."""
