@@ -3,10 +3,10 @@
 import json
 import os
 import re
-import subprocess
 import sys
 
 import jupytext
+from overlay.conftest import run
 from overlay.example_runs import ENVIRONMENT
 from tools.overlay.payload import ROOT
 
@@ -25,17 +25,10 @@ def cells():
     return [(cell["cell_type"], "".join(cell["source"])) for cell in found]
 
 
-def run(*command, cwd=EXAMPLES, **environ):
-    """Exit code and output. A process that the script left behind would hold its output open."""
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env={**os.environ, **ENVIRONMENT, **environ},
-    )
-    return done.returncode, done.stdout, done.stderr
+def execute(code, cwd, path):
+    """Exit code and output. A process that the code left behind would hold its output open."""
+    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(path)}
+    return run(sys.executable, "-c", code, cwd=cwd, env=env, check=False, timeout=500)
 
 
 # The eight processes do not import torch one by one.
@@ -64,7 +57,7 @@ def test_notebook(tmp_path):
     source = "\n".join(source for kind, source in cells() if kind == "code")
     # Like a kernel, this __main__ has no file that a spawned process could import.
     code = "\n".join([FORKED, source, WRONG])
-    code, out, err = run("-c", code, cwd=ROOT, PYTHONPATH=str(tmp_path))
+    code, out, err = execute(code, ROOT, tmp_path)
     assert code == 0, err
     out, wrong = out.rsplit("\nThe proof:", 1)
     assert "bitwise equal: NO" in wrong
@@ -104,7 +97,7 @@ def test_without_the_overlay(tmp_path):
     for folder in ("torch", "torch/optim"):
         (tmp_path / folder / "__init__.py").touch()
     first, *_ = (source for kind, source in cells() if kind == "code")
-    code, _, err = run("-c", first, PYTHONPATH=str(tmp_path))
+    code, _, err = execute(first, EXAMPLES, tmp_path)
     assert code == 1
     assert "`.venv/bin/python -m pip install jupyterlab`" in err
 

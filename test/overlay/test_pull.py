@@ -137,10 +137,7 @@ def test_nothing_of_upstreams_is_taken(there, ours):
     (there.root / "torch/optim/sgd.py").write_text("# somebody's\n")
     (there.root / "test/optim/test_sgd.py").write_text("# somebody's\n")
     assert there.pull(ours) == ([], [])
-
-
-def test_deleted_files_are_named(there, ours):
-    there.apply(ours)
+    # A deleted file is named.
     (there.root / OWN).unlink()
     assert there.pull(ours) == ([], [OWN])
     assert (ours / OWN).is_file()

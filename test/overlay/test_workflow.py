@@ -4,10 +4,10 @@ import itertools
 import os
 import re
 import shlex
-import subprocess
 import sys
 
 import yaml
+from overlay.conftest import run
 from tools.overlay.cli import _parser
 from tools.overlay.payload import ROOT
 
@@ -60,14 +60,7 @@ def test_each_cell_is_a_test():
     named = {command[-1] for command in commands() if "::" in command[-1]}
     assert len(named) == 6 * 3 * 3 * 2
     (path,) = {name.split("::")[0] for name in named}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", path],
-        cwd=ROOT,
-        env={**os.environ, **JOBS["matrix"]["env"]},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    there = {line for line in done.stdout.splitlines() if "::test_matrix_" in line}
-    assert named == there
+    words = ("-m", "pytest", "--collect-only", "-q", path)
+    env = {**os.environ, **JOBS["matrix"]["env"]}
+    found = run(sys.executable, *words, cwd=ROOT, env=env).out.splitlines()
+    assert named == {line for line in found if "::test_matrix_" in line}
