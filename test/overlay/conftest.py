@@ -58,6 +58,14 @@ def run(*command, cwd=None, env=None, check=True, timeout=120, data=""):
     return Result(done.returncode, done.stdout, done.stderr)
 
 
+def fails(done, code, *words):
+    """The command ended with that code, and its errors have those words."""
+    assert done.code == code, done
+    for each in words:
+        assert each in done.err
+    return done
+
+
 def git(where, *words):
     return run("git", *words, cwd=where).out.strip()
 

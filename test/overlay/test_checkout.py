@@ -7,7 +7,7 @@ import shlex
 import shutil
 
 import pytest
-from overlay.conftest import append, commit_all, git, git_status, run, snapshot
+from overlay.conftest import append, commit_all, fails, git, git_status, run, snapshot
 from overlay.conftest import MUON, OTHER, OWN
 from tools.overlay import patches, payload
 from tools.overlay.checkout import Checkout
@@ -99,8 +99,7 @@ def test_users_work_is_refused_by_name(checkout, face, rel, staged):
         if rel != OWN:
             git(checkout, "restore", "--source=HEAD", rel)
     before = snapshot(checkout), git_status(checkout)
-    done = face("apply", "--checkout", checkout)
-    assert (done.code, f"  {rel}\n" in done.err) == (3, True)
+    fails(face("apply", "--checkout", checkout), 3, f"  {rel}\n")
     assert (snapshot(checkout), git_status(checkout)) == before
 
 
@@ -112,8 +111,7 @@ def test_edits_of_the_overlay_are_refused(checkout, on, face, committed):
         git(checkout, "commit", "-qa", "--amend", "--no-edit")
     before = snapshot(checkout)
     for command in ("apply", "revert"):
-        done = face(command, "--checkout", checkout)
-        assert (done.code, f"  {OWN}\n" in done.err) == (3, True)
+        done = fails(face(command, "--checkout", checkout), 3, f"  {OWN}\n")
         assert f"pull --checkout {checkout}" in done.err
     exported = face("export", "--checkout", checkout, "--out", "x", "--dry-run")
     assert f"lacks edits of this checkout ({OWN})" in exported.err
@@ -159,8 +157,7 @@ def test_not_a_checkout(checkout, face, tmp_path, monkeypatch):
         (checkout / "torch", "not a PyTorch checkout"),
         (bare, "not the top of a git work tree"),
     ):
-        done = face("apply", "--checkout", place)
-        assert (done.code, words in done.err) == (2, True)
+        fails(face("apply", "--checkout", place), 2, words)
     # A checkout that is mounted into a container has another owner.
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     assert "safe.directory" in face("apply", "--checkout", checkout).err
@@ -227,8 +224,7 @@ def test_shallow_clone_names_unshallow(checkout, on, face, tmp_path):
     git(checkout, "clone", "-q", "--depth=1", f"file://{checkout}", place)
     before = snapshot(place)
     for words in ["apply"], ["revert"], ["status"], ["pull"], ["export", "--out", out]:
-        done = face(*words, "--checkout", place)
-        assert (done.code, "fetch --unshallow" in done.err) == (2, True)
+        done = fails(face(*words, "--checkout", place), 2, "fetch --unshallow")
     assert (snapshot(place), out.exists()) == (before, False)
     # The printed way out leads on.
     (line,) = [ln for ln in done.err.splitlines() if ln.startswith("  git")]
@@ -249,8 +245,7 @@ def test_conflict_of_a_rebase_comes_first(checkout, on, ours, tool, tmp_path):
         ["apply"], ["apply", "--commit"], ["revert"], ["pull"],
         ["export", "--out", tmp_path / "out"],
     ):  # fmt: skip
-        done = tool(*words, "--checkout", checkout, root=ours)
-        assert (done.code, "rebase --abort" in done.err) == (3, True)
+        fails(tool(*words, "--checkout", checkout, root=ours), 3, "rebase --abort")
     assert (snapshot(checkout), snapshot(ours)) == (before, here)
     on("status")
     git(checkout, "rebase", "--abort")
@@ -337,8 +332,7 @@ def test_older_clone_does_not_downgrade(request, kind, ours, tool, tmp_path):
     append(ours / OWN, "# newer\n")
     commit_all(ours)
     assert tool("apply", *target, root=ours).code == 0
-    done = tool("apply", *target, root=older)
-    assert (done.code, "which is older" in done.err) == (3, True)
+    fails(tool("apply", *target, root=older), 3, "which is older")
     assert "came after" in tool("status", *target, root=older).out
     git(older, "pull", "-q")
     assert tool("apply", *target, root=older).code == 0
@@ -351,10 +345,10 @@ def test_foreign_index_lock_and_no_identity(checkout, tool):
     git(checkout, "config", "user.useConfigOnly", "true")
     lock = checkout / ".git/index.lock"
     lock.touch()
-    done = tool("apply", "--checkout", checkout, "--commit", env=plain)
-    assert (done.code, "another git command" in done.err) == (1, True)
+    words = ("apply", "--checkout", checkout, "--commit")
+    fails(tool(*words, env=plain), 1, "another git command")
     lock.unlink()
-    done = tool("apply", "--checkout", checkout, "--commit", env=plain)
+    done = tool(*words, env=plain)
     assert (done.code, done.err, git_status(checkout)) == (0, "", "")
 
 

@@ -15,7 +15,7 @@ import sys
 import zipfile
 
 import pytest
-from overlay.conftest import commit_all, git, METADATA, OWN, run, script
+from overlay.conftest import commit_all, fails, git, METADATA, OWN, run, script
 from tools.overlay import cli, env
 from tools.overlay.payload import ROOT
 from tools.overlay.wheel import find_wheel, record_hash
@@ -110,8 +110,7 @@ def test_somebody_elses_folder_is_left_alone(overlay, face):
     precious = overlay / ".venv" / "precious"
     precious.parent.mkdir()
     precious.write_text("mine")
-    done = face("env", root=overlay)
-    assert (done.code, "was not made by this tool" in done.err) == (3, True)
+    fails(face("env", root=overlay), 3, "was not made by this tool")
     assert precious.read_text() == "mine"
 
 
@@ -195,8 +194,7 @@ def test_status_defaults_to_the_environment_and_revert_does_not(
     monkeypatch.chdir(tmp_path)
     face("env", root=ready)
     for command in ("apply", "revert"):
-        done = face(command, root=ready)
-        assert (done.code, "--checkout DIR or --python EXE" in done.err) == (2, True)
+        fails(face(command, root=ready), 2, "--checkout DIR or --python EXE")
     assert '"state": "current"' in face("status", "--json", root=ready).out
 
 
@@ -205,8 +203,7 @@ def test_environment_that_its_user_upgraded(ready, face, installed):
     site = find_wheel(installed).root
     info = (site / "torch-2.13.0+cpu.dist-info").rename(site / "torch-2.14.0.dist-info")
     (info / "METADATA").write_text(METADATA.format("torch", "2.14.0"))
-    done = face("env", "--torch", "2.13.0", root=ready)
-    assert (done.code, "has torch 2.14.0 now" in done.err) == (3, True)
+    fails(face("env", "--torch", "2.13.0", root=ready), 3, "has torch 2.14.0 now")
 
 
 def test_dry_run_makes_no_environment(overlay, face):
@@ -252,8 +249,7 @@ WRONG = {
 
 def test_wrong_usage_is_named_and_makes_nothing(overlay, face):
     for words, said in WRONG.items():
-        done = face(*words.split(), root=overlay)
-        assert (done.code, said in done.err) == (2, True), words
+        fails(face(*words.split(), root=overlay), 2, said)
         assert list(overlay.glob(".venv*")) == []
 
 
@@ -297,8 +293,7 @@ def test_old_python_is_told_so(tool, overlay):
     before, check, rest = path.read_text().partition("if sys.version_info")
     assert re.findall(r"(?m)^(?:import|from) .*", before) == ["import sys"]
     path.write_text(f"{before}sys.version_info = (3, 9)\n{check}{rest}")
-    done = tool("env", root=overlay)
-    assert (done.code, "3.10 or later" in done.err) == (2, True)
+    fails(tool("env", root=overlay), 2, "3.10 or later")
 
 
 def test_hosted_notebook(tmp_path, overlay, offline):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from overlay.conftest import OWN, script, snapshot
+from overlay.conftest import fails, OWN, script, snapshot
 from tools.overlay.payload import ROOT
 from tools.overlay.wheel import find_wheel
 
@@ -60,8 +60,7 @@ def test_overlay_is_there_for_the_run_alone(tool, arguments, installed, overlay)
     assert state(installed) == "current"
     (overlay / OWN).write_text("# of another time\n")
     site.apply(overlay)
-    done = tool(*args)
-    assert (done.code, "an overlay that is outdated" in done.err) == (3, True)
+    fails(tool(*args), 3, "an overlay that is outdated")
     assert site.read(OWN) == b"# of another time\n"
 
 

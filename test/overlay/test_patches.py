@@ -40,14 +40,10 @@ def test_fits_the_installed_torch_at_one_place(wheel, rel):
         assert (b"\n" + text).count(b"\n" + before) == 1, hunk.decode()
 
 
-@pytest.mark.parametrize("text", ["2.11.0", "2.13.0+cpu", "2.14.0a0+git1234", "2.12"])
-def test_supported(text):
-    assert versions.supported(text)
+def test_supported_versions():
+    for text in ("2.11.0", "2.13.0+cpu", "2.14.0a0+git1234", "2.12"):
+        assert versions.supported(text)
+    for text in ("2.10.9+cu128", "2.16.0a0", "v2", "main", "2.x"):
+        with pytest.raises(WrongTarget, match=f"{re.escape(text)}.*2.11 to 2.15"):
+            env.full(text)
     assert env.full("2.14") == "2.14.0"
-
-
-@pytest.mark.parametrize("text", ["2.10.9+cu128", "2.16.0a0", "", "main", "2.x"])
-def test_unsupported_versions_are_named(text):
-    with pytest.raises(WrongTarget, match="2.11 to 2.15") as caught:
-        env.full(text or "v2")
-    assert text in str(caught.value)

@@ -91,7 +91,10 @@ for param, cls in zip(both, (torch.optim.Muon, stock.Muon)):
         optimizer.step()
 assert torch.equal(*both)
 for sys.argv in [[path] for path in sys.argv[2:]]:
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
 """
 
 

@@ -8,7 +8,7 @@ import stat
 import sys
 
 import pytest
-from overlay.conftest import append, run, script, snapshot, write_record
+from overlay.conftest import append, fails, run, script, snapshot, write_record
 from overlay.conftest import METADATA, MUON, OTHER, OWN
 from tools.overlay import files, payload, wheel as wheels
 from tools.overlay.errors import WorkFailed, WrongTarget
@@ -96,8 +96,7 @@ def test_users_work_is_refused_by_name(site, installed, face, rel, applied):
     (site.root / rel).write_text("# somebody's work\n")
     before = snapshot(site.root)
     for command in ["apply"] + ["revert"] * applied:
-        done = face(command, "--python", installed)
-        assert (done.code, f"  {rel}\n" in done.err) == (3, True)
+        done = fails(face(command, "--python", installed), 3, f"  {rel}\n")
         assert snapshot(site.root) == before
     if rel == MUON and not applied:
         assert "Reinstall torch 2.13.0+cpu, with the program and from" in done.err
@@ -171,8 +170,7 @@ def test_interpreters_that_cannot_be(face, tmp_path, checkout):
         (None, "no such interpreter"),
     ):
         python = script(tmp_path / "python", body) if body else tmp_path / "text"
-        done = face("apply", "--python", python)
-        assert (done.code, words in done.err) == (2, True)
+        fails(face("apply", "--python", python), 2, words)
 
 
 def test_probe_imports_nothing_from_where_it_runs(
@@ -290,8 +288,7 @@ def test_edited_copy_is_not_restored(site, installed, face, record):
     face("apply", "--python", installed)
     append(site.copy_of(MUON), "# edited on the disk\n")
     before = snapshot(site.root)
-    done = face("revert", "--python", installed)
-    assert (done.code, f"  {MUON}\n" in done.err) == (2, True)
+    fails(face("revert", "--python", installed), 2, f"  {MUON}\n")
     assert snapshot(site.root) == before
 
 
