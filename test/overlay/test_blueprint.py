@@ -37,7 +37,7 @@ import functools, multiprocessing, torch.multiprocessing as mp
 multiprocessing.set_forkserver_preload(["torch.distributed.tensor"])
 mp.spawn = functools.partial(mp.start_processes, start_method="forkserver")
 """
-# Then the proof of reports with mistakes.
+# The proof notices reports with mistakes.
 WRONG = """
 reports[3]["differing"]["the long way"] = ["0.qkv"]
 reports[5]["sent"][1] += 2
