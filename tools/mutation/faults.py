@@ -418,9 +418,9 @@ FAULTS = (
     Fault(
         "what ranks learned over one group does not reach the next one",
         EXCHANGED,
-        "        told: Told = pieces, ep_ranks, values\n",
+        "        told: Told = pieces, ep_ranks\n",
         """        alone = dict(zip(described, (m.piece for m in matrices)))
-        told: Told = alone, ep_ranks, values
+        told: Told = alone, ep_ranks
 """,
         (f"{GROUPS}combinations_vs_single_device",),
     ),

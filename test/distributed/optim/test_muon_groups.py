@@ -2,11 +2,13 @@
 """create_auto_config with matrices that were cut by hand, DTensors, experts and stages; its warnings and errors."""
 
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Muon
+from torch.optim._muon_engine.layouts import exchange
 from torch.optim.muon import create_auto_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -395,6 +397,15 @@ class TestMuonExperts(GroupParity, MultiProcContinuousTest):
             ValueError,
             "expert [01].*one ep_process_group.*expert_assignments",
         )
+
+    def test_shards_that_leave_a_gap_on_one_rank(self):
+        gap = ValueError("gap") if self.rank == 2 else None
+        with mock.patch.object(exchange, "check_cover", side_effect=gap):
+            self.assertRaisesEverywhere(
+                lambda: self.twins(ddp_process_group=dist.group.WORLD),
+                ValueError,
+                "gap",
+            )
 
     def test_replicas_of_different_experts(self):
         grid, other = grid_of(2, 2), (6, 5) if self.rank == 2 else (6, 4)

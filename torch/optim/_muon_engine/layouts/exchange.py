@@ -51,11 +51,15 @@ class Cut(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The part of a matrix that a rank knows, of ``shape``, with each holder's regions in this part."""
+    """The part of a matrix that a rank knows, of ``shape``, with each holder's regions in this part.
+
+    ``values`` is a digest of what each holder stores of cut matrices; 0 if the holders differ.
+    """
 
     shape: tuple[int, int]
     holders: Holders
     cuts: tuple[Cut, ...]
+    values: int = 0
 
     @property
     def grid(self) -> tuple:
@@ -86,8 +90,8 @@ class LocalMatrix(NamedTuple):
         return not self.source and any(cut.cuts for cut in self.piece.cuts)
 
 
-# The message of a rank to a group: its pieces so far, its expert-parallel group, a digest of its values.
-Told = tuple[Mapping[Name, Piece], tuple[int, ...], int]
+# The message of a rank to a group: its pieces so far, and its expert-parallel group.
+Told = tuple[Mapping[Name, Piece], tuple[int, ...]]
 
 
 def layouts_of(
@@ -110,21 +114,19 @@ def layouts_of(
     """
     shared = [m.key.describe(m.piece.shape) for m in matrices]
     described = dict(zip(_names(matrices), shared, strict=True))
-    pieces = {name: m.piece for name, m in zip(described, matrices)}
-    equal = {name for name, m in zip(described, matrices) if m.is_cut and values}
+    # Equal pieces stay one object.
+    mine = {id(m.piece): m.piece._replace(values=values * m.is_cut) for m in matrices}
+    pieces = {name: mine[id(m.piece)] for name, m in zip(described, matrices)}
     layouts: list[Layout] = []
     # The one order in which all ranks go through groups: by kind, then larger groups first.
     order = sorted(groups, key=lambda k: (KINDS.index(k[0]), -len(k[1]), sorted(k[1])))
     for key in order:
-        told: Told = pieces, ep_ranks, values
+        told: Told = pieces, ep_ranks
         answers, error = exchange(groups[key], told, error, shared)
         try:
-            joined = {} if error else _joined(key, pieces, answers, described)
+            pieces |= {} if error else _joined(key, pieces, answers, described)
         except Exception as problem:
-            error, joined = problem, {}
-        pieces |= joined
-        if len({theirs for *_, theirs in answers}) > 1:
-            equal -= joined.keys()
+            error = problem
     try:
         layouts = [] if error else _layouts(matrices, list(pieces.values()))
     except Exception as problem:
@@ -134,11 +136,10 @@ def layouts_of(
         _, error = exchange(groups[key], None, error, shared)
     if error is not None:
         raise error
-    found = zip(described.items(), layouts)
     return layouts, [
-        text
-        for (name, text), l in found
-        if name in equal and len(l.shards.replica_sets) > 1
+        layout.describe()
+        for layout, piece in zip(layouts, pieces.values())
+        if piece.values and len(layout.shards.replica_sets) > 1
     ]
 
 
@@ -187,16 +188,18 @@ def _joined(
         cut = next((cut for cut in mine.cuts if cut[:2] == key), None)
         if cut is None:
             continue
-        theirs = [of_rank.get(name) for of_rank, *_ in answers]
+        theirs = [of_rank.get(name) for of_rank, _ in answers]
         # Pickle keeps equal pieces of a rank one object.
         alike = name[0] is None, *map(id, theirs)
         if alike not in known:
             found = {r: piece for r, piece in zip(cut.ranks, theirs) if piece}
-            ep_ranks = {r: of_rank for r, (_, of_rank, _) in zip(cut.ranks, answers)}
+            ep_ranks = {r: of_rank for r, (_, of_rank) in zip(cut.ranks, answers)}
             try:
                 _check_members(mine, cut, found)
                 parts = [found[r] for r in _members(cut, [*found], ep_ranks, name[0])]
-                known[alike] = Piece(*_together(cut, parts), mine.cuts)
+                same = len({part.values for part in parts}) == 1
+                whole = *_together(cut, parts), mine.cuts, same * mine.values
+                known[alike] = Piece(*whole)
             except ValueError as error:
                 raise common(ValueError(f"{described[name]}: {error}")) from None
         result[name] = known[alike]
@@ -211,7 +214,7 @@ def _check_members(mine: Piece, cut: Cut, found: Mapping[int, Piece]) -> None:
             raise ValueError(
                 f"the process groups contradict each other. Rank {rank} has {mine.in_words(True)}, but rank {other} has "
                 f"{theirs.in_words(True)}. Pass groups of one grid of ranks, for example those "
-                "of a DeviceMesh's dimensions"
+                "of a DeviceMesh's dimensions, and the same tp_dim_per_param on all ranks"
             )
 
 
@@ -253,7 +256,7 @@ def _together(cut: Cut, parts: Sequence[Piece]) -> tuple[tuple[int, int], Holder
     dim, shapes = cut.dim, [part.shape for part in parts]
     where = f"over {cut.kind}_process_group (ranks {listed(cut.ranks, 16)})"
     if dim is None and len(set(shapes)) > 1:
-        raise ValueError(f"{where} replicas have different shapes: {shapes}")
+        raise ValueError(f"{where} the ranks have different shapes: {shapes}")
     if dim is not None and len({shape[1 - dim] for shape in shapes}) > 1:
         raise ValueError(
             f"{where} pieces of shapes {shapes} cannot be joined along dimension {dim}: they also differ in dimension "
