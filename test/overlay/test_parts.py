@@ -63,25 +63,6 @@ def test_contributors_day(tree, tool, overlay, tmp_path):
     assert sources(snapshot(tree)) == before
     assert "committed as" in day("revert", "--commit")
     assert exclude.read_text() == hidden
-    # Upstream changes the lines: a conflict, its resolution, and a series for that tree.
-    git(tree, "switch", "-q", "-c", "mine", "HEAD~1")
-    first = git(tree, "rev-list", "--max-parents=0", "HEAD")
-    git(tree, "switch", "-q", "-c", "upstream", first)
-    append(tree / "torch/optim/_muon.py", "# upstream's\n")
-    git(tree, "commit", "-qam", "upstream")
-    run("git", "rebase", "-q", "upstream", "mine", cwd=tree, check=False)
-    git(tree, "checkout", "--theirs", "torch/optim/_muon.py")
-    git(tree, "add", "torch/optim/_muon.py")
-    git(tree, "-c", "core.editor=true", "rebase", "--continue")
-    day("apply", "--commit")
-    out = tmp_path / "series"
-    day("export", "--out", out, "--stack")
-    git(tree, "switch", "-q", "upstream")
-    git(tree, "am", "-q", *sorted(out.iterdir()))
-    assert git(tree, "diff", "mine") == ""
-    assert module.read_bytes() == edited
-    day("revert", "--commit")
-    assert git(tree, "diff", "main", "--stat").startswith("torch/optim/_muon.py | 1 +")
 
 
 def test_libraries_are_linked_and_text_is_copied(there, small_wheel):
