@@ -1,6 +1,5 @@
 """The commits of patches/stack.toml: each file is in one, and each commit works alone."""
 
-import ast
 import fnmatch
 import inspect
 import os
@@ -52,31 +51,6 @@ def test_the_list_is_toml():
         for title, of in tomllib.loads(text).items()
     ]
     assert found == patches.stack_of(text)
-
-
-def modules(text, every):
-    """The overlay's modules that the text imports; without ``every``, at the top level."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree) if every else tree.body:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def test_no_commit_imports_from_a_later_one(commits):
-    """Only functions of _muon.py import the engine, for an optimizer with a config."""
-    number = {rel: n for n, (_, texts) in enumerate(commits, 1) for rel in texts}
-    for n, (_, texts) in enumerate(commits, 1):
-        for rel, text in texts.items():
-            if not rel.endswith(".py"):
-                continue
-            lazy = rel == "torch/optim/_muon.py"
-            for name in modules(text, every=not lazy):
-                path = name.replace(".", "/")
-                for found in (f"{path}.py", f"{path}/__init__.py"):
-                    assert number.get(found, 0) <= n, f"{rel} imports {found}"
 
 
 AS_STOCK = """
