@@ -135,14 +135,6 @@ def names(paths):
     return {path.relative_to(ROOT).as_posix() for path in paths}
 
 
-def test_blocks_have_a_language():
-    for document in DOCUMENTS:
-        if document.parent.name == "data":  # written by tools.bench
-            continue
-        found = {block.language for block in blocks_of(document)}
-        assert found <= {"python", "bash", "dockerfile", "text"}, document
-
-
 def outside_of_fences(text):
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
 

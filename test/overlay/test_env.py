@@ -4,8 +4,6 @@ pip and venv are the real ones; what pip installs is a handful of small wheels t
 the test makes, so that nothing comes from the network.
 """
 
-import ast
-import graphlib
 import json
 import os
 import re
@@ -259,18 +257,6 @@ def test_version(face, ours):
         done = face("--version", root=ours)
         assert (done.code, f" {name}," in done.out) == (0, True)
         (ours / OWN).write_text("# edited\n")
-
-
-def test_no_import_circle():
-    """Imports for the type checker count."""
-    imports = {}
-    for path in (ROOT / "tools" / "overlay").glob("*.py"):
-        found = imports[path.stem] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                found |= {node.module} if node.module else {a.name for a in node.names}
-    # Without a circle, there is an order in which each module follows what it imports.
-    assert list(graphlib.TopologicalSorter(imports).static_order())
 
 
 def test_help_says_what_and_the_codes(face):
