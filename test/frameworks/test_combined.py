@@ -28,23 +28,20 @@ def make(combined):
     return model, combined(*inner), inner
 
 
-def train(model, optimizer):
+def train(model, *optimizers):
     for inputs in torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1)):
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         model(inputs).square().sum().backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
     return [p.detach().clone() for p in model.parameters()]
 
 
 def test_steps_are_those_of_the_parts(combined):
     model, optimizer, _ = make(combined)
     other, _, inner = make(combined)
-    for inputs in torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1)):
-        other.zero_grad()
-        other(inputs).square().sum().backward()
-        for each in inner:
-            each.step()
-    for found, expected in zip(train(model, optimizer), other.parameters()):
+    for found, expected in zip(train(model, optimizer), train(other, *inner)):
         assert torch.equal(found, expected)
 
 
