@@ -322,27 +322,6 @@ class TestAssignments(MuonTestCase):
                 ):
                     optimizer.add_param_group({"params": [third, third]})
 
-    def test_add_param_group(self):
-        shapes = [(4, 6), (6, 4), (5, 5)]
-        expected = None
-        for make in (lambda: None, local_config, create_dtensor_config):
-            params, config = make_params(*shapes), make()
-            optimizer = Muon(params[:2], lr=0.05, distributed_config=config)
-            optimizer.step()
-            if config is not None:
-                # A group that is refused changes nothing.
-                working = config.assign_fn
-                config.assign_fn = lambda params, state: {0: [0, 1]}
-                with self.assertRaisesRegex(AssertionError, "missing"):
-                    optimizer.add_param_group({"params": params[2:]})
-                self.assertEqual(optimizer.assignments, {0: [0, 1]})
-                config.assign_fn = working
-            optimizer.step()
-            optimizer.add_param_group({"params": params[2:], "lr": 0.5})
-            optimizer.step()
-            expected = expected or [p.detach() for p in params]
-            self.assert_same_bits(params, expected)
-
 
 class TestCopies(MuonTestCase):
     duplicates = (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o)))
