@@ -155,7 +155,6 @@ class TestDTensorLayouts(TestCase):
         dist.init_process_group(
             "fake", store=FakeStore(), rank=rank, world_size=world_size
         )
-
         self.addCleanup(dist.destroy_process_group)
 
     def dtensor(self, mesh, *placements, shape=(4, 3)):

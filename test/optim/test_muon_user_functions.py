@@ -81,18 +81,6 @@ class TestUserFunctions(MuonTestCase):
         debugged.step()
         self.assertEqual(calls, expected)
 
-    def test_what_is_gathered_may_be_written(self):
-        def gather(piece, rank, state):
-            whole = piece.clone()
-            piece.fill_(float("nan"))
-            return whole
-
-        config = local_config()
-        config.gather_fn = gather
-        for dtype, nesterov in ((torch.float32, True), (torch.bfloat16, False)):
-            options = {"dtype": dtype, "nesterov": nesterov}
-            self.assert_same_training([(4, 6), (6, 4)], Muon, config, **options)
-
     def test_what_ranks_other_than_the_owner_get(self):
         # A rank of a framework that holds two rows of eight. The scale is that of the whole.
         def moved(gathered, state, adjust_lr_fn):
@@ -168,9 +156,6 @@ class TestUserFunctions(MuonTestCase):
                 optimizer.step()
             self.assertEqual(config.state, given)
             config.redistribute_fn = working
-        before = optimizer.param_groups[0]["params"][0].detach().clone()
-        optimizer.step()
-        self.assertNotEqual(optimizer.param_groups[0]["params"][0], before)
 
 
 if __name__ == "__main__":
