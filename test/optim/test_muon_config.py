@@ -8,6 +8,7 @@ import pickle
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.optim import _muon, _newton_schulz, Muon
 from torch.optim.muon import (
     create_auto_config,
@@ -113,6 +114,7 @@ class TestDistributedConfig(MuonTestCase):
             self.assertIs(config.state["is_dtensor"], is_dtensor)
             params = make_params((3, 4), (4, 3))
             self.assertEqual(config.assign_fn(params, config.state), {0: [0, 1]})
+            self.assertEqual(config.state["param_metadata"], {})
 
     def test_one_process_is_one_process(self):
         shapes = [(8, 6), (6, 8), (1, 5), (6, 8)]
@@ -292,6 +294,23 @@ class TestAssignments(MuonTestCase):
         optimizer.assignments[3].append(7)
         self.assertEqual(optimizer.assignments, {3: [0, 1, 2]})
 
+    def test_errors_count_over_all_groups(self):
+        for make, named in itertools.product((lambda: None, local_config), (0, 1)):
+            params = [*make_params((4, 6), (6, 4)), nn.Parameter(torch.ones(3))]
+            given = [(f"w{i}", p) for i, p in enumerate(params)] if named else params
+            groups = [{"params": [one]} for one in given]
+            name = "parameter 2 'w2" if named else "parameter 2"
+            pattern = rf"only supports 2D parameters.*{name}\b"
+            with self.assertRaisesRegex(ValueError, pattern):
+                Muon([dict(group) for group in groups], distributed_config=make())
+            optimizer = Muon([dict(groups[0])], distributed_config=make())
+            for _ in range(2):
+                # Nothing of a group that was refused is counted.
+                with self.assertRaisesRegex(ValueError, pattern):
+                    optimizer.add_param_group({"params": given[1:]})
+            optimizer.add_param_group(groups[1])
+            optimizer.step()
+
     def test_tied_weights_count_over_all_groups(self):
         first, second, third = make_params((4, 6), (6, 4), (5, 5))
         for make in (local_config, create_dtensor_config, create_auto_config):
@@ -302,6 +321,27 @@ class TestAssignments(MuonTestCase):
                     ValueError, "parameter 2 and parameter 3 are the"
                 ):
                     optimizer.add_param_group({"params": [third, third]})
+
+    def test_add_param_group(self):
+        shapes = [(4, 6), (6, 4), (5, 5)]
+        expected = None
+        for make in (lambda: None, local_config, create_dtensor_config):
+            params, config = make_params(*shapes), make()
+            optimizer = Muon(params[:2], lr=0.05, distributed_config=config)
+            optimizer.step()
+            if config is not None:
+                # A group that is refused changes nothing.
+                working = config.assign_fn
+                config.assign_fn = lambda params, state: {0: [0, 1]}
+                with self.assertRaisesRegex(AssertionError, "missing"):
+                    optimizer.add_param_group({"params": params[2:]})
+                self.assertEqual(optimizer.assignments, {0: [0, 1]})
+                config.assign_fn = working
+            optimizer.step()
+            optimizer.add_param_group({"params": params[2:], "lr": 0.5})
+            optimizer.step()
+            expected = expected or [p.detach() for p in params]
+            self.assert_same_bits(params, expected)
 
 
 class TestCopies(MuonTestCase):

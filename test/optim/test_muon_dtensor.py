@@ -1,6 +1,7 @@
 # Owner(s): ["module: optimizer"]
 """DTensors and models under Muon's distributed_config, on one rank."""
 
+import contextlib
 import unittest
 import warnings
 from unittest import mock
@@ -8,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.optim import Muon
 from torch.optim.muon import (
     create_auto_config,
@@ -19,6 +21,7 @@ from torch.optim.muon import (
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import (
     MuonTestCase,
+    local_config,
 )
 
 
@@ -62,6 +65,22 @@ class TestModels(MuonTestCase):
             # Megatron's mark of a weight that it does not cut.
             model[1].weight.partition_dim = -1
             self.assertEqual(detect_tp_dims_from_model(params), {1: 1})
+
+    def test_parameters_without_data(self):
+        """Parameters on the meta device, and fake ones, as torch.export makes them."""
+        mode = FakeTensorMode()
+        meta = nn.Parameter(torch.empty(3, 4, device="meta"))
+        fake = nn.Parameter(mode.from_tensor(torch.ones(3, 4)))
+        configs = (None, create_dtensor_config(), create_auto_config(), local_config())
+        for param in (meta, fake):
+            for config in configs if param is meta else (None, local_config()):
+                with mode if param is fake else contextlib.nullcontext():
+                    param.grad = torch.empty_like(param)
+                    optimizer = Muon([param], distributed_config=config)
+                    optimizer.step()
+                buffer = optimizer.state[param]["momentum_buffer"]
+                self.assertIs(type(buffer), type(param.data))
+                self.assertEqual(buffer.device, param.device)
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")

@@ -79,6 +79,12 @@ class TestCover(TestCase):
 
 
 class TestOwners(TestCase):
+    def test_flops(self):
+        # Two products with a long side, and one square of the Gram matrix, in each iteration.
+        self.assertEqual(newton_schulz_flops((3, 7), 1), 2 * (2 * 3 * 3 * 7) + 2 * 27)
+        self.assertEqual(newton_schulz_flops((7, 3)), newton_schulz_flops((3, 7)))
+        self.assertEqual(newton_schulz_flops((0, 7)), 0)
+
     def test_within_four_thirds_of_the_best(self):
         rng, sizes = random.Random(0), (1, 3, 8, 17, 64, 100, 256)
         for _ in range(40):
@@ -138,6 +144,7 @@ class TestOwners(TestCase):
         self.assertIsNone(check_assignments({1: (1, 0, 2)}, names, 2))
         for assignments, kind, pattern in [
             ({0: [0]}, AssertionError, r"missing \[1, 2\].*parameter 1, parameter 2"),
+            ({0: [0, 1], 1: [1, 2]}, AssertionError, r"more than once \[1\]"),
             ({0: [0, 1, 1, 2]}, AssertionError, r"more than once \[1\]"),
             ({0: [0, 1, 2, 3]}, AssertionError, r"\[3\].*0 to 2"),
             ({0: [0, 1, -1]}, AssertionError, r"\[-1\]"),
@@ -155,6 +162,7 @@ class TestDTensorLayouts(TestCase):
         dist.init_process_group(
             "fake", store=FakeStore(), rank=rank, world_size=world_size
         )
+
         self.addCleanup(dist.destroy_process_group)
 
     def dtensor(self, mesh, *placements, shape=(4, 3)):

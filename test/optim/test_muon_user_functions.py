@@ -81,6 +81,42 @@ class TestUserFunctions(MuonTestCase):
         debugged.step()
         self.assertEqual(calls, expected)
 
+    def test_what_is_gathered_may_be_written(self):
+        def gather(piece, rank, state):
+            whole = piece.clone()
+            piece.fill_(float("nan"))
+            return whole
+
+        config = local_config()
+        config.gather_fn = gather
+        for dtype, nesterov in ((torch.float32, True), (torch.bfloat16, False)):
+            options = {"dtype": dtype, "nesterov": nesterov}
+            self.assert_same_training([(4, 6), (6, 4)], Muon, config, **options)
+
+    def test_no_gradient(self):
+        pieces = []
+
+        def gather(piece, rank, state):
+            pieces.append(piece.clone())
+            return piece + 1
+
+        config = local_config()
+        config.gather_fn = gather
+        config.redistribute_fn = lambda full, rank, state: full + 100
+        (param,) = make_params((3, 4))
+        grad = param.grad
+        optimizer = Muon([param], distributed_config=config)
+        # Before a step with a gradient, and after it.
+        before = [param.detach().clone(), torch.zeros(3, 4)]
+        for given in (None, grad, None):
+            param.grad = given
+            optimizer.step()
+            now = [param.detach().clone(), optimizer.state[param]["momentum_buffer"]]
+            if given is None:
+                self.assert_same_bits(now, before)
+            before = [now[0], now[1].clone()]
+        self.assert_same_bits(pieces[::2], [torch.zeros(3, 4)] * 2)
+
     def test_what_ranks_other_than_the_owner_get(self):
         # A rank of a framework that holds two rows of eight. The scale is that of the whole.
         def moved(gathered, state, adjust_lr_fn):
@@ -156,6 +192,9 @@ class TestUserFunctions(MuonTestCase):
                 optimizer.step()
             self.assertEqual(config.state, given)
             config.redistribute_fn = working
+        before = optimizer.param_groups[0]["params"][0].detach().clone()
+        optimizer.step()
+        self.assertNotEqual(optimizer.param_groups[0]["params"][0], before)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
 import dataclasses
 import re
+import sys
 from datetime import timedelta
 from unittest import mock
 
@@ -319,6 +320,19 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             self.assertEqual(kind, "RuntimeError")
             self.assertRegex(text, r"Ranks \[3\] did not come.*ShardedGradScaler")
             self.assertNotIn("less than 100", text)
+
+    def test_construction_without_numpy(self):
+        """torch's all_gather_object needs NumPy, and ranks said that one of them had ended."""
+        missing = RuntimeError("Numpy is not available")
+        with (
+            mock.patch.object(torch.Tensor, "numpy", side_effect=missing),
+            mock.patch.dict(sys.modules, {"numpy": None}),
+        ):
+            with self.assertRaisesRegex(RuntimeError, "not available"):
+                dist.all_gather_object([None] * 4, self.rank)
+            twins = Twins(self.placed())
+            twins.step()
+        self.assertParity(twins)
 
     def test_state_dict_of_a_failed_optimizer_is_a_warning(self):
         optimizer = self.build([Spec((8, 8), mesh_of(4), (S0,))] * 9)

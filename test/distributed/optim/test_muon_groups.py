@@ -2,11 +2,13 @@
 """create_auto_config with matrices that were cut by hand, DTensors, experts and stages; its warnings and errors."""
 
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Muon
+from torch.optim._muon_engine.layouts import exchange
 from torch.optim.muon import create_auto_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
@@ -151,10 +153,11 @@ class TestMuonGroups(GroupParity, MultiProcContinuousTest):
         shapes=((8, 8), (8, 8)),
         error=ValueError,
         ranks=None,
+        names=("w0", "w1"),
     ):
-        """Muon for parameters of ``shapes``."""
+        """Muon for parameters of ``shapes``, with ``names`` in this rank's order."""
         tensors = [torch.ones(shape) for shape in shapes]
-        params = [(f"w{i}", nn.Parameter(tensor)) for i, tensor in enumerate(tensors)]
+        params = list(zip(names, map(nn.Parameter, tensors)))
         self.assertRaisesEverywhere(
             lambda: Muon(params, distributed_config=config), error, pattern, ranks
         )
@@ -195,6 +198,11 @@ class TestMuonGroups(GroupParity, MultiProcContinuousTest):
 
     def test_ranks_that_disagree(self):
         config = Strategy(grid_of(2, 2), "ddp", "fsdp").config()
+        self.assertRefused(
+            r"ranks disagree.*name is w\d on rank \d and w\d on rank \d",
+            config,
+            names=("w1", "w0") if self.rank == 1 else ("w0", "w1"),
+        )
         self.assertRefused(
             r"only supports 2D parameters.*\[4, 4, 4\]",
             config,
@@ -389,6 +397,15 @@ class TestMuonExperts(GroupParity, MultiProcContinuousTest):
             ValueError,
             "expert [01].*one ep_process_group.*expert_assignments",
         )
+
+    def test_shards_that_leave_a_gap_on_one_rank(self):
+        gap = ValueError("gap") if self.rank == 2 else None
+        with mock.patch.object(exchange, "check_cover", side_effect=gap):
+            self.assertRaisesEverywhere(
+                lambda: self.twins(ddp_process_group=dist.group.WORLD),
+                ValueError,
+                "gap",
+            )
 
     def test_replicas_of_different_experts(self):
         grid, other = grid_of(2, 2), (6, 5) if self.rank == 2 else (6, 4)

@@ -7,6 +7,7 @@ Long runs equal one process to the end, and use no more memory, threads or group
 import gc
 import os
 import weakref
+from collections import Counter
 
 import torch
 from torch.distributed import distributed_c10d
@@ -156,6 +157,15 @@ class TestMuonRegressions(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 self.assertTrainsAlike(Twins(specs(mesh, [(placement,)])), 1)
 
     # Several optimizers
+
+    def test_twenty_optimizers_of_one_matrix_share_the_work(self):
+        """All of them once chose the first rank."""
+        for placement in (S0, R):
+            spec, owners = Spec((8, 8), mesh_of(4), (placement,)), Counter()
+            for i in range(20):
+                owners.update(Twins([spec], seed=i).optimizer.matrix_owners.values())
+            with self.everywhere():
+                self.assertEqual(owners, dict.fromkeys(range(4), 5))
 
     def test_optimizers_of_one_config(self):
         """A config served one optimizer at a time."""

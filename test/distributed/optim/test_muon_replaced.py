@@ -138,6 +138,12 @@ class TestMuonReplacedOnFour(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
         with self.assertWarnsOnce(None if named else pattern):
             self.assertTrainsAlike(twins, 2)
 
+    def test_other_shapes_begin_anew(self):
+        twins = self.trained(self.specs(S0))
+        # The last one has its shape, but another placement, and keeps its momentum.
+        twins.replace_all(self.specs(S1, shapes=[(6, 8), (5, 7), (3, 9)]))
+        self.assertTrainsAlike(twins, 2)
+
     # Other lists
 
     def test_reordered_appended_and_shortened(self):
@@ -179,15 +185,19 @@ class TestMuonReplacedOnFour(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
     # The same parameters, changed
 
     def test_swapped_tensors(self):
-        twins, rows = self.trained(self.specs(S0)), []
-        after = self.specs(S1, S0, mesh=grid_of(2, 2))
-        for i, (param, spec) in enumerate(zip(twins.params, after)):
-            _, seed, new, single = twins.replacement(i, spec)
-            param.grad = None
-            torch.utils.swap_tensors(param, new)
-            rows.append((spec, seed, param, single))
-        twins.set_rows(rows)
-        self.assertTrainsAlike(twins, 2)
+        for before, after in [
+            (self.specs(), self.specs()),
+            (self.specs(S0), self.specs(S1, S0, mesh=grid_of(2, 2))),
+        ]:
+            twins = self.trained(before)
+            rows = []
+            for i, (param, spec) in enumerate(zip(twins.params, after)):
+                _, seed, new, single = twins.replacement(i, spec)
+                param.grad = None
+                torch.utils.swap_tensors(param, new)
+                rows.append((spec, seed, param, single))
+            twins.set_rows(rows)
+            self.assertTrainsAlike(twins, 2)
 
     def test_data_of_equal_shape(self):
         strategy = Strategy(mesh_of(4), "fsdp")
