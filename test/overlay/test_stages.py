@@ -1,38 +1,9 @@
 """The stages of TESTING.md: each test has the marker of one of them."""
 
-import importlib.util
-
-import pytest
 from tools.overlay.payload import ROOT
 
 
 STAGES = {"stage1", "stage2", "stage3", "stage4", "overlay"}
-spec = importlib.util.spec_from_file_location("stages", ROOT / "test" / "conftest.py")
-conftest = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(conftest)
-
-
-def case(name, **attributes):
-    return type(name, (), attributes)
-
-
-@pytest.mark.parametrize(
-    ("folder", "case", "stage"),
-    [
-        ("optim", case("TestMuonErrors"), "stage1"),
-        ("optim", None, "stage1"),
-        ("optim", case("TestMuonCore"), "stage2"),
-        ("distributed", case("TestMuonFSDP", world_size=2), "stage3"),
-        ("distributed", case("TestMuon", world_size=property(lambda _: 4)), "stage3"),
-        ("distributed", case("TestMuonDTensorOnGPUs"), "stage3"),
-        ("distributed", case("TestMuonMatrixOf8", world_size=8), "stage4"),
-        ("distributed", case("TestMuonPerformance", world_size=2), "stage4"),
-        ("overlay", None, "overlay"),
-        ("frameworks", None, "overlay"),
-    ],
-)
-def test_stage(folder, case, stage):
-    assert conftest.stage_of(folder, case) == stage
 
 
 def test_each_test_has_one_stage(request):

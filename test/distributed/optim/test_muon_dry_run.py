@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Muon
-from torch.optim._muon_engine.layouts import exchange, Key
-from torch.optim._muon_engine.layouts.fsdp1 import interval_regions
+from torch.optim._muon_engine.layouts import exchange, Key, whole_regions
 from torch.optim._muon_engine.runtime.pipeline import PREPARED_BYTES
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES
 from torch.optim.muon import create_dtensor_config
@@ -30,10 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-WORLD, REPLICAS = 256, 4
-SHARDS = WORLD // REPLICAS
-# The matrices of one layer, which FSDP1 flattens to one parameter.
-LAYER = 7
+SHARDS = 64
 
 
 class Launches(TorchDispatchMode):
@@ -168,79 +164,39 @@ class TestMuonDryRun(TestCase):
 class TestMuonReports(TestCase):
     """The data that ranks of process groups exchange: one process plays all ranks."""
 
-    def setUp(self):
-        super().setUp()
-        dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-        self.addCleanup(dist.destroy_process_group)
-        self.shapes = MODELS["Llama 3 8B"].shapes
-
-    def intervals(self, at):
-        """Shard ``at`` of each matrix, where FSDP1 cuts the storage of a layer."""
-        for first in range(0, len(self.shapes), LAYER):
-            layer = self.shapes[first : first + LAYER]
-            step = -(-sum(rows * columns for rows, columns in layer) // SHARDS)
-            begin = 0
-            for rows, columns in layer:
-                end = begin + rows * columns
-                start, stop = max(at * step, begin), min((at + 1) * step, end)
-                local = start - begin, stop - begin, columns, start - at * step
-                yield (rows, columns), tuple(interval_regions(*local))
-                begin = end
-
     def matrices(self, rank):
-        """The matrices as ``rank`` knows them by itself."""
-        replica, at = divmod(rank, SHARDS)
-        first = replica * SHARDS
-        cuts = (
-            exchange.Cut("fsdp", tuple(range(first, first + SHARDS)), None),
-            exchange.Cut("ddp", tuple(range(at, WORLD, SHARDS))),
-        )
-        pieces = {}
-        for i, (shape, regions) in enumerate(self.intervals(at)):
-            piece = exchange.Piece(shape, ((rank, regions),), cuts)
+        """The matrices as ``rank`` knows them by itself: its rows of each."""
+        cut, pieces = exchange.Cut("fsdp", tuple(range(SHARDS)), 0), {}
+        for i, (rows, columns) in enumerate(MODELS["Llama 3 8B"].shapes):
+            shape = rows // SHARDS, columns
+            held = ((rank, whole_regions(*shape)),)
+            piece = exchange.Piece(shape, held, (cut,))
             piece = pieces.setdefault(piece, piece)
             yield exchange.LocalMatrix(Key(i), torch.float32, piece)
 
-    def moved(self, piece, first):
-        """``piece`` of ranks 0 to SHARDS, as held by the replica from rank ``first`` on."""
-        holders = tuple((rank + first, regions) for rank, regions in piece.holders)
-        return piece._replace(holders=holders)
-
-    def told(self, rank):
-        """What ``rank`` tells the first group."""
-        mine = list(self.matrices(rank))
-        return dict(zip(exchange._names(mine), (m.piece for m in mine))), (rank,)
-
     def test_each_kind_of_matrix_is_told_and_put_together_once(self):
-        """224 matrices on 256 ranks. The reader checks that the shards tile each of them."""
+        """224 matrices on 64 ranks. The reader checks that the shards tile each of them."""
+        dist.init_process_group("fake", rank=0, world_size=SHARDS, store=FakeStore())
+        self.addCleanup(dist.destroy_process_group)
         sizes = []
 
         def exchanged(group, told, error, described):
             self.assertIsNone(error)
-            kind, ranks = group
             sizes.append(len(pickle.dumps(told)))
-            if kind == "fsdp":
-                return [self.told(rank) for rank in ranks], None
-            if told is None:
-                return [None] * len(ranks), None
-            # The other replicas have put the same together.
-            pieces, *others = told
-            answers = []
-            for first in range(0, WORLD, SHARDS):
-                one = {id(piece): self.moved(piece, first) for piece in pieces.values()}
-                theirs = {name: one[id(piece)] for name, piece in pieces.items()}
-                answers.append((theirs, *others))
-            return answers, None
+            every = [list(self.matrices(rank)) for rank in range(SHARDS)]
+            told = [{n: m.piece for n, m in zip(names, mine)} for mine in every]
+            return [(pieces, (rank,)) for rank, pieces in enumerate(told)], None
 
         mine = list(self.matrices(0))
-        groups = {(c.kind, c.ranks): (c.kind, c.ranks) for c in mine[0].piece.cuts}
+        names = list(exchange._names(mine))
+        groups = {("fsdp", tuple(range(SHARDS))): None}
         with mock.patch.object(exchange, "exchange", exchanged):
             layouts, equal = exchange.layouts_of(mine, groups, (0,), 0, None)
         self.assertEqual(equal, [])
-        self.assertEqual([layout.shape for layout in layouts], self.shapes)
-        self.assertTrue(all(len(layout.group) == WORLD for layout in layouts))
-        kinds = len({id(layout.shards) for layout in layouts})
-        self.assertLessEqual(kinds, LAYER)
+        self.assertEqual([l.shape for l in layouts], MODELS["Llama 3 8B"].shapes)
+        self.assertTrue(all(len(layout.group) == SHARDS for layout in layouts))
+        kinds = len(set(MODELS["Llama 3 8B"].shapes))
+        self.assertEqual(len({id(layout.shards) for layout in layouts}), kinds)
         # A few bytes per matrix, and some per kind. Names of modules alone would be 6,000.
         self.assertLess(sizes[0], 2600)
 

@@ -15,16 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim._muon_engine.process_groups import (
-    FailureNotes,
     rendezvous,
     spanning_group,
 )
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
     requires_gloo,
-    spawn_threads_and_init_comms,
 )
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     everyone,
@@ -150,22 +148,6 @@ class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
         self.assertRegex(found[late], r"rank 1 .*ranks \[0, 3\]")
         self.assertEqual(self.errors(come, ranks), {})
 
-    def test_reason_for_a_failure(self):
-        ranks = (0, 1, 2, 3)
-        # One rank left a reason. The rest find it.
-        note = FailureNotes({ranks: 90}, 7)
-        if self.rank == 2:
-            note.leave("of rank 2")
-        dist.barrier()
-        told = "Rank 2 reports: of rank 2"
-        self.assertEqual(everyone((note.read(), note.ask(ranks))), [(told, told)] * 4)
-        # Another step has none.
-        self.assertEqual(everyone(FailureNotes({ranks: 90}, 8).read()), [""] * 4)
-        if self.rank == 2:
-            note.take_back()
-        dist.barrier()
-        self.assertEqual(everyone(note.read()), [""] * 4)
-
 
 @requires_gloo()
 class TestMuonMeshGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
@@ -231,21 +213,6 @@ class TestMuonWorldMadeAgain(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
             self.assertNotEqual(*names[0])
         dist.barrier()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-class TestMuonThreadedWorld(TestCase):
-    def test_each_thread_counts_for_itself(self):
-        """In upstream's multi-threaded tests, ranks share the module's state."""
-        names = {}
-        self.make_groups(names)
-        self.assertEqual(sorted(names), [0, 1, 2, 3])
-        self.assertEqual(len(set(map(tuple, names.values()))), 1)
-        self.assertEqual(len(set(names[0])), 2)
-
-    @spawn_threads_and_init_comms(world_size=4)
-    def make_groups(self, names):
-        everybody = list(range(4))
-        names[dist.get_rank()] = [made(everybody).group_name for _ in range(2)]
 
 
 if __name__ == "__main__":

@@ -138,12 +138,6 @@ class TestMuonReplacedOnFour(GlooOnCPU, ParityAssertions, MultiProcContinuousTes
         with self.assertWarnsOnce(None if named else pattern):
             self.assertTrainsAlike(twins, 2)
 
-    def test_other_shapes_begin_anew(self):
-        twins = self.trained(self.specs(S0))
-        # The last one has its shape, but another placement, and keeps its momentum.
-        twins.replace_all(self.specs(S1, shapes=[(6, 8), (5, 7), (3, 9)]))
-        self.assertTrainsAlike(twins, 2)
-
     # Other lists
 
     def test_reordered_appended_and_shortened(self):
