@@ -1,10 +1,10 @@
 """The coverage of the optimizer counts all processes, and too little of it is an error."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from overlay.conftest import run
 
 
 pytest.importorskip("coverage")
@@ -62,11 +62,10 @@ def test_processes_count_together_and_error_paths_are_missed(tmp_path):
     place = {"MUON_MEASURED": str(folder), "COVERAGE_FILE": str(tmp_path / ".coverage")}
 
     def python(*arguments, cwd=ROOT):
-        command = [sys.executable, "-m", *arguments]
-        how = {"cwd": cwd, "env": os.environ | place, "timeout": 120}
-        done = subprocess.run(command, capture_output=True, text=True, **how)
-        assert cwd != ROOT or not done.stderr
-        return done.stdout, done.returncode
+        words, env = (sys.executable, "-m", *arguments), os.environ | place
+        code, out, errors = run(*words, cwd=cwd, env=env, check=False)
+        assert cwd != ROOT or not errors
+        return out, code
 
     measure = ("coverage", "run", f"--rcfile={ROOT / 'pyproject.toml'}", "tests.py")
     python(*measure, "0", cwd=tmp_path)
