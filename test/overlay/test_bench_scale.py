@@ -152,21 +152,15 @@ def test_the_page_of_tables_has_all_cases():
         assert f"\n{case.title}  " in text, case.title
 
 
-def bars_of(page):
-    """The class and the rank of each bar, by figure."""
-    found = {}
-    for figure in page.split("<svg ")[1:]:
-        name = re.search(r'id="(\w+)"', figure)[1]
-        bar = r'<rect class="(\w+)" data-rank="(\d+)"'
-        found[name] = re.findall(bar, figure.partition("</svg>")[0])
-    return found
-
-
 def test_html_page(tmp_path, capsys):
     path = tmp_path / "step.html"
     assert cli.main(["scale", "--only", "HSDP 8 x 8", "--html", str(path)]) == 0
     page = path.read_text()
-    bars = bars_of(page)
+    bars = {}
+    for figure in page.split("<svg ")[1:]:
+        name = re.search(r'id="(\w+)"', figure)[1]
+        bar = r'<rect class="(\w+)" data-rank="(\d+)"'
+        bars[name] = re.findall(bar, figure.partition("</svg>")[0])
     # The busiest 32 ranks of 64 own a matrix each.
     ranks = [rank for _, rank in bars["loads"]]
     assert len(set(ranks)) == len(ranks) == 32
