@@ -9,7 +9,7 @@ from overlay.conftest import run
 
 pytest.importorskip("coverage")
 
-from tools.coverage import error_lines, problems
+from tools.coverage import error_lines
 from tools.overlay.payload import ROOT
 
 
@@ -83,14 +83,3 @@ def test_processes_count_together_and_error_paths_are_missed(tmp_path):
     out, code = python("tools.coverage")
     assert (code, "optim/muon.py:2: raise KeyError is in no test" in out) == (1, True)
     assert python("tools.coverage", "--no-limits")[1] == 0
-
-
-@pytest.mark.parametrize(
-    ("lines", "branches", "words"),
-    [(90, 80, []), (89.9, 80, ["statements"]), (90, 79.9, ["branches"])],
-)
-def test_limits(lines, branches, words):
-    totals = {"percent_statements_covered": lines, "percent_branches_covered": branches}
-    found = list(problems({"totals": totals, "files": {}}))
-    assert len(found) == len(words)
-    assert all(word in text for word, text in zip(words, found))

@@ -1,9 +1,6 @@
 """`rebuild`: a wheel's compiled parts, and upstream's editable build."""
 
-import functools
-import itertools
 import os
-import signal
 import sys
 
 import pytest
@@ -150,47 +147,6 @@ def test_linked_work_trees_hide_their_own(there, small_wheel, tmp_path, face):
     assert git_status(place) == ""
     assert face("revert", "--checkout", place, "--commit").code == 0
     assert "muon" not in (there.root / ".git/info/exclude").read_text()
-
-
-def killed(at, work):
-    """Whether `work` comes to its `at`-th change of a file: it is killed before that one."""
-    pid = os.fork()
-    if pid == 0:
-        number = itertools.count(1)
-
-        def dying(real):
-            def call(*args, **kwargs):
-                if next(number) == at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*args, **kwargs)
-
-            return call
-
-        for name in ("replace", "unlink", "link", "mkdir", "rmdir"):
-            setattr(os, name, dying(getattr(os, name)))
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-
-
-def test_killed_at_every_file(there, small_wheel):
-    """Each part is there whole or not at all, and the next command completes its work."""
-    before = snapshot(there.root)
-    lend = functools.partial(parts.lend, there.tree, small_wheel)
-    remove = functools.partial(parts.remove, there.tree)
-    lend()
-    after = snapshot(there.root)
-    for work in (lend, remove):
-        for at in itertools.count(1):
-            remove() if work is lend else lend()
-            if not killed(at, work):
-                break
-            (lend if at % 2 else remove)()
-            assert snapshot(there.root) == (after if at % 2 else before)
-            assert git_status(there.root) == ""
-        assert at > 5
 
 
 def test_source_runs_upstreams_command(there, small_wheel, tool, tmp_path):
