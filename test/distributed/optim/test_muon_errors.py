@@ -181,6 +181,14 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 ValueError, f"{flag} {pattern}", distributed_config=config
             )
 
+    def test_one_rank_with_a_destroyed_parameter(self):
+        def change(pairs):
+            destroyed = nn.Parameter(torch.ones(8, 8))
+            destroyed.data = pairs[2][1].data
+            return [*pairs[:2], ("w2", destroyed)] if self.rank == 1 else pairs
+
+        self.assertRefused(ValueError, r"param\.data = dtensor", change=change)
+
     def assign(self, assignments):
         """A config of the factory whose assign_fn gives ``assignments``, or raises it."""
 

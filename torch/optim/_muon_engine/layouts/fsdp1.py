@@ -27,7 +27,7 @@ class FlatMatrix(NamedTuple):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """What is held of a matrix."""
+        """The regions of a matrix that this rank holds."""
         start, end, offset = self.held
         return tuple(interval_regions(start, end, self.shape[1], offset))
 
