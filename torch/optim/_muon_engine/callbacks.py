@@ -4,7 +4,6 @@ A user may replace or wrap ``gather_fn`` or ``redistribute_fn``, or write a conf
 then goes parameter by parameter, in index order. A factory's function in it is the reader's round trip.
 """
 
-import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -41,8 +40,9 @@ def choose_owners(
     """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
     # Frozen parameters take no time. They must not move the owners of the others.
     owners = [layout.group[0] for layout in layouts]
-    moving = [not dtensor.is_frozen(params[layout.key.index]) for layout in layouts]
-    chosen = list(itertools.compress(range(len(layouts)), moving))
+    chosen = [
+        i for i, l in enumerate(layouts) if not dtensor.is_frozen(params[l.key.index])
+    ]
     found = assign_owners((layouts[i] for i in chosen), first_owner, ranks_per_node)
     for i, owner in zip(chosen, found, strict=True):
         owners[i] = owner
