@@ -31,6 +31,7 @@ from torch.testing._internal.common_utils import (
 )
 from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL
 from torch.testing._internal.distributed._muon.common_muon import (
+    as_on_an_accelerator,
     Cut,
     everyone,
     full,
@@ -352,7 +353,9 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             param.grad = None
         # It names the first parameters and counts the others.
         pattern = r"some have none.*parameter 1 'w1' of shape \(8, 8\).*parameter 4 'w4'.* 4 more"
-        self.assertRaisesEverywhere(optimizer.step, RuntimeError, f"{pattern}$")
+        as_on_an_accelerator(optimizer)
+        optimizer.step()
+        self.assertRaisesEverywhere(optimizer.synchronize, RuntimeError, f"{pattern}$")
         buffer = optimizer.state[first]["momentum_buffer"]
         with self.everywhere():
             for _ in range(2):
