@@ -224,7 +224,8 @@ class Pipeline:
             for relay in bucket.relays[at : at + 1]:
                 self.wait(relay, "relay")
                 if not relay.is_source:
-                    self.apply_received(relay, relay.packed)
+                    with self._phase("apply", relay):
+                        self.apply_received(relay, relay.packed)
 
     def _phase(
         self, phase: str, of: LocalBucket | LocalRelay
@@ -406,14 +407,13 @@ class Pipeline:
     def apply_received(
         self, flight: LocalBucket | LocalRelay, received: BoundPack
     ) -> None:
-        with self._phase("apply", flight):
-            moves: list[Move] = []
-            for matrix in flight.matrices:
-                packed = received.of(matrix.number)
-                if matrix.owner != self.rank and matrix.applies:
-                    self._log("apply", [matrix] if packed or matrix.is_empty else [])
-                    moves += [(matrix, region, view) for _, region, view in packed]
-            self.apply(moves)
+        moves: list[Move] = []
+        for matrix in flight.matrices:
+            packed = received.of(matrix.number)
+            if matrix.owner != self.rank and matrix.applies:
+                self._log("apply", [matrix] if packed or matrix.is_empty else [])
+                moves += [(matrix, region, view) for _, region, view in packed]
+        self.apply(moves)
 
     def apply(self, moves: Iterable[Move]) -> None:
         """Decays regions of parameters, and updates those that have an update."""
