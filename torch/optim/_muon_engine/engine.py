@@ -23,7 +23,7 @@ from torch.optim._muon_engine.callbacks import (
     reader_of,
 )
 from torch.optim._muon_engine.config import DistributedConfig
-from torch.optim._muon_engine.hints import Hints, warn_if_unshared
+from torch.optim._muon_engine.hints import Hints
 from torch.optim._muon_engine.layouts import larger_first, Layout, listed, process_rank
 from torch.optim._muon_engine.layouts.dtensor import count_version
 from torch.optim._muon_engine.process_groups import FailureNotes, spanning_group
@@ -107,9 +107,6 @@ class Engine:
         if former is not None:
             take_momentum(former.params, params, states, self.rank == 0)
         self._hints = Hints(self.schedule.layouts, self.rank)
-        is_first = former is None and self.rank == 0 and self.world_size > 1
-        if self.reader is not None and is_first:
-            warn_if_unshared(config.state, params)
         # Parameters on meta will be materialized, which builds another engine.
         is_meta = any(param.tensor.is_meta for param in params)
         if self.runs_on_engine and self.device.type != "cpu" and not is_meta:

@@ -15,7 +15,7 @@ from torch import nn, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.optim._muon_engine.agreement import all_gather_object
+from torch.optim._muon_engine.agreement import all_gather_uneven
 from torch.optim._muon_engine.layouts import (
     dtensor,
     fsdp1,
@@ -262,7 +262,8 @@ class Reader:
         # The engine's group, if it has read this parameter.
         given = [*self.groups.shared_over().values()]
         known = {ranks: given, **self.sharing([tensor])}[ranks]
-        parts = _all_gather(piece, spanning_group(ranks, known))
+        flat = all_gather_uneven(piece.reshape(-1), spanning_group(ranks, known))
+        parts = dict(zip(ranks, flat, strict=True))
         # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
         full = piece.new_zeros(len(layouts), *layouts[0].shape)
         for number, layout in enumerate(layouts):
@@ -284,19 +285,6 @@ class Reader:
                 return full if full.shape == like.shape else full.reshape(like.shape)
         local = full.new_zeros(dtensor.local_part(like).shape)
         return dtensor.like_param(like, dtensor.cut_out(layouts, full, local, owner))
-
-
-def _all_gather(local: Tensor, group: ProcessGroup) -> dict[int, Tensor]:
-    """Each rank's local tensor by rank. Sizes differ, so the tensors are padded."""
-    shapes = all_gather_object(tuple(local.shape), group)
-    sizes = [math.prod(shape) for shape in shapes]
-    padded = local.new_zeros(max(sizes))
-    padded[: local.numel()].copy_(local.reshape(-1))
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded, group=group)
-    found = zip(gathered, sizes, shapes, strict=True)
-    parts = [flat[:size].view(shape) for flat, size, shape in found]
-    return dict(zip(_ranks(group), parts, strict=True))
 
 
 class _LocalReader:
