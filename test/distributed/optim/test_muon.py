@@ -4,10 +4,12 @@
 Each class runs on a CPU over gloo. Its ``...OnGPUs`` class runs the same tests over NCCL.
 """
 
+import contextlib
 import copy
 import os
 import time
 from itertools import product
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,8 @@ from torch.distributed.tensor import (
     Shard,
 )
 from torch.optim import Muon
+from torch.optim._muon import MuonFormulas
+from torch.optim._muon_engine.runtime.pipeline import Pipeline
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -42,7 +46,8 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.testing._internal.distributed._muon.common_fsdp1 import Run
+from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.distributed._muon.common_fsdp1 import give_gradients, Run
 from torch.testing._internal.distributed._muon.common_modules import (
     data_parallel,
     make_model,
@@ -52,7 +57,6 @@ from torch.testing._internal.distributed._muon.common_modules import (
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     device,
-    equal,
     everyone,
     full,
     GlooOnCPU,
@@ -67,6 +71,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Spec,
     specs,
     Strategy,
+    trained_alike,
     Twins,
 )
 
@@ -166,13 +171,13 @@ class DTensorTests(Tests):
         self.assertIsInstance(model.weight, DTensor)
         self.assertEqual(model.weight.placements, (Shard(0),))
         found = model.weight.detach().full_tensor()
-        self.assertTrue(equal(found, single.detach()))
+        self.assertTrue(trained_alike(found, single.detach(), weight))
         self.assertFalse(torch.equal(found, weight))
 
     def test_dtensor_vs_single_device(self):
         torch.manual_seed(42)
         single = torch.nn.Linear(32, 32, device=device())
-        model = copy.deepcopy(single)
+        model, start = copy.deepcopy(single), single.weight.detach().clone()
         mesh = mesh_of(self.world_size)
 
         def shard(name, module, mesh):
@@ -196,7 +201,7 @@ class DTensorTests(Tests):
                 optimizer.step()
                 optimizer.zero_grad()
             weight = model.weight.detach().full_tensor()
-            self.assertTrue(equal(weight, single.weight.detach()))
+            self.assertTrue(trained_alike(weight, single.weight.detach(), start))
 
     def test_dtensor_2d_mesh(self):
         mesh = DeviceMesh(
@@ -299,17 +304,18 @@ class TPTests(Tests):
         self.check(model, config, data_rank=grid.get_local_rank("a"))
 
 
+def make_expert(number):
+    torch.manual_seed(50 + number)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(12, 20, bias=False),
+        torch.nn.ReLU(),
+        torch.nn.Linear(20, 12, bias=False),
+    )
+    return model.to(device())
+
+
 class ExpertTests(Tests):
     """Ranks 0 and 1 of each four hold one expert, ranks 2 and 3 another."""
-
-    def expert(self, number):
-        torch.manual_seed(50 + number)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(12, 20, bias=False),
-            torch.nn.ReLU(),
-            torch.nn.Linear(20, 12, bias=False),
-        )
-        return model.to(device())
 
     def test_expert_parallel_independence(self):
         config = create_auto_config(
@@ -317,7 +323,7 @@ class ExpertTests(Tests):
             expert_assignments={0: self.rank, 1: self.rank},
         )
         _, optimizer = self.check(
-            self.expert(self.rank),
+            make_expert(self.rank),
             config,
             data_rank=self.rank,
             count=2 * self.world_size,
@@ -329,14 +335,15 @@ class ExpertTests(Tests):
         shards = grid_of(self.world_size // 2, 2)["b"]
         number = self.rank // 2
         options = {"process_group": shards.get_group(), "device_id": device()}
-        model = FSDP(self.expert(number), use_orig_params=True, **options)
+        model = FSDP(make_expert(number), use_orig_params=True, **options)
         config = create_auto_config(
             ep_process_group=dist.group.WORLD,
             fsdp_process_group=model.process_group,
             expert_assignments={0: number, 1: number},
             module=model,
         )
-        models = model, self.expert(number)
+        models = model, make_expert(number)
+        starts = [param.detach().clone() for param in models[1].parameters()]
         ours, its = (
             Muon(partition_parameters(each)[0], lr=0.05, distributed_config=given)
             for each, given in zip(models, (config, None))
@@ -345,6 +352,7 @@ class ExpertTests(Tests):
             for each in models:
                 # Ranks of one expert see the same data, so the mean equals each rank's gradient.
                 each(full(10 * step + number, (6, 12))).pow(2).mean().backward()
+            give_gradients(*models)
             with NewtonSchulzCalls() as calls:
                 ours.step()
             its.step()
@@ -352,12 +360,86 @@ class ExpertTests(Tests):
             its.zero_grad()
             self.assertEqual(sum(everyone(len(calls.shapes))), self.world_size)
             with self.everywhere(), FSDP.summon_full_params(model, writeback=False):
-                for a, b in zip(*(each.parameters() for each in models)):
-                    self.assertTrue(equal(a.detach(), b.detach()))
+                for a, b, start in zip(*(m.parameters() for m in models), starts):
+                    self.assertTrue(trained_alike(a.detach(), b.detach(), start))
         owned = sorted(i for own in ours.assignments.values() for i in own)
         self.assertEqual(owned, [0, 1])
         holders = dist.get_process_group_ranks(shards.get_group())
         self.assertLessEqual(set(ours.assignments), set(holders))
+
+
+LAST = {}
+
+
+def swapped(update):
+    """The last update of this shape, which is that of another matrix."""
+    before, LAST[update.shape] = LAST.get(update.shape, update), update
+    return before
+
+
+def rounded(update):
+    noise = torch.randn_like(update)
+    return update + 0.02 * update.norm() / noise.norm() * noise
+
+
+CHANGES = {
+    "zero": torch.zeros_like,
+    "negated": torch.neg,
+    "transposed": lambda u: u.mT if u.size(0) == u.size(1) else u,
+    "swapped": swapped,
+    "rounded": rounded,
+}
+# Random rounding is no other in a second training.
+COMPARING = [
+    (tests, name)
+    for tests in (DTensorTests, FSDPTests, DDPTests, TPTests, ExpertTests)
+    for name in vars(tests)
+    if name.startswith("test_") and name != "test_twelve_steps_twice"
+]
+
+
+@requires_gloo()
+@instantiate_parametrized_tests
+class TestMuonComparison(GlooOnCPU, Tests, MultiProcContinuousTest):
+    """The tests on GPUs fail with a wrong update, and pass with one that is rounded differently."""
+
+    world_size = 2
+
+    @parametrize("change", CHANGES)
+    def test_update(self, change):
+        count = 0
+        for tests, name in COMPARING:
+            noticed = False
+            with self.updates(CHANGES[change]) as changed:
+                try:
+                    getattr(tests, name)(self)
+                except AssertionError:
+                    noticed = True
+            is_other = any(everyone(any(changed)))
+            count += is_other
+            with self.everywhere(name):
+                self.assertEqual(noticed, is_other and change != "rounded")
+        self.assertGreater(count, 3)
+
+    @contextlib.contextmanager
+    def updates(self, change):
+        """The engine's updates, changed, and whether each was."""
+        formulas, run = MuonFormulas.orthogonalize, Pipeline.orthogonalize
+        changed = []
+
+        def update(*args):
+            right = formulas(*args)
+            made = change(right)
+            changed.append(not torch.equal(made, right))
+            return made
+
+        def orthogonalize(*args):
+            with mock.patch.object(MuonFormulas, "orthogonalize", update):
+                run(*args)
+
+        inexact = mock.patch.object(common_muon, "is_exact", return_value=False)
+        with inexact, mock.patch.object(Pipeline, "orthogonalize", orthogonalize):
+            yield changed
 
 
 @requires_gloo()
@@ -440,6 +522,7 @@ class TestMuonPerformance(OnGPUs, Tests, MultiProcContinuousTest):
             torch.manual_seed(0)
             layers = [torch.nn.Linear(*shape, bias=False) for shape in shapes]
             model = FSDP(torch.nn.Sequential(*layers).to(device()))
+            starts = [param.detach().clone() for param in model.parameters()]
             config = create_auto_config(
                 fsdp_process_group=model.process_group, prefetch_count=prefetch
             )
@@ -458,8 +541,8 @@ class TestMuonPerformance(OnGPUs, Tests, MultiProcContinuousTest):
         if self.rank == 0:
             print(f"prefetch speed-up: {seconds[0] / seconds[2]:.2f}")
         with self.everywhere():
-            for first, second in zip(*results.values()):
-                self.assertTrue(equal(first, second))
+            for trained in zip(*results.values(), starts):
+                self.assertTrue(trained_alike(*trained))
 
 
 # Each kind of parallelism with each pair of flags, on 2, 4 and 8 processes. Without

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     full,
     NewtonSchulzCalls,
     ParityAssertions,
+    trained_alike,
 )
 
 
@@ -79,13 +80,14 @@ class ModuleParity(ParityAssertions):
             self.assertEqual(total, len(matrices) if count is None else count)
             found = []
             for i, (param, single) in enumerate(zip(matrices, singles)):
-                mine, other = ours.state[param], its.state[single]
-                for a, b in (
-                    (param, single.detach()),
-                    (mine["momentum_buffer"], other["momentum_buffer"]),
-                ):
-                    if not equal(whole(a), b):
-                        found.append(f"parameter {i}: {a} instead of {b}")
+                mine, other = (
+                    optimizer.state[p]["momentum_buffer"]
+                    for optimizer, p in ((ours, param), (its, single))
+                )
+                if not trained_alike(whole(param), single.detach(), before[i]):
+                    found.append(f"parameter {i}: {param} instead of {single}")
+                if not equal(whole(mine), other):
+                    found.append(f"momentum {i}: {mine} instead of {other}")
             self.assertEverywhere(found, f"step {step}")
         for old, single in zip(before, singles):
             self.assertFalse(torch.equal(old, single.detach()))
