@@ -37,8 +37,8 @@ from torch.optim.muon import (
 )
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
+    MultiProcessTestCase,
     requires_gloo,
-    requires_nccl,
 )
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -203,17 +203,6 @@ class DTensorTests(Tests):
             weight = model.weight.detach().full_tensor()
             self.assertTrue(trained_alike(weight, single.weight.detach(), start))
 
-    def test_dtensor_2d_mesh(self):
-        mesh = DeviceMesh(
-            device().type,
-            torch.arange(self.world_size).reshape(-1, 2),
-            mesh_dim_names=("fsdp", "tp"),
-        )
-        twins = Twins([Spec((128, 128), mesh, (Shard(0), Shard(1)))], lr=0.01)
-        self.assertTrainsAlike(twins)
-        rows = 128 // mesh.size(0)
-        self.assertEqual(twins.params[0].to_local().shape, (rows, 64))
-
     def test_dtensor_placements(self):
         for mesh in (mesh_of(self.world_size), grid_of(self.world_size // 2, 2)):
             twins = Twins(specs(mesh, all_placements(mesh)))
@@ -240,6 +229,19 @@ class DTensorTests(Tests):
         with self.everywhere():
             for first, second in zip(*values):
                 self.assertTrue(torch.equal(first, second))
+
+
+class MeshTests(Tests):
+    def test_dtensor_2d_mesh(self):
+        mesh = DeviceMesh(
+            device().type,
+            torch.arange(self.world_size).reshape(-1, 2),
+            mesh_dim_names=("fsdp", "tp"),
+        )
+        twins = Twins([Spec((128, 128), mesh, (Shard(0), Shard(1)))], lr=0.01)
+        self.assertTrainsAlike(twins)
+        rows = 128 // mesh.size(0)
+        self.assertEqual(twins.params[0].to_local().shape, (rows, 64))
 
 
 class FSDPTests(Tests):
@@ -392,7 +394,7 @@ CHANGES = {
 # Random rounding is no other in a second training.
 COMPARING = [
     (tests, name)
-    for tests in (DTensorTests, FSDPTests, DDPTests, TPTests, ExpertTests)
+    for tests in (DTensorTests, MeshTests, FSDPTests, DDPTests, TPTests, ExpertTests)
     for name in vars(tests)
     if name.startswith("test_") and name != "test_twelve_steps_twice"
 ]
@@ -443,7 +445,7 @@ class TestMuonComparison(GlooOnCPU, Tests, MultiProcContinuousTest):
 
 
 @requires_gloo()
-class TestMuonDTensor(GlooOnCPU, DTensorTests, MultiProcContinuousTest):
+class TestMuonDTensor(GlooOnCPU, DTensorTests, MeshTests, MultiProcContinuousTest):
     pass
 
 
@@ -467,33 +469,31 @@ class TestMuonExpertParallel(GlooOnCPU, ExpertTests, MultiProcContinuousTest):
     pass
 
 
-@requires_nccl()
-class TestMuonDTensorOnGPUs(OnGPUs, DTensorTests, MultiProcContinuousTest):
+class TestMuonDTensorOnGPUs(OnGPUs, DTensorTests, MultiProcessTestCase):
     world_size = 2
 
 
-@requires_nccl()
-class TestMuonFSDPOnGPUs(OnGPUs, FSDPTests, MultiProcContinuousTest):
-    world_size = 2
-
-
-@requires_nccl()
-class TestMuonDDPOnGPUs(OnGPUs, DDPTests, MultiProcContinuousTest):
-    world_size = 2
-
-
-@requires_nccl()
-class TestMuon2DParallelismOnGPUs(OnGPUs, TPTests, MultiProcContinuousTest):
+class TestMuonDTensorOn4GPUs(OnGPUs, MeshTests, MultiProcessTestCase):
     pass
 
 
-@requires_nccl()
-class TestMuonExpertParallelOnGPUs(OnGPUs, ExpertTests, MultiProcContinuousTest):
+class TestMuonFSDPOnGPUs(OnGPUs, FSDPTests, MultiProcessTestCase):
+    world_size = 2
+
+
+class TestMuonDDPOnGPUs(OnGPUs, DDPTests, MultiProcessTestCase):
+    world_size = 2
+
+
+class TestMuon2DParallelismOnGPUs(OnGPUs, TPTests, MultiProcessTestCase):
     pass
 
 
-@requires_nccl()
-class TestMuonOnOneGPU(OnGPUs, Tests, MultiProcContinuousTest):
+class TestMuonExpertParallelOnGPUs(OnGPUs, ExpertTests, MultiProcessTestCase):
+    pass
+
+
+class TestMuonOnOneGPU(OnGPUs, Tests, MultiProcessTestCase):
     """NCCL with a single rank."""
 
     world_size = 1
@@ -510,8 +510,7 @@ class TestMuonOnOneGPU(OnGPUs, Tests, MultiProcContinuousTest):
         self.check(make_model(), config)
 
 
-@requires_nccl()
-class TestMuonPerformance(OnGPUs, Tests, MultiProcContinuousTest):
+class TestMuonPerformance(OnGPUs, Tests, MultiProcessTestCase):
     """Prefetching pays if transfers take time. On a CPU, the bench measures it over a delayed wire."""
 
     def test_prefetch_speedup(self):

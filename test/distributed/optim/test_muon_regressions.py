@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
     MultiProcContinuousTest,
+    MultiProcessTestCase,
     requires_gloo,
-    requires_nccl,
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import Run
@@ -280,8 +280,7 @@ class TestMuonLongRuns(GlooOnCPU, LongRuns, MultiProcContinuousTest):
             self.assertEqual(len(engines), 0)
 
 
-@requires_nccl()
-class TestMuonLongRunsOnGPUs(OnGPUs, LongRuns, MultiProcContinuousTest):
+class TestMuonLongRunsOnGPUs(OnGPUs, LongRuns, MultiProcessTestCase):
     pass
 
 
