@@ -29,6 +29,7 @@ from torch.distributed.tensor import (
 from torch.optim import Muon
 from torch.optim._muon import MuonFormulas
 from torch.optim._muon_engine.runtime.pipeline import Pipeline
+from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -77,7 +78,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
 
 
 # Even for eight processes, uneven, and fewer rows than processes.
-SHAPES = [(16, 8), (9, 13), (3, 20)] * 4
+SHAPES = [(16, 8), (9, 13), (3, 20), (13, 9)]
 
 
 class Tests(ModuleParity):
@@ -549,8 +550,8 @@ class TestMuonPerformance(OnGPUs, Tests, MultiProcessTestCase):
             self.assertGreater(speedup, 1.2)
 
 
-# Each kind of parallelism with each pair of flags, on 2, 4 and 8 processes. Without
-# MUON_TEST_WHOLE_MATRIX=1, each kind has one pair of flags.
+# Each kind of parallelism with each pair of flags, on 2, 4 and 8 processes. On 8, each kind has one pair
+# of flags without MUON_TEST_WHOLE_MATRIX=1.
 KINDS = {
     "fsdp": ("fsdp",),
     "ddp": ("ddp",),
@@ -559,27 +560,57 @@ KINDS = {
     "hsdp": ("ddp", "fsdp"),
     "ep": ("ep", "fsdp"),
 }
-FLAGS = list(product([True, False], [0, 1, 2]))
-CELLS = [(kind, *flags) for kind, flags in zip(KINDS, FLAGS, strict=True)]
-if os.environ.get("MUON_TEST_WHOLE_MATRIX") == "1":
-    CELLS = [(kind, *flags) for kind, flags in product(KINDS, FLAGS)]
+PLACEMENTS = {"fsdp": S0, "ddp": R, "tp": S1}
 
 
-@instantiate_parametrized_tests
+CELL = "parallelism,async_parallel,prefetch"
+FLAGS = [*product([True, False], [0, 1, 2])]
+CELLS = CELLS_OF_8 = [(kind, *flags) for kind, flags in product(KINDS, FLAGS)]
+if os.environ.get("MUON_TEST_WHOLE_MATRIX") != "1":
+    CELLS_OF_8 = [(kind, *flags) for kind, flags in zip(KINDS, FLAGS, strict=True)]
+
+
 class Matrix(ModuleParity):
-    """Each cell trains matrices that are cut by hand."""
+    """Each cell trains pieces that are cut by hand beside DTensors, and a module."""
 
-    @parametrize("parallelism,async_parallel,prefetch", CELLS)
-    def test_matrix(self, parallelism, async_parallel, prefetch):
+    def check_cell(self, parallelism, async_parallel, prefetch):
         flags = dict(async_gpu_parallelism=async_parallel, prefetch_count=prefetch)
         kinds = KINDS[parallelism]
         for shape in self.grids(len(kinds)):
-            grid = grid_of(*shape)
-            if parallelism == "ep":
-                twins = self.experts(grid, flags)
-            else:
-                twins = Strategy(grid, *kinds).twins(SHAPES, dims=1, flags=flags)
-            self.assertTrainsAlike(twins, 2, f"{shape}")
+            self.train(grid_of(*shape), kinds, flags)
+
+    def train(self, grid, kinds, flags):
+        mesh, number, given = grid, 0, dict(flags)
+        half = SHAPES * (self.world_size // 2)
+        pieces = range(len(half))
+        if "ep" in kinds:
+            # Each row of the grid shards an expert, and dense matrices in the same way.
+            mesh, kinds, number = grid["b"], kinds[1:], grid.get_local_rank("a")
+            given["ep_process_group"] = grid.get_group("a")
+            given["expert_assignments"] = dict.fromkeys(pieces, number)
+        if "tp" in kinds:
+            given["tp_dim_per_param"] = dict.fromkeys(pieces, 1)
+        strategy, config = Strategy(mesh, *kinds), create_dtensor_config(**flags)
+        cuts = [strategy.cut(shape, 1) for shape in half]
+        tensors = specs(mesh, [tuple(PLACEMENTS[kind] for kind in kinds)], half)
+        seeds = [100 * number + i for i in pieces] + [1000 + i for i in pieces]
+        # Without a limit, an owner that works alone has one bucket.
+        with mock.patch.object(buckets, "BUCKET_BYTES", 512):
+            twins = Twins(cuts + tensors, strategy.config(**given), seeds=seeds)
+        schedule = twins.optimizer._engine.schedule
+        # With fewer, there is nothing to prefetch.
+        self.assertGreaterEqual(sum(self.rank in b.group for b in schedule.buckets), 3)
+        self.assertTrainsAlike(twins, 1, f"{strategy}")
+        model, data_rank = make_model(layers=1, seed=number), self.rank
+        if kinds == ("ddp",):
+            model, config = data_parallel(model), strategy.config(**flags)
+        if "tp" in kinds:
+            model = tensor_parallel(model, mesh["b"] if mesh.ndim == 2 else mesh)
+            data_rank = mesh.get_coordinate()[0] * (mesh.ndim - 1)
+        if "fsdp" in kinds:
+            fully_shard(model, mesh=mesh["a"] if "tp" in kinds else mesh)
+        experts = grid.size(0) if mesh is not grid else 1
+        self.check(model, config, 1, data_rank, count=2 * experts)
 
     def grids(self, ndim):
         """All processes in ``ndim`` dimensions. Two processes fill one dimension at a time."""
@@ -587,33 +618,32 @@ class Matrix(ModuleParity):
             return [(self.world_size,)]
         return [(2, 1), (1, 2)] if self.world_size == 2 else [(2, self.world_size // 2)]
 
-    def experts(self, grid, flags):
-        """Each row of ``grid`` shards an expert, and dense matrices in the same way."""
-        number, shards = grid.get_local_rank("a"), grid["b"]
-        cuts = [Strategy(shards, "fsdp").cut(shape) for shape in SHAPES]
-        seeds = [100 * (number + 1) + i for i in range(len(SHAPES))]
-        config = create_auto_config(
-            ep_process_group=grid.get_group("a"),
-            fsdp_process_group=shards.get_group(),
-            expert_assignments=dict.fromkeys(range(len(SHAPES)), number),
-            **flags,
-        )
-        return Twins(cuts * 2, config, seeds=[*seeds, *range(len(SHAPES))])
+
+@instantiate_parametrized_tests
+class WholeMatrix(Matrix):
+    @parametrize(CELL, CELLS)
+    def test_matrix(self, **cell):
+        self.check_cell(**cell)
 
 
 @requires_gloo()
-class TestMuonMatrixOf2(GlooOnCPU, Matrix, MultiProcContinuousTest):
+class TestMuonMatrixOf2(GlooOnCPU, WholeMatrix, MultiProcContinuousTest):
     world_size = 2
 
 
 @requires_gloo()
-class TestMuonMatrixOf4(GlooOnCPU, Matrix, MultiProcContinuousTest):
+class TestMuonMatrixOf4(GlooOnCPU, WholeMatrix, MultiProcContinuousTest):
     world_size = 4
 
 
 @requires_gloo()
+@instantiate_parametrized_tests
 class TestMuonMatrixOf8(GlooOnCPU, Matrix, MultiProcContinuousTest):
     world_size = 8
+
+    @parametrize(CELL, CELLS_OF_8)
+    def test_matrix(self, **cell):
+        self.check_cell(**cell)
 
     def test_3d_mesh(self):
         mesh = grid_of(2, 2, 2)
