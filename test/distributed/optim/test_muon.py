@@ -464,7 +464,7 @@ class TestMuonDTensorOnGPUs(OnGPUs, DTensorTests, MultiProcessTestCase):
     world_size = 2
 
 
-class TestMuonDTensorOn4GPUs(OnGPUs, MeshTests, MultiProcessTestCase):
+class TestMuonMeshOnGPUs(OnGPUs, MeshTests, MultiProcessTestCase):
     pass
 
 
