@@ -29,6 +29,12 @@ FORMS = [
     ((16, 2, 3, 3), {"flatten": True, "split": [4] * 4}),
     ((4, 6, 8), {"split": [2, 4]}),
     ((8, 12), {"flatten": True}),
+    # Query, key and value of each group of heads; columns; alternating columns of a stack; alternating rows.
+    ((24, 10), {"split": {"sizes": (4, 1, 3), "repeats": 3}}),
+    ((9, 14), {"split": {"sizes": [3, 4], "repeats": 2, "dim": 1}}),
+    ((10, 12), {"split": {"sizes": (5, 7), "dim": 1}}),
+    ((3, 6, 10), {"split": {"sizes": (1, 1), "repeats": 5, "dim": 1}}),
+    ((4, 3, 2), {"flatten": True, "split": {"sizes": (1, 1), "repeats": 2}}),
     ((3, 4, 6), {}),
     ((2, 3, 6, 4), {}),
 ]
@@ -59,7 +65,14 @@ def parts_of(tensor, split=None, flatten=False):
     """The matrices of a fused or flattened weight, by hand."""
     tensor = tensor.flatten(1) if flatten else tensor
     stack = tensor.reshape(-1, *tensor.shape[-2:])
-    return [part for one in stack for part in one.split(split or len(one))]
+    if not isinstance(split, dict):
+        return [part for one in stack for part in one.split(split or len(one))]
+    dim, sizes = split.get("dim", 0), split["sizes"]
+    # The number of the part that each row or column belongs to.
+    of_part = [i for i, size in enumerate(sizes) for _ in range(size)]
+    of_part = torch.tensor(of_part * split.get("repeats", 1))
+    lines = [(of_part == i).nonzero().flatten() for i in range(len(sizes))]
+    return [one.index_select(dim, at) for one in stack for at in lines]
 
 
 class TestMuonSplit(TestCase):

@@ -85,7 +85,7 @@ class BoundPack:
         self._views: dict[int, list[PackedView]] = {}
         for matrix, rank, region, offset in pack.regions:
             flat = self.flat.narrow(0, offset, region.numel)
-            view = flat.view(region.height, region.width)
+            view = region.in_blocks(flat.view(region.height, region.width))
             found = self._views.setdefault(matrix, [])
             found.append(PackedView(rank, region, view))
 
