@@ -248,7 +248,7 @@ FAULTS = (
     Fault(
         "a step that breaks off leaves its collectives in flight",
         PIPELINE,
-        "            drain([f for b in self.buckets for f in (b, *b.relays)])\n",
+        "                flight.wait()\n",
         "",
         (f"{EXCHANGE}error_in_the_middle_of_a_step_leaves_nothing_in_flight",),
     ),
