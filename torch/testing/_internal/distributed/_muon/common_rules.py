@@ -1,0 +1,483 @@
+"""Checkers of the rules that hold on accelerators. They need no accelerator.
+
+A rank that is alone plays its part of a world: collectives are recorded and move nothing. The ranks play
+one after another, and their records are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import os
+import weakref
+from collections import defaultdict
+from typing import Any, NamedTuple, TYPE_CHECKING
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Muon
+from torch.optim._muon_engine.schedule import buckets, owners, packs
+from torch.optim.muon import create_dtensor_config
+from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
+from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+
+# Of each collective: the arguments that it reads, and those that it writes.
+MEMORY = {
+    "all_gather": ("tensor", "tensor_list"),
+    "all_gather_into_tensor": ("input_tensor", "output_tensor"),
+    "all_reduce": ("tensor", "tensor"),
+    "all_to_all_single": ("input", "output"),
+    "broadcast": ("tensor", "tensor"),
+}
+# Operations that look at a tensor and not at its elements.
+BLIND = ("device", "empty", "new_empty", "is_pinned", "record", "_record", "zeros_like")
+
+
+def _new_group(common: Any, options: Any) -> Any:
+    made = FakeProcessGroup._create_internal
+    return made(common.group_rank, common.group_size, options)
+
+
+# The engine treats the backend "fake" as a dry run, which leaves out what this one is to show.
+dist.Backend.register_backend(
+    "alone", _new_group, extended_api=True, devices=["cpu", "lazy"]
+)
+
+
+@contextlib.contextmanager
+def alone(rank: int, world: int) -> Iterator[None]:
+    """This process is ``rank`` of a world whose other ranks never answer."""
+    dist.init_process_group("alone", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Comm(NamedTuple):
+    """A communicator as its ranks know it: the ranks, and which of the groups over them."""
+
+    ranks: tuple[int, ...]
+    number: int
+
+
+class Bytes(NamedTuple):
+    """The memory of a tensor: a part of a storage, and how the tensor sees it."""
+
+    storage: int
+    start: int
+    end: int
+    view: tuple[Any, ...] = ()
+
+    def overlaps(self, other: Bytes) -> bool:
+        is_same = self.storage == other.storage
+        return is_same and self.start < other.end and other.start < self.end
+
+
+class Call:
+    """A collective of this rank."""
+
+    def __init__(self, name: str, comm: Comm, number: int, given: Mapping) -> None:
+        self.name, self.comm, self.number = name, comm, number
+        self.is_finished = False
+        self.reads: list[Bytes] = []
+        self.writes: list[Bytes] = []
+        self.source = given.get("src")
+        self.splits: list[list[int]] = []
+        read = given[MEMORY[name][0]]
+        what = name, str(read.dtype), read.numel(), self.source
+        # What this rank has in common with each of the others.
+        self.said: dict[int, Any] = dict.fromkeys(comm.ranks, what)
+        if name == "all_to_all_single":
+            even = [read.numel() // len(comm.ranks)] * len(comm.ranks)
+            sides = "input_split_sizes", "output_split_sizes"
+            self.splits = [given[side] or even for side in sides]
+            for peer, sent, got in zip(comm.ranks, *self.splits, strict=True):
+                both = (sent, got) if dist.get_rank() < peer else (got, sent)
+                self.said[peer] = name, str(read.dtype), *both
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.number} of ranks {list(self.comm.ranks)}"
+
+
+class Work:
+    """The handle of a collective, which keeps its memory as backends' handles do."""
+
+    def __init__(self, recorder: Recorder, call: Call, kept: Any, own: Any) -> None:
+        self._recorder, self._call, self._kept, self._own = recorder, call, kept, own
+        weakref.finalize(self, recorder.dropped, call).atexit = False
+
+    def wait(self, *args: Any) -> bool:
+        if self._own is not None:
+            self._own.wait(*args)
+        if not self._call.is_finished:
+            self._call.is_finished = True
+            self._recorder.waited(self._call)
+        self._kept = ()
+        return True
+
+
+class Recorder(TorchDispatchMode):
+    """Records the collectives that this rank starts and waits for.
+
+    ``log`` has ("launch" | "wait", call) in the order of the program. If ``moves``, the backend carries
+    them out.
+    """
+
+    def __init__(self, moves: bool = False) -> None:
+        super().__init__()
+        self.moves = moves
+        self.log: list[tuple[str, Call]] = []
+        self.problems: list[str] = []
+        self._names: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        self._counts: dict[Comm, int] = defaultdict(int)
+        self._numbers: dict[int, int] = {}
+        self._count = 0
+
+    def begin(self) -> None:
+        """From here on, ``log`` is of interest."""
+        self.log.clear()
+
+    # For subclasses
+
+    def launched(self, call: Call) -> None:
+        self.log.append(("launch", call))
+
+    def waited(self, call: Call) -> None:
+        self.log.append(("wait", call))
+
+    def dropped(self, call: Call) -> None:
+        """The last reference to the handle is gone."""
+
+    def freed(self, storage: int) -> None:
+        """The last reference to the storage is gone, or it was resized."""
+
+    def operated(self, func: Any, reads: list[Bytes], writes: list[Bytes]) -> None:
+        """An operation is about to access this memory."""
+
+    # Patches
+
+    def __enter__(self) -> Any:
+        self._patches = contextlib.ExitStack()
+        for name in MEMORY:
+            found = self._recorded(name, getattr(dist, name))
+            self._patches.enter_context(mock.patch.object(dist, name, found))
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            self.freed(self.number_of(storage))
+            return resize(storage, size)
+
+        self._patches.enter_context(
+            mock.patch.object(torch.UntypedStorage, "resize_", resized)
+        )
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._patches.close()
+
+    def _recorded(self, name: str, original: Callable) -> Callable:
+        signature = inspect.signature(original)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            comm = self._comm(given["group"] or dist.group.WORLD)
+            call = Call(name, comm, self._counts[comm], given)
+            self._counts[comm] += 1
+            read, written = ([given[a]] for a in MEMORY[name])
+            if name == "broadcast":
+                unused = written if call.source == dist.get_rank() else read
+                unused.clear()
+            call.reads = [self.bytes_of(t) for t in tree_leaves(read)]
+            call.writes = [self.bytes_of(t) for t in tree_leaves(written)]
+            self.launched(call)
+            is_async, given["async_op"] = given["async_op"], True
+            own = original(*bound.args, **bound.kwargs) if self.moves else None
+            if name == "all_gather" and not self.moves:
+                self._answer(given)
+            work = Work(self, call, (read, written), own)
+            return work if is_async else work.wait() and None
+
+        return recorded
+
+    @staticmethod
+    def _answer(given: Mapping) -> None:
+        """All ranks say the same when they build an engine."""
+        if type(given["tensor"]) is torch.Tensor:
+            with _disable_current_modes():
+                for target in given["tensor_list"]:
+                    target.copy_(given["tensor"])
+
+    def _comm(self, group: Any) -> Comm:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        names = self._names[ranks]
+        if group.group_name not in names:
+            names.append(group.group_name)
+        return Comm(ranks, names.index(group.group_name))
+
+    # Memory
+
+    def number_of(self, storage: Any) -> int:
+        """Of a storage, in the order in which this recorder meets them; addresses come again."""
+        key = storage._cdata
+        if key not in self._numbers:
+            self._numbers[key] = self._count
+            self._count += 1
+            weakref.finalize(storage, self._forget, key).atexit = False
+        return self._numbers[key]
+
+    def _forget(self, key: int) -> None:
+        self.freed(self._numbers.pop(key))
+
+    def bytes_of(self, tensor: Tensor) -> Bytes:
+        storage = self.number_of(tensor.untyped_storage())
+        size, stride = tuple(tensor.shape), tensor.stride()
+        offset, item = tensor.storage_offset(), tensor.element_size()
+        last = sum((n - 1) * step for n, step in zip(size, stride))
+        count = last + 1 if tensor.numel() else 0
+        view = tensor.dtype, size, stride, offset
+        return Bytes(storage, offset * item, (offset + count) * item, view)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        is_collective = func.namespace == "c10d"
+        if not (func.is_view or is_collective or func.__name__.startswith(BLIND)):
+            reads, writes = [], []
+            for value, is_written in _arguments(func, args, kwargs):
+                found = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+                (writes if is_written else reads).extend(map(self.bytes_of, found))
+            self.operated(func, reads, writes)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _written(func: Any) -> dict[str | int, bool]:
+    found: dict[str | int, bool] = {}
+    for at, argument in enumerate(func._schema.arguments):
+        alias = argument.alias_info
+        found[at] = found[argument.name] = alias is not None and alias.is_write
+    return found
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, bool]]:
+    written = _written(func)
+    given = [*enumerate(args), *kwargs.items()]
+    return [(value, written.get(name, False)) for name, value in given]
+
+
+# In flight
+
+
+class InFlight(Recorder):
+    """Finds what touches, frees or forgets memory between the launch of a collective and its wait()."""
+
+    def __init__(self, moves: bool = False) -> None:
+        super().__init__(moves)
+        self.flying: list[Call] = []
+
+    def operated(self, func: Any, reads: list[Bytes], writes: list[Bytes]) -> None:
+        for call in self.flying:
+            found = _conflict(reads, call.writes) or _conflict(writes, call.writes)
+            found = found or _conflict(writes, call.reads)
+            if found:
+                self.problems.append(f"{func} touches the memory of {call}")
+
+    def launched(self, call: Call) -> None:
+        super().launched(call)
+        self.operated(call, call.reads, call.writes)
+        self.flying.append(call)
+
+    def waited(self, call: Call) -> None:
+        super().waited(call)
+        self.flying.remove(call)
+
+    def dropped(self, call: Call) -> None:
+        if not call.is_finished:
+            self.problems.append(f"nobody waits for {call}")
+
+    def freed(self, storage: int) -> None:
+        for call in self.flying:
+            if any(one.storage == storage for one in call.reads + call.writes):
+                self.problems.append(f"the memory of {call} is freed")
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.problems += [f"{call} is not waited for" for call in self.flying]
+
+
+def _conflict(one: list[Bytes], other: list[Bytes]) -> bool:
+    return any(a.overlaps(b) for a in one for b in other)
+
+
+# Order
+
+Log = list[tuple[str, Call]]
+
+
+def disagreements(logs: Mapping[int, Log]) -> list[str]:
+    """Where the ranks of a communicator launch other collectives, or other sizes."""
+    queues: dict[Comm, dict[int, list[Call]]] = defaultdict(dict)
+    for rank, log in logs.items():
+        for what, call in log:
+            if what == "launch":
+                queues[call.comm].setdefault(rank, []).append(call)
+    found = []
+    for comm, of_ranks in queues.items():
+        counts = {rank: len(of_ranks.get(rank, ())) for rank in comm.ranks}
+        if len(set(counts.values())) > 1:
+            found.append(f"{comm}: ranks launch {counts} collectives")
+        for a, mine in of_ranks.items():
+            for b, its in of_ranks.items():
+                for one, other in zip(mine, its, strict=False):
+                    if a < b and one.said[b] != other.said[a]:
+                        found.append(f"{one}: {one.said[b]} and {other.said[a]}")
+    return found
+
+
+def deadlock(logs: Mapping[int, Log], in_turn: bool = False) -> list[str]:
+    """What each rank waits for when none can go on; nothing if all come to their ends.
+
+    A collective finishes when all of its ranks have launched it. With ``in_turn`` a rank launches nothing
+    before its last collective has started on all of its ranks, as on a device with one queue.
+    """
+    at = dict.fromkeys(logs, 0)
+    there: dict[tuple[Comm, int], set[int]] = defaultdict(set)
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for rank, log in logs.items():
+            while at[rank] < len(log):
+                what, call = log[at[rank]]
+                arrived = there[call.comm, call.number]
+                if what == "launch":
+                    arrived.add(rank)
+                if (what == "wait" or in_turn) and len(arrived) < len(call.comm.ranks):
+                    break
+                at[rank] += 1
+                has_moved = True
+    return [
+        f"rank {rank} is at the {what} of {call}, to which ranks {sorted(there[call.comm, call.number])} have come"
+        for rank, log in logs.items()
+        for what, call in log[at[rank] : at[rank] + 1]
+    ]
+
+
+# Programs
+
+_meshes = itertools.count()
+
+
+class Held(NamedTuple):
+    """``count`` matrices, placed on a mesh of some of the ranks; a placement is "R", "P" or a dimension."""
+
+    ranks: tuple[int, ...]
+    placements: tuple[str | int, ...] = ("R",)
+    shape: tuple[int, int] = (8, 8)
+    count: int = 4
+    sizes: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+
+class Program(NamedTuple):
+    """What all ranks of a world build, and with which limits of the schedule."""
+
+    world: int
+    held: tuple[Held, ...]
+    prefetch: int = 1
+    owners: int = 1
+    parallel: bool = True
+    node: int = 1
+    limits: tuple[tuple[str, int], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+class Rank:
+    """One rank of a program. A context manager: the rank's world, alone, with the program's limits."""
+
+    def __init__(self, program: Program, number: int, device: str = "cpu") -> None:
+        self.program, self.number, self.device = program, number, device
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Rank:
+        program = self.program
+        enter = self.stack.enter_context
+        enter(alone(self.number, program.world))
+        enter(mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(program.node)))
+        for name, value in program.limits:
+            of = next(m for m in (owners, buckets, packs) if name in vars(m))
+            enter(mock.patch.object(of, name, value))
+        self.params: list[torch.nn.Parameter] = []
+        self.meshes = {}
+        for of in program.held:
+            ranks = torch.tensor(of.ranks).view(of.sizes or -1)
+            # DTensor's caches confuse equal meshes of different worlds.
+            names = tuple(f"m{next(_meshes)}" for _ in range(ranks.ndim))
+            if (of.ranks, of.sizes) not in self.meshes:
+                made = DeviceMesh(self.device, ranks, mesh_dim_names=names)
+                self.meshes[of.ranks, of.sizes] = made
+        if self.device != "cpu":
+            enter(FakeTensorMode())
+        for of in program.held:
+            if self.number in of.ranks:
+                made = (self.tensor(of) for _ in range(of.count))
+                self.params += map(torch.nn.Parameter, made)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.stack.close()
+
+    def tensor(self, of: Held) -> DTensor:
+        kinds = {"R": Replicate(), "P": Partial()}
+        placements = [kinds.get(p) or Shard(p) for p in of.placements]
+        mesh = self.meshes[of.ranks, of.sizes]
+        with unset_fake_temporarily():
+            shape, _ = compute_local_shape_and_global_offset(of.shape, mesh, placements)
+        return DTensor.from_local(
+            torch.ones(shape, dtype=of.dtype, device=self.device),
+            mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(of.shape),
+            stride=(of.shape[1], 1),
+        )
+
+    def build(self, **flags: Any) -> Muon:
+        program = self.program
+        config = create_dtensor_config(
+            async_gpu_parallelism=program.parallel,
+            prefetch_count=program.prefetch,
+            owners_per_matrix=program.owners,
+            **flags,
+        )
+        self.muon = Muon(
+            self.params, distributed_config=config, **dict(program.options)
+        )
+        return self.muon
+
+    def step(self) -> None:
+        for param in self.params:
+            param.grad = torch.ones_like(param)
+        self.muon.step()
