@@ -4,65 +4,59 @@
 No rule needs an accelerator, nor other processes: each rank plays its part alone.
 """
 
+import functools
 import math
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed._muon.common_muon import full, local
 from torch.testing._internal.distributed._muon.common_rules import (
+    Accelerator,
     deadlock,
     disagreements,
     Held,
-    InFlight,
     Program,
     Rank,
     Recorder,
+    Replay,
 )
 from torch.testing._internal.distributed._muon.fuzz_settings import fuzz
 
 
-from hypothesis import event, given, strategies as st
+from hypothesis import given, strategies as st
 
 
-FIVE = tuple(range(5))
-# Matrices are small, and the limits that large ones reach are smaller.
+FOUR, FIVE, EIGHT = (tuple(range(world)) for world in (4, 5, 8))
+# Matrices are small, and so are the limits that large ones reach.
 DIVIDED = (("MIN_DIVIDED", 16),)
 RELAYED = (("MAX_REPLICAS", 1), ("RELAY_BYTES", 100), ("MAX_BUCKETS", 3))
 IN_LEVELS = (("MAX_PEERS", 1), ("MAX_BUCKETS", 3))
-SHARED_RANKS = Program(
-    5,
-    (
-        Held(FIVE, shape=(32, 32), count=3),
-        Held(FIVE, shape=(4, 4), count=4),
-        Held((1, 2, 4), shape=(4, 4), count=6),
-    ),
-    owners=3,
-    limits=DIVIDED,
+# A group of five ranks, and one of three of them.
+GROUPS = (
+    Held(FIVE, shape=(32, 32), count=3),
+    Held(FIVE, shape=(4, 4)),
+    Held((1, 2, 4), shape=(4, 4), count=6),
 )
 PROGRAMS = {
-    "sharded": Program(4, (Held((0, 1, 2, 3), (0,)), Held((0, 1, 2, 3), (1,)))),
-    "a group in a group": SHARED_RANKS._replace(owners=1),
-    "divided, relayed, a group in a group": SHARED_RANKS,
-    "relayed": Program(6, (Held(tuple(range(6)), count=12),), 2, limits=RELAYED),
-    "relayed shards": Program(
-        6,
-        (Held(tuple(range(6)), ("R", 0), count=12, sizes=(3, 2)),),
-        limits=RELAYED,
+    "sharded": Program(4, (Held(FOUR, (0,)), Held(FOUR, (1,)))),
+    "a sum": Program(4, (Held(FOUR, ("P", 0), sizes=(2, 2)),)),
+    "stages": Program(
+        8, tuple(Held(r, ("R", 0), sizes=(2, 2)) for r in (FOUR, EIGHT[4:]))
     ),
-    "two levels": Program(
-        6, (Held(tuple(range(6)), (0,), (12, 8), 12),), node=3, limits=IN_LEVELS
-    ),
-    "two levels, relayed": Program(
+    "groups": Program(5, GROUPS),
+    "groups, divided": Program(5, GROUPS, owners=3, limits=DIVIDED),
+    "divided": Program(4, (Held(FOUR, (0,), (24, 20), 3),), owners=2, limits=DIVIDED),
+    "relayed": Program(5, (Held(FIVE, count=8),), limits=RELAYED),
+    "levels": Program(4, (Held(FOUR, (0,), (12, 8), 8),), node=2, limits=IN_LEVELS),
+    "levels, relayed": Program(
         8,
-        (Held(tuple(range(8)), ("R", 0), count=10, sizes=(2, 4)),),
-        3,
-        node=4,
-        limits=(*RELAYED, ("MAX_PEERS", 1)),
+        (Held(EIGHT, ("R", 0), count=8, sizes=(2, 4)),),
+        node=2,
+        limits=(*RELAYED, *IN_LEVELS),
     ),
-    "divided": Program(
-        4, (Held((0, 1, 2, 3), (0,), (24, 20), 3),), 0, 2, limits=DIVIDED
-    ),
-    "a sum": Program(4, (Held((0, 1, 2, 3), ("P", 0), sizes=(2, 2)),)),
 }
 
 
@@ -119,12 +113,10 @@ def step_of(program, rank, recorder, device="cpu"):
 
 def play(program):
     """Each rank's launches and waits of a step."""
-    return {
-        rank: step_of(program, rank, Recorder()).log for rank in range(program.world)
-    }
+    return {rank: step_of(program, rank, Recorder()) for rank in range(program.world)}
 
 
-class Stumbles(InFlight):
+class Stumbles(Recorder):
     """Raises an error at one of the operations."""
 
     def __init__(self, at):
@@ -142,116 +134,396 @@ class Stumbles(InFlight):
             raise ArithmeticError("stumbled")
 
 
-class Broken:
-    """A rank's part of a program that somebody wrote badly."""
-
-    def __init__(self, rank, world=3, recorder=None):
-        self.rank = Rank(Program(world, ()), rank)
-        self.recorder = recorder or Recorder()
-
-    def __enter__(self):
-        self.rank.__enter__()
-        self.recorder.__enter__()
-        self.groups = [dist.new_group(of) for of in ((0, 1), (1, 2), (0, 2))]
-        return self
-
-    def __exit__(self, *exception):
-        self.recorder.__exit__(*exception)
-        self.rank.__exit__(*exception)
+BOUND = torch.device("lazy:0")
 
 
-class TestMuonRuleOrder(TestCase):
-    """All ranks of a communicator launch the same collectives, and no ranks wait for each other."""
+def splits_of(program, build):
+    """The groups that each rank makes by splitting the default group, which all ranks must join."""
+    found, original = {}, distributed_c10d._new_process_group_helper
 
-    def check(self, logs):
+    def made(*args, **kwargs):
+        if dist.group.WORLD.bound_device_id is not None:
+            found[dist.get_rank()].append(tuple(args[2]))
+        return original(*args, **kwargs)
+
+    for rank in range(program.world):
+        found[rank] = []
+        patched = mock.patch.object(distributed_c10d, "_new_process_group_helper", made)
+        with Rank(program, rank) as one, Recorder(), patched:
+            # A stand-in for init_process_group(device_id=...), after which NCCL splits groups.
+            dist.group.WORLD.bound_device_id = BOUND
+            build(one)
+    return list(found.values())
+
+
+def records(program, build=None, steps=2):
+    """Each rank's part of some steps on an accelerator, what tensors hold before, and where results are."""
+    parts, inputs, results = {}, [], []
+    for rank in range(program.world):
+        with Rank(program, rank, "lazy:0") as one, Accelerator() as part:
+            inputs += [(rank, part.bytes_of(t), values) for t, values in one.inputs]
+            if build is not None:
+                found = build(one, part)
+            elif one.params:
+                one.build()
+                for _ in range(steps):
+                    one.step()
+                states = [one.muon.state[p]["momentum_buffer"] for p in one.params]
+                found = [local(t.detach()) for t in (*one.params, *states)]
+            results += [(rank, part.bytes_of(tensor)) for tensor in found]
+            parts[rank] = part
+    return parts, inputs, results
+
+
+def outcomes(parts, inputs, results, seeds):
+    """The results with each seed for the order of nodes; None is the order of the program."""
+    for seed in seeds:
+        made = Replay(parts, inputs, seed)
+        yield [made.tensor(rank, found).clone() for rank, found in results]
+
+
+def differ(found, seeds=4):
+    first, *others = outcomes(*found, [None, *range(seeds)])
+    return sum(not same_bits(first, other) for other in others)
+
+
+def same_bits(one, other):
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(one, other)
+    )
+
+
+class TestMuonRules(TestCase):
+    def check(self, parts):
+        """Rules of any device."""
+        logs = {rank: part.log for rank, part in parts.items()}
+        self.assertEqual([p for part in parts.values() for p in part.problems], [])
         self.assertEqual(disagreements(logs), [])
-        self.assertEqual(deadlock(logs), [])
         self.assertEqual(deadlock(logs, in_turn=True), [])
+
+    def broken(self, program, recorder=Recorder, ranks=(0,), device="cpu"):
+        """What ``recorder`` sees of a program that somebody wrote badly."""
+        found = {}
+        for rank in ranks:
+            with Rank(Program(3, ()), rank, device), recorder() as found[rank]:
+                groups = [dist.new_group(of) for of in ((0, 1), (1, 2), (0, 2))]
+                found[rank].begin()
+                program(rank, groups)
+        return found
+
+    # Order
 
     def test_programs(self):
         for name, program in PROGRAMS.items():
-            with self.subTest(name):
-                self.check(play(program))
+            for prefetch in range(4) if name in ("relayed", "divided") else (1,):
+                with self.subTest(f"{name} {prefetch}"):
+                    self.check(play(program._replace(prefetch=prefetch)))
 
     @fuzz(25)
     @given(programs())
     def test_drawn_programs(self, program):
         self.check(play(program))
 
-    @fuzz(15)
+    @fuzz(12)
     @given(programs(), st.data())
-    def test_a_rank_that_stumbles_launches_nothing_more(self, program, data):
+    def test_a_rank_that_stumbles(self, program, data):
+        """It launches nothing more, and waits for what it has launched."""
         rank = data.draw(st.integers(0, program.world - 1))
         whole = step_of(program, rank, Stumbles(0))
         if whole.at == 0:
             return
-        at = data.draw(st.integers(1, -whole.at))
-        stumbles = Stumbles(at)
+        stumbles = Stumbles(data.draw(st.integers(1, -whole.at)))
         with self.assertRaisesRegex(ArithmeticError, "stumbled"):
             step_of(program, rank, stumbles)
         self.assertEqual(stumbles.problems, [])
         before, after = (
-            [
-                (call.comm, call.number, call.said)
-                for what, call in one.log
-                if what == "launch"
-            ]
+            [(call.comm, call.said) for what, call in one.log if what == "launch"]
             for one in (whole, stumbles)
         )
         self.assertEqual(before[: len(after)], after)
 
-    def test_broken_programs(self):
-        """Two collectives in different orders; other sizes; one that a rank leaves out; a ring of waits."""
+    def test_broken_order(self):
+        """Other sizes; one that a rank leaves out; a ring of waits; one on a device with one queue."""
 
-        def orders(of, rank):
-            for group in of.groups if rank else reversed(of.groups):
-                if rank in dist.get_process_group_ranks(group):
-                    dist.all_reduce(torch.ones(2), group=group)
-
-        def sizes(of, rank):
+        def sizes(rank, groups):
             splits = [1, 2, 3] if rank == 1 else [1, 1, 1]
-            out, given = torch.ones(3), torch.ones(sum(splits))
-            dist.all_to_all_single(out, given, [1, 1, 1], splits)
+            given = torch.ones(sum(splits))
+            dist.all_to_all_single(torch.ones(3), given, [1, 1, 1], splits)
 
-        def leaves_out(of, rank):
+        def left_out(rank, groups):
             for _ in range(1 + (rank != 2)):
                 dist.broadcast(torch.ones(2), 0)
 
-        def ring(of, rank):
-            # Rank k waits for the group that it shares with the next rank before it joins the other one.
-            mine = (of.groups[0], of.groups[2]), (of.groups[1], of.groups[0])
-            first, second = (*mine, (of.groups[2], of.groups[1]))[rank]
-            dist.all_reduce(torch.ones(2), group=first)
-            dist.all_reduce(torch.ones(2), group=second)
+        def pair(rank, groups):
+            return [groups[at] for at in ((0, 2), (1, 0), (2, 1))[rank]]
 
-        def overlapping_ring(of, rank):
-            mine = (of.groups[0], of.groups[2]), (of.groups[1], of.groups[0])
-            pair = (*mine, (of.groups[2], of.groups[1]))[rank]
+        def ring(rank, groups):
+            for group in pair(rank, groups):
+                dist.all_reduce(torch.ones(2), group=group)
+
+        def launches_in_a_ring(rank, groups):
             works = [
-                dist.all_reduce(torch.ones(2), group=g, async_op=True) for g in pair
+                dist.all_reduce(torch.ones(2), group=group, async_op=True)
+                for group in pair(rank, groups)
             ]
             for work in works:
                 work.wait()
 
         found = {}
-        for program in (orders, sizes, leaves_out, ring, overlapping_ring):
-            logs = {}
-            for rank in range(3):
-                with Broken(rank) as broken:
-                    program(broken, rank)
-                logs[rank] = broken.recorder.log
+        for program in (sizes, left_out, ring, launches_in_a_ring):
+            parts = self.broken(program, ranks=range(3))
+            logs = {rank: part.log for rank, part in parts.items()}
             checks = disagreements(logs), deadlock(logs), deadlock(logs, in_turn=True)
             found[program.__name__] = tuple(map(bool, checks))
-        self.assertEqual(
-            found,
-            {
-                "orders": (False, False, False),
-                "sizes": (True, False, False),
-                "leaves_out": (True, True, True),
-                "ring": (False, True, True),
-                "overlapping_ring": (False, False, True),
-            },
-        )
+        expected = {
+            "sizes": (True, False, False),
+            "left_out": (True, True, True),
+            "ring": (False, True, True),
+            "launches_in_a_ring": (False, False, True),
+        }
+        self.assertEqual(found, expected)
+
+    # In flight
+
+    def test_broken_in_flight(self):
+        memory = torch.zeros(8)
+        sent, received = memory[:4], memory[4:]
+
+        def launch(**group):
+            return dist.all_to_all_single(received, sent, async_op=True)
+
+        def reads_what_arrives(rank, groups):
+            work = launch()
+            received + 1
+            work.wait()
+
+        def writes_what_leaves(rank, groups):
+            work = launch()
+            memory.zero_()
+            work.wait()
+
+        def sends_what_arrives(rank, groups):
+            works = launch(), dist.broadcast(received, 0, async_op=True)
+            for work in works:
+                work.wait()
+
+        def forgets(rank, groups):
+            launch()
+
+        def frees(rank, groups):
+            mine = torch.zeros(4)
+            work = dist.all_reduce(mine, async_op=True)
+            mine.untyped_storage().resize_(0)
+            work.wait()
+
+        def is_careful(rank, groups):
+            work = launch()
+            sent + 1
+            received.view(2, 2).T
+            work.wait()
+            memory.zero_()
+
+        texts = {
+            reads_what_arrives: "add.Tensor touches",
+            writes_what_leaves: "zero_.default touches",
+            sends_what_arrives: "broadcast .* touches",
+            forgets: "nobody waits",
+            frees: "is freed",
+        }
+        for program, text in texts.items():
+            problems = self.broken(program)[0].problems
+            self.assertRegex(problems[0], text)
+        self.assertEqual(self.broken(is_careful)[0].problems, [])
+
+    # Groups
+
+    def test_groups(self):
+        for name, program in PROGRAMS.items():
+            with self.subTest(name):
+                found = splits_of(program, lambda one: one.params and one.build())
+                self.assertEqual(len(set(map(tuple, found))), 1, f"{found}")
+
+    def test_broken_groups(self):
+        def by_members(one):
+            if one.number < 2:
+                dist.new_group([0, 1], use_local_synchronization=True)
+
+        def by_all(one):
+            dist.new_group([0, 1])
+
+        for build, count in ((by_members, 2), (by_all, 1)):
+            found = splits_of(Program(4, ()), build)
+            self.assertEqual(len(set(map(tuple, found))), count, f"{found}")
+
+    # Host and first use
+
+    def test_host_and_first_use(self):
+        """Nothing waits, the third step launches what the second did, and no communicator is new."""
+        for name in ("groups, divided", "levels, relayed"):
+            for options in ((), (("lr", "on the device"),)):
+                program = PROGRAMS[name]._replace(options=options)
+                with self.subTest(f"{name} {options}"):
+                    for rank in (1, program.world - 1):
+                        with (
+                            Rank(program, rank, "lazy:0") as one,
+                            Accelerator() as part,
+                        ):
+                            one.build()
+                            one.step()
+                            operations = []
+                            for _ in range(2):
+                                part.begin()
+                                one.step()
+                                operations.append(part.operations)
+                        self.assertEqual(*operations)
+                        self.assertEqual(part.problems, [])
+
+    def test_broken_host_and_first_use(self):
+        def on_device():
+            return torch.ones(4, device="lazy:0")
+
+        def reads(rank, groups):
+            float(on_device().sum())
+
+        def copies(rank, groups):
+            torch.ones(4).to("lazy:0")
+
+        def copies_pageable(rank, groups):
+            on_device().copy_(torch.ones(4), non_blocking=True)
+
+        def waits_for_the_copy(rank, groups):
+            torch.empty(4, pin_memory=True).copy_(on_device())
+
+        def is_late(rank, groups):
+            works = [
+                dist.all_reduce(on_device(), group=group, async_op=True)
+                for group in (groups[0], groups[2])
+            ]
+            for work in works:
+                work.wait()
+
+        def is_careful(rank, groups):
+            torch.empty(4, pin_memory=True).copy_(on_device(), non_blocking=True)
+            for group in (groups[0], groups[2]):
+                dist.all_reduce(on_device(), group=group)
+
+        texts = {
+            reads: "host waits for aten._local_scalar",
+            copies: "host waits for aten._to_copy",
+            copies_pageable: "host waits for aten.copy_",
+            waits_for_the_copy: "host waits for aten.copy_",
+            is_late: "is the first, while",
+        }
+        for program, text in texts.items():
+            problems = self.broken(program, Accelerator, device="lazy:0")[0].problems
+            self.assertRegex(problems[0], text)
+        problems = self.broken(is_careful, Accelerator, device="lazy:0")[0].problems
+        self.assertEqual(problems, [])
+
+    # Memory
+
+    def test_memory(self):
+        """Nothing but tables stays; a step has what describe() says; a rebuild does not have it twice."""
+        for program in (
+            Program(4, (Held((0, 1, 2, 3), (0,), (1024, 512), 8),)),
+            Program(5, (Held(FIVE, shape=(512, 512), count=12),)),
+        ):
+            with Rank(program, 1, "lazy:0") as one, Accelerator() as part:
+                one.build()
+                one.step()
+                states = [one.muon.state[p]["momentum_buffer"] for p in one.params]
+                own = sum(local(state).nbytes for state in states)
+                self.assertLess(part.live - own, 2**16)
+                part.begin()
+                one.step()
+                peak = part.peak - own
+                one.params[0].requires_grad_(False)
+                part.begin()
+                one.params, one.grads = one.params[1:], one.grads[1:]
+                one.step()
+                self.assertLess(part.peak - own, 1.05 * peak)
+
+    # Streams
+
+    def test_streams(self):
+        """Any order that the streams, events and handles allow gives the same bits."""
+        for name in ("relayed", "levels", "divided", "levels, relayed"):
+            with self.subTest(name):
+                parts, *others = found = records(PROGRAMS[name])
+                self.assertEqual(
+                    [p for part in parts.values() for p in part.problems], []
+                )
+                (first,) = outcomes(*found, [None])
+                self.assertTrue(all(tensor.isfinite().all() for tensor in first))
+                self.assertEqual(differ(found), 0)
+
+    def test_streams_train_as_one_process(self):
+        program = PROGRAMS["relayed"]._replace(options=(("foreach", True),))
+        (first,) = outcomes(*records(program), [None])
+        count = program.held[0].count
+        params = [torch.nn.Parameter(full(2 * at, (8, 8))) for at in range(count)]
+        single = torch.optim.Muon(params, foreach=True)
+        for _ in range(2):
+            for at, param in enumerate(params):
+                param.grad = full(2 * at + 1, (8, 8))
+            single.step()
+        buffers = [single.state[param]["momentum_buffer"] for param in params]
+        for one, other in zip(first, [*params, *buffers] * program.world, strict=True):
+            self.assertEqual(one, other.detach(), rtol=0, atol=0)
+
+    def test_broken_streams(self):
+        def waits_for_no_one(one, part):
+            side, tensor = torch.Stream(), torch.ones(4, device="lazy:0")
+            with side:
+                tensor.mul_(3)
+            return [tensor.add_(1)]
+
+        def frees_too_early(one, part, record=False):
+            side, tensor = torch.Stream(), torch.ones(4, device="lazy:0")
+            found = torch.zeros(4, device="lazy:0")
+            side.wait_stream(torch.accelerator.current_stream())
+            with side:
+                found.add_(tensor)
+            if record:
+                tensor.record_stream(side)
+            del tensor
+            torch.zeros(4, device="lazy:0")
+            torch.accelerator.current_stream().wait_stream(side)
+            return [found]
+
+        def reads_before_it_arrives(one, part):
+            tensor = torch.full((4,), one.number, device="lazy:0")
+            work = dist.all_reduce(tensor, async_op=True)
+            found = tensor + 1
+            work.wait()
+            return [found]
+
+        def writes_a_table_again(one, part, wait=False):
+            table = torch.empty(4, pin_memory=True)
+            found = torch.empty(2, 4, device="lazy:0")
+            for at in range(2):
+                table.fill_(at)
+                found[at].copy_(table, non_blocking=True)
+                copied = torch.accelerator.current_stream().record_event()
+                if wait:
+                    copied.synchronize()
+            return [found]
+
+        for program in (
+            waits_for_no_one,
+            frees_too_early,
+            reads_before_it_arrives,
+            writes_a_table_again,
+        ):
+            self.assertGreater(
+                differ(records(Program(2, ()), program)), 0, f"{program}"
+            )
+        for program in (
+            functools.partial(frees_too_early, record=True),
+            functools.partial(writes_a_table_again, wait=True),
+        ):
+            self.assertEqual(differ(records(Program(2, ()), program)), 0, f"{program}")
 
 
 if __name__ == "__main__":
