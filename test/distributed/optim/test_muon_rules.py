@@ -14,15 +14,14 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_muon import full, local
 from torch.testing._internal.distributed._muon.common_rules import (
-    Accelerator,
     deadlock,
     disagreements,
     Held,
     Program,
     Rank,
     Recorder,
-    Replay,
 )
+from torch.testing._internal.distributed._muon.common_streams import Accelerator, Replay
 from torch.testing._internal.distributed._muon.fuzz_settings import fuzz
 
 
