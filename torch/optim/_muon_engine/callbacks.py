@@ -159,8 +159,13 @@ class CallbackStep:
         # The phase that is running or failed.
         self.where = ""
 
-    def run(self, step: int) -> None:
-        """Makes this rank's ``step``-th step."""
+    # The other ranks wait for this one's calls, so it raises after them.
+    knows_before = False
+
+    def begin(self, step: int) -> str:
+        return ""
+
+    def run(self) -> None:
         state = self.config.state
         outside = state.get("current_param_idx")
         token = _running.set(self)
@@ -214,7 +219,7 @@ class CallbackStep:
         if param.grad is None:
             piece = torch.zeros_like(param.local)
         else:
-            piece = param.formulas.prepare(param.momentum, param.grad)
+            (piece,) = param.formulas.prepare([param.momentum], [param.grad])
             piece = piece.clone() if piece is param.momentum else piece
         owner = self._announce(index, "gather_fn")
         piece = dtensor.like_param(param.tensor, piece)

@@ -58,7 +58,9 @@ class Engine:
         params: all parameters, in the order of their indices.
         takes_stacks: whether a parameter may be a stack of matrices.
         error: an error that this rank found already. The other ranks learn of it before it is raised.
-        former: the optimizer's engine before its parameters changed.
+        former: the optimizer's engine before its parameters changed. An error of its last step that no
+            rank has read yet is raised here.
+        is_lasting: whether the next optimizer's owners start where those of this one stop.
 
     Raises:
         AssertionError: an index is assigned to no rank, or to several.
@@ -73,8 +75,10 @@ class Engine:
         takes_stacks: bool = False,
         error: BaseException | None = None,
         former: "Engine | None" = None,
+        is_lasting: bool = True,
     ) -> None:
         self.config = config
+        self._is_lasting = is_lasting
         self.params = params
         self.flags = _flags_of(config)
         self.reader = former.reader if former else reader_of(config.state, takes_stacks)
@@ -88,6 +92,11 @@ class Engine:
         # Ranks that share matrices -> which of the optimizers over these ranks this one is.
         self.numbers: dict[tuple[int, ...], int] = {}
         self._runner: Pipeline | CallbackStep | None = None
+        if former is not None:
+            error = former.new_failure() or error
+            self.failure = former.failure
+            # Two sets of slots may not fit.
+            former._runner = None
         # Indices and loads need values, in a dry run with fake tensors, too.
         with unset_fake_temporarily():
             try:
@@ -103,7 +112,7 @@ class Engine:
         # Parameters on meta will be materialized, which builds another engine.
         is_meta = any(param.tensor.is_meta for param in params)
         if self.runs_on_engine and self.device.type != "cpu" and not is_meta:
-            transport.connect(self._pipeline().buckets)
+            self._pipeline().connect()
         if self.rank == min((l.group[0] for l in self.schedule.layouts), default=None):
             why = "rebuilt for changed parameters" if former else "built"
             count = len(self.schedule.layouts), len(self.schedule.buckets)
@@ -236,7 +245,7 @@ class Engine:
                 group, signatures, self.numbers[ranks], error
             )
             process_groups.set_optimizer_number(ranks, self.numbers[ranks] + 1)
-            if found is None:
+            if found is None and self._is_lasting:
                 process_groups.move_first_owner(ranks, len(mine))
             error = error or found
         if error is not None:
@@ -300,31 +309,32 @@ class Engine:
                 f"together. Rebuild it, and load a checkpoint from before that step. What happened: {self.failure}"
             )
         self.raise_new_failure()
+        # After that, ranks may have different parts of the step.
+        is_fatal = False
         try:
             runner = self._begin(formulas, grads, states)
-        except Exception as error:
-            # Nothing has moved. Others may be in the step already.
-            self._notes().leave(error)
-            raise
-        try:
-            with _without_autocast(self.device.type):
-                runner.run(self.steps)
+            is_fatal = True
+            text = runner.begin(self.steps)
             problems = [f"{p.described}: {p.problem}" for p in self.params if p.problem]
+            text = "; ".join(problems) or text
+            if text and runner.knows_before:
+                is_fatal = False
+                raise RuntimeError(text)
+            with _without_autocast(self.device.type):
+                runner.run()
             for param in self.params:
                 if param.given is not None:
                     count_version(param.tensor, states[param.tensor]["momentum_buffer"])
-            if problems:
-                raise RuntimeError("; ".join(problems))
-            if self.device.type == "cpu":
-                self._raise_mismatch()
+            if text:
+                raise RuntimeError(text)
         except BaseException as error:
-            self._fail(error)
+            self._fail(error, is_fatal)
             if not isinstance(error, transport.ExchangeError):
                 raise
             # A launcher may end this process while it asks the others.
             log.error("%s", error)
-            found = filter(None, [str(error), self._notes().ask(error.ranks)])
-            raise RuntimeError(". ".join(found)) from error
+            reasons = filter(None, [str(error), self._notes().ask(error.ranks)])
+            raise RuntimeError(". ".join(reasons)) from error
         finally:
             for param in self.params:
                 param.end()
@@ -362,44 +372,49 @@ class Engine:
             if reason:
                 raise RuntimeError(f"another rank failed before this step. {reason}")
         if self.runs_on_engine:
-            # Ranks may have the matrices of a stack in different buckets.
-            for param in (p for p in self.params if p.tensor.ndim > 2):
-                param.place_gradient()
             return self._pipeline()
         self._runner = CallbackStep(self)
         return self._runner
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, is_fatal: bool) -> None:
         where = self._runner.where if self._runner is not None else ""
         failure = f"{type(error).__name__}: {error}"
         is_own = not isinstance(error, transport.ExchangeError)
-        if where and is_own:
+        if is_fatal and where and is_own:
             failure = f"{type(error).__name__} in {where}: {error}"
             # The type and text stay the same, because the user's code may catch them.
             if hasattr(error, "add_note"):
                 error.add_note(f"Muon, rank {self.rank}, step {self.steps}: {where}")
-        # A framework of the user's may be able to go on.
-        if self.reader is not None:
+        if is_own:
+            # The ranks that wait for this one are in this step or come to the next one.
+            for step in (self.steps, self.steps + 1) if is_fatal else (self.steps,):
+                self._notes(step).leave(failure)
+        # A framework of the user's may be able to go on, and so may ranks of which none has moved.
+        if self.reader is not None and is_fatal:
             self.failure = self.failure or failure
-            if is_own:
-                self._notes().leave(failure)
 
     def _notes(self, step: int | None = None) -> FailureNotes:
         return FailureNotes(self.numbers, self.steps if step is None else step)
 
-    def raise_new_failure(self) -> None:
-        """On accelerators: raises RuntimeError if the last step turns out to have failed."""
-        if not self.failure:
-            try:
-                self._raise_mismatch()
-            except RuntimeError as error:
-                self.failure = str(error)
-                raise
+    def new_failure(self) -> RuntimeError | None:
+        """On accelerators: the error of the last step, which the host has not read before.
 
-    def _raise_mismatch(self) -> None:
-        if isinstance(self._runner, Pipeline):
-            for text in filter(None, [s.mismatch() for s in self._runner.statuses]):
-                raise RuntimeError(text)
+        The first call waits until the step has ended.
+        """
+        if self.failure or not isinstance(self._runner, Pipeline):
+            return None
+        text = "; ".join(filter(None, [s.mismatch() for s in self._runner.statuses]))
+        if not text:
+            return None
+        error = RuntimeError(text)
+        self._fail(error, is_fatal=True)
+        return error
+
+    def raise_new_failure(self) -> None:
+        """Raises :meth:`new_failure`, if there is one."""
+        error = self.new_failure()
+        if error is not None:
+            raise error
 
 
 def _flags_of(config: DistributedConfig) -> tuple[bool, int]:
@@ -446,7 +461,8 @@ def _signature(
 def _make_pipeline(engine: Engine) -> Pipeline:
     schedule, groups, device = engine.schedule, engine.groups, engine.device
     rank, ahead = engine.rank, engine.flags[1]
-    shared: dict[tuple[int, ...], list[Matrix]] = {}
+    memory = transport.Memory(device, engine.config.state.get("keep_buffers", False))
+    by_group: dict[tuple[int, ...], list[Matrix]] = {}
     matrices: dict[int, Matrix] = {}
     for bucket in schedule.buckets:
         for number in bucket.matrices if rank in bucket.group else ():
@@ -455,17 +471,36 @@ def _make_pipeline(engine: Engine) -> Pipeline:
             team = groups.get(schedule.team(number))
             if matrix.layout.divided and matrix.owner == rank and team is not None:
                 matrix.products = SharedProducts(matrix.layout.divided, team)
-            shared.setdefault(bucket.group, []).append(matrix)
-    found = transport.local_buckets(schedule, matrices, rank, groups, device, ahead)
-    attach_relays(found, groups, rank, device)
+            by_group.setdefault(bucket.group, []).append(matrix)
+    # All buckets share one stream, whose temporary memory they can use again.
+    has_levels = device.type != "cpu" and any(b.node_size > 1 for b in schedule.buckets)
+    stream = torch.Stream(device) if has_levels else None
+    buckets = transport.local_buckets(
+        schedule, matrices, rank, groups, memory, stream, ahead
+    )
+    attach_relays(buckets, groups, rank, memory)
+    # A group tells larger ones that contain it of a mismatch.
     statuses = [
-        Statuses(shared[ranks], ranks, group, engine.numbers[ranks], device)
-        for ranks in larger_first(shared)
+        Statuses(by_group[ranks], ranks, group, engine.numbers[ranks], device)
+        for ranks in reversed(larger_first(by_group))
         if (group := groups[ranks]) is not None
     ]
-    one_at_a_time = schedule.one_owner_at_a_time and ahead == 0
-    local = [bucket for bucket, _ in found]
-    return Pipeline(local, statuses, rank, device, ahead, one_at_a_time)
+    # Ranks may list the same experts in different orders.
+    experts = {l.key.index: l.key.expert for l in schedule.layouts}
+    ids = [
+        -1 if (of := experts.get(i)) is None else of for i in range(len(engine.params))
+    ]
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    return Pipeline(
+        [bucket for bucket, _ in buckets],
+        [engine.params[i] for i in order],
+        statuses,
+        rank,
+        device,
+        memory,
+        ahead,
+        one_at_a_time=schedule.one_owner_at_a_time and ahead == 0,
+    )
 
 
 def take_momentum(

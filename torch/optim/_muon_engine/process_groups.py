@@ -2,8 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -54,14 +54,30 @@ def spanning_group(
     key = ranks, backend, tuple(sorted(group.group_name for group in known))
     if key not in made or made[key] not in distributed_c10d._world.pg_map:
         # Only the members meet, because other pipeline stages may be elsewhere in their program.
-        made[key] = dist.new_group(
-            list(ranks),
-            timeout=group_timeout(known),
-            backend=backend,
-            use_local_synchronization=True,
-            group_desc=f"muon {what}",
-        )
+        with _without_split():
+            made[key] = dist.new_group(
+                list(ranks),
+                timeout=group_timeout(known),
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc=f"muon {what}",
+            )
     return made[key]
+
+
+@contextmanager
+def _without_split() -> Iterator[None]:
+    """Lets the members of a group make it without the other ranks.
+
+    While the default group is bound to a device, c10d makes groups by ``ncclCommSplit`` of the world. All
+    ranks of the world must join that call, so the members alone would wait for ever.
+    """
+    world: Any = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def optimizer_number(ranks: tuple[int, ...]) -> int:

@@ -89,18 +89,23 @@ class Param:
         return self.momentum if self.grad is None else self.grad
 
     def place_gradient(self) -> None:
-        """Brings the gradient to the parameter's placement, by a collective of DTensor's if need be."""
-        if self.grad is None and self.given is not None and not self.problem:
-            grad = dtensor.local_gradient(self.tensor, self.given)
-            self.grad = grad.contiguous() if self.form[1] else grad
+        """Brings a gradient of another placement to the parameter's, by a collective of DTensor's."""
+        if self.given is not None and not self.problem:
+            if not dtensor.placed_like(self.tensor, self.given):
+                self._take_local(self.given)
 
     def take_gradient(self) -> bool:
         """Returns True once per step if there is a gradient to accumulate."""
-        if self._accumulated or not self.has_grad:
+        if self._accumulated or self.given is None or self.problem:
             return False
         self._accumulated = True
-        self.place_gradient()
+        if self.grad is None:
+            self._take_local(self.given)
         return True
+
+    def _take_local(self, grad: Tensor) -> None:
+        grad = dtensor.local_gradient(self.tensor, grad)
+        self.grad = grad.contiguous() if self.form[1] else grad
 
 
 class Matrix:
@@ -137,6 +142,11 @@ class Matrix:
     def applies(self) -> bool:
         """Whether this rank applies the update. A rank with an empty shard does what the others do."""
         return self.status in (Status.PRESENT, Status.EMPTY)
+
+    @property
+    def is_orthogonalized(self) -> bool:
+        """Whether the owner orthogonalizes it. The other owners of a divided matrix wait for that."""
+        return self.applies or self.products is not None
 
     def local(self, region: Region) -> Tensor:
         """The view of the parameter that holds ``region``."""

@@ -347,6 +347,16 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
+def as_on_an_accelerator(optimizer):
+    """From now on, ``optimizer`` looks for mismatches where a step on an accelerator does.
+
+    Its first step has made the buffers, which are on the CPU. Later steps also accumulate the gradients
+    of a bucket together.
+    """
+    engine = optimizer._engine
+    engine.device = engine._runner.device = torch.device("cuda")
+
+
 class NewtonSchulzCalls:
     """Counts the matrices that this rank orthogonalizes, however many at a time."""
 
