@@ -6,6 +6,7 @@ No rule needs an accelerator, nor other processes: each rank plays its part alon
 
 import functools
 import math
+import re
 from unittest import mock
 
 import torch
@@ -394,6 +395,15 @@ class TestMuonRules(TestCase):
         def waits_for_the_copy(rank, groups):
             torch.empty(4, pin_memory=True).copy_(on_device())
 
+        def reads_too_early(rank, groups):
+            table = torch.empty(4, pin_memory=True)
+            table.copy_(on_device(), non_blocking=True)
+            table.tolist()
+
+        def waits_for_this_step(rank, groups):
+            on_device()
+            torch.accelerator.current_stream().record_event().synchronize()
+
         def is_late(rank, groups):
             works = [
                 dist.all_reduce(on_device(), group=group, async_op=True)
@@ -412,6 +422,8 @@ class TestMuonRules(TestCase):
             copies: "host waits for aten._to_copy",
             copies_pageable: "host waits for aten.copy_",
             waits_for_the_copy: "host waits for aten.copy_",
+            reads_too_early: "on the host is too early",
+            waits_for_this_step: "host waits for an event",
             is_late: "is the first, while",
         }
         for program, text in texts.items():
@@ -425,8 +437,9 @@ class TestMuonRules(TestCase):
     def test_memory(self):
         """Nothing but tables stays; a step has what describe() says; a rebuild does not have it twice."""
         for program in (
-            Program(4, (Held((0, 1, 2, 3), (0,), (1024, 512), 8),)),
+            Program(4, (Held(FOUR, (0,), (1024, 512), 8),)),
             Program(5, (Held(FIVE, shape=(512, 512), count=12),)),
+            Program(4, (Held(FOUR, (0,), (2048, 2048), 2),), owners=2),
         ):
             with Rank(program, 1, "lazy:0") as one, Accelerator() as part:
                 one.build()
@@ -437,11 +450,26 @@ class TestMuonRules(TestCase):
                 part.begin()
                 one.step()
                 peak = part.peak - own
+                said = re.search(r"takes up to ([\d.e+]+) MiB", one.muon.describe())[1]
+                self.assertLess(abs(float(said) * 2**20 / peak - 1), 0.05, f"{peak}")
                 one.params[0].requires_grad_(False)
-                part.begin()
                 one.params, one.grads = one.params[1:], one.grads[1:]
+                part.begin()
                 one.step()
                 self.assertLess(part.peak - own, 1.05 * peak)
+
+    def test_broken_memory(self):
+        """The count of bytes sees what is kept, what is emptied, and two sets at once."""
+        with Rank(Program(3, ()), 0, "lazy:0"), Accelerator() as part:
+            kept = torch.empty(1000, device="lazy:0")
+            self.assertEqual((part.live, part.peak), (4000, 4000))
+            kept.untyped_storage().resize_(0)
+            self.assertEqual(part.live, 0)
+            kept.untyped_storage().resize_(4000)
+            former, kept = kept, torch.empty(1000, device="lazy:0")
+            self.assertEqual((part.live, part.peak), (8000, 8000))
+            del former, kept
+            self.assertEqual(part.live, 0)
 
     # Streams
 

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Of each collective: the arguments that it reads, and those that it writes.
-MEMORY = {
-    "all_gather": ("tensor", "tensor_list"),
-    "all_gather_into_tensor": ("input_tensor", "output_tensor"),
-    "all_reduce": ("tensor", "tensor"),
-    "all_to_all_single": ("input", "output"),
-    "broadcast": ("tensor", "tensor"),
-}
+# Collectives that write their first argument. The first ones read the second one, the others the same.
+FROM_TO = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_to_all_single",
+)
+IN_PLACE = "all_reduce", "broadcast"
 # Operations that look at a tensor and not at its elements.
 BLIND = ("device", "empty", "new_empty", "is_pinned", "record", "_record", "zeros_like")
 
@@ -64,10 +64,31 @@ dist.Backend.register_backend(
 )
 
 
+class Store(FakeStore):
+    """The others have come wherever this rank comes, and have left no note."""
+
+    def set(self, key: str, value: Any) -> None:
+        pass
+
+    def add(self, key: str, amount: int) -> int:
+        return 0
+
+    def check(self, keys: Any) -> bool:
+        return False
+
+    def wait(self, keys: Any, *timeout: Any) -> None:
+        pass
+
+    def delete_key(self, key: str) -> bool:
+        return True
+
+
 @contextlib.contextmanager
 def alone(rank: int, world: int) -> Iterator[None]:
     """This process is ``rank`` of a world whose other ranks never answer."""
-    dist.init_process_group("alone", store=FakeStore(), rank=rank, world_size=world)
+    # Its methods are called as long as somebody refers to it here.
+    store = Store()
+    dist.init_process_group("alone", store=store, rank=rank, world_size=world)
     try:
         yield
     finally:
@@ -97,16 +118,22 @@ class Bytes(NamedTuple):
 class Call:
     """A collective of this rank."""
 
-    def __init__(self, name: str, comm: Comm, number: int, given: Mapping) -> None:
-        self.name, self.comm, self.number = name, comm, number
-        self.is_finished = False
-        self.node = -1
-        self.reads: list[Bytes] = []
-        self.writes: list[Bytes] = []
+    def __init__(self, name: str, recorder: Recorder, given: Mapping) -> None:
+        self.name, self.comm = name, recorder.comm_of(given["group"])
+        self.number = recorder.counts[self.comm]
+        recorder.counts[self.comm] += 1
         self.source, self.operation = given.get("src"), given.get("op")
-        self.splits: list[list[int]] = []
-        read = given[MEMORY[name][0]]
+        self.is_finished, self.node = False, -1
+        self.target, *others = given.values()
+        self.sent = others[0] if name in FROM_TO else self.target
+        comm, read = self.comm, self.sent
         self.is_fake = isinstance(read, FakeTensor)
+        is_source = self.source == dist.get_rank()
+        reads = read if name != "broadcast" or is_source else ()
+        self.reads = [recorder.bytes_of(t) for t in tree_leaves(reads)]
+        writes = () if is_source else self.target
+        self.writes = [recorder.bytes_of(t) for t in tree_leaves(writes)]
+        self.splits: list[list[int]] = []
         what = name, str(read.dtype), read.numel(), self.source
         # What this rank has in common with each of the others.
         self.said: dict[int, Any] = dict.fromkeys(comm.ranks, what)
@@ -125,8 +152,10 @@ class Call:
 class Work:
     """The handle of a collective, which keeps its memory as backends' handles do."""
 
-    def __init__(self, recorder: Recorder, call: Call, kept: Any, own: Any) -> None:
-        self._recorder, self._call, self._kept, self._own = recorder, call, kept, own
+    def __init__(self, recorder: Recorder, call: Call, own: Any) -> None:
+        self._recorder, self._call, self._own = recorder, call, own
+        self._kept = call.sent, call.target
+        call.sent = call.target = None
         weakref.finalize(self, recorder.dropped, call).atexit = False
 
     def wait(self, *args: Any) -> bool:
@@ -135,7 +164,7 @@ class Work:
         if not self._call.is_finished:
             self._call.is_finished = True
             self._recorder.waited(self._call)
-        self._kept = ()
+        self._kept = None, None
         return True
 
 
@@ -153,7 +182,7 @@ class Recorder(TorchDispatchMode):
         self.problems: list[str] = []
         self.flying: list[Call] = []
         self._names: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        self._counts: dict[Comm, int] = defaultdict(int)
+        self.counts: dict[Comm, int] = defaultdict(int)
         self._numbers: dict[int, int] = {}
         self._count = 0
 
@@ -200,7 +229,7 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._patches = contextlib.ExitStack()
-        for name in MEMORY:
+        for name in (n for n in FROM_TO + IN_PLACE if hasattr(dist, n)):
             found = self._recorded(name, getattr(dist, name))
             self._patches.enter_context(mock.patch.object(dist, name, found))
         resize = torch.UntypedStorage.resize_
@@ -231,34 +260,22 @@ class Recorder(TorchDispatchMode):
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
-            comm = self._comm(given["group"] or dist.group.WORLD)
-            call = Call(name, comm, self._counts[comm], given)
-            self._counts[comm] += 1
-            read, written = ([given[a]] for a in MEMORY[name])
-            if name == "broadcast":
-                unused = written if call.source == dist.get_rank() else read
-                unused.clear()
-            call.reads = [self.bytes_of(t) for t in tree_leaves(read)]
-            call.writes = [self.bytes_of(t) for t in tree_leaves(written)]
+            call = Call(name, self, given)
             self.launched(call)
             is_async, given["async_op"] = given["async_op"], True
             own = original(*bound.args, **bound.kwargs) if self.moves else None
-            if name == "all_gather" and not self.moves:
-                self._answer(given)
-            work = Work(self, call, (read, written), own)
+            if name == "all_gather" and not call.is_fake and not self.moves:
+                # All ranks say the same when they build an engine.
+                with _disable_current_modes():
+                    for target in call.target:
+                        target.copy_(call.sent)
+            work = Work(self, call, own)
             return work if is_async else work.wait() and None
 
         return recorded
 
-    @staticmethod
-    def _answer(given: Mapping) -> None:
-        """All ranks say the same when they build an engine."""
-        if type(given["tensor"]) is torch.Tensor:
-            with _disable_current_modes():
-                for target in given["tensor_list"]:
-                    target.copy_(given["tensor"])
-
-    def _comm(self, group: Any) -> Comm:
+    def comm_of(self, group: Any) -> Comm:
+        group = group or dist.group.WORLD
         ranks = tuple(dist.get_process_group_ranks(group))
         names = self._names[ranks]
         if group.group_name not in names:
@@ -430,7 +447,9 @@ class Rank:
             # DTensor's caches confuse equal meshes of different worlds.
             names = tuple(f"m{next(_meshes)}" for _ in range(ranks.ndim))
             if (of.ranks, of.sizes) not in self.meshes:
-                made = DeviceMesh(self.device, ranks, mesh_dim_names=names)
+                made = DeviceMesh(
+                    self.device.split(":")[0], ranks, mesh_dim_names=names
+                )
                 self.meshes[of.ranks, of.sizes] = made
         if self.device != "cpu":
             enter(FakeTensorMode())

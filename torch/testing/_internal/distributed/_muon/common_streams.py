@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed._muon.common_rules import (
-    BLIND,
     Bytes,
     Call,
     Comm,
@@ -34,7 +33,13 @@ if TYPE_CHECKING:
 
 # Operations whose result the host needs.
 READING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked", "unique")
+# Operations that only make a tensor, or say what it is.
+NO_WORK = ("empty", "new_empty", "device", "is_pinned", "record", "_record")
 COMPUTE, HOST = "compute", "host"
+
+
+def is_on_host(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and value.device.type == "cpu"
 
 
 class Node(NamedTuple):
@@ -68,11 +73,14 @@ class Accelerator(Recorder):
         self.live = self.peak = 0
         self._recorded_on: dict[int, set[Any]] = defaultdict(set)
         self._free: dict[Any, list[tuple[int, set[int]]]] = defaultdict(list)
-        self._is_steady = False
+        # Nodes whose results are on their way to the host, by storage.
+        self._arriving: dict[int, int] = {}
+        # The first node of the step; none while the engine is built.
+        self._began: int | None = None
 
     def begin(self) -> None:
         super().begin()
-        self._is_steady = True
+        self._began = len(self.nodes)
         self.operations, self.peak = [], self.live
 
     def __enter__(self) -> Any:
@@ -82,13 +90,24 @@ class Accelerator(Recorder):
             number = self.number_of(tensor.untyped_storage())
             self._recorded_on[number].add(stream.queue)
 
+        def synchronize(*_: Any) -> None:
+            self.host_waits(set(self._last.values()), "the device")
+
         for of, name, stand_in in (
-            (torch, "Stream", lambda *_, **__: Stream(self, object())),
-            (torch, "Event", lambda *_, **__: Event(self)),
-            (torch.accelerator, "current_stream", lambda *_: Stream(self)),
+            (torch, "Stream", type("Stream", (Stream,), {"model": self})),
+            (torch, "Event", type("Event", (Event,), {"model": self})),
+            (torch.accelerator, "current_stream", lambda *_: self.stream()),
+            (torch.accelerator, "current_device_index", lambda: 0),
+            (torch.accelerator, "is_available", lambda: True),
+            (torch.accelerator, "synchronize", synchronize),
             (torch.Tensor, "record_stream", record_stream),
         ):
             self._patches.enter_context(mock.patch.object(of, name, stand_in))
+        return found
+
+    def stream(self) -> Stream:
+        found = torch.Stream()
+        found.queue = self.current[-1]
         return found
 
     # Edges
@@ -102,6 +121,22 @@ class Accelerator(Recorder):
     def here(self, queue: Any = None) -> set[int]:
         found = self._last.get(queue or self.current[-1])
         return set() if found is None else {found}
+
+    def host_waits(self, needs: set[int], reason: str) -> None:
+        """It may wait for what comes before the step."""
+        if self._began is not None and max(needs, default=-1) >= self._began:
+            self.problems.append(f"the host waits for {reason}")
+        self.add(HOST, None, needs)
+
+    def _precedes(self, one: int, queue: Any) -> bool:
+        """Whether the node is done when the last node of the queue is."""
+        todo, seen = list(self.here(queue)), set()
+        while todo:
+            at = todo.pop()
+            if at >= one and at not in seen:
+                seen.add(at)
+                todo += self.nodes[at].needs
+        return one in seen
 
     def launched(self, call: Call) -> None:
         key = call.comm, call.name
@@ -166,13 +201,11 @@ class Accelerator(Recorder):
             self._pinned.add(self.number_of(made[0].untyped_storage()))
         if name.startswith(("copy_", "_to_copy")) and len(kinds | there) > 1:
             is_late = kwargs.get("non_blocking") or args[2:3] == (True,)
-            on_host = [t for t in given if t.device.type == "cpu"]
+            on_host = filter(is_on_host, given)
             numbers = [self.number_of(t.untyped_storage()) for t in on_host]
             waits = not (is_late and self._pinned.issuperset(numbers))
-        if waits and self._is_steady:
-            self.problems.append(f"the host waits for {func}")
         if kinds | there:
-            self._trace(func, args, kwargs, found, kinds | there, waits)
+            self._trace(func, args, kwargs, found, kinds | there, bool(waits))
         return found
 
     def _trace(self, func, args, kwargs, found, kinds, waits):
@@ -191,17 +224,22 @@ class Accelerator(Recorder):
                 self._home[number] = HOST
             else:
                 self._made(number)
-        if not (
-            func.is_view and "lift" not in func.__name__
-        ) and not func.__name__.startswith(
-            ("empty", "new_empty", *BLIND[:1], *BLIND[3:6])
-        ):
-            kept = {**kwargs, "device": "cpu"} if "device" in kwargs else kwargs
-            kept = {**kept, "pin_memory": False} if "pin_memory" in kept else kept
-            work = tree_map(self._described, (args, kept, found if is_new else None))
-            node = self.add(queue, (func, *work))
-            if waits:
-                self.add(HOST, None, {node})
+        name = func.__name__
+        if (func.is_view and "lift" not in name) or name.startswith(NO_WORK):
+            return
+        for number in before & self._arriving.keys() if queue == HOST else ():
+            if not self._precedes(self._arriving[number], HOST):
+                self.problems.append(f"{func} on the host is too early")
+        kept = {**kwargs, "device": "cpu"} if "device" in kwargs else kwargs
+        kept = {**kept, "pin_memory": False} if "pin_memory" in kept else kept
+        work = tree_map(self._described, (args, kept, found if is_new else None))
+        node = self.add(queue, (func, *work))
+        if len(kinds) > 1 and queue != HOST:
+            on_host = [t for t in tree_leaves((args[:1], found)) if is_on_host(t)]
+            for tensor in on_host:
+                self._arriving[self.number_of(tensor.untyped_storage())] = node
+        if waits:
+            self.host_waits({node}, f"{func}")
 
     def _described(self, value: Any) -> Any:
         if isinstance(value, FakeTensor):
@@ -213,9 +251,10 @@ class Accelerator(Recorder):
 
 
 class Stream:
-    def __init__(self, model: Accelerator, queue: Any = None) -> None:
-        self.model = model
-        self.queue = queue or model.current[-1]
+    model: Accelerator
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.queue: Any = object()
 
     def __enter__(self) -> None:
         self.model.current.append(self.queue)
@@ -230,31 +269,22 @@ class Stream:
         self.model.add(self.queue, None, event.needs)
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self.model)
+        event = event or torch.Event()
         event.record(self)
         return event
 
-    def synchronize(self) -> None:
-        self.model.problems.append("the host waits for a stream")
-        self.model.add(HOST, None, self.model.here(self.queue))
-
 
 class Event:
-    def __init__(self, model: Accelerator) -> None:
-        self.model, self.needs = model, set()
+    model: Accelerator
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.needs: set[int] = set()
 
     def record(self, stream: Stream | None = None) -> None:
         self.needs = self.model.here(stream and stream.queue)
 
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or Stream(self.model)).wait_event(self)
-
     def synchronize(self) -> None:
-        self.model.add(HOST, None, self.needs)
-
-    def query(self) -> bool:
-        self.synchronize()
-        return True
+        self.model.host_waits(self.needs, "an event")
 
 
 class Replay:
@@ -364,7 +394,7 @@ class Replay:
             found = reads[first.source]
         else:
             found = [reads[r][0].clone() for r in ranks]
-            if first.name == "all_gather_into_tensor":
+            if first.name != "all_gather":
                 found = [torch.cat([one.flatten() for one in found])]
         for target in writes.values():
             for one, value in zip(target, found):
