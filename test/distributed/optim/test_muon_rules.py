@@ -107,7 +107,11 @@ def step_of(program, rank, recorder, device="cpu"):
             one.build()
             one.step()
             recorder.begin()
-            one.step()
+            try:
+                one.step()
+            finally:
+                # Another tensor takes memory that the step has freed.
+                torch.empty(1, device=device)
     return recorder
 
 
@@ -116,8 +120,8 @@ def play(program):
     return {rank: step_of(program, rank, Recorder()) for rank in range(program.world)}
 
 
-class Stumbles(Recorder):
-    """Raises an error at one of the operations."""
+class Stumbles:
+    """To be put before a recorder: raises an error at one of the operations of a step."""
 
     def __init__(self, at):
         super().__init__()
@@ -132,6 +136,14 @@ class Stumbles(Recorder):
         self.at -= 1
         if self.at == 0:
             raise ArithmeticError("stumbled")
+
+
+class StumblesOnCPU(Stumbles, Recorder):
+    pass
+
+
+class StumblesOnAccelerator(Stumbles, Accelerator):
+    pass
 
 
 BOUND = torch.device("lazy:0")
@@ -230,18 +242,28 @@ class TestMuonRules(TestCase):
     def test_a_rank_that_stumbles(self, program, data):
         """It launches nothing more, and waits for what it has launched."""
         rank = data.draw(st.integers(0, program.world - 1))
-        whole = step_of(program, rank, Stumbles(0))
+        self.check_stumbling(program, rank, data, StumblesOnCPU, "cpu")
+
+    def check_stumbling(self, program, rank, data, recorder, device):
+        whole = step_of(program, rank, recorder(0), device)
         if whole.at == 0:
             return
-        stumbles = Stumbles(data.draw(st.integers(1, -whole.at)))
+        stumbles = recorder(data.draw(st.integers(1, -whole.at)))
         with self.assertRaisesRegex(ArithmeticError, "stumbled"):
-            step_of(program, rank, stumbles)
+            step_of(program, rank, stumbles, device)
         self.assertEqual(stumbles.problems, [])
         before, after = (
             [(call.comm, call.said) for what, call in one.log if what == "launch"]
             for one in (whole, stumbles)
         )
         self.assertEqual(before[: len(after)], after)
+
+    @fuzz(12)
+    @given(st.sampled_from(("levels", "levels, relayed", "groups, divided")), st.data())
+    def test_a_rank_that_stumbles_on_an_accelerator(self, name, data):
+        """What it frees is given out again after those who use it."""
+        program = PROGRAMS[name]._replace(options=(("foreach", True),))
+        self.check_stumbling(program, 1, data, StumblesOnAccelerator, "lazy:0")
 
     def test_broken_order(self):
         """Other sizes; one that a rank leaves out; a ring of waits; one on a device with one queue."""
@@ -473,17 +495,23 @@ class TestMuonRules(TestCase):
 
     # Streams
 
+    def check_streams(self, program):
+        parts, *others = found = records(program)
+        self.check(parts)
+        (first,) = outcomes(*found, [None])
+        self.assertTrue(all(tensor.isfinite().all() for tensor in first))
+        self.assertEqual(differ(found), 0)
+
     def test_streams(self):
         """Any order that the streams, events and handles allow gives the same bits."""
-        for name in ("relayed", "levels", "divided", "levels, relayed"):
+        for name, program in PROGRAMS.items():
             with self.subTest(name):
-                parts, *others = found = records(PROGRAMS[name])
-                self.assertEqual(
-                    [p for part in parts.values() for p in part.problems], []
-                )
-                (first,) = outcomes(*found, [None])
-                self.assertTrue(all(tensor.isfinite().all() for tensor in first))
-                self.assertEqual(differ(found), 0)
+                self.check_streams(program)
+
+    @fuzz(6)
+    @given(programs())
+    def test_drawn_streams(self, program):
+        self.check_streams(program)
 
     def test_streams_train_as_one_process(self):
         program = PROGRAMS["relayed"]._replace(options=(("foreach", True),))

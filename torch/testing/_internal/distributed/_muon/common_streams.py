@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
@@ -73,6 +73,8 @@ class Accelerator(Recorder):
         self.live = self.peak = 0
         self._recorded_on: dict[int, set[Any]] = defaultdict(set)
         self._free: dict[Any, list[tuple[int, set[int]]]] = defaultdict(list)
+        # Of a storage: the last node of each queue that uses it.
+        self._users: dict[int, dict[Any, int]] = defaultdict(dict)
         # Nodes whose results are on their way to the host, by storage.
         self._arriving: dict[int, int] = {}
         # The first node of the step; none while the engine is built.
@@ -128,9 +130,13 @@ class Accelerator(Recorder):
             self.problems.append(f"the host waits for {reason}")
         self.add(HOST, None, needs)
 
-    def _precedes(self, one: int, queue: Any) -> bool:
-        """Whether the node is done when the last node of the queue is."""
-        todo, seen = list(self.here(queue)), set()
+    def _uses(self, node: int, storages: Iterable[int]) -> None:
+        for storage in storages:
+            self._users[storage][self.nodes[node].queue] = node
+
+    def _precedes(self, one: int, other: int) -> bool:
+        """Whether the node is done when the other one is."""
+        todo, seen = [other], set()
         while todo:
             at = todo.pop()
             if at >= one and at not in seen:
@@ -147,6 +153,7 @@ class Accelerator(Recorder):
         super().launched(call)
         if call.is_fake:
             call.node = self.add(call.comm, call, self.here())
+            self._uses(call.node, (one.storage for one in call.reads + call.writes))
 
     def waited(self, call: Call) -> None:
         super().waited(call)
@@ -166,7 +173,12 @@ class Accelerator(Recorder):
         queue = self._home[storage] = self.current[-1]
         blocks = [*self._free.pop(queue, ()), (storage, set())]
         needs = set().union(*(needs for _, needs in blocks))
-        self.add(queue, [storage for storage, _ in blocks], needs)
+        node = self.add(queue, [storage for storage, _ in blocks], needs)
+        for user in {n for of, _ in blocks for n in self._users.pop(of, {}).values()}:
+            if not self._precedes(user, node):
+                self.problems.append(
+                    f"memory is given out that {self.nodes[user]} uses"
+                )
         self.live += self.sizes[storage]
         self.peak = max(self.peak, self.live)
 
@@ -228,12 +240,13 @@ class Accelerator(Recorder):
         if (func.is_view and "lift" not in name) or name.startswith(NO_WORK):
             return
         for number in before & self._arriving.keys() if queue == HOST else ():
-            if not self._precedes(self._arriving[number], HOST):
+            if not self._precedes(self._arriving[number], self._last.get(HOST, -1)):
                 self.problems.append(f"{func} on the host is too early")
         kept = {**kwargs, "device": "cpu"} if "device" in kwargs else kwargs
         kept = {**kept, "pin_memory": False} if "pin_memory" in kept else kept
         work = tree_map(self._described, (args, kept, found if is_new else None))
         node = self.add(queue, (func, *work))
+        self._uses(node, before | after)
         if len(kinds) > 1 and queue != HOST:
             on_host = [t for t in tree_leaves((args[:1], found)) if is_on_host(t)]
             for tensor in on_host:
