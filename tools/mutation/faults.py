@@ -194,29 +194,29 @@ FAULTS = (
         "the next gather takes a slot before its updates are applied",
         PIPELINE,
         (
-            "            if self.one_at_a_time:\n"
-            "                _exhaust(task)\n"
-            "            elif k > 0:\n"
-            "                next(tasks[k - 1])\n"
-            "            # Its slot was that of bucket k-1, whose results are applied now.\n"
-            "            if k + ahead < len(tasks):\n"
-            "                next(tasks[k + ahead])\n"
+            "        if one_at_a_time:\n"
+            "            _exhaust(task)\n"
+            "        elif k > 0:\n"
+            "            next(tasks[k - 1], None)\n"
+            "        # Its slot was that of bucket k-1, whose results are applied now.\n"
+            "        if k + ahead < len(tasks):\n"
+            "            next(tasks[k + ahead])\n"
         ),
         (
-            "            if k + ahead < len(tasks):\n"
-            "                next(tasks[k + ahead])\n"
-            "            if self.one_at_a_time:\n"
-            "                _exhaust(task)\n"
-            "            elif k > 0:\n"
-            "                next(tasks[k - 1])\n"
+            "        if k + ahead < len(tasks):\n"
+            "            next(tasks[k + ahead])\n"
+            "        if one_at_a_time:\n"
+            "            _exhaust(task)\n"
+            "        elif k > 0:\n"
+            "            next(tasks[k - 1], None)\n"
         ),
         (f"{LAYOUTS}prefetch_and_async_change_nothing",),
     ),
     Fault(
         "prefetch counts a rank's own buckets instead of each group's",
         PIPELINE,
-        "        ahead = self.prefetch_count + 1\n",
-        "        ahead = self.prefetch_count + 1 if len(buckets) > 1 else 0\n",
+        "    for task in tasks[:ahead]:\n        next(task)\n    yield\n",
+        "    for task in tasks[: ahead if len(tasks) > 1 else 0]:\n        next(task)\n    yield\n",
         (f"{LAYOUTS}second_group_on_half_of_the_ranks",),
     ),
     Fault(
@@ -514,8 +514,8 @@ FAULTS = (
     Fault(
         "a parameter that takes another's place begins without momentum",
         ENGINE,
-        "        take_momentum(self.params, params, states, self.rank == 0)\n",
-        "",
+        "            take_momentum(former.params, params, states, self.rank == 0)\n",
+        "            pass\n",
         (f"{REPLACED}equal_placements_named_True",),
     ),
     Fault(

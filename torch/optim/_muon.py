@@ -537,18 +537,23 @@ class Muon(Optimizer):
         self._needs_config = False
         super().__init__(params, defaults)
         if self._distributed_config is not None:
-            self._build_engine(self._distributed_config)
+            self._build_engine()
 
-    def _build_engine(self, config: DistributedConfig) -> None:
-        """Builds the engine together with the other ranks."""
-        from torch.optim._muon_engine.engine import Engine, take_momentum
+    def _build_engine(self) -> Engine:
+        """Builds the engine together with the other ranks. Parameters may have changed since the last time."""
+        from torch.optim._muon_engine.engine import Engine
 
-        former, params = self._engine, _params_of(self.param_groups)
-        # The other ranks wait for this one, so a problem is raised after they have learned of it.
-        what = self._allow_batched_matrices, self._problem(), former
-        self._engine = Engine(config, params, *what)
-        if former is not None:
-            take_momentum(former.params, params, self.state, self.current_rank == 0)
+        config: Any = self._distributed_config
+        self._engine = Engine(
+            config,
+            _params_of(self.param_groups),
+            self.state,
+            self._allow_batched_matrices,
+            # The other ranks wait for this one, so they learn of a problem before it is raised.
+            self._problem(),
+            self._engine,
+        )
+        return self._engine
 
     def _problem(self, first_group: int = 0) -> ValueError | None:
         config, stacks = self._distributed_config, self._allow_batched_matrices
@@ -651,7 +656,7 @@ class Muon(Optimizer):
                 if problem is not None:
                     raise problem
             elif self._engine is not None:
-                self._build_engine(self._distributed_config)
+                self._build_engine()
         except BaseException:
             self.param_groups.pop()
             raise
@@ -762,9 +767,8 @@ class Muon(Optimizer):
             grads += [p.grad for p in group["params"]]
         if not engine.matches(tensors):
             # Frameworks replace parameters, or the tensors behind them, after construction.
-            params = _params_of(self.param_groups)
-            engine = engine.rebuilt(params, self.state, self._problem())
-            self._engine = engine
+            engine.meet(tensors)
+            engine = self._build_engine()
         engine.step(formulas, grads, self.state)
 
 
@@ -867,7 +871,7 @@ def _distributed_muon(
     states: dict[Tensor, Any] = {p: {"momentum_buffer": buf} for p, buf in bufs}
     given = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
     takes_stacks = any(p.ndim > 2 for p in params)
-    engine = Engine(config, given, takes_stacks, is_lasting=False)
+    engine = Engine(config, given, states, takes_stacks, is_lasting=False)
     engine.begin_step()
     engine.step([formulas] * len(params), grads, states)
 

@@ -202,13 +202,12 @@ def _config(
             f"owners_per_matrix must be an int >= 1 but is {owners_per_matrix!r}"
         )
     # These functions import torch.distributed.
-    from torch.optim._muon_engine.callbacks import ConfigFunctions
+    from torch.optim._muon_engine import callbacks
 
-    functions = ConfigFunctions()
     return DistributedConfig(
-        assign_fn=functions.assign,
-        gather_fn=functions.gather,
-        redistribute_fn=functions.redistribute,
+        assign_fn=callbacks.assign,
+        gather_fn=callbacks.gather,
+        redistribute_fn=callbacks.redistribute,
         state=state,
         async_gpu_parallelism=async_gpu_parallelism,
         prefetch_count=prefetch_count,

@@ -6,8 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import copy_context
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,13 +17,13 @@ from torch.optim._muon_engine import process_groups
 from torch.optim._muon_engine.agreement import agree, Signature
 from torch.optim._muon_engine.callbacks import (
     are_factorys,
-    CallbackStep,
+    call_assign_fn,
     choose_owners,
-    forms_of_engine,
+    FunctionStep,
     reader_of,
 )
 from torch.optim._muon_engine.config import DistributedConfig
-from torch.optim._muon_engine.hints import Hints, warn_if_unshared
+from torch.optim._muon_engine.hints import Hints
 from torch.optim._muon_engine.layouts import larger_first, Layout, listed, process_rank
 from torch.optim._muon_engine.layouts.dtensor import count_version
 from torch.optim._muon_engine.process_groups import FailureNotes, spanning_group
@@ -56,6 +54,7 @@ class Engine:
     Args:
         config: its functions, state and flags. They are read here, once.
         params: all parameters, in the order of their indices.
+        states: the optimizer's. Parameters that replace others may inherit their momentum.
         takes_stacks: whether a parameter may be a stack of matrices.
         error: an error that this rank found already. The other ranks learn of it before it is raised.
         former: the optimizer's engine before its parameters changed. An error of its last step that no
@@ -72,13 +71,13 @@ class Engine:
         self,
         config: DistributedConfig,
         params: Sequence[Param],
+        states: States,
         takes_stacks: bool = False,
         error: BaseException | None = None,
         former: "Engine | None" = None,
         is_lasting: bool = True,
     ) -> None:
         self.config = config
-        self._is_lasting = is_lasting
         self.params = params
         self.flags = _flags_of(config)
         self.reader = former.reader if former else reader_of(config.state, takes_stacks)
@@ -91,7 +90,7 @@ class Engine:
         self.groups: dict[tuple[int, ...], ProcessGroup | None] = {}
         # Ranks that share matrices -> which of the optimizers over these ranks this one is.
         self.numbers: dict[tuple[int, ...], int] = {}
-        self._runner: Pipeline | CallbackStep | None = None
+        self._runner: Pipeline | FunctionStep | None = None
         if former is not None:
             error = former.new_failure() or error
             self.failure = former.failure
@@ -100,15 +99,14 @@ class Engine:
         # Indices and loads need values, in a dry run with fake tensors, too.
         with unset_fake_temporarily():
             try:
-                self._build(error, former)
+                self._build(error, former, is_lasting)
             except Exception as found:
                 for step in (self.steps, self.steps + 1):
                     self._notes(step).leave(found)
                 raise
+        if former is not None:
+            take_momentum(former.params, params, states, self.rank == 0)
         self._hints = Hints(self.schedule.layouts, self.rank)
-        is_first = former is None and self.rank == 0 and self.world_size > 1
-        if self.reader is not None and is_first:
-            warn_if_unshared(config.state, params)
         # Parameters on meta will be materialized, which builds another engine.
         is_meta = any(param.tensor.is_meta for param in params)
         if self.runs_on_engine and self.device.type != "cpu" and not is_meta:
@@ -128,9 +126,11 @@ class Engine:
         found = dist.get_world_size() if initialized else 1
         return self.config.state.get("world_size", found)
 
-    @cached_property
+    @property
     def device(self) -> torch.device:
         """Where collectives take their memory."""
+        if isinstance(self._runner, Pipeline):
+            return self._runner.device
         if self.reader is None:
             return torch.device("cpu")
         return self.reader.device_of([param.tensor for param in self.params])
@@ -143,7 +143,9 @@ class Engine:
 
     # Building
 
-    def _build(self, error: BaseException | None, former: "Engine | None") -> None:
+    def _build(
+        self, error: BaseException | None, former: "Engine | None", is_lasting: bool
+    ) -> None:
         """Reads, assigns, agrees with the other ranks, and makes the schedule."""
         tensors = [param.tensor for param in self.params]
         layouts: list[Layout] = []
@@ -167,7 +169,7 @@ class Engine:
             return
         known = self.reader.sharing(tensors)
         kept = [param.tensor for param in (former or self).params]
-        self._agree(known, layouts, owners, kept, error)
+        self._agree(known, layouts, owners, kept, error, is_lasting)
         self.schedule = buckets.make_schedule(
             layouts,
             owners,
@@ -186,22 +188,17 @@ class Engine:
 
     def _assign(self, tensors: list[Tensor], layouts: Sequence[Layout]) -> list[int]:
         """Fills ``assignments``. Returns the owner of each layout."""
-        state = self.config.state
+        entries = {}
         if self.reader is not None:
-            self.reader.describe_state(state)
-            if not (self.runs_on_engine and are_factorys(self.config, "assign")):
-                # For a user's assign_fn.
-                state.setdefault("rank", self.rank)
-                state.setdefault("world_size", self.world_size)
+            self.reader.describe_state(self.config.state)
             if not self.runs_on_engine:
                 _check_stacks(self.params, layouts)
             if are_factorys(self.config, "assign"):
                 near = process_groups.ranks_per_node()
                 owners, self.assignments = choose_owners(tensors, layouts, near)
                 return owners
-        context = copy_context()
-        context.run(forms_of_engine.set, [param.form for param in self.params])
-        assignments = context.run(self.config.assign_fn, list(tensors), state)
+            entries = {"rank": self.rank, "world_size": self.world_size}
+        assignments = call_assign_fn(self.config, tensors, layouts, **entries)
         described = [param.described for param in self.params]
         check_assignments(assignments, described, self.world_size)
         self.assignments = {rank: list(owned) for rank, owned in assignments.items()}
@@ -214,6 +211,7 @@ class Engine:
         owners: Sequence[int],
         kept: Sequence[Tensor],
         error: BaseException | None,
+        is_lasting: bool,
     ) -> None:
         """Makes the group of each set of ranks in ``known``, and compares signatures in it.
 
@@ -245,7 +243,7 @@ class Engine:
                 group, signatures, self.numbers[ranks], error
             )
             process_groups.set_optimizer_number(ranks, self.numbers[ranks] + 1)
-            if found is None and self._is_lasting:
+            if found is None and is_lasting:
                 process_groups.move_first_owner(ranks, len(mine))
             error = error or found
         if error is not None:
@@ -265,33 +263,26 @@ class Engine:
             param.is_unchanged(tensor) for param, tensor in zip(self.params, tensors)
         )
 
-    def rebuilt(
-        self,
-        params: Sequence[Param],
-        states: States,
-        error: BaseException | None = None,
-    ) -> "Engine":
-        """The engine for ``params``, which have changed. All ranks that share matrices come here."""
-        if self.reader is not None:
-            groups = {
-                ranks: [group]
-                for ranks in self.numbers
-                if (group := self.groups[ranks]) is not None
-            }
-            groups = {**groups, **self.reader.meeting([p.tensor for p in params])}
-            # Ranks that are in the step already find this note after their collective failed.
-            self._notes().leave(
-                "it found changed parameters in step(), and waits for the other ranks to change them too"
+    def meet(self, tensors: Sequence[Tensor]) -> None:
+        """Waits in ``step()`` until all ranks that share matrices have found that parameters changed."""
+        if self.reader is None:
+            return
+        groups = {
+            ranks: [group]
+            for ranks in self.numbers
+            if (group := self.groups[ranks]) is not None
+        }
+        groups = {**groups, **self.reader.meeting(tensors)}
+        # Ranks that are in the step already find this note after their collective failed.
+        self._notes().leave(
+            "it found changed parameters in step(), and waits for the other ranks to change them too"
+        )
+        for ranks in larger_first(groups):
+            name = str(self.numbers.get(ranks, "new"))
+            process_groups.rendezvous(
+                ranks, process_groups.group_timeout(groups[ranks]), name
             )
-            for ranks in larger_first(groups):
-                name = str(self.numbers.get(ranks, "new"))
-                process_groups.rendezvous(
-                    ranks, process_groups.group_timeout(groups[ranks]), name
-                )
-            self._notes().take_back()
-        engine = Engine(self.config, params, False, error, self)
-        take_momentum(self.params, params, states, self.rank == 0)
-        return engine
+        self._notes().take_back()
 
     # Running
 
@@ -341,7 +332,7 @@ class Engine:
 
     def _begin(
         self, formulas: Sequence[Any], grads: Sequence[Tensor | None], states: States
-    ) -> Pipeline | CallbackStep:
+    ) -> Pipeline | FunctionStep:
         """Checks, and sets momentum and gradients. Returns what runs the step.
 
         The first step makes every momentum buffer, so that checkpoints are the same on all ranks.
@@ -373,7 +364,7 @@ class Engine:
                 raise RuntimeError(f"another rank failed before this step. {reason}")
         if self.runs_on_engine:
             return self._pipeline()
-        self._runner = CallbackStep(self)
+        self._runner = FunctionStep(self)
         return self._runner
 
     def _fail(self, error: BaseException, is_fatal: bool) -> None:
@@ -423,14 +414,17 @@ def _flags_of(config: DistributedConfig) -> tuple[bool, int]:
 
 def _check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
     """A user's functions go by parameter. Ranks with different matrices would call them in other orders."""
-    held = Counter(layout.key.index for layout in layouts)
+    counts = Counter(layout.key.index for layout in layouts)
     for index, param in enumerate(params):
         shape, (split, flatten) = param.tensor.shape, param.form
         expected = math.prod(shape[:-2]) * max(1, len(split))
-        if len(shape) > 2 and not flatten and held[index] != expected:
+        if counts[index] != expected and not (flatten and len(shape) > 2):
+            what = "a stack of matrices of which ranks hold different ones"
+            if len(shape) < 3:
+                what = f"a flat parameter with {counts[index]} matrices"
             raise ValueError(
-                f"{param.described} is a stack of matrices of which ranks hold different ones, which your own functions "
-                "cannot tell apart; leave gather_fn and redistribute_fn as the factory made them"
+                f"{param.described} is {what}, which your own functions cannot tell apart; leave gather_fn and "
+                "redistribute_fn as the factory made them"
             )
 
 

@@ -15,7 +15,7 @@ from torch import nn, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.optim._muon_engine.agreement import all_gather_object
+from torch.optim._muon_engine.agreement import all_gather_uneven
 from torch.optim._muon_engine.layouts import (
     dtensor,
     fsdp1,
@@ -226,51 +226,54 @@ class Reader:
     # The round trip
 
     def shape_of(self, index: int) -> torch.Size:
-        """The shape of what :meth:`whole` returns for parameter ``index``."""
-        (layout, *_), like = self._known[index]
+        """The shape of the tensor that :meth:`whole` returns for parameter ``index``."""
+        layouts, like = self._known[index]
         if isinstance(like, DTensor):
             return like.shape
-        leading = () if self._form(index)[1] else like.shape[:-2]
-        return torch.Size((*leading, *layout.shape))
+        rows, columns = layouts[0].shape
+        if self._form(index)[1]:
+            inner = like.shape[2:]
+            return torch.Size((rows, columns // math.prod(inner), *inner))
+        return torch.Size((*like.shape[:-2], rows, columns))
 
     def whole(self, tensor: Tensor, index: int) -> Tensor:
-        """The full matrix of parameter ``index``, of which ``tensor`` is this rank's piece."""
+        """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
         self.groups.check_tp_dim(tensor, index)
         layouts, like = self._known.get(index, ([], tensor))
         flatten = self._form(index)[1]
         if isinstance(tensor, DTensor):
-            layouts = self.dtensors.of(Key(index), tensor, flatten)
-            if tensor.ndim > 2:
-                self._known[index] = layouts, tensor
-                return tensor.full_tensor()
+            layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
         elif not layouts or (len(layouts) == 1 and like.shape != tensor.shape):
             local = _LocalReader(self)
             local.add(Key(index), tensor, flatten)
             layouts = local.exchange({index: tensor}, None)
-        self._known[index] = layouts, tensor
-        (layout, *others) = layouts
-        if len(layout.group) == 1:
-            return dtensor.local_part(tensor)
-        if others:
+        if len(layouts) > 1 and tensor.ndim < 3:
             raise ValueError(
-                f"parameter {index} holds {len(layouts)} matrices, which gather_fn and redistribute_fn cannot hand over "
-                "as one. They work for a flat parameter if every FSDP unit holds a single matrix"
+                f"parameter {index} holds {len(layouts)} matrices, which gather_fn and redistribute_fn cannot hand over as "
+                "one. They work for a flat parameter if every FSDP unit holds a single matrix"
             )
+        self._known[index] = layouts, tensor
+        piece, shape = dtensor.local_part(tensor), self.shape_of(index)
+        ranks = layouts[0].group
+        if isinstance(tensor, DTensor):
+            ranks = self.dtensors.mesh_ranks(tensor)
+        if len(ranks) == 1:
+            return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.
         given = [*self.groups.shared_over().values()]
-        known = {layout.group: given, **self.sharing([tensor])}[layout.group]
-        parts = _all_gather(
-            dtensor.local_part(tensor), spanning_group(layout.group, known)
-        )
-        full = dtensor.local_part(tensor).new_zeros(layout.shape)
+        known = {ranks: given, **self.sharing([tensor])}[ranks]
+        flat = all_gather_uneven(piece.reshape(-1), spanning_group(ranks, known))
+        parts = dict(zip(ranks, flat, strict=True))
         # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
-        for rank, *_ in layout.shards.replica_sets:
-            for region in layout.shards.of(rank):
-                region.of_matrix(full).add_(region.of_local(parts[rank]))
-        return full
+        full = piece.new_zeros(len(layouts), *layouts[0].shape)
+        for number, layout in enumerate(layouts):
+            for rank, *_ in layout.shards.replica_sets:
+                for region in layout.shards.of(rank):
+                    region.of_matrix(full[number]).add_(region.of_local(parts[rank]))
+        return full.view(shape)
 
     def piece(self, full: Tensor, index: int, owner: int) -> Tensor:
-        """This rank's piece of the matrix ``full`` of ``owner``, cut without communication."""
+        """This rank's piece of the tensor ``full`` of ``owner``, cut without communication."""
         layouts, like = self._known.get(index, ([], full))
         if not layouts and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
@@ -279,22 +282,9 @@ class Reader:
             )
         if not isinstance(like, DTensor):
             if not layouts or len(layouts[0].group) == 1:
-                return full
+                return full if full.shape == like.shape else full.reshape(like.shape)
         local = full.new_zeros(dtensor.local_part(like).shape)
         return dtensor.like_param(like, dtensor.cut_out(layouts, full, local, owner))
-
-
-def _all_gather(local: Tensor, group: ProcessGroup) -> dict[int, Tensor]:
-    """Each rank's local tensor by rank. Sizes differ, so the tensors are padded."""
-    shapes = all_gather_object(tuple(local.shape), group)
-    sizes = [math.prod(shape) for shape in shapes]
-    padded = local.new_zeros(max(sizes))
-    padded[: local.numel()].copy_(local.reshape(-1))
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded, group=group)
-    found = zip(gathered, sizes, shapes, strict=True)
-    parts = [flat[:size].view(shape) for flat, size, shape in found]
-    return dict(zip(_ranks(group), parts, strict=True))
 
 
 class _LocalReader:

@@ -6,7 +6,7 @@ results of bucket k-1 are on their way back.
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
@@ -153,50 +153,17 @@ class Pipeline:
         # A collective of DTensor's may move a gradient. None of the engine's may be in flight then.
         for param in self.params:
             param.place_gradient()
+        tasks: dict[Hashable, list[Iterator[None]]] = {}
+        for bucket in self.buckets:
+            of_group = tasks.setdefault(bucket.bucket.group, [])
+            relaying = of_group[-2] if len(of_group) > 1 else iter(())
+            of_group.append(self._process(bucket, relaying))
         order = [bucket.bucket.group for bucket in self.buckets]
-        turns = {
-            group: self._overlap([b for b in self.buckets if b.bucket.group == group])
-            for group in dict.fromkeys(order)
-        }
-        for turn in turns.values():
-            next(turn)
-        for group in order:
-            next(turns[group])
-        # By the last bucket of each group, which keeps the one order of all ranks.
-        for group in reversed(dict.fromkeys(reversed(order))):
-            for _ in turns[group]:
-                pass
+        run_in_turn(order, tasks, self.prefetch_count, self.one_at_a_time)
         self._at = "statuses", [m for s in self.statuses for m in s.matrices]
         for statuses in self.statuses:
             statuses.finish()
         self._at = "", ()
-
-    def _overlap(self, buckets: Sequence[LocalBucket]) -> Iterator[None]:
-        """Runs the buckets of one group. Pauses after the first gathers and after each bucket's scatter.
-
-        From one pause to the next, this rank launches and awaits collectives of this group only, in an
-        order that is the same on all of its ranks. So ranks cannot wait for each other in a circle.
-        """
-        ahead = self.prefetch_count + 1
-        tasks: list[Iterator[None]] = []
-        for bucket in buckets:
-            relaying = tasks[-2] if len(tasks) > 1 else iter(())
-            tasks.append(self._process(bucket, relaying))
-        for task in tasks[:ahead]:
-            next(task)
-        yield
-        for k, task in enumerate(tasks):
-            next(task)
-            if self.one_at_a_time:
-                _exhaust(task)
-            elif k > 0:
-                next(tasks[k - 1])
-            # Its slot was that of bucket k-1, whose results are applied now.
-            if k + ahead < len(tasks):
-                next(tasks[k + ahead])
-            yield
-        for task in tasks[-2:]:
-            _exhaust(task)
 
     def _process(self, bucket: LocalBucket, relaying: Iterator[None]) -> Iterator[None]:
         """Brings one bucket from gradients to parameters. Other buckets go on where it pauses.
@@ -454,6 +421,56 @@ def _prepare_key(move: Move) -> Hashable:
 def _apply_key(move: Move) -> Hashable:
     matrix, _, update = move
     return id(matrix.param.formulas), matrix.layout.whole, update is None
+
+
+def run_in_turn(
+    order: Sequence[Hashable],
+    tasks: Mapping[Hashable, Sequence[Iterator[None]]],
+    prefetch_count: int,
+    one_at_a_time: bool = False,
+) -> None:
+    """Runs the tasks of several groups of ranks.
+
+    Args:
+        order: the group of each task, in the order of all ranks.
+        tasks: by group. A task pauses after the gather and after the scatter of a bucket.
+    """
+    turns = {
+        group: _overlap(of_group, prefetch_count + 1, one_at_a_time)
+        for group, of_group in tasks.items()
+    }
+    for turn in turns.values():
+        next(turn)
+    for group in order:
+        next(turns[group])
+    # By the last bucket of each group, which keeps the one order of all ranks.
+    for group in reversed(dict.fromkeys(reversed(order))):
+        _exhaust(turns[group])
+
+
+def _overlap(
+    tasks: Sequence[Iterator[None]], ahead: int, one_at_a_time: bool
+) -> Iterator[None]:
+    """Runs the tasks of one group. Pauses after the first ``ahead`` gathers and after each scatter.
+
+    From one pause to the next, this rank launches and awaits collectives of this group only, in an order
+    that is the same on all of its ranks. So ranks cannot wait for each other in a circle.
+    """
+    for task in tasks[:ahead]:
+        next(task)
+    yield
+    for k, task in enumerate(tasks):
+        next(task)
+        if one_at_a_time:
+            _exhaust(task)
+        elif k > 0:
+            next(tasks[k - 1], None)
+        # Its slot was that of bucket k-1, whose results are applied now.
+        if k + ahead < len(tasks):
+            next(tasks[k + ahead])
+        yield
+    for task in tasks[-2:]:
+        _exhaust(task)
 
 
 def _exhaust(task: Iterator[None]) -> None:

@@ -69,19 +69,17 @@ def attach_relays(
     rank: int,
     memory: Memory,
 ) -> None:
-    """Gives each bucket its relays, over memory that all buckets of a group share.
+    """Gives the buckets of each group their relays, over memory that these buckets share.
 
     A source packs all results of a bucket, which frees the bucket's slot at once. Results from other
     sources arrive in a ring, whose memory the next but one relay uses again.
     """
-    by_group: dict[tuple[int, ...], list[tuple[LocalBucket, Sequence[Relay]]]] = {}
-    for bucket, relays in buckets:
-        by_group.setdefault(bucket.bucket.group, []).append((bucket, relays))
-    for of_group in by_group.values():
-        sent, received = relay_sizes((relays for _, relays in of_group), rank)
+    for group in dict.fromkeys(bucket.bucket.group for bucket, _ in buckets):
+        ours = [pair for pair in buckets if pair[0].bucket.group == group]
+        sent, received = relay_sizes((relays for _, relays in ours), rank)
         outgoing = memory.empty(sent)
         incoming = [memory.empty(received) for _ in range(RELAYS_IN_FLIGHT)]
-        for bucket, relays in of_group:
+        for bucket, relays in ours:
             start, ring = 0, itertools.cycle(incoming)
             for relay in relays:
                 if relay.source == rank:
@@ -89,5 +87,5 @@ def attach_relays(
                     start += relay.pack.nbytes
                 else:
                     packed = BoundPack(relay.pack, next(ring))
-                group = groups[relay.replicas]
-                bucket.relays.append(LocalRelay(bucket, relay, packed, group, rank))
+                along = groups[relay.replicas]
+                bucket.relays.append(LocalRelay(bucket, relay, packed, along, rank))

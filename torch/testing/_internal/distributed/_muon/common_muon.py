@@ -353,8 +353,7 @@ def as_on_an_accelerator(optimizer):
     Its first step has made the buffers, which are on the CPU. Later steps also accumulate the gradients
     of a bucket together.
     """
-    engine = optimizer._engine
-    engine.device = engine._runner.device = torch.device("cuda")
+    optimizer._engine._runner.device = torch.device("cuda")
 
 
 class NewtonSchulzCalls:
