@@ -29,6 +29,7 @@ from torch.testing._internal.distributed._muon.fuzz_settings import fuzz
 from hypothesis import given, strategies as st
 
 
+LAZY = "lazy:0"
 FOUR, FIVE, EIGHT = (tuple(range(world)) for world in (4, 5, 8))
 # Matrices are small, and so are the limits that large ones reach.
 DIVIDED = (("MIN_DIVIDED", 16),)
@@ -120,35 +121,6 @@ def play(program):
     return {rank: step_of(program, rank, Recorder()) for rank in range(program.world)}
 
 
-class Stumbles:
-    """To be put before a recorder: raises an error at one of the operations of a step."""
-
-    def __init__(self, at):
-        super().__init__()
-        self.at, self.first = 0, at
-
-    def begin(self):
-        super().begin()
-        self.at = self.first
-
-    def operated(self, *what):
-        super().operated(*what)
-        self.at -= 1
-        if self.at == 0:
-            raise ArithmeticError("stumbled")
-
-
-class StumblesOnCPU(Stumbles, Recorder):
-    pass
-
-
-class StumblesOnAccelerator(Stumbles, Accelerator):
-    pass
-
-
-BOUND = torch.device("lazy:0")
-
-
 def splits_of(program, build):
     """The groups that each rank makes by splitting the default group, which all ranks must join."""
     found, original = {}, distributed_c10d._new_process_group_helper
@@ -163,16 +135,16 @@ def splits_of(program, build):
         patched = mock.patch.object(distributed_c10d, "_new_process_group_helper", made)
         with Rank(program, rank) as one, Recorder(), patched:
             # A stand-in for init_process_group(device_id=...), after which NCCL splits groups.
-            dist.group.WORLD.bound_device_id = BOUND
+            dist.group.WORLD.bound_device_id = torch.device(LAZY)
             build(one)
     return list(found.values())
 
 
 def records(program, build=None, steps=2):
     """Each rank's part of some steps on an accelerator, what tensors hold before, and where results are."""
-    parts, inputs, results = {}, [], []
+    parts, inputs, results, found = {}, [], [], []
     for rank in range(program.world):
-        with Rank(program, rank, "lazy:0") as one, Accelerator() as part:
+        with Rank(program, rank, LAZY) as one, Accelerator() as part:
             inputs += [(rank, part.bytes_of(t), values) for t, values in one.inputs]
             if build is not None:
                 found = build(one, part)
@@ -183,6 +155,7 @@ def records(program, build=None, steps=2):
                 states = [one.muon.state[p]["momentum_buffer"] for p in one.params]
                 found = [local(t.detach()) for t in (*one.params, *states)]
             results += [(rank, part.bytes_of(tensor)) for tensor in found]
+            found = []
             parts[rank] = part
     return parts, inputs, results
 
@@ -242,28 +215,28 @@ class TestMuonRules(TestCase):
     def test_a_rank_that_stumbles(self, program, data):
         """It launches nothing more, and waits for what it has launched."""
         rank = data.draw(st.integers(0, program.world - 1))
-        self.check_stumbling(program, rank, data, StumblesOnCPU, "cpu")
-
-    def check_stumbling(self, program, rank, data, recorder, device):
-        whole = step_of(program, rank, recorder(0), device)
-        if whole.at == 0:
-            return
-        stumbles = recorder(data.draw(st.integers(1, -whole.at)))
-        with self.assertRaisesRegex(ArithmeticError, "stumbled"):
-            step_of(program, rank, stumbles, device)
-        self.assertEqual(stumbles.problems, [])
-        before, after = (
-            [(call.comm, call.said) for what, call in one.log if what == "launch"]
-            for one in (whole, stumbles)
-        )
-        self.assertEqual(before[: len(after)], after)
+        self.check_stumbling(program, rank, data)
 
     @fuzz(12)
-    @given(st.sampled_from(("levels", "levels, relayed", "groups, divided")), st.data())
+    @given(one_of("levels", "levels, relayed", "groups, divided"), st.data())
     def test_a_rank_that_stumbles_on_an_accelerator(self, name, data):
-        """What it frees is given out again after those who use it."""
+        """Memory that it frees is given out again after those who use it."""
         program = PROGRAMS[name]._replace(options=(("foreach", True),))
-        self.check_stumbling(program, 1, data, StumblesOnAccelerator, "lazy:0")
+        self.check_stumbling(program, 1, data, Accelerator, LAZY)
+
+    def check_stumbling(self, program, rank, data, recorder=Recorder, device="cpu"):
+        before = step_of(program, rank, recorder(), device)
+        if not before.done:
+            return
+        after = recorder(stumbles=data.draw(st.integers(1, before.done)))
+        with self.assertRaisesRegex(ArithmeticError, "stumbled"):
+            step_of(program, rank, after, device)
+        self.assertEqual(after.problems, [])
+        before, after = (
+            [(call.comm, call.said) for what, call in one.log if what == "launch"]
+            for one in (before, after)
+        )
+        self.assertEqual(before[: len(after)], after)
 
     def test_broken_order(self):
         """Other sizes; one that a rank leaves out; a ring of waits; one on a device with one queue."""
@@ -388,7 +361,7 @@ class TestMuonRules(TestCase):
                 with self.subTest(f"{name} {options}"):
                     for rank in (1, program.world - 1):
                         with (
-                            Rank(program, rank, "lazy:0") as one,
+                            Rank(program, rank, LAZY) as one,
                             Accelerator() as part,
                         ):
                             one.build()
@@ -403,13 +376,13 @@ class TestMuonRules(TestCase):
 
     def test_broken_host_and_first_use(self):
         def on_device():
-            return torch.ones(4, device="lazy:0")
+            return torch.ones(4, device=LAZY)
 
         def reads(rank, groups):
             float(on_device().sum())
 
         def copies(rank, groups):
-            torch.ones(4).to("lazy:0")
+            torch.ones(4).to(LAZY)
 
         def copies_pageable(rank, groups):
             on_device().copy_(torch.ones(4), non_blocking=True)
@@ -449,9 +422,9 @@ class TestMuonRules(TestCase):
             is_late: "is the first, while",
         }
         for program, text in texts.items():
-            problems = self.broken(program, Accelerator, device="lazy:0")[0].problems
+            problems = self.broken(program, Accelerator, device=LAZY)[0].problems
             self.assertRegex(problems[0], text)
-        problems = self.broken(is_careful, Accelerator, device="lazy:0")[0].problems
+        problems = self.broken(is_careful, Accelerator, device=LAZY)[0].problems
         self.assertEqual(problems, [])
 
     # Memory
@@ -463,7 +436,7 @@ class TestMuonRules(TestCase):
             Program(5, (Held(FIVE, shape=(512, 512), count=12),)),
             Program(4, (Held(FOUR, (0,), (2048, 2048), 2),), owners=2),
         ):
-            with Rank(program, 1, "lazy:0") as one, Accelerator() as part:
+            with Rank(program, 1, LAZY) as one, Accelerator() as part:
                 one.build()
                 one.step()
                 states = [one.muon.state[p]["momentum_buffer"] for p in one.params]
@@ -482,13 +455,13 @@ class TestMuonRules(TestCase):
 
     def test_broken_memory(self):
         """The count of bytes sees what is kept, what is emptied, and two sets at once."""
-        with Rank(Program(3, ()), 0, "lazy:0"), Accelerator() as part:
-            kept = torch.empty(1000, device="lazy:0")
+        with Rank(Program(3, ()), 0, LAZY), Accelerator() as part:
+            kept = torch.empty(1000, device=LAZY)
             self.assertEqual((part.live, part.peak), (4000, 4000))
             kept.untyped_storage().resize_(0)
             self.assertEqual(part.live, 0)
             kept.untyped_storage().resize_(4000)
-            former, kept = kept, torch.empty(1000, device="lazy:0")
+            former, kept = kept, torch.empty(1000, device=LAZY)
             self.assertEqual((part.live, part.peak), (8000, 8000))
             del former, kept
             self.assertEqual(part.live, 0)
@@ -529,26 +502,26 @@ class TestMuonRules(TestCase):
 
     def test_broken_streams(self):
         def waits_for_no_one(one, part):
-            side, tensor = torch.Stream(), torch.ones(4, device="lazy:0")
+            side, tensor = torch.Stream(), torch.ones(4, device=LAZY)
             with side:
                 tensor.mul_(3)
             return [tensor.add_(1)]
 
         def frees_too_early(one, part, record=False):
-            side, tensor = torch.Stream(), torch.ones(4, device="lazy:0")
-            found = torch.zeros(4, device="lazy:0")
+            side, tensor = torch.Stream(), torch.ones(4, device=LAZY)
+            found = torch.zeros(4, device=LAZY)
             side.wait_stream(torch.accelerator.current_stream())
             with side:
                 found.add_(tensor)
             if record:
                 tensor.record_stream(side)
             del tensor
-            torch.zeros(4, device="lazy:0")
+            torch.zeros(4, device=LAZY)
             torch.accelerator.current_stream().wait_stream(side)
             return [found]
 
         def reads_before_it_arrives(one, part):
-            tensor = torch.full((4,), one.number, device="lazy:0")
+            tensor = torch.full((4,), one.number, device=LAZY)
             work = dist.all_reduce(tensor, async_op=True)
             found = tensor + 1
             work.wait()
@@ -556,7 +529,7 @@ class TestMuonRules(TestCase):
 
         def writes_a_table_again(one, part, wait=False):
             table = torch.empty(4, pin_memory=True)
-            found = torch.empty(2, 4, device="lazy:0")
+            found = torch.empty(2, 4, device=LAZY)
             for at in range(2):
                 table.fill_(at)
                 found[at].copy_(table, non_blocking=True)

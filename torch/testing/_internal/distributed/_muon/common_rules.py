@@ -7,7 +7,6 @@ one after another, and their records are compared.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
 import os
@@ -67,27 +66,15 @@ dist.Backend.register_backend(
 class Store(FakeStore):
     """The others have come wherever this rank comes, and have left no note."""
 
-    def set(self, key: str, value: Any) -> None:
-        pass
-
-    def add(self, key: str, amount: int) -> int:
-        return 0
-
-    def check(self, keys: Any) -> bool:
-        return False
-
-    def wait(self, keys: Any, *timeout: Any) -> None:
-        pass
-
-    def delete_key(self, key: str) -> bool:
-        return True
+    set = wait = lambda *_: None
+    check = delete_key = lambda *_: False
+    add = lambda *_: 0  # noqa: E731
 
 
 @contextlib.contextmanager
 def alone(rank: int, world: int) -> Iterator[None]:
     """This process is ``rank`` of a world whose other ranks never answer."""
-    # Its methods are called as long as somebody refers to it here.
-    store = Store()
+    store = Store()  # Without this name, its methods would be gone.
     dist.init_process_group("alone", store=store, rank=rank, world_size=world)
     try:
         yield
@@ -109,10 +96,6 @@ class Bytes(NamedTuple):
     start: int
     end: int
     view: tuple[Any, ...] = ()
-
-    def overlaps(self, other: Bytes) -> bool:
-        is_same = self.storage == other.storage
-        return is_same and self.start < other.end and other.start < self.end
 
 
 class Call:
@@ -171,13 +154,17 @@ class Work:
 class Recorder(TorchDispatchMode):
     """Records collectives, and finds what touches, frees or forgets memory between launch and ``wait()``.
 
-    ``log`` has ("launch" | "wait", call) in the order of the program. If ``moves``, the backend carries
-    them out.
+    ``log`` has ("launch" | "wait", call) in the order of the program.
+
+    Args:
+        moves: whether the backend carries collectives out.
+        stumbles: the operation, from :meth:`begin` on, that raises an error; 0 for none.
     """
 
-    def __init__(self, moves: bool = False) -> None:
+    def __init__(self, moves: bool = False, stumbles: int = 0) -> None:
         super().__init__()
         self.moves = moves
+        self._stumbles, self._stumbles_now, self.done = stumbles, 0, 0
         self.log: list[tuple[str, Call]] = []
         self.problems: list[str] = []
         self.flying: list[Call] = []
@@ -189,6 +176,7 @@ class Recorder(TorchDispatchMode):
     def begin(self) -> None:
         """From here on, ``log`` is of interest."""
         self.log.clear()
+        self.done, self._stumbles_now = 0, self._stumbles
 
     # What happens
 
@@ -217,6 +205,9 @@ class Recorder(TorchDispatchMode):
 
     def operated(self, func: Any, reads: list[Bytes], writes: list[Bytes]) -> None:
         """An operation is about to access this memory."""
+        self.done += 1
+        if self.done == self._stumbles_now:
+            raise ArithmeticError("stumbled")
         for call in self.flying:
             if (
                 _overlap(reads, call.writes)
@@ -312,34 +303,25 @@ class Recorder(TorchDispatchMode):
             return NotImplemented
         is_collective = func.namespace == "c10d"
         if not (func.is_view or is_collective or func.__name__.startswith(BLIND)):
-            reads, writes = [], []
-            for value, is_written in _arguments(func, args, kwargs):
-                found = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor))
-                (writes if is_written else reads).extend(map(self.bytes_of, found))
-            self.operated(func, reads, writes)
+            found: tuple[list[Bytes], list[Bytes]] = [], []
+            for at, argument in enumerate(func._schema.arguments):
+                value = args[at] if at < len(args) else kwargs.get(argument.name)
+                tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+                is_written = argument.alias_info and argument.alias_info.is_write
+                found[bool(is_written)].extend(map(self.bytes_of, tensors))
+            self.operated(func, *found)
         return self.run(func, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-@functools.cache
-def _written(func: Any) -> dict[str | int, bool]:
-    found: dict[str | int, bool] = {}
-    for at, argument in enumerate(func._schema.arguments):
-        alias = argument.alias_info
-        found[at] = found[argument.name] = alias is not None and alias.is_write
-    return found
-
-
-def _arguments(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, bool]]:
-    written = _written(func)
-    given = [*enumerate(args), *kwargs.items()]
-    return [(value, written.get(name, False)) for name, value in given]
-
-
 def _overlap(one: list[Bytes], other: list[Bytes]) -> bool:
-    return any(a.overlaps(b) for a in one for b in other)
+    return any(
+        a.storage == b.storage and a.start < b.end and b.start < a.end
+        for a in one
+        for b in other
+    )
 
 
 # Order
@@ -431,7 +413,7 @@ class Rank:
         self.program, self.number, self.device = program, number, device
         self.stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Rank:
+    def __enter__(self) -> Any:
         program = self.program
         enter = self.stack.enter_context
         enter(alone(self.number, program.world))

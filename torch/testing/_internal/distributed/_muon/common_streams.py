@@ -57,8 +57,8 @@ class Accelerator(Recorder):
     only edges between them. :func:`replay` runs the nodes in any order that the edges allow.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, stumbles: int = 0) -> None:
+        super().__init__(stumbles=stumbles)
         self.nodes: list[Node] = []
         self.operations: list[Any] = []
         # Bytes of each storage, now and at most.
