@@ -167,7 +167,7 @@ def outcomes(parts, inputs, results, seeds):
         yield [made.tensor(rank, found).clone() for rank, found in results]
 
 
-def differ(found, seeds=4):
+def differ(found, seeds=3):
     first, *others = outcomes(*found, [None, *range(seeds)])
     return sum(not same_bits(first, other) for other in others)
 
@@ -355,24 +355,22 @@ class TestMuonRules(TestCase):
 
     def test_host_and_first_use(self):
         """Nothing waits, the third step launches what the second did, and no communicator is new."""
-        for name in ("groups, divided", "levels, relayed"):
-            for options in ((), (("lr", "on the device"),)):
-                program = PROGRAMS[name]._replace(options=options)
-                with self.subTest(f"{name} {options}"):
-                    for rank in (1, program.world - 1):
-                        with (
-                            Rank(program, rank, LAZY) as one,
-                            Accelerator() as part,
-                        ):
-                            one.build()
-                            one.step()
-                            operations = []
-                            for _ in range(2):
-                                part.begin()
-                                one.step()
-                                operations.append(part.operations)
-                        self.assertEqual(*operations)
-                        self.assertEqual(part.problems, [])
+        for name, lr in (
+            ("groups, divided", 0.02),
+            ("levels, relayed", "on the device"),
+        ):
+            program = PROGRAMS[name]._replace(options=(("lr", lr),))
+            for rank in (1, program.world - 1):
+                with Rank(program, rank, LAZY) as one, Accelerator() as part:
+                    one.build()
+                    one.step()
+                    operations = []
+                    for _ in range(2):
+                        part.begin()
+                        one.step()
+                        operations.append(part.operations)
+                self.assertEqual(*operations)
+                self.assertEqual(part.problems, [], name)
 
     def test_broken_host_and_first_use(self):
         def on_device():
@@ -477,11 +475,17 @@ class TestMuonRules(TestCase):
 
     def test_streams(self):
         """Any order that the streams, events and handles allow gives the same bits."""
-        for name, program in PROGRAMS.items():
+        for name in (
+            "a sum",
+            "groups, divided",
+            "divided",
+            "relayed",
+            "levels, relayed",
+        ):
             with self.subTest(name):
-                self.check_streams(program)
+                self.check_streams(PROGRAMS[name])
 
-    @fuzz(6)
+    @fuzz(5)
     @given(programs())
     def test_drawn_streams(self, program):
         self.check_streams(program)

@@ -12,6 +12,7 @@ import itertools
 import os
 import weakref
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TYPE_CHECKING
 from unittest import mock
 
@@ -89,13 +90,14 @@ class Comm(NamedTuple):
     number: int
 
 
-class Bytes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Bytes:
     """The memory of a tensor: a part of a storage, and how the tensor sees it."""
 
     storage: int
     start: int
     end: int
-    view: tuple[Any, ...] = ()
+    view: tuple[Any, ...]
 
 
 class Call:

@@ -217,17 +217,18 @@ class Accelerator(Recorder):
             numbers = [self.number_of(t.untyped_storage()) for t in on_host]
             waits = not (is_late and self._pinned.issuperset(numbers))
         if kinds | there:
-            self._trace(func, args, kwargs, found, kinds | there, bool(waits))
+            self._trace(func, args, kwargs, given, found, made, bool(waits))
         return found
 
-    def _trace(self, func, args, kwargs, found, kinds, waits):
+    def _trace(self, func, args, kwargs, given, found, made, waits):
+        kinds = {t.device.type for t in given + made if isinstance(t, FakeTensor)}
         before, after = (
             {
                 self.number_of(t.untyped_storage())
-                for t in tree_leaves(some)
+                for t in some
                 if isinstance(t, FakeTensor)
             }
-            for some in ((args, kwargs), found)
+            for some in (given, made)
         )
         is_new = after - before
         queue = HOST if kinds == {"cpu"} else self.current[-1]
@@ -248,8 +249,7 @@ class Accelerator(Recorder):
         node = self.add(queue, (func, *work))
         self._uses(node, before | after)
         if len(kinds) > 1 and queue != HOST:
-            on_host = [t for t in tree_leaves((args[:1], found)) if is_on_host(t)]
-            for tensor in on_host:
+            for tensor in filter(is_on_host, (*args[:1], *made)):
                 self._arriving[self.number_of(tensor.untyped_storage())] = node
         if waits:
             self.host_waits({node}, f"{func}")
@@ -378,10 +378,7 @@ class Replay:
             def real(value):
                 return self.tensor(rank, value) if isinstance(value, Bytes) else value
 
-            def is_bytes(value):
-                return isinstance(value, Bytes)
-
-            args, kwargs, outs = tree_map(real, work, is_leaf=is_bytes)
+            args, kwargs, outs = tree_map(real, work)
             found = func(*args, **kwargs)
             if outs is not None:
                 for out, value in zip(tree_leaves(outs), tree_leaves(found)):
