@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ class Engine:
             self.failure = former.failure
             # Two sets of slots may not fit.
             former._runner = None
+            _keep_entries(former.params, params)
         # Indices and loads need values, in a dry run with fake tensors, too.
         with unset_fake_temporarily():
             try:
@@ -113,8 +115,8 @@ class Engine:
             self._pipeline().connect()
         if self.rank == min((l.group[0] for l in self.schedule.layouts), default=None):
             why = "rebuilt for changed parameters" if former else "built"
-            count = len(self.schedule.layouts), len(self.schedule.buckets)
-            log.info("Muon %s: %d matrices in %d buckets", why, *count)
+            sizes = len(self.schedule.layouts), len(self.schedule.buckets)
+            log.info("Muon %s: %d matrices in %d buckets", why, *sizes)
 
     @property
     def rank(self) -> int:
@@ -152,9 +154,10 @@ class Engine:
         owners: list[int] = []
         try:
             if self.reader is not None:
-                names = [param.name for param in self.params]
+                names = [param.key.name for param in self.params]
                 forms = [param.form for param in self.params]
-                layouts = self.reader.read(tensors, names, forms, error)
+                entries = [param.entry for param in self.params]
+                layouts = self.reader.read(tensors, names, forms, error, entries)
             if error is None:
                 self.config.check()
                 if self.runs_on_engine and are_factorys(self.config, "assign"):
@@ -353,6 +356,12 @@ class Engine:
             one.check()
         if any(torch.is_complex(param.tensor) for param in self.params):
             raise RuntimeError("Muon does not support complex parameters")
+        on_meta = [param.described for param in self.params if param.tensor.is_meta]
+        if on_meta and not process_groups.is_dry_run():
+            raise RuntimeError(
+                f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
+                "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
+            )
         for param, of, grad in zip(self.params, formulas, grads, strict=True):
             if not param.frozen:
                 param.begin(of, grad, states[param.tensor])
@@ -532,6 +541,17 @@ def take_momentum(
         )
 
 
+def _keep_entries(former: Sequence[Param], now: Sequence[Param]) -> None:
+    """Gives each parameter the entry that it has had, or that of the parameter that it replaces."""
+    entries = {id(param.tensor): param.entry for param in former}
+    for old, new, _ in _replacements(former, now):
+        entries[id(new.tensor)] = old.entry
+    following = count(max(entries.values(), default=-1) + 1)
+    for param in now:
+        known = entries.get(id(param.tensor))
+        param.entry = next(following) if known is None else known
+
+
 def _replacements(
     former: Sequence[Param], now: Sequence[Param]
 ) -> list[tuple[Param, Param, bool]]:
@@ -555,7 +575,8 @@ def _replacements(
         stayed = sum(a.tensor is b.tensor for a, b in pairs)
         for a, b in replaced:
             # Freezing a parameter does not make it another kind of tensor.
-            same = a.name == b.name and (a.name or a.origin[1:] != b.origin[1:])
+            names = a.key.name, b.key.name
+            same = names[0] == names[1] and (names[0] or a.origin[1:] != b.origin[1:])
             fits = bool(same) and a.tensor.shape == b.tensor.shape
             found.append((a, b, fits and len(pairs) == len(replaced) + stayed))
     return found

@@ -34,6 +34,7 @@ from torch.optim._muon_engine.layouts.exchange import (
     KINDS,
     layouts_of,
     LocalMatrix,
+    _DIGEST,
     Piece,
 )
 from torch.optim._muon_engine.process_groups import (
@@ -56,10 +57,12 @@ class ParallelGroups:
         self.of_kind: dict[str, ProcessGroup | None] = {
             kind: state.get(f"{kind}_process_group") for kind in (*KINDS, "ep")
         }
-        # Parameter index -> the dimension that TP cuts; None if the user said nothing.
+        # Entry of a parameter -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
         self.tp_dim_default: int | None = state.get("tp_dim_default")
         self.experts: Mapping[int, int] = state.get("expert_assignments") or {}
+        # Parameter index -> its entry, the index that it had when the optimizer got it.
+        self.entries: Sequence[int] = ()
         # The FSDP1 model. Only it knows what its original parameters are slices of.
         self.module: nn.Module | None = state.get("module")
 
@@ -71,9 +74,16 @@ class ParallelGroups:
             if kind != "ep" and group is not None and dist.get_world_size(group) > 1
         }
 
+    def _entry(self, index: int) -> int:
+        return self.entries[index] if index < len(self.entries) else index
+
+    def expert(self, index: int) -> int | None:
+        """The id of the expert that parameter ``index`` belongs to."""
+        return self.experts.get(self._entry(index))
+
     def tp_dim(self, index: int) -> int | None:
         """The dimension along which TP cuts parameter ``index``; None if it does not."""
-        return (self.tp_dims or {}).get(index, self.tp_dim_default)
+        return (self.tp_dims or {}).get(self._entry(index), self.tp_dim_default)
 
     def check_tp_dim(self, tensor: Tensor, index: int) -> None:
         """Raises IndexError if ``tensor`` does not have its TP dimension."""
@@ -126,6 +136,7 @@ class Reader:
         names: Sequence[str | None],
         forms: Sequence[Form] = (),
         error: BaseException | None = None,
+        entries: Sequence[int] = (),
     ) -> list[Layout]:
         """The layouts of all matrices in ``params``, in an order that all ranks share.
 
@@ -134,17 +145,19 @@ class Reader:
 
         Args:
             forms: ``split`` and ``flatten`` of each parameter (default: neither).
+            entries: by which the dicts of the config name each parameter (default: its index).
         """
-        self._forms = dict(enumerate(forms))
+        self._forms, self.groups.entries = dict(enumerate(forms)), entries
         # Another mesh may get the address of a former one.
         self.dtensors = dtensor.DTensorLayouts()
-        self._sharing, self._known = None, {}
+        is_first, self._sharing, self._known = self._sharing is None, None, {}
         local = _LocalReader(self)
         try:
             if error is None:
-                self.groups.check_count(len(params))
+                if is_first:
+                    self.groups.check_count(len(params))
                 for index, (param, name) in enumerate(zip(params, names, strict=True)):
-                    expert = self.groups.experts.get(index)
+                    expert = self.groups.expert(index)
                     key = Key(index, 0, name, expert)
                     local.add(key, param, self._form(index)[1])
         except Exception as problem:
@@ -309,21 +322,14 @@ class _LocalReader:
         error: BaseException | None,
     ) -> list[Layout]:
         """The layouts of the matrices found, from the pieces that all ranks tell; and the warnings."""
-        values = 0
+        values = [0] * len(self.found)
         if error is None and not is_dry_run():
-            indices = dict.fromkeys(m.key.index for m in self.found if m.is_cut)
-            values = _digest_of(
-                [dtensor.local_part(params[index]) for index in indices]
-            )
+            values = _digests_of(self.found, params)
         ep = self.groups.of_kind["ep"]
         ep_ranks = (process_rank(),) if ep is None else _ranks(ep)
         layouts, equal = layouts_of(self.found, self.groups_of, ep_ranks, values, error)
-        for described in equal:
-            self._warn(
-                described,
-                "all ranks hold the same values, but the process groups say that each rank holds a different shard. "
-                "Replicas, as DistributedDataParallel makes them, belong to ddp_process_group",
-            )
+        for kind, described in equal.items():
+            self.warnings[_EQUAL_SHARDS[kind]] = described
         # Only the first of the ranks speaks.
         if all(min(ranks) == process_rank() for _, ranks in self.groups_of):
             for text, named in self.warnings.items():
@@ -518,12 +524,37 @@ class _LocalReader:
         return spec.mesh.get_group(), dim
 
 
-def _digest_of(tensors: Sequence[Tensor]) -> int:
-    """A digest of the values of ``tensors``; 0 if they are all zero or have no values yet."""
-    if any(tensor.device.type == "meta" for tensor in tensors):
-        return 0
-    sums = tuple(t.abs().sum(dtype=torch.float64).item() for t in tensors)
-    return hash(sums) if any(sums) else 0
+_EQUAL_SHARDS = dict.fromkeys(
+    KINDS,
+    "all ranks hold the same values, but the process groups say that each rank holds a different shard. Replicas, as "
+    "DistributedDataParallel makes them, belong to ddp_process_group",
+)
+_EQUAL_SHARDS["tp"] = (
+    "all ranks of tp_process_group hold the same values, but the config says that tensor parallelism cuts it. If it does "
+    "not, pass a dict tp_dim_per_param that lacks it: {} if the model's placements say which matrices are cut"
+)
+
+
+def _digests_of(
+    matrices: Sequence[LocalMatrix], params: Mapping[int, Tensor] | Sequence[Tensor]
+) -> list[int]:
+    """Digests of the values that this rank stores of cut matrices; 0 for zeros, and for all others."""
+    sums = []
+    for matrix in matrices:
+        local = dtensor.local_part(params[matrix.key.index])
+        total = torch.zeros((), dtype=torch.float64, device=local.device)
+        for region in matrix.piece.holders[0][1] if matrix.is_cut else ():
+            total += region.of_local(local).abs().sum(dtype=torch.float64)
+        sums.append(
+            total if local.device.type != "meta" else torch.zeros((), device="cpu")
+        )
+    # One copy to the host for each device.
+    kinds = {total.device for total in sums}
+    read = {
+        kind: iter(torch.stack([t for t in sums if t.device == kind]).tolist())
+        for kind in kinds
+    }
+    return [hash(next(read[total.device])) & _DIGEST for total in sums]
 
 
 def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:

@@ -1,6 +1,6 @@
 """The live objects of a step: this rank's parameters and matrices, from the engine's build on."""
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -31,13 +31,12 @@ class Param:
         self, index: int, tensor: Tensor, name: str | None, group: int, formulas: Any
     ) -> None:
         self.tensor = tensor
-        self.name = name
+        self.key = Key(index, 0, name)
+        # Its index when the optimizer got it, which the config's dicts count by.
+        self.entry = index
         # The number of its parameter group.
         self.group = group
         self.formulas = formulas
-        # Its ``split`` and ``flatten``, which the layouts are made for.
-        self.form = formulas.form
-        self.described = Key(index, 0, name).describe(tensor.shape)
         # The properties that the layout is read from. Every step compares them.
         self.origin = dtensor.origin_of(tensor)
         self.local: Tensor
@@ -48,6 +47,15 @@ class Param:
         # Why this rank cannot use the gradient.
         self.problem = ""
         self._accumulated = False
+
+    @property
+    def described(self) -> str:
+        return self.key.describe(self.tensor.shape)
+
+    @property
+    def form(self) -> tuple[Sequence[int], bool]:
+        """Its ``split`` and ``flatten``, which the layouts are made for."""
+        return self.formulas.form
 
     @property
     def frozen(self) -> bool:
@@ -78,10 +86,6 @@ class Param:
     def end(self) -> None:
         """Drops the gradient, whose memory is the user's to free."""
         self.given = self.grad = None
-
-    @property
-    def has_grad(self) -> bool:
-        return self.given is not None and not self.problem
 
     @property
     def lookahead(self) -> Tensor:
