@@ -9,11 +9,13 @@ from __future__ import annotations
 import heapq
 import random
 from collections import defaultdict
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TYPE_CHECKING
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed._muon.common_rules import (
     Bytes,
@@ -86,7 +88,7 @@ class Accelerator(Recorder):
         self.operations, self.peak = [], self.live
 
     def __enter__(self) -> Any:
-        found = super().__enter__()
+        found, self._mode = super().__enter__(), detect_fake_mode()
 
         def record_stream(tensor: Tensor, stream: Stream) -> None:
             number = self.number_of(tensor.untyped_storage())
@@ -206,7 +208,10 @@ class Accelerator(Recorder):
         if name.startswith("_local_scalar_dense") and kinds:
             found = args[0].dtype == torch.bool
         else:
-            found = func(*args, **kwargs)
+            # An engine is built without FakeTensors, but for the parameters.
+            is_real = not kinds and kwargs.get("device") in (None, torch.device("cpu"))
+            with nullcontext() if is_real else self._mode:
+                found = func(*args, **kwargs)
         made = [t for t in tree_leaves(found) if isinstance(t, FakeTensor)]
         there = {t.device.type for t in made}
         if kwargs.get("pin_memory") and there:
