@@ -102,7 +102,7 @@ def programs(draw):
 
 
 def step_of(program, rank, recorder, device="cpu"):
-    """What ``recorder`` sees of a step of ``rank``."""
+    """``recorder``, after a step of ``rank``."""
     with Rank(program, rank, device) as one, recorder:
         if one.params:
             one.build()
@@ -188,7 +188,7 @@ class TestMuonRules(TestCase):
         self.assertEqual(deadlock(logs, in_turn=True), [])
 
     def broken(self, program, recorder=Recorder, ranks=(0,), device="cpu"):
-        """What ``recorder`` sees of a program that somebody wrote badly."""
+        """A recorder of each rank, after a program that somebody wrote badly."""
         found = {}
         for rank in ranks:
             with Rank(Program(3, ()), rank, device), recorder() as found[rank]:
@@ -463,6 +463,10 @@ class TestMuonRules(TestCase):
             self.assertEqual((part.live, part.peak), (8000, 8000))
             del former, kept
             self.assertEqual(part.live, 0)
+        program = Program(4, (Held(FOUR, (0,), (1024, 512), 8),))
+        with Rank(program, 1, LAZY) as one, Accelerator() as part:
+            one.build(keep_buffers=True)
+            self.assertGreater(part.live, 2**20)
 
     # Streams
 

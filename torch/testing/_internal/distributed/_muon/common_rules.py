@@ -120,7 +120,7 @@ class Call:
         self.writes = [recorder.bytes_of(t) for t in tree_leaves(writes)]
         self.splits: list[list[int]] = []
         what = name, str(read.dtype), read.numel(), self.source
-        # What this rank has in common with each of the others.
+        # The ranks of each pair must agree on this.
         self.said: dict[int, Any] = dict.fromkeys(comm.ranks, what)
         if name == "all_to_all_single":
             even = [read.numel() // len(comm.ranks)] * len(comm.ranks)
@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):
         self.log.clear()
         self.done, self._stumbles_now = 0, self._stumbles
 
-    # What happens
+    # Events
 
     def launched(self, call: Call) -> None:
         self.log.append(("launch", call))
@@ -278,7 +278,7 @@ class Recorder(TorchDispatchMode):
     # Memory
 
     def number_of(self, storage: Any) -> int:
-        """Of a storage, in the order in which this recorder meets them; addresses come again."""
+        """The number of a storage: this recorder counts them, because addresses come again."""
         key = storage._cdata
         if key not in self._numbers:
             self._numbers[key] = self._count
@@ -352,7 +352,7 @@ def disagreements(logs: Mapping[int, Log]) -> list[str]:
 
 
 def deadlock(logs: Mapping[int, Log], in_turn: bool = False) -> list[str]:
-    """What each rank waits for when none can go on; nothing if all come to their ends.
+    """The launch or wait at which each rank is stuck; nothing if all ranks come to their ends.
 
     A collective finishes when all of its ranks have launched it. With ``in_turn`` a rank launches nothing
     before its last collective has started on all of its ranks, as on a device with one queue.
@@ -396,7 +396,7 @@ class Held(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What all ranks of a world build, and with which limits of the schedule."""
+    """The matrices and the config of all ranks of a world, and the limits of the schedule."""
 
     world: int
     held: tuple[Held, ...]

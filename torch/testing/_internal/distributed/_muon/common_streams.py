@@ -56,7 +56,7 @@ class Accelerator(Recorder):
     """Finds waits of the host and communicators that are first used too late. Models streams.
 
     The host, each stream and each communicator are queues of nodes. Events, streams and handles add the
-    only edges between them. :func:`replay` runs the nodes in any order that the edges allow.
+    only edges between them. :class:`Replay` runs the nodes in any order that the edges allow.
     """
 
     def __init__(self, stumbles: int = 0) -> None:
@@ -178,9 +178,9 @@ class Accelerator(Recorder):
         node = self.add(queue, [storage for storage, _ in blocks], needs)
         for user in {n for of, _ in blocks for n in self._users.pop(of, {}).values()}:
             if not self._precedes(user, node):
-                self.problems.append(
-                    f"memory is given out that {self.nodes[user]} uses"
-                )
+                work = self.nodes[user].work
+                name = work[0] if isinstance(work, tuple) else work
+                self.problems.append(f"memory is given out that {name} uses")
         self.live += self.sizes[storage]
         self.peak = max(self.peak, self.live)
 
