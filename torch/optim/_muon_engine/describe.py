@@ -55,24 +55,28 @@ def _memory(engine: Any) -> str:
     buckets = [b for b in schedule.buckets if rank in b.group]
     groups = dict.fromkeys(bucket.group for bucket in buckets)
     exchange = sum(bytes_of(schedule, group, rank, ahead)[2] for group in groups)
-    # What one bucket needs for Newton-Schulz, and for whole matrices and regions in their own dtype.
+    # What Newton-Schulz needs at once, the whole matrices of a batch, and regions in their own dtype.
     iterates = wholes = regions = 0
     for bucket in buckets:
+        packs = schedule.packs(bucket, rank)
+        received = [r.pack for r in packs.relays if r.source != rank]
+        moved = [
+            sum(p.splits) for p in (packs.gather_send, packs.scatter_recv, *received)
+        ]
+        itemsize = max(schedule.layouts[m].dtype.itemsize for m in bucket.matrices)
         batches: Counter[tuple] = Counter()
-        own = 0
-        for m in bucket.matrices:
+        for m in schedule.owned(bucket).get(rank, ()):
             layout = schedule.layouts[m]
-            own += layout.shards.numel_of(rank) * layout.dtype.itemsize
-            if schedule.owners[m] == rank:
-                formulas = engine.params[layout.key.index].formulas
-                alike = formulas.compute_key, layout.shape
-                most = formulas.batch_size(layout.shape, engine.device)
-                count = batches[alike] = min(batches[alike] + 1, most)
-                algorithm, owners = formulas.ns_algorithm, layout.key.block[1]
-                each = newton_schulz_bytes(layout.whole, algorithm, owners)
-                iterates = max(iterates, count * each)
-                wholes = max(wholes, count * layout.numel * NS_DTYPE.itemsize)
-        regions = max(regions, min(own, PREPARED_BYTES))
+            formulas = engine.params[layout.key.index].formulas
+            alike = formulas.compute_key, layout.shape
+            most = formulas.batch_size(layout.shape, engine.device)
+            count = batches[alike] = min(batches[alike] + 1, most)
+            algorithm, owners = formulas.ns_algorithm, layout.key.block[1]
+            each = newton_schulz_bytes(layout.whole, algorithm, owners)
+            iterates = max(iterates, count * each)
+            wholes = max(wholes, count * layout.numel * NS_DTYPE.itemsize)
+            moved.append(count * layout.shards.numel_of(rank))
+        regions = max(regions, min(max(moved) * itemsize, PREPARED_BYTES))
     workspace = max(iterates, wholes + regions)
     is_kept = engine.device.type == "cpu" or engine.config.state["keep_buffers"]
     total, exchange, kept, workspace = (

@@ -262,7 +262,7 @@ class Pipeline:
         momenta = [region.of_local(m.param.momentum) for m, region in regions]
         grads = [region.of_local(m.param.lookahead) for m, region in regions]
         out = None
-        if len(regions) == 1:
+        if self.device.type == "cpu":
             out = self._scratch("prepared", momenta[0].shape, momenta[0])
         return regions[0][0].param.formulas.prepare(momenta, grads, out)
 
