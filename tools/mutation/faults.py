@@ -33,6 +33,7 @@ LIVE = "_muon_engine/runtime/__init__.py"
 PIPELINE = "_muon_engine/runtime/pipeline.py"
 STATUSES = "_muon_engine/runtime/statuses.py"
 TRANSPORT = "_muon_engine/runtime/transport.py"
+PARTITION = "test/optim/test_muon_partition.py::TestPartition::test_"
 CONFIG = "test/optim/test_muon_config.py::TestDistributedConfig::test_"
 GRAM = "test/optim/test_muon.py::TestGramNewtonSchulz::test_"
 
@@ -647,5 +648,20 @@ FAULTS = (
         "return self.applies or self.products is not None",
         "return self.applies",
         (f"{DIVIDED}missing_gradients",),
+    ),
+    # Which parameters are for Muon
+    Fault(
+        "layers with the vocabulary's size are heads, though other layers take this size",
+        "_muon_partition.py",
+        "        sizes -= {size for p in layers for size in p.shape[1:]}\n",
+        "",
+        (f"{PARTITION}vocabulary_is_an_output_head",),
+    ),
+    Fault(
+        "an adapter whose rank is the number of experts makes its layer a router",
+        "_muon_partition.py",
+        ' if p.unit != p.layer or ".base_layer." in p.name]',
+        "]",
+        (f"{PARTITION}routers",),
     ),
 )
