@@ -207,7 +207,9 @@ class LocalBucket(InFlight):
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copies each (target, source), in few launches."""
     # Foreach functions refuse empty lists.
-    if pairs:
+    if len(pairs) == 1:
+        pairs[0][0].copy_(pairs[0][1])
+    elif pairs:
         targets, sources = zip(*pairs)
         torch._foreach_copy_(targets, sources)
 
