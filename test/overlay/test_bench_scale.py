@@ -92,13 +92,25 @@ PLACES = {
     "hsdp-relayed": ("hsdp", 8, 2),
     "fsdp-tp": ("tp", 2, 8),
     "ep": ("ep", 4, 4),
+    "ddp": ("ddp", 16),
+    "fsdp, stacks": ("fsdp", 16),
+    "hsdp, stacks": ("hsdp", 8, 2),
 }
 
 
+def test_ranks_have_the_experts_that_fsdp2_gives_them():
+    stack = Model([], [(4, 4)], 6, stacked=True)
+    parts = [part.tolist() for part in torch.arange(6).chunk(4)]
+    for place, replicas in ((("fsdp", 4), 1), (("hsdp", 2, 4), 2)):
+        for expert, layout in enumerate(layouts_of(stack, *place)):
+            first = next(rank for rank, part in enumerate(parts) if expert in part)
+            assert layout.group == (first, first + 4)[:replicas]
+
+
 @pytest.mark.parametrize("max_peers", [512, 1], ids=["one level", "two levels"])
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_plans_are_the_schedule_s_own_packs(place, max_peers, monkeypatch):
-    layouts = layouts_of(SMALL, *place)
+@pytest.mark.parametrize("name", PLACES)
+def test_plans_are_the_schedule_s_own_packs(name, max_peers, monkeypatch):
+    layouts = layouts_of(SMALL._replace(stacked="stacks" in name), *PLACES[name])
     for layout in layouts:
         check_cover(layout)
     monkeypatch.setattr(buckets, "MAX_PEERS", max_peers)
@@ -142,6 +154,9 @@ def test_report():
     assert hsdp["idle"] > 0.5 > fsdp["idle"]
     assert fsdp["one_level"] is None
     assert wide["one_level"] not in (None, wide["step"])
+    rate = 8 * Hardware().peak_flops * 0.4
+    rest = 6 * 12 * 12 * 768 * 768 * 512 * 1024 / rate
+    assert fsdp["of_training"] == pytest.approx(fsdp["step"] / (fsdp["step"] + rest))
     half = Hardware().with_values(["utilization=0.25", "gpus_per_node=4"])
     assert (half.flops, half.gpus_per_node) == (Hardware().flops / 2, 4)
 
@@ -188,8 +203,8 @@ def test_html_is_about_one_row(tmp_path, capsys):
         ("gpus_per_node=0", "gpus_per_node=0 is not positive"),
         ("inter_bandwidth=nan", "inter_bandwidth=nan is not positive"),
         ("utilization=much", "could not convert"),
-        ("page.json", "page.json is neither NAME=VALUE nor .* FileNotFoundError"),
-        (str(ROOT / "README.md"), "README.md is neither NAME=VALUE nor .* JSONDecode"),
+        ("page.json", "page.json is neither NAME=VALUE, .* FileNotFoundError"),
+        (str(ROOT / "README.md"), "README.md is neither NAME=VALUE, .* JSONDecode"),
     ],
 )
 def test_wrong_hardware_is_named(words, said, capsys):
@@ -198,3 +213,6 @@ def test_wrong_hardware_is_named(words, said, capsys):
     error = capsys.readouterr().err
     assert re.match(f"error: .*{said}", error), error
     assert Hardware().with_values(["intra_latency=0"]).intra_latency == 0
+    older = Hardware().with_values(["a100", "gpus_per_node=4"])
+    assert (older.peak_flops, older.gpus_per_node) == (312e12, 4)
+    assert older.with_values(["h100"]) == Hardware()
