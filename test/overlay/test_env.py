@@ -277,7 +277,7 @@ def test_old_python_is_told_so(tool, overlay):
     path = overlay / "setup_overlay.py"
     # Nothing above the check may fail to parse or import on an old Python.
     before, check, rest = path.read_text().partition("if sys.version_info")
-    assert re.findall(r"(?m)^(?:import|from) .*", before) == ["import sys"]
+    assert re.findall(r"(?m)^(?:import|from) .*", before) == ["import os", "import sys"]
     path.write_text(f"{before}sys.version_info = (3, 9)\n{check}{rest}")
     fails(tool("env", root=overlay), 2, "3.10 or later")
 

@@ -276,7 +276,7 @@ def test_uninstalled_torch(site, face, tmp_path, monkeypatch):
     assert not site.torch_dir.exists()
     assert "has no torch" in face("status", "--python", python).err
     found = {"origin": None, "folders": [], "closed": ["/closed"]}
-    monkeypatch.setattr(wheels, "ask_python", lambda *args: json.dumps(found))
+    monkeypatch.setattr(wheels, "ask_python", lambda *_, **__: json.dumps(found))
     assert "may not read /closed" in face("status", "--python", python).err
 
 

@@ -114,11 +114,11 @@ def _target(args: argparse.Namespace, *, environment: bool = False) -> Checkout 
         raise WrongTarget("one target at a time: --checkout DIR or --python EXE")
     if python:
         return find_wheel(python)
-    marks = (".git", "version.txt", "torch/optim/_muon.py")
+    marks = (".git", "version.txt", "torch/__init__.py")
     if where or all(Path(mark).exists() for mark in marks):
         return Checkout(where or ".")
     if environment:
-        return find_wheel(env.existing_python(ROOT))
+        return find_wheel(env.existing_python(ROOT), with_path=False)
     raise WrongTarget("name the target: --checkout DIR or --python EXE")
 
 
@@ -216,7 +216,8 @@ def _change(args: argparse.Namespace, done: str, nothing: str, **more: bool) -> 
     if report.uncommitted:
         print(
             "the overlay is committed; its revert is in the work tree and not committed.\n"
-            f"To commit it: setup_overlay.py revert --checkout {target.root} --commit"
+            "To commit it:\n"
+            f"  {payload.COMMAND} revert --checkout {shlex.quote(str(target.root))} --commit"
         )
     elif not (report.changes or report.commits or report.parts):
         print(f"{target.words} {nothing}; nothing to do")
@@ -240,7 +241,8 @@ def _rebuild(args: argparse.Namespace) -> None:
         if args.mode == "source":
             parts.from_source(checkout.tree, args.python)
             return
-        wheel = find_wheel(args.python or env.existing_python(ROOT))
+        python = args.python or env.existing_python(ROOT)
+        wheel = find_wheel(python, with_path=bool(args.python))
         with wheel.held():
             parts.from_wheel(checkout.tree, wheel)
 
@@ -262,16 +264,29 @@ def _diff(args: argparse.Namespace) -> None:
 
 
 @command("--checkout", "--dry-run")
-def _pull(args: argparse.Namespace) -> None:
-    """Merge edits made in a checkout into the files and patches of this repository."""
+def _pull(args: argparse.Namespace) -> int:
+    """Merge edits made in a checkout into the files and patches of this repository.
+
+    Lines that both sides edited get conflict markers.
+    """
     target = Checkout(args.checkout or ".")
     with target.held(), files.held(ROOT):
-        taken, missing = target.pull(ROOT, dry=args.dry_run)
+        taken, both, missing = target.pull(ROOT, dry=args.dry_run)
     _show(taken, "would take" if args.dry_run else "took", verbose=True)
+    if target.version and any(rel.startswith(payload.PATCHES) for rel in taken):
+        print(
+            f"the patch fits torch {target.version}; `env --torch` tries other versions"
+        )
     for rel in missing:
         print(f"{rel} is missing there; delete it here, too, if you meant that")
-    if not taken:
-        print(f"nothing to take: {target.words} has no edits of the overlay")
+    if both:
+        named = "".join(f"  {rel}\n" for rel in both)
+        print(
+            f"conflicts, with markers in this repository:\n{named}{target.dropping([*both.values()])}"
+        )
+    elif not taken:
+        print(f"nothing to take: {target.words} has no other edits of the overlay")
+    return bool(both)
 
 
 @command("--checkout", "--out", "--stack", "--dry-run")
