@@ -165,3 +165,33 @@ def test_nothing_of_upstreams_is_taken(there, ours):
     (there.root / OWN).unlink()
     assert there.pull(ours) == ([], {}, [OWN])
     assert (ours / OWN).is_file()
+
+
+def test_edits_that_left_this_repository(there, ours, face):
+    """`pull` said "no edits", and `apply` overwrote them."""
+    there.apply(ours)
+    append(there.root / OWN, "# an edit\n")
+    new = "torch/optim/_muon_engine/added.py"
+    (there.root / new).write_text("# new\n")
+    assert there.pull(ours)[0] == [new, OWN]
+    run("git", "stash", "-qu", cwd=ours)
+    words = ("--checkout", there.root)
+    assert face("apply", *words, root=ours).code == 3
+    assert there.pull(ours)[0] == [new, OWN]
+    # A later edit of the same line is no conflict.
+    replace(there.root / OWN, "# an edit\n", "# another edit\n")
+    assert there.pull(ours) == ([OWN], {}, [])
+    assert face("apply", *words, root=ours).code == 0
+    assert (there.root / OWN).read_text().endswith("# another edit\n")
+    assert (there.root / new).exists()
+
+
+def test_what_is_no_source(there, ours, monkeypatch):
+    there.apply(ours)
+    for name in ("muon.core.1234", "muon_debug.log", "#muon.py#", "muon.py~"):
+        (there.root / "torch/optim" / name).write_text("")
+    monkeypatch.setenv("GIT_EXTERNAL_DIFF", "echo")
+    assert there.pull(ours) == ([], {}, [])
+    replace(there.root / DOC, "one owner rank", "one owning rank")
+    ((name, *_), _, _) = there.pull(ours)
+    assert "+one owning rank" in (ours / name).read_text()
