@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+if not hasattr(Muon, "describe"):
+    raise ImportError(
+        "torch.optim.Muon takes no distributed_config: torch was installed again under the "
+        "patch that added torch.optim.muon; apply it again"
+    )
+
 __all__ = [
     "DistributedConfig",
     "create_auto_config",
