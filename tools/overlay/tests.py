@@ -68,6 +68,7 @@ def run_with(python: str, args: list[str], root: Path) -> int:
             raise Refused(
                 f"{target.words} has an overlay that is {before}: `revert` it"
             )
+        target.apply(root, dry=True)
         try:
             target.apply(root)
             chosen = ["-m", "pytest", *(args or ELSEWHERE)]

@@ -156,6 +156,14 @@ class Wheel(Target):
                 + self._reinstall()
             )
 
+    def _check_apply(
+        self, plan: Plan, root: Path, changes: files.Texts, force: bool
+    ) -> list[str]:
+        for folder in {(self.root / rel).parent for rel in changes}:
+            if folder.is_dir() and not os.access(folder, os.W_OK):
+                raise WrongTarget(f"{self.words}: this user may not write {folder}")
+        return super()._check_apply(plan, root, changes, force)
+
     def _reinstall(self) -> str:
         return f"Reinstall torch {self.version}, with the program and from the index it is from"
 
@@ -172,18 +180,11 @@ class Wheel(Target):
         return "\n".join([words, *lines])
 
     def _apply(self, plan: Plan, report: Report, commit: bool) -> None:
-        if closed := [f for f in self._folders(report) if not os.access(f, os.W_OK)]:
-            raise WrongTarget(f"{self.words}: this user may not write {closed[0]}")
         for rel in plan.new:
             path, text = self.copy_of(rel), plan.base[rel]
             if text is not None and not (path.is_file() and path.read_bytes() == text):
                 files.write(path, text, self._sibling)
         self._write(plan, plan.wanted, report.changes, plan.source.name)
-
-    def _folders(self, report: Report) -> list[Path]:
-        """The folders that are there and would get files."""
-        places = [self.root / rel for rel in (*report.written, *report.removed)]
-        return [self.torch_dir, *(p.parent for p in places if p.parent.is_dir())]
 
     def _revert(self, plan: Plan, report: Report, commit: bool) -> None:
         if report.changes:
