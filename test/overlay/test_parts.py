@@ -76,7 +76,7 @@ def test_libraries_are_linked_and_text_is_copied(there, small_wheel):
         assert linked == rel.endswith(".so")
     # Files of a second run are hidden, too.
     (small_wheel.root / "torch/later.pyi").write_text("later")
-    assert parts.lend(there.tree, small_wheel) == 1
+    assert parts.lend(there.tree, small_wheel) == count + 1
     assert git_status(there.root) == ""
     installed = (small_wheel.root / "torch/version.py").read_text()
     (there.root / "torch/version.py").write_text("built from source since")

@@ -252,7 +252,8 @@ class Checkout(Target):
 
     def dropping(self, rels: list[str]) -> str:
         """How to have the overlay's text again in the checkout."""
-        laid, named = self.tree.laid()[0], shlex.join(rels)
+        ours = self.tree.named(*self.tree.laid()[:1], f"{self.tree.base()}..HEAD")
+        laid, named = next(iter(ours)), shlex.join(rels)
         return (
             "Resolve them here. This drops the checkout's own text then:\n"
             f"  git -C {self.tree.quoted} restore --source={laid} --staged --worktree -- {named}"

@@ -1,7 +1,7 @@
 """Makes a checkout importable: by an installed torch's compiled parts, or a build.
 
 As in upstream's tools/nightly.py, a wheel brings all files that the checkout's ``torch/``
-lacks. A block in ``.git/info/exclude`` hides them, one for each work tree.
+lacks. Lines in ``.git/info/exclude``, which linked work trees share, hide them.
 """
 
 import json
@@ -26,80 +26,68 @@ STOCK = f"torch/{FOLDER}/original/{REPLACED.removeprefix('torch/')}"
 TEST = "test/distributed/optim/test_muon.py"
 
 
-def _record(tree: Worktree) -> Path:
-    return tree.git_dir / "muon_overlay.json"
-
-
-def load(tree: Worktree) -> dict[str, list]:
-    """The size, mtime_ns and link of each file that was lent, or was about to be."""
-    record = _record(tree)
-    return json.loads(record.read_bytes()) if record.is_file() else {}
-
-
-def _save(tree: Worktree, lent: dict[str, list]) -> None:
-    """Record them, and have git ignore them: whole folders without tracked files."""
-    tracked = git.lines(tree.root, "ls-files", "-z", "torch")
-    folders = {str(parent) for path in tracked for parent in Path(path).parents}
-    paths = {rel: [str(p) for p in Path(rel).parents][::-1] + [rel] for rel in lent}
-    tops = {next(p for p in above if p not in folders) for above in paths.values()}
-    lines = [re.sub(r"([*?\[\]\\ !#])", r"\\\1", f"/{top}\n") for top in sorted(tops)]
-    begin, end = (
-        os.fsencode(f"# {sign} distributed muon overlay ({tree.git_dir.name})\n")
-        for sign in (">>>", "<<<")
-    )
-    exclude = tree.common / "info/exclude"
-    text = exclude.read_bytes() if exclude.is_file() else b""
-    new = re.sub(rb"(?ms)^%b.*?^%b" % (re.escape(begin), re.escape(end)), b"", text)
-    if lines:
-        new += b"\n" * (new[-1:] not in (b"", b"\n"))
-        new += begin + "".join(lines).encode() + end
-    files.write(_record(tree), json.dumps(lent).encode(), tree.git_dir / "HEAD")
-    if new != text:
-        files.write(exclude, new, tree.git_dir / "HEAD")
-
-
 def lend(tree: Worktree, wheel: Wheel) -> int:
     """Bring in what the checkout neither has nor tracks; the number of files."""
-    lent = load(tree)
+    remove(tree)
     for path in (tree.root / "torch").glob("_C*.so"):
-        if path.relative_to(tree.root).as_posix() not in lent:
-            raise Refused(f"{tree.root} has a build of its own: {path.name}")
-    known = {*git.lines(tree.root, "ls-files", "-z", "torch"), *wheel.added()}
-    sources = {}
-    for path in sorted(wheel.torch_dir.rglob("*")):
-        rel = path.relative_to(wheel.root).as_posix()
-        skipped = {FOLDER, "__pycache__"} & set(path.parts) or rel in known
-        if path.is_file() and not skipped and not os.path.lexists(tree.root / rel):
-            sources[rel] = path.resolve()
-    if STOCK not in lent:
-        sources[STOCK] = tree.git_dir / "muon_overlay_stock.py"
-        sources[STOCK].write_bytes(tree.stock([REPLACED])[REPLACED] or b"")
-    for rel, source in sources.items():
-        stat = source.stat()
-        lent[rel] = [stat.st_size, stat.st_mtime_ns, str(source)]
+        raise Refused(f"{tree.root} has a build of its own: {path.name}")
+    tracked = git.lines(tree.root, "ls-files", "-z", "torch")
+    folders = {parent for rel in tracked for parent in Path(rel).parents}
+    sources = {STOCK: tree.git_dir / "muon_overlay_stock.py"}
+    sources[STOCK].write_bytes(tree.stock([REPLACED])[REPLACED] or b"")
+    tops = {f"/torch/{FOLDER}\n"}
+    for path in set(wheel.torch_dir.rglob("*")) - {wheel.root / r for r in tracked}:
+        rel = path.relative_to(wheel.root)
+        there = path.is_file() and not os.path.lexists(tree.root / rel)
+        if there and not {FOLDER, "__pycache__"} & set(rel.parts):
+            if rel.as_posix() not in wheel.added():
+                sources[rel.as_posix()] = path.resolve()
+                top = next(p for p in (*reversed(rel.parents), rel) if p not in folders)
+                tops.add(re.sub(r"([*?\[\]\\ !#])", r"\\\1", f"/{top}\n"))
+    stats = {rel: source.stat() for rel, source in sources.items()}
+    lent = {r: [s.st_size, s.st_mtime_ns, str(sources[r])] for r, s in stats.items()}
+    hidden = f"# muon overlay, {tree.git_dir.name}\n" + "".join(sorted(tops))
     # The record comes first: a file is there whole or not at all, also after a kill.
-    _save(tree, lent)
+    files.write(
+        _record(tree), json.dumps([lent, hidden]).encode(), tree.common / "HEAD"
+    )
     try:
+        _hide(tree, hidden, "")
         for rel, source in sources.items():
             place = tree.root / rel
             place.parent.mkdir(parents=True, exist_ok=True)
-            if _LINKED.fullmatch(source.name):
-                try:
-                    os.link(source, place)
-                except OSError:  # another file system
-                    os.symlink(source, place)
-            else:
+            if not _LINKED.fullmatch(source.name):
                 shutil.copy2(source, files.scratch(place))
                 os.replace(files.scratch(place), place)
+                continue
+            try:
+                os.link(source, place)
+            except OSError:  # another file system
+                os.symlink(source, place)
     except BaseException:
         remove(tree)
         raise
     return len(sources)
 
 
+def _record(tree: Worktree) -> Path:
+    return tree.git_dir / "muon_overlay.json"
+
+
+def _hide(tree: Worktree, new: str, old: str) -> None:
+    exclude = tree.common / "info/exclude"
+    text = exclude.read_bytes() if exclude.is_file() else b""
+    exclude.parent.mkdir(exist_ok=True)
+    if old:
+        text = text.replace(os.fsencode(f"\n{old}"), b"")
+    text += os.fsencode(new and f"\n{new}")
+    files.write(exclude, text, tree.common / "HEAD")
+
+
 def remove(tree: Worktree) -> int:
     """Remove them again; files that were rebuilt since stay."""
-    lent, count = load(tree), 0
+    count, record = 0, _record(tree)
+    lent, hidden = json.loads(record.read_bytes()) if record.is_file() else ({}, "")
     for rel, (size, mtime_ns, source) in lent.items():
         path = tree.root / rel
         files.scratch(path).unlink(missing_ok=True)
@@ -107,15 +95,15 @@ def remove(tree: Worktree) -> int:
             ours = os.readlink(path) == source
         else:
             stat = path.lstat() if path.exists() else None
-            ours = stat and (stat.st_size, stat.st_mtime_ns) == (size, mtime_ns)
+            ours = stat and [stat.st_size, stat.st_mtime_ns] == [size, mtime_ns]
         if ours:
             path.unlink()
             count += 1
     for rel in lent:
         files.remove_empty_folders((tree.root / rel).parent, tree.root / "torch")
     if lent:
-        _save(tree, {})
-        _record(tree).unlink()
+        _hide(tree, "", hidden)
+        record.unlink()
     return count
 
 
@@ -132,16 +120,14 @@ def from_wheel(tree: Worktree, wheel: Wheel) -> None:
         remove(tree)
         words = f"import torch does not run out of the checkout: {error}"
         raise WorkFailed(words) from None
-    print(f"import torch gives {where}")
-    line = f"PYTHONPATH={tree.quoted} {shlex.quote(str(wheel.python))}"
-    if (tree.root / TEST).is_file():
-        line = f"cd {tree.quoted} && {line} {TEST}"
-    print(f"use it:\n  {line}")
+    python = shlex.quote(str(wheel.python))
+    test = f" {TEST}" * (tree.root / TEST).is_file()
+    print(f"import torch gives {where}\nuse it:")
+    print(f"  cd {tree.quoted} && PYTHONPATH={tree.quoted} {python}{test}")
 
 
 def from_source(tree: Worktree, python: str | None) -> None:
-    """Run upstream's own editable build, as upstream documents it."""
-    # It documents the command for the Python that is active in the shell.
+    """Run upstream's own editable build, for the Python that is active in the shell."""
     active = "python" if shutil.which("python") else "python3"
     command = [str(find_interpreter(python or active)), "-m", "pip", "install"]
     if lent := remove(tree):
