@@ -386,8 +386,15 @@ class Worktree:
             if (begun or work[rel] in here) and staged[rel] in (*here, work[rel]):
                 if not work[rel] == staged[rel] == target:
                     texts[rel] = target
-        if texts:
+        if texts and not back:
             self._bring(texts)
+        elif texts:  # the index is as before; on a full disk, space comes first
+            for rel in (rel for rel, text in texts.items() if text is None):
+                (self.root / rel).unlink(missing_ok=True)
+                files.tidy(self.root / rel, self.root)
+            names = "".join(f"{r}\0" for r, text in texts.items() if text is not None)
+            out = ("checkout-index", "-f", "-z", "--stdin")
+            git.git(self.root, *out, data=names.encode())
         self.record(self.resolve(LAID) if back else laid)
         return True
 
