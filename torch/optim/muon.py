@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from typing import Any, TYPE_CHECKING
 
 from torch import nn, Tensor
-from torch.optim._muon import Muon  # noqa: F401
+from torch.optim._muon import Muon
 from torch.optim._muon_engine.config import DistributedConfig
 
 
