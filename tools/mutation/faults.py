@@ -426,9 +426,9 @@ FAULTS = (
     Fault(
         "what ranks learned over one group does not reach the next one",
         EXCHANGED,
-        "        told: Told = pieces, ep_ranks\n",
+        "        told: Told = pieces, digests, ep_ranks\n",
         """        alone = dict(zip(described, (m.piece for m in matrices)))
-        told: Told = alone, ep_ranks
+        told: Told = alone, digests, ep_ranks
 """,
         (f"{GROUPS}combinations_vs_single_device",),
     ),
@@ -442,7 +442,7 @@ FAULTS = (
     Fault(
         "expert ids are not looked at, so that other experts are replicas",
         "_muon_engine/layouts/groups.py",
-        "expert = self.groups.experts.get(index)",
+        "expert = self.groups.expert(index)",
         "expert = None",
         (f"{HERE}groups.py::TestMuonExperts::test_ddp_over_all_ranks",),
     ),
@@ -522,8 +522,8 @@ FAULTS = (
     Fault(
         "another layer of equal shape inherits the momentum",
         ENGINE,
-        "same = a.name == b.name and (a.name or a.origin[1:] != b.origin[1:])",
-        "same = a.name == b.name",
+        "same = names[0] == names[1] and (names[0] or a.origin[1:] != b.origin[1:])",
+        "same = names[0] == names[1]",
         (f"{REPLACED}blocks_that_take_turns",),
     ),
     Fault(
@@ -624,8 +624,8 @@ FAULTS = (
     Fault(
         "a part begins where the fused weight's first row is stored",
         "_muon_engine/layouts/divide.py",
-        "                offset = region.offset + apart * region.stride\n",
-        "                offset = region.offset\n",
+        "offset = block * apart + inside * (region.stride if dim == 0 else 1)",
+        "offset = block * apart",
         (f"{FORMS}any_placement",),
     ),
     Fault(

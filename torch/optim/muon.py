@@ -13,7 +13,7 @@ import warnings
 from typing import Any, TYPE_CHECKING
 
 from torch import nn, Tensor
-from torch.optim._muon import Muon  # noqa: F401
+from torch.optim._muon import Muon
 from torch.optim._muon_engine.config import DistributedConfig
 
 
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+
+if not hasattr(Muon, "describe"):
+    raise ImportError(
+        "torch.optim.Muon takes no distributed_config: torch was installed again under the "
+        "patch that added torch.optim.muon; apply it again"
+    )
 
 __all__ = [
     "DistributedConfig",
