@@ -250,7 +250,7 @@ FAULTS = (
         "a step that breaks off leaves its collectives in flight",
         PIPELINE,
         "                flight.wait()\n",
-        "",
+        "                pass\n",
         (f"{EXCHANGE}error_in_the_middle_of_a_step_leaves_nothing_in_flight",),
     ),
     # Gradients and momentum
