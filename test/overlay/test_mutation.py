@@ -1,99 +1,98 @@
-"""The faults fit the sources, and only a failed test counts as a notice."""
-
-import sys
+"""Faults are where code is, the tests that execute it run, and only a failed one is a notice."""
 
 import pytest
-from overlay.conftest import run as execute
-from tools.mutation import run
-from tools.mutation.fault import CannotTry, copied, Fault
-from tools.mutation.faults import FAULTS
+
+
+pytest.importorskip("cosmic_ray")
+
+from coverage import CoverageData
+from tools.mutation import __main__ as mutation, draw
+from tools.mutation.faults import listed, table
 from tools.overlay.payload import ROOT
 
 
-def test_faults_fit_their_files():
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 71
-    for fault in FAULTS:
-        source = (ROOT / "torch" / "optim" / fault.file).read_text()
-        # A text that is not there raises an error that names the fault.
-        compile(fault.edit(source), fault.name, "exec")
-
-
-def test_named_tests_exist():
-    """pytest collects each, by the name that it or its class inherits or @parametrize makes."""
-    named = sorted({test for fault in FAULTS for test in fault.tests})
-    done = execute(
-        sys.executable, "-m", "pytest", "--collect-only", "-q", *named, cwd=ROOT
-    )
-    assert "ERROR" not in done.out
+CODE = {
+    "z = x < 3": "z = x >= 3|z = x <= 3|z = x < 2|z = x < 4",
+    "z = f(a, b, group=g)": "z = f(b, a, group=g)|z = f(a, b, )",
+    "work.wait(u for u in v if u)": "pass|work.wait(u for u in v if not (u))",
+    "z = min(a) or b": "z = min(a) and b|z = max(a) or b|z = min(a)|z = b",
+    "k = a, (b, c, float32)": "k = a, (b, c, )|k = a, (b, float32)|k = a, ( c, float32)"
+    "|k = a, (b, c, bfloat16)",
+    "for x in y: x += y": "for x in []: x += y|for x in y: x -= y|for x in y: pass",
+}
+NOT_CODE = "import torch\nif TYPE_CHECKING: n = 1\nx: dict[str, int | None]\n"
+NOT_CODE += 'log.info("%d", 3)\nm = f"{x + 1}" if 2 else f"{y}"\nz = f(strict=True)\n'
+FILES = {
+    "torch/optim/_muon.py": "LIMIT = 3\ndef f():\n    return LIMIT + 0\n",
+    "test_it.py": "import unittest, torch.optim._muon as muon\n"
+    "class TestIt(unittest.TestCase):\n    def test_it(self): assert muon.f() == 3\n",
+    "build/mutation/tests.xml": '<a><testcase file="test_it.py" name="test_it" time="1" '
+    'classname="test_it.TestIt"/></a>',
+}
+FILES |= {"torch/__init__.py": "", "torch/optim/__init__.py": ""}
+FILES["build/mutation/optim/_muon.py"] = FILES["torch/optim/_muon.py"]
 
 
 @pytest.fixture
 def tree(tmp_path):
-    """A repository with a torch that imports at once."""
-    optim = tmp_path / "torch" / "optim"
-    (optim / "_muon_engine").mkdir(parents=True)
-    empty = ["../__init__", "__init__", "_newton_schulz", "muon", "_muon_partition"]
-    for name in [*empty, "_muon_engine/__init__", "_muon_engine/engine"]:
-        (optim / f"{name}.py").touch()
-    (optim / "_muon.py").write_text("LIMIT = 3\nUNUSED = 4\n")
-    (tmp_path / "test_it.py").write_text(
-        "from torch.optim._muon import LIMIT\n\n\n"
-        "class TestLimit:\n    def test_limit(self):\n        assert LIMIT == 3\n"
-    )
+    """A repository with a torch that imports at once, and the record of its tests."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    data = CoverageData(str(tmp_path / "build" / "mutation" / "data"))
+    for context, line in ("", 1), ("", 2), ("test_it.Base.test_it", 3):
+        data.set_context(context)
+        data.add_lines({"/any/torch/optim/_muon.py": [line]})
+    data.write()
     return tmp_path
 
 
-SEEN = Fault("limit", "_muon.py", "LIMIT = 3", "LIMIT = 2", ("test_it.py",))
-UNSEEN = SEEN._replace(name="unused", old="UNUSED = 4", new="UNUSED = 5")
+@pytest.mark.parametrize("code", CODE)
+def test_operators(tmp_path, code, monkeypatch):
+    (tmp_path / "_muon.py").write_text(NOT_CODE + code + "\n")
+    faults = [fault.name.split(" => ") for fault in draw.drawn(tmp_path, 1, 9)]
+    assert {old for old, _ in faults} == {code}
+    assert {new for _, new in faults} == set(CODE[code].split("|"))
+    # Faults that somebody marked are not drawn.
+    monkeypatch.setattr(draw, "table", lambda _: [["_muon.py", *faults[0], "a reason"]])
+    assert [f.name.split(" => ") for f in draw.drawn(tmp_path, 1, 9)] == faults[1:]
+
+
+def test_tables_fit_their_files():
+    faults = list(listed(optim := ROOT / "torch" / "optim"))
+    assert len({fault.name for fault in faults}) == len(faults) <= 25
+    for fault in faults:
+        compile(fault.source, fault.name, "exec")
+    for file, old, _, _ in table("equivalent.txt"):
+        assert old in " ".join((optim / file).read_text().split())
 
 
 def test_report(tree, capsys):
-    assert run.main([], [SEEN, UNSEEN], tree) == 1
-    printed = capsys.readouterr().out
-    assert "limit" in printed and "| test_it.py: test_limit |" in printed
-    assert "1 of 2 faults noticed\nnot noticed: unused" in printed
-    assert "LIMIT = 3" in (tree / "torch/optim/_muon.py").read_text()
+    assert mutation.main(["LIMIT = 3 => LIMIT = 4"], tree) == 0
+    noticed = "_muon.py:1: LIMIT = 3 => LIMIT = 4 | test_it.py::TestIt::test_it | "
+    assert noticed in capsys.readouterr().out
+    # The line was elsewhere when tests were recorded. What is known needs no test.
+    source, test = tree / "torch/optim/_muon.py", tree / "test_it.py"
+    source.write_text("# New\n" + source.read_text())
+    for how, text in ([], test.read_text()), (["--resume"], ""):
+        test.write_text(text)
+        assert mutation.main([*how, "LIMIT - 0"], tree) == 1
+        assert "4: return LIMIT + 0 => return LIMIT - 0 | S" in capsys.readouterr().out
+    test.write_text(FILES["test_it.py"].replace("== 3", "== 4"))
+    assert mutation.main(["LIMIT - 0"], tree) == 1
+    assert "test_it.py::TestIt::test_it fails without" in capsys.readouterr().out
 
 
-def test_choice(tree, capsys):
-    for word in ("2", "unus"):
-        assert run.main(["--list", word], [SEEN, UNSEEN], tree) == 0
-        assert capsys.readouterr().out == "  2 unused (_muon.py)\n"
-    assert run.main(["--list", "other"], [SEEN, UNSEEN], tree) == 2
-    assert "there is no fault 'other'" in capsys.readouterr().err
+def test_what_cannot_be_tried_is_no_success(tree, capsys):
+    for name, message in ("test_it.py", "ended with 4"), (list(FILES)[2], "--record"):
+        (tree / name).unlink()
+        assert mutation.main([], tree) == 2
+        assert message in capsys.readouterr().err
 
 
-BROKEN = {
-    "pytest ended with 4": SEEN._replace(tests=("test_other.py",)),
-    "pytest ended with 2": SEEN._replace(tests=("test_broken.py",)),
-    "pytest ended with 1": SEEN._replace(tests=("test_setup.py",)),
-    "rewrite 'limit': its text occurs 0 times": SEEN._replace(old="LIMIT = 4"),
-    "rewrite 'limit': its text occurs 2 times": SEEN._replace(old=" = "),
-    "without a fault: test_red.py: test_red": SEEN._replace(tests=("test_red.py",)),
-}
-
-
-@pytest.mark.parametrize("message", BROKEN)
-def test_what_cannot_be_tried_is_no_success(tree, capsys, message):
-    (tree / "test_broken.py").write_text("import nothing_of_this_name\n")
-    (tree / "test_setup.py").write_text("def test_it(missing):\n    pass\n")
-    (tree / "test_red.py").write_text("def test_red():\n    assert False\n")
-    assert run.main([], [BROKEN[message]], tree) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_copy_that_is_not_imported(tree):
-    with copied(tree / "torch" / "optim") as folder:
-        run.check_redirect(tree, folder)
-        (folder / "sitecustomize.py").write_text("")
-        with pytest.raises(CannotTry, match="not import Muon from the copy"):
-            run.check_redirect(tree, folder)
-
-
-def test_hang_is_a_notice(tree, monkeypatch):
-    (tree / "test_hang.py").write_text(
-        "import time\n\n\ndef test_hang():\n    time.sleep(99)\n"
-    )
-    monkeypatch.setattr(run, "SECONDS", 5)
-    with copied(tree / "torch" / "optim") as folder:
-        assert run.run_tests(tree, folder, ["test_hang.py"]) == "a hang"
+def test_crash_and_hang_are_notices(tree, monkeypatch):
+    (tree / "test_it.py").write_text("import os\ndef test_it(): os._exit(3)\n")
+    assert mutation.run_tests(tree, None, ["test_it.py"]) == "pytest ended with 3"
+    (tree / "test_it.py").write_text("import time\ndef test_it(): time.sleep(99)\n")
+    monkeypatch.setattr(mutation, "LIMIT", 3)
+    assert mutation.run_tests(tree, None, ["test_it.py"]) == "a hang"

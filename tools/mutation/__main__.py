@@ -1,12 +1,119 @@
-"""``python -m tools.mutation``."""
+"""Tries faults in the engine one after another, and says which test noticed each."""
 
+import argparse
+import os
+import re
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
 
-from .run import main
+from cosmic_ray.work_db import use_db
+from cosmic_ray.work_item import WorkItem, WorkResult
+
+from tools.overlay.errors import WrongTarget
+from tools.overlay.payload import ROOT
+
+from .draw import drawn
+from .faults import copied, Fault, listed
+from .record import record, Record
+
+
+# A test hangs after these seconds: several times what the slowest takes on a busy machine.
+LIMIT = 150
+PYTEST = "-m pytest -xq -rfE -pno:cacheprovider -ofaulthandler_exit_on_timeout=true"
+
+
+def main(argv: list[str], root: Path = ROOT) -> int:
+    """Returns 0; 1 if no test noticed a fault; 2 if a fault cannot be tried."""
+    parser = argparse.ArgumentParser("python -m tools.mutation", description=__doc__)
+    add = parser.add_argument
+    add("chosen", nargs="*", metavar="FAULT", help="only those with this text")
+    add("--record", action="store_true", help="first: note what the tests execute")
+    add("--seed", type=int, default=0, help="which faults are drawn")
+    add("--count", type=int, default=100, help="how many")
+    add("--listed", action="store_true", help="those of listed.txt instead")
+    add("--resume", action="store_true", help="keep what the last run found out")
+    args = parser.parse_args(argv)
+    place, optim = root / "build" / "mutation", root / "torch" / "optim"
+    if args.record:
+        return record(place)
+    notices, sound = {}, set()
+    try:
+        faults = listed(optim) if args.listed else drawn(optim, args.seed, args.count)
+        executed = Record(place)
+        with use_db(place / f"{'listed' if args.listed else args.seed}.sqlite") as db:
+            if not args.resume:
+                db.clear()
+            before = dict(db.results)
+            for fault in faults:
+                name = f"{fault.file}:{fault.first}: {fault.name}"
+                if not any(word in name for word in args.chosen or [""]):
+                    continue
+                tests, began = executed.tests(fault, optim), time.monotonic()
+                if name in before:
+                    notices[name] = before[name].output
+                else:
+                    notices[name] = found = first_notice(root, fault, tests, sound)
+                    outcome = "killed" if found else "survived"
+                    db.add_work_item(WorkItem(name, ()))
+                    db.set_result(name, WorkResult("normal", found, outcome))
+                seconds = f"{time.monotonic() - began:.0f} s, {len(tests)} tests"
+                print(f"{name} | {notices[name] or 'SURVIVED'} | {seconds}", flush=True)
+    except WrongTarget as error:
+        print(f"mutation: {error}", file=sys.stderr)
+        return 2
+    survivors = [f"survived: {name}" for name in notices if not notices[name]]
+    noticed = f"{len(notices) - len(survivors)} of {len(notices)} faults noticed"
+    print("", noticed, *survivors, sep="\n")
+    return 1 if survivors else 0
+
+
+def first_notice(root: Path, fault: Fault, tests: list[str], sound: set[str]) -> str:
+    """What of the tests notices the fault and passes without it."""
+    while notice := run_tests(root, fault, tests):
+        if "::" not in notice or notice in sound or not run_tests(root, None, [notice]):
+            sound.add(notice)
+            return notice
+        print(f"{notice} fails without a fault, too", flush=True)
+        tests.remove(notice)
+    return ""
+
+
+def run_tests(root: Path, fault: Fault | None, tests: Sequence[str]) -> str:
+    """The test that failed first over a copy of the optimizer; "" if all passed."""
+    if not tests:
+        return ""
+    words = [sys.executable, *PYTEST.split(), f"-ofaulthandler_timeout={LIMIT}", *tests]
+    with copied(root / "torch/optim", fault) as copy, TemporaryFile("w+") as printed:
+        here = {"cwd": root, "env": os.environ | {"PYTHONPATH": str(copy)}}
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": printed}
+        process = subprocess.Popen(words, **here, **pipes, start_new_session=True)
+        try:
+            code = process.wait(LIMIT * (1 + len(tests)))
+        except subprocess.TimeoutExpired:
+            return "a hang"
+        finally:
+            # With the workers that the tests started.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed.seek(0)
+        output = printed.read()
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)|^Timeout \(", output, re.MULTILINE)
+    # 4: no such test, or none that can be imported; 5: no test at all.
+    if failed is None and code in (4, 5):
+        raise WrongTarget(f"pytest ended with {code}:\n{output[-3000:]}")
+    if failed is not None:
+        return failed[1] or "a hang"
+    return f"pytest ended with {code}" if code else ""
 
 
 if __name__ == "__main__":
-    # As an exception, so that the tests of the current fault end, too: they are in another session.
+    # As an exception, which ends the tests of the current fault, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main(sys.argv[1:]))

@@ -1,34 +1,17 @@
-"""Lets this process import Muon from the folder that this file is in.
+"""Lets a process import Muon from this folder, which is on PYTHONPATH, as ``sitecustomize.py``."""
 
-Copied there as ``sitecustomize.py``: with the folder on PYTHONPATH every interpreter runs it at its
-start, those of the processes that tests spawn included.
-"""
-
-import importlib.abc
-import importlib.util
 import pathlib
 import sys
+from importlib.machinery import PathFinder
 
 
-OPTIM = pathlib.Path(__file__).resolve().parent / "optim"
-# The package's own modules follow from its path.
-PLACES = {
-    "torch.optim._muon": OPTIM / "_muon.py",
-    "torch.optim._newton_schulz": OPTIM / "_newton_schulz.py",
-    "torch.optim.muon": OPTIM / "muon.py",
-    "torch.optim._muon_partition": OPTIM / "_muon_partition.py",
-    "torch.optim._muon_engine": OPTIM / "_muon_engine" / "__init__.py",
-}
+class Redirect:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        # The package's own modules follow from its path. Torch has the others.
+        optim = pathlib.Path(__file__).resolve().parent / "optim"
+        is_ours = name.rpartition(".")[0] == "torch.optim"
+        return PathFinder.find_spec(name, [str(optim)]) if is_ours else None
 
 
-class Redirect(importlib.abc.MetaPathFinder):
-    """Finds the modules of ``PLACES`` before torch's own folder is looked at."""
-
-    def find_spec(self, fullname, path=None, target=None):
-        place = PLACES.get(fullname)
-        if place is None:
-            return None
-        return importlib.util.spec_from_file_location(fullname, place)
-
-
-sys.meta_path.insert(0, Redirect())
+sys.meta_path.insert(0, Redirect)

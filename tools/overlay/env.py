@@ -21,7 +21,7 @@ from .wheel import find_wheel, plain_environment
 # torch's run_tests() writes its reports with xmlrunner wherever CI is set.
 PACKAGES = (
     "numpy", "expecttest", "hypothesis==6.155.7", "pytest", "pytest-xdist", "coverage",
-    "jupytext", "matplotlib", "ruff", "pyrefly==0.58.0", "unittest-xml-reporting<=3.2.0",
+    "jupytext", "matplotlib", "cosmic-ray==8.7.0", "ruff", "pyrefly==0.58.0", "unittest-xml-reporting<=3.2.0",
 )  # fmt: skip
 # docs/frameworks.md says what holds with these. torchtitan imports triton, which only
 # torch with CUDA brings, of its own version.

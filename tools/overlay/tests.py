@@ -1,6 +1,7 @@
 """Runs the tests, and finds out how much of the optimizer they execute."""
 
 import contextlib
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -29,8 +30,8 @@ def run(python: Path, args: list[str], root: Path, *, measure: bool) -> int:
     # This run's own folder: another run may use the same environment.
     with tempfile.TemporaryDirectory(prefix="coverage") as folder:
         variables = {
-            # One place, also for processes that tests start in other folders.
-            "COVERAGE_FILE": str(Path(folder) / "data"),
+            # One place, also for processes that tests start in other folders. The caller may keep it.
+            "COVERAGE_FILE": os.environ.get("COVERAGE_FILE", f"{folder}/data"),
             # Not the copies that tests of the overlay make.
             "MUON_MEASURED": str(
                 find_wheel(python, with_path=False).torch_dir / "optim"
