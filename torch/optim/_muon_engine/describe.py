@@ -167,7 +167,7 @@ def bytes_of(
                 (pack.gather_send, pack.scatter_send), schedule.passed_on(bucket, rank)
             )
             for side, passed in phases:
-                through = sum(map(sum, passed)) * side.dtype.itemsize
+                through = sum(sum(row) for row in passed) * side.dtype.itemsize
                 copied = max(copied, side.nbytes + 2 * through)
     passing, arriving = relay_sizes((pack.relays for pack in packs), rank)
     slots = slots_for(prefetch_count)
