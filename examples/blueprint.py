@@ -472,7 +472,7 @@ class SentBytes(TorchDispatchMode):
 @contextmanager
 def overheard(events: list[str]):
     """Notes G0 (gather 0 starts), g0 (wait for it), S0 and s0 (scatter), <name> (Newton-Schulz)."""
-    begin, orthogonalize_batch = Pipeline._phase, Pipeline.orthogonalize_batch
+    begin, on_owner = Pipeline._phase, Pipeline.orthogonalize
 
     def phase(pipeline: Pipeline, name: str, bucket: Any) -> Any:
         if name in SIGNS:
@@ -481,9 +481,9 @@ def overheard(events: list[str]):
 
     def orthogonalizes(pipeline: Pipeline, bucket: Any, batch: Any) -> None:
         events.extend(f"<{matrix.layout.key.name}>" for matrix in batch)
-        orthogonalize_batch(pipeline, bucket, batch)
+        on_owner(pipeline, bucket, batch)
 
-    listeners = {"_phase": phase, "orthogonalize_batch": orthogonalizes}
+    listeners = {"_phase": phase, "orthogonalize": orthogonalizes}
     with mock.patch.multiple(Pipeline, **listeners):
         yield
 
@@ -703,9 +703,9 @@ if __name__ == "__main__":
 # | `param_groups`, `buffer_idx` (aisles) | the matrices that the same ranks hold (schedule/buckets.py: families) | There, each parameter group has a buffer. Here a bucket takes matrices of several parameter groups. |
 # | buckets, `bucket_idx` (pallets) | buckets (schedule/packs.py: Bucket) | There, the order of the parameters fills a bucket. Here each owner has work in each bucket. |
 # | `dist_meta` (master schedule) | a layout and a schedule (layouts/__init__.py: Layout) | `dist_meta` has this rank's ranges. A layout has every rank's regions, and the ranks compare theirs (agreement.py: agree). |
-# | `global_buffer_size` (virtual buffer) | a slot for each bucket in flight (runtime/transport.py: slot) | There, a step makes room for all TP slices with padding. Slots stay, have room for one bucket, and have no padding. |
+# | `global_buffer_size` (virtual buffer) | a slot for each bucket in flight (runtime/transport.py: slot) | There, a step makes room for all TP slices with padding. A slot has room for one bucket and no padding. Accelerators free it between steps. |
 # | DP gather, TP gather | the gather of a bucket (runtime/transport.py: start_gather) | There, all ranks get everything. Here the owner gets the shards that it lacks. |
-# | run math | Newton-Schulz on the owner (runtime/pipeline.py: orthogonalize_batch) | There, each rank with a part of a matrix orthogonalizes all of it. |
+# | run math | Newton-Schulz on the owner (runtime/pipeline.py: orthogonalize) | There, each rank with a part of a matrix orthogonalizes all of it. |
 # | TP shard, DP shard | the scatter of a bucket (runtime/transport.py: start_scatter) | There, each rank has the whole result and slices it. Here the owner sends the regions. |
 # | ZeRO-1 | momentum is placed as its parameter (layouts/dtensor.py: new_momentum_buffer) | There, DP cuts momentum and the optimizer's copy of the weights. Here FSDP2 cuts both, and DDP neither. |
 #

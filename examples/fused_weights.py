@@ -88,6 +88,7 @@ def main() -> None:
             optimizer.zero_grad()
         if dist.get_rank() == 0 and step % 10 == 9:
             print(f"step {step + 1}, loss {loss:.4f}", flush=True)
+    muon.synchronize()  # raises if ranks differed in the last step
     dist.destroy_process_group()
 
 

@@ -65,6 +65,7 @@ def main() -> None:
             optimizer.zero_grad()
         if rank == 0 and (step + 1) % 10 == 0:
             print(f"step {step + 1}/{args.steps}, loss {loss:.4f}", flush=True)
+    muon.synchronize()  # raises if ranks differed in the last step
     dist.destroy_process_group()
 
 

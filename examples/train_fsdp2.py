@@ -184,6 +184,7 @@ def main() -> None:
         if rank == 0:
             bar = f"{'#' * int(30 * done):.<30} step {step + 1}, loss {value:.4f}"
             print(bar, end="\n" if done == 1 else "\r", flush=True)
+    optimizers[0].synchronize()  # raises if ranks differed in the last step
     if args.save:
         dcp.save(state(args.steps), checkpoint_id=args.save)
     with torch.no_grad():

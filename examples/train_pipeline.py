@@ -94,6 +94,7 @@ def main() -> None:
         if losses and dp.rank() == 0 and (step + 1) % 10 == 0:
             loss = torch.stack(losses).mean()
             print(f"step {step + 1}/{args.steps}, loss {loss:.4f}", flush=True)
+    muon.synchronize()  # raises if ranks differed in the last step
     dist.destroy_process_group()
 
 

@@ -14,13 +14,6 @@ from multiprocessing import forkserver, util
 import pytest
 
 
-# Tests of stock behaviour on one process, which a single GPU could run as well.
-STAGE_2 = {
-    "TestStockResults",
-    "TestStockParity",
-    "TestMuonCore",
-    "TestCompile",
-}
 # Processes from which on a test is of a large scale.
 LARGE = 8
 
@@ -40,9 +33,9 @@ def stage_of(folder, case):
     name = getattr(case, "__name__", "")
     if world_size >= LARGE or "Stress" in name or "Performance" in name:
         return "stage4"
-    if world_size > 1 or "GPU" in name:
+    if world_size > 1:
         return "stage3"
-    return "stage2" if name in STAGE_2 else "stage1"
+    return "stage2" if "GPU" in name else "stage1"
 
 
 # Before pytest-xdist, which reads the groups.

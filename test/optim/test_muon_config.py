@@ -173,6 +173,18 @@ class TestDistributedConfig(MuonTestCase):
                 self.assertEqual(optimizer.assignments, {0: [0, 1]} if config else {})
             self.assert_same_bits(*results)
 
+    def test_compiled_step_is_compiled_once(self):
+        """It was compiled again because the engine's count of steps had changed."""
+        (param,) = params = make_params((4, 4))
+        step = torch.compile(
+            Muon(params, distributed_config="auto").step, backend="eager"
+        )
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(3):
+                before = param.detach().clone()
+                step()
+                self.assertNotEqual(param.detach(), before)
+
     def test_new_arguments_stand_last(self):
         names = list(inspect.signature(Muon).parameters)
         new = ["distributed_config", "foreach", "allow_batched_matrices"]

@@ -1,6 +1,7 @@
 """The bench runs, its figures are those of the arithmetic, and its simulation is that of real steps."""
 
 import re
+import time
 
 import pytest
 
@@ -11,6 +12,10 @@ from tools.bench import check, cli, fleet, step
 
 
 TINY = ("--workloads", "tiny", "--world", "2", "--layouts")
+
+
+def sleep(rank, world, job):
+    time.sleep(60)
 
 
 def table_of(text, name):
@@ -71,5 +76,7 @@ def test_errors(capsys):
     job = step.Job("shard", "tiny", ("ours-nothing",))
     with pytest.raises(fleet.Failed, match="Traceback"):
         fleet.run(step.work, job, 2, 60)
+    with pytest.raises(fleet.Failed, match="the ranks took more than 1 s"):
+        fleet.run(sleep, None, 1, 1)
     assert cli.main(["scale", "--only", "no such row"]) == 1
     assert "no row has 'no such row'" in capsys.readouterr().err

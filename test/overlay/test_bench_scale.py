@@ -178,3 +178,23 @@ def test_html_page(tmp_path, capsys):
 def test_html_is_about_one_row(tmp_path, capsys):
     assert cli.main(["scale", "--only", "GPT-2", "--html", str(tmp_path / "x")]) == 1
     assert "GPT-2 124M, FSDP, 8 ranks\nGPT-2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("gpus=4", "has no 'gpus'; it has peak_flops, .*, gpus_per_node"),
+        ("flops=1", "has no 'flops'"),
+        ("gpus_per_node=0", "gpus_per_node=0 is not positive"),
+        ("inter_bandwidth=nan", "inter_bandwidth=nan is not positive"),
+        ("utilization=much", "could not convert"),
+        ("page.json", "page.json is neither NAME=VALUE nor .* FileNotFoundError"),
+        (str(ROOT / "README.md"), "README.md is neither NAME=VALUE nor .* JSONDecode"),
+    ],
+)
+def test_wrong_hardware_is_named(words, said, capsys):
+    """`gpus=4` was an AttributeError."""
+    assert cli.main(["scale", "--hardware", words]) == 1
+    error = capsys.readouterr().err
+    assert re.match(f"error: .*{said}", error), error
+    assert Hardware().with_values(["intra_latency=0"]).intra_latency == 0

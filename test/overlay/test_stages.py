@@ -5,4 +5,6 @@ STAGES = {"stage1", "stage2", "stage3", "stage4", "overlay"}
 
 def test_each_test_has_one_stage(request):
     for item in request.session.items:
-        assert len({mark.name for mark in item.iter_markers()} & STAGES) == 1
+        (stage,) = {mark.name for mark in item.iter_markers()} & STAGES
+        case = getattr(item.cls, "__name__", "")
+        assert (stage == "stage2") == (case in {"TestMuonOnGPU", "TestMuonOnOneGPU"})

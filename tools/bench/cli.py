@@ -29,8 +29,9 @@ def parser() -> argparse.ArgumentParser:
             add("--only", default="", metavar="WORDS", help="rows whose title has them")
             add("--prefetch", type=int, default=1, help="prefetch_count")
             add("--html", type=Path, metavar="FILE", help="a page about one row")
-            what = "Hardware's fields: " + ", ".join(vars(Hardware()))
-            add("--hardware", nargs="+", default=[], metavar="NAME=VALUE", help=what)
+            what = "a gpu.json, or Hardware's fields: " + ", ".join(vars(Hardware()))
+            more = {"nargs": "+", "default": [], "metavar": "FILE or NAME=VALUE"}
+            add("--hardware", help=what, **more)
             continue
         add("--timeout", type=float, default=900.0, help="seconds of one table")
         if name != "bytes":

@@ -20,6 +20,7 @@ IMPLEMENTATIONS = {
     "stock": "the Muon that the overlay replaced, on the same parameters",
     "allgather": "bf16 all-gather of each matrix, Newton-Schulz of all on every rank",
     "adamw": "AdamW(foreach=True)",
+    "fused": "AdamW(fused=True)",
 }
 
 
@@ -43,8 +44,9 @@ def make(
         )
     if name == "stock":
         return stock().Muon(laid.params, momentum=MOMENTUM, **OPTIONS)
-    if name == "adamw":
-        return AdamW(laid.params, foreach=True, **OPTIONS)
+    if name in ("adamw", "fused"):
+        how = {"foreach" if name == "adamw" else name: True}
+        return AdamW(laid.params, **how, **OPTIONS)
     return AllGatherMuon(laid, ours)
 
 

@@ -1,7 +1,9 @@
 """The engine's internals that the bench reads. No other module here depends on their structure."""
 
+import math
+
 import torch
-from torch.optim import Muon
+from torch.optim import _muon, _newton_schulz as ns, Muon
 from torch.optim._muon_engine import describe
 from torch.optim._muon_engine.layouts import Region
 from torch.optim._muon_engine.schedule.packs import Schedule
@@ -20,7 +22,8 @@ def all_to_alls(optimizer: Muon) -> list[tuple]:
                 (packs.scatter_recv, packs.scatter_send),
             ):
                 splits = list(receive.splits), list(send.splits)
-                flat = [torch.zeros(sum(sizes), dtype=send.dtype) for sizes in splits]
+                how = {"dtype": send.dtype, "device": engine.device}
+                flat = [torch.zeros(sum(sizes), **how) for sizes in splits]
                 calls.append((*flat, *splits, group))
     return calls
 
@@ -34,6 +37,12 @@ def regions(optimizer: Muon) -> list[Region]:
 def is_source(optimizer: Muon, index: int) -> bool:
     """Whether this rank's shard of a parameter is part of the orthogonalized matrix."""
     return optimizer._engine.schedule.is_source(index, optimizer._engine.rank)
+
+
+def batch_size(shape: tuple[int, int]) -> int:
+    """How many matrices of ``shape`` a step orthogonalizes together on an accelerator."""
+    nbytes = math.prod(shape) * ns.NS_DTYPE.itemsize
+    return max(1, _muon._BATCH_BYTES // nbytes)
 
 
 def least_bytes(optimizer: Muon) -> int:

@@ -1,4 +1,4 @@
-"""Processes over gloo, with one thread each, that run one function and return its results."""
+"""Processes, with one thread or one accelerator each, that run one function and return its results."""
 
 import logging
 import multiprocessing
@@ -6,6 +6,7 @@ import os
 import pickle
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,26 +18,46 @@ from torch.multiprocessing import start_processes
 from torch.multiprocessing.spawn import ProcessException
 
 
+# A collective fails after this share of a run's seconds, so that a traceback names it.
+COLLECTIVES = 0.8
+
+
 class Failed(Exception):
-    """A process raised or ended."""
+    """A process raised, ended, or took too long."""
 
 
 def run(
-    work: Callable[[int, int, Any], Any], job: Any, world: int, seconds: float
+    work: Callable[[int, int, Any], Any],
+    job: Any,
+    world: int,
+    seconds: float,
+    device: str = "cpu",
 ) -> list[Any]:
     """The results of ``work(rank, world, job)`` on ``world`` ranks, by rank.
 
+    Args:
+        device: the type of device. Each rank has one, and the device's own backend.
+
     Raises:
-        Failed: with the traceback of the first rank that failed. A collective fails after ``seconds``.
+        Failed: with the traceback of the first rank that failed; or the ranks took more than ``seconds``.
     """
     multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", __name__])
+    # A fork cannot use CUDA if an import has asked the server for its devices.
+    how = {"start_method": "forkserver" if device == "cpu" else "spawn"}
+    ends = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        job = world, folder, seconds, work, job
-        how = {"daemon": True, "start_method": "forkserver"}
+        job = world, folder, seconds, device, work, job
+        ranks = start_processes(_rank, job, world, join=False, daemon=True, **how)
         try:
-            start_processes(_rank, job, world, **how)
+            while not ranks.join(ends - time.monotonic()):
+                if time.monotonic() > ends:
+                    raise Failed(f"the ranks took more than {seconds:.0f} s")
         except ProcessException as error:
             raise Failed(str(error)) from None
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
         answers = [Path(folder, str(rank)) for rank in range(world)]
         return [pickle.loads(answer.read_bytes()) for answer in answers]
 
@@ -46,6 +67,7 @@ def _rank(
     world: int,
     folder: str,
     seconds: float,
+    device: str,
     work: Callable[[int, int, Any], Any],
     job: Any,
 ) -> None:
@@ -55,13 +77,24 @@ def _rank(
     if "lo" in (name for _, name in socket.if_nameindex()):
         # gloo may be unable to resolve the name of this machine.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mine = None
+    if device != "cpu":
+        mine = torch.device(device, rank)
+        torch.accelerator.set_device_index(mine)
     dist.init_process_group(
-        "gloo",
+        dist.get_default_backend_for_device(device),
         init_method=Path(folder, "rendezvous").as_uri(),
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=seconds),
+        timeout=timedelta(seconds=COLLECTIVES * seconds),
+        device_id=mine,
     )
     Path(folder, str(rank)).write_bytes(pickle.dumps(work(rank, world, job)))
     dist.barrier()  # No rank leaves while another one still needs it.
     dist.destroy_process_group()
+
+
+def synchronize(device: str) -> None:
+    """Waits until this rank's accelerator is idle."""
+    if device != "cpu":
+        torch.accelerator.synchronize()

@@ -20,14 +20,15 @@ from torch.optim.muon import (
     create_dtensor_config,
     DistributedConfig,
 )
+from torch.testing._internal.distributed._muon.model_shapes import MODELS, Shape
 
 
-Shape = tuple[int, int]
 MakeConfig = Callable[[int], DistributedConfig]
 # The shapes are (out, in), as torch.nn.Linear holds its weight.
 WORKLOADS: dict[str, list[Shape]] = {
     "pairs": [(512, 512), (512, 2048)] * 12,
     "gpt2": [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12,
+    "llama1b": MODELS["Llama 3.2 1B"].shapes,
     "square": [(64, 64)] * 16,  # for ``check``
     "tiny": [(32, 64), (64, 64), (64, 32)] * 2,  # for tests
 }
@@ -53,11 +54,12 @@ def fits(layout: str, world: int) -> bool:
     return layout not in ("hsdp", "fsdp_tp") or (world >= 4 and world % 2 == 0)
 
 
-def lay(layout: str, workload: str, world: int) -> Laid:
+def lay(layout: str, workload: str, world: int, device: str = "cpu") -> Laid:
     """Makes random parameters with random gradients, equal on all replicas."""
     shapes = WORKLOADS[workload]
-    linears = nn.ModuleList(nn.Linear(c, r, bias=False) for r, c in shapes)
-    make_config = _wrap(layout, linears, world)
+    how = {"bias": False, "device": device}
+    linears = nn.ModuleList(nn.Linear(c, r, **how) for r, c in shapes)
+    make_config = _wrap(layout, linears, world, device)
     torch.manual_seed(0 if layout in ("hsdp", "ddp") else dist.get_rank())
     params = list(linears.parameters())
     for param in params:
@@ -72,7 +74,7 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _wrap(layout: str, linears: nn.ModuleList, world: int) -> MakeConfig:
+def _wrap(layout: str, linears: nn.ModuleList, world: int, device: str) -> MakeConfig:
     if layout == "ddp":
         DistributedDataParallel(linears)
         group = dist.group.WORLD
@@ -80,7 +82,7 @@ def _wrap(layout: str, linears: nn.ModuleList, world: int) -> MakeConfig:
     if layout == "fsdp1":
         for index, linear in enumerate(linears):
             linears[index] = FullyShardedDataParallel(
-                linear, device_id=torch.device("cpu"), use_orig_params=True
+                linear, device_id=torch.device(device), use_orig_params=True
             )
         group = linears[0].process_group
         return lambda p: create_auto_config(
@@ -88,7 +90,7 @@ def _wrap(layout: str, linears: nn.ModuleList, world: int) -> MakeConfig:
         )
     sizes = (world,) if layout == "shard" else (2, world // 2)
     mesh = init_device_mesh(
-        "cpu", sizes, mesh_dim_names=("outer", "inner")[: len(sizes)]
+        device, sizes, mesh_dim_names=("outer", "inner")[: len(sizes)]
     )
     for index, linear in enumerate(linears):
         if layout == "fsdp_tp":

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import _newton_schulz as ns, Muon
 
-from . import contestants, engine_view
+from . import contestants, engine_view, fleet
 from .contestants import LR, MOMENTUM, WEIGHT_DECAY
 from .layouts import Laid, lay, LAYOUTS, local_of
 from .table import cores, render
@@ -34,11 +34,12 @@ class Job(NamedTuple):
     workload: str
     names: tuple[str, ...]
     reps: int = 1
+    device: str = "cpu"
 
 
 def work(rank: int, world: int, job: Job) -> dict[str, list[float]]:
     """The seconds of one rank by name and repetition."""
-    laid = lay(job.layout, job.workload, world)
+    laid = lay(job.layout, job.workload, world, job.device)
     ours = contestants.make(job.names[0], laid)
     steps: dict[str, Callable[[], object]] = {job.names[0]: ours.step}
     for name in job.names[1:]:
@@ -54,8 +55,10 @@ def work(rank: int, world: int, job: Job) -> dict[str, list[float]]:
         names = [*runs]
         for name in names[first:] + names[:first]:
             dist.barrier()
+            fleet.synchronize(job.device)
             began = time.perf_counter()
             runs[name](rep)
+            fleet.synchronize(job.device)
             seconds[name].append(time.perf_counter() - began)
     return seconds
 
@@ -64,7 +67,8 @@ def _limit(
     laid: Laid, ours: Muon, rank: int, world: int
 ) -> dict[str, Callable[[int], None]]:
     triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
-    matrices = [torch.randn(shape).bfloat16() for shape in laid.shapes]
+    device = laid.params[0].device
+    matrices = [torch.randn(s, device=device).bfloat16() for s in laid.shapes]
     calls = engine_view.all_to_alls(ours)
     shards = []
     for index, param in enumerate(laid.params):
@@ -123,7 +127,7 @@ def ratios(
 def text(job: Job, results: Sequence[dict[str, list[float]]]) -> str:
     """One set of processes as a table: each implementation in multiples of the limit."""
     world = len(results)
-    found = ratios(results, min(world, cores()))
+    found = ratios(results, world if job.device != "cpu" else min(world, cores()))
     rows = [
         [name, f"{1e3 * seconds:.1f}", f"{middle:.2f} ({low:.2f}-{high:.2f})"]
         for name, (seconds, (low, middle, high)) in found.items()

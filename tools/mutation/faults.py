@@ -108,8 +108,8 @@ FAULTS = (
     Fault(
         "only the first region of a shard is packed",
         PIPELINE,
-        "found = bucket.gather_send.of(matrix.number)\n",
-        "found = bucket.gather_send.of(matrix.number)[:1]\n",
+        "for _, region, view in bucket.gather_send.of(matrix.number)\n",
+        "for _, region, view in bucket.gather_send.of(matrix.number)[:1]\n",
         (f"{FSDP1}strategies_and_units",),
     ),
     Fault(
@@ -129,15 +129,15 @@ FAULTS = (
     Fault(
         "the owner orthogonalizes its own shard, with zeros for the others'",
         PIPELINE,
-        "[(region.of_matrix(out), view) for _, region, view in found]",
-        "[(region.of_matrix(out), view * 0) for _, region, view in found]",
+        "[(region.of_matrix(out), view) for _, region, view in packed]",
+        "[(region.of_matrix(out), view * 0) for _, region, view in packed]",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
         "the momentum is sent without the look-ahead of nesterov",
         PIPELINE,
-        "        if matrix.param.grad is None:\n",
-        "        if matrix.param.grad is not None:\n",
+        "grads = [region.of_local(m.param.lookahead) for m, region in regions]",
+        "grads = momenta",
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
@@ -150,8 +150,8 @@ FAULTS = (
     Fault(
         "contributions to a sum are added as they come",
         PIPELINE,
-        "in sorted(found, key=lambda part: part[0]):",
-        "in found:",
+        "in sorted(contributions, key=lambda part: part[0]):",
+        "in contributions:",
         (f"{PARTIAL}contributions_are_added_in_the_order_of_the_group",),
     ),
     # The order of a step
@@ -193,33 +193,40 @@ FAULTS = (
     Fault(
         "the next gather takes a slot before its updates are applied",
         PIPELINE,
-        """            if finished is not None:
-                self.finish(finished)
-            # The follower takes the slot that ``finished`` had.
-            if bucket.follower is not None:
-                self.gather(bucket.follower)
-""",
-        """            if bucket.follower is not None:
-                self.gather(bucket.follower)
-            if finished is not None:
-                self.finish(finished)
-""",
+        (
+            "        if one_at_a_time:\n"
+            "            _exhaust(task)\n"
+            "        elif k > 0:\n"
+            "            next(tasks[k - 1], None)\n"
+            "        # Its slot was that of bucket k-1, whose results are applied now.\n"
+            "        if k + ahead < len(tasks):\n"
+            "            next(tasks[k + ahead])\n"
+        ),
+        (
+            "        if k + ahead < len(tasks):\n"
+            "            next(tasks[k + ahead])\n"
+            "        if one_at_a_time:\n"
+            "            _exhaust(task)\n"
+            "        elif k > 0:\n"
+            "            next(tasks[k - 1], None)\n"
+        ),
         (f"{LAYOUTS}prefetch_and_async_change_nothing",),
     ),
     Fault(
         "prefetch counts a rank's own buckets instead of each group's",
         PIPELINE,
-        "            if bucket.bucket.index <= self.prefetch_count:\n",
-        "            if self.buckets.index(bucket) <= self.prefetch_count:\n",
+        "    for task in tasks[:ahead]:\n        next(task)\n    yield\n",
+        "    for task in tasks[: ahead if len(tasks) > 1 else 0]:\n        next(task)\n    yield\n",
         (f"{LAYOUTS}second_group_on_half_of_the_ranks",),
     ),
     Fault(
         "a rank that has nothing to send leaves the collective out",
         TRANSPORT,
-        '        self.launch(f"{what} of bucket {self.bucket.index}", start)\n',
-        """        if which[-1].flat.numel():
-            self.launch(f"{what} of bucket {self.bucket.index}", start)
-""",
+        '            self.launch(f"{phase} of bucket {self.bucket.index}", start, *memory)\n',
+        (
+            "            if send.flat.numel():\n"
+            '                self.launch(f"{phase} of bucket {self.bucket.index}", start, *memory)\n'
+        ),
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
@@ -241,7 +248,7 @@ FAULTS = (
     Fault(
         "a step that breaks off leaves its collectives in flight",
         PIPELINE,
-        "            drain(self.buckets)\n",
+        "            drain([f for b in self.buckets for f in (b, *b.relays)])\n",
         "",
         (f"{EXCHANGE}error_in_the_middle_of_a_step_leaves_nothing_in_flight",),
     ),
@@ -251,7 +258,7 @@ FAULTS = (
         LIVE,
         "else Status.ABSENT",
         "else Status.EMPTY",
-        (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_on_every_holder",),
+        (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_before_anything_moves",),
     ),
     Fault(
         "a rank whose shard is empty says that it has no gradient",
@@ -270,23 +277,23 @@ FAULTS = (
     Fault(
         "a rank applies what comes back, whatever its own status",
         PIPELINE,
-        "            if matrix.applies and (found or matrix.is_empty):\n",
-        "            if found or matrix.is_empty:\n",
+        "if matrix.owner != self.rank and matrix.applies:\n",
+        "if matrix.owner != self.rank:\n",
         (f"{EXCHANGE}no_gradient_on_any_rank_is_skipped",),
     ),
     Fault(
         "ranks learn what all statuses have in common",
         STATUSES,
-        "rows, dist.ReduceOp.MAX, self._group",
-        "rows, dist.ReduceOp.MIN, self._group",
-        (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_on_every_holder",),
+        '"op": dist.ReduceOp.MAX',
+        '"op": dist.ReduceOp.MIN',
+        (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_before_anything_moves",),
     ),
     Fault(
         "some present and some absent is no mismatch",
         STATUSES,
         "    (lambda p, a, u, *_: p and a, _SOME_ABSENT),\n",
         "",
-        (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_on_every_holder",),
+        (f"{EXCHANGE}gradient_on_some_holders_only_is_an_error_before_anything_moves",),
     ),
     Fault(
         "hyperparameters that differ are no mismatch",
@@ -346,16 +353,16 @@ FAULTS = (
     ),
     Fault(
         "the header is read after the last bucket only",
-        PIPELINE,
-        "            statuses.check_step()\n",
-        "            pass\n",
+        STATUSES,
+        "        text = self._other_step(header)\n        if self",
+        '        text = ""\n        if self',
         (f"{ERRORS}optimizers_stepped_in_different_orders",),
     ),
     Fault(
         "the momentum of a flat parameter is updated once for each matrix in it",
         LIVE,
-        "        if self._accumulated or not self.has_grad:\n",
-        "        if not self.has_grad:\n",
+        "        if self._accumulated or self.given is None or self.problem:\n",
+        "        if self.given is None or self.problem:\n",
         (f"{FSDP1}strategies_and_units",),
     ),
     Fault(
@@ -385,12 +392,12 @@ FAULTS = (
     Fault(
         "weights decay on the owner only",
         PIPELINE,
-        "            matrix.param.formulas.apply(local, updates, matrix.layout.whole)\n",
-        """            formulas = matrix.param.formulas
-            if matrix.owner != self.rank:
-                formulas = formulas._replace(weight_decay=0.0)
-            formulas.apply(local, updates, matrix.layout.whole)
-""",
+        "            formulas.apply(local, updates, matrix.layout.whole)\n",
+        (
+            "            if matrix.owner != self.rank:\n"
+            "                formulas = formulas._replace(weight_decay=0.0)\n"
+            "            formulas.apply(local, updates, matrix.layout.whole)\n"
+        ),
         (f"{LAYOUTS}fewer_matrices_than_ranks",),
     ),
     Fault(
@@ -463,8 +470,16 @@ FAULTS = (
     Fault(
         "a rank raises before it has gone through all its groups",
         ENGINE,
-        "        if error is not None:\n            raise error\n",
-        "            if error is not None:\n                raise error\n",
+        (
+            "            error = error or found\n"
+            "        if error is not None:\n"
+            "            raise error\n"
+        ),
+        (
+            "            error = error or found\n"
+            "            if error is not None:\n"
+            "                raise error\n"
+        ),
         (f"{ERRORS}disagreement_in_one_group_reaches_those_who_share_another",),
     ),
     Fault(
@@ -499,8 +514,8 @@ FAULTS = (
     Fault(
         "a parameter that takes another's place begins without momentum",
         ENGINE,
-        "        take_momentum(self.params, params, states, self.rank == 0)\n",
-        "",
+        "            take_momentum(former.params, params, states, self.rank == 0)\n",
+        "            pass\n",
         (f"{REPLACED}equal_placements_named_True",),
     ),
     Fault(
@@ -542,7 +557,7 @@ FAULTS = (
     Fault(
         "a rank that fails does not say why",
         ENGINE,
-        "                self._notes().leave(failure)\n",
+        "                self._notes(step).leave(failure)\n",
         "                pass\n",
         (f"{FAULTY}TestMuonRaises::test_raises",),
     ),
@@ -585,7 +600,7 @@ FAULTS = (
     Fault(
         "a rank passes on what it got in the order in which it came",
         TRANSPORT,
-        "[chunk for at in range(nodes) for chunk in rows[at::nodes]]",
+        "[c for at in range(nodes) for c in rows[at::nodes]]",
         "list(rows)",
         (f"{RELAYS}process_groups",),
     ),
@@ -628,9 +643,9 @@ FAULTS = (
     ),
     Fault(
         "an owner without a gradient leaves the other owners alone",
-        PIPELINE,
-        "            if matrix.products is not None:\n",
-        "            if matrix.products is not None and matrix.applies:\n",
+        "_muon_engine/runtime/__init__.py",
+        "return self.applies or self.products is not None",
+        "return self.applies",
         (f"{DIVIDED}missing_gradients",),
     ),
 )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from . import env, files, git, parts, payload, tests, versions
+from . import env, files, git, gpu, parts, payload, tests, versions
 from .checkout import Checkout
 from .errors import OverlayError, Refused, WrongTarget
 from .payload import ROOT
@@ -60,7 +60,7 @@ OPTIONS = {
     "--torch": _value("VERSION", f"{versions.SUPPORTED} (default: {versions.PINNED})"),
     "--checkout": _value("DIR", "a PyTorch git checkout (default: the current folder)"),
     "--python": _value("EXE", "an interpreter, or its environment's folder"),
-    "--out": _value("DIR", "the folder of the mails", required=True),
+    "--out": _value("DIR", "the folder of the mails, or of the page (default: out)"),
     "--mode": {"choices": ["source", "wheel"], "required": True, "help": "how"},
     "--stack": _flag("a mail for each commit of patches/stack.toml, not one for all"),
     "--commit": _flag("commit it in the checkout, layer by layer"),
@@ -178,6 +178,22 @@ def _test(args: argparse.Namespace) -> int:
     return tests.run(python, args.extra, ROOT, measure=measure)
 
 
+@command("--python", "--out", "--dry-run")
+def _gpu(args: argparse.Namespace) -> int:
+    """Test and measure Muon on this machine's GPUs, and write a page: gpu.md and gpu.json.
+
+    It takes up to 15 minutes. Without a GPU, the CPU plays it at small sizes. Other
+    options go to tools/bench/gpu, for instance --only with names of stages.
+    --python: on the torch of EXE, with the overlay for the run alone.
+    """
+    python = args.python or env.ensure(ROOT, None, dry=args.dry_run)
+    out = Path(args.out or "out").expanduser().resolve()
+    if args.dry_run:
+        print(f"would measure with {python} and write {out}")
+        return 0
+    return gpu.run(python, out, args.extra, ROOT)
+
+
 @command("--checkout", "--python", "--commit", "--force", "--dry-run", "--verbose")
 def _apply(args: argparse.Namespace) -> None:
     """Apply the overlay to a checkout or an installed torch.
@@ -292,6 +308,8 @@ def _pull(args: argparse.Namespace) -> int:
 @command("--checkout", "--out", "--stack", "--dry-run")
 def _export(args: argparse.Namespace) -> None:
     """Write the overlay as a git am series for the newest commit without the overlay."""
+    if args.out is None:
+        args.sub.error("the following arguments are required: --out")
     target = Checkout(args.checkout or ".")
     out = Path(args.out).expanduser().resolve()
     with target.held():
@@ -318,7 +336,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     if args.command is None:
         parser.error("a command is missing")
     near = _nearest(extra[0], COMMANDS[args.command][1]) if extra else ""
-    if near or (extra and args.command not in ("test", "verify")):
+    if near or (extra and args.command not in ("test", "verify", "gpu")):
         args.sub.error(f"unknown arguments: {' '.join(extra)}{near}")
     args.extra = extra
     return args

@@ -1,12 +1,14 @@
 """Runs the tests, and finds out how much of the optimizer they execute."""
 
+import contextlib
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from . import env
 from .errors import Refused, WrongTarget
-from .wheel import ask_python, find_wheel
+from .wheel import ask_python, find_wheel, Wheel
 
 
 # On another interpreter: the optimizer's tests, and why some are skipped.
@@ -62,6 +64,15 @@ def run_with(python: str, args: list[str], root: Path) -> int:
     missing = ask_python(target.python, MISSING).strip()
     if missing:
         raise WrongTarget(f"first {python} -m pip install {missing}")
+    chosen = ["-m", "pytest", *(args or ELSEWHERE)]
+    with overlaid(target, root):
+        shared = {"MUON_TEST_SHARE_GPU": "1"}
+        return env.run_in(target.python, chosen, root, shared, with_path=True)
+
+
+@contextlib.contextmanager
+def overlaid(target: Wheel, root: Path) -> Iterator[None]:
+    """Applies the overlay, and reverts it afterwards unless it was there before."""
     with target.held():
         before = target.status(root)["state"]
         if before not in ("none", "current"):
@@ -71,9 +82,7 @@ def run_with(python: str, args: list[str], root: Path) -> int:
         target.apply(root, dry=True)
         try:
             target.apply(root)
-            chosen = ["-m", "pytest", *(args or ELSEWHERE)]
-            shared = {"MUON_TEST_SHARE_GPU": "1"}
-            return env.run_in(target.python, chosen, root, shared, with_path=True)
+            yield
         finally:
             if before == "none":
                 # A second Ctrl-C would keep the overlay.

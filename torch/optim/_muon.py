@@ -195,19 +195,19 @@ class MuonFormulas(NamedTuple):
             torch._foreach_lerp_(momentum_bufs, grads, 1 - self.momentum)
 
     def prepare(
-        self, momentum_buf: Tensor, grad: Tensor, out: Tensor | None = None
-    ) -> Tensor:
-        """Returns the tensor to orthogonalize: momentum, blended with ``grad`` if nesterov."""
-        if not self.nesterov:
-            return momentum_buf
-        return torch.lerp(grad, momentum_buf, self.momentum, out=out)
-
-    def prepare_all(
-        self, momentum_bufs: list[Tensor], grads: list[Tensor]
+        self,
+        momentum_bufs: list[Tensor],
+        grads: list[Tensor],
+        out: Tensor | None = None,
     ) -> Sequence[Tensor]:
-        """Does :meth:`prepare` for many tensors in few launches."""
+        """Returns the tensors to orthogonalize: momentum, blended with ``grads`` if nesterov.
+
+        ``out`` gets the result if there is one tensor.
+        """
         if not self.nesterov:
             return momentum_bufs
+        if len(grads) == 1:
+            return [torch.lerp(grads[0], momentum_bufs[0], self.momentum, out=out)]
         return torch._foreach_lerp(grads, momentum_bufs, self.momentum)
 
     def orthogonalize(self, prepared: Tensor, products: Any = None) -> Tensor:
@@ -231,15 +231,31 @@ class MuonFormulas(NamedTuple):
         decay = 1 - self.lr * self.weight_decay
         # ``alpha`` may be a Tensor of one element, which the stubs do not know.
         alpha: Any = -_adjust_lr(self.lr, self.adjust_lr_fn, shape)
-        if len(params) > 1 and not isinstance(self.lr, Tensor):
-            torch._foreach_mul_(params, decay)
+        # Reading a Tensor on the host would wait for its device.
+        is_on_device = isinstance(self.lr, Tensor) and not self.lr.is_cpu
+        if len(params) == 1 and not is_on_device:
+            params[0].mul_(decay)
             if updates is not None:
-                torch._foreach_add_(params, updates, alpha=alpha)
+                params[0].add_(updates[0], alpha=alpha)
             return
-        for i, param in enumerate(params):
-            param.mul_(decay)
-            if updates is not None:
-                param.add_(updates[i], alpha=alpha)
+        torch._foreach_mul_(params, decay)
+        if updates is not None and is_on_device:
+            updates = [update.to(p.dtype) for update, p in zip(updates, params)]
+            torch._foreach_add_(params, torch._foreach_mul(updates, alpha))
+        elif updates is not None:
+            alpha = float(alpha)
+            torch._foreach_add_(params, _of_one_dtype(params, updates), alpha=alpha)
+
+
+def _of_one_dtype(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
+    """``updates`` in the dtype of ``params``. Accelerators add mixed dtypes in one launch per tensor."""
+    if params[0].is_cpu or params[0].dtype == updates[0].dtype:
+        return updates
+    flat = params[0].new_empty(sum(update.numel() for update in updates))
+    parts = flat.split([update.numel() for update in updates])
+    cast = [part.view(update.shape) for part, update in zip(parts, updates)]
+    torch._foreach_copy_(cast, updates)
+    return cast
 
 
 def _floats(values: Any) -> Any:
@@ -521,18 +537,23 @@ class Muon(Optimizer):
         self._needs_config = False
         super().__init__(params, defaults)
         if self._distributed_config is not None:
-            self._build_engine(self._distributed_config)
+            self._build_engine()
 
-    def _build_engine(self, config: DistributedConfig) -> None:
-        """Builds the engine together with the other ranks."""
-        from torch.optim._muon_engine.engine import Engine, take_momentum
+    def _build_engine(self) -> Engine:
+        """Builds the engine together with the other ranks. Parameters may have changed since the last time."""
+        from torch.optim._muon_engine.engine import Engine
 
-        former, params = self._engine, _params_of(self.param_groups)
-        # The other ranks wait for this one, so a problem is raised after they have learned of it.
-        what = self._allow_batched_matrices, self._problem(), former
-        self._engine = Engine(config, params, *what)
-        if former is not None:
-            take_momentum(former.params, params, self.state, self.current_rank == 0)
+        config: Any = self._distributed_config
+        self._engine = Engine(
+            config,
+            _params_of(self.param_groups),
+            self.state,
+            self._allow_batched_matrices,
+            # The other ranks wait for this one, so they learn of a problem before it is raised.
+            self._problem(),
+            self._engine,
+        )
+        return self._engine
 
     def _problem(self, first_group: int = 0) -> ValueError | None:
         config, stacks = self._distributed_config, self._allow_batched_matrices
@@ -580,6 +601,21 @@ class Muon(Optimizer):
         note = "\nParameters have changed since. The next step() rebuilds this."
         return in_full(self._engine) + (note if changed else "")
 
+    @torch._disable_dynamo
+    def synchronize(self) -> None:
+        """Waits until all ranks have told each other about the last :meth:`step`.
+
+        On accelerators, a step does not wait for the device, so it cannot know whether the ranks differ
+        in their gradients or options. The next :meth:`step`, :meth:`state_dict`, :meth:`add_param_group`
+        or this method raises the error. Call this method after the last step. Without a
+        ``distributed_config`` and on CPUs, it has nothing to do.
+
+        Raises:
+            RuntimeError: ranks differed in the last step. Their parameters may have diverged.
+        """
+        if self._engine is not None:
+            self._engine.raise_new_failure()
+
     def _tensors(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
@@ -620,7 +656,7 @@ class Muon(Optimizer):
                 if problem is not None:
                     raise problem
             elif self._engine is not None:
-                self._build_engine(self._distributed_config)
+                self._build_engine()
         except BaseException:
             self.param_groups.pop()
             raise
@@ -672,6 +708,11 @@ class Muon(Optimizer):
         finally:
             self.state = state
 
+    @torch._disable_dynamo
+    def _begin_step(self, engine: Engine) -> None:
+        # A compiled step that saw the engine's counter would be compiled again.
+        engine.begin_step()
+
     @torch.no_grad()
     def step(self, closure=None):
         """Performs a single optimization step.
@@ -688,7 +729,7 @@ class Muon(Optimizer):
                 a gradient cannot be used; this is a copy without its config; or an earlier step failed.
         """
         if self._engine is not None:
-            self._engine.begin_step()
+            self._begin_step(self._engine)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -726,9 +767,8 @@ class Muon(Optimizer):
             grads += [p.grad for p in group["params"]]
         if not engine.matches(tensors):
             # Frameworks replace parameters, or the tensors behind them, after construction.
-            params = _params_of(self.param_groups)
-            engine = engine.rebuilt(params, self.state, self._problem())
-            self._engine = engine
+            engine.meet(tensors)
+            engine = self._build_engine()
         engine.step(formulas, grads, self.state)
 
 
@@ -785,13 +825,13 @@ def _single_tensor_muon(
     for batch in _batches(grads, muon_momentum_bufs, formulas):
         first = grads[batch[0]]
         if len(batch) == 1:
-            prepared = formulas.prepare(muon_momentum_bufs[batch[0]], first)
+            (prepared,) = formulas.prepare([muon_momentum_bufs[batch[0]]], [first])
             updates = [formulas.orthogonalize(prepared)]
         else:
             shape = (len(batch), *first.shape)
             stacked = torch.empty(shape, dtype=NS_DTYPE, device=first.device)
             for i, out in zip(batch, stacked, strict=True):
-                out.copy_(formulas.prepare(muon_momentum_bufs[i], grads[i]))
+                out.copy_(*formulas.prepare([muon_momentum_bufs[i]], [grads[i]]))
             updates = list(formulas.orthogonalize(stacked).unbind())
         formulas.apply([params[i] for i in batch], updates, first.shape[-2:])
 
@@ -830,7 +870,8 @@ def _distributed_muon(
     bufs = zip(params, muon_momentum_bufs, strict=True)
     states: dict[Tensor, Any] = {p: {"momentum_buffer": buf} for p, buf in bufs}
     given = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
-    engine = Engine(config, given, any(p.ndim > 2 for p in params))
+    takes_stacks = any(p.ndim > 2 for p in params)
+    engine = Engine(config, given, states, takes_stacks, is_lasting=False)
     engine.begin_step()
     engine.step([formulas] * len(params), grads, states)
 

@@ -229,6 +229,16 @@ def newton_schulz(
     return x.mT if tall else x
 
 
+def newton_schulz_bytes(shape: Sequence[int], ns_algorithm: str = "quintic") -> int:
+    """The most bytes that exist at once for one matrix of ``shape``: itself, two iterates, Gram matrices."""
+    short, long = sorted(shape)
+    square, whole = short * short, short * long
+    elements = 3 * whole + 2 * square
+    if ns_algorithm == "gram" and long >= GRAM_RATIO * short:
+        elements = max(3 * whole + square, 2 * whole + 5 * square)
+    return elements * NS_DTYPE.itemsize
+
+
 def _gram_blocks(steps: Sequence[Coefficients]) -> list[list[Coefficients]]:
     """Splits the steps into blocks that share one Gram matrix: three and two of the default five."""
     blocks: list[list[Coefficients]] = []

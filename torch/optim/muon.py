@@ -51,6 +51,7 @@ def create_dtensor_config(
     async_gpu_parallelism: bool = True,
     prefetch_count: int = 1,
     owners_per_matrix: int = 1,
+    keep_buffers: bool = False,
 ) -> DistributedConfig:
     r"""Makes the config for parameters that are DTensors: FSDP2, TP, ``distribute_tensor`` and mixes.
 
@@ -64,6 +65,9 @@ def create_dtensor_config(
             fewer matrices than ranks, one owner's Newton-Schulz takes the whole step;
             :meth:`Muon.describe` advises a number. Only 1 gives the bits of a single process. A config with a
             function of yours has one owner per matrix. (default: 1)
+        keep_buffers (bool, optional): whether accelerators keep the memory for the exchange between steps,
+            at the same addresses. By default it exists during a step only, and CPUs always keep it
+            (default: False)
 
     Returns:
         DistributedConfig: its ``state["is_dtensor"]`` is True. Once the optimizer is built,
@@ -76,7 +80,8 @@ def create_dtensor_config(
         >>> optimizer = Muon(matrices, distributed_config=create_dtensor_config())
     """
     state = {"reader": "dtensor", "is_dtensor": True, "param_metadata": {}}
-    return _config(state, async_gpu_parallelism, prefetch_count, owners_per_matrix)
+    state |= {"owners_per_matrix": owners_per_matrix, "keep_buffers": keep_buffers}
+    return _config(state, async_gpu_parallelism, prefetch_count)
 
 
 def create_auto_config(
@@ -98,6 +103,7 @@ def create_auto_config(
     pp_num_stages: int | None = None,
     module: nn.Module | None = None,
     owners_per_matrix: int = 1,
+    keep_buffers: bool = False,
 ) -> DistributedConfig:
     r"""Makes the config for parameters that process groups share: DDP, FSDP1, tensors cut by hand.
 
@@ -140,6 +146,7 @@ def create_auto_config(
         module (nn.Module, optional): the FSDP1-wrapped model. It knows the shapes that
             ``use_orig_params=True`` hides, and the groups of ``HYBRID_SHARD`` (default: None)
         owners_per_matrix (int, optional): as in :func:`create_dtensor_config` (default: 1)
+        keep_buffers (bool, optional): as in :func:`create_dtensor_config` (default: False)
 
     Returns:
         DistributedConfig: its ``state`` holds the arguments.
@@ -182,33 +189,31 @@ def create_auto_config(
         "pp_stage_id": pp_stage_id,
         "pp_num_stages": pp_num_stages,
         "module": module,
+        "owners_per_matrix": owners_per_matrix,
+        "keep_buffers": keep_buffers,
     }
     if isinstance(tp_dim, int):
         state["tp_dim_default"] = tp_dim
     elif tp_dim is not None:
         state["tp_dim_per_param"] = dict(tp_dim)
-    return _config(state, async_gpu_parallelism, prefetch_count, owners_per_matrix)
+    return _config(state, async_gpu_parallelism, prefetch_count)
 
 
 def _config(
-    state: dict[str, Any],
-    async_gpu_parallelism: bool,
-    prefetch_count: int,
-    owners_per_matrix: int,
+    state: dict[str, Any], async_gpu_parallelism: bool, prefetch_count: int
 ) -> DistributedConfig:
+    owners_per_matrix = state["owners_per_matrix"]
     if type(owners_per_matrix) is not int or owners_per_matrix < 1:
         raise ValueError(
             f"owners_per_matrix must be an int >= 1 but is {owners_per_matrix!r}"
         )
-    state["owners_per_matrix"] = owners_per_matrix
     # These functions import torch.distributed.
-    from torch.optim._muon_engine.callbacks import ConfigFunctions
+    from torch.optim._muon_engine import callbacks
 
-    functions = ConfigFunctions()
     return DistributedConfig(
-        assign_fn=functions.assign,
-        gather_fn=functions.gather,
-        redistribute_fn=functions.redistribute,
+        assign_fn=callbacks.assign,
+        gather_fn=callbacks.gather,
+        redistribute_fn=callbacks.redistribute,
         state=state,
         async_gpu_parallelism=async_gpu_parallelism,
         prefetch_count=prefetch_count,

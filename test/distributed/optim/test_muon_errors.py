@@ -2,8 +2,10 @@
 """Mistakes around the distributed Muon: which ranks hear of them, how often, and that none waits for ever."""
 
 import dataclasses
+import itertools
 import re
 import sys
+import weakref
 from datetime import timedelta
 from unittest import mock
 
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import distribute_tensor, DTensor, Partial
 from torch.optim import Muon
 from torch.optim._muon import muon as functional_muon
 from torch.optim._muon_engine import hints
@@ -31,6 +33,7 @@ from torch.testing._internal.common_utils import (
 )
 from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL
 from torch.testing._internal.distributed._muon.common_muon import (
+    as_on_an_accelerator,
     Cut,
     everyone,
     full,
@@ -352,7 +355,9 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             param.grad = None
         # It names the first parameters and counts the others.
         pattern = r"some have none.*parameter 1 'w1' of shape \(8, 8\).*parameter 4 'w4'.* 4 more"
-        self.assertRaisesEverywhere(optimizer.step, RuntimeError, f"{pattern}$")
+        as_on_an_accelerator(optimizer)
+        optimizer.step()
+        self.assertRaisesEverywhere(optimizer.synchronize, RuntimeError, f"{pattern}$")
         buffer = optimizer.state[first]["momentum_buffer"]
         with self.everywhere():
             for _ in range(2):
@@ -611,6 +616,157 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             twins.optimizer.step, ValueError, "parameter 0 .*replaced is"
         )
         self.assertEqual([param.detach() for param in twins.params], before)
+
+
+@requires_gloo()
+class TestMuonUnreadErrors(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+    """On accelerators, the host reads a mismatch later than the step. Nothing may lose it until then."""
+
+    world_size = 4
+
+    def mismatched(self):
+        """Twins after a step in which rank 1 had no gradient of parameter 0."""
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 3), foreach=False)
+        twins.step()
+        as_on_an_accelerator(twins.optimizer)
+        twins.set_gradients(missing=(0,) if self.rank == 1 else ())
+        twins.optimizer.step()
+        return twins
+
+    def test_mismatch_before_a_rebuild(self):
+        twins = self.mismatched()
+        twins.params[2].requires_grad_(False)
+        twins.set_gradients()
+        step = twins.optimizer.step
+        self.assertRaisesEverywhere(step, RuntimeError, "some have none.*parameter 0")
+        self.assertRaisesEverywhere(step, RuntimeError, "[Rr]ebuild.*parameter 0")
+
+    def test_mismatch_before_add_param_group(self):
+        twins = self.mismatched()
+        more = {"params": [parameter(Spec((6, 6), mesh_of(4), (S0,)))]}
+        self.assertRaisesEverywhere(
+            lambda: twins.optimizer.add_param_group(more),
+            RuntimeError,
+            "some have none",
+        )
+        self.assertEqual(len(twins.optimizer.param_groups), 1)
+        self.assertRaisesEverywhere(
+            twins.optimizer.step, RuntimeError, "[Rr]ebuild.*parameter 0"
+        )
+
+    def test_mismatch_before_load_state_dict(self):
+        saved = self.mismatched().optimizer
+        # Only the state of the last step is unread.
+        with mock.patch.object(type(saved._engine), "raise_new_failure"):
+            state = saved.state_dict()
+        twins = self.mismatched()
+        twins.optimizer.load_state_dict(state)
+        self.assertRaisesEverywhere(
+            twins.optimizer.synchronize, RuntimeError, "some have none.*parameter 0"
+        )
+
+    def test_reason_of_ranks_that_share_another_group(self):
+        """Rank 2 shares no parameter with rank 0, which has no gradient. It learns why rank 1 has left."""
+        names = [f"{pair} unread" for pair in ((0, 1), (1, 2))]
+        groups = [
+            dist.new_group(pair, timeout=timedelta(seconds=4))
+            for pair in ((0, 1), (1, 2))
+        ]
+        placed = [
+            Spec(
+                (8, 8),
+                DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,)),
+                (S0,),
+            )
+            for group, name in zip(groups, names)
+            if group is not dist.GroupMember.NON_GROUP_MEMBER
+        ]
+        pairs = [
+            (f"w{placed[i].mesh.mesh_dim_names}", parameter(placed[i]))
+            for i in range(len(placed))
+        ]
+        if pairs:
+            optimizer = Muon(pairs, distributed_config="auto")
+            for step in range(3):
+                for _, param in pairs:
+                    param.grad = torch.ones_like(param)
+                if step == 1:
+                    as_on_an_accelerator(optimizer)
+                    pairs[0][1].grad = None if self.rank == 0 else pairs[0][1].grad
+                if step < 2:
+                    optimizer.step()
+        patterns = {2: "some have none", 3: ""}
+        outcome = "" if not pairs else self.outcome(optimizer.step)
+        found = everyone(str(outcome))
+        for rank in range(3):
+            self.assertRegex(found[rank], patterns.get(rank, "some have none"))
+
+    def test_rank_without_a_gradient_sends_defined_values(self):
+        """What the memory held before came into parameters once."""
+        for layout, missing in itertools.product((S0, S1, R), (0, 1, 2, 3)):
+            twins = Twins(specs(mesh_of(4), [(layout,)], [(8, 8)] * 4), foreach=False)
+            twins.step()
+            as_on_an_accelerator(twins.optimizer)
+            storages = twins.optimizer._engine._runner.memory._storages
+            for storage, nbytes in storages:
+                # Bytes of 255 are NaN.
+                torch.tensor([], dtype=torch.uint8).set_(storage, 0, (nbytes,)).fill_(
+                    255
+                )
+            twins.set_gradients(missing=range(4) if self.rank == missing else ())
+            twins.optimizer.step()
+            with self.everywhere(f"{layout} {missing}"):
+                for param in twins.params:
+                    self.assertTrue(local(param).isfinite().all())
+
+    def test_partial_gradient_on_some_ranks_only(self):
+        """DTensor's collective for the gradient waited for the rank without one."""
+        spec = Spec((8, 8), mesh_of(4), (R,))
+        param = parameter(spec)
+        optimizer = Muon([param], distributed_config="auto")
+        for missing in ((), (2,), (), (0, 1)):
+            ones = torch.ones(8, 8)
+            grad = DTensor.from_local(ones, spec.mesh, (Partial(),), run_check=False)
+            param.grad = None if self.rank in missing else grad
+            before = snapshot([param])
+            if not missing:
+                optimizer.step()
+                self.assertNotEqual(snapshot([param]), before)
+                continue
+            self.assertRaisesEverywhere(optimizer.step, RuntimeError, "some have none")
+            with self.everywhere():
+                self.assertEqual(snapshot([param]), before)
+
+    def test_error_in_a_check_frees_the_gradients(self):
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)]))
+        twins.set_gradients()
+        gradient = weakref.ref(twins.params[0].grad)
+        with mock.patch.object(hints.Hints, "look", side_effect=LookupError):
+            self.assertRaisesEverywhere(twins.optimizer.step, LookupError, "")
+        twins.optimizer.zero_grad()
+        with self.everywhere():
+            self.assertIsNone(gradient())
+
+    def test_functional_form_leaves_the_next_optimizers_owners(self):
+        owners = []
+        for calls in (0, 3):
+            params = [parameter(Spec((8, 8), mesh_of(4), (S0,))) for _ in range(2)]
+            grads = [torch.ones_like(param) for param in params]
+            buffers = [torch.zeros_like(param) for param in params]
+            for _ in range(calls):
+                functional_muon(
+                    [p.detach() for p in params],
+                    grads,
+                    [b.detach() for b in buffers],
+                    distributed_config=create_dtensor_config(),
+                    **FUNCTIONAL,
+                )
+            owners.append(
+                [*Muon(params, distributed_config="auto").assignments.items()]
+            )
+        # Each of the two optimizers has two matrices.
+        first, second = ({i: r for r, own in o for i in own}[0] for o in owners)
+        self.assertEqual((second - first) % 4, 2, f"{owners}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torch.testing._internal.common_distributed import (
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
+    as_on_an_accelerator,
     Collectives,
     everyone,
     full,
@@ -30,11 +31,9 @@ from torch.testing._internal.distributed._muon.common_muon import (
     NewtonSchulzCalls,
     ParityAssertions,
     piece_of,
-    place,
     R,
     S0,
     S1,
-    Spec,
     specs,
     Twins,
 )
@@ -121,16 +120,6 @@ class Timeline(logging.Handler):
             log.setLevel(level)
             log.propagate = True
         return "".join(self.letters)
-
-
-def as_on_an_accelerator(optimizer):
-    """From now on, ``optimizer`` looks for mismatches where a step on an accelerator does.
-
-    Its first step has made the buffers, which are on the CPU. Later steps also accumulate the gradients
-    of a bucket together.
-    """
-    engine = optimizer._engine
-    engine.device = engine._runner.device = torch.device("cuda")
 
 
 @requires_gloo()
@@ -279,14 +268,17 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         for missing in ([0], range(0, len(twins.params), 3), range(len(twins.params))):
             now = self.collectives_of_a_step(twins, missing)
             self.assertEqual(now.calls, usual.calls)
-        # Ranks that disagree about gradients raise after the same calls.
+        # Accelerators make the same calls even if ranks disagree about gradients.
+        as_on_an_accelerator(twins.optimizer)
         twins.set_gradients()
         for i, param in enumerate(twins.params):
             if i % 4 == self.rank:
                 param.grad = None
-        with Collectives() as seen, self.assertRaisesRegex(RuntimeError, "gradient"):
+        with Collectives() as seen:
             twins.optimizer.step()
         self.assertEqual(seen.calls, usual.calls)
+        with self.assertRaisesRegex(RuntimeError, "gradient"):
+            twins.optimizer.synchronize()
 
     # Memory
 
@@ -310,8 +302,8 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             bound = (ahead + 2) * max(sizes)
             # Newton-Schulz, the matrix that an owner assembles for it, and the result.
             bound += alone.peak + 2 * matrix.nbytes
-            # The momentum, one blend of it at a time, and the statuses.
-            bound += 17 * local(twins.params[0]).nbytes + 4096
+            # The momentum, one blend of it at a time, and this rank's and all ranks' statuses.
+            bound += 17 * local(twins.params[0]).nbytes + 2 * 256 * 7 * 8 + 4096
             within = 0 < alive.peak <= bound
             self.assertEverywhere([] if within else [f"{alive.peak} of {bound}"])
             # No bucket took a slot that another one still needed.
@@ -340,21 +332,38 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         absent = [(), range(0, len(twins.params), 3)]
         self.assertTrainsAlike(twins, 2, missing=absent.__getitem__)
 
-    def test_gradient_on_some_holders_only_is_an_error_on_every_holder(self):
+    def test_gradient_on_some_holders_only_is_an_error_before_anything_moves(self):
+        """Both had moved when the error came once, and the optimizer refused to go on."""
         for lacking, placement in ((0, S0), (3, S1), (2, R)):
-            spec = Spec((8, 8), mesh_of(4), (placement,))
-            params = [
-                torch.nn.Parameter(place(full(i, spec.shape), spec)) for i in range(3)
-            ]
-            named = list(zip(("first", "second", "last"), params))
-            optimizer = Muon(named, distributed_config="auto")
-            for i, param in enumerate(params):
-                if i != 1 or self.rank != lacking:
-                    param.grad = torch.ones_like(param)
-            pattern = r"some have none[^']* parameter 1 'second' of shape \(8, 8\)$"
-            self.assertRaisesEverywhere(optimizer.step, RuntimeError, pattern)
-            params[1].grad = torch.ones_like(params[1])
-            self.assertRaisesEverywhere(optimizer.step, RuntimeError, "[Rr]ebuild")
+            twins = Twins(specs(mesh_of(4), [(placement,)], [(8, 8)] * 3))
+            twins.step()
+            twins.set_gradients(missing=(1,) if self.rank == lacking else ())
+            states = [twins.optimizer.state[param] for param in twins.params]
+            tensors = twins.params + [state["momentum_buffer"] for state in states]
+            before = [local(tensor.detach()).clone() for tensor in tensors]
+            pattern = r"some have none[^']* parameter 1 of shape \(8, 8\)$"
+            self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, pattern)
+            with self.everywhere():
+                self.assertEqual([local(t.detach()) for t in tensors], before)
+            twins.set_gradients()
+            twins.optimizer.step()
+            twins.single.step()
+            self.assertParity(twins)
+
+    def test_mismatch_among_experts_is_an_error_on_all_ranks(self):
+        """Ranks that share no expert with the mismatch waited for the others in the next exchange."""
+        grid = grid_of(2, 2)
+        layout = specs(grid, [(S0, R)], [(8, 8)] * 2)
+        layout += specs(grid["b"], [(S0,)], [(6, 6)])
+        twins = Twins(layout)
+        twins.set_gradients(missing=(2,) if self.rank == 0 else ())
+        # Ranks 0 and 1 share it.
+        pattern = "some have none" if self.rank < 2 else "in others that this rank"
+        self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, pattern)
+        twins.set_gradients()
+        twins.optimizer.step()
+        twins.single.step()
+        self.assertParity(twins)
 
     def test_ranks_that_are_not_in_the_same_step(self):
         # With equal sizes, all exchanges would fit.
@@ -366,7 +375,8 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             # A step that the other ranks do not make.
             with contextlib.suppress(KeyError):
                 twins.optimizer.step({}.popitem)
-        for pattern in ("not in the same step", "[Rr]ebuild.*same step"):
+        for _ in range(2):
+            pattern = "not in the same step"
             self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, pattern)
         after = [local(param.detach()) for param in twins.params]
         self.assertEqual(after, before)
@@ -375,7 +385,7 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         # A step does not wait for the device to learn the statuses of other ranks.
         placed = specs(grid_of(2, 2), [(S0, R), (S0, S1)], [(8, 8), (16, 12), (9, 7)])
         named = r"parameter 0.* \(8, 8\)"
-        for look in (Muon.step, Muon.state_dict):
+        for look in (Muon.step, Muon.state_dict, Muon.synchronize):
             twins = Twins(placed, weight_decay=0.2, foreach=False)
             twins.step()
             as_on_an_accelerator(twins.optimizer)

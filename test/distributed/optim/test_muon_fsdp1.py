@@ -197,6 +197,21 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                         for _, place, elements in flat_pieces(flat, wholes):
                             self.assertTrue(torch.equal(flat.data[place], elements))
 
+    def test_matrix_that_tensor_parallelism_leaves_out(self):
+        """An int dimension made halves of it, without an error or a warning that named it."""
+        grid = grid_of(2, 2)
+        torch.manual_seed(5)
+        model = Model()
+        for block in model.blocks:
+            parallelize_module(block, grid["b"], {"a": ColwiseParallel()})
+        model = wrap(model, False, units=(Block,), device_mesh=grid["a"])
+        options = {"tp_process_group": grid.get_group("b"), "module": model}
+        params, _ = partition_parameters(model)
+        for dims, pattern in ((1, r"blocks.0.b.weight.*tp_dim_per_param"), ({}, None)):
+            with self.assertWarnsOnce(pattern):
+                config = create_auto_config(**options, tp_dim_per_param=dims)
+                Muon(params, lr=0.1, distributed_config=config)
+
     # Errors
 
     def assertRefused(self, pattern, params, **options):

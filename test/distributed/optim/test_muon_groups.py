@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Muon
 from torch.optim._muon_engine.layouts import exchange
 from torch.optim.muon import create_auto_config
@@ -68,6 +69,41 @@ class TestMuonGroups(GroupParity, MultiProcContinuousTest):
         # The dimensions of TP are 0, 1, -1, -2, and none.
         for how in HOWS:
             self.check(Strategy(grid_of(4), "tp").twins(how=how), message=how)
+
+    def test_parameter_keeps_its_entry_of_the_config(self):
+        """After a reversal, each parameter was cut along another one's dimension, without an error."""
+        shapes = [(8, 8), (8, 8), (6, 10), (8, 8)]
+        for change in ("reverse", "delete"):
+            twins = Strategy(grid_of(4), "tp").twins(shapes)
+            twins.step()
+            for optimizer in (twins.optimizer, twins.single):
+                (group,) = optimizer.param_groups
+                if change == "reverse":
+                    group["params"].reverse()
+                else:
+                    del group["params"][0]
+            if change == "reverse":
+                for rows in (twins.specs, twins.seeds, twins.params, twins.singles):
+                    rows.reverse()
+            else:
+                for rows in (twins.specs, twins.seeds, twins.params, twins.singles):
+                    del rows[0]
+            self.assertTrainsAlike(twins, 2, change)
+
+    def test_grid_whose_ranks_do_not_ascend(self):
+        """Ranks listed the holders in different orders, and a digest of that order was refused."""
+        for kinds in (("ddp", "fsdp"), ("ddp", "tp")):
+            mesh = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("a", "b"))
+            self.check(Strategy(mesh, *kinds).twins(), message=f"{kinds}")
+
+    def test_inside_of_another_default_device(self):
+        twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]))
+        twins.set_gradients()
+        with torch.device("meta"):
+            twins.optimizer = Muon(twins.params, distributed_config="auto")
+            twins.optimizer.step()
+        twins.single.step()
+        self.assertParity(twins)
 
     def test_ddp_vs_single_device(self):
         self.check(Strategy(grid_of(4), "ddp").twins())
@@ -385,8 +421,11 @@ class TestMuonExperts(GroupParity, MultiProcContinuousTest):
             twins.set_gradients()
             if self.rank == 3:
                 twins.params[len(DENSE)].grad = None
+            pattern = "expert 2.*|parameter 3|others that this rank does not hold"
+            # All ranks share the dense matrices of the second group.
+            ranks = [1, 3] if group is not dist.group.WORLD else range(4)
             self.assertRaisesEverywhere(
-                twins.optimizer.step, RuntimeError, "expert 2.*|parameter 3", [1, 3]
+                twins.optimizer.step, RuntimeError, pattern, ranks
             )
 
     # Mistakes

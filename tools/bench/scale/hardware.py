@@ -1,7 +1,9 @@
 """The cluster of a simulated step. Bandwidths are of one rank and one direction."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,29 @@ class Hardware:
         return self.peak_flops * self.utilization
 
     def with_values(self, settings: Iterable[str]) -> "Hardware":
-        """This cluster with values written as ``name=value``."""
-        values = dict(setting.split("=", 1) for setting in settings)
-        return replace(
-            self, **{k: type(getattr(self, k))(v) for k, v in values.items()}
-        )
+        """This cluster with values written as ``name=value``, or those of a file ``gpu.json``.
+
+        Raises:
+            ValueError: a setting has no such form, no such name, or no such value.
+        """
+        values = {}
+        for setting in settings:
+            name, _, value = setting.partition("=")
+            values |= _of_page(Path(setting)) if not value else {name: value}
+        found = {}
+        for name, value in values.items():
+            if name not in vars(self):
+                names = ", ".join(vars(self))
+                raise ValueError(f"--hardware has no {name!r}; it has {names}")
+            found[name] = type(getattr(self, name))(value)
+            if not found[name] > 0 and (found[name] or "latency" not in name):
+                raise ValueError(f"--hardware {name}={value} is not positive")
+        return replace(self, **found)
+
+
+def _of_page(path: Path) -> dict[str, float]:
+    try:
+        return json.loads(path.read_bytes())["hardware"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = "is neither NAME=VALUE nor the gpu.json of `setup_overlay.py gpu`"
+        raise ValueError(f"--hardware {path} {what}: {error!r}") from error

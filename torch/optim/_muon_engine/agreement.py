@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim._muon_engine.layouts import listed
 from torch.optim._muon_engine.process_groups import device_of_group
@@ -102,25 +103,23 @@ def exchange(
 
 def all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:
     """Like ``dist.all_gather_object``, which needs NumPy."""
-    device = device_of_group(group)
-    pickled = pickle.dumps(value)
-    sizes = _all_gather(torch.tensor([len(pickled)], device=device), group)
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-    padded[: len(pickled)] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
-    found = _all_gather(padded.to(device), group)
-    start, step = found.data_ptr(), len(padded)
-    return [
-        pickle.loads(ctypes.string_at(start + at * step, size))
-        for at, size in enumerate(sizes.tolist())
-    ]
+    pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    gathered = all_gather_uneven(pickled.to(device_of_group(group)), group)
+    told = [tensor.cpu() for tensor in gathered]
+    return [pickle.loads(ctypes.string_at(t.data_ptr(), len(t))) for t in told]
 
 
-def _all_gather(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """The 1D ``tensor`` of each rank, end to end on the CPU."""
+def all_gather_uneven(flat: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """The 1D tensor of each rank of ``group``. Their lengths may differ, so they travel with padding."""
     count = dist.get_world_size(group)
-    found = tensor.new_empty(count * len(tensor))
-    dist.all_gather(list(found.chunk(count)), tensor, group=group)
-    return found.cpu()
+    numel = torch.tensor([len(flat)], device=flat.device)
+    sizes = numel.repeat(count)
+    dist.all_gather(list(sizes.split(1)), numel, group=group)
+    padded = flat.new_zeros(max(sizes.tolist()))
+    padded[: len(flat)] = flat
+    gathered = flat.new_empty(count, len(padded))
+    dist.all_gather(list(gathered.unbind()), padded, group=group)
+    return [row[:size] for row, size in zip(gathered, sizes.tolist())]
 
 
 def _first_difference(

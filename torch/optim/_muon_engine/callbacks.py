@@ -1,12 +1,13 @@
 """The three functions of a factory's config, and a step through functions that the user replaced.
 
-A user may replace or wrap ``gather_fn`` or ``redistribute_fn``, or write a config from scratch. The step
-then goes parameter by parameter, in index order. A factory's function in it is the reader's round trip.
+A user may replace or wrap ``gather_fn`` or ``redistribute_fn``, or write a config from scratch. Each
+parameter is then a bucket of its own, whose exchange calls these functions. A factory's function among
+them is the reader's round trip.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,15 +17,29 @@ from torch.optim._muon_engine.config import DistributedConfig
 from torch.optim._muon_engine.layouts import dtensor, Layout, process_rank
 from torch.optim._muon_engine.layouts.groups import ParallelGroups, Reader
 from torch.optim._muon_engine.process_groups import first_owner
-from torch.optim._muon_engine.runtime.pipeline import accumulate
+from torch.optim._muon_engine.runtime.pipeline import accumulate, run_in_turn
 from torch.optim._muon_engine.schedule.owners import assign_owners, by_rank
 from torch.optim._newton_schulz import NS_DTYPE
 
 
-# ``split`` and ``flatten`` of the parameters of an engine that calls an ``assign_fn``.
-forms_of_engine: ContextVar[Sequence[Any]] = ContextVar("muon_forms", default=())
-# The step that calls a config's functions.
-_running: ContextVar["CallbackStep | None"] = ContextVar("muon_step", default=None)
+# Entries of a config's state: the layouts while an engine calls an ``assign_fn``, the step that calls the
+# other functions, and the reader of functions that are called outside of a step.
+_LAYOUTS, _STEP, _READER = "_layouts", "_step", "_reader"
+
+
+@contextmanager
+def lent(state: MutableMapping[str, Any], **entries: Any) -> Iterator[None]:
+    """Adds the ``entries`` that ``state`` lacks, while a function of the config is called.
+
+    A config is data. Another engine, in another world, must not find the entries of this one.
+    """
+    added = {key: value for key, value in entries.items() if key not in state}
+    state.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            state.pop(key, None)
 
 
 def reader_of(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader | None:
@@ -40,79 +55,83 @@ def choose_owners(
     """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
     # Frozen parameters take no time. They must not move the owners of the others.
     owners = [layout.group[0] for layout in layouts]
-    chosen = [
+    trained = [
         i for i, l in enumerate(layouts) if not dtensor.is_frozen(params[l.key.index])
     ]
-    found = assign_owners((layouts[i] for i in chosen), first_owner, ranks_per_node)
-    for i, owner in zip(chosen, found, strict=True):
+    chosen = assign_owners((layouts[i] for i in trained), first_owner, ranks_per_node)
+    for i, owner in zip(trained, chosen, strict=True):
         owners[i] = owner
-    owned = by_rank([layout.key.index for layout in layouts], owners)
+    indices = [layout.key.index for layout in layouts]
+    owned = by_rank(indices, owners)
     ranks = {rank for group in {l.group for l in layouts} for rank in group}
-    # This rank may hold no matrix of a stack. It then lists the stack as its own.
-    held = {layout.key.index for layout in layouts}
-    none = [index for index in range(len(params)) if index not in held]
-    if none:
+    # A rank that holds no matrix of a stack lists the stack as its own.
+    empty = [index for index in range(len(params)) if index not in indices]
+    if empty:
         me = process_rank()
         ranks.add(me)
-        owned[me] = sorted([*owned.get(me, []), *none])
+        owned[me] = sorted([*owned.get(me, []), *empty])
     return owners, {rank: owned.get(rank, []) for rank in sorted(ranks)}
 
 
-class ConfigFunctions:
-    """The three functions of a factory's config.
-
-    Called directly, they are a plain round trip, over a reader of their own.
-    """
-
-    def __init__(self) -> None:
-        self._reader: Reader | None = None
-
-    def assign(
-        self, params: list[Tensor], state: dict[str, Any]
-    ) -> dict[int, list[int]]:
-        """Gives each parameter to a rank that holds a piece of it. Fills ``state["param_metadata"]``."""
-        takes_stacks = any(param.ndim > 2 for param in params)
-        self._reader = reader = _reader(state, takes_stacks)
-        layouts = reader.read(params, [None] * len(params), forms_of_engine.get())
+def assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, list[int]]:
+    """Gives each parameter to a rank that holds a piece of it. Fills ``state["param_metadata"]``."""
+    layouts = state.get(_LAYOUTS)
+    if layouts is None:
+        reader = _new_reader(state, any(param.ndim > 2 for param in params))
+        layouts = reader.read(params, [None] * len(params))
         reader.describe_state(state)
-        return choose_owners(params, layouts)[1]
-
-    def gather(self, tensor: Tensor, rank: int, state: dict[str, Any]) -> Tensor | None:
-        """The whole matrix of ``state["current_param_idx"]`` (default: 0) on every caller, whoever owns it."""
-        index = state.get("current_param_idx", 0)
-        return self._reader_for(state).whole(tensor, index)
-
-    def redistribute(
-        self, tensor: Tensor | None, rank: int, state: dict[str, Any]
-    ) -> Tensor:
-        """This rank's piece of the whole matrix ``tensor``; in ``step()``, of the owner's."""
-        index = state.get("current_param_idx", 0)
-        reader = self._reader_for(state)
-        if tensor is not None:
-            reader.groups.check_tp_dim(tensor, index)
-        if "current_owner" in state:
-            step = _running.get()
-            if step is None:
-                raise RuntimeError(
-                    "redistribute_fn was called with current_owner outside of step()"
-                )
-            tensor = step.broadcast(index, tensor)
-        if tensor is None:
-            raise ValueError(
-                "redistribute_fn was given None outside of step(), where it receives nothing: pass the full matrix"
-            )
-        return reader.piece(tensor, index, rank)
-
-    def _reader_for(self, state: dict[str, Any]) -> Reader:
-        step = _running.get()
-        if "current_owner" in state and step is not None and step.reader is not None:
-            return step.reader
-        if self._reader is None:
-            self._reader = _reader(state)
-        return self._reader
+        state[_READER] = reader
+    return choose_owners(params, layouts)[1]
 
 
-def _reader(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader:
+def gather(tensor: Tensor, rank: int, state: dict[str, Any]) -> Tensor | None:
+    """The whole tensor of ``state["current_param_idx"]`` (default: 0) on every caller, whoever owns it."""
+    return _reader(state).whole(tensor, state.get("current_param_idx", 0))
+
+
+def redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Tensor:
+    """This rank's piece of the whole ``tensor``; in ``step()``, of the owner's."""
+    index, reader = state.get("current_param_idx", 0), _reader(state)
+    if tensor is not None:
+        reader.groups.check_tp_dim(tensor, index)
+    if _STEP in state:
+        tensor = state[_STEP].broadcast(index, tensor)
+    if tensor is None:
+        raise ValueError(
+            "redistribute_fn was given None outside of step(), where it receives nothing: pass the full matrix"
+        )
+    return reader.piece(tensor, index, rank)
+
+
+_FACTORYS = {"assign": assign, "gather": gather, "redistribute": redistribute}
+
+
+def are_factorys(config: DistributedConfig, *names: str) -> bool:
+    """Whether the functions ``names`` of ``config`` are those that a factory made."""
+    return all(getattr(config, f"{name}_fn") is _FACTORYS[name] for name in names)
+
+
+def call_assign_fn(
+    config: DistributedConfig,
+    tensors: Sequence[Tensor],
+    layouts: Sequence[Layout],
+    **entries: Any,
+) -> Mapping[int, Sequence[int]]:
+    """The result of a user's ``assign_fn``, which may wrap the factory's."""
+    with lent(config.state, **{_LAYOUTS: layouts}, **entries):
+        return config.assign_fn(list(tensors), config.state)
+
+
+def _reader(state: dict[str, Any]) -> Reader:
+    step = state.get(_STEP)
+    if step is not None and step.reader is not None:
+        return step.reader
+    if _READER not in state:
+        state[_READER] = _new_reader(state)
+    return state[_READER]
+
+
+def _new_reader(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader:
     reader = reader_of(state, takes_stacks)
     if reader is None:
         raise RuntimeError(
@@ -122,17 +141,7 @@ def _reader(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader:
     return reader
 
 
-def are_factorys(config: DistributedConfig, *names: str) -> bool:
-    """Whether the functions ``names`` of ``config`` are those that a factory made."""
-    return all(
-        isinstance(
-            getattr(getattr(config, f"{name}_fn"), "__self__", None), ConfigFunctions
-        )
-        for name in names
-    )
-
-
-class CallbackStep:
+class FunctionStep:
     """One step that calls ``gather_fn`` and ``redistribute_fn`` of ``config`` for every parameter.
 
     Each rank makes the same calls: a parameter without a gradient brings a zero piece, and its update is
@@ -144,77 +153,77 @@ class CallbackStep:
             assignments, layouts and groups this step uses.
     """
 
+    # The other ranks wait for this one's calls, so it raises after them.
+    knows_before = False
+
     def __init__(self, engine: Any) -> None:
         self.config, self.reader = engine.config, engine.reader
         self.params, self.groups, self.rank = engine.params, engine.groups, engine.rank
-        owned = engine.assignments.items()
+        self.world_size = engine.world_size
         # By parameter index.
-        self.owners = {i: rank for rank, indices in owned for i in indices}
+        self.owners = {i: r for r, owned in engine.assignments.items() for i in owned}
         self.layouts: dict[int, list[Layout]] = {}
         for layout in engine.schedule.layouts:
             self.layouts.setdefault(layout.key.index, []).append(layout)
-        order = list(self.layouts) or range(len(self.params))
-        self.order = [index for index in order if not self.params[index].frozen]
-        self.gathered: dict[int, Tensor | None] = {}
         # The phase that is running or failed.
         self.where = ""
 
-    def run(self, step: int) -> None:
-        """Makes this rank's ``step``-th step."""
+    def begin(self, step: int) -> str:
+        return ""
+
+    def run(self) -> None:
         state = self.config.state
+        entries: dict[str, Any] = {_STEP: self, "current_owner": None}
+        if self.reader is not None:
+            entries |= {"rank": self.rank, "world_size": self.world_size}
         outside = state.get("current_param_idx")
-        token = _running.set(self)
         try:
-            self._run(self.config.prefetch_count)
+            with lent(state, current_param_idx=None, **entries):
+                self._run()
         finally:
-            _running.reset(token)
-            self.gathered = {}
-            state.pop("current_owner", None)
-            state.pop("current_param_idx", None)
             if outside is not None:
                 state["current_param_idx"] = outside
         self.where = ""
 
-    def _run(self, prefetch_count: int) -> None:
-        for index in self.order:
-            self.where = f"accumulate of {self.params[index].described}"
-            accumulate([self.params[index]])
+    def _run(self) -> None:
+        indices = list(self.layouts) or range(len(self.params))
         # Ranks of a group may also hold other parameters, so each group prefetches its own.
-        waiting: dict[tuple[int, ...] | None, list[int]] = {}
-        group_of: dict[int, tuple[int, ...] | None] = {}
-        for index in self.order:
-            group = self.layouts[index][0].group if index in self.layouts else None
-            group_of[index] = group
-            waiting.setdefault(group, []).append(index)
-        first = {i for queue in waiting.values() for i in queue[: prefetch_count + 1]}
-        for index in self.order:
-            if index in first:
-                self.gather(index)
-        for queue in waiting.values():
-            del queue[: prefetch_count + 1]
-        for index in self.order:
-            whole = self.gathered.pop(index)
-            update = self.redistribute(index, self.orthogonalized(index, whole))
-            following = waiting[group_of[index]]
-            if following:
-                self.gather(following.pop(0))
-            if self.params[index].has_grad:
-                self.apply(index, update, whole)
+        tasks: dict[Any, list[Iterator[None]]] = {}
+        order = []
+        for index in indices:
+            if not self.params[index].frozen:
+                layouts = self.layouts.get(index)
+                order.append(layouts[0].group if layouts else None)
+                tasks.setdefault(order[-1], []).append(self._process(index))
+        run_in_turn(order, tasks, self.config.prefetch_count)
 
-    def _announce(self, index: int, what: str) -> int:
-        self.where = f"{what} of {self.params[index].described}"
+    def _process(self, index: int) -> Iterator[None]:
+        """Brings one parameter from its gradient to its update, as the pipeline does for a bucket."""
+        param = self.params[index]
+        self.where = f"accumulate of {param.described}"
+        accumulate([param])
+        whole = self.gather(index)
+        yield
+        piece = self.redistribute(index, self.orthogonalized(index, whole))
+        yield
+        if param.given is not None and not param.problem:
+            self.apply(index, piece, whole)
+
+    def _announce(self, index: int, function: str) -> int:
+        self.where = f"{function} of {self.params[index].described}"
         owner = self.owners[index]
         self.config.state["current_param_idx"] = index
         self.config.state["current_owner"] = owner
         return owner
 
-    def gather(self, index: int) -> None:
+    def gather(self, index: int) -> Tensor | None:
+        """What ``gather_fn`` returns for this rank's piece: zeros without a gradient."""
         param = self.params[index]
         # A copy, so that a function that writes to its piece does not change the momentum.
         if param.grad is None:
             piece = torch.zeros_like(param.local)
         else:
-            piece = param.formulas.prepare(param.momentum, param.grad)
+            (piece,) = param.formulas.prepare([param.momentum], [param.grad])
             piece = piece.clone() if piece is param.momentum else piece
         owner = self._announce(index, "gather_fn")
         piece = dtensor.like_param(param.tensor, piece)
@@ -224,7 +233,7 @@ class CallbackStep:
                 f"gather_fn returned None for {param.described} on its owner, rank {owner}. There it must return the "
                 "whole matrix"
             )
-        self.gathered[index] = whole
+        return whole
 
     def orthogonalized(self, index: int, whole: Tensor | None) -> Tensor | None:
         if whole is None:
@@ -241,17 +250,25 @@ class CallbackStep:
         return update
 
     def redistribute(self, index: int, update: Tensor | None) -> Tensor:
-        owner = self._announce(index, "redistribute_fn")
+        """This rank's piece of the update, of the parameter's local shape."""
+        owner, param = self._announce(index, "redistribute_fn"), self.params[index]
         piece = self.config.redistribute_fn(update, owner, self.config.state)
-        local = self.params[index].local
-        found = type(piece).__name__
+        if piece is update and update is not None and owner != self.rank:
+            if not update.any():
+                warnings.warn(
+                    f"redistribute_fn returned the zeros that it was given for {param.described} on rank {self.rank}, which "
+                    f"does not own it. Only rank {owner} applies its update, so replicas diverge. Receive the owner's "
+                    "update there, for example by a broadcast",
+                    stacklevel=2,
+                )
+        kind = type(piece).__name__
         if isinstance(piece, Tensor):
             piece = dtensor.local_part(piece)
-            found = f"shape {tuple(piece.shape)}"
-        if not isinstance(piece, Tensor) or piece.shape != local.shape:
+            kind = f"shape {tuple(piece.shape)}"
+        if not isinstance(piece, Tensor) or piece.shape != param.local.shape:
             raise RuntimeError(
-                f"redistribute_fn returned {found} for {self.params[index].described}. It must return this rank's piece of "
-                f"the update, of shape {tuple(local.shape)}"
+                f"redistribute_fn returned {kind} for {param.described}. It must return this rank's piece of the update, of "
+                f"shape {tuple(param.local.shape)}"
             )
         return piece
 

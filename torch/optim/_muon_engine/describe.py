@@ -1,5 +1,6 @@
 """The cost of a step, in words. A rank knows the schedules of its groups, so it asks no other rank."""
 
+from collections import Counter
 from typing import Any
 
 from torch.optim._muon_engine.layouts import listed
@@ -16,6 +17,7 @@ from torch.optim._muon_engine.schedule.packs import (
     slot_sizes,
     slots_for,
 )
+from torch.optim._newton_schulz import newton_schulz_bytes
 
 
 # A group of more ranks shows only its busiest ranks and this one.
@@ -37,12 +39,40 @@ def in_full(engine: Any) -> str:
         schedule, (parallel, ahead) = engine.schedule, engine.flags
         turns = "all owners at once" if parallel else "one owner at a time (debugging)"
         lines.append(f"{first}{turns}, prefetch_count {ahead}")
+        lines.append(_memory(engine))
         for group in dict.fromkeys(bucket.group for bucket in schedule.buckets):
             lines += ["", *_table(schedule, group, engine.rank, ahead)]
     frozen = [param.described for param in engine.params if param.frozen]
     if frozen:
         lines.append(f"Frozen, and not in the schedule: {listed(frozen)}")
     return "\n".join(lines)
+
+
+def _memory(engine: Any) -> str:
+    """The memory of this rank, without parameters, gradients and momentum."""
+    schedule, rank, ahead = engine.schedule, engine.rank, engine.flags[1]
+    groups = dict.fromkeys(b.group for b in schedule.buckets if rank in b.group)
+    exchange = sum(bytes_of(schedule, group, rank, ahead)[2] for group in groups)
+    workspace = 0
+    for bucket in schedule.buckets:
+        batches: Counter[tuple] = Counter()
+        for m in schedule.owned(bucket).get(rank, ()):
+            layout = schedule.layouts[m]
+            formulas = engine.params[layout.key.index].formulas
+            batches[formulas.compute_key, layout.shape] += 1
+            most = formulas.batch_size(layout.shape, engine.device)
+            count = min(batches[formulas.compute_key, layout.shape], most)
+            each = newton_schulz_bytes(layout.shape, formulas.ns_algorithm)
+            workspace = max(workspace, count * each)
+    is_kept = engine.device.type == "cpu" or engine.config.state["keep_buffers"]
+    total, exchange, kept, workspace = (
+        f"{size / 2**20:.4g}"
+        for size in (exchange + workspace, exchange, exchange * is_kept, workspace)
+    )
+    return (
+        f"Besides parameters, gradients and momentum, a step of this rank takes up to {total} MiB: {exchange} for the "
+        f"exchange and {workspace} for Newton-Schulz. Between steps, the rank keeps {kept} MiB of it."
+    )
 
 
 def _table(

@@ -6,8 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import copy_context
-from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from torch.optim._muon_engine import process_groups
 from torch.optim._muon_engine.agreement import agree, Signature
 from torch.optim._muon_engine.callbacks import (
     are_factorys,
-    CallbackStep,
+    call_assign_fn,
     choose_owners,
-    forms_of_engine,
+    FunctionStep,
     reader_of,
 )
 from torch.optim._muon_engine.config import DistributedConfig
-from torch.optim._muon_engine.hints import Hints, warn_if_unshared
+from torch.optim._muon_engine.hints import Hints
 from torch.optim._muon_engine.layouts import larger_first, Layout, listed, process_rank
 from torch.optim._muon_engine.layouts.dtensor import count_version
 from torch.optim._muon_engine.process_groups import FailureNotes, spanning_group
@@ -56,9 +55,12 @@ class Engine:
     Args:
         config: its functions, state and flags. They are read here, once.
         params: all parameters, in the order of their indices.
+        states: the optimizer's. Parameters that replace others may inherit their momentum.
         takes_stacks: whether a parameter may be a stack of matrices.
         error: an error that this rank found already. The other ranks learn of it before it is raised.
-        former: the optimizer's engine before its parameters changed.
+        former: the optimizer's engine before its parameters changed. An error of its last step that no
+            rank has read yet is raised here.
+        is_lasting: whether the next optimizer's owners start where those of this one stop.
 
     Raises:
         AssertionError: an index is assigned to no rank, or to several.
@@ -70,9 +72,11 @@ class Engine:
         self,
         config: DistributedConfig,
         params: Sequence[Param],
+        states: States,
         takes_stacks: bool = False,
         error: BaseException | None = None,
         former: "Engine | None" = None,
+        is_lasting: bool = True,
     ) -> None:
         self.config = config
         self.params = params
@@ -87,27 +91,32 @@ class Engine:
         self.groups: dict[tuple[int, ...], ProcessGroup | None] = {}
         # Ranks that share matrices -> which of the optimizers over these ranks this one is.
         self.numbers: dict[tuple[int, ...], int] = {}
-        self._runner: Pipeline | CallbackStep | None = None
+        self._runner: Pipeline | FunctionStep | None = None
+        if former is not None:
+            error = former.new_failure() or error
+            self.failure = former.failure
+            # Two sets of slots may not fit.
+            former._runner = None
+            _keep_entries(former.params, params)
         # Indices and loads need values, in a dry run with fake tensors, too.
         with unset_fake_temporarily():
             try:
-                self._build(error, former)
+                self._build(error, former, is_lasting)
             except Exception as found:
                 for step in (self.steps, self.steps + 1):
                     self._notes(step).leave(found)
                 raise
+        if former is not None:
+            take_momentum(former.params, params, states, self.rank == 0)
         self._hints = Hints(self.schedule.layouts, self.rank)
-        is_first = former is None and self.rank == 0 and self.world_size > 1
-        if self.reader is not None and is_first:
-            warn_if_unshared(config.state, params)
         # Parameters on meta will be materialized, which builds another engine.
         is_meta = any(param.tensor.is_meta for param in params)
         if self.runs_on_engine and self.device.type != "cpu" and not is_meta:
-            transport.connect(self._pipeline().buckets)
+            self._pipeline().connect()
         if self.rank == min((l.group[0] for l in self.schedule.layouts), default=None):
             why = "rebuilt for changed parameters" if former else "built"
-            count = len(self.schedule.layouts), len(self.schedule.buckets)
-            log.info("Muon %s: %d matrices in %d buckets", why, *count)
+            sizes = len(self.schedule.layouts), len(self.schedule.buckets)
+            log.info("Muon %s: %d matrices in %d buckets", why, *sizes)
 
     @property
     def rank(self) -> int:
@@ -119,9 +128,11 @@ class Engine:
         found = dist.get_world_size() if initialized else 1
         return self.config.state.get("world_size", found)
 
-    @cached_property
+    @property
     def device(self) -> torch.device:
         """Where collectives take their memory."""
+        if isinstance(self._runner, Pipeline):
+            return self._runner.device
         if self.reader is None:
             return torch.device("cpu")
         return self.reader.device_of([param.tensor for param in self.params])
@@ -134,16 +145,19 @@ class Engine:
 
     # Building
 
-    def _build(self, error: BaseException | None, former: "Engine | None") -> None:
+    def _build(
+        self, error: BaseException | None, former: "Engine | None", is_lasting: bool
+    ) -> None:
         """Reads, assigns, agrees with the other ranks, and makes the schedule."""
         tensors = [param.tensor for param in self.params]
         layouts: list[Layout] = []
         owners: list[int] = []
         try:
             if self.reader is not None:
-                names = [param.name for param in self.params]
+                names = [param.key.name for param in self.params]
                 forms = [param.form for param in self.params]
-                layouts = self.reader.read(tensors, names, forms, error)
+                entries = [param.entry for param in self.params]
+                layouts = self.reader.read(tensors, names, forms, error, entries)
             if error is None:
                 self.config.check()
                 if self.runs_on_engine and are_factorys(self.config, "assign"):
@@ -158,7 +172,7 @@ class Engine:
             return
         known = self.reader.sharing(tensors)
         kept = [param.tensor for param in (former or self).params]
-        self._agree(known, layouts, owners, kept, error)
+        self._agree(known, layouts, owners, kept, error, is_lasting)
         self.schedule = buckets.make_schedule(
             layouts,
             owners,
@@ -177,22 +191,17 @@ class Engine:
 
     def _assign(self, tensors: list[Tensor], layouts: Sequence[Layout]) -> list[int]:
         """Fills ``assignments``. Returns the owner of each layout."""
-        state = self.config.state
+        entries = {}
         if self.reader is not None:
-            self.reader.describe_state(state)
-            if not (self.runs_on_engine and are_factorys(self.config, "assign")):
-                # For a user's assign_fn.
-                state.setdefault("rank", self.rank)
-                state.setdefault("world_size", self.world_size)
+            self.reader.describe_state(self.config.state)
             if not self.runs_on_engine:
                 _check_stacks(self.params, layouts)
             if are_factorys(self.config, "assign"):
                 near = process_groups.ranks_per_node()
                 owners, self.assignments = choose_owners(tensors, layouts, near)
                 return owners
-        context = copy_context()
-        context.run(forms_of_engine.set, [param.form for param in self.params])
-        assignments = context.run(self.config.assign_fn, list(tensors), state)
+            entries = {"rank": self.rank, "world_size": self.world_size}
+        assignments = call_assign_fn(self.config, tensors, layouts, **entries)
         described = [param.described for param in self.params]
         check_assignments(assignments, described, self.world_size)
         self.assignments = {rank: list(owned) for rank, owned in assignments.items()}
@@ -205,6 +214,7 @@ class Engine:
         owners: Sequence[int],
         kept: Sequence[Tensor],
         error: BaseException | None,
+        is_lasting: bool,
     ) -> None:
         """Makes the group of each set of ranks in ``known``, and compares signatures in it.
 
@@ -236,7 +246,7 @@ class Engine:
                 group, signatures, self.numbers[ranks], error
             )
             process_groups.set_optimizer_number(ranks, self.numbers[ranks] + 1)
-            if found is None:
+            if found is None and is_lasting:
                 process_groups.move_first_owner(ranks, len(mine))
             error = error or found
         if error is not None:
@@ -256,33 +266,26 @@ class Engine:
             param.is_unchanged(tensor) for param, tensor in zip(self.params, tensors)
         )
 
-    def rebuilt(
-        self,
-        params: Sequence[Param],
-        states: States,
-        error: BaseException | None = None,
-    ) -> "Engine":
-        """The engine for ``params``, which have changed. All ranks that share matrices come here."""
-        if self.reader is not None:
-            groups = {
-                ranks: [group]
-                for ranks in self.numbers
-                if (group := self.groups[ranks]) is not None
-            }
-            groups = {**groups, **self.reader.meeting([p.tensor for p in params])}
-            # Ranks that are in the step already find this note after their collective failed.
-            self._notes().leave(
-                "it found changed parameters in step(), and waits for the other ranks to change them too"
+    def meet(self, tensors: Sequence[Tensor]) -> None:
+        """Waits in ``step()`` until all ranks that share matrices have found that parameters changed."""
+        if self.reader is None:
+            return
+        groups = {
+            ranks: [group]
+            for ranks in self.numbers
+            if (group := self.groups[ranks]) is not None
+        }
+        groups = {**groups, **self.reader.meeting(tensors)}
+        # Ranks that are in the step already find this note after their collective failed.
+        self._notes().leave(
+            "it found changed parameters in step(), and waits for the other ranks to change them too"
+        )
+        for ranks in larger_first(groups):
+            name = str(self.numbers.get(ranks, "new"))
+            process_groups.rendezvous(
+                ranks, process_groups.group_timeout(groups[ranks]), name
             )
-            for ranks in larger_first(groups):
-                name = str(self.numbers.get(ranks, "new"))
-                process_groups.rendezvous(
-                    ranks, process_groups.group_timeout(groups[ranks]), name
-                )
-            self._notes().take_back()
-        engine = Engine(self.config, params, False, error, self)
-        take_momentum(self.params, params, states, self.rank == 0)
-        return engine
+        self._notes().take_back()
 
     # Running
 
@@ -300,38 +303,39 @@ class Engine:
                 f"together. Rebuild it, and load a checkpoint from before that step. What happened: {self.failure}"
             )
         self.raise_new_failure()
+        # After that, ranks may have different parts of the step.
+        is_fatal = False
         try:
             runner = self._begin(formulas, grads, states)
-        except Exception as error:
-            # Nothing has moved. Others may be in the step already.
-            self._notes().leave(error)
-            raise
-        try:
-            with _without_autocast(self.device.type):
-                runner.run(self.steps)
+            is_fatal = True
+            text = runner.begin(self.steps)
             problems = [f"{p.described}: {p.problem}" for p in self.params if p.problem]
+            text = "; ".join(problems) or text
+            if text and runner.knows_before:
+                is_fatal = False
+                raise RuntimeError(text)
+            with _without_autocast(self.device.type):
+                runner.run()
             for param in self.params:
                 if param.given is not None:
                     count_version(param.tensor, states[param.tensor]["momentum_buffer"])
-            if problems:
-                raise RuntimeError("; ".join(problems))
-            if self.device.type == "cpu":
-                self._raise_mismatch()
+            if text:
+                raise RuntimeError(text)
         except BaseException as error:
-            self._fail(error)
+            self._fail(error, is_fatal)
             if not isinstance(error, transport.ExchangeError):
                 raise
             # A launcher may end this process while it asks the others.
             log.error("%s", error)
-            found = filter(None, [str(error), self._notes().ask(error.ranks)])
-            raise RuntimeError(". ".join(found)) from error
+            reasons = filter(None, [str(error), self._notes().ask(error.ranks)])
+            raise RuntimeError(". ".join(reasons)) from error
         finally:
             for param in self.params:
                 param.end()
 
     def _begin(
         self, formulas: Sequence[Any], grads: Sequence[Tensor | None], states: States
-    ) -> Pipeline | CallbackStep:
+    ) -> Pipeline | FunctionStep:
         """Checks, and sets momentum and gradients. Returns what runs the step.
 
         The first step makes every momentum buffer, so that checkpoints are the same on all ranks.
@@ -352,6 +356,12 @@ class Engine:
             one.check()
         if any(torch.is_complex(param.tensor) for param in self.params):
             raise RuntimeError("Muon does not support complex parameters")
+        on_meta = [param.described for param in self.params if param.tensor.is_meta]
+        if on_meta and not process_groups.is_dry_run():
+            raise RuntimeError(
+                f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
+                "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
+            )
         for param, of, grad in zip(self.params, formulas, grads, strict=True):
             if not param.frozen:
                 param.begin(of, grad, states[param.tensor])
@@ -362,44 +372,49 @@ class Engine:
             if reason:
                 raise RuntimeError(f"another rank failed before this step. {reason}")
         if self.runs_on_engine:
-            # Ranks may have the matrices of a stack in different buckets.
-            for param in (p for p in self.params if p.tensor.ndim > 2):
-                param.place_gradient()
             return self._pipeline()
-        self._runner = CallbackStep(self)
+        self._runner = FunctionStep(self)
         return self._runner
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, is_fatal: bool) -> None:
         where = self._runner.where if self._runner is not None else ""
         failure = f"{type(error).__name__}: {error}"
         is_own = not isinstance(error, transport.ExchangeError)
-        if where and is_own:
+        if is_fatal and where and is_own:
             failure = f"{type(error).__name__} in {where}: {error}"
             # The type and text stay the same, because the user's code may catch them.
             if hasattr(error, "add_note"):
                 error.add_note(f"Muon, rank {self.rank}, step {self.steps}: {where}")
-        # A framework of the user's may be able to go on.
-        if self.reader is not None:
+        if is_own:
+            # The ranks that wait for this one are in this step or come to the next one.
+            for step in (self.steps, self.steps + 1) if is_fatal else (self.steps,):
+                self._notes(step).leave(failure)
+        # A framework of the user's may be able to go on, and so may ranks of which none has moved.
+        if self.reader is not None and is_fatal:
             self.failure = self.failure or failure
-            if is_own:
-                self._notes().leave(failure)
 
     def _notes(self, step: int | None = None) -> FailureNotes:
         return FailureNotes(self.numbers, self.steps if step is None else step)
 
-    def raise_new_failure(self) -> None:
-        """On accelerators: raises RuntimeError if the last step turns out to have failed."""
-        if not self.failure:
-            try:
-                self._raise_mismatch()
-            except RuntimeError as error:
-                self.failure = str(error)
-                raise
+    def new_failure(self) -> RuntimeError | None:
+        """On accelerators: the error of the last step, which the host has not read before.
 
-    def _raise_mismatch(self) -> None:
-        if isinstance(self._runner, Pipeline):
-            for text in filter(None, [s.mismatch() for s in self._runner.statuses]):
-                raise RuntimeError(text)
+        The first call waits until the step has ended.
+        """
+        if self.failure or not isinstance(self._runner, Pipeline):
+            return None
+        text = "; ".join(filter(None, [s.mismatch() for s in self._runner.statuses]))
+        if not text:
+            return None
+        error = RuntimeError(text)
+        self._fail(error, is_fatal=True)
+        return error
+
+    def raise_new_failure(self) -> None:
+        """Raises :meth:`new_failure`, if there is one."""
+        error = self.new_failure()
+        if error is not None:
+            raise error
 
 
 def _flags_of(config: DistributedConfig) -> tuple[bool, int]:
@@ -408,14 +423,17 @@ def _flags_of(config: DistributedConfig) -> tuple[bool, int]:
 
 def _check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
     """A user's functions go by parameter. Ranks with different matrices would call them in other orders."""
-    held = Counter(layout.key.index for layout in layouts)
+    counts = Counter(layout.key.index for layout in layouts)
     for index, param in enumerate(params):
         shape, (split, flatten) = param.tensor.shape, param.form
         expected = math.prod(shape[:-2]) * max(1, len(split))
-        if len(shape) > 2 and not flatten and held[index] != expected:
+        if counts[index] != expected and not (flatten and len(shape) > 2):
+            what = "a stack of matrices of which ranks hold different ones"
+            if len(shape) < 3:
+                what = f"a flat parameter with {counts[index]} matrices"
             raise ValueError(
-                f"{param.described} is a stack of matrices of which ranks hold different ones, which your own functions "
-                "cannot tell apart; leave gather_fn and redistribute_fn as the factory made them"
+                f"{param.described} is {what}, which your own functions cannot tell apart; leave gather_fn and "
+                "redistribute_fn as the factory made them"
             )
 
 
@@ -446,7 +464,8 @@ def _signature(
 def _make_pipeline(engine: Engine) -> Pipeline:
     schedule, groups, device = engine.schedule, engine.groups, engine.device
     rank, ahead = engine.rank, engine.flags[1]
-    shared: dict[tuple[int, ...], list[Matrix]] = {}
+    memory = transport.Memory(device, engine.config.state.get("keep_buffers", False))
+    by_group: dict[tuple[int, ...], list[Matrix]] = {}
     matrices: dict[int, Matrix] = {}
     for bucket in schedule.buckets:
         for number in bucket.matrices if rank in bucket.group else ():
@@ -455,17 +474,36 @@ def _make_pipeline(engine: Engine) -> Pipeline:
             team = groups.get(schedule.team(number))
             if matrix.layout.divided and matrix.owner == rank and team is not None:
                 matrix.products = SharedProducts(matrix.layout.divided, team)
-            shared.setdefault(bucket.group, []).append(matrix)
-    found = transport.local_buckets(schedule, matrices, rank, groups, device, ahead)
-    attach_relays(found, groups, rank, device)
+            by_group.setdefault(bucket.group, []).append(matrix)
+    # All buckets share one stream, whose temporary memory they can use again.
+    has_levels = device.type != "cpu" and any(b.node_size > 1 for b in schedule.buckets)
+    stream = torch.Stream(device) if has_levels else None
+    buckets = transport.local_buckets(
+        schedule, matrices, rank, groups, memory, stream, ahead
+    )
+    attach_relays(buckets, groups, rank, memory)
+    # A group tells larger ones that contain it of a mismatch.
     statuses = [
-        Statuses(shared[ranks], ranks, group, engine.numbers[ranks], device)
-        for ranks in larger_first(shared)
+        Statuses(by_group[ranks], ranks, group, engine.numbers[ranks], device)
+        for ranks in reversed(larger_first(by_group))
         if (group := groups[ranks]) is not None
     ]
-    one_at_a_time = schedule.one_owner_at_a_time and ahead == 0
-    local = [bucket for bucket, _ in found]
-    return Pipeline(local, statuses, rank, device, ahead, one_at_a_time)
+    # Ranks may list the same experts in different orders.
+    experts = {l.key.index: l.key.expert for l in schedule.layouts}
+    ids = [
+        -1 if (of := experts.get(i)) is None else of for i in range(len(engine.params))
+    ]
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    return Pipeline(
+        [bucket for bucket, _ in buckets],
+        [engine.params[i] for i in order],
+        statuses,
+        rank,
+        device,
+        memory,
+        ahead,
+        one_at_a_time=schedule.one_owner_at_a_time and ahead == 0,
+    )
 
 
 def take_momentum(
@@ -503,6 +541,17 @@ def take_momentum(
         )
 
 
+def _keep_entries(former: Sequence[Param], now: Sequence[Param]) -> None:
+    """Gives each parameter the entry that it has had, or that of the parameter that it replaces."""
+    entries = {id(param.tensor): param.entry for param in former}
+    for old, new, _ in _replacements(former, now):
+        entries[id(new.tensor)] = old.entry
+    following = count(max(entries.values(), default=-1) + 1)
+    for param in now:
+        known = entries.get(id(param.tensor))
+        param.entry = next(following) if known is None else known
+
+
 def _replacements(
     former: Sequence[Param], now: Sequence[Param]
 ) -> list[tuple[Param, Param, bool]]:
@@ -526,7 +575,8 @@ def _replacements(
         stayed = sum(a.tensor is b.tensor for a, b in pairs)
         for a, b in replaced:
             # Freezing a parameter does not make it another kind of tensor.
-            same = a.name == b.name and (a.name or a.origin[1:] != b.origin[1:])
+            names = a.key.name, b.key.name
+            same = names[0] == names[1] and (names[0] or a.origin[1:] != b.origin[1:])
             fits = bool(same) and a.tensor.shape == b.tensor.shape
             found.append((a, b, fits and len(pairs) == len(replaced) + stayed))
     return found

@@ -1,15 +1,13 @@
 """Warnings about probable mistakes: each once, on one rank. No collective depends on them."""
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch.optim._muon_engine.layouts import Layout, listed
-from torch.optim._muon_engine.layouts.dtensor import is_dtensor
 from torch.optim._muon_engine.runtime import Param
 
 
-# After this many steps without any gradient, or without one parameter's, it is no accident.
+# Warn after this many steps without any gradient, or without one parameter's.
 STEPS_WITHOUT_ANY = 3
 STEPS_WITHOUT_ONE = 20
 
@@ -17,19 +15,6 @@ _BUILT_TOO_EARLY = (
     "If the model was sharded after this Muon was built (fully_shard, parallelize_module, Fabric.setup), the model has "
     "other parameters now: build Muon from these"
 )
-
-
-def warn_if_unshared(state: Mapping[str, Any], params: Sequence[Param]) -> None:
-    """Warns if neither process groups nor meshes share a parameter between several processes."""
-    names = ("process_group", "stage_id", "num_stages")
-    given = [key for key in state if key.endswith(names) and state[key] is not None]
-    if not given and not any(is_dtensor(param.tensor) for param in params):
-        warnings.warn(
-            "there are several processes, but no other process shares any parameter of this Muon, so each process "
-            f"orthogonalizes all of them by itself. {_BUILT_TOO_EARLY}. With DistributedDataParallel, use "
-            "create_auto_config(ddp_process_group=...)",
-            stacklevel=2,
-        )
 
 
 class Hints:

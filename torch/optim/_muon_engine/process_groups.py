@@ -2,8 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -54,14 +54,30 @@ def spanning_group(
     key = ranks, backend, tuple(sorted(group.group_name for group in known))
     if key not in made or made[key] not in distributed_c10d._world.pg_map:
         # Only the members meet, because other pipeline stages may be elsewhere in their program.
-        made[key] = dist.new_group(
-            list(ranks),
-            timeout=group_timeout(known),
-            backend=backend,
-            use_local_synchronization=True,
-            group_desc=f"muon {what}",
-        )
+        with _without_split():
+            made[key] = dist.new_group(
+                list(ranks),
+                timeout=group_timeout(known),
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc=f"muon {what}",
+            )
     return made[key]
+
+
+@contextmanager
+def _without_split() -> Iterator[None]:
+    """Lets the members of a group make it without the other ranks.
+
+    While the default group is bound to a device, c10d makes groups by ``ncclCommSplit`` of the world. All
+    ranks of the world must join that call, so the members alone would wait for ever.
+    """
+    world: Any = dist.group.WORLD
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def optimizer_number(ranks: tuple[int, ...]) -> int:
@@ -119,6 +135,17 @@ def is_dry_run() -> bool:
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
+def _absent(key: str, ranks: Sequence[int]) -> list[int]:
+    """Those of ``ranks`` that :func:`_arrive` was not called on."""
+    return [rank for rank in ranks if not _store().check([f"{key}/{rank}"])]
+
+
+def _arrive(key: str) -> int:
+    """Notes that this rank has come to ``key``. Returns how many ranks have."""
+    _store().set(f"{key}/{dist.get_rank()}", "=")
+    return _store().add(key, 1)
+
+
 def rendezvous(ranks: tuple[int, ...], timeout: timedelta | None, name: str) -> None:
     """Waits over the store until all of ``ranks`` have come to ``name``.
 
@@ -132,13 +159,12 @@ def rendezvous(ranks: tuple[int, ...], timeout: timedelta | None, name: str) -> 
         return
     store, me, met = _store(), dist.get_rank(), _of_world("met")
     key = f"muon/met/{_short(ranks)}/{name}/{met.get((ranks, name), 0)}"
-    store.set(f"{key}/{me}", "=")
-    if store.add(key, 1) == len(ranks):
+    if _arrive(key) == len(ranks):
         store.set(f"{key}/all", "=")
     try:
         store.wait([f"{key}/all"], *([] if timeout is None else [timeout]))
     except RuntimeError as error:
-        missing = [r for r in ranks if not store.check([f"{key}/{r}"])]
+        missing = _absent(key, ranks)
         # Otherwise a later rendezvous would count this rank as present.
         store.delete_key(f"{key}/{me}")
         store.add(key, -1)
@@ -196,9 +222,7 @@ class FailureNotes:
         with suppress(*_GONE, IndexError):
             ranks, store = groups[0], _store()
             key = self._keys[ranks]
-            answer = f"{key}/answer"
-            store.set(f"{key}/{dist.get_rank()}", "=")
-            number = store.add(key, 1)
+            answer, number = f"{key}/answer", _arrive(key)
             if number == len(ranks) and not store.check([answer]):
                 store.set(answer, "=")
             try:
@@ -207,8 +231,7 @@ class FailureNotes:
             except RuntimeError:
                 if number > 1:
                     return ""
-                missing = [r for r in ranks if not store.check([f"{key}/{r}"])]
-                store.set(answer, "=" + _MISSING.format(missing))
+                store.set(answer, "=" + _MISSING.format(_absent(key, ranks)))
             return store.get(answer).decode()[1:]
         return ""
 

@@ -35,10 +35,18 @@ class DTensorLayouts:
         self._shards: dict[tuple, dict[int, Shards]] = {}
         self._ranks: dict[DeviceMesh, tuple[int, ...]] = {}
 
-    def of(self, key: Key, tensor: DTensor, flatten: bool = False) -> list[Layout]:
+    def of(
+        self,
+        key: Key,
+        tensor: DTensor,
+        flatten: bool = False,
+        everywhere: bool = False,
+    ) -> list[Layout]:
         """The layouts of the matrices of ``tensor`` of which this rank has a part.
 
-        With ``flatten``, dimension 0 by all others is one matrix.
+        Args:
+            flatten: whether dimension 0 by all others is one matrix.
+            everywhere: whether to return all matrices of a stack.
 
         Raises:
             ValueError: the mesh lacks this rank, a placement is of an unknown kind, or the local tensor
@@ -58,9 +66,11 @@ class DTensorLayouts:
         shape = matrix_shape(tensor.shape, flatten)
         found = [
             Layout(key._replace(sub=sub), shape, tensor.dtype, shards, source)
-            for sub, shards in self._shards_of(tensor, where, flatten).items()
+            for sub, shards in self._shards_of(
+                tensor, where, flatten, everywhere
+            ).items()
         ]
-        held = sum(layout.shards.numel_of(rank) for layout in found)
+        held = sum(l.shards.numel_of(rank) for l in found if rank in l.shards.ranks)
         local = tensor._local_tensor
         if held != local.numel():
             raise ValueError(
@@ -69,10 +79,14 @@ class DTensorLayouts:
         return found
 
     def _shards_of(
-        self, tensor: DTensor, where: str, flatten: bool = False
+        self,
+        tensor: DTensor,
+        where: str,
+        flatten: bool = False,
+        everywhere: bool = False,
     ) -> dict[int, Shards]:
         mesh, placements = tensor.device_mesh, tensor.placements
-        memo = (mesh, placements, flatten, *tensor.shape)
+        memo = (mesh, placements, flatten, everywhere, *tensor.shape)
         if memo not in self._shards:
             ranks = self.ranks_of(mesh)
             contributions = _contributions(mesh, placements, where)
@@ -83,7 +97,11 @@ class DTensorLayouts:
                     tuple(has[sub] for has in held if sub in has),
                     tuple(c for c, has in zip(contributions, held) if sub in has),
                 )
-                for sub in held[ranks.index(process_rank())]
+                for sub in (
+                    sorted({sub for has in held for sub in has})
+                    if everywhere
+                    else held[ranks.index(process_rank())]
+                )
             }
             shape = matrix_shape(tensor.shape, flatten)
             for shards in found.values():
@@ -165,7 +183,7 @@ def cut_out(
     The contribution of ``owner`` to a sum gets them, or the first one.
     """
     rank = process_rank()
-    for layout in layouts:
+    for layout in (l for l in layouts if rank in l.shards.ranks):
         shards = layout.shards
         taker = shards.contribution_of(owner) if owner in layout.group else 0
         if layout.numel and shards.contribution_of(rank) == taker:

@@ -25,6 +25,8 @@ from torch.optim._muon_engine.layouts import (
 
 
 Holders = tuple[tuple[int, tuple[Region, ...]], ...]
+# Bits of a digest of values.
+_DIGEST = 2**31 - 1
 
 # The order in which cuts are undone. FSDP cuts last, the shard that TP left. DDP and CP replicate.
 KINDS = ("fsdp", "tp", "ddp", "cp")
@@ -51,15 +53,11 @@ class Cut(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The part of a matrix that a rank knows, of ``shape``, with each holder's regions in this part.
-
-    ``values`` is a digest of what each holder stores of cut matrices; 0 if the holders differ.
-    """
+    """The part of a matrix that a rank knows, of ``shape``, with each holder's regions in this part."""
 
     shape: tuple[int, int]
     holders: Holders
     cuts: tuple[Cut, ...]
-    values: int = 0
 
     @property
     def grid(self) -> tuple:
@@ -90,41 +88,51 @@ class LocalMatrix(NamedTuple):
         return not self.source and any(cut.cuts for cut in self.piece.cuts)
 
 
-# The message of a rank to a group: its pieces so far, and its expert-parallel group.
-Told = tuple[Mapping[Name, Piece], tuple[int, ...]]
+# The message of a rank to a group: its pieces so far, digests of their values (0 for zeros), and its
+# expert-parallel group.
+Told = tuple[Mapping[Name, Piece], Mapping[Name, int], tuple[int, ...]]
 
 
 def layouts_of(
     matrices: Sequence[LocalMatrix],
     groups: Mapping[tuple[str, tuple[int, ...]], ProcessGroup],
     ep_ranks: tuple[int, ...],
-    values: int,
+    values: Sequence[int],
     error: BaseException | None,
-) -> tuple[list[Layout], list[str]]:
+) -> tuple[list[Layout], dict[str, list[str]]]:
     """Puts the pieces together over all groups. Returns the layout of each matrix.
 
     Args:
         groups: by kind and ranks.
         ep_ranks: the ranks of this rank's expert-parallel group.
-        values: digest of the values that this rank stores of matrices that are cut.
+        values: for each matrix a digest of the values that this rank stores; 0 for zeros.
         error: this rank's error so far. It is raised on every rank of the grid.
 
     Returns:
-        The layouts, and the matrices of which all ranks hold equal values in different shards.
+        The layouts; and for each kind of group the matrices that it is said to cut, but of which all its
+        ranks hold equal values.
     """
     shared = [m.key.describe(m.piece.shape) for m in matrices]
-    described = dict(zip(_names(matrices), shared, strict=True))
-    # Equal pieces stay one object.
-    mine = {id(m.piece): m.piece._replace(values=values * m.is_cut) for m in matrices}
-    pieces = {name: mine[id(m.piece)] for name, m in zip(described, matrices)}
+    names = list(_names(matrices))
+    described = dict(zip(names, shared, strict=True))
+    pieces = {name: m.piece for name, m in zip(names, matrices)}
+    digests = dict(zip(names, values))
+    equal: dict[str, list[str]] = {}
     layouts: list[Layout] = []
     # The one order in which all ranks go through groups: by kind, then larger groups first.
     order = sorted(groups, key=lambda k: (KINDS.index(k[0]), -len(k[1]), sorted(k[1])))
     for key in order:
-        told: Told = pieces, ep_ranks
+        told: Told = pieces, digests, ep_ranks
         answers, error = exchange(groups[key], told, error, shared)
         try:
-            pieces |= {} if error else _joined(key, pieces, answers, described)
+            for name, piece, of_ranks in (
+                () if error else _joined(key, pieces, answers, described)
+            ):
+                pieces[name] = piece
+                if len(of_ranks) > 1 and len({*of_ranks}) == 1 and of_ranks[0]:
+                    equal.setdefault(key[0], []).append(described[name])
+                # Each rank of another group has as many such parts.
+                digests[name] = hash(of_ranks) & _DIGEST if any(of_ranks) else 0
         except Exception as problem:
             error = problem
     try:
@@ -136,11 +144,7 @@ def layouts_of(
         _, error = exchange(groups[key], None, error, shared)
     if error is not None:
         raise error
-    return layouts, [
-        layout.describe()
-        for layout, piece in zip(layouts, pieces.values())
-        if piece.values and len(layout.shards.replica_sets) > 1
-    ]
+    return layouts, equal
 
 
 def _layouts(matrices: Sequence[LocalMatrix], pieces: Sequence[Piece]) -> list[Layout]:
@@ -152,7 +156,9 @@ def _layouts(matrices: Sequence[LocalMatrix], pieces: Sequence[Piece]) -> list[L
         alike = id(piece), m.contributions
         is_new = alike not in shards_of
         if is_new:
-            ranks, regions = zip(*piece.holders)
+            # Ranks of one grid may have put it together in different orders.
+            holders = sorted(piece.holders) if piece.cuts else piece.holders
+            ranks, regions = zip(*holders)
             shards_of[alike] = Shards(ranks, regions, m.contributions)
         layouts.append(Layout(m.key, piece.shape, m.dtype, shards_of[alike], source))
         if is_new:
@@ -176,33 +182,38 @@ def _joined(
     pieces: Mapping[Name, Piece],
     answers: Sequence[Told],
     described: Mapping[Name, str],
-) -> dict[Name, Piece]:
+) -> list[tuple[Name, Piece, tuple[int, ...]]]:
     """Those of ``pieces`` that a group shares, put together from what its ranks told.
+
+    Returns:
+        The name and piece of each, and the digests of its parts' values: one for replicas.
 
     Raises:
         ValueError: the ranks' pieces or groups contradict each other.
     """
-    known: dict[tuple, Piece] = {}
-    result = {}
+    known: dict[tuple, tuple[Piece, list[int]]] = {}
+    result = []
     for name, mine in pieces.items():
         cut = next((cut for cut in mine.cuts if cut[:2] == key), None)
         if cut is None:
             continue
-        theirs = [of_rank.get(name) for of_rank, _ in answers]
+        theirs = [of_rank.get(name) for of_rank, _, _ in answers]
         # Pickle keeps equal pieces of a rank one object.
         alike = name[0] is None, *map(id, theirs)
         if alike not in known:
             found = {r: piece for r, piece in zip(cut.ranks, theirs) if piece}
-            ep_ranks = {r: of_rank for r, (_, of_rank) in zip(cut.ranks, answers)}
+            ep_ranks = {r: of_rank for r, (_, _, of_rank) in zip(cut.ranks, answers)}
             try:
                 _check_members(mine, cut, found)
-                parts = [found[r] for r in _members(cut, [*found], ep_ranks, name[0])]
-                same = len({part.values for part in parts}) == 1
-                whole = *_together(cut, parts), mine.cuts, same * mine.values
-                known[alike] = Piece(*whole)
+                members = _members(cut, [*found], ep_ranks, name[0])
+                together = _together(cut, [found[r] for r in members])
             except ValueError as error:
                 raise common(ValueError(f"{described[name]}: {error}")) from None
-        result[name] = known[alike]
+            places = [cut.ranks.index(r) for r in members]
+            known[alike] = Piece(*together, mine.cuts), places
+        piece, places = known[alike]
+        parts = places if cut.cuts else places[:1]
+        result.append((name, piece, tuple(answers[at][1][name] for at in parts)))
     return result
 
 

@@ -15,7 +15,7 @@ from torch import nn, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.optim._muon_engine.agreement import all_gather_object
+from torch.optim._muon_engine.agreement import all_gather_uneven
 from torch.optim._muon_engine.layouts import (
     dtensor,
     fsdp1,
@@ -34,6 +34,7 @@ from torch.optim._muon_engine.layouts.exchange import (
     KINDS,
     layouts_of,
     LocalMatrix,
+    _DIGEST,
     Piece,
 )
 from torch.optim._muon_engine.process_groups import (
@@ -56,10 +57,12 @@ class ParallelGroups:
         self.of_kind: dict[str, ProcessGroup | None] = {
             kind: state.get(f"{kind}_process_group") for kind in (*KINDS, "ep")
         }
-        # Parameter index -> the dimension that TP cuts; None if the user said nothing.
+        # Entry of a parameter -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
         self.tp_dim_default: int | None = state.get("tp_dim_default")
         self.experts: Mapping[int, int] = state.get("expert_assignments") or {}
+        # Parameter index -> its entry, the index that it had when the optimizer got it.
+        self.entries: Sequence[int] = ()
         # The FSDP1 model. Only it knows what its original parameters are slices of.
         self.module: nn.Module | None = state.get("module")
 
@@ -71,9 +74,16 @@ class ParallelGroups:
             if kind != "ep" and group is not None and dist.get_world_size(group) > 1
         }
 
+    def _entry(self, index: int) -> int:
+        return self.entries[index] if index < len(self.entries) else index
+
+    def expert(self, index: int) -> int | None:
+        """The id of the expert that parameter ``index`` belongs to."""
+        return self.experts.get(self._entry(index))
+
     def tp_dim(self, index: int) -> int | None:
         """The dimension along which TP cuts parameter ``index``; None if it does not."""
-        return (self.tp_dims or {}).get(index, self.tp_dim_default)
+        return (self.tp_dims or {}).get(self._entry(index), self.tp_dim_default)
 
     def check_tp_dim(self, tensor: Tensor, index: int) -> None:
         """Raises IndexError if ``tensor`` does not have its TP dimension."""
@@ -126,6 +136,7 @@ class Reader:
         names: Sequence[str | None],
         forms: Sequence[Form] = (),
         error: BaseException | None = None,
+        entries: Sequence[int] = (),
     ) -> list[Layout]:
         """The layouts of all matrices in ``params``, in an order that all ranks share.
 
@@ -134,17 +145,19 @@ class Reader:
 
         Args:
             forms: ``split`` and ``flatten`` of each parameter (default: neither).
+            entries: by which the dicts of the config name each parameter (default: its index).
         """
-        self._forms = dict(enumerate(forms))
+        self._forms, self.groups.entries = dict(enumerate(forms)), entries
         # Another mesh may get the address of a former one.
         self.dtensors = dtensor.DTensorLayouts()
-        self._sharing, self._known = None, {}
+        is_first, self._sharing, self._known = self._sharing is None, None, {}
         local = _LocalReader(self)
         try:
             if error is None:
-                self.groups.check_count(len(params))
+                if is_first:
+                    self.groups.check_count(len(params))
                 for index, (param, name) in enumerate(zip(params, names, strict=True)):
-                    expert = self.groups.experts.get(index)
+                    expert = self.groups.expert(index)
                     key = Key(index, 0, name, expert)
                     local.add(key, param, self._form(index)[1])
         except Exception as problem:
@@ -226,51 +239,54 @@ class Reader:
     # The round trip
 
     def shape_of(self, index: int) -> torch.Size:
-        """The shape of what :meth:`whole` returns for parameter ``index``."""
-        (layout, *_), like = self._known[index]
+        """The shape of the tensor that :meth:`whole` returns for parameter ``index``."""
+        layouts, like = self._known[index]
         if isinstance(like, DTensor):
             return like.shape
-        leading = () if self._form(index)[1] else like.shape[:-2]
-        return torch.Size((*leading, *layout.shape))
+        rows, columns = layouts[0].shape
+        if self._form(index)[1]:
+            inner = like.shape[2:]
+            return torch.Size((rows, columns // math.prod(inner), *inner))
+        return torch.Size((*like.shape[:-2], rows, columns))
 
     def whole(self, tensor: Tensor, index: int) -> Tensor:
-        """The full matrix of parameter ``index``, of which ``tensor`` is this rank's piece."""
+        """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
         self.groups.check_tp_dim(tensor, index)
         layouts, like = self._known.get(index, ([], tensor))
         flatten = self._form(index)[1]
         if isinstance(tensor, DTensor):
-            layouts = self.dtensors.of(Key(index), tensor, flatten)
-            if tensor.ndim > 2:
-                self._known[index] = layouts, tensor
-                return tensor.full_tensor()
+            layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
         elif not layouts or (len(layouts) == 1 and like.shape != tensor.shape):
             local = _LocalReader(self)
             local.add(Key(index), tensor, flatten)
             layouts = local.exchange({index: tensor}, None)
-        self._known[index] = layouts, tensor
-        (layout, *others) = layouts
-        if len(layout.group) == 1:
-            return dtensor.local_part(tensor)
-        if others:
+        if len(layouts) > 1 and tensor.ndim < 3:
             raise ValueError(
-                f"parameter {index} holds {len(layouts)} matrices, which gather_fn and redistribute_fn cannot hand over "
-                "as one. They work for a flat parameter if every FSDP unit holds a single matrix"
+                f"parameter {index} holds {len(layouts)} matrices, which gather_fn and redistribute_fn cannot hand over as "
+                "one. They work for a flat parameter if every FSDP unit holds a single matrix"
             )
+        self._known[index] = layouts, tensor
+        piece, shape = dtensor.local_part(tensor), self.shape_of(index)
+        ranks = layouts[0].group
+        if isinstance(tensor, DTensor):
+            ranks = self.dtensors.mesh_ranks(tensor)
+        if len(ranks) == 1:
+            return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.
         given = [*self.groups.shared_over().values()]
-        known = {layout.group: given, **self.sharing([tensor])}[layout.group]
-        parts = _all_gather(
-            dtensor.local_part(tensor), spanning_group(layout.group, known)
-        )
-        full = dtensor.local_part(tensor).new_zeros(layout.shape)
+        known = {ranks: given, **self.sharing([tensor])}[ranks]
+        flat = all_gather_uneven(piece.reshape(-1), spanning_group(ranks, known))
+        parts = dict(zip(ranks, flat, strict=True))
         # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
-        for rank, *_ in layout.shards.replica_sets:
-            for region in layout.shards.of(rank):
-                region.of_matrix(full).add_(region.of_local(parts[rank]))
-        return full
+        full = piece.new_zeros(len(layouts), *layouts[0].shape)
+        for number, layout in enumerate(layouts):
+            for rank, *_ in layout.shards.replica_sets:
+                for region in layout.shards.of(rank):
+                    region.of_matrix(full[number]).add_(region.of_local(parts[rank]))
+        return full.view(shape)
 
     def piece(self, full: Tensor, index: int, owner: int) -> Tensor:
-        """This rank's piece of the matrix ``full`` of ``owner``, cut without communication."""
+        """This rank's piece of the tensor ``full`` of ``owner``, cut without communication."""
         layouts, like = self._known.get(index, ([], full))
         if not layouts and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
@@ -279,22 +295,9 @@ class Reader:
             )
         if not isinstance(like, DTensor):
             if not layouts or len(layouts[0].group) == 1:
-                return full
+                return full if full.shape == like.shape else full.reshape(like.shape)
         local = full.new_zeros(dtensor.local_part(like).shape)
         return dtensor.like_param(like, dtensor.cut_out(layouts, full, local, owner))
-
-
-def _all_gather(local: Tensor, group: ProcessGroup) -> dict[int, Tensor]:
-    """Each rank's local tensor by rank. Sizes differ, so the tensors are padded."""
-    shapes = all_gather_object(tuple(local.shape), group)
-    sizes = [math.prod(shape) for shape in shapes]
-    padded = local.new_zeros(max(sizes))
-    padded[: local.numel()].copy_(local.reshape(-1))
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded, group=group)
-    found = zip(gathered, sizes, shapes, strict=True)
-    parts = [flat[:size].view(shape) for flat, size, shape in found]
-    return dict(zip(_ranks(group), parts, strict=True))
 
 
 class _LocalReader:
@@ -319,21 +322,14 @@ class _LocalReader:
         error: BaseException | None,
     ) -> list[Layout]:
         """The layouts of the matrices found, from the pieces that all ranks tell; and the warnings."""
-        values = 0
+        values = [0] * len(self.found)
         if error is None and not is_dry_run():
-            indices = dict.fromkeys(m.key.index for m in self.found if m.is_cut)
-            values = _digest_of(
-                [dtensor.local_part(params[index]) for index in indices]
-            )
+            values = _digests_of(self.found, params)
         ep = self.groups.of_kind["ep"]
         ep_ranks = (process_rank(),) if ep is None else _ranks(ep)
         layouts, equal = layouts_of(self.found, self.groups_of, ep_ranks, values, error)
-        for described in equal:
-            self._warn(
-                described,
-                "all ranks hold the same values, but the process groups say that each rank holds a different shard. "
-                "Replicas, as DistributedDataParallel makes them, belong to ddp_process_group",
-            )
+        for kind, described in equal.items():
+            self.warnings[_EQUAL_SHARDS[kind]] = described
         # Only the first of the ranks speaks.
         if all(min(ranks) == process_rank() for _, ranks in self.groups_of):
             for text, named in self.warnings.items():
@@ -528,12 +524,37 @@ class _LocalReader:
         return spec.mesh.get_group(), dim
 
 
-def _digest_of(tensors: Sequence[Tensor]) -> int:
-    """A digest of the values of ``tensors``; 0 if they are all zero or have no values yet."""
-    if any(tensor.device.type == "meta" for tensor in tensors):
-        return 0
-    sums = tuple(t.abs().sum(dtype=torch.float64).item() for t in tensors)
-    return hash(sums) if any(sums) else 0
+_EQUAL_SHARDS = dict.fromkeys(
+    KINDS,
+    "all ranks hold the same values, but the process groups say that each rank holds a different shard. Replicas, as "
+    "DistributedDataParallel makes them, belong to ddp_process_group",
+)
+_EQUAL_SHARDS["tp"] = (
+    "all ranks of tp_process_group hold the same values, but the config says that tensor parallelism cuts it. If it does "
+    "not, pass a dict tp_dim_per_param that lacks it: {} if the model's placements say which matrices are cut"
+)
+
+
+def _digests_of(
+    matrices: Sequence[LocalMatrix], params: Mapping[int, Tensor] | Sequence[Tensor]
+) -> list[int]:
+    """Digests of the values that this rank stores of cut matrices; 0 for zeros, and for all others."""
+    sums = []
+    for matrix in matrices:
+        local = dtensor.local_part(params[matrix.key.index])
+        total = torch.zeros((), dtype=torch.float64, device=local.device)
+        for region in matrix.piece.holders[0][1] if matrix.is_cut else ():
+            total += region.of_local(local).abs().sum(dtype=torch.float64)
+        sums.append(
+            total if local.device.type != "meta" else torch.zeros((), device="cpu")
+        )
+    # One copy to the host for each device.
+    kinds = {total.device for total in sums}
+    read = {
+        kind: iter(torch.stack([t for t in sums if t.device == kind]).tolist())
+        for kind in kinds
+    }
+    return [hash(next(read[total.device])) & _DIGEST for total in sums]
 
 
 def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:

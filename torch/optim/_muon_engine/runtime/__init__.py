@@ -1,6 +1,6 @@
 """The live objects of a step: this rank's parameters and matrices, from the engine's build on."""
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -31,13 +31,12 @@ class Param:
         self, index: int, tensor: Tensor, name: str | None, group: int, formulas: Any
     ) -> None:
         self.tensor = tensor
-        self.name = name
+        self.key = Key(index, 0, name)
+        # Its index when the optimizer got it, which the config's dicts count by.
+        self.entry = index
         # The number of its parameter group.
         self.group = group
         self.formulas = formulas
-        # Its ``split`` and ``flatten``, which the layouts are made for.
-        self.form = formulas.form
-        self.described = Key(index, 0, name).describe(tensor.shape)
         # The properties that the layout is read from. Every step compares them.
         self.origin = dtensor.origin_of(tensor)
         self.local: Tensor
@@ -48,6 +47,15 @@ class Param:
         # Why this rank cannot use the gradient.
         self.problem = ""
         self._accumulated = False
+
+    @property
+    def described(self) -> str:
+        return self.key.describe(self.tensor.shape)
+
+    @property
+    def form(self) -> tuple[Sequence[int], bool]:
+        """Its ``split`` and ``flatten``, which the layouts are made for."""
+        return self.formulas.form
 
     @property
     def frozen(self) -> bool:
@@ -80,27 +88,28 @@ class Param:
         self.given = self.grad = None
 
     @property
-    def has_grad(self) -> bool:
-        return self.given is not None and not self.problem
-
-    @property
     def lookahead(self) -> Tensor:
         """Second operand of the Nesterov lerp; without a gradient the momentum, which makes it a no-op."""
         return self.momentum if self.grad is None else self.grad
 
     def place_gradient(self) -> None:
-        """Brings the gradient to the parameter's placement, by a collective of DTensor's if need be."""
-        if self.grad is None and self.given is not None and not self.problem:
-            grad = dtensor.local_gradient(self.tensor, self.given)
-            self.grad = grad.contiguous() if self.form[1] else grad
+        """Brings a gradient of another placement to the parameter's, by a collective of DTensor's."""
+        if self.given is not None and not self.problem:
+            if not dtensor.placed_like(self.tensor, self.given):
+                self._take_local(self.given)
 
     def take_gradient(self) -> bool:
         """Returns True once per step if there is a gradient to accumulate."""
-        if self._accumulated or not self.has_grad:
+        if self._accumulated or self.given is None or self.problem:
             return False
         self._accumulated = True
-        self.place_gradient()
+        if self.grad is None:
+            self._take_local(self.given)
         return True
+
+    def _take_local(self, grad: Tensor) -> None:
+        grad = dtensor.local_gradient(self.tensor, grad)
+        self.grad = grad.contiguous() if self.form[1] else grad
 
 
 class Matrix:
@@ -137,6 +146,11 @@ class Matrix:
     def applies(self) -> bool:
         """Whether this rank applies the update. A rank with an empty shard does what the others do."""
         return self.status in (Status.PRESENT, Status.EMPTY)
+
+    @property
+    def is_orthogonalized(self) -> bool:
+        """Whether the owner orthogonalizes it. The other owners of a divided matrix wait for that."""
+        return self.applies or self.products is not None
 
     def local(self, region: Region) -> Tensor:
         """The view of the parameter that holds ``region``."""

@@ -6,8 +6,7 @@ results of bucket k-1 are on their way back.
 
 import logging
 import math
-from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
@@ -25,7 +24,9 @@ from torch.optim._muon_engine.runtime.transport import (
     BoundPack,
     copy_all,
     drain,
+    InFlight,
     LocalBucket,
+    Memory,
     named,
 )
 from torch.optim._muon_engine.schedule.packs import RELAYS_IN_FLIGHT
@@ -33,16 +34,21 @@ from torch.optim._muon_engine.schedule.packs import RELAYS_IN_FLIGHT
 
 log = logging.getLogger("torch.optim.muon")
 
-# Accelerators blend momentum and gradients of this many bytes at once, unless a region is larger.
+# Accelerators blend and apply regions of this many bytes at once, unless one region is larger.
 PREPARED_BYTES = 64 * 1024**2
+
+# A region of a matrix, and the tensor that is its source or target; None for no update.
+Move = tuple[Matrix, Region, Any]
 
 
 class Pipeline:
-    """Runs the buckets of one rank, step after step, over persistent memory.
+    """Runs the buckets of one rank, step after step, over memory that keeps its addresses.
 
     Args:
         buckets: this rank's buckets in their global order.
+        params: this rank's parameters, in the order of all ranks.
         statuses: the side channels of this rank's groups, in the order of all ranks.
+        memory: of the slots and relays.
         prefetch_count: gathers in flight ahead of the bucket that is orthogonalized.
         one_at_a_time: for debugging: wait for each scatter before the next bucket.
     """
@@ -50,23 +56,31 @@ class Pipeline:
     def __init__(
         self,
         buckets: Sequence[LocalBucket],
+        params: Sequence[Param],
         statuses: Sequence[Statuses],
         rank: int,
         device: torch.device,
+        memory: Memory,
         prefetch_count: int,
         one_at_a_time: bool,
     ) -> None:
         self.buckets = buckets
+        self.params = params
         self.statuses = statuses
         self.rank = rank
         self.device = device
+        self.memory = memory
         self.prefetch_count = prefetch_count
         self.one_at_a_time = one_at_a_time
-        self._relays: deque[LocalRelay] = deque()
         # Memory that one matrix after another uses, by purpose and dtype.
-        self._memory: dict[Hashable, Tensor] = {}
+        self._scratch_memory: dict[Hashable, Tensor] = {}
         # The phase and matrices at hand, for error messages.
         self._at: tuple[str, Sequence[Matrix]] = ("", ())
+
+    @property
+    def knows_before(self) -> bool:
+        """Whether the ranks know that they differ before anything moves."""
+        return self.device.type == "cpu"
 
     @property
     def where(self) -> str:
@@ -75,53 +89,110 @@ class Pipeline:
         described = [matrix.layout.describe() for matrix in matrices]
         return f"{phase} of {listed(described)}" if phase else ""
 
-    def run(self, step: int) -> None:
-        """Makes this rank's ``step``-th step with the gradients that its parameters have now."""
+    def connect(self) -> None:
+        """Uses every communicator once while no other one is in use.
+
+        Accelerator backends connect two ranks when they first exchange something. If other collectives
+        are in flight then, ranks may wait for each other.
+        """
+        self.memory.allocate()
+        for statuses in self.statuses:
+            statuses.reduce()
+            self._wait_alone(statuses)
+        for bucket in self.buckets:
+            for start in (bucket.start_gather, bucket.start_scatter):
+                start()
+                self._wait_alone(bucket)
+            for relay in bucket.relays:
+                relay.start()
+                self._wait_alone(relay)
+            for products in (m.products for m in bucket.matrices if m.products):
+                products.connect(self.device)
+                self._wait_alone(bucket)
+        self.memory.free()
+
+    def _wait_alone(self, flight: InFlight) -> None:
+        flight.wait()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def begin(self, step: int) -> str:
+        """Starts the side channel of this rank's ``step``-th step.
+
+        On a CPU, nothing has moved yet when the result is known. A group tells a larger one of a mismatch,
+        because ranks of both groups end the step here.
+
+        Returns:
+            How ranks differ; "" if they do not, and on accelerators, which do not wait for the result.
+        """
+        self._at = "statuses", [m for s in self.statuses for m in s.matrices]
+        text = ""
+        for statuses in self.statuses:
+            statuses.start(step, differs=bool(text))
+            if self.knows_before:
+                differs = statuses.mismatch()
+                text = text or differs
+        return text
+
+    def run(self) -> None:
+        """Makes a step with the gradients that the parameters have now."""
         try:
-            self._run(step)
+            self.memory.allocate()
+            self._run()
         except BaseException:
             for statuses in self.statuses:
                 statuses.forget()
-            self._relays.clear()
-            drain(self.buckets)
+            drain([f for b in self.buckets for f in (b, *b.relays)])
             raise
+        finally:
+            self.memory.free()
+            if self.device.type != "cpu":
+                self._scratch_memory.clear()
 
-    def _run(self, step: int) -> None:
-        self._at = "statuses", [m for s in self.statuses for m in s.matrices]
-        for statuses in self.statuses:
-            statuses.start(step)
-        for statuses in self.statuses:
-            statuses.check_step()
+    def _run(self) -> None:
+        # A collective of DTensor's may move a gradient. None of the engine's may be in flight then.
+        for param in self.params:
+            param.place_gradient()
+        tasks: dict[Hashable, list[Iterator[None]]] = {}
         for bucket in self.buckets:
-            if bucket.bucket.index <= self.prefetch_count:
-                self.gather(bucket)
-        # By group, because a rank may have other groups' buckets between two buckets of one group, and
-        # all ranks of a group must start its collectives in one order.
-        returning: dict[tuple[int, ...], LocalBucket] = {}
-        for bucket in self.buckets:
-            self.relay(leave=len(self._relays))
-            self.wait(bucket, "wait for gather")
-            self.orthogonalize(bucket)
-            self.relay()
-            with self._phase("scatter", bucket):
-                bucket.start_scatter()
-            finished = returning.pop(bucket.bucket.group, None)
-            if self.one_at_a_time:
-                finished = bucket
-            else:
-                returning[bucket.bucket.group] = bucket
-            if finished is not None:
-                self.finish(finished)
-            # The follower takes the slot that ``finished`` had.
-            if bucket.follower is not None:
-                self.gather(bucket.follower)
-        for bucket in returning.values():
-            self.finish(bucket)
-        self.relay()
+            of_group = tasks.setdefault(bucket.bucket.group, [])
+            relaying = of_group[-2] if len(of_group) > 1 else iter(())
+            of_group.append(self._process(bucket, relaying))
+        order = [bucket.bucket.group for bucket in self.buckets]
+        run_in_turn(order, tasks, self.prefetch_count, self.one_at_a_time)
         self._at = "statuses", [m for s in self.statuses for m in s.matrices]
         for statuses in self.statuses:
             statuses.finish()
         self._at = "", ()
+
+    def _process(self, bucket: LocalBucket, relaying: Iterator[None]) -> Iterator[None]:
+        """Brings one bucket from gradients to parameters. Other buckets go on where it pauses.
+
+        ``relaying`` is the bucket before the last one, which waits for one relay at each pause.
+        """
+        self.gather(bucket)
+        yield
+        self.wait(bucket, "gather")
+        for batch in self.batches(bucket):
+            self.orthogonalize(bucket, batch)
+            # The owners of a divided matrix wait for each other, so they await no relay in between.
+            if batch[0].products is None:
+                next(relaying, None)
+        _exhaust(relaying)
+        self.scatter(bucket)
+        yield
+        self.wait(bucket, "scatter")
+        self.apply_results(bucket)
+        for at in range(len(bucket.relays) + 1):
+            # Some are in flight during the next bucket's Newton-Schulz.
+            for relay in islice(bucket.relays, at, at + RELAYS_IN_FLIGHT):
+                relay.start()
+            yield
+            for relay in bucket.relays[at : at + 1]:
+                self.wait(relay, "relay")
+                if not relay.is_source:
+                    with self._phase("apply", relay):
+                        self.apply_received(relay, relay.packed)
 
     def _phase(
         self, phase: str, of: LocalBucket | LocalRelay
@@ -130,22 +201,23 @@ class Pipeline:
         self._at = phase, of.matrices
         return _RecordFunctionFast(f"Muon {phase}, {of.name}")
 
-    def wait(self, one: LocalBucket | LocalRelay, phase: str) -> None:
-        with self._phase(phase, one):
-            one.wait()
+    def wait(self, flight: LocalBucket | LocalRelay, phase: str) -> None:
+        with self._phase(f"wait for {phase}", flight):
+            flight.wait()
 
-    def _log(self, phase: str, matrix: Matrix) -> None:
+    def _log(self, phase: str, matrices: Iterable[Matrix]) -> None:
         if log.isEnabledFor(logging.DEBUG):
-            what = phase, matrix.layout.describe(), matrix.owner
-            log.debug("rank %d: %s %s, owner %d", self.rank, *what)
+            for matrix in matrices:
+                values = self.rank, phase, matrix.layout.describe(), matrix.owner
+                log.debug("rank %d: %s %s, owner %d", *values)
 
     def _scratch(self, purpose: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """A tensor of ``shape``, valid until the next call with this purpose."""
         numel = math.prod(shape)
         key = purpose, like.dtype, like.device
-        flat = self._memory.get(key)
+        flat = self._scratch_memory.get(key)
         if flat is None or flat.numel() < numel:
-            flat = self._memory[key] = like.new_empty(numel)
+            flat = self._scratch_memory[key] = like.new_empty(numel)
         return flat.narrow(0, 0, numel).view(shape)
 
     def gather(self, bucket: LocalBucket) -> None:
@@ -157,121 +229,99 @@ class Pipeline:
                 self._at = "accumulate", part
                 accumulate(matrix.param for matrix in part)
                 self._at = "gather", part
-                targets = []
-                for matrix in part:
-                    self._log("gather", matrix)
-                    found = bucket.gather_send.of(matrix.number)
-                    if matrix.param.has_grad:
-                        targets += [(matrix, region, view) for _, region, view in found]
-                self.prepare(targets)
+                self._log("gather", part)
+                self.prepare(
+                    (matrix, region, view)
+                    for matrix in part
+                    for _, region, view in bucket.gather_send.of(matrix.number)
+                )
             self._at = "gather", bucket.matrices
             bucket.start_gather()
 
-    def prepare(self, targets: Sequence[tuple[Matrix, Region, Tensor]]) -> None:
-        """Writes regions of the tensors to orthogonalize: momentum, blended with the gradient if nesterov."""
-        if self.device.type != "cpu":
-            for some in _bounded(targets):
-                sources = some[0][0].param.formulas.prepare_all(
-                    [region.of_local(m.param.momentum) for m, region, _ in some],
-                    [region.of_local(m.param.lookahead) for m, region, _ in some],
-                )
-                copy_all([(t, source) for (_, _, t), source in zip(some, sources)])
-            return
-        for matrix, region, target in targets:
-            target.copy_(self._prepared(matrix, region))
+    def prepare(self, targets: Iterable[Move]) -> None:
+        """Writes regions of the tensors to orthogonalize: momentum, blended with the gradient if nesterov.
 
-    def _prepared(self, matrix: Matrix, region: Region) -> Tensor:
-        momentum = region.of_local(matrix.param.momentum)
-        if matrix.param.grad is None:
-            return momentum
-        out = self._scratch("prepared", momentum.shape, momentum)
-        grad = region.of_local(matrix.param.grad)
-        return matrix.param.formulas.prepare(momentum, grad, out=out)
+        Without a gradient, that is momentum, so that the owner receives defined values.
+        """
+        for some in self._alike(targets, _prepare_key):
+            prepared = self._prepared([(m, region) for m, region, _ in some])
+            copy_all([(t, made) for (_, _, t), made in zip(some, prepared)])
 
-    def orthogonalize(self, bucket: LocalBucket) -> None:
-        """Computes the updates of the matrices that this rank owns, and packs them for their holders."""
-        owned = [m for m in bucket.matrices if m.owner == self.rank]
-        if not owned:
-            return
-        with self._phase("orthogonalize", bucket):
-            batches, relays = self.batches(owned), len(self._relays)
-            # Owners of a divided matrix wait for each other, so none of them may wait for a relay before.
-            shared = sum(batch[0].products is not None for batch in batches)
-            for done, batch in enumerate(batches, 1):
-                self.orthogonalize_batch(bucket, batch)
-                # Spread the relays evenly, so that the next ones are in flight during the next batch.
-                if done > shared:
-                    rest = relays * (done - shared) // (len(batches) - shared)
-                    self.relay(leave=relays - rest)
+    def _prepared(self, regions: Sequence[tuple[Matrix, Region]]) -> Sequence[Tensor]:
+        momenta = [region.of_local(m.param.momentum) for m, region in regions]
+        grads = [region.of_local(m.param.lookahead) for m, region in regions]
+        out = None
+        if len(regions) == 1:
+            out = self._scratch("prepared", momenta[0].shape, momenta[0])
+        return regions[0][0].param.formulas.prepare(momenta, grads, out)
 
-    def batches(self, matrices: Iterable[Matrix]) -> list[list[Matrix]]:
-        """Matrices of one shape and equal options, as many as the formulas allow in a batch."""
+    def batches(self, bucket: LocalBucket) -> list[list[Matrix]]:
+        """This rank's matrices of one shape and equal options, as many as the formulas allow in a batch."""
         found: dict[Hashable, list[list[Matrix]]] = {}
-        for matrix in matrices:
+        for matrix in bucket.matrices:
+            if matrix.owner != self.rank or not matrix.is_orthogonalized:
+                continue
             formulas, shape = matrix.param.formulas, matrix.layout.shape
-            if matrix.products is not None:
-                # The other owners wait for this one, whatever its own gradient.
-                found[matrix.number] = [[matrix]]
-                continue
-            if not matrix.applies:
-                continue
-            batches = found.setdefault((formulas.compute_key, shape), [[]])
+            # The blocks of a divided matrix come first in a bucket, and each is alone.
+            alone = matrix.number if matrix.products is not None else None
+            batches = found.setdefault((alone, formulas.compute_key, shape), [[]])
             if len(batches[-1]) == formulas.batch_size(shape, self.device):
                 batches.append([])
             batches[-1].append(matrix)
         return [batch for batches in found.values() for batch in batches]
 
-    def orthogonalize_batch(self, bucket: LocalBucket, batch: Sequence[Matrix]) -> None:
-        self._at = "assemble", batch
-        shape = (len(batch), *batch[0].layout.shape)
-        whole = self._scratch("whole", shape, bucket.scatter_send.flat)
-        wholes = whole.unbind()
-        self.assemble(bucket, batch, wholes)
-        self._at = "orthogonalize", batch
-        formulas = batch[0].param.formulas
-        if batch[0].products is not None:
-            with named("Newton-Schulz", batch, batch[0].products.ranks):
-                updates = [formulas.orthogonalize(wholes[0], batch[0].products)]
-        elif len(batch) == 1:
-            updates = [formulas.orthogonalize(wholes[0])]
-        else:
-            updates = list(formulas.orthogonalize(whole).unbind())
-        for i, update in enumerate(updates):
-            if not update.is_contiguous():
-                # Transposing a tall update once is faster than transposing each region of it.
-                updates[i] = wholes[i].copy_(update)
-        made = list(zip(batch, updates, strict=True))
-        copy_all(
-            [
-                (view, region.of_matrix(update))
+    def orthogonalize(self, bucket: LocalBucket, batch: Sequence[Matrix]) -> None:
+        """Computes the updates of ``batch``, packs them for their holders, and applies this rank's part."""
+        with self._phase("orthogonalize", bucket):
+            self._at = "assemble", batch
+            self._log("orthogonalize", batch)
+            shape = (len(batch), *batch[0].layout.shape)
+            whole = self._scratch("whole", shape, bucket.scatter_send.flat)
+            wholes = whole.unbind()
+            self.assemble(bucket, batch, wholes)
+            self._at = "orthogonalize", batch
+            formulas, products = batch[0].param.formulas, batch[0].products
+            if products is not None:
+                with named("Newton-Schulz", batch, products.ranks):
+                    updates = [formulas.orthogonalize(wholes[0], products)]
+            elif len(batch) == 1:
+                updates = [formulas.orthogonalize(wholes[0])]
+            else:
+                updates = list(formulas.orthogonalize(whole).unbind())
+            for i, update in enumerate(updates):
+                if not update.is_contiguous():
+                    # Transposing a tall update once is faster than transposing each region of it.
+                    updates[i] = wholes[i].copy_(update)
+            made = list(zip(batch, updates, strict=True))
+            copy_all(
+                [
+                    (view, region.of_matrix(update))
+                    for matrix, update in made
+                    for _, region, view in bucket.results_of(matrix.number)
+                ]
+            )
+            # The owner's own part of an update is not sent.
+            self._at = "apply", batch
+            self._log("apply", batch)
+            self.apply(
+                (matrix, region, region.of_matrix(update))
                 for matrix, update in made
-                for _, region, view in bucket.results_of(matrix.number)
-            ]
-        )
-        # The owner's own part of an update is not sent.
-        self._at = "apply", batch
-        for matrix in batch:
-            self._log("apply", matrix)
-        self.apply(
-            (matrix, region, region.of_matrix(update))
-            for matrix, update in made
-            for region in (matrix.shard if matrix.applies else ())
-        )
+                for region in (matrix.shard if matrix.applies else ())
+            )
 
     def assemble(
         self, bucket: LocalBucket, batch: Sequence[Matrix], wholes: Sequence[Tensor]
     ) -> None:
         """Fills ``wholes`` from the received regions and from this rank's own."""
-        own: list[tuple[Matrix, Region, Tensor]] = []
+        own: list[Move] = []
         received: list[tuple[Tensor, Tensor]] = []
         for matrix, out in zip(batch, wholes, strict=True):
-            self._log("orthogonalize", matrix)
             if matrix.layout.shards.partial:
                 self._add_contributions(bucket, matrix, out)
                 continue
             own += [(matrix, r, r.of_matrix(out)) for r in matrix.sent]
-            found = bucket.gather_recv.of(matrix.number)
-            received += [(region.of_matrix(out), view) for _, region, view in found]
+            packed = bucket.gather_recv.of(matrix.number)
+            received += [(region.of_matrix(out), view) for _, region, view in packed]
         self.prepare(own)
         copy_all(received)
 
@@ -281,73 +331,151 @@ class Pipeline:
         """Adds the contributions to a sum in the order of their ranks, whoever owns the matrix."""
         layout = matrix.layout
         total = torch.zeros(layout.shape, dtype=layout.dtype, device=out.device)
-        found = [
+        contributions = [
             (layout.shards.contribution_of(rank), region, view)
             for rank, region, view in bucket.gather_recv.of(matrix.number)
         ]
-        mine = layout.shards.contribution_of(self.rank)
+        own = layout.shards.contribution_of(self.rank)
         for region in matrix.sent:
-            found.append((mine, region, self._prepared(matrix, region).clone()))
-        for _, region, tensor in sorted(found, key=lambda part: part[0]):
+            (prepared,) = self._prepared([(matrix, region)])
+            contributions.append((own, region, prepared.clone()))
+        for _, region, tensor in sorted(contributions, key=lambda part: part[0]):
             region.of_matrix(total).add_(tensor)
         out.copy_(total)
 
-    def finish(self, bucket: LocalBucket) -> None:
-        """Waits for the bucket's results, applies them, and packs those that this rank relays."""
-        self.relay()
-        self.wait(bucket, "wait for scatter")
+    def scatter(self, bucket: LocalBucket) -> None:
+        """Sends the updates of the matrices that this rank owns: zeros for those without a gradient."""
+        with self._phase("scatter", bucket):
+            zeros = [
+                packed.view
+                for matrix in bucket.matrices
+                if matrix.owner == self.rank and not matrix.is_orthogonalized
+                for packed in bucket.results_of(matrix.number)
+            ]
+            if zeros:
+                torch._foreach_zero_(zeros)
+            bucket.start_scatter()
+
+    def apply_results(self, bucket: LocalBucket) -> None:
+        """Applies the results that this rank received, and packs those that it relays."""
         with self._phase("apply", bucket):
-            others = [m for m in bucket.matrices if m.owner != self.rank]
-            self.apply_received(others, bucket.scatter_recv)
+            self.apply_received(bucket, bucket.scatter_recv)
             # A contribution that receives no update decays, too.
             self.apply(
                 (matrix, region, None)
-                for matrix in others
-                if matrix.applies and not matrix.receives
+                for matrix in bucket.matrices
+                if matrix.owner != self.rank and matrix.applies and not matrix.receives
                 for region in matrix.shard
             )
             for relay in bucket.relays:
                 if relay.is_source:
                     relay.pack()
-        self._relays.extend(bucket.relays)
 
-    def relay(self, leave: int = 0) -> None:
-        """Finishes relays until ``leave`` of them are left. All replicas start them in one order."""
-        while self._relays:
-            for relay in islice(self._relays, RELAYS_IN_FLIGHT):
-                relay.start()
-            if len(self._relays) <= leave:
-                return
-            relay = self._relays.popleft()
-            self.wait(relay, "wait for relay")
-            if not relay.is_source:
-                with self._phase("apply", relay):
-                    self.apply_received(relay.matrices, relay.packed)
-
-    def apply_received(self, matrices: Sequence[Matrix], received: BoundPack) -> None:
-        moves = []
-        for matrix in matrices:
-            found = received.of(matrix.number)
-            if matrix.applies and (found or matrix.is_empty):
-                self._log("apply", matrix)
-                moves += [(matrix, region, view) for _, region, view in found]
+    def apply_received(
+        self, flight: LocalBucket | LocalRelay, received: BoundPack
+    ) -> None:
+        moves: list[Move] = []
+        for matrix in flight.matrices:
+            packed = received.of(matrix.number)
+            if matrix.owner != self.rank and matrix.applies:
+                self._log("apply", [matrix] if packed or matrix.is_empty else [])
+                moves += [(matrix, region, view) for _, region, view in packed]
         self.apply(moves)
 
-    def apply(self, moves: Iterable[tuple[Matrix, Region, Tensor | None]]) -> None:
-        """Decays and updates regions of parameters: one by one on a CPU, else in few launches."""
-        alike: dict[Hashable, list[tuple[Matrix, Tensor, Tensor | None]]] = {}
-        for number, (matrix, region, update) in enumerate(moves):
-            local = matrix.local(region)
-            # The parameters may be offloaded to a CPU.
-            update = None if update is None else update.to(local.device)
-            key = number
-            if local.device.type != "cpu":
-                key = id(matrix.param.formulas), matrix.layout.whole, update is None
-            alike.setdefault(key, []).append((matrix, local, update))
-        for found in alike.values():
-            (matrix, *_), (_, local, updates) = found[0], map(list, zip(*found))
-            updates = None if updates[0] is None else updates
-            matrix.param.formulas.apply(local, updates, matrix.layout.whole)
+    def apply(self, moves: Iterable[Move]) -> None:
+        """Decays regions of parameters, and updates those that have an update."""
+        for some in self._alike(moves, _apply_key):
+            (matrix, _, first), formulas = some[0], some[0][0].param.formulas
+            local = [m.local(region) for m, region, _ in some]
+            updates = None
+            if first is not None:
+                # Parameters may be offloaded to a CPU.
+                updates = [u.to(l.device) for (_, _, u), l in zip(some, local)]
+            formulas.apply(local, updates, matrix.layout.whole)
+
+    def _alike(
+        self, moves: Iterable[Move], key: Callable[[Move], Hashable]
+    ) -> Iterator[Sequence[Move]]:
+        """Moves with equal keys: one by one on a CPU, up to ``PREPARED_BYTES`` at once elsewhere."""
+        if self.device.type == "cpu":
+            yield from ([move] for move in moves)
+            return
+        alike: dict[Hashable, list[list[Move]]] = {}
+        room: dict[Hashable, int] = {}
+        for move in moves:
+            matrix, region, _ = move
+            nbytes, of = region.numel * matrix.layout.dtype.itemsize, key(move)
+            if room.get(of, -1) < nbytes:
+                alike.setdefault(of, []).append([])
+                room[of] = max(nbytes, PREPARED_BYTES)
+            room[of] -= nbytes
+            alike[of][-1].append(move)
+        for lists in alike.values():
+            yield from lists
+
+
+def _prepare_key(move: Move) -> Hashable:
+    return id(move[0].param.formulas)
+
+
+def _apply_key(move: Move) -> Hashable:
+    matrix, _, update = move
+    return id(matrix.param.formulas), matrix.layout.whole, update is None
+
+
+def run_in_turn(
+    order: Sequence[Hashable],
+    tasks: Mapping[Hashable, Sequence[Iterator[None]]],
+    prefetch_count: int,
+    one_at_a_time: bool = False,
+) -> None:
+    """Runs the tasks of several groups of ranks.
+
+    Args:
+        order: the group of each task, in the order of all ranks.
+        tasks: by group. A task pauses after the gather and after the scatter of a bucket.
+    """
+    turns = {
+        group: _overlap(of_group, prefetch_count + 1, one_at_a_time)
+        for group, of_group in tasks.items()
+    }
+    for turn in turns.values():
+        next(turn)
+    for group in order:
+        next(turns[group])
+    # By the last bucket of each group, which keeps the one order of all ranks.
+    for group in reversed(dict.fromkeys(reversed(order))):
+        _exhaust(turns[group])
+
+
+def _overlap(
+    tasks: Sequence[Iterator[None]], ahead: int, one_at_a_time: bool
+) -> Iterator[None]:
+    """Runs the tasks of one group. Pauses after the first ``ahead`` gathers and after each scatter.
+
+    From one pause to the next, this rank launches and awaits collectives of this group only, in an order
+    that is the same on all of its ranks. So ranks cannot wait for each other in a circle.
+    """
+    for task in tasks[:ahead]:
+        next(task)
+    yield
+    for k, task in enumerate(tasks):
+        next(task)
+        if one_at_a_time:
+            _exhaust(task)
+        elif k > 0:
+            next(tasks[k - 1], None)
+        # Its slot was that of bucket k-1, whose results are applied now.
+        if k + ahead < len(tasks):
+            next(tasks[k + ahead])
+        yield
+    for task in tasks[-2:]:
+        _exhaust(task)
+
+
+def _exhaust(task: Iterator[None]) -> None:
+    for _ in task:
+        pass
 
 
 def accumulate(params: Iterable[Param]) -> None:
@@ -356,26 +484,8 @@ def accumulate(params: Iterable[Param]) -> None:
     for param in params:
         if param.take_gradient():
             together.setdefault(id(param.formulas), []).append(param)
-    for found in together.values():
-        found[0].formulas.accumulate(
-            [param.momentum for param in found],
-            [param.grad for param in found if param.grad is not None],
+    for of_formulas in together.values():
+        of_formulas[0].formulas.accumulate(
+            [param.momentum for param in of_formulas],
+            [param.grad for param in of_formulas if param.grad is not None],
         )
-
-
-def _bounded(
-    targets: Iterable[tuple[Matrix, Region, Tensor]],
-) -> list[list[tuple[Matrix, Region, Tensor]]]:
-    """Groups targets with equal formulas, up to ``PREPARED_BYTES`` each."""
-    found: list[list[tuple[Matrix, Region, Tensor]]] = []
-    last: dict[int, tuple[int, int]] = {}
-    for target in targets:
-        matrix, region, _ = target
-        nbytes = region.numel * matrix.layout.dtype.itemsize
-        at, room = last.get(id(matrix.param.formulas), (0, -1))
-        if nbytes > room:
-            at, room = len(found), max(nbytes, PREPARED_BYTES)
-            found.append([])
-        found[at].append(target)
-        last[id(matrix.param.formulas)] = at, room - nbytes
-    return found

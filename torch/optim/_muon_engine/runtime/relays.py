@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.optim._muon_engine.runtime.transport import (
@@ -15,6 +14,7 @@ from torch.optim._muon_engine.runtime.transport import (
     copy_all,
     InFlight,
     LocalBucket,
+    Memory,
 )
 from torch.optim._muon_engine.schedule.packs import Relay, relay_sizes, RELAYS_IN_FLIGHT
 
@@ -56,37 +56,36 @@ class LocalRelay(InFlight):
 
     def start(self) -> None:
         if not self.works:
-            what = (
+            name = (
                 f"relay of bucket {self.bucket.bucket.index} from rank {self._source}"
             )
-            to = self.packed.flat, self._source, self._group
-            self.launch(what, partial(dist.broadcast, *to, async_op=True))
+            to = {"src": self._source, "group": self._group, "async_op": True}
+            self.launch(name, partial(dist.broadcast, **to), self.packed.flat)
 
 
 def attach_relays(
     buckets: Sequence[tuple[LocalBucket, Sequence[Relay]]],
     groups: Mapping[tuple[int, ...], ProcessGroup | None],
     rank: int,
-    device: torch.device,
+    memory: Memory,
 ) -> None:
-    """Gives each bucket its relays, over memory that all buckets share.
+    """Gives the buckets of each group their relays, over memory that these buckets share.
 
     A source packs all results of a bucket, which frees the bucket's slot at once. Results from other
     sources arrive in a ring, whose memory the next but one relay uses again.
     """
-    sent, received = relay_sizes((relays for _, relays in buckets), rank)
-    outgoing = torch.empty(sent, dtype=torch.uint8, device=device)
-    incoming = [
-        torch.empty(received, dtype=torch.uint8, device=device)
-        for _ in range(RELAYS_IN_FLIGHT)
-    ]
-    for bucket, relays in buckets:
-        start, ring = 0, itertools.cycle(incoming)
-        for relay in relays:
-            if relay.source == rank:
-                packed = BoundPack(relay.pack, outgoing, start)
-                start += relay.pack.nbytes
-            else:
-                packed = BoundPack(relay.pack, next(ring))
-            group = groups[relay.replicas]
-            bucket.relays.append(LocalRelay(bucket, relay, packed, group, rank))
+    for group in dict.fromkeys(bucket.bucket.group for bucket, _ in buckets):
+        ours = [pair for pair in buckets if pair[0].bucket.group == group]
+        sent, received = relay_sizes((relays for _, relays in ours), rank)
+        outgoing = memory.empty(sent)
+        incoming = [memory.empty(received) for _ in range(RELAYS_IN_FLIGHT)]
+        for bucket, relays in ours:
+            start, ring = 0, itertools.cycle(incoming)
+            for relay in relays:
+                if relay.source == rank:
+                    packed = BoundPack(relay.pack, outgoing, start)
+                    start += relay.pack.nbytes
+                else:
+                    packed = BoundPack(relay.pack, next(ring))
+                along = groups[relay.replicas]
+                bucket.relays.append(LocalRelay(bucket, relay, packed, along, rank))

@@ -50,6 +50,17 @@ class SharedProducts(Products):
         made = left.new_empty(each, rows)
         out = made[: mine.stop - start]
         _addmm(base[mine], left[mine], right, beta, alpha, out)
-        found = left.new_empty(each * self._count, rows)
-        dist.all_gather(list(found.chunk(self._count)), made, group=self._group)
-        return found[:rows]
+        return self._all_gather(made)[:rows]
+
+    def _all_gather(self, rows: Tensor) -> Tensor:
+        """The equally many ``rows`` of each rank, one below the other."""
+        gathered = rows.new_empty(len(rows) * self._count, *rows.shape[1:])
+        # Later versions have another name for it, and warn of the former one.
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        all_gather(gathered, rows, group=self._group)
+        return gathered
+
+    def connect(self, device: torch.device) -> None:
+        """Runs each of the collectives once."""
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        self._all_gather(torch.zeros(1, device=device))

@@ -2,7 +2,8 @@
 
 Gradients never decide which collectives run. At the start of a step, each rank of a group puts what it
 knows about each matrix into one small ``all_reduce(MAX)`` of integers, or two if the matrices are many.
-A rank acts on its own status, and raises after the last bucket if the ranks differ.
+A CPU waits for the result, and raises before anything moves if the ranks differ. On accelerators, a rank
+acts on its own status, and reads the result when the next step begins.
 
 A digest comes together with its negative. All ranks have the same digest if and only if the two maxima
 add up to zero.
@@ -50,6 +51,7 @@ _SOME_ABSENT = (
     "some of the ranks that hold these have a gradient and some have none. All holders need a gradient, zeros if need "
     "be (an unused expert, a branch that one rank skips), or none of them"
 )
+_OTHER_GROUP = "ranks that share matrices with this one differ in others that this rank does not hold. The error on those ranks says how"
 
 
 class Statuses(InFlight):
@@ -77,29 +79,50 @@ class Statuses(InFlight):
         self._identity = zlib.crc32(repr((number, names)).encode())
         # Whole on every rank: the first step that moves them compares their values.
         self._replicated = [m for m in matrices if _is_replicated(m)]
-        self._table = torch.empty(0)
-        self._host: tuple[Tensor, torch.Event | None] | None = None
+        # This rank's rows, what the group makes of them, and the result on the host. Only copies between
+        # a device and pinned memory do not wait.
+        shape = max(_ROWS, 1 + len(matrices)), 7
+        pins = device.type != "cpu" and torch.accelerator.is_available()
+        pinned = {"dtype": torch.int64, "device": "cpu", "pin_memory": pins}
+        self._rows = torch.zeros(shape, **pinned)
+        self._table = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._host = self._table
+        self._copied: torch.Event | None = None
+        if device.type != "cpu":
+            self._host = torch.zeros(shape, **pinned)
+        # Whether ``_host`` has the result of a step that nothing has looked at.
+        self._is_new = False
 
-    def start(self, step: int) -> None:
-        """Starts the all-reduce of this rank's ``step``-th step."""
+    def start(self, step: int, differs: bool = False) -> None:
+        """Starts the all-reduce of this rank's ``step``-th step.
+
+        Args:
+            differs: whether this rank knows of a mismatch in another group.
+        """
         formulas = {id(m.param.formulas): m.param.formulas for m in self.matrices}
         digests = {key: of.digest for key, of in formulas.items()}
         rows: list[tuple[int, ...]] = [
-            (step, -step, self._identity, -self._identity, 0)
+            (step, -step, self._identity, -self._identity, differs)
         ]
         for matrix in self.matrices:
             digest = digests[id(matrix.param.formulas)]
             status = matrix.status
             rows.append((*(status == one for one in _SOME), digest, -digest))
-        table = torch.zeros(max(_ROWS, len(rows)), 7, dtype=torch.int64)
-        table[: len(rows), :5] = torch.tensor(rows)
-        self._table = table.to(self._device)
+        self._rows[: len(rows), :5] = torch.tensor(rows, device="cpu")
+        self._table.copy_(self._rows, non_blocking=True)
         self._add_values()
+        self._is_new = True
+        self.reduce()
+
+    def reduce(self) -> None:
+        """Starts the first all-reduce, on accelerators also the second one."""
         self._reduce(self._table[:_ROWS])
+        if self._device.type != "cpu" and len(self._table) > _ROWS:
+            self._reduce(self._table[_ROWS:])
 
     def _reduce(self, rows: Tensor) -> None:
-        what = rows, dist.ReduceOp.MAX, self._group, True
-        self.launch("all-reduce of statuses", partial(dist.all_reduce, *what))
+        how = {"op": dist.ReduceOp.MAX, "group": self._group, "async_op": True}
+        self.launch("all-reduce of statuses", partial(dist.all_reduce, **how), rows)
 
     def _add_values(self) -> None:
         """Adds digests of the values of replicated matrices, once."""
@@ -107,61 +130,50 @@ class Statuses(InFlight):
         now = [m for m in self._replicated if m.param.formulas.moves]
         if now:
             place = {id(m): at for at, m in enumerate(self.matrices, 1)}
-            found = torch.stack([_digest_of(m).to(self._device) for m in now])
+            values = torch.stack([_digest_of(m).to(self._device) for m in now])
             rows = [place[id(m)] for m in now]
-            self._table[rows, 5], self._table[rows, 6] = found, -found
+            self._table[rows, 5], self._table[rows, 6] = values, -values
             self._replicated = [m for m in self._replicated if m not in now]
 
-    def check_step(self) -> None:
-        """On a CPU: raises RuntimeError if the ranks are in different steps or optimizers.
-
-        This check precedes the first gather and the second all-reduce, which starts here. Otherwise those of
-        two optimizers would pair up.
-        """
-        if self._device.type == "cpu" and not is_dry_run():
-            self.wait()
-            text = self._other_step(self._table[0].tolist())
-            if text:
-                raise RuntimeError(text)
-        if len(self._table) > _ROWS:
-            self._reduce(self._table[_ROWS:])
-
     def finish(self) -> None:
-        """Waits for the all-reduce, and copies its result to the host without waiting for the device."""
+        """On accelerators: copies the result to the host without waiting for the device."""
         self.wait()
-        if is_dry_run():
-            return  # Nothing came from other ranks, and fake tensors have no values.
-        copied = None
-        host = self._table
-        if host.device.type != "cpu":
-            host = torch.empty_like(host, device="cpu", pin_memory=True)
-            host.copy_(self._table, non_blocking=True)
-            copied = torch.Event(self._device)
-            copied.record()
-        self._host = host, copied
+        if self._host is not self._table and not is_dry_run():
+            self._host.copy_(self._table, non_blocking=True)
+            self._copied = self._copied or torch.Event(self._device)
+            self._copied.record()
 
     def forget(self) -> None:
         """Drops the results of a step that failed."""
-        self.works, self._host = [], None
+        self._is_new = False
 
     def mismatch(self) -> str:
-        """How the ranks differed in the last finished step; "" if they did not."""
-        if self._host is None:
-            return ""
-        (host, copied), self._host = self._host, None
-        if copied is not None:
-            copied.synchronize()
-        header, *rows = host[: len(self.matrices) + 1].tolist()
+        """How the ranks differ in the last step; "" if they do not, or if the answer was given before.
+
+        A CPU waits for the step's all-reduce. An accelerator waits until an earlier :meth:`finish` is done.
+        """
+        if not self._is_new or is_dry_run():
+            return ""  # Fake tensors have no values.
+        self._is_new = False
+        if self._copied is not None:
+            self._copied.synchronize()
+        self.wait()
+        header, *rows = self._host[: len(self.matrices) + 1].tolist()
         text = self._other_step(header)
-        for differs, what in _MISMATCHES:
-            found = [
+        if self._device.type == "cpu" and len(self._host) > _ROWS and not text:
+            # The second all-reduce comes after this check, or those of two optimizers would pair up.
+            self._reduce(self._table[_ROWS:])
+            self.wait()
+            rows = self._host[1 : len(self.matrices) + 1].tolist()
+        for differs, reason in _MISMATCHES:
+            which = [
                 matrix.layout.describe()
                 for matrix, row in zip(self.matrices, rows, strict=True)
                 if differs(*row)
             ]
-            if found and not text:
-                text = f"{what}: {listed(found, 4)}"
-        return text
+            if which and not text:
+                text = f"{reason}: {listed(which, 4)}"
+        return text or (_OTHER_GROUP if header[4] else "")
 
     def _other_step(self, header: Sequence[int]) -> str:
         step, minus_step, identity, minus_identity, *_ = header

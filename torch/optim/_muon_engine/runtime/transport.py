@@ -6,7 +6,7 @@ change a call.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -28,8 +28,43 @@ from torch.optim._muon_engine.schedule.packs import (
 )
 
 
-# Starts the gather (0) or the scatter (1) of a bucket.
-Exchange = Callable[[int, "BoundPack", "BoundPack"], dist.Work | None]
+class Memory:
+    """Bytes for packs. Unless ``keep``, a device has room for them during a step only.
+
+    Storages are emptied and filled again, as FSDP2 does, so that views of them stay valid.
+    """
+
+    def __init__(self, device: torch.device, keep: bool) -> None:
+        self._device = device
+        self._is_freed = device.type != "cpu" and not keep
+        # Each storage with its size in bytes.
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+
+    def empty(self, nbytes: int) -> Tensor:
+        made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._storages.append((made.untyped_storage(), nbytes))
+        return made
+
+    def allocate(self) -> None:
+        for storage, nbytes in self._storages:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+
+    def free(self) -> None:
+        for storage, _ in self._storages if self._is_freed else ():
+            storage.resize_(0)
+
+
+class Levels(NamedTuple):
+    """The groups and sizes of an all-to-all in two levels, for the gather or for the scatter.
+
+    ``passed`` is as in :func:`two_level_all_to_all`. Accelerators run both levels on ``stream``.
+    """
+
+    node: ProcessGroup | None
+    rail: ProcessGroup | None
+    passed: Sequence[Sequence[int]]
+    stream: torch.Stream | None
 
 
 class PackedView(NamedTuple):
@@ -89,19 +124,22 @@ class InFlight:
     def __init__(self, matrices: Sequence[Matrix], ranks: Sequence[int]) -> None:
         self.matrices = matrices
         self.ranks = ranks
-        # With the name of each for errors.
-        self.works: list[tuple[str, dist.Work]] = []
+        # The name of each for errors, its handle, and what refers to its memory until it is waited for.
+        self.works: list[tuple[str, dist.Work, Any]] = []
 
-    def launch(self, what: str, start: Callable[[], dist.Work | None]) -> None:
-        with named(what, self.matrices, self.ranks):
-            work = start()
+    def launch(
+        self, name: str, start: Callable[..., dist.Work | None], *memory: Any
+    ) -> None:
+        """Calls ``start(*memory)``. The memory must not be touched until :meth:`wait`."""
+        with named(name, self.matrices, self.ranks):
+            work = start(*memory)
         if work is not None:
-            self.works.append((what, work))
+            self.works.append((name, work, (start, memory)))
 
     def wait(self) -> None:
         while self.works:
-            what, work = self.works.pop(0)
-            with named(what, self.matrices, self.ranks):
+            name, work, _ = self.works.pop(0)
+            with named(name, self.matrices, self.ranks):
                 work.wait()
 
 
@@ -112,7 +150,8 @@ class LocalBucket(InFlight):
     ``outer``. The packs of the owner share ``inner`` if both have the same regions.
 
     Args:
-        exchange: starts the gather (0) or the scatter (1) from (recv, send).
+        group: the process group; None for a single rank.
+        levels: of the gather and of the scatter, if they take two.
     """
 
     def __init__(
@@ -121,7 +160,8 @@ class LocalBucket(InFlight):
         matrices: Sequence[Matrix],
         packs: LocalPacks,
         slot: tuple[Tensor, Tensor],
-        exchange: Exchange,
+        group: ProcessGroup | None,
+        levels: Sequence[Levels],
     ) -> None:
         super().__init__(matrices, bucket.group)
         outer, inner = slot
@@ -134,19 +174,25 @@ class LocalBucket(InFlight):
         self.kept = BoundPack(packs.kept, inner, back + packs.scatter_send.nbytes)
         # The LocalRelays that follow its scatter.
         self.relays: list[Any] = []
-        # The next bucket of the group. It takes this bucket's slot.
-        self.follower: LocalBucket | None = None
-        self._exchange = exchange
+        self._group = group
+        self._levels = levels
 
     def start_gather(self) -> None:
-        self._start("gather", 0, self.gather_recv, self.gather_send)
+        self._start("gather", self.gather_recv, self.gather_send, self._levels[:1])
 
     def start_scatter(self) -> None:
-        self._start("scatter", 1, self.scatter_recv, self.scatter_send)
+        self._start("scatter", self.scatter_recv, self.scatter_send, self._levels[1:])
 
-    def _start(self, what: str, *which: Any) -> None:
-        start = functools.partial(self._exchange, *which)
-        self.launch(f"{what} of bucket {self.bucket.index}", start)
+    def _start(
+        self, phase: str, recv: BoundPack, send: BoundPack, levels: Sequence[Levels]
+    ) -> None:
+        start: Callable[..., Any] = functools.partial(all_to_all, group=self._group)
+        if levels:
+            further: dict[str, Any] = {"levels": levels[0], "temporary": []}
+            start = functools.partial(two_level_all_to_all, **further)
+        if self._group is not None:
+            memory = recv.flat, send.flat, recv.splits, send.splits
+            self.launch(f"{phase} of bucket {self.bucket.index}", start, *memory)
 
     @property
     def name(self) -> str:
@@ -191,9 +237,8 @@ def two_level_all_to_all(
     send: Tensor,
     recv_splits: Sequence[int],
     send_splits: Sequence[int],
-    node: ProcessGroup | None,
-    rail: ProcessGroup | None,
-    passed: Sequence[Sequence[int]],
+    levels: Levels,
+    temporary: list[Tensor],
 ) -> dist.Work | None:
     """Like :func:`all_to_all`, but a rank connects only to the ranks of its node and of its rail.
 
@@ -201,32 +246,43 @@ def two_level_all_to_all(
     CPU waits for this first all-to-all.
 
     Args:
-        passed: elements that this rank passes on, one row per rank of the node, one column per rank of
-            the rail.
+        levels: whose ``passed`` has the elements that this rank passes on, one row per rank of the node,
+            one column per rank of the rail.
+        temporary: gets the memory that must live until the result was waited for.
     """
+    node, rail, passed, stream = levels
     width, nodes = len(passed), len(passed[0])
-    chunks = send.split(list(send_splits))
-    by_rail = [chunks[at::width] for at in range(width)]
-    arriving = send.new_empty(sum(sum(row) for row in passed))
-    first = all_to_all(
-        arriving,
-        _joined([chunk for of_rail in by_rail for chunk in of_rail], send),
-        [sum(row) for row in passed],
-        [sum(map(len, of_rail)) for of_rail in by_rail],
-        node,
-    )
-    if first is not None:
-        first.wait()
-    # One chunk per rank of the node and rank of the rail; the second all-to-all sends by rail.
-    rows = arriving.split([size for row in passed for size in row])
-    leaving = [chunk for at in range(nodes) for chunk in rows[at::nodes]]
-    return all_to_all(
-        recv,
-        _joined(leaving, send),
-        [sum(recv_splits[at * width : (at + 1) * width]) for at in range(nodes)],
-        [sum(column) for column in zip(*passed)],
-        rail,
-    )
+    if stream is not None:
+        # The second level runs while the compute stream goes on. The allocator must know both users of
+        # the memory, which an error may free before it was waited for.
+        stream.wait_stream(torch.accelerator.current_stream(recv.device))
+        recv.record_stream(stream)
+        send.record_stream(stream)
+    with stream or nullcontext():
+        chunks = send.split(list(send_splits))
+        by_rail = [chunks[at::width] for at in range(width)]
+        arriving = send.new_empty(sum(sum(row) for row in passed))
+        leaving = _joined([chunk for of_rail in by_rail for chunk in of_rail], send)
+        first = all_to_all(
+            arriving,
+            leaving,
+            [sum(row) for row in passed],
+            [sum(map(len, of_rail)) for of_rail in by_rail],
+            node,
+        )
+        if first is not None:
+            first.wait()
+        # One chunk per rank of the node and rank of the rail; the second all-to-all sends by rail.
+        rows = arriving.split([size for row in passed for size in row])
+        passing = _joined([c for at in range(nodes) for c in rows[at::nodes]], send)
+        temporary += [arriving, leaving, passing]
+        return all_to_all(
+            recv,
+            passing,
+            [sum(recv_splits[at * width : (at + 1) * width]) for at in range(nodes)],
+            [sum(column) for column in zip(*passed)],
+            rail,
+        )
 
 
 def _joined(chunks: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -239,7 +295,8 @@ def local_buckets(
     matrices: Mapping[int, Matrix],
     rank: int,
     groups: Mapping[tuple[int, ...], ProcessGroup | None],
-    device: torch.device,
+    memory: Memory,
+    stream: torch.Stream | None,
     prefetch_count: int,
 ) -> list[tuple[LocalBucket, tuple[Relay, ...]]]:
     """This rank's buckets in their global order, over one ring of slots per group; and their relays.
@@ -247,75 +304,30 @@ def local_buckets(
     Args:
         matrices: this rank's matrices by their index in the schedule.
         groups: process groups by their sorted ranks; None for a single rank.
+        stream: for exchanges in two levels; None on a CPU.
     """
     packs = {b: schedule.packs(b, rank) for b in schedule.buckets if rank in b.group}
-    empty = functools.partial(torch.empty, dtype=torch.uint8, device=device)
     made: dict[Bucket, LocalBucket] = {}
     for group in dict.fromkeys(bucket.group for bucket in packs):
         ring = [bucket for bucket in packs if bucket.group == group]
         sizes = slot_sizes([packs[b] for b in ring], slots_for(prefetch_count))
-        slots = [(empty(outer), empty(inner)) for outer, inner in sizes]
+        slots = [(memory.empty(outer), memory.empty(inner)) for outer, inner in sizes]
         for bucket, slot in zip(ring, itertools.cycle(slots)):
             own = [matrices[number] for number in bucket.matrices]
-            exchange = _exchange_of(schedule, bucket, rank, groups, device)
-            made[bucket] = LocalBucket(bucket, own, packs[bucket], slot, exchange)
-        for bucket, follower in zip(ring, ring[prefetch_count + 1 :]):
-            made[bucket].follower = made[follower]
+            levels: list[Levels] = []
+            if bucket.node_size > 1:
+                node, rail = (groups[r] for r in bucket.node_and_rail(rank))
+                passed = schedule.passed_on(bucket, rank)
+                levels = [Levels(node, rail, of_phase, stream) for of_phase in passed]
+            made[bucket] = LocalBucket(
+                bucket, own, packs[bucket], slot, groups[group], levels
+            )
     return [(made[bucket], found.relays) for bucket, found in packs.items()]
 
 
-def _exchange_of(
-    schedule: Schedule,
-    bucket: Bucket,
-    rank: int,
-    groups: Mapping[tuple[int, ...], ProcessGroup | None],
-    device: torch.device,
-) -> Exchange:
-    group = groups[bucket.group]
-    if group is None:
-        return lambda *_: None
-
-    def flat(recv: BoundPack, send: BoundPack) -> tuple[Any, Any, Any, Any]:
-        return recv.flat, send.flat, recv.splits, send.splits
-
-    if bucket.node_size == 1:
-        return lambda _, recv, send: all_to_all(*flat(recv, send), group)
-    node, rail = bucket.node_and_rail(rank)
-    passed = schedule.passed_on(bucket, rank)
-    # Accelerators run the second level while the compute stream goes on.
-    stream = None if device.type == "cpu" else torch.Stream(device)
-
-    def in_two_levels(phase: int, recv: BoundPack, send: BoundPack) -> dist.Work | None:
-        if stream is not None:
-            stream.wait_stream(torch.accelerator.current_stream(device))
-        with stream or nullcontext():
-            levels = groups[node], groups[rail], passed[phase]
-            return two_level_all_to_all(*flat(recv, send), *levels)
-
-    return in_two_levels
-
-
-def connect(buckets: Sequence[LocalBucket]) -> None:
-    """Runs the collectives of each bucket once, so that backends connect while nothing overlaps.
-
-    Accelerator backends connect two ranks when they first exchange something. Connecting in the middle
-    of a step, with other collectives in flight, has deadlocked.
-    """
-    for bucket in buckets:
-        for start in (bucket.start_gather, bucket.start_scatter):
-            start()
-            bucket.wait()
-        for relay in bucket.relays:
-            relay.start()
-            relay.wait()
-        for products in (m.products for m in bucket.matrices if m.products):
-            products.norm(bucket.gather_send.flat.new_ones(1))
-
-
-def drain(buckets: Sequence[LocalBucket]) -> None:
+def drain(flights: Iterable[InFlight]) -> None:
     """Waits for everything in flight, after an error."""
-    for bucket in buckets:
-        for one in (bucket, *bucket.relays):
-            # The error that led here is the one to report.
-            with suppress(Exception):
-                one.wait()
+    for flight in flights:
+        # The error that led here is the one to report.
+        with suppress(Exception):
+            flight.wait()

@@ -21,6 +21,17 @@ FUNCTIONAL = {
 }
 
 
+# The order of additions may change this part of an update's norm, as Newton-Schulz in bfloat16 amplifies
+# rounding. ``test_order_of_additions`` measures it on a CPU: median 0, 99 % below 1.5 %, at most 4.4 %.
+ROUNDING = 0.1
+
+
+def near(found, expected, moved):
+    """Whether two pieces of a parameter, which ``moved`` as a whole, are equal but for rounding."""
+    limit = ROUNDING * moved.norm()
+    return found.shape == expected.shape and bool((found - expected).norm() <= limit)
+
+
 def all_to(rank):
     return lambda params, state: {rank: list(range(len(params)))}
 

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     equal,
     everyone,
     full,
+    moved_alike,
     NewtonSchulzCalls,
     ParityAssertions,
 )
@@ -80,12 +81,10 @@ class ModuleParity(ParityAssertions):
             found = []
             for i, (param, single) in enumerate(zip(matrices, singles)):
                 mine, other = ours.state[param], its.state[single]
-                for a, b in (
-                    (param, single.detach()),
-                    (mine["momentum_buffer"], other["momentum_buffer"]),
-                ):
-                    if not equal(whole(a), b):
-                        found.append(f"parameter {i}: {a} instead of {b}")
+                if not moved_alike(whole(param), single.detach(), step + 1, before[i]):
+                    found.append(f"parameter {i}: {param} instead of {single}")
+                if not equal(whole(mine["momentum_buffer"]), other["momentum_buffer"]):
+                    found.append(f"momentum {i}: {mine} instead of {other}")
             self.assertEverywhere(found, f"step {step}")
         for old, single in zip(before, singles):
             self.assertFalse(torch.equal(old, single.detach()))

@@ -68,11 +68,12 @@ def deepseek(layers: int, heads: int, experts: int, dense_layers: int) -> Model:
     )
 
 
-# By the config.json of these model cards: openai-community/gpt2, meta-llama/Meta-Llama-3-8B,
-# meta-llama/Meta-Llama-3-70B, meta-llama/Llama-3.1-405B, Qwen/Qwen3-235B-A22B,
+# By the config.json of these model cards: openai-community/gpt2, meta-llama/Llama-3.2-1B,
+# meta-llama/Meta-Llama-3-8B, meta-llama/Meta-Llama-3-70B, meta-llama/Llama-3.1-405B, Qwen/Qwen3-235B-A22B,
 # deepseek-ai/DeepSeek-V3 (without its multi-token prediction), moonshotai/Kimi-K2-Instruct.
 MODELS = {
     "GPT-2 124M": gpt2(12, 768),
+    "Llama 3.2 1B": llama(16, 2048, 8 * 64, 8192),
     "Llama 3 8B": llama(32, 4096, 8 * 128, 14336),
     "Llama 3 70B": llama(80, 8192, 8 * 128, 28672),
     "Llama 3 405B": llama(126, 16384, 8 * 128, 53248),

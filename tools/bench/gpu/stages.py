@@ -1,0 +1,369 @@
+"""The stages. Each measures one thing within a time limit.
+
+Functions with ``rank`` and ``world`` run on every rank. Times are the host's, from one moment at which the
+device is idle to another.
+"""
+
+import contextlib
+import gc
+import gzip
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import _newton_schulz as ns, Muon
+from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
+from torch.profiler import profile
+from torch.testing._internal.distributed._muon.model_shapes import MODELS
+
+from .. import contestants, engine_view, fleet, step, table, traffic
+from ..layouts import lay, local_of
+
+
+ROOT = Path(__file__).parents[3]
+OURS, OTHERS = "ours-1-quintic", ("stock", "adamw", "fused")
+WARM = 3  # steps: the first makes all state, and libraries choose their kernels
+
+
+class NotRun(Exception):
+    """This machine cannot run a stage. The message says why."""
+
+
+class Found(NamedTuple):
+    """Texts for the page, values for programs, and values of ``Hardware`` for the simulator."""
+
+    texts: list[str]
+    values: dict[str, Any]
+    hardware: dict[str, float] = {}
+
+
+class Machine(NamedTuple):
+    """The argument of a stage. Without an accelerator, ``gpus`` is 0 and there are two ranks."""
+
+    device: str
+    gpus: int
+    folder: Path
+    ends: float  # of time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return self.ends - time.monotonic()
+
+    def job(self, *names: str, layout: str = "shard") -> step.Job:
+        workload, reps = ("llama1b", 11) if self.gpus else ("tiny", 3)
+        return step.Job(layout, workload, names, reps, self.device)
+
+    def run(self, work: Callable, job: Any, world: int | None = None) -> list[Any]:
+        world = world or self.gpus or 2
+        return fleet.run(work, job, world, self.seconds, self.device)
+
+
+def output(command: list[str], seconds: float, **variables: str) -> str:
+    """Runs a command, ends all its processes, and returns its output.
+
+    Raises:
+        fleet.Failed: it failed, or did not end. The message ends with the output.
+    """
+    with tempfile.TemporaryFile("w+") as file:
+        how = {"stdout": file, "stderr": file, "start_new_session": True, "cwd": ROOT}
+        process = subprocess.Popen(command, env=os.environ | variables, **how)
+        try:
+            code: Any = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = f"none after {seconds:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        file.seek(0)
+        text = file.read()
+    if code:
+        raise fleet.Failed(f"{' '.join(command)}: exit code {code}\n{text}")
+    return text
+
+
+def middle(call: Callable[[], object], device: str, reps: int = 10) -> float:
+    """The median seconds of a call in five rows of calls, equally many on all ranks."""
+    call()
+    found = []
+    for _ in range(5):
+        dist.barrier()
+        fleet.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(reps):
+            call()
+        fleet.synchronize(device)
+        found.append((time.perf_counter() - began) / reps)
+    return statistics.median(found)
+
+
+def environment(machine: Machine) -> Found:
+    text = output([sys.executable, "-m", "torch.utils.collect_env"], machine.seconds)
+    # Without warnings, and without the flags of the CPU.
+    texts = [text[text.index("PyTorch version") :].partition("\nCPU:\n")[0]]
+    if machine.device == "cuda":
+        texts.append(f"NCCL {torch.cuda.nccl.version()}")
+        with contextlib.suppress(OSError, fleet.Failed):
+            texts.append(output(["nvidia-smi", "topo", "-m"], machine.seconds))
+    return Found(texts, {})
+
+
+def newton_schulz(machine: Machine) -> Found:
+    """Orthogonalizes the matrices of two models, alone and in the batches of a step."""
+    shapes = MODELS["Llama 3.2 1B"].shapes + MODELS["Llama 3 8B"].shapes
+    count = Counter(shapes if machine.gpus else [(64, 64), (64, 96), (96, 64)] * 2)
+    job = machine.device, count, 8192 if machine.gpus else 256
+    ((peak, rows),) = machine.run(_newton_schulz, job, 1)
+    cells, seconds = [], {}
+    for shape, batch, times in rows:
+        share = batch * newton_schulz_flops(shape) / times["quintic"] / peak
+        ms = [f"{1e3 * time:.3f}" for time in times.values()]
+        cells.append([f"{batch} x {shape[0]} x {shape[1]}", *ms, f"{share:.0%}"])
+        # A step takes the largest batches, which come last.
+        seconds[shape] = count[shape] * times["quintic"] / batch
+    flops = sum(count[shape] * newton_schulz_flops(shape) for shape in seconds)
+    used = flops / sum(seconds.values()) / peak
+    head = ["ms", "products alone", *ns.NS_ALGORITHMS, "quintic / peak"]
+    text = f"Plain bfloat16 products have {peak / 1e12:.1f} TFLOP/s, all these matrices {used:.0%} of it."
+    hardware = {"peak_flops": peak, "utilization": used}
+    return Found([text, table.render(head, cells)], {"rows": rows}, hardware)
+
+
+def _newton_schulz(rank: int, world: int, job: Any) -> tuple[float, list]:
+    device, count, side = job
+    triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
+    square = torch.randn(side, side, device=device).bfloat16()
+    peak = 2 * side**3 / middle(lambda: square @ square, device, 20)
+    rows = []
+    for shape, number in count.items():
+        for batch in sorted({1, min(number, engine_view.batch_size(shape))}):
+            x = torch.randn(batch, *shape, device=device).bfloat16().squeeze(0)
+            calls: dict[str, Callable] = {"products": partial(_products, x)}
+            for name in ns.NS_ALGORITHMS:
+                how = triple, ns.DEFAULT_NS_STEPS, ns.EPS, name
+                calls[name] = partial(ns.newton_schulz, x, *how)
+            times = {name: middle(call, device) for name, call in calls.items()}
+            rows.append((shape, batch, times))
+    return peak, rows
+
+
+def _products(x: Tensor) -> None:
+    x = x.mT if x.size(-2) > x.size(-1) else x
+    for _ in range(ns.DEFAULT_NS_STEPS):
+        gram = x @ x.mT
+        (gram @ gram) @ x
+
+
+def steps(machine: Machine) -> Found:
+    ours = [f"ours-1-{algorithm}" for algorithm in ns.NS_ALGORITHMS]
+    texts, values = [], {}
+    for layout in ("shard", "ddp"):
+        job = machine.job(*ours, *OTHERS, layout=layout)
+        results = machine.run(step.work, job)
+        texts.append(step.text(job, results))
+        values[layout] = {n: statistics.median(t) for n, t in results[0].items()}
+    return Found(texts, values)
+
+
+def costs(machine: Machine) -> Found:
+    """Time of the host and memory in a step. A training loop waits until step() returns."""
+    job = machine.job(OURS, *OTHERS)
+    found, described = machine.run(_costs, job)[0]
+    rows = []
+    for name, (host, done, matrices, *sizes) in found.items():
+        times = f"{1e3 * host:.2f}", f"{1e3 * done:.2f}", f"{1e6 * host / matrices:.0f}"
+        rows.append([name, *times, *(f"{size / 2**20:.1f}" for size in sizes)])
+    head = ["rank 0", "step() returns, ms", "it is done, ms", "host per matrix, us"]
+    head += ["state, MiB", "retained, MiB", "peak, MiB"]
+    note = "Retained and peak: without parameters, gradients and state. A CPU does not count them."
+    return Found([note, table.render(head, rows), described], found)
+
+
+def _costs(rank: int, world: int, job: step.Job) -> tuple[dict[str, tuple], str]:
+    laid, found, described = lay(job.layout, job.workload, world, job.device), {}, ""
+    # The workspace of the library of products is not the optimizer's.
+    _products(torch.randn(64, 64, device=job.device).bfloat16())
+    for name in job.names:
+        gc.collect()
+        before = _allocated(job.device)
+        optimizer = contestants.make(name, laid)
+        times = []
+        for _ in range(WARM + job.reps):
+            if job.device != "cpu":
+                torch.accelerator.reset_peak_memory_stats()
+            dist.barrier()
+            fleet.synchronize(job.device)
+            began = time.perf_counter()
+            optimizer.step()
+            returned = time.perf_counter()
+            fleet.synchronize(job.device)
+            times.append((returned - began, time.perf_counter() - began))
+        medians = map(statistics.median, zip(*times[WARM:]))
+        tensors = (t for of in optimizer.state.values() for t in of.values())
+        state = sum(local_of(t).nbytes for t in tensors)
+        kept = before + state if job.device != "cpu" else 0
+        extra = _allocated(job.device) - kept, _allocated(job.device, "peak") - kept
+        found[name] = (*medians, len(laid.params), state, *extra)
+        described = described or optimizer.describe()
+        del optimizer
+    return found, described
+
+
+def _allocated(device: str, when: str = "current") -> int:
+    stats = {} if device == "cpu" else torch.accelerator.memory_stats()
+    return stats.get(f"allocated_bytes.all.{when}", 0)
+
+
+def waits(machine: Machine) -> Found:
+    """Three steps in which the host must not wait for the device."""
+    machine.run(_waits, machine.job(OURS))
+    watched = machine.device == "cuda"
+    text = (
+        "No operation waited." if watched else "Only CUDA reports waits. The steps ran."
+    )
+    return Found([text], {"watched": watched})
+
+
+def _waits(rank: int, world: int, job: step.Job) -> None:
+    muon = _warm(job, world)
+    if job.device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    for _ in range(3):
+        muon.step()
+    if job.device == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+    muon.synchronize()
+
+
+def _warm(job: step.Job, world: int) -> Muon:
+    laid = lay(job.layout, job.workload, world, job.device)
+    muon = contestants.make(job.names[0], laid)
+    for _ in range(WARM):
+        muon.step()
+    fleet.synchronize(job.device)
+    return muon
+
+
+def trace(machine: Machine) -> Found:
+    """One step of rank 0. Perfetto and chrome://tracing show the file."""
+    path = machine.folder / "trace.json.gz"
+    machine.run(_trace, (machine.job(OURS), path))
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    texts, values = [f"{path.name}: one step of rank 0"], {}
+    # Launches, and the host's calls; on a CPU, the operations.
+    for kind in ("kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cpu_op"):
+        count, spent = Counter(), Counter()
+        for event in (event for event in events if event.get("cat") == kind):
+            count[event["name"]] += 1
+            spent[event["name"]] += event.get("dur", 0)
+        values[kind] = count.total()
+        longest = spent.most_common(10)
+        rows = [[n[:60], str(count[n]), f"{us / 1e3:.2f}"] for n, us in longest]
+        head = [f"{count.total()} x {kind}", "count", "ms"]
+        texts += [table.render(head, rows)] * bool(count)
+    return Found(texts, values)
+
+
+def _trace(rank: int, world: int, job: Any) -> None:
+    job, path = job
+    muon = _warm(job, world)
+    with profile() as profiled:
+        muon.step()
+        fleet.synchronize(job.device)
+    if rank == 0:
+        profiled.export_chrome_trace(str(path))
+
+
+def exchange(machine: Machine) -> Found:
+    """In the ring, each rank sends to one neighbour and receives from the other: the link."""
+    if machine.gpus == 1:
+        raise NotRun("It needs two GPUs: NCCL takes one rank per GPU.")
+    sizes = [2**power for power in range(10, 31 if machine.gpus else 21, 5)]
+    ranks = machine.run(_exchange, (machine.job(OURS), sizes))
+    found = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+    rates = {name: nbytes / seconds for name, (nbytes, seconds) in found.items()}
+    small, large = (f"all-to-all of {size} bytes" for size in (sizes[0], sizes[-1]))
+    link = rates[f"ring of {sizes[-1]} bytes"]
+    rows = [
+        [name, f"{1e3 * seconds:.3f}", f"{rates[name] / 1e9:.2f}", f"{rates[name] / link:.0%}"]
+        for name, (_, seconds) in found.items()
+    ]  # fmt: skip
+    hardware = {
+        "intra_bandwidth": rates[large],
+        "intra_latency": found[small][1] / (len(ranks) - 1),
+        "gpus_per_node": len(ranks),
+    }
+    text = table.render(["busiest rank", "ms", "GB/s sent", "of the link"], rows)
+    return Found([text], found, hardware)
+
+
+def _exchange(rank: int, world: int, job: Any) -> dict[str, tuple[int, float]]:
+    """The bytes that this rank sends, and seconds."""
+    job, sizes = job
+    laid = lay(job.layout, job.workload, world, job.device)
+    calls = engine_view.all_to_alls(contestants.make(job.names[0], laid))
+    found = {}
+    for size in sizes:
+        send = torch.ones(size // world, dtype=torch.uint8, device=job.device)
+        send = send.repeat(world)
+        receive = torch.empty_like(send)
+
+        def ring() -> None:
+            ends = (
+                dist.P2POp(dist.isend, send, (rank + 1) % world),
+                dist.P2POp(dist.irecv, receive, (rank - 1) % world),
+            )
+            for work in dist.batch_isend_irecv([*ends]):
+                work.wait()
+
+        found[f"ring of {size} bytes"] = send.nbytes, middle(ring, job.device)
+        seconds = middle(partial(dist.all_to_all_single, receive, send), job.device)
+        sent = send.nbytes * (world - 1) // world
+        found[f"all-to-all of {size} bytes"] = sent, seconds
+    sent = sum(traffic.all_to_all(call[1], call[3], call[4]) for call in calls)
+    every = lambda: [dist.all_to_all_single(*call) for call in calls]  # noqa: E731
+    found["those of a step"] = sent, middle(every, job.device)
+    return found
+
+
+def tests(machine: Machine) -> Found:
+    """The classes for GPUs. Ranks that find too few GPUs share them, over gloo."""
+    missing = [n for n in ("pytest", "expecttest", "numpy") if find_spec(n) is None]
+    if missing:
+        raise NotRun(f"{sys.executable} has no {', '.join(missing)}.")
+    paths = [*ROOT.glob("test/optim/*.py"), *ROOT.glob("test/distributed/optim/*.py")]
+    chosen = [str(path) for path in sorted(paths) if "GPU" in path.read_text()]
+    words = ["-rs", "-p", "no:cacheprovider", "-k", "OnGPU or OnOneGPU", *chosen]
+    command = [sys.executable, "-m", "pytest", "--durations=5", *words]
+    text = output(command, machine.seconds, MUON_TEST_SHARE_GPU="1")
+    if " passed" not in text:
+        raise NotRun(text)
+    return Found([text], {"outcome": text.splitlines()[-1].strip("= ")})
+
+
+# Each with its limit in seconds. Together: less than 15 minutes.
+STAGES: dict[Callable[[Machine], Found], float] = {
+    environment: 30,
+    newton_schulz: 90,
+    steps: 120,
+    costs: 90,
+    waits: 60,
+    trace: 60,
+    exchange: 60,
+    tests: 300,
+}
