@@ -3,6 +3,8 @@
 
 import copy
 import json
+import warnings
+from unittest import mock
 
 import torch
 from torch import nn
@@ -29,6 +31,12 @@ FORMS = [
     ((16, 2, 3, 3), {"flatten": True, "split": [4] * 4}),
     ((4, 6, 8), {"split": [2, 4]}),
     ((8, 12), {"flatten": True}),
+    # Query, key and value of each group of heads; columns; alternating columns of a stack; alternating rows.
+    ((24, 10), {"split": {"sizes": (4, 1, 3), "repeats": 3}}),
+    ((9, 14), {"split": {"sizes": [3, 4], "repeats": 2, "dim": 1}}),
+    ((10, 12), {"split": {"sizes": (5, 7), "dim": 1}}),
+    ((3, 6, 10), {"split": {"sizes": (1, 1), "repeats": 5, "dim": 1}}),
+    ((4, 3, 2), {"flatten": True, "split": {"sizes": (1, 1), "repeats": 2}}),
     ((3, 4, 6), {}),
     ((2, 3, 6, 4), {}),
 ]
@@ -59,7 +67,14 @@ def parts_of(tensor, split=None, flatten=False):
     """The matrices of a fused or flattened weight, by hand."""
     tensor = tensor.flatten(1) if flatten else tensor
     stack = tensor.reshape(-1, *tensor.shape[-2:])
-    return [part for one in stack for part in one.split(split or len(one))]
+    if not isinstance(split, dict):
+        return [part for one in stack for part in one.split(split or len(one))]
+    dim, sizes = split.get("dim", 0), split["sizes"]
+    # The number of the part that each row or column belongs to.
+    of_part = [i for i, size in enumerate(sizes) for _ in range(size)]
+    of_part = torch.tensor(of_part * split.get("repeats", 1))
+    lines = [(of_part == i).nonzero().flatten() for i in range(len(sizes))]
+    return [one.index_select(dim, at) for one in stack for at in lines]
 
 
 class TestMuonSplit(TestCase):
@@ -183,6 +198,55 @@ class TestMuonSplit(TestCase):
             updates.append(param)
         batched, looped = updates
         self.assertLess((batched - looped).norm() / looped.norm(), 0.05)
+
+    # Probable mistakes
+
+    def warnings_of(self, make):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = make()
+        return made, [str(warning.message) for warning in caught]
+
+    def test_keys_that_resemble_options(self):
+        matrix, other = (nn.Parameter(torch.ones(8, 4)) for _ in range(2))
+        for wrong, right in (("splits", "split"), ("flaten", "flatten")):
+            _, said = self.warnings_of(lambda: Muon([{"params": [matrix], wrong: 1}]))
+            text = f"Muon ignores '{wrong}' of a parameter group. Is it '{right}'?"
+            self.assertEqual(said, [text])
+        # Keys of options, schedulers and frameworks.
+        group = {"params": [matrix], "split": (4, 4), "initial_lr": 1, "lr_scale": 1}
+        muon, said = self.warnings_of(lambda: Muon([group]))
+        self.assertEqual(said, [])
+        group = {"params": [other], "nestrov": False}
+        _, said = self.warnings_of(lambda: muon.add_param_group(group))
+        self.assertEqual(len(said), 1)
+        with mock.patch.object(Muon, "current_rank", 1):
+            _, said = self.warnings_of(lambda: Muon([{**group, "params": [matrix]}]))
+        self.assertEqual(said, [])
+
+    def test_kernels_as_stacks(self):
+        experts = nn.Parameter(torch.ones(4, 8, 32))
+        for conv in (nn.Conv2d(8, 16, 3), nn.Conv1d(8, 16, 5), nn.Conv2d(3, 8, 16)):
+            groups = [
+                {"params": [p]} for p in (experts, conv.weight, torch.ones(2, 2, 2))
+            ]
+            muon, said = self.warnings_of(
+                lambda: Muon(groups, allow_batched_matrices=True)
+            )
+            self.assertEqual(len(said), 1, said)
+            self.assertIn("flatten=True", said[0])
+            more = {"params": [torch.ones(4, 4, 3, 3)]}
+            self.assertEqual(
+                self.warnings_of(lambda: muon.add_param_group(more))[1], []
+            )
+            groups = [
+                {"params": [experts]},
+                {"params": [conv.weight], "flatten": True},
+            ]
+            _, said = self.warnings_of(
+                lambda: Muon(groups, allow_batched_matrices=True)
+            )
+            self.assertEqual(said, [])
 
     # Symmetric products
 

@@ -87,20 +87,6 @@ def test_commits(checkout, on):
     assert tree_of(checkout) == tree
 
 
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("rel", [OWN, "docs/source/optim.md"])
-def test_users_work_is_refused_by_name(checkout, face, rel, staged):
-    (checkout / rel).write_text("# somebody's work\n")
-    (checkout / ".git/info/exclude").write_text(f"{OWN}\n")
-    if staged:  # and gone from the work tree
-        git(checkout, "add", "-f", rel)
-        if rel != OWN:
-            git(checkout, "restore", "--source=HEAD", rel)
-    before = snapshot(checkout), git_status(checkout)
-    fails(face("apply", "--checkout", checkout), 3, f"  {rel}\n")
-    assert (snapshot(checkout), git_status(checkout)) == before
-
-
 @pytest.mark.parametrize("committed", [False, True])
 def test_edits_of_the_overlay_are_refused(checkout, on, face, committed):
     on("apply", *["--commit"] * committed)
@@ -512,6 +498,8 @@ def test_ways_out_lead_on(checkout, on, face, edit):
         (checkout / rel).unlink()
     else:
         (checkout / rel).write_text("# mine\n")
+    if edit == "untracked":  # and ignored
+        (checkout / ".git/info/exclude").write_text(f"{rel}\n")
     if edit in ("add -N", "staged"):
         git(checkout, "add", *["-N"] * (edit == "add -N"), "--", rel)
     done = fails(face("apply", "--checkout", checkout), 3, f"  {rel}\n")

@@ -1,14 +1,13 @@
 """The commands. The docstring of each is its help."""
 
 import argparse
-import difflib
 import json
 import os
 import shlex
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +79,6 @@ def command(*options: str) -> Callable:
         return do
 
     return add
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word.partition("=")[0], known, 1, 0.75)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -339,7 +333,7 @@ def _wheel(args: argparse.Namespace) -> None:
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
     if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
-        parser.error(f"no such command: {argv[0]}{_nearest(argv[0], COMMANDS)}")
+        parser.error(f"no such command: {argv[0]}")
     args, extra = parser.parse_known_args(argv)
     if args.version:
         name = payload.name(ROOT) or "(no git)"
@@ -347,9 +341,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         parser.exit()
     if args.command is None:
         parser.error("a command is missing")
-    near = _nearest(extra[0], COMMANDS[args.command][1]) if extra else ""
-    if near or (extra and args.command not in ("test", "verify", "gpu")):
-        args.sub.error(f"unknown arguments: {' '.join(extra)}{near}")
+    if extra and args.command not in ("test", "verify", "gpu"):
+        args.sub.error(f"unknown arguments: {' '.join(extra)}")
     args.extra = extra
     return args
 

@@ -24,7 +24,8 @@ _THEIRS = re.compile(
 # and keep its lock.)
 _SETTINGS = (
     "core.fsmonitor=false", "core.safecrlf=false", "log.follow=false",
-    "log.showSignature=false", "log.showRoot=true",
+    "log.showSignature=false", "log.showRoot=true", "diff.orderFile=/dev/null",
+    "index.sparse=false",
 )  # fmt: skip
 # In a scratch folder, no setting of the user counts.
 ALONE = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}

@@ -100,13 +100,10 @@ class Wheel(Target):
         """The texts that torch was installed with; no key: the text is not known."""
         out: dict[str, bytes | None] = {}
         now = {rel: self.read(rel) for rel in (*rels, *found.files)}
-        # An installer writes all of torch's files. One that keeps no RECORD may have
-        # another build of the same version.
-        again = [
-            r for r, e in found.files.items() if e.stock and sha256(now[r]) != e.new
-        ]
-        replaced = sum(entry.stock is not None for entry in found.files.values())
-        same = found.torch == self.version and not len(again) == replaced > 0
+        # An installer that keeps no RECORD may bring another build of the same version.
+        replaced = {r: (sha256(now[r]), e) for r, e in found.files.items() if e.stock}
+        again = all(have != e.new for have, e in replaced.values())
+        again = again and any(have not in e for have, e in replaced.values())
         for rel in rels:
             copy, entry = self.copy_of(rel), found.files.get(rel)
             kept = copy.read_bytes() if copy.is_file() else None
@@ -115,9 +112,11 @@ class Wheel(Target):
                 texts = [None]
             elif self._hashes is not None:
                 texts = [t for t in texts if record_hash(t) == self._hashes.get(rel)]
-            elif entry and same:
+            elif entry and (have := sha256(now[rel])) == entry.stock:
+                pass
+            elif entry and found.torch == self.version and not again:
                 texts = [t for t in texts if sha256(t) == entry.stock]
-            elif entry and sha256(now[rel]) in (entry.was, entry.new):
+            elif entry and have in (entry.was, entry.new):
                 # The overlay's text is still there.
                 texts = [None] if entry.stock is None else []
             elif b"_muon_engine" in (now[rel] or b""):

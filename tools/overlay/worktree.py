@@ -61,12 +61,10 @@ class Worktree:
         if done.returncode or Path(found[0]).resolve() != root:
             # git's own words may name a setting, such as safe.directory.
             said = done.stderr.decode(errors="replace")
-            raise WrongTarget(
-                f"{lacks}: not the top of a git work tree\n{said}".rstrip()
-            )
-        if not self.resolve(
-            f"HEAD:{REPLACED}"
-        ):  # git may have been killed while it wrote
+            said = f"not the top of a git work tree\n{said}".rstrip()
+            raise WrongTarget(f"{lacks}: {said}")
+        # In the work tree it is missing if git was killed while it wrote.
+        if not self.resolve(f"HEAD:{REPLACED}"):
             raise WrongTarget(f"{lacks}: it has no {REPLACED}")
         self.git_dir = Path(found[1])  # of this work tree alone
         # It is relative to the folder that was asked.
@@ -87,7 +85,7 @@ class Worktree:
     def work(self, rels: list[str]) -> dict[str, bytes | None]:
         """The texts of the work tree, as git would store them."""
         tagged = git.lines(self.root, "ls-files", "-tz", "--", *rels)
-        sparse = [rel for tag, _, rel in (line.partition(" ") for line in tagged) if tag == "S"]  # fmt: skip
+        sparse = [line[2:] for line in tagged if line.startswith("S ")]
         found, there = dict.fromkeys(rels) | self.texts("", sparse), []
         for rel in rels:
             path = self.root / rel
@@ -158,7 +156,8 @@ class Worktree:
         newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
         parent, adding = found, ""
         for mark in filter(lambda rel: self.resolve(f"{found}:{rel}"), ADDED):
-            first = self.ask(*newest, "--diff-filter=A", found, "--", mark)
+            added = (*newest, "--diff-filter=A", found, "--", mark)
+            first = self.ask(*added, check=True)
             before = self.resolve(f"{first}^")
             since = [first, *[f"^{before}"] * bool(before)]
             if self.named(*since) or self.resolve(f"{first}:{mark}") in self._by_hand:
@@ -189,7 +188,8 @@ class Worktree:
 
     def named(self, *which: str) -> dict[str, str]:
         """The commits among these that bring an overlay, and its name in each, newest first."""
-        out = self.ask("log", "--format=%x01%H%n%B", "-E", f"--grep={_OURS}", *which)
+        asked = ("log", "--format=%x01%H%n%B", "-E", f"--grep={_OURS}", *which)
+        out = self.ask(*asked, check=True)
         entries = (entry.partition("\n") for entry in out.split("\1")[1:])
         names = {c: re.findall(f"(?m){_OURS}(\\S+)", text) for c, _, text in entries}
         return {c: found[-1] for c, found in names.items() if found[-1] != "none"}

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 import zlib
+from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import optimizer as _optimizer_module
+from ._muon_split import Split
 from ._newton_schulz import (
     _zeropower_via_newtonschulz,  # noqa: F401
     as_tuples,
@@ -59,6 +62,11 @@ _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 _LOST_CONFIG = (
     "This Muon is a copy of one with a distributed_config, which cannot be copied or pickled. "
     "Build a new Muon with distributed_config=... and load this one's state_dict() into it"
+)
+
+_KERNELS = (
+    "with allow_batched_matrices=True, a convolution is a stack of small matrices to Muon. flatten=True in its "
+    "parameter group makes it one matrix"
 )
 
 # Options that checkpoints of the first Muon do not have, and their defaults.
@@ -104,7 +112,7 @@ class MuonFormulas(NamedTuple):
     adjust_lr_fn: str | None
     foreach: bool | None = None
     ns_algorithm: str = "quintic"
-    split: Sequence[int] | None = None
+    split: Sequence[int] | dict[str, Any] | None = None
     flatten: bool = False
 
     @classmethod
@@ -150,14 +158,15 @@ class MuonFormulas(NamedTuple):
         return zlib.crc32(repr(values).encode())
 
     @property
-    def form(self) -> tuple[tuple[int, ...], bool]:
+    def form(self) -> tuple[Split, bool]:
         """How a parameter becomes matrices: ``split``, ``flatten``."""
-        split: Any = () if self.split is None else self.split
-        split = tuple(split) if hasattr(split, "__iter__") else (split,)
-        return split, bool(self.flatten)
+        return Split.of(self.split), bool(self.flatten)
 
     def matrices(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The matrices in a parameter, as views. A DTensor stays whole, because its views may be copies."""
+        """The matrices in a parameter, as views; of three dimensions if ``split`` has repeats.
+
+        A DTensor stays whole, because its views may be copies.
+        """
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return [tensor]
         split, flatten = self.form
@@ -167,12 +176,12 @@ class MuonFormulas(NamedTuple):
                 f"strides {tensor.stride()}; make it contiguous"
             )
         # Detached: autograd forbids writes to the views that split and unbind return.
-        stack = [tensor.detach() if tensor.ndim > 2 or split else tensor]
+        stack = [tensor.detach() if tensor.ndim > 2 or split.sizes else tensor]
         if flatten and tensor.ndim > 2:
             stack = [stack[0].flatten(1)]
         while stack[0].ndim > 2:
             stack = [matrix for one in stack for matrix in one.unbind()]
-        return [p for m in stack for p in (m.split(split) if split else [m])]
+        return [part for matrix in stack for part in split.parts(matrix)]
 
     def check(self) -> None:
         """Raises ValueError if the hyperparameters are invalid."""
@@ -217,6 +226,11 @@ class MuonFormulas(NamedTuple):
         """
         how = self.ns_coefficients, self.ns_steps, self.eps, self.ns_algorithm
         return orthogonalize(prepared, *how, products)
+
+    def update_of(self, prepared: Tensor) -> Tensor:
+        """Like :meth:`orthogonalize`, for one of :meth:`matrices` and in its shape."""
+        update = self.orthogonalize(self.form[0].joined(prepared))
+        return update if prepared.ndim == 2 else update.reshape(prepared.shape)
 
     def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
         """How many matrices of ``shape`` a distributed step orthogonalizes in one batch."""
@@ -308,19 +322,16 @@ def _problem_with(
     return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({which}){hint}"
 
 
-def _problem_with_form(
-    param: Tensor, which: str, split: tuple[int, ...], flatten: bool
-) -> str:
+def _problem_with_form(param: Tensor, which: str, split: Split, flatten: bool) -> str:
     """Why one process cannot split or flatten ``param``; "" if it can."""
     flatten = flatten and param.ndim > 2
-    if not split and not flatten:
+    if not split.sizes and not flatten:
         return ""
     if type(param) not in (Tensor, torch.nn.Parameter):
         return f"{which} is a {type(param).__name__}, which only a distributed_config can split or flatten"
-    from torch.optim._muon_engine.layouts.divide import problem_with
-
-    dim = 0 if flatten or param.ndim == 2 else param.ndim - 2
-    text = problem_with(split, param.shape[dim], dim) if split else ""
+    shape = param.flatten(1).shape if flatten else param.shape[-2:]
+    dim = None if flatten else split.dim + param.ndim - 2
+    text = split.problem_with(shape, dim) if split.sizes else ""
     return f"{which} of shape {tuple(param.shape)}: {text}" if text else ""
 
 
@@ -371,6 +382,12 @@ def _named(group: MutableMapping[str, Any]) -> list[tuple[str | None, Tensor]]:
         # The list of parameters changed without the names.
         names = [None] * len(params)
     return list(zip(names, params, strict=True))
+
+
+def _has_kernels(group: dict[str, Any]) -> bool:
+    """Whether a group has stacks of matrices with fewer columns than those of any expert."""
+    small = [p for p in group["params"] if p.ndim > 2 and p.shape[-1] <= 16]
+    return bool(small) and not group["flatten"]
 
 
 def _check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
@@ -467,8 +484,11 @@ class Muon(Optimizer):
 
     A parameter group may also have
 
-    - ``split`` (sequence of int): the rows of each part of a fused weight, such as ``(q, k, v)``. Each
-      part is a matrix with its own Newton-Schulz, learning rate and owner. (default: None)
+    - ``split`` (sequence of int, or dict): the rows of each part of a fused weight, such as ``(q, k, v)``.
+      Each part is a matrix with its own Newton-Schulz, learning rate and owner. If the rows of the parts
+      alternate, or the parts are columns, pass a dict: ``{"sizes": (q, k, v), "repeats": groups}`` has q, k
+      and v rows for each group of heads, and ``{"sizes": (n, n, n), "dim": 1}`` three parts of n columns.
+      A part is all of its lines, joined in order. (default: None)
     - ``flatten`` (bool): whether a parameter of three or more dimensions, such as a convolution, is one
       matrix, dimension 0 by all others. (default: False)
 
@@ -660,6 +680,18 @@ class Muon(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+        if self.current_rank != 0:
+            return
+        *earlier, group = self.param_groups
+        if self._allow_batched_matrices and _has_kernels(group):
+            if not any(map(_has_kernels, earlier)):
+                warnings.warn(_KERNELS, stacklevel=2)
+        # Users and schedulers add keys of their own, which resemble none of these.
+        known = {*self.defaults, "params", "param_names"}
+        for key in group.keys() - known:
+            for near in get_close_matches(str(key), sorted(known), 1):
+                text = f"Muon ignores {key!r} of a parameter group. Is it {near!r}?"
+                warnings.warn(text, stacklevel=2)
 
     def _init_group(
         self,
@@ -813,7 +845,8 @@ def _single_tensor_muon(
     formulas.check()
     if any(grad.ndim != 2 and not (takes_more and grad.ndim > 2) for grad in grads):
         raise ValueError("Param gradient must be a 2D matrix")
-    if takes_more or formulas.form[0]:
+    split = formulas.form[0]
+    if takes_more or split.sizes:
         if formulas.flatten:
             grads = [grad.contiguous() for grad in grads]
         params, grads, muon_momentum_bufs = (
@@ -826,14 +859,15 @@ def _single_tensor_muon(
         first = grads[batch[0]]
         if len(batch) == 1:
             (prepared,) = formulas.prepare([muon_momentum_bufs[batch[0]]], [first])
-            updates = [formulas.orthogonalize(prepared)]
+            updates = [formulas.update_of(prepared)]
         else:
             shape = (len(batch), *first.shape)
             stacked = torch.empty(shape, dtype=NS_DTYPE, device=first.device)
             for i, out in zip(batch, stacked, strict=True):
                 out.copy_(*formulas.prepare([muon_momentum_bufs[i]], [grads[i]]))
             updates = list(formulas.orthogonalize(stacked).unbind())
-        formulas.apply([params[i] for i in batch], updates, first.shape[-2:])
+        shape = split.joined_shape(first.shape)
+        formulas.apply([params[i] for i in batch], updates, shape)
 
 
 def _batches(
@@ -893,7 +927,7 @@ def muon(
     adjust_lr_fn: str | None,
     has_complex: bool,
     ns_algorithm: str = "quintic",
-    split: Sequence[int] | None = None,
+    split: Sequence[int] | dict[str, Any] | None = None,
     flatten: bool = False,
     allow_batched_matrices: bool = False,
     distributed_config: DistributedConfig | None = None,

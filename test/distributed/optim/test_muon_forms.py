@@ -64,6 +64,10 @@ FORMS = [
     ((3, 5, 2), {"flatten": True}),
     ((12, 4, 3), {"flatten": True, "split": [4] * 3}),
     ((4, 6, 8), {"split": (2, 4)}),
+    # Shards begin in the middle of a repeat.
+    ((21, 6), {"split": {"sizes": (4, 1, 2), "repeats": 3}}),
+    ((6, 22), {"split": {"sizes": (4, 7), "repeats": 2, "dim": 1}}),
+    ((3, 6, 10), {"split": {"sizes": (1, 1), "repeats": 5, "dim": 1}}),
     ((5, 7, 3), {}),
     ((1, 9, 4), {}),
     ((2, 3, 4, 6), {}),
@@ -176,7 +180,7 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     # Functions of the user
 
     def test_wrapped_functions(self):
-        stacks = self.placed(mesh_of(4), S0)[6:8]
+        stacks = self.placed(mesh_of(4), S0)[9:11]
         for name in ("assign_fn", "gather_fn", "redistribute_fn"):
             config = create_dtensor_config()
             wrap_functions(config, name)
@@ -260,7 +264,7 @@ class TestMuonForms(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         with NewtonSchulzCalls() as calls:
             twins.optimizer.step()
         shapes = list(itertools.chain.from_iterable(everyone(calls.shapes)))
-        self.assertEqual(len(shapes), 3 + 3 + 1 + 1 + 3 + 8 + 5 + 1 + 6 + 1)
+        self.assertEqual(len(shapes), 3 + 3 + 1 + 1 + 3 + 8 + 3 + 2 + 6 + 5 + 1 + 6 + 1)
         self.assertLessEqual({(20, 16), (1, 9), (8, 90), (4, 12), (4, 8)}, set(shapes))
 
     def test_owners_of_a_stack(self):

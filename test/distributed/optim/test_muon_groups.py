@@ -105,6 +105,16 @@ class TestMuonGroups(GroupParity, MultiProcContinuousTest):
         twins.single.step()
         self.assertParity(twins)
 
+    def test_materialized_after_the_optimizer_was_built(self):
+        """to_empty() makes other parameters. The step said "Cannot copy out of meta tensor"."""
+        model = nn.Linear(4, 4, bias=False, device="meta")
+        config = Strategy(grid_of(4), "ddp").config()
+        optimizer = Muon(model.named_parameters(), distributed_config=config)
+        model.to_empty(device="cpu")
+        model.weight.grad = torch.ones(4, 4)
+        pattern = "'weight'.*Build Muon after"
+        self.assertRaisesEverywhere(optimizer.step, RuntimeError, pattern)
+
     def test_ddp_vs_single_device(self):
         self.check(Strategy(grid_of(4), "ddp").twins())
 

@@ -246,7 +246,7 @@ class FunctionStep:
         whole = dtensor.local_part(whole).contiguous()
         update = torch.empty_like(whole, dtype=NS_DTYPE)
         for matrix, out in zip(formulas.matrices(whole), formulas.matrices(update)):
-            out.copy_(formulas.orthogonalize(matrix))
+            out.copy_(formulas.update_of(matrix))
         return update
 
     def redistribute(self, index: int, update: Tensor | None) -> Tensor:
@@ -308,7 +308,8 @@ class FunctionStep:
             split, flatten = param.form
             shape = dtensor.matrix_shape(self._global_shape(index, whole), flatten)
             parts = map(param.formulas.matrices, (param.local, update))
-            moves = [(p, u, p.shape if split else shape) for p, u in zip(*parts)]
+            joined = split.joined_shape if split.sizes else lambda _: shape
+            moves = [(p, u, joined(p.shape)) for p, u in zip(*parts)]
         for local, part, shape in moves:
             param.formulas.apply([local], [part], shape)
 

@@ -346,7 +346,10 @@ class Engine:
                 f"async_gpu_parallelism and prefetch_count were {self.flags} when this Muon was built and are "
                 f"{_flags_of(self.config)} now. Set them before you build Muon, or build a new one"
             )
-        for param, of in zip(self.params, formulas, strict=True):
+        pairs = zip(self.params, formulas, strict=True)
+        for param, of in {
+            (id(p.formulas), id(of)): (p, of) for p, of in pairs
+        }.values():
             if param.form != of.form:
                 raise ValueError(
                     f"split and flatten of {param.described} were {param.form} when this Muon was built and are {of.form} now; "
@@ -357,7 +360,7 @@ class Engine:
         if any(torch.is_complex(param.tensor) for param in self.params):
             raise RuntimeError("Muon does not support complex parameters")
         on_meta = [param.described for param in self.params if param.tensor.is_meta]
-        if on_meta and not process_groups.is_dry_run():
+        if on_meta and self.numbers and not process_groups.is_dry_run():
             raise RuntimeError(
                 f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
                 "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
@@ -426,7 +429,7 @@ def _check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
     counts = Counter(layout.key.index for layout in layouts)
     for index, param in enumerate(params):
         shape, (split, flatten) = param.tensor.shape, param.form
-        expected = math.prod(shape[:-2]) * max(1, len(split))
+        expected = math.prod(shape[:-2]) * max(1, len(split.sizes))
         if counts[index] != expected and not (flatten and len(shape) > 2):
             what = "a stack of matrices of which ranks hold different ones"
             if len(shape) < 3:

@@ -17,6 +17,9 @@ class Region(NamedTuple):
 
     Element (i, j) of the rectangle is element (row + i, column + j) of the matrix, and element
     ``offset + i * stride + j`` of the local tensor.
+
+    ``repeat`` is (dim, count, apart). If ``count`` is more than 1, the rows (dim 0) or columns (dim 1) are
+    as many equal blocks, of which each is ``apart`` elements of the local tensor after the one before.
     """
 
     row: int
@@ -25,6 +28,7 @@ class Region(NamedTuple):
     width: int
     offset: int
     stride: int
+    repeat: tuple[int, int, int] = (0, 1, 0)
 
     @property
     def numel(self) -> int:
@@ -33,20 +37,27 @@ class Region(NamedTuple):
     @property
     def end(self) -> int:
         """The element of the local tensor after the last one of this rectangle."""
-        rows = (self.height - 1) * self.stride + self.width
-        return self.offset + rows if self.numel else 0
+        (dim, count, apart), sizes = self.repeat, [self.height, self.width]
+        sizes[dim] //= count
+        last = (sizes[0] - 1) * self.stride + sizes[1] + (count - 1) * apart
+        return self.offset + last if self.numel else 0
+
+    def in_blocks(self, view: Tensor) -> Tensor:
+        """A ``view`` of shape (height, width), with a dimension more if there are several blocks."""
+        dim, count, _ = self.repeat
+        return view if count == 1 else view.unflatten(dim, (count, -1))
 
     def of_matrix(self, matrix: Tensor) -> Tensor:
         """The view of ``matrix``, of shape (rows, columns), that this rectangle covers."""
-        if matrix.shape == (self.height, self.width):
-            return matrix
-        return matrix[
-            self.row : self.row + self.height, self.column : self.column + self.width
-        ]
+        if matrix.shape != (self.height, self.width):
+            rows = slice(self.row, self.row + self.height)
+            matrix = matrix[rows, self.column : self.column + self.width]
+        return self.in_blocks(matrix)
 
     def of_local(self, local: Tensor) -> Tensor:
         """The view, of shape (height, width), of the local tensor that holds this rectangle."""
-        if local.shape == (self.height, self.width):
+        dim, count, apart = self.repeat
+        if local.shape == (self.height, self.width) and count == 1:
             return local
         if local.ndim > 2 and local.numel():
             at, offset = divmod(self.offset, local[0].numel())
@@ -58,17 +69,21 @@ class Region(NamedTuple):
                 f"a local tensor of shape {tuple(local.shape)} does not hold {self}: it is not the one that the layout "
                 "was read from"
             )
-        if local.ndim == 2 and local.shape[1] == self.stride:
-            row, column = divmod(self.offset, self.stride)
-            return local[row : row + self.height, column : column + self.width]
-        flat = local.view(-1)
-        # A gradient may have been expanded, so that its elements do not follow each other.
-        (apart,) = flat.stride()
-        return flat.as_strided(
-            (self.height, self.width),
-            (self.stride * apart, apart),
-            flat.storage_offset() + self.offset * apart,
-        )
+        # A gradient may have any strides. One may have been expanded.
+        if local.ndim != 2 or local.shape[1] != self.stride:
+            local = local.view(-1)
+        strides = local.stride()[-1] * self.stride, local.stride()[-1]
+        if local.ndim == 2:
+            strides = local.stride()
+        row, column = divmod(self.offset, self.stride)
+        start = local.storage_offset() + row * strides[0] + column * strides[1]
+        sizes, steps = [self.height, self.width], list(strides)
+        if count > 1:
+            sizes[dim : dim + 1] = count, sizes[dim] // count
+            steps.insert(
+                dim, apart * strides[1] if dim else apart // self.stride * strides[0]
+            )
+        return local.as_strided(sizes, steps, start)
 
 
 def whole_regions(rows: int, columns: int) -> tuple[Region, ...]:

@@ -279,7 +279,9 @@ def _together(cut: Cut, parts: Sequence[Piece]) -> tuple[tuple[int, int], Holder
         for rank, regions in part.holders:
             if dim is not None:
                 along = Region._fields[dim]
-                regions = tuple(r._replace(**{along: r[dim] + size}) for r in regions)
+                starts = [getattr(region, along) + size for region in regions]
+                moved = zip(regions, starts)
+                regions = tuple(r._replace(**{along: at}) for r, at in moved)
             holders.append((rank, regions))
         size += part.shape[dim or 0]
     if cut.kind == "cp":

@@ -42,10 +42,11 @@ from torch.optim._muon_engine.process_groups import (
     is_dry_run,
     spanning_group,
 )
+from torch.optim._muon_split import Split
 
 
-# The rows of each part, and whether dimension 0 by all others is one matrix.
-Form = tuple[Sequence[int], bool]
+# How a parameter is cut, and whether dimension 0 by all others is one matrix.
+Form = tuple[Split, bool]
 # Ranks that share a matrix -> the framework's groups among them.
 Sharing = dict[tuple[int, ...], list[ProcessGroup]]
 
@@ -171,8 +172,8 @@ class Reader:
         known: dict[Any, list[Shards]] = {}
         parts = []
         for layout in layouts:
-            sizes = self._form(layout.key.index)[0]
-            parts += split(layout, sizes, known) if sizes else [layout]
+            how = self._form(layout.key.index)[0]
+            parts += split(layout, how, known) if how.sizes else [layout]
         # Ranks may list the same experts in different orders, and must share one order.
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
@@ -234,7 +235,7 @@ class Reader:
         }
 
     def _form(self, index: int) -> Form:
-        return self._forms.get(index, ((), False))
+        return self._forms.get(index, (Split(), False))
 
     # The round trip
 

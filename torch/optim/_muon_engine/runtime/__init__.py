@@ -1,12 +1,13 @@
 """The live objects of a step: this rank's parameters and matrices, from the engine's build on."""
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
 from torch.optim._muon_engine.layouts import dtensor, Key, Region
 from torch.optim._muon_engine.schedule.packs import Schedule
+from torch.optim._muon_split import Split
 
 
 class Status(IntEnum):
@@ -53,7 +54,7 @@ class Param:
         return self.key.describe(self.tensor.shape)
 
     @property
-    def form(self) -> tuple[Sequence[int], bool]:
+    def form(self) -> tuple[Split, bool]:
         """Its ``split`` and ``flatten``, which the layouts are made for."""
         return self.formulas.form
 
@@ -95,7 +96,7 @@ class Param:
     def place_gradient(self) -> None:
         """Brings a gradient of another placement to the parameter's, by a collective of DTensor's."""
         if self.given is not None and not self.problem:
-            if not dtensor.placed_like(self.tensor, self.given):
+            if not dtensor.has_placements_of(self.tensor, self.given):
                 self._take_local(self.given)
 
     def take_gradient(self) -> bool:

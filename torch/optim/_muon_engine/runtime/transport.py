@@ -6,8 +6,8 @@ change a call.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +85,7 @@ class BoundPack:
         self._views: dict[int, list[PackedView]] = {}
         for matrix, rank, region, offset in pack.regions:
             flat = self.flat.narrow(0, offset, region.numel)
-            view = flat.view(region.height, region.width)
+            view = region.in_blocks(flat.view(region.height, region.width))
             found = self._views.setdefault(matrix, [])
             found.append(PackedView(rank, region, view))
 
@@ -207,7 +207,9 @@ class LocalBucket(InFlight):
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copies each (target, source), in few launches."""
     # Foreach functions refuse empty lists.
-    if pairs:
+    if len(pairs) == 1:
+        pairs[0][0].copy_(pairs[0][1])
+    elif pairs:
         targets, sources = zip(*pairs)
         torch._foreach_copy_(targets, sources)
 
@@ -323,11 +325,3 @@ def local_buckets(
                 bucket, own, packs[bucket], slot, groups[group], levels
             )
     return [(made[bucket], found.relays) for bucket, found in packs.items()]
-
-
-def drain(flights: Iterable[InFlight]) -> None:
-    """Waits for everything in flight, after an error."""
-    for flight in flights:
-        # The error that led here is the one to report.
-        with suppress(Exception):
-            flight.wait()

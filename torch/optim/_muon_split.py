@@ -1,0 +1,73 @@
+"""How a fused weight is cut into matrices: the option ``split`` of a parameter group."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Split(NamedTuple):
+    """The ``split`` of a parameter group: how a fused weight is cut into matrices; no sizes for no cut.
+
+    Along ``dim``, the lines of the parts repeat: ``sizes[0]`` lines of the first part, ``sizes[1]`` of the
+    second and so on, ``repeats`` times. A part is all of its lines, joined in order.
+    """
+
+    sizes: tuple[int, ...] = ()
+    repeats: int = 1
+    dim: int = 0
+
+    @classmethod
+    def of(cls, given: Any) -> "Split":
+        """From an option: None, a sequence of rows, or a dict of "sizes", "repeats" and "dim"."""
+        if isinstance(given, Mapping):
+            unknown = given.keys() - set(cls._fields)
+            if unknown or "sizes" not in given:
+                raise ValueError(
+                    f"split has keys 'sizes', 'repeats' and 'dim' but is {given}"
+                )
+            return cls(
+                tuple(given["sizes"]), given.get("repeats", 1), given.get("dim", 0)
+            )
+        if given is None or hasattr(given, "__iter__"):
+            return cls(tuple(given or ()))
+        return cls((given,))
+
+    def problem_with(self, shape: Sequence[int], dim: int | None = None) -> str:
+        """Why a matrix of ``shape`` cannot be cut; "" if it can. ``dim`` is named for a stack."""
+        numbers = *self.sizes, self.repeats
+        if any(type(n) is not int or n < 1 for n in numbers) or self.dim not in (0, 1):
+            more = f", {self.repeats} times along dimension {self.dim}"
+            more = more if self.repeats != 1 or self.dim else ""
+            return f"split must be positive ints but is {self.sizes}{more}"
+        total, found = sum(self.sizes) * self.repeats, shape[self.dim]
+        if total == found:
+            return ""
+        times = f" x {self.repeats}" if self.repeats > 1 else ""
+        dim = self.dim if dim is None else dim
+        return f"split {self.sizes}{times} adds up to {total}, but dimension {dim} has {found}"
+
+    def parts(self, matrix: Tensor) -> Sequence[Tensor]:
+        """The parts as views; with repeats, ``dim`` is two dimensions (repeats, size)."""
+        if not self.sizes:
+            return [matrix]
+        if self.repeats == 1:
+            return matrix.split(self.sizes, self.dim)
+        return matrix.unflatten(self.dim, (self.repeats, -1)).split(
+            self.sizes, self.dim + 1
+        )
+
+    def joined(self, part: Tensor) -> Tensor:
+        """A part as a matrix; a copy if its lines are apart."""
+        return part.flatten(self.dim, self.dim + 1) if part.ndim > 2 else part
+
+    def joined_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The shape of a part as a matrix."""
+        rows, *_, columns = shape
+        if len(shape) > 2:
+            rows, columns = (
+                (rows * shape[1], columns)
+                if self.dim == 0
+                else (rows, shape[1] * columns)
+            )
+        return rows, columns
