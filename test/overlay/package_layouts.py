@@ -46,7 +46,8 @@ def check(name, model, expected):
     for a, b in zip(model.parameters(), expected, strict=True):
         a = a.full_tensor() if isinstance(a, DTensor) else a
         assert torch.equal(a, b), name
-    print(name)
+    if dist.get_rank() == 0:
+        print(name)
 
 
 def from_file(optimizer, saved):

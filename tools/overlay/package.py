@@ -8,6 +8,7 @@ import io
 import re
 import time
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from . import files, git, payload, versions
@@ -18,8 +19,6 @@ from .wheel import record_hash
 NAME = "distributed_muon"
 _HOME = "torch/optim/"
 _RELATIVE = re.compile(r"^(\s*from )(\.+)([\w.]*)(?= import )", re.MULTILINE)
-_PUBLIC = re.compile(r"\btorch\.optim\.muon\b")
-_INSIDE = re.compile(r"\btorch\.optim\.(?=Muon\b|_muon|_newton_schulz\b)")
 _EXPORTS = "__all__ = ["
 _METADATA = """\
 Metadata-Version: 2.1
@@ -38,8 +37,9 @@ Tag: py3-none-any
 """
 
 
-def _renamed(text: str, rel: str) -> str:
+def _renamed(text: str, rel: str, private: Iterable[str]) -> str:
     """A module with the package's names for what is in the package, and torch's for the rest."""
+    inside = rf"\btorch\.optim\.(?=({'|'.join(['Muon', *private])})\b)"
     home = rel.split("/")[:-1]
 
     def absolute(found: re.Match[str]) -> str:
@@ -47,8 +47,8 @@ def _renamed(text: str, rel: str) -> str:
         above = home[: len(home) + 1 - len(dots)]
         return begin + ".".join([*above, *[rest] * bool(rest)])
 
-    text = _PUBLIC.sub(NAME, _RELATIVE.sub(absolute, text))
-    return _INSIDE.sub(NAME + ".", text)
+    text = re.sub(inside, NAME + ".", _RELATIVE.sub(absolute, text))
+    return re.sub(r"\btorch\.optim\.muon\b", NAME, text)
 
 
 def build(root: Path) -> tuple[str, bytes]:
@@ -62,15 +62,15 @@ def build(root: Path) -> tuple[str, bytes]:
     dirty = ".dirty" * (commit != source.name)
     version = f"{'.'.join(map(str, numbers))}+g{commit[:12]}{dirty}"
     texts = {f"{NAME}/py.typed": b""}
-    for rel, text in source.whole.items():
-        if rel.startswith(_HOME):
-            place = rel.removeprefix(_HOME)
-            new = _renamed(text.decode(), rel)
-            if place == "muon.py":
-                place = "__init__.py"
-                # Type checkers take no other name for exported.
-                new = new.replace(_EXPORTS, f'{_EXPORTS}\n    "Muon",', 1)
-            texts[f"{NAME}/{place}"] = new.encode()
+    ours = {r.removeprefix(_HOME): r for r in source.whole if r.startswith(_HOME)}
+    private = {place.split("/")[0].removesuffix(".py") for place in ours} - {"muon"}
+    for place, rel in ours.items():
+        text = _renamed(source.whole[rel].decode(), rel, sorted(private))
+        if place == "muon.py":
+            place = "__init__.py"
+            # Type checkers take no other name for exported.
+            text = text.replace(_EXPORTS, f'{_EXPORTS}\n    "Muon",', 1)
+        texts[f"{NAME}/{place}"] = text.encode()
     info = f"{NAME}-{version}.dist-info"
     after = f"{versions.NEWEST[0]}.{versions.NEWEST[1] + 1}"
     oldest = ".".join(map(str, versions.OLDEST))
