@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import env, files, git, gpu, parts, payload, tests, versions
+from . import env, files, git, gpu, package, parts, payload, tests, versions
 from .checkout import Checkout
 from .errors import OverlayError, Refused, WrongTarget
 from .payload import ROOT
@@ -59,7 +59,7 @@ OPTIONS = {
     "--torch": _value("VERSION", f"{versions.SUPPORTED} (default: {versions.PINNED})"),
     "--checkout": _value("DIR", "a PyTorch git checkout (default: the current folder)"),
     "--python": _value("EXE", "an interpreter, or its environment's folder"),
-    "--out": _value("DIR", "the folder of the mails, or of the page (default: out)"),
+    "--out": _value("DIR", "the folder for what is written (default: out)"),
     "--mode": {"choices": ["source", "wheel"], "required": True, "help": "how"},
     "--stack": _flag("a mail for each commit of patches/stack.toml, not one for all"),
     "--commit": _flag("commit it in the checkout, layer by layer"),
@@ -316,6 +316,18 @@ def _export(args: argparse.Namespace) -> None:
         print(f"{lacks}: `pull` first", file=sys.stderr)
     print(*mails, sep="\n")
     print(f"for {target.words} at {base}: git am {shlex.quote(str(out))}/*.patch")
+
+
+@command("--out", "--dry-run")
+def _wheel(args: argparse.Namespace) -> None:
+    """Build a package that changes no file of torch: `from distributed_muon import Muon`.
+
+    It has the overlay's files under names of its own.
+    """
+    out = Path(args.out or "out").expanduser().resolve()
+    place = package.write(ROOT, out, dry=args.dry_run)
+    words = "would write" if args.dry_run else "pip install"
+    print(f"{words} {shlex.quote(str(place))}")
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:

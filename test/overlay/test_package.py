@@ -1,0 +1,99 @@
+"""The wheel in an environment whose torch has no overlay."""
+
+import os
+import re
+import shutil
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from overlay.conftest import append, commit_all, fails, OWN, run
+from overlay.test_docs import PROGRAMS
+from tools.overlay import package
+from tools.overlay.payload import ROOT
+from tools.overlay.wheel import find_wheel, record_hash
+
+
+README = [program for program in PROGRAMS if program.name.startswith("README")]
+# Without Muon, too, gloo sometimes aborts a process whose interpreter ends by itself.
+END = "\nimport os, sys; sys.stdout.flush(); os._exit(0)\n"
+CHECKED = ["FSDP2", "HSDP", "TP", "FSDP1", "shards", "DDP", "checkpoints"]
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """An environment whose torch has links to the files of this one, but no overlay."""
+    place = tmp_path_factory.mktemp("package")
+    venv.create(place / "venv", symlinks=True)
+    python = place / "venv/bin/python"
+    site = next((place / "venv/lib").glob("python*/site-packages"))
+    for source in (wheel.torch_dir, *wheel.root.glob("torch-*.dist-info")):
+        shutil.copytree(source, site / source.name, copy_function=os.symlink)
+    # pip, and the packages that torch needs.
+    (site / "others.pth").write_text(f"{wheel.root}\n")
+    found = find_wheel(python)
+    found.revert(ROOT)
+    assert found.status(ROOT)["state"] == "none"
+    built = package.write(ROOT, place / "out")
+    run(python, "-m", "pip", "install", "--no-index", built)
+    return python
+
+
+@pytest.fixture
+def torchrun(python, tmp_path):
+    script = tmp_path / "train.py"
+    others = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env = {**others, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+    def start(code, processes):
+        script.write_text(code + END)
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        words = [python, *words, processes, script]
+        return run(*words, cwd=tmp_path, env=env, timeout=300).out
+
+    return start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", README, ids=[p.name for p in README])
+def test_readme(torchrun, program):
+    code = program.code.replace("torch.optim.muon", package.NAME)
+    assert torchrun(code, program.processes).count("owner: parameters") == 2
+
+
+@pytest.mark.slow
+def test_layouts_and_checkpoints(torchrun):
+    code = Path(__file__).with_name("package_layouts.py").read_text()
+    assert torchrun(code, 4).split() == CHECKED
+
+
+def test_wheel_is_that_of_the_commit(face, tmp_path, ours):
+    """One commit gives the same bytes everywhere, an edit another name."""
+    shutil.copyfile(ROOT / "LICENSE", ours / "LICENSE")
+    commit = commit_all(ours)
+    out, texts = tmp_path / "some/folder", set()
+    assert "would write" in face("wheel", "--out", out, "--dry-run", root=ours).out
+    assert not out.exists()
+    for _ in range(2):
+        assert face("wheel", "--out", out, root=ours).code == 0
+        (place,) = out.iterdir()
+        texts.add(place.read_bytes())
+    assert len(texts) == 1
+    assert place.name.endswith(f"+g{commit[:12]}-py3-none-any.whl")
+    with zipfile.ZipFile(place) as wheel:
+        (record,) = (n for n in wheel.namelist() if n.endswith("/RECORD"))
+        rows = wheel.read(record).decode().splitlines()
+        found = {n: wheel.read(n) for n in wheel.namelist() if n != record}
+    assert rows[-1] == f"{record},,"
+    assert rows[:-1] == [f"{n},{record_hash(t)},{len(t)}" for n, t in found.items()]
+    assert b'"Muon",' in found["distributed_muon/__init__.py"]
+    for name, text in found.items():
+        assert not re.search(rb"torch\.optim\.(_?muon|_newton|Muon)", text), name
+    append(ours / OWN, "# an edit\n")
+    assert face("wheel", "--out", out, root=ours).code == 0
+    assert any(each.name.endswith(".dirty-py3-none-any.whl") for each in out.iterdir())
+    shutil.rmtree(ours / ".git")
+    fails(
+        face("wheel", "--out", out, root=ours), 2, "no commit to name the wheel after"
+    )

@@ -1,0 +1,99 @@
+"""The optimizer as a package of its own, for a torch that its user may not change.
+
+Only names differ: ``torch.optim.muon`` is ``distributed_muon``, and the private modules
+that come with it are in there.
+"""
+
+import io
+import re
+import time
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from . import files, git, payload, versions
+from .errors import WrongTarget
+from .wheel import record_hash
+
+
+NAME = "distributed_muon"
+_HOME = "torch/optim/"
+_RELATIVE = re.compile(r"^(\s*from )(\.+)([\w.]*)(?= import )", re.MULTILINE)
+_EXPORTS = "__all__ = ["
+_METADATA = """\
+Metadata-Version: 2.1
+Name: distributed-muon
+Version: {version}
+Summary: Muon for FSDP, DDP and tensor parallelism
+License: BSD-3-Clause
+Requires-Python: >=3.10
+Requires-Dist: torch>={oldest},<{after}
+"""
+_WHEEL = """\
+Wheel-Version: 1.0
+Generator: setup_overlay.py
+Root-Is-Purelib: true
+Tag: py3-none-any
+"""
+
+
+def _renamed(text: str, rel: str, private: Iterable[str]) -> str:
+    """A module with the package's names for what is in the package, and torch's for the rest."""
+    inside = rf"\btorch\.optim\.(?=({'|'.join(['Muon', *private])})\b)"
+    home = rel.split("/")[:-1]
+
+    def absolute(found: re.Match[str]) -> str:
+        begin, dots, rest = found.groups()
+        above = home[: len(home) + 1 - len(dots)]
+        return begin + ".".join([*above, *[rest] * bool(rest)])
+
+    text = re.sub(inside, NAME + ".", _RELATIVE.sub(absolute, text))
+    return re.sub(r"\btorch\.optim\.muon\b", NAME, text)
+
+
+def build(root: Path) -> tuple[str, bytes]:
+    """Name and text of the wheel. One commit gives the same bytes everywhere."""
+    source = payload.read(root)
+    if source.name is None:
+        raise WrongTarget(f"{root} has no commit to name the wheel after: clone it")
+    commit = source.name.removesuffix(payload.DIRTY)
+    when = time.gmtime(int(git.text(root, "show", "-s", "--format=%ct", commit)))
+    numbers = *when[:3], when.tm_hour * 100 + when.tm_min
+    dirty = ".dirty" * (commit != source.name)
+    version = f"{'.'.join(map(str, numbers))}+g{commit[:12]}{dirty}"
+    texts = {f"{NAME}/py.typed": b""}
+    ours = {r.removeprefix(_HOME): r for r in source.whole if r.startswith(_HOME)}
+    private = {place.split("/")[0].removesuffix(".py") for place in ours} - {"muon"}
+    for place, rel in ours.items():
+        text = _renamed(source.whole[rel].decode(), rel, sorted(private))
+        if place == "muon.py":
+            place = "__init__.py"
+            # Type checkers take no other name for exported.
+            text = text.replace(_EXPORTS, f'{_EXPORTS}\n    "Muon",', 1)
+        texts[f"{NAME}/{place}"] = text.encode()
+    info = f"{NAME}-{version}.dist-info"
+    after = f"{versions.NEWEST[0]}.{versions.NEWEST[1] + 1}"
+    oldest = ".".join(map(str, versions.OLDEST))
+    metadata = _METADATA.format(version=version, oldest=oldest, after=after)
+    texts |= {
+        f"{info}/LICENSE": (root / "LICENSE").read_bytes(),
+        f"{info}/METADATA": metadata.encode(),
+        f"{info}/WHEEL": _WHEEL.encode(),
+    }
+    rows = [f"{rel},{record_hash(text)},{len(text)}\n" for rel, text in texts.items()]
+    texts[f"{info}/RECORD"] = "".join([*rows, f"{info}/RECORD,,\n"]).encode()
+    out = io.BytesIO()
+    # Not compressed: each zlib has its own bytes.
+    with zipfile.ZipFile(out, "w") as wheel:
+        for rel, text in texts.items():
+            entry = zipfile.ZipInfo(rel, when[:6])
+            entry.create_system, entry.external_attr = 3, 0o100644 << 16  # Unix
+            wheel.writestr(entry, text)
+    return f"{NAME}-{version}-py3-none-any.whl", out.getvalue()
+
+
+def write(root: Path, out: Path, *, dry: bool = False) -> Path:
+    name, text = build(root)
+    if not dry:
+        files.write(out / name, text, root / "LICENSE")
+    return out / name
