@@ -30,8 +30,8 @@ from ._newton_schulz import (
     DEFAULT_C,
     DEFAULT_NS_STEPS,
     EPS,
+    newton_schulz,
     NS_DTYPE,
-    orthogonalize,
 )
 from .optimizer import _disable_dynamo_if_unsupported, _to_scalar, Optimizer, ParamsT
 
@@ -217,8 +217,14 @@ class MuonFormulas(NamedTuple):
 
         ``products`` computes with the other owners of a divided matrix.
         """
-        how = self.ns_coefficients, self.ns_steps, self.eps, self.ns_algorithm
-        return orthogonalize(prepared, *how, products)
+        return newton_schulz(
+            prepared.to(NS_DTYPE),
+            self.ns_coefficients,
+            self.ns_steps,
+            self.eps,
+            self.ns_algorithm,
+            products,
+        )
 
     def update_of(self, prepared: Tensor) -> Tensor:
         """Like :meth:`orthogonalize`, for one of :meth:`matrices` and in its shape."""

@@ -215,9 +215,8 @@ def newton_schulz(
         x = x.mT
     # The iteration converges for singular values in [0, 1]. The Frobenius norm bounds them.
     x = x / products.norm(x).clamp(min=eps)
-    steps: Sequence[Any] = [ns_coefficients] * ns_steps
-    if _per_step(ns_coefficients):
-        steps = ns_coefficients
+    per_step = _per_step(ns_coefficients)
+    steps = ns_coefficients if per_step else [ns_coefficients] * ns_steps
     long, short = max(rows, columns), min(rows, columns)
     if ns_algorithm == "gram" and long >= GRAM_RATIO * short:
         for block in _gram_blocks(steps):
@@ -304,21 +303,3 @@ def _zeropower_via_newtonschulz(
         raise ValueError("Input tensor gradient must be a 2D matrix")
     x = grad.to(dtype=NS_DTYPE)
     return newton_schulz(x, ns_coefficients, ns_steps, eps, ns_algorithm)
-
-
-def orthogonalize(
-    matrices: Tensor,
-    ns_coefficients: Coefficients | Sequence[Coefficients],
-    ns_steps: int,
-    eps: float,
-    ns_algorithm: str = "quintic",
-    products: Products | None = None,
-) -> Tensor:
-    """Orthogonalizes one matrix, or each matrix of a stack (..., rows, columns), in bfloat16."""
-    how = ns_coefficients, ns_steps, eps, ns_algorithm
-    if products is not None:
-        return newton_schulz(matrices.to(NS_DTYPE), *how, products)
-    if matrices.ndim == 2:
-        return _zeropower_via_newtonschulz(matrices, *how)
-    stack = matrices.to(NS_DTYPE).flatten(0, -3)
-    return newton_schulz(stack, *how).reshape(matrices.shape)
