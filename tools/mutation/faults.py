@@ -492,7 +492,7 @@ FAULTS = (
     Fault(
         "flags are not compared at construction",
         ENGINE,
-        '        "prefetch_count": str(flags[1]),\n',
+        '        "prefetch_count": str(engine.flags[1]),\n',
         "",
         (f"{ERRORS}different_flags_of_the_config",),
     ),
@@ -514,7 +514,7 @@ FAULTS = (
     Fault(
         "a parameter that takes another's place begins without momentum",
         ENGINE,
-        "            take_momentum(former.params, params, states, self.rank == 0)\n",
+        "            _take_momentum(replaced, params, states, self.rank == 0)\n",
         "            pass\n",
         (f"{REPLACED}equal_placements_named_True",),
     ),

@@ -37,7 +37,7 @@ from .optimizer import _disable_dynamo_if_unsupported, _to_scalar, Optimizer, Pa
 
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping, Sequence
+    from collections.abc import Iterator, MutableMapping, Sequence
 
     from torch.optim._muon_engine.config import DistributedConfig
     from torch.optim._muon_engine.engine import Engine
@@ -61,14 +61,6 @@ _LOST_CONFIG = (
     "This Muon is a copy of one with a distributed_config, which cannot be copied or pickled. "
     "Build a new Muon with distributed_config=... and load this one's state_dict() into it"
 )
-
-# Options that checkpoints of the first Muon do not have, and their defaults.
-_LATER_OPTIONS = {
-    "foreach": None,
-    "ns_algorithm": "quintic",
-    "split": None,
-    "flatten": False,
-}
 
 
 def _adjust_lr(
@@ -103,6 +95,7 @@ class MuonFormulas(NamedTuple):
     ns_steps: int
     eps: float
     adjust_lr_fn: str | None
+    # Checkpoints of the first Muon do not have the options with defaults.
     foreach: bool | None = None
     ns_algorithm: str = "quintic"
     split: Sequence[int] | dict[str, Any] | None = None
@@ -293,99 +286,89 @@ def _storage_is_gone(param: Tensor) -> bool:
 
 
 def _problem_with(
-    param: Tensor, which: str, flatten: bool, takes_flat: bool, takes_stacks: bool
+    param: Tensor, which: str, form: tuple, reader: str | None, takes_stacks: bool
 ) -> str:
-    """Why Muon cannot take ``param``; "" if it can."""
+    """Why Muon cannot take ``param``; "" if it can. ``reader`` is the config's, if it has one."""
+    shape, (split, flatten) = tuple(param.shape), form
+    flatten = flatten and param.ndim > 2
     if _storage_is_gone(param):
         return (
-            f"{which}, of size {tuple(param.shape)}, has no storage, because `param.data = dtensor` destroys a plain "
+            f"{which}, of size {shape}, has no storage, because `param.data = dtensor` destroys a plain "
             "Parameter. Write `module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, placements))` "
             "instead, or use distribute_module, parallelize_module or fully_shard"
         )
-    if param.ndim == 2 or (param.ndim == 1 and takes_flat):
-        return ""
-    if flatten and param.ndim > 2:
-        if param.is_contiguous():
-            return ""
-        return f"{which} of shape {tuple(param.shape)} is not contiguous, so flatten=True would copy it; make it contiguous"
-    hint = ""
-    if getattr(param, "_fsdp_flattened", False):
-        hint = ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group=model.process_group, module=model)"
-    elif param.ndim > 2:
-        if takes_stacks:
-            return ""
-        hint = (
-            ". flatten=True in its parameter group takes it as one matrix, dimension 0 by all others; "
-            "allow_batched_matrices=True as a stack of matrices of its last two dimensions"
-        )
-    return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({which}){hint}"
-
-
-def _problem_with_form(param: Tensor, which: str, split: Split, flatten: bool) -> str:
-    """Why one process cannot split or flatten ``param``; "" if it can."""
-    flatten = flatten and param.ndim > 2
-    if not split.sizes and not flatten:
+    if flatten and not param.is_contiguous():
+        return f"{which} of shape {shape} is not contiguous, so flatten=True would copy it; make it contiguous"
+    is_flat = getattr(param, "_fsdp_flattened", False)
+    is_stack = takes_stacks and param.ndim > 2 and not is_flat
+    # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
+    is_known = param.ndim == 1 and reader == "process_groups"
+    if not (param.ndim == 2 or flatten or is_stack or is_known):
+        hint = ""
+        if is_flat:
+            hint = ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group=model.process_group, module=model)"
+        elif param.ndim > 2:
+            hint = (
+                ". flatten=True in its parameter group takes it as one matrix, dimension 0 by all others; "
+                "allow_batched_matrices=True as a stack of matrices of its last two dimensions"
+            )
+        return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({which}){hint}"
+    if reader is not None or not (split.sizes or flatten):
         return ""
     if type(param) not in (Tensor, torch.nn.Parameter):
         return f"{which} is a {type(param).__name__}, which only a distributed_config can split or flatten"
-    shape = param.flatten(1).shape if flatten else param.shape[-2:]
-    dim = None if flatten else split.dim + param.ndim - 2
-    text = split.problem_with(shape, dim) if split.sizes else ""
-    return f"{which} of shape {tuple(param.shape)}: {text}" if text else ""
+    if not split.sizes:
+        return ""
+    whole = param.flatten(1) if flatten else param
+    text = split.problem_with(whole.shape[-2:], split.dim + whole.ndim - 2)
+    return f"{which} of shape {shape}: {text}" if text else ""
 
 
 def _find_problem(
-    groups: list[dict[str, Any]],
-    first_group: int,
-    config: DistributedConfig | None,
-    takes_stacks: bool,
-) -> str:
-    """Finds an invalid parameter in ``first_group`` or later; returns an error text or ""."""
-    # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
+    groups: Sequence[dict], first_group: int, config: Any, takes_stacks: bool
+) -> ValueError | None:
+    """The error for an invalid parameter in ``first_group`` or later, if there is one."""
     reader = None if config is None else config.state.get("reader")
-    takes_flat = reader == "process_groups"
-    index, seen = 0, {}
-    for number, group in enumerate(groups):
-        split, flatten = MuonFormulas.of_group(group).form
-        for name, param in _named(group):
-            which = f"parameter {index}" + (f" {name!r}" if name else "")
-            index += 1
-            if number < first_group:
-                continue
-            problem = _problem_with(param, which, flatten, takes_flat, takes_stacks)
-            if reader is None and not problem:
-                problem = _problem_with_form(param, which, split, flatten)
-            other = seen.setdefault(param, which)
-            if other != which and config is not None:
-                problem = f"{other} and {which} are the same tensor; pass tied weights to Muon once"
-            if problem:
-                return problem
-    return ""
+    forms = [MuonFormulas.of_group(group).form for group in groups]
+    seen: dict[Tensor, str] = {}
+    for index, (number, name, param) in enumerate(_named(groups)):
+        if number < first_group:
+            continue
+        which = f"parameter {index}" + (f" {name!r}" if name else "")
+        other = seen.setdefault(param, which)
+        if other != which and config is not None:
+            text = f"{other} and {which} are the same tensor; pass tied weights to Muon once"
+        else:
+            text = _problem_with(param, which, forms[number], reader, takes_stacks)
+        if text:
+            return ValueError(text)
+    return None
 
 
 def _params_of(groups: list[dict[str, Any]]) -> list[Param]:
     """The engine's view of all parameters."""
     from torch.optim._muon_engine.runtime import Param
 
-    found: list[Param] = []
+    formulas = [MuonFormulas.of_group(group) for group in groups]
+    return [
+        Param(index, param, name, number, formulas[number])
+        for index, (number, name, param) in enumerate(_named(groups))
+    ]
+
+
+def _named(groups: Sequence[dict]) -> Iterator[tuple[int, str | None, Tensor]]:
+    """The group, the name if known, and the tensor of each parameter."""
     for number, group in enumerate(groups):
-        formulas = MuonFormulas.of_group(group)
-        for name, p in _named(group):
-            found.append(Param(len(found), p, name, number, formulas))
-    return found
-
-
-def _named(group: MutableMapping[str, Any]) -> list[tuple[str | None, Tensor]]:
-    names, params = group.get("param_names"), group["params"]
-    if names is None or len(names) != len(params):
-        # The list of parameters changed without the names.
-        names = [None] * len(params)
-    return list(zip(names, params, strict=True))
+        names, params = group.get("param_names"), group["params"]
+        if names is None or len(names) != len(params):
+            # The list of parameters changed without the names.
+            names = [None] * len(params)
+        for name, param in zip(names, params, strict=True):
+            yield number, name, param
 
 
 def _check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
     """Raises ValueError, before anything changes, if ``loaded`` is from another model."""
-    index = 0
     for mine, group in zip(groups, loaded["param_groups"], strict=True):
         if not group.keys() - {"params", "param_names"}:
             # torch.distributed.checkpoint saves no options of a group without parameters.
@@ -393,17 +376,16 @@ def _check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
         # A checkpoint of stock Muon does not know them, but they say what the parameters are.
         for option in ("split", "flatten"):
             group.setdefault(option, mine[option])
-        for name, param in _named(mine):
-            state = loaded["state"].get(param)
-            buffer = state.get("momentum_buffer") if state else None
-            # FSDP1 flattens its parameters, and unflattens them for checkpoints.
-            flat = getattr(param, "_fsdp_flattened", False)
-            if isinstance(buffer, Tensor) and not flat and buffer.shape != param.shape:
-                raise ValueError(
-                    f"this state_dict is of another model: the momentum buffer of parameter {name or index} of shape "
-                    f"{tuple(param.shape)} has shape {tuple(buffer.shape)}"
-                )
-            index += 1
+    for index, (_, name, param) in enumerate(_named(groups)):
+        state = loaded["state"].get(param)
+        buffer = state.get("momentum_buffer") if state else None
+        # FSDP1 flattens its parameters, and unflattens them for checkpoints.
+        flat = getattr(param, "_fsdp_flattened", False)
+        if isinstance(buffer, Tensor) and not flat and buffer.shape != param.shape:
+            raise ValueError(
+                f"this state_dict is of another model: the momentum buffer of parameter {name or index} of shape "
+                f"{tuple(param.shape)} has shape {tuple(buffer.shape)}"
+            )
 
 
 class Muon(Optimizer):
@@ -502,6 +484,12 @@ class Muon(Optimizer):
         https://arxiv.org/abs/2505.16932
     """
 
+    # What a copy or an old pickle begins with.
+    _distributed_config: DistributedConfig | None = None
+    _engine: Engine | None = None
+    _needs_config = False
+    _allow_batched_matrices = False
+
     def __init__(
         self,
         params: ParamsT,
@@ -540,14 +528,12 @@ class Muon(Optimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            **_LATER_OPTIONS,
+            **MuonFormulas._field_defaults,
             "foreach": foreach,
             "ns_algorithm": ns_algorithm,
         }
         self._allow_batched_matrices = allow_batched_matrices
         self._distributed_config = _checked_config(distributed_config)
-        self._engine: Engine | None = None
-        self._needs_config = False
         super().__init__(params, defaults)
         if self._distributed_config is not None:
             self._build_engine()
@@ -570,8 +556,7 @@ class Muon(Optimizer):
 
     def _problem(self, first_group: int = 0) -> ValueError | None:
         config, stacks = self._distributed_config, self._allow_batched_matrices
-        text = _find_problem(self.param_groups, first_group, config, stacks)
-        return ValueError(text) if text else None
+        return _find_problem(self.param_groups, first_group, config, stacks)
 
     @property
     def assignments(self) -> dict[int, list[int]]:
@@ -647,12 +632,8 @@ class Muon(Optimizer):
         if "defaults" not in state:
             _check_loaded(self.param_groups, state)
         super().__setstate__(state)
-        for name in ("_distributed_config", "_engine"):
-            self.__dict__.setdefault(name, None)
-        for name in ("_needs_config", "_allow_batched_matrices"):
-            self.__dict__.setdefault(name, False)
         for group in (self.defaults, *self.param_groups):
-            for name, value in _LATER_OPTIONS.items():
+            for name, value in MuonFormulas._field_defaults.items():
                 group.setdefault(name, value)
 
     @torch._disable_dynamo
@@ -721,11 +702,6 @@ class Muon(Optimizer):
         finally:
             self.state = state
 
-    @torch._disable_dynamo
-    def _begin_step(self, engine: Engine) -> None:
-        # A compiled step that saw the engine's counter would be compiled again.
-        engine.begin_step()
-
     @torch.no_grad()
     def step(self, closure=None):
         """Performs a single optimization step.
@@ -742,7 +718,7 @@ class Muon(Optimizer):
                 a gradient cannot be used; this is a copy without its config; or an earlier step failed.
         """
         if self._engine is not None:
-            self._begin_step(self._engine)
+            self._engine.begin_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -773,16 +749,14 @@ class Muon(Optimizer):
 
     @torch._disable_dynamo
     def _distributed_step(self, engine: Engine) -> None:
-        formulas, grads, tensors = [], [], self._tensors()
+        formulas, tensors = [], self._tensors()
         for group in self.param_groups:
-            of_group = MuonFormulas.of_group(group)
-            formulas += [of_group] * len(group["params"])
-            grads += [p.grad for p in group["params"]]
+            formulas += [MuonFormulas.of_group(group)] * len(group["params"])
         if not engine.matches(tensors):
             # Frameworks replace parameters, or the tensors behind them, after construction.
             engine.meet(tensors)
             engine = self._build_engine()
-        engine.step(formulas, grads, self.state)
+        engine.step(formulas, [p.grad for p in tensors], self.state)
 
 
 def _checked_config(config: DistributedConfig | str | None) -> DistributedConfig | None:

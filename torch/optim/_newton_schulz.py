@@ -216,7 +216,7 @@ def newton_schulz(
     # The iteration converges for singular values in [0, 1]. The Frobenius norm bounds them.
     x = x / products.norm(x).clamp(min=eps)
     per_step = _per_step(ns_coefficients)
-    steps = ns_coefficients if per_step else [ns_coefficients] * ns_steps
+    steps: Any = ns_coefficients if per_step else [ns_coefficients] * ns_steps
     long, short = max(rows, columns), min(rows, columns)
     if ns_algorithm == "gram" and long >= GRAM_RATIO * short:
         for block in _gram_blocks(steps):

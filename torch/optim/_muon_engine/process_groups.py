@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +29,10 @@ _MISSING = (
 
 
 def _of_world(what: str) -> dict[Any, Any]:
-    return _worlds.setdefault(dist.group.WORLD, {}).setdefault(what, {})
+    world = dist.group.WORLD
+    if world is None:
+        return {}
+    return _worlds.setdefault(world, {}).setdefault(what, {})
 
 
 def spanning_group(
@@ -80,23 +84,17 @@ def _without_split() -> Iterator[None]:
         world.bound_device_id = device
 
 
-def optimizer_number(ranks: tuple[int, ...]) -> int:
-    """The number of the next optimizer over exactly ``ranks`` in this world."""
-    return _of_world("numbers").get(ranks, 0)
+@dataclass
+class Counters:
+    """What the next optimizer over some ranks gets: its number, and the place where its owners start."""
+
+    optimizers: int = 0
+    first_owner: int = 0
 
 
-def set_optimizer_number(ranks: tuple[int, ...], number: int) -> None:
-    _of_world("numbers")[ranks] = number
-
-
-def move_first_owner(ranks: tuple[int, ...], matrices: int) -> None:
-    """Lets the next optimizer over ``ranks`` start where one with this many matrices stopped."""
-    _of_world("starts")[ranks] = (first_owner(ranks) + matrices) % len(ranks)
-
-
-def first_owner(ranks: tuple[int, ...]) -> int:
-    """The place in ``ranks`` at which the next optimizer's owners start."""
-    return _of_world("starts").get(ranks, 0) if dist.group.WORLD else 0
+def counters_of(ranks: tuple[int, ...]) -> Counters:
+    """The counters of the optimizers over exactly ``ranks`` in this world."""
+    return _of_world("counters").setdefault(ranks, Counters())
 
 
 def group_timeout(known: Iterable[ProcessGroup]) -> timedelta | None:
