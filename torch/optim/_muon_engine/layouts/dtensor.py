@@ -272,7 +272,7 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
     ]
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
         found.append(("is on the mesh", param.device_mesh, grad.device_mesh))
-    if getattr(param, "placements", None) == getattr(grad, "placements", None):
+    if has_placements_of(param, grad):
         mine, its = local_part(param), local_part(grad)
         found.append(("is on", mine.device, its.device))
         found.append(("here has shape", tuple(mine.shape), tuple(its.shape)))
@@ -281,6 +281,10 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
         if mine != its:
             return f"the parameter {what} {mine}, but its gradient {its}"
     return ""
+
+
+def has_placements_of(param: Tensor, grad: Tensor) -> bool:
+    return getattr(param, "placements", None) == getattr(grad, "placements", None)
 
 
 def like_param(param: Tensor, local: Tensor) -> Tensor:
