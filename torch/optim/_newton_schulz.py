@@ -80,44 +80,16 @@ def check_ns_algorithm(ns_algorithm: str) -> None:
         )
 
 
-class Products:
-    """The products of an iteration. Their factors commute, so the results are symmetric.
-
-    Args:
-        shape: of the whole matrix, if a rank has only a block of it.
-    """
-
-    def __init__(self, shape: Sequence[int] | None = None) -> None:
-        self.shape = shape
-
-    def norm(self, x: Tensor) -> Tensor:
-        """The Frobenius norm of each matrix."""
-        if x.ndim == 2:
-            return x.norm()
-        # One norm per matrix: a reduction over a batch may add in another order.
-        return torch.stack([matrix.norm() for matrix in x])[:, None, None]
-
-    def gram(self, x: Tensor) -> Tensor:
-        """``x`` times its transpose."""
-        return x @ x.mT
-
-    def combine(
-        self, base: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1
-    ) -> Tensor:
-        """``beta * base + alpha * left @ right``."""
-        return _addmm(base, left, right, beta, alpha)
-
-
-class SymmetricProducts(Products):
-    """Computes the blocks on and above the diagonal, and mirrors those above."""
-
-    def gram(self, x: Tensor) -> Tensor:
-        return _mirrored(None, x, x.mT, 0, 1)
-
-    def combine(
-        self, base: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1
-    ) -> Tensor:
-        return _mirrored(base, left, right, beta, alpha)
+def _addmm(
+    base: Tensor,
+    left: Tensor,
+    right: Tensor,
+    beta: float,
+    alpha: float = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    addmm = torch.addmm if left.ndim == 2 else torch.baddbmm
+    return addmm(base, left, right, beta=beta, alpha=alpha, out=out)
 
 
 def _mirrored(
@@ -125,7 +97,7 @@ def _mirrored(
     left: Tensor,
     right: Tensor,
     beta: float,
-    alpha: float,
+    alpha: float = 1,
     out: Tensor | None = None,
     levels: int = _SYMMETRIC_LEVELS,
 ) -> Tensor:
@@ -149,16 +121,38 @@ def _mirrored(
     return out
 
 
-def _addmm(
-    base: Tensor,
-    left: Tensor,
-    right: Tensor,
-    beta: float,
-    alpha: float = 1,
-    out: Tensor | None = None,
-) -> Tensor:
-    addmm = torch.addmm if left.ndim == 2 else torch.baddbmm
-    return addmm(base, left, right, beta=beta, alpha=alpha, out=out)
+class Products:
+    """The products of an iteration. Their factors commute, so the results are symmetric.
+
+    Args:
+        shape: of the whole matrix, if a rank has only a block of it.
+    """
+
+    def __init__(self, shape: Sequence[int] | None = None) -> None:
+        self.shape = shape
+
+    def norm(self, x: Tensor) -> Tensor:
+        """The Frobenius norm of each matrix."""
+        if x.ndim == 2:
+            return x.norm()
+        # One norm per matrix: a reduction over a batch may add in another order.
+        return torch.stack([matrix.norm() for matrix in x])[:, None, None]
+
+    def gram(self, x: Tensor) -> Tensor:
+        """``x`` times its transpose."""
+        return x @ x.mT
+
+    # ``beta * base + alpha * left @ right``, of (base, left, right, beta, alpha).
+    combine: Any = staticmethod(_addmm)
+
+
+class SymmetricProducts(Products):
+    """Computes the blocks on and above the diagonal, and mirrors those above."""
+
+    def gram(self, x: Tensor) -> Tensor:
+        return _mirrored(None, x, x.mT, 0, 1)
+
+    combine = staticmethod(_mirrored)
 
 
 _PLAIN, _SYMMETRIC = Products(), SymmetricProducts()
