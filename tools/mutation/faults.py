@@ -500,7 +500,7 @@ FAULTS = (
     Fault(
         "a rank that did not build its Muon leaves no note",
         ENGINE,
-        "                    self._notes(step).leave(found)\n",
+        '                    self._notes(step).leave(f"{type(found).__name__}: {found}")\n',
         "                    pass\n",
         (f"{ERRORS}error_at_an_end_of_a_chain_of_groups",),
     ),

@@ -189,41 +189,34 @@ class MuonFormulas(NamedTuple):
             for name, value in values.items()
         }
 
-    def accumulate(self, momentum_bufs: list[Tensor], grads: list[Tensor]) -> None:
+    def accumulate(self, bufs: list[Tensor], grads: list[Tensor]) -> None:
         """Takes gradients into momentum, for whole matrices or for pieces of them."""
         if len(grads) == 1:
-            momentum_bufs[0].lerp_(grads[0], 1 - self.momentum)
+            bufs[0].lerp_(grads[0], 1 - self.momentum)
         else:
-            torch._foreach_lerp_(momentum_bufs, grads, 1 - self.momentum)
+            torch._foreach_lerp_(bufs, grads, 1 - self.momentum)
 
     def prepare(
-        self,
-        momentum_bufs: list[Tensor],
-        grads: list[Tensor],
-        out: Tensor | None = None,
+        self, bufs: list[Tensor], grads: list[Tensor], out: Tensor | None = None
     ) -> Sequence[Tensor]:
         """Returns the tensors to orthogonalize: momentum, blended with ``grads`` if nesterov.
 
         ``out`` gets the result if there is one tensor.
         """
         if not self.nesterov:
-            return momentum_bufs
+            return bufs
         if len(grads) == 1:
-            return [torch.lerp(grads[0], momentum_bufs[0], self.momentum, out=out)]
-        return torch._foreach_lerp(grads, momentum_bufs, self.momentum)
+            return [torch.lerp(grads[0], bufs[0], self.momentum, out=out)]
+        return torch._foreach_lerp(grads, bufs, self.momentum)
 
     def orthogonalize(self, prepared: Tensor, products: Any = None) -> Tensor:
         """Returns the update of one matrix, or of a batch (matrices, rows, columns).
 
         ``products`` computes with the other owners of a divided matrix.
         """
+        x, algorithm = prepared.to(NS_DTYPE), self.ns_algorithm
         return newton_schulz(
-            prepared.to(NS_DTYPE),
-            self.ns_coefficients,
-            self.ns_steps,
-            self.eps,
-            self.ns_algorithm,
-            products,
+            x, self.ns_coefficients, self.ns_steps, self.eps, algorithm, products
         )
 
     def update_of(self, prepared: Tensor) -> Tensor:
@@ -331,11 +324,11 @@ def _problem_with(
     return f"{which} of shape {shape}: {text}" if text else ""
 
 
-def _find_problem(
-    groups: Sequence[dict], first_group: int, config: Any, takes_stacks: bool
-) -> ValueError | None:
+def _find_problem(muon: Muon, first_group: int = 0) -> ValueError | None:
     """The error for an invalid parameter in ``first_group`` or later, if there is one."""
+    config, groups = muon._distributed_config, muon.param_groups
     reader = None if config is None else config.state.get("reader")
+    stacks = muon._allow_batched_matrices
     forms = [MuonFormulas.of_group(group).form for group in groups]
     seen: dict[Tensor, str] = {}
     for index, (number, name, param) in enumerate(_named(groups)):
@@ -346,7 +339,7 @@ def _find_problem(
         if other != which and config is not None:
             text = f"{other} and {which} are the same tensor; pass tied weights to Muon once"
         else:
-            text = _problem_with(param, which, forms[number], reader, takes_stacks)
+            text = _problem_with(param, which, forms[number], reader, stacks)
         if text:
             return ValueError(text)
     return None
@@ -562,14 +555,10 @@ class Muon(Optimizer):
             self.state,
             self._allow_batched_matrices,
             # The other ranks wait for this one, so they learn of a problem before it is raised.
-            self._problem(),
+            _find_problem(self),
             self._engine,
         )
         return self._engine
-
-    def _problem(self, first_group: int = 0) -> ValueError | None:
-        config, stacks = self._distributed_config, self._allow_batched_matrices
-        return _find_problem(self.param_groups, first_group, config, stacks)
 
     @property
     def assignments(self) -> dict[int, list[int]]:
@@ -634,9 +623,8 @@ class Muon(Optimizer):
         state = super().__getstate__()
         # A process group can be neither copied nor pickled, so the copy has no config. It must not go on
         # alone and take shards for matrices, so it refuses to step.
-        state["_needs_config"] = (
-            self._needs_config or self._distributed_config is not None
-        )
+        needs = self._needs_config or self._distributed_config is not None
+        state["_needs_config"] = needs
         state["_allow_batched_matrices"] = self._allow_batched_matrices
         return state
 
@@ -659,7 +647,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         try:
             if self._distributed_config is None:
-                problem = self._problem(len(self.param_groups) - 1)
+                problem = _find_problem(self, len(self.param_groups) - 1)
                 if problem is not None:
                     raise problem
             elif self._engine is not None:
@@ -699,9 +687,7 @@ class Muon(Optimizer):
             state = self.state[p]
             if "momentum_buffer" not in state:
                 like = p if group["flatten"] else p.grad
-                state["momentum_buffer"] = torch.zeros_like(
-                    like, memory_format=torch.preserve_format
-                )
+                state["momentum_buffer"] = torch.zeros_like(like)
             muon_momentum_bufs.append(state["momentum_buffer"])
         return False  # has_complex
 
@@ -792,9 +778,9 @@ def _checked_config(config: DistributedConfig | str | None) -> DistributedConfig
     if config == "auto":
         return create_dtensor_config()
     if not isinstance(config, DistributedConfig):
+        found = repr(config) if isinstance(config, str) else type(config).__name__
         raise TypeError(
-            'distributed_config must be a torch.optim.muon.DistributedConfig or "auto" but is '
-            + (repr(config) if isinstance(config, str) else type(config).__name__)
+            f'distributed_config must be a torch.optim.muon.DistributedConfig or "auto" but is {found}'
         )
     return config
 
@@ -856,18 +842,19 @@ def _batches(
     """The indices of the matrices in each batch, or of each alone unless ``foreach``."""
     if not formulas.foreach:
         return [[i] for i in range(len(grads))]
-    alike: dict[tuple, list[list[int]]] = {}
+    alike: dict[tuple, list[int]] = {}
     for i, (grad, buf) in enumerate(zip(grads, bufs, strict=True)):
-        room = formulas.batch_size(grad.shape, grad.device)
         key: tuple = (grad.shape, grad.dtype, grad.device)
         # Wrapper types have their own kernels, and stacking would change strides.
         if any(type(t) is not Tensor or not t.is_contiguous() for t in (grad, buf)):
             key = (i,)
-        batches = alike.setdefault(key, [[]])
-        if len(batches[-1]) == room:
-            batches.append([])
-        batches[-1].append(i)
-    return [batch for batches in alike.values() for batch in batches]
+        alike.setdefault(key, []).append(i)
+    batches = []
+    for found in alike.values():
+        first = grads[found[0]]
+        room = formulas.batch_size(first.shape, first.device)
+        batches += [found[at : at + room] for at in range(0, len(found), room)]
+    return batches
 
 
 def _distributed_muon(
@@ -881,8 +868,8 @@ def _distributed_muon(
     from torch.optim._muon_engine.engine import Engine
     from torch.optim._muon_engine.runtime import Param
 
-    bufs = zip(params, muon_momentum_bufs, strict=True)
-    states: dict[Tensor, Any] = {p: {"momentum_buffer": buf} for p, buf in bufs}
+    bufs = [{"momentum_buffer": buf} for buf in muon_momentum_bufs]
+    states: dict[Tensor, Any] = dict(zip(params, bufs, strict=True))
     given = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
     takes_stacks = any(p.ndim > 2 for p in params)
     engine = Engine(config, given, states, takes_stacks, is_lasting=False)

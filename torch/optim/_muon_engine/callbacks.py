@@ -6,7 +6,7 @@ them is the reader's round trip.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim._muon_engine.config import DistributedConfig
 from torch.optim._muon_engine.layouts import dtensor, Layout, process_rank
 from torch.optim._muon_engine.layouts.groups import ParallelGroups, Reader
-from torch.optim._muon_engine.process_groups import counters_of
+from torch.optim._muon_engine.process_groups import counters_of, ranks_per_node
 from torch.optim._muon_engine.runtime.pipeline import accumulate, run_in_turn
 from torch.optim._muon_engine.schedule.owners import assign_owners, by_rank
 from torch.optim._newton_schulz import NS_DTYPE
@@ -29,7 +29,7 @@ LAYOUTS, _STEP, _READER = "_layouts", "_step", "_reader"
 
 
 @contextmanager
-def lent(state: MutableMapping[str, Any], **entries: Any) -> Iterator[None]:
+def lent(state: dict[str, Any], entries: Mapping[str, Any]) -> Iterator[None]:
     """Gives ``state`` the ``entries`` while functions of the config are called.
 
     A config is data. Another engine, in another world, must not find the entries of this one.
@@ -52,7 +52,7 @@ def reader_of(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader | 
 
 
 def choose_owners(
-    params: Sequence[Tensor], layouts: Sequence[Layout], ranks_per_node: int = 1
+    params: Sequence[Tensor], layouts: Sequence[Layout]
 ) -> tuple[list[int], dict[int, list[int]]]:
     """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
 
@@ -61,9 +61,10 @@ def choose_owners(
 
     # Frozen parameters take no time. They must not move the owners of the others.
     trains = [not dtensor.is_frozen(params[layout.key.index]) for layout in layouts]
-    chosen = iter(assign_owners(compress(layouts, trains), start, ranks_per_node))
+    chosen = iter(assign_owners(compress(layouts, trains), start, ranks_per_node()))
     owners = [next(chosen) if t else l.group[0] for l, t in zip(layouts, trains)]
-    owned: dict[int, list[int]] = {r: [] for layout in layouts for r in layout.group}
+    groups = {layout.group for layout in layouts}
+    owned: dict[int, list[int]] = {rank: [] for group in groups for rank in group}
     indices = [layout.key.index for layout in layouts]
     owned |= by_rank(indices, owners)
     # A rank that holds no matrix of a stack lists the stack as its own.
@@ -112,9 +113,6 @@ def are_factorys(config: DistributedConfig, *names: str) -> bool:
 
 
 def _reader(state: dict[str, Any]) -> Reader:
-    step = state.get(_STEP)
-    if step is not None and step.reader is not None:
-        return step.reader
     if _READER not in state:
         state[_READER] = _new_reader(state)
     return state[_READER]
@@ -171,10 +169,11 @@ class FunctionStep:
                 layouts = self.layouts[index]
                 order.append(layouts[0].group if layouts else None)
                 tasks.setdefault(order[-1], []).append(self._process(index))
-        entries: dict[str, Any] = {_STEP: self, "current_owner": None}
+        entries = {_STEP: self, "current_owner": None, "current_param_idx": None}
         if self.reader is not None:
-            entries |= {"rank": self.rank, "world_size": self.world_size}
-        with lent(self.config.state, current_param_idx=None, **entries):
+            ranks = {"rank": self.rank, "world_size": self.world_size}
+            entries = {**entries, **ranks, _READER: self.reader}
+        with lent(self.config.state, entries):
             run_in_turn(order, tasks, self.config.prefetch_count)
         self.where = ""
 

@@ -14,16 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
-from torch.optim._muon_engine import process_groups
+from torch.optim._muon_engine import callbacks, process_groups
 from torch.optim._muon_engine.agreement import agree, Signature
-from torch.optim._muon_engine.callbacks import (
-    are_factorys,
-    choose_owners,
-    FunctionStep,
-    LAYOUTS,
-    lent,
-    reader_of,
-)
+from torch.optim._muon_engine.callbacks import are_factorys, FunctionStep
 from torch.optim._muon_engine.config import DistributedConfig
 from torch.optim._muon_engine.hints import Hints
 from torch.optim._muon_engine.layouts import larger_first, Layout, listed, process_rank
@@ -45,6 +38,8 @@ from torch.optim._newton_schulz import NS_DTYPE
 
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
+# A parameter, the one that took its place, and whether this one inherits the momentum.
+Replacement = tuple[Param, Param, bool]
 
 
 log = logging.getLogger("torch.optim.muon")
@@ -82,8 +77,8 @@ class Engine:
         self.config = config
         self.params = params
         self.flags = _flags_of(config)
-        self.reader = former.reader if former else reader_of(config.state, takes_stacks)
-        self.steps = former.steps if former else 0
+        self.reader = callbacks.reader_of(config.state, takes_stacks)
+        self.steps = 0
         # Why a step failed. After that, ranks may have different parts of it.
         self.failure = ""
         # Has all layouts. Its buckets lack the matrices of frozen parameters.
@@ -93,13 +88,14 @@ class Engine:
         # Ranks that share matrices -> which of the optimizers over these ranks this one is.
         self.numbers: dict[tuple[int, ...], int] = {}
         self._runner: Pipeline | FunctionStep | None = None
-        replaced: list[tuple[Param, Param, bool]] = []
+        replaced: list[Replacement] = []
         if former is not None:
             error = former.new_failure() or error
+            self.reader, self.steps = former.reader, former.steps
             self.failure = former.failure
             # Two sets of slots may not fit.
             former._runner = None
-            replaced = _replacements(former.params, params)
+            replaced = _replaced(former.params, params)
             _keep_entries(former.params, params, replaced)
         # Indices and loads need values, in a dry run with fake tensors, too.
         with unset_fake_temporarily():
@@ -107,7 +103,7 @@ class Engine:
                 self._build(error, former, is_lasting)
             except Exception as found:
                 for step in (self.steps, self.steps + 1):
-                    self._notes(step).leave(found)
+                    self._notes(step).leave(f"{type(found).__name__}: {found}")
                 raise
         if former is not None:
             _take_momentum(replaced, params, states, self.rank == 0)
@@ -127,8 +123,7 @@ class Engine:
 
     @property
     def world_size(self) -> int:
-        initialized = dist.is_available() and dist.is_initialized()
-        found = dist.get_world_size() if initialized else 1
+        found = dist.get_world_size() if dist.is_initialized() else 1
         return self.config.state.get("world_size", found)
 
     @property
@@ -177,8 +172,7 @@ class Engine:
         kept = {param.tensor for param in (former or self).params}
         signatures: dict[tuple[int, ...], list[Signature]] = {of: [] for of in known}
         for layout, owner in zip(layouts, owners):
-            signature = _signature(layout, owner, self, kept)
-            signatures[layout.group].append(signature)
+            signatures[layout.group].append(_signature(layout, owner, self, kept))
         self._agree(known, signatures, error, is_lasting)
         self.schedule = buckets.make_schedule(
             layouts,
@@ -198,17 +192,16 @@ class Engine:
 
     def _assign(self, tensors: list[Tensor], layouts: Sequence[Layout]) -> list[int]:
         """Fills ``assignments``. Returns the owner of each layout."""
-        entries = {}
+        entries: dict[str, Any] = {callbacks.LAYOUTS: layouts}
         if self.reader is not None:
             self.reader.describe_state(self.config.state)
             if not self.runs_on_engine:
                 _check_stacks(self.params, layouts)
             if are_factorys(self.config, "assign"):
-                near = process_groups.ranks_per_node()
-                owners, self.assignments = choose_owners(tensors, layouts, near)
+                owners, self.assignments = callbacks.choose_owners(tensors, layouts)
                 return owners
-            entries = {"rank": self.rank, "world_size": self.world_size}
-        with lent(self.config.state, **{LAYOUTS: layouts}, **entries):
+            entries |= {"rank": self.rank, "world_size": self.world_size}
+        with callbacks.lent(self.config.state, entries):
             assignments = self.config.assign_fn(list(tensors), self.config.state)
         described = [param.described for param in self.params]
         check_assignments(assignments, described, self.world_size)
@@ -265,8 +258,7 @@ class Engine:
         """Waits in ``step()`` until all ranks that share matrices have found that parameters changed."""
         if self.reader is None:
             return
-        groups: dict[tuple[int, ...], Sequence[Any]]
-        groups = {ranks: [self.groups[ranks]] for ranks in self.numbers}
+        groups: dict[Any, list[Any]] = {r: [self.groups[r]] for r in self.numbers}
         groups |= self.reader.meeting(tensors)
         # Ranks that are in the step already find this note after their collective failed.
         self._notes().leave(
@@ -432,9 +424,7 @@ def _check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
             )
 
 
-def _signature(
-    layout: Layout, owner: int, engine: Engine, kept: set[Tensor]
-) -> Signature:
+def _signature(layout: Layout, owner: int, engine: Engine, kept: set) -> Signature:
     """``kept`` are the parameters before a change."""
     key, param = layout.key, engine.params[layout.key.index]
     fields = {
@@ -500,10 +490,7 @@ def _make_pipeline(engine: Engine) -> Pipeline:
 
 
 def _take_momentum(
-    replaced: Sequence[tuple[Param, Param, bool]],
-    params: Sequence[Param],
-    states: States,
-    speaks: bool,
+    replaced: list[Replacement], params: Sequence[Param], states: States, speaks: bool
 ) -> None:
     """Gives momentum to parameters that replace others, and restarts it if it does not fit.
 
@@ -519,13 +506,11 @@ def _take_momentum(
     for param in params:
         tensor, state = param.tensor, states.get(param.tensor, {})
         buffer = state.get("momentum_buffer")
-        if buffer is None:
-            continue
-        if buffer.shape == tensor.shape:
-            state["momentum_buffer"] = buffer.to(tensor.device, tensor.dtype)
-        else:
+        if buffer is not None and buffer.shape != tensor.shape:
             restarted.append(param.described)
             del state["momentum_buffer"]
+        elif buffer is not None:
+            state["momentum_buffer"] = buffer.to(tensor.device, tensor.dtype)
     if restarted and speaks:
         warnings.warn(
             "the momentum of these starts at zero, because they took the place of other parameters: "
@@ -535,9 +520,7 @@ def _take_momentum(
 
 
 def _keep_entries(
-    former: Sequence[Param],
-    now: Sequence[Param],
-    replaced: Sequence[tuple[Param, Param, bool]],
+    former: Sequence[Param], now: Sequence[Param], replaced: list[Replacement]
 ) -> None:
     """Gives each parameter the entry that it has had, or that of the parameter that it replaces."""
     entries = {param.tensor: param.entry for param in former}
@@ -548,21 +531,17 @@ def _keep_entries(
         param.entry = next(following) if known is None else known
 
 
-def _replacements(
-    former: Sequence[Param], now: Sequence[Param]
-) -> list[tuple[Param, Param, bool]]:
-    """Each parameter that took another one's place, with whether it inherits the momentum.
+def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement]:
+    """Each parameter that took another one's place.
 
-    It does if the shape and the name are the same and nothing else in its group moved. Without names,
-    the type, placement, dtype or device must differ as well: a framework has sharded the parameter.
-    Otherwise it is another layer of equal shape, whose momentum starts at zero as in stock Muon.
+    It inherits the momentum if the shape and the name are the same and nothing else in its group moved.
+    Without names, the type, placement, dtype or device must differ as well: a framework has sharded the
+    parameter. Otherwise it is another layer of equal shape, whose momentum starts at zero as in stock Muon.
     """
     stayed = {param.tensor for param in former} & {param.tensor for param in now}
     found = []
     for number in dict.fromkeys(param.group for param in now):
-        old, new = (
-            [p for p in params if p.group == number] for params in (former, now)
-        )
+        old, new = ([p for p in ps if p.group == number] for ps in (former, now))
         moved = [(a, b) for a, b in zip(old, new) if a.tensor is not b.tensor]
         pairs = [(a, b) for a, b in moved if not {a.tensor, b.tensor} & stayed]
         for a, b in pairs:

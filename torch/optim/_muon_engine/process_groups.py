@@ -48,8 +48,7 @@ def spanning_group(
         what: what the ranks share, for the description of a new group.
     """
     known = list(dict.fromkeys(known))
-    world = dist.group.WORLD
-    for group in [*known, *([world] if world is not None else [])]:
+    for group in [*known, distributed_c10d._get_default_group()]:
         if tuple(dist.get_process_group_ranks(group)) == ranks:
             return group
     backend = dist.get_backend_config(known[0] if known else None)
@@ -86,7 +85,7 @@ def _without_split() -> Iterator[None]:
 
 @dataclass
 class Counters:
-    """What the next optimizer over some ranks gets: its number, and the place where its owners start."""
+    """The number of the next optimizer over some ranks, and the place where its owners start."""
 
     optimizers: int = 0
     first_owner: int = 0
@@ -190,10 +189,8 @@ class FailureNotes:
             for ranks, number in numbers.items()
         }
 
-    def leave(self, reason: BaseException | str) -> None:
+    def leave(self, reason: str) -> None:
         """Tells the ranks that wait for this one why it does not complete the step."""
-        if isinstance(reason, BaseException):
-            reason = f"{type(reason).__name__}: {reason}"
         with suppress(*_GONE):
             for key in self._keys.values():
                 # A value of the store must not be empty.
