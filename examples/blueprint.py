@@ -97,7 +97,7 @@ from torch.optim._muon_engine.runtime.pipeline import Pipeline
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
 from torch.optim._muon_engine.schedule.packs import Schedule
-from torch.optim._newton_schulz import NS_DTYPE, orthogonalize
+from torch.optim._newton_schulz import newton_schulz, NS_DTYPE
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -422,7 +422,7 @@ class LongWay:
         matrix = torch.cat(list(slices), dim=entry.tp_dim)
         # 3. Run the math
         coefficients, steps = hyper["ns_coefficients"], hyper["ns_steps"]
-        update = orthogonalize(matrix, coefficients, steps, hyper["eps"])
+        update = newton_schulz(matrix.to(NS_DTYPE), coefficients, steps, hyper["eps"])
         self.calls["Newton-Schulz"] += 1
         # 4. TP shard, 5. DP shard
         update_run = self.shard(update, entry)

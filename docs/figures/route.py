@@ -93,7 +93,9 @@ class Panel:
         torch.manual_seed(3)
         momentum = torch.randn(SHAPE)
         triple = ns.DEFAULT_A, ns.DEFAULT_B, ns.DEFAULT_C
-        update = ns.orthogonalize(momentum, triple, ns.DEFAULT_NS_STEPS, ns.EPS)
+        update = ns.newton_schulz(
+            momentum.to(ns.NS_DTYPE), triple, ns.DEFAULT_NS_STEPS, ns.EPS
+        )
         for rank in RANKS:
             self.name(rank)
             self.draw_matrix(BEFORE, y_of(rank), momentum, [self.shards.of(rank)])

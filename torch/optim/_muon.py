@@ -32,14 +32,14 @@ from ._newton_schulz import (
     DEFAULT_C,
     DEFAULT_NS_STEPS,
     EPS,
+    newton_schulz,
     NS_DTYPE,
-    orthogonalize,
 )
 from .optimizer import _disable_dynamo_if_unsupported, _to_scalar, Optimizer, ParamsT
 
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping, Sequence
+    from collections.abc import Iterator, MutableMapping, Sequence
 
     from torch.optim._muon_engine.config import DistributedConfig
     from torch.optim._muon_engine.engine import Engine
@@ -68,14 +68,6 @@ _KERNELS = (
     "with allow_batched_matrices=True, a convolution is a stack of small matrices to Muon. flatten=True in its "
     "parameter group makes it one matrix"
 )
-
-# Options that checkpoints of the first Muon do not have, and their defaults.
-_LATER_OPTIONS = {
-    "foreach": None,
-    "ns_algorithm": "quintic",
-    "split": None,
-    "flatten": False,
-}
 
 
 def _adjust_lr(
@@ -110,6 +102,7 @@ class MuonFormulas(NamedTuple):
     ns_steps: int
     eps: float
     adjust_lr_fn: str | None
+    # Checkpoints of the first Muon do not have the options with defaults.
     foreach: bool | None = None
     ns_algorithm: str = "quintic"
     split: Sequence[int] | dict[str, Any] | None = None
@@ -196,36 +189,35 @@ class MuonFormulas(NamedTuple):
             for name, value in values.items()
         }
 
-    def accumulate(self, momentum_bufs: list[Tensor], grads: list[Tensor]) -> None:
+    def accumulate(self, bufs: list[Tensor], grads: list[Tensor]) -> None:
         """Takes gradients into momentum, for whole matrices or for pieces of them."""
         if len(grads) == 1:
-            momentum_bufs[0].lerp_(grads[0], 1 - self.momentum)
+            bufs[0].lerp_(grads[0], 1 - self.momentum)
         else:
-            torch._foreach_lerp_(momentum_bufs, grads, 1 - self.momentum)
+            torch._foreach_lerp_(bufs, grads, 1 - self.momentum)
 
     def prepare(
-        self,
-        momentum_bufs: list[Tensor],
-        grads: list[Tensor],
-        out: Tensor | None = None,
+        self, bufs: list[Tensor], grads: list[Tensor], out: Tensor | None = None
     ) -> Sequence[Tensor]:
         """Returns the tensors to orthogonalize: momentum, blended with ``grads`` if nesterov.
 
         ``out`` gets the result if there is one tensor.
         """
         if not self.nesterov:
-            return momentum_bufs
+            return bufs
         if len(grads) == 1:
-            return [torch.lerp(grads[0], momentum_bufs[0], self.momentum, out=out)]
-        return torch._foreach_lerp(grads, momentum_bufs, self.momentum)
+            return [torch.lerp(grads[0], bufs[0], self.momentum, out=out)]
+        return torch._foreach_lerp(grads, bufs, self.momentum)
 
     def orthogonalize(self, prepared: Tensor, products: Any = None) -> Tensor:
         """Returns the update of one matrix, or of a batch (matrices, rows, columns).
 
         ``products`` computes with the other owners of a divided matrix.
         """
-        how = self.ns_coefficients, self.ns_steps, self.eps, self.ns_algorithm
-        return orthogonalize(prepared, *how, products)
+        x, algorithm = prepared.to(NS_DTYPE), self.ns_algorithm
+        return newton_schulz(
+            x, self.ns_coefficients, self.ns_steps, self.eps, algorithm, products
+        )
 
     def update_of(self, prepared: Tensor) -> Tensor:
         """Like :meth:`orthogonalize`, for one of :meth:`matrices` and in its shape."""
@@ -294,94 +286,85 @@ def _storage_is_gone(param: Tensor) -> bool:
 
 
 def _problem_with(
-    param: Tensor, which: str, flatten: bool, takes_flat: bool, takes_stacks: bool
+    param: Tensor, which: str, form: tuple, reader: str | None, takes_stacks: bool
 ) -> str:
-    """Why Muon cannot take ``param``; "" if it can."""
+    """Why Muon cannot take ``param``; "" if it can. ``reader`` is the config's, if it has one."""
+    shape, (split, flatten) = tuple(param.shape), form
+    flatten = flatten and param.ndim > 2
     if _storage_is_gone(param):
         return (
-            f"{which}, of size {tuple(param.shape)}, has no storage, because `param.data = dtensor` destroys a plain "
+            f"{which}, of size {shape}, has no storage, because `param.data = dtensor` destroys a plain "
             "Parameter. Write `module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, placements))` "
             "instead, or use distribute_module, parallelize_module or fully_shard"
         )
-    if param.ndim == 2 or (param.ndim == 1 and takes_flat):
-        return ""
-    if flatten and param.ndim > 2:
-        if param.is_contiguous():
-            return ""
-        return f"{which} of shape {tuple(param.shape)} is not contiguous, so flatten=True would copy it; make it contiguous"
-    hint = ""
-    if getattr(param, "_fsdp_flattened", False):
-        hint = ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group=model.process_group, module=model)"
-    elif param.ndim > 2:
-        if takes_stacks:
-            return ""
-        hint = (
-            ". flatten=True in its parameter group takes it as one matrix, dimension 0 by all others; "
-            "allow_batched_matrices=True as a stack of matrices of its last two dimensions"
-        )
-    return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({which}){hint}"
-
-
-def _problem_with_form(param: Tensor, which: str, split: Split, flatten: bool) -> str:
-    """Why one process cannot split or flatten ``param``; "" if it can."""
-    flatten = flatten and param.ndim > 2
-    if not split.sizes and not flatten:
+    if flatten and not param.is_contiguous():
+        return f"{which} of shape {shape} is not contiguous, so flatten=True would copy it; make it contiguous"
+    is_flat = getattr(param, "_fsdp_flattened", False)
+    is_stack = takes_stacks and param.ndim > 2 and not is_flat
+    # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
+    is_known = param.ndim == 1 and reader == "process_groups"
+    if not (param.ndim == 2 or flatten or is_stack or is_known):
+        hint = ""
+        if is_flat:
+            hint = ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group=model.process_group, module=model)"
+        elif param.ndim > 2:
+            hint = (
+                ". flatten=True in its parameter group takes it as one matrix, dimension 0 by all others; "
+                "allow_batched_matrices=True as a stack of matrices of its last two dimensions"
+            )
+        return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({which}){hint}"
+    if reader is not None or not (split.sizes or flatten):
         return ""
     if type(param) not in (Tensor, torch.nn.Parameter):
         return f"{which} is a {type(param).__name__}, which only a distributed_config can split or flatten"
-    shape = param.flatten(1).shape if flatten else param.shape[-2:]
-    dim = None if flatten else split.dim + param.ndim - 2
-    text = split.problem_with(shape, dim) if split.sizes else ""
-    return f"{which} of shape {tuple(param.shape)}: {text}" if text else ""
+    if not split.sizes:
+        return ""
+    whole = param.flatten(1) if flatten else param
+    text = split.problem_with(whole.shape[-2:], split.dim + whole.ndim - 2)
+    return f"{which} of shape {shape}: {text}" if text else ""
 
 
-def _find_problem(
-    groups: list[dict[str, Any]],
-    first_group: int,
-    config: DistributedConfig | None,
-    takes_stacks: bool,
-) -> str:
-    """Finds an invalid parameter in ``first_group`` or later; returns an error text or ""."""
-    # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
+def _find_problem(muon: Muon, first_group: int = 0) -> ValueError | None:
+    """The error for an invalid parameter in ``first_group`` or later, if there is one."""
+    config, groups = muon._distributed_config, muon.param_groups
     reader = None if config is None else config.state.get("reader")
-    takes_flat = reader == "process_groups"
-    index, seen = 0, {}
-    for number, group in enumerate(groups):
-        split, flatten = MuonFormulas.of_group(group).form
-        for name, param in _named(group):
-            which = f"parameter {index}" + (f" {name!r}" if name else "")
-            index += 1
-            if number < first_group:
-                continue
-            problem = _problem_with(param, which, flatten, takes_flat, takes_stacks)
-            if reader is None and not problem:
-                problem = _problem_with_form(param, which, split, flatten)
-            other = seen.setdefault(param, which)
-            if other != which and config is not None:
-                problem = f"{other} and {which} are the same tensor; pass tied weights to Muon once"
-            if problem:
-                return problem
-    return ""
+    stacks = muon._allow_batched_matrices
+    forms = [MuonFormulas.of_group(group).form for group in groups]
+    seen: dict[Tensor, str] = {}
+    for index, (number, name, param) in enumerate(_named(groups)):
+        if number < first_group:
+            continue
+        which = f"parameter {index}" + (f" {name!r}" if name else "")
+        other = seen.setdefault(param, which)
+        if other != which and config is not None:
+            text = f"{other} and {which} are the same tensor; pass tied weights to Muon once"
+        else:
+            text = _problem_with(param, which, forms[number], reader, stacks)
+        if text:
+            return ValueError(text)
+    return None
 
 
 def _params_of(groups: list[dict[str, Any]]) -> list[Param]:
     """The engine's view of all parameters."""
     from torch.optim._muon_engine.runtime import Param
 
-    found: list[Param] = []
+    formulas = [MuonFormulas.of_group(group) for group in groups]
+    return [
+        Param(index, param, name, number, formulas[number])
+        for index, (number, name, param) in enumerate(_named(groups))
+    ]
+
+
+def _named(groups: Sequence[dict]) -> Iterator[tuple[int, str | None, Tensor]]:
+    """The group, the name if known, and the tensor of each parameter."""
     for number, group in enumerate(groups):
-        formulas = MuonFormulas.of_group(group)
-        for name, p in _named(group):
-            found.append(Param(len(found), p, name, number, formulas))
-    return found
-
-
-def _named(group: MutableMapping[str, Any]) -> list[tuple[str | None, Tensor]]:
-    names, params = group.get("param_names"), group["params"]
-    if names is None or len(names) != len(params):
-        # The list of parameters changed without the names.
-        names = [None] * len(params)
-    return list(zip(names, params, strict=True))
+        names, params = group.get("param_names"), group["params"]
+        if names is None or len(names) != len(params):
+            # The list of parameters changed without the names.
+            names = [None] * len(params)
+        for name, param in zip(names, params, strict=True):
+            yield number, name, param
 
 
 def _has_kernels(group: dict[str, Any]) -> bool:
@@ -392,7 +375,6 @@ def _has_kernels(group: dict[str, Any]) -> bool:
 
 def _check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
     """Raises ValueError, before anything changes, if ``loaded`` is from another model."""
-    index = 0
     for mine, group in zip(groups, loaded["param_groups"], strict=True):
         if not group.keys() - {"params", "param_names"}:
             # torch.distributed.checkpoint saves no options of a group without parameters.
@@ -400,17 +382,16 @@ def _check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
         # A checkpoint of stock Muon does not know them, but they say what the parameters are.
         for option in ("split", "flatten"):
             group.setdefault(option, mine[option])
-        for name, param in _named(mine):
-            state = loaded["state"].get(param)
-            buffer = state.get("momentum_buffer") if state else None
-            # FSDP1 flattens its parameters, and unflattens them for checkpoints.
-            flat = getattr(param, "_fsdp_flattened", False)
-            if isinstance(buffer, Tensor) and not flat and buffer.shape != param.shape:
-                raise ValueError(
-                    f"this state_dict is of another model: the momentum buffer of parameter {name or index} of shape "
-                    f"{tuple(param.shape)} has shape {tuple(buffer.shape)}"
-                )
-            index += 1
+    for index, (_, name, param) in enumerate(_named(groups)):
+        state = loaded["state"].get(param)
+        buffer = state.get("momentum_buffer") if state else None
+        # FSDP1 flattens its parameters, and unflattens them for checkpoints.
+        flat = getattr(param, "_fsdp_flattened", False)
+        if isinstance(buffer, Tensor) and not flat and buffer.shape != param.shape:
+            raise ValueError(
+                f"this state_dict is of another model: the momentum buffer of parameter {name or index} of shape "
+                f"{tuple(param.shape)} has shape {tuple(buffer.shape)}"
+            )
 
 
 class Muon(Optimizer):
@@ -509,6 +490,12 @@ class Muon(Optimizer):
         https://arxiv.org/abs/2505.16932
     """
 
+    # What a copy or an old pickle begins with.
+    _distributed_config: DistributedConfig | None = None
+    _engine: Engine | None = None
+    _needs_config = False
+    _allow_batched_matrices = False
+
     def __init__(
         self,
         params: ParamsT,
@@ -547,14 +534,12 @@ class Muon(Optimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            **_LATER_OPTIONS,
+            **MuonFormulas._field_defaults,
             "foreach": foreach,
             "ns_algorithm": ns_algorithm,
         }
         self._allow_batched_matrices = allow_batched_matrices
         self._distributed_config = _checked_config(distributed_config)
-        self._engine: Engine | None = None
-        self._needs_config = False
         super().__init__(params, defaults)
         if self._distributed_config is not None:
             self._build_engine()
@@ -570,15 +555,10 @@ class Muon(Optimizer):
             self.state,
             self._allow_batched_matrices,
             # The other ranks wait for this one, so they learn of a problem before it is raised.
-            self._problem(),
+            _find_problem(self),
             self._engine,
         )
         return self._engine
-
-    def _problem(self, first_group: int = 0) -> ValueError | None:
-        config, stacks = self._distributed_config, self._allow_batched_matrices
-        text = _find_problem(self.param_groups, first_group, config, stacks)
-        return ValueError(text) if text else None
 
     @property
     def assignments(self) -> dict[int, list[int]]:
@@ -643,9 +623,8 @@ class Muon(Optimizer):
         state = super().__getstate__()
         # A process group can be neither copied nor pickled, so the copy has no config. It must not go on
         # alone and take shards for matrices, so it refuses to step.
-        state["_needs_config"] = (
-            self._needs_config or self._distributed_config is not None
-        )
+        needs = self._needs_config or self._distributed_config is not None
+        state["_needs_config"] = needs
         state["_allow_batched_matrices"] = self._allow_batched_matrices
         return state
 
@@ -654,12 +633,8 @@ class Muon(Optimizer):
         if "defaults" not in state:
             _check_loaded(self.param_groups, state)
         super().__setstate__(state)
-        for name in ("_distributed_config", "_engine"):
-            self.__dict__.setdefault(name, None)
-        for name in ("_needs_config", "_allow_batched_matrices"):
-            self.__dict__.setdefault(name, False)
         for group in (self.defaults, *self.param_groups):
-            for name, value in _LATER_OPTIONS.items():
+            for name, value in MuonFormulas._field_defaults.items():
                 group.setdefault(name, value)
 
     @torch._disable_dynamo
@@ -672,7 +647,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         try:
             if self._distributed_config is None:
-                problem = self._problem(len(self.param_groups) - 1)
+                problem = _find_problem(self, len(self.param_groups) - 1)
                 if problem is not None:
                     raise problem
             elif self._engine is not None:
@@ -712,9 +687,7 @@ class Muon(Optimizer):
             state = self.state[p]
             if "momentum_buffer" not in state:
                 like = p if group["flatten"] else p.grad
-                state["momentum_buffer"] = torch.zeros_like(
-                    like, memory_format=torch.preserve_format
-                )
+                state["momentum_buffer"] = torch.zeros_like(like)
             muon_momentum_bufs.append(state["momentum_buffer"])
         return False  # has_complex
 
@@ -740,11 +713,6 @@ class Muon(Optimizer):
         finally:
             self.state = state
 
-    @torch._disable_dynamo
-    def _begin_step(self, engine: Engine) -> None:
-        # A compiled step that saw the engine's counter would be compiled again.
-        engine.begin_step()
-
     @torch.no_grad()
     def step(self, closure=None):
         """Performs a single optimization step.
@@ -761,7 +729,7 @@ class Muon(Optimizer):
                 a gradient cannot be used; this is a copy without its config; or an earlier step failed.
         """
         if self._engine is not None:
-            self._begin_step(self._engine)
+            self._engine.begin_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -792,16 +760,14 @@ class Muon(Optimizer):
 
     @torch._disable_dynamo
     def _distributed_step(self, engine: Engine) -> None:
-        formulas, grads, tensors = [], [], self._tensors()
+        formulas, tensors = [], self._tensors()
         for group in self.param_groups:
-            of_group = MuonFormulas.of_group(group)
-            formulas += [of_group] * len(group["params"])
-            grads += [p.grad for p in group["params"]]
+            formulas += [MuonFormulas.of_group(group)] * len(group["params"])
         if not engine.matches(tensors):
             # Frameworks replace parameters, or the tensors behind them, after construction.
             engine.meet(tensors)
             engine = self._build_engine()
-        engine.step(formulas, grads, self.state)
+        engine.step(formulas, [p.grad for p in tensors], self.state)
 
 
 def _checked_config(config: DistributedConfig | str | None) -> DistributedConfig | None:
@@ -812,9 +778,9 @@ def _checked_config(config: DistributedConfig | str | None) -> DistributedConfig
     if config == "auto":
         return create_dtensor_config()
     if not isinstance(config, DistributedConfig):
+        found = repr(config) if isinstance(config, str) else type(config).__name__
         raise TypeError(
-            'distributed_config must be a torch.optim.muon.DistributedConfig or "auto" but is '
-            + (repr(config) if isinstance(config, str) else type(config).__name__)
+            f'distributed_config must be a torch.optim.muon.DistributedConfig or "auto" but is {found}'
         )
     return config
 
@@ -876,18 +842,19 @@ def _batches(
     """The indices of the matrices in each batch, or of each alone unless ``foreach``."""
     if not formulas.foreach:
         return [[i] for i in range(len(grads))]
-    alike: dict[tuple, list[list[int]]] = {}
+    alike: dict[tuple, list[int]] = {}
     for i, (grad, buf) in enumerate(zip(grads, bufs, strict=True)):
-        room = formulas.batch_size(grad.shape, grad.device)
         key: tuple = (grad.shape, grad.dtype, grad.device)
         # Wrapper types have their own kernels, and stacking would change strides.
         if any(type(t) is not Tensor or not t.is_contiguous() for t in (grad, buf)):
             key = (i,)
-        batches = alike.setdefault(key, [[]])
-        if len(batches[-1]) == room:
-            batches.append([])
-        batches[-1].append(i)
-    return [batch for batches in alike.values() for batch in batches]
+        alike.setdefault(key, []).append(i)
+    batches = []
+    for found in alike.values():
+        first = grads[found[0]]
+        room = formulas.batch_size(first.shape, first.device)
+        batches += [found[at : at + room] for at in range(0, len(found), room)]
+    return batches
 
 
 def _distributed_muon(
@@ -901,8 +868,8 @@ def _distributed_muon(
     from torch.optim._muon_engine.engine import Engine
     from torch.optim._muon_engine.runtime import Param
 
-    bufs = zip(params, muon_momentum_bufs, strict=True)
-    states: dict[Tensor, Any] = {p: {"momentum_buffer": buf} for p, buf in bufs}
+    bufs = [{"momentum_buffer": buf} for buf in muon_momentum_bufs]
+    states: dict[Tensor, Any] = dict(zip(params, bufs, strict=True))
     given = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
     takes_stacks = any(p.ndim > 2 for p in params)
     engine = Engine(config, given, states, takes_stacks, is_lasting=False)

@@ -80,44 +80,16 @@ def check_ns_algorithm(ns_algorithm: str) -> None:
         )
 
 
-class Products:
-    """The products of an iteration. Their factors commute, so the results are symmetric.
-
-    Args:
-        shape: of the whole matrix, if a rank has only a block of it.
-    """
-
-    def __init__(self, shape: Sequence[int] | None = None) -> None:
-        self.shape = shape
-
-    def norm(self, x: Tensor) -> Tensor:
-        """The Frobenius norm of each matrix."""
-        if x.ndim == 2:
-            return x.norm()
-        # One norm per matrix: a reduction over a batch may add in another order.
-        return torch.stack([matrix.norm() for matrix in x])[:, None, None]
-
-    def gram(self, x: Tensor) -> Tensor:
-        """``x`` times its transpose."""
-        return x @ x.mT
-
-    def combine(
-        self, base: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1
-    ) -> Tensor:
-        """``beta * base + alpha * left @ right``."""
-        return _addmm(base, left, right, beta, alpha)
-
-
-class SymmetricProducts(Products):
-    """Computes the blocks on and above the diagonal, and mirrors those above."""
-
-    def gram(self, x: Tensor) -> Tensor:
-        return _mirrored(None, x, x.mT, 0, 1)
-
-    def combine(
-        self, base: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1
-    ) -> Tensor:
-        return _mirrored(base, left, right, beta, alpha)
+def _addmm(
+    base: Tensor,
+    left: Tensor,
+    right: Tensor,
+    beta: float,
+    alpha: float = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    addmm = torch.addmm if left.ndim == 2 else torch.baddbmm
+    return addmm(base, left, right, beta=beta, alpha=alpha, out=out)
 
 
 def _mirrored(
@@ -125,7 +97,7 @@ def _mirrored(
     left: Tensor,
     right: Tensor,
     beta: float,
-    alpha: float,
+    alpha: float = 1,
     out: Tensor | None = None,
     levels: int = _SYMMETRIC_LEVELS,
 ) -> Tensor:
@@ -149,16 +121,38 @@ def _mirrored(
     return out
 
 
-def _addmm(
-    base: Tensor,
-    left: Tensor,
-    right: Tensor,
-    beta: float,
-    alpha: float = 1,
-    out: Tensor | None = None,
-) -> Tensor:
-    addmm = torch.addmm if left.ndim == 2 else torch.baddbmm
-    return addmm(base, left, right, beta=beta, alpha=alpha, out=out)
+class Products:
+    """The products of an iteration. Their factors commute, so the results are symmetric.
+
+    Args:
+        shape: of the whole matrix, if a rank has only a block of it.
+    """
+
+    def __init__(self, shape: Sequence[int] | None = None) -> None:
+        self.shape = shape
+
+    def norm(self, x: Tensor) -> Tensor:
+        """The Frobenius norm of each matrix."""
+        if x.ndim == 2:
+            return x.norm()
+        # One norm per matrix: a reduction over a batch may add in another order.
+        return torch.stack([matrix.norm() for matrix in x])[:, None, None]
+
+    def gram(self, x: Tensor) -> Tensor:
+        """``x`` times its transpose."""
+        return x @ x.mT
+
+    # ``beta * base + alpha * left @ right``, of (base, left, right, beta, alpha).
+    combine: Any = staticmethod(_addmm)
+
+
+class SymmetricProducts(Products):
+    """Computes the blocks on and above the diagonal, and mirrors those above."""
+
+    def gram(self, x: Tensor) -> Tensor:
+        return _mirrored(None, x, x.mT, 0, 1)
+
+    combine = staticmethod(_mirrored)
 
 
 _PLAIN, _SYMMETRIC = Products(), SymmetricProducts()
@@ -215,9 +209,8 @@ def newton_schulz(
         x = x.mT
     # The iteration converges for singular values in [0, 1]. The Frobenius norm bounds them.
     x = x / products.norm(x).clamp(min=eps)
-    steps: Sequence[Any] = [ns_coefficients] * ns_steps
-    if _per_step(ns_coefficients):
-        steps = ns_coefficients
+    per_step = _per_step(ns_coefficients)
+    steps: Any = ns_coefficients if per_step else [ns_coefficients] * ns_steps
     long, short = max(rows, columns), min(rows, columns)
     if ns_algorithm == "gram" and long >= GRAM_RATIO * short:
         for block in _gram_blocks(steps):
@@ -313,21 +306,3 @@ def _zeropower_via_newtonschulz(
         raise ValueError("Input tensor gradient must be a 2D matrix")
     x = grad.to(dtype=NS_DTYPE)
     return newton_schulz(x, ns_coefficients, ns_steps, eps, ns_algorithm)
-
-
-def orthogonalize(
-    matrices: Tensor,
-    ns_coefficients: Coefficients | Sequence[Coefficients],
-    ns_steps: int,
-    eps: float,
-    ns_algorithm: str = "quintic",
-    products: Products | None = None,
-) -> Tensor:
-    """Orthogonalizes one matrix, or each matrix of a stack (..., rows, columns), in bfloat16."""
-    how = ns_coefficients, ns_steps, eps, ns_algorithm
-    if products is not None:
-        return newton_schulz(matrices.to(NS_DTYPE), *how, products)
-    if matrices.ndim == 2:
-        return _zeropower_via_newtonschulz(matrices, *how)
-    stack = matrices.to(NS_DTYPE).flatten(0, -3)
-    return newton_schulz(stack, *how).reshape(matrices.shape)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.optim import _newton_schulz, Muon
+from torch.optim import _muon, Muon
 from torch.optim._muon import MuonFormulas
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
@@ -95,24 +95,22 @@ class Timeline(logging.Handler):
         work = self.all_to_all_single(*args, **kwargs)
         return WatchedWork(work, lambda: self.letters.append(letter.lower()))
 
-    def newton_schulz(self, *args, **kwargs):
+    def newton_schulz(self, *args):
         self.letters.append("N")
-        return self.zeropower(*args, **kwargs)
+        return self.original(*args)
 
     def of(self, step):
         """The letters of ``step()``."""
         log = logging.getLogger("torch.optim.muon")
         self.all_to_all_single = dist.all_to_all_single
-        self.zeropower = _newton_schulz._zeropower_via_newtonschulz
+        self.original = _muon.newton_schulz
         log.addHandler(self)
         level, log.propagate = log.level, False
         log.setLevel(logging.DEBUG)
         try:
             with (
                 mock.patch.object(dist, "all_to_all_single", self.start),
-                mock.patch.object(
-                    _newton_schulz, "_zeropower_via_newtonschulz", self.newton_schulz
-                ),
+                mock.patch.object(_muon, "newton_schulz", self.newton_schulz),
             ):
                 step()
         finally:
@@ -285,9 +283,7 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_memory_stays_within_the_buckets_in_flight(self):
         matrix = full(0, (64, 96), torch.bfloat16)
         with LiveBytes() as alone:
-            _newton_schulz._zeropower_via_newtonschulz(
-                matrix, (3.4445, -4.775, 2.0315), 5, 1e-7
-            )
+            _muon._zeropower_via_newtonschulz(matrix, (3.4445, -4.775, 2.0315), 5, 1e-7)
         for ahead, placement in enumerate((S0, S1, R)):
             twins = Twins(
                 specs(mesh_of(4), [(placement,)], [matrix.shape] * 16),

@@ -78,26 +78,23 @@ def exchange(
     This rank's own error comes first. If ranks cannot be reached, the error names the ``shared``
     parameters.
     """
-    told = None
+    report, me = None, dist.get_rank()
     if error is not None:
         kind = type(error) if type(error) in _SAME_TYPE else RuntimeError
-        told = kind, str(error), hasattr(error, "_muon_common")
-    ranks = dist.get_process_group_ranks(group)
+        is_common = hasattr(error, "_muon_common")
+        report = kind, str(error) if is_common else f"rank {me} reports: {error}"
     try:
-        answers = all_gather_object((told, value), group)
+        answers = all_gather_object((report, value), group)
     except RuntimeError as failed:
-        others = sorted(set(ranks) - {dist.get_rank()})
+        others = sorted(set(dist.get_process_group_ranks(group)) - {me})
         raise error or RuntimeError(
             f"could not reach ranks {others}, which share {listed(shared, 1) or 'parameters'} with this one. One of them "
             f"ended, failed, or did not build its Muon within the timeout: {failed}"
         ) from failed
-    if error is None:
-        for rank, (report, _) in zip(ranks, answers, strict=True):
-            if report is not None:
-                kind, text, is_common = report
-                text = text if is_common else f"rank {rank} reports: {text}"
-                error = common(kind(text))
-                break
+    reports = [report for report, _ in answers if report is not None]
+    if error is None and reports:
+        kind, text = reports[0]
+        error = common(kind(text))
     return [value for _, value in answers], error
 
 

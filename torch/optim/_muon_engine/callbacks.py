@@ -6,8 +6,9 @@ them is the reader's round trip.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.optim._muon_engine.config import DistributedConfig
 from torch.optim._muon_engine.layouts import dtensor, Layout, process_rank
 from torch.optim._muon_engine.layouts.groups import ParallelGroups, Reader
-from torch.optim._muon_engine.process_groups import first_owner
+from torch.optim._muon_engine.process_groups import counters_of, ranks_per_node
 from torch.optim._muon_engine.runtime.pipeline import accumulate, run_in_turn
 from torch.optim._muon_engine.schedule.owners import assign_owners, by_rank
 from torch.optim._newton_schulz import NS_DTYPE
@@ -24,22 +25,23 @@ from torch.optim._newton_schulz import NS_DTYPE
 
 # Entries of a config's state: the layouts while an engine calls an ``assign_fn``, the step that calls the
 # other functions, and the reader of functions that are called outside of a step.
-_LAYOUTS, _STEP, _READER = "_layouts", "_step", "_reader"
+LAYOUTS, _STEP, _READER = "_layouts", "_step", "_reader"
 
 
 @contextmanager
-def lent(state: MutableMapping[str, Any], **entries: Any) -> Iterator[None]:
-    """Adds the ``entries`` that ``state`` lacks, while a function of the config is called.
+def lent(state: dict[str, Any], entries: Mapping[str, Any]) -> Iterator[None]:
+    """Gives ``state`` the ``entries`` while functions of the config are called.
 
     A config is data. Another engine, in another world, must not find the entries of this one.
     """
-    added = {key: value for key, value in entries.items() if key not in state}
-    state.update(added)
+    before = {key: state[key] for key in entries if key in state}
+    state.update(entries)
     try:
         yield
     finally:
-        for key in added:
+        for key in entries:
             state.pop(key, None)
+        state.update(before)
 
 
 def reader_of(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader | None:
@@ -50,32 +52,31 @@ def reader_of(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader | 
 
 
 def choose_owners(
-    params: Sequence[Tensor], layouts: Sequence[Layout], ranks_per_node: int = 1
+    params: Sequence[Tensor], layouts: Sequence[Layout]
 ) -> tuple[list[int], dict[int, list[int]]]:
     """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
+
+    def start(ranks: tuple[int, ...]) -> int:
+        return counters_of(ranks).first_owner
+
     # Frozen parameters take no time. They must not move the owners of the others.
-    owners = [layout.group[0] for layout in layouts]
-    trained = [
-        i for i, l in enumerate(layouts) if not dtensor.is_frozen(params[l.key.index])
-    ]
-    chosen = assign_owners((layouts[i] for i in trained), first_owner, ranks_per_node)
-    for i, owner in zip(trained, chosen, strict=True):
-        owners[i] = owner
+    trains = [not dtensor.is_frozen(params[layout.key.index]) for layout in layouts]
+    chosen = iter(assign_owners(compress(layouts, trains), start, ranks_per_node()))
+    owners = [next(chosen) if t else l.group[0] for l, t in zip(layouts, trains)]
+    groups = {layout.group for layout in layouts}
+    owned: dict[int, list[int]] = {rank: [] for group in groups for rank in group}
     indices = [layout.key.index for layout in layouts]
-    owned = by_rank(indices, owners)
-    ranks = {rank for group in {l.group for l in layouts} for rank in group}
+    owned |= by_rank(indices, owners)
     # A rank that holds no matrix of a stack lists the stack as its own.
-    empty = [index for index in range(len(params)) if index not in indices]
+    empty = set(range(len(params))).difference(indices)
     if empty:
-        me = process_rank()
-        ranks.add(me)
-        owned[me] = sorted([*owned.get(me, []), *empty])
-    return owners, {rank: owned.get(rank, []) for rank in sorted(ranks)}
+        owned[process_rank()] = sorted({*owned.get(process_rank(), []), *empty})
+    return owners, dict(sorted(owned.items()))
 
 
 def assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, list[int]]:
     """Gives each parameter to a rank that holds a piece of it. Fills ``state["param_metadata"]``."""
-    layouts = state.get(_LAYOUTS)
+    layouts = state.get(LAYOUTS)
     if layouts is None:
         reader = _new_reader(state, any(param.ndim > 2 for param in params))
         layouts = reader.read(params, [None] * len(params))
@@ -95,7 +96,7 @@ def redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Ten
     if tensor is not None:
         reader.groups.check_tp_dim(tensor, index)
     if _STEP in state:
-        tensor = state[_STEP].broadcast(index, tensor)
+        tensor = state[_STEP].broadcast(index, tensor, reader.shape_of(index))
     if tensor is None:
         raise ValueError(
             "redistribute_fn was given None outside of step(), where it receives nothing: pass the full matrix"
@@ -111,21 +112,7 @@ def are_factorys(config: DistributedConfig, *names: str) -> bool:
     return all(getattr(config, f"{name}_fn") is _FACTORYS[name] for name in names)
 
 
-def call_assign_fn(
-    config: DistributedConfig,
-    tensors: Sequence[Tensor],
-    layouts: Sequence[Layout],
-    **entries: Any,
-) -> Mapping[int, Sequence[int]]:
-    """The result of a user's ``assign_fn``, which may wrap the factory's."""
-    with lent(config.state, **{_LAYOUTS: layouts}, **entries):
-        return config.assign_fn(list(tensors), config.state)
-
-
 def _reader(state: dict[str, Any]) -> Reader:
-    step = state.get(_STEP)
-    if step is not None and step.reader is not None:
-        return step.reader
     if _READER not in state:
         state[_READER] = _new_reader(state)
     return state[_READER]
@@ -160,11 +147,13 @@ class FunctionStep:
         self.config, self.reader = engine.config, engine.reader
         self.params, self.groups, self.rank = engine.params, engine.groups, engine.rank
         self.world_size = engine.world_size
-        # By parameter index.
+        # By parameter index. Without a reader, there are no layouts.
         self.owners = {i: r for r, owned in engine.assignments.items() for i in owned}
         self.layouts: dict[int, list[Layout]] = {}
         for layout in engine.schedule.layouts:
             self.layouts.setdefault(layout.key.index, []).append(layout)
+        if self.reader is None:
+            self.layouts = {index: [] for index in range(len(self.params))}
         # The phase that is running or failed.
         self.where = ""
 
@@ -172,30 +161,21 @@ class FunctionStep:
         return ""
 
     def run(self) -> None:
-        state = self.config.state
-        entries: dict[str, Any] = {_STEP: self, "current_owner": None}
-        if self.reader is not None:
-            entries |= {"rank": self.rank, "world_size": self.world_size}
-        outside = state.get("current_param_idx")
-        try:
-            with lent(state, current_param_idx=None, **entries):
-                self._run()
-        finally:
-            if outside is not None:
-                state["current_param_idx"] = outside
-        self.where = ""
-
-    def _run(self) -> None:
-        indices = list(self.layouts) or range(len(self.params))
         # Ranks of a group may also hold other parameters, so each group prefetches its own.
         tasks: dict[Any, list[Iterator[None]]] = {}
         order = []
-        for index in indices:
+        for index in self.layouts:
             if not self.params[index].frozen:
-                layouts = self.layouts.get(index)
+                layouts = self.layouts[index]
                 order.append(layouts[0].group if layouts else None)
                 tasks.setdefault(order[-1], []).append(self._process(index))
-        run_in_turn(order, tasks, self.config.prefetch_count)
+        entries = {_STEP: self, "current_owner": None, "current_param_idx": None}
+        if self.reader is not None:
+            ranks = {"rank": self.rank, "world_size": self.world_size}
+            entries = {**entries, **ranks, _READER: self.reader}
+        with lent(self.config.state, entries):
+            run_in_turn(order, tasks, self.config.prefetch_count)
+        self.where = ""
 
     def _process(self, index: int) -> Iterator[None]:
         """Brings one parameter from its gradient to its update, as the pipeline does for a bucket."""
@@ -209,12 +189,11 @@ class FunctionStep:
         if param.given is not None and not param.problem:
             self.apply(index, piece, whole)
 
-    def _announce(self, index: int, function: str) -> int:
+    def _call(self, function: str, tensor: Tensor | None, index: int) -> Any:
         self.where = f"{function} of {self.params[index].described}"
-        owner = self.owners[index]
-        self.config.state["current_param_idx"] = index
-        self.config.state["current_owner"] = owner
-        return owner
+        state, owner = self.config.state, self.owners[index]
+        state["current_param_idx"], state["current_owner"] = index, owner
+        return getattr(self.config, function)(tensor, owner, state)
 
     def gather(self, index: int) -> Tensor | None:
         """What ``gather_fn`` returns for this rank's piece: zeros without a gradient."""
@@ -225,12 +204,11 @@ class FunctionStep:
         else:
             (piece,) = param.formulas.prepare([param.momentum], [param.grad])
             piece = piece.clone() if piece is param.momentum else piece
-        owner = self._announce(index, "gather_fn")
         piece = dtensor.like_param(param.tensor, piece)
-        whole = self.config.gather_fn(piece, owner, self.config.state)
-        if whole is None and owner == self.rank:
+        whole = self._call("gather_fn", piece, index)
+        if whole is None and self.owners[index] == self.rank:
             raise RuntimeError(
-                f"gather_fn returned None for {param.described} on its owner, rank {owner}. There it must return the "
+                f"gather_fn returned None for {param.described} on its owner, rank {self.rank}. There it must return the "
                 "whole matrix"
             )
         return whole
@@ -251,16 +229,16 @@ class FunctionStep:
 
     def redistribute(self, index: int, update: Tensor | None) -> Tensor:
         """This rank's piece of the update, of the parameter's local shape."""
-        owner, param = self._announce(index, "redistribute_fn"), self.params[index]
-        piece = self.config.redistribute_fn(update, owner, self.config.state)
-        if piece is update and update is not None and owner != self.rank:
-            if not update.any():
-                warnings.warn(
-                    f"redistribute_fn returned the zeros that it was given for {param.described} on rank {self.rank}, which "
-                    f"does not own it. Only rank {owner} applies its update, so replicas diverge. Receive the owner's "
-                    "update there, for example by a broadcast",
-                    stacklevel=2,
-                )
+        owner, param = self.owners[index], self.params[index]
+        piece = self._call("redistribute_fn", update, index)
+        is_same = update is not None and piece is update
+        if is_same and owner != self.rank and not update.any():
+            warnings.warn(
+                f"redistribute_fn returned the zeros that it was given for {param.described} on rank {self.rank}, which "
+                f"does not own it. Only rank {owner} applies its update, so replicas diverge. Receive the owner's "
+                "update there, for example by a broadcast",
+                stacklevel=2,
+            )
         kind = type(piece).__name__
         if isinstance(piece, Tensor):
             piece = dtensor.local_part(piece)
@@ -272,20 +250,17 @@ class FunctionStep:
             )
         return piece
 
-    def broadcast(self, index: int, update: Tensor | None) -> Tensor:
-        """The owner's ``update`` on every holder, for a factory's ``redistribute_fn``."""
-        layout, param = self.layouts[index][0], self.params[index]
-        owner, reader = self.owners[index], self.reader
-        shape = param.tensor.shape if reader is None else reader.shape_of(index)
-        fits = update is not None and update.shape == shape
-        if owner == self.rank and not fits:
-            found = "None" if update is None else tuple(update.shape)
-            raise RuntimeError(
-                f"redistribute_fn was given {found} for {param.described} on its owner"
-            )
-        if update is None or not fits:
+    def broadcast(self, index: int, update: Tensor | None, shape: torch.Size) -> Tensor:
+        """The owner's ``update`` of ``shape`` on every holder, for a factory's ``redistribute_fn``."""
+        owner, param = self.owners[index], self.params[index]
+        if update is None or update.shape != shape:
+            if owner == self.rank:
+                found = "None" if update is None else tuple(update.shape)
+                raise RuntimeError(
+                    f"redistribute_fn was given {found} for {param.described} on its owner"
+                )
             update = param.local.new_empty(shape, dtype=NS_DTYPE)
-        group = self.groups[layout.group]
+        group = self.groups[self.layouts[index][0].group]
         if group is not None:
             update = update.contiguous()
             dist.broadcast(update, owner, group=group)
@@ -298,20 +273,18 @@ class FunctionStep:
             # The learning rate of a matrix without columns cannot be scaled.
             return
         update = update.to(param.local.device).contiguous()
-        moves = []
-        for layout in self.layouts.get(index, ()):
-            for r in layout.shards.of(self.rank):
-                moves.append(
-                    (r.of_local(param.local), r.of_local(update), layout.shape)
-                )
-        if index not in self.layouts:
+        formulas = param.formulas
+        for layout in self.layouts[index]:
+            for region in layout.shards.of(self.rank):
+                local, part = region.of_local(param.local), region.of_local(update)
+                formulas.apply([local], [part], layout.shape)
+        if not self.layouts[index]:
             split, flatten = param.form
             shape = dtensor.matrix_shape(self._global_shape(index, whole), flatten)
-            parts = map(param.formulas.matrices, (param.local, update))
-            joined = split.joined_shape if split.sizes else lambda _: shape
-            moves = [(p, u, joined(p.shape)) for p, u in zip(*parts)]
-        for local, part, shape in moves:
-            param.formulas.apply([local], [part], shape)
+            pieces = map(formulas.matrices, (param.local, update))
+            for local, part in zip(*pieces):
+                joined = split.joined_shape(local.shape) if split.sizes else shape
+                formulas.apply([local], [part], joined)
 
     def _global_shape(self, index: int, whole: Tensor | None) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""

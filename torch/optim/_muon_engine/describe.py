@@ -24,23 +24,22 @@ from torch.optim._newton_schulz import newton_schulz_bytes, NS_DTYPE
 # A group of more ranks shows only its busiest ranks and this one.
 MOST_RANKS = 16
 _ROW = "  {:>6} {:>6} {:>8} {:>8} {:>11} {:>11} {:>11}  {}"
+_HEADER = "rank", "owns", "TFLOP", "x mean", "MiB sent", "received", "memory", ""
 
 
 def in_full(engine: Any) -> str:
     """For a person: who owns what, what a step costs, and which rank is the busiest."""
     count = len(engine.params)
     first = f"Muon on rank {engine.rank} of {engine.world_size}, {count} parameters, "
-    lines = []
     if not engine.runs_on_engine:
-        lines.append(first + "exchanged by the user's functions")
+        lines = [first + "exchanged by the user's functions"]
         for rank, owned in engine.assignments.items():
             names = [engine.params[i].described for i in owned]
             lines.append(f"  rank {rank} owns {listed(names, 3)}")
     else:
         schedule, (parallel, ahead) = engine.schedule, engine.flags
         turns = "all owners at once" if parallel else "one owner at a time (debugging)"
-        lines.append(f"{first}{turns}, prefetch_count {ahead}")
-        lines.append(_memory(engine))
+        lines = [f"{first}{turns}, prefetch_count {ahead}", _memory(engine)]
         for group in dict.fromkeys(bucket.group for bucket in schedule.buckets):
             lines += ["", *_table(schedule, group, engine.rank, ahead)]
     frozen = [param.described for param in engine.params if param.frozen]
@@ -59,10 +58,9 @@ def _memory(engine: Any) -> str:
     iterates = wholes = regions = 0
     for bucket in buckets:
         packs = schedule.packs(bucket, rank)
-        received = [r.pack for r in packs.relays if r.source != rank]
-        moved = [
-            sum(p.splits) for p in (packs.gather_send, packs.scatter_recv, *received)
-        ]
+        moving = [relay.pack for relay in packs.relays if relay.source != rank]
+        moving += [packs.gather_send, packs.scatter_recv]
+        moved = [sum(pack.splits) for pack in moving]
         itemsize = max(schedule.layouts[m].dtype.itemsize for m in bucket.matrices)
         batches: Counter[tuple] = Counter()
         for m in schedule.owned(bucket).get(rank, ()):
@@ -79,14 +77,15 @@ def _memory(engine: Any) -> str:
         regions = max(regions, min(max(moved) * itemsize, PREPARED_BYTES))
     workspace = max(iterates, wholes + regions)
     is_kept = engine.device.type == "cpu" or engine.config.state["keep_buffers"]
-    total, exchange, kept, workspace = (
-        f"{size / 2**20:.4g}"
-        for size in (exchange + workspace, exchange, exchange * is_kept, workspace)
-    )
     return (
-        f"Besides parameters, gradients and momentum, a step of this rank takes up to {total} MiB: {exchange} for the "
-        f"exchange and {workspace} for Newton-Schulz and updates. Between steps, the rank keeps {kept} MiB of it."
+        f"Besides parameters, gradients and momentum, a step of this rank takes up to {_mib(exchange + workspace)} MiB: "
+        f"{_mib(exchange)} for the exchange and {_mib(workspace)} for Newton-Schulz and updates. Between steps, the rank "
+        f"keeps {_mib(exchange * is_kept)} MiB of it."
     )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.4g}"
 
 
 def _table(
@@ -109,23 +108,13 @@ def _table(
         f"{len(group)} ranks ({listed([str(r) for r in group])}), {sum(map(len, owned.values()))} matrices, "
         f"{len(buckets)} buckets{ways}. Rank {busiest[0]} is the busiest, with {loads[busiest[0]] / mean:.2f} times the "
         f"mean work. The largest matrix is {heaviest / mean:.2f} times the mean work.",
-        _ROW.format(
-            "rank", "owns", "TFLOP", "x mean", "MiB sent", "received", "memory", ""
-        ),
+        _ROW.format(*_HEADER),
     ]
     for r in sorted(shown):
-        sent, received, memory = bytes_of(schedule, group, r, prefetch_count)
-        names = [schedule.layouts[m].key.short for m in owned[r]]
-        lines.append(
-            _ROW.format(
-                r,
-                len(owned[r]),
-                f"{loads[r] / 1e12:.3g}",
-                f"{loads[r] / mean:.2f}",
-                *(f"{size / 2**20:.4g}" for size in (sent, received, memory)),
-                listed(names, 3),
-            ).rstrip()
-        )
+        work = f"{loads[r] / 1e12:.3g}", f"{loads[r] / mean:.2f}"
+        sizes = map(_mib, bytes_of(schedule, group, r, prefetch_count))
+        names = listed([schedule.layouts[m].key.short for m in owned[r]], 3)
+        lines.append(_ROW.format(r, len(owned[r]), *work, *sizes, names).rstrip())
     advised = advised_owners(schedule, group, ranks_per_node())
     if advised > max(l.key.block[1] for l in schedule.layouts if l.group == group):
         lines.append(f"  owners_per_matrix={advised} would divide the largest matrices")
@@ -154,19 +143,15 @@ def bytes_of(
     packs = [schedule.packs(b, rank) for b in buckets]
     sent = received = copied = 0
     for bucket, pack in zip(buckets, packs):
-        sent += pack.gather_send.nbytes + pack.scatter_send.nbytes
+        sides = pack.gather_send, pack.scatter_send
+        relayed = [(relay.source == rank, relay.pack.nbytes) for relay in pack.relays]
+        sent += sum(side.nbytes for side in sides)
+        sent += sum(size for mine, size in relayed if mine)
         received += pack.gather_recv.nbytes + pack.scatter_recv.nbytes
-        for relay in pack.relays:
-            if relay.source == rank:
-                sent += relay.pack.nbytes
-            else:
-                received += relay.pack.nbytes
+        received += sum(size for mine, size in relayed if not mine)
         if bucket.node_size > 1:
             # Two levels copy what they send, and twice what they pass on.
-            phases = zip(
-                (pack.gather_send, pack.scatter_send), schedule.passed_on(bucket, rank)
-            )
-            for side, passed in phases:
+            for side, passed in zip(sides, schedule.passed_on(bucket, rank)):
                 through = sum(sum(row) for row in passed) * side.dtype.itemsize
                 copied = max(copied, side.nbytes + 2 * through)
     passing, arriving = relay_sizes((pack.relays for pack in packs), rank)

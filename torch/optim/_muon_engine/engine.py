@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -14,15 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
-from torch.optim._muon_engine import process_groups
+from torch.optim._muon_engine import callbacks, process_groups
 from torch.optim._muon_engine.agreement import agree, Signature
-from torch.optim._muon_engine.callbacks import (
-    are_factorys,
-    call_assign_fn,
-    choose_owners,
-    FunctionStep,
-    reader_of,
-)
+from torch.optim._muon_engine.callbacks import are_factorys, FunctionStep
 from torch.optim._muon_engine.config import DistributedConfig
 from torch.optim._muon_engine.hints import Hints
 from torch.optim._muon_engine.layouts import larger_first, Layout, listed, process_rank
@@ -44,6 +38,8 @@ from torch.optim._newton_schulz import NS_DTYPE
 
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]
+# A parameter, the one that took its place, and whether this one inherits the momentum.
+Replacement = tuple[Param, Param, bool]
 
 
 log = logging.getLogger("torch.optim.muon")
@@ -81,10 +77,10 @@ class Engine:
         self.config = config
         self.params = params
         self.flags = _flags_of(config)
-        self.reader = former.reader if former else reader_of(config.state, takes_stacks)
-        self.steps = former.steps if former else 0
+        self.reader = callbacks.reader_of(config.state, takes_stacks)
+        self.steps = 0
         # Why a step failed. After that, ranks may have different parts of it.
-        self.failure = former.failure if former else ""
+        self.failure = ""
         # Has all layouts. Its buckets lack the matrices of frozen parameters.
         self.schedule = Schedule((), (), ())
         self.assignments: dict[int, list[int]] = {}
@@ -92,22 +88,25 @@ class Engine:
         # Ranks that share matrices -> which of the optimizers over these ranks this one is.
         self.numbers: dict[tuple[int, ...], int] = {}
         self._runner: Pipeline | FunctionStep | None = None
+        replaced: list[Replacement] = []
         if former is not None:
             error = former.new_failure() or error
+            self.reader, self.steps = former.reader, former.steps
             self.failure = former.failure
             # Two sets of slots may not fit.
             former._runner = None
-            _keep_entries(former.params, params)
+            replaced = _replaced(former.params, params)
+            _keep_entries(former.params, params, replaced)
         # Indices and loads need values, in a dry run with fake tensors, too.
         with unset_fake_temporarily():
             try:
                 self._build(error, former, is_lasting)
             except Exception as found:
                 for step in (self.steps, self.steps + 1):
-                    self._notes(step).leave(found)
+                    self._notes(step).leave(f"{type(found).__name__}: {found}")
                 raise
         if former is not None:
-            take_momentum(former.params, params, states, self.rank == 0)
+            _take_momentum(replaced, params, states, self.rank == 0)
         self._hints = Hints(self.schedule.layouts, self.rank)
         # Parameters on meta will be materialized, which builds another engine.
         is_meta = any(param.tensor.is_meta for param in params)
@@ -124,8 +123,7 @@ class Engine:
 
     @property
     def world_size(self) -> int:
-        initialized = dist.is_available() and dist.is_initialized()
-        found = dist.get_world_size() if initialized else 1
+        found = dist.get_world_size() if dist.is_initialized() else 1
         return self.config.state.get("world_size", found)
 
     @property
@@ -150,8 +148,7 @@ class Engine:
     ) -> None:
         """Reads, assigns, agrees with the other ranks, and makes the schedule."""
         tensors = [param.tensor for param in self.params]
-        layouts: list[Layout] = []
-        owners: list[int] = []
+        layouts, owners = [], []
         try:
             if self.reader is not None:
                 names = [param.key.name for param in self.params]
@@ -171,8 +168,12 @@ class Engine:
                 raise error
             return
         known = self.reader.sharing(tensors)
-        kept = [param.tensor for param in (former or self).params]
-        self._agree(known, layouts, owners, kept, error, is_lasting)
+        # All ranks must have replaced the same parameters.
+        kept = {param.tensor for param in (former or self).params}
+        signatures: dict[tuple[int, ...], list[Signature]] = {of: [] for of in known}
+        for layout, owner in zip(layouts, owners):
+            signatures[layout.group].append(_signature(layout, owner, self, kept))
+        self._agree(known, signatures, error, is_lasting)
         self.schedule = buckets.make_schedule(
             layouts,
             owners,
@@ -186,22 +187,22 @@ class Engine:
             further = self.schedule.further_groups(self.rank)
             for ranks in larger_first(further.keys() - self.groups.keys()):
                 within = [known[wide] for wide in known if set(ranks) <= set(wide)]
-                groups = [group for found in within for group in found]
+                groups = chain.from_iterable(within)
                 self.groups[ranks] = spanning_group(ranks, groups, further[ranks])
 
     def _assign(self, tensors: list[Tensor], layouts: Sequence[Layout]) -> list[int]:
         """Fills ``assignments``. Returns the owner of each layout."""
-        entries = {}
+        entries: dict[str, Any] = {callbacks.LAYOUTS: layouts}
         if self.reader is not None:
             self.reader.describe_state(self.config.state)
             if not self.runs_on_engine:
                 _check_stacks(self.params, layouts)
             if are_factorys(self.config, "assign"):
-                near = process_groups.ranks_per_node()
-                owners, self.assignments = choose_owners(tensors, layouts, near)
+                owners, self.assignments = callbacks.choose_owners(tensors, layouts)
                 return owners
-            entries = {"rank": self.rank, "world_size": self.world_size}
-        assignments = call_assign_fn(self.config, tensors, layouts, **entries)
+            entries |= {"rank": self.rank, "world_size": self.world_size}
+        with callbacks.lent(self.config.state, entries):
+            assignments = self.config.assign_fn(list(tensors), self.config.state)
         described = [param.described for param in self.params]
         check_assignments(assignments, described, self.world_size)
         self.assignments = {rank: list(owned) for rank, owned in assignments.items()}
@@ -210,44 +211,31 @@ class Engine:
     def _agree(
         self,
         known: Mapping[tuple[int, ...], list[ProcessGroup]],
-        layouts: Sequence[Layout],
-        owners: Sequence[int],
-        kept: Sequence[Tensor],
+        signatures: Mapping[tuple[int, ...], list[Signature]],
         error: BaseException | None,
         is_lasting: bool,
     ) -> None:
-        """Makes the group of each set of ranks in ``known``, and compares signatures in it.
-
-        ``kept`` are the parameters before a change. All ranks must have replaced the same ones.
-        """
-        before = set(map(id, kept))
+        """Makes the group of each set of ranks in ``known``, and compares signatures in it."""
         for ranks in larger_first(known):
             self.groups[ranks] = None
             if len(ranks) == 1:
                 continue
-            self.numbers[ranks] = process_groups.optimizer_number(ranks)
-            mine = [pair for pair in zip(layouts, owners) if pair[0].group == ranks]
-            described = [layout.describe() for layout, _ in mine]
+            counters, mine = process_groups.counters_of(ranks), signatures[ranks]
+            self.numbers[ranks] = counters.optimizers
             try:
                 group = self.groups[ranks] = spanning_group(ranks, known[ranks])
             except RuntimeError as failed:
+                described = listed([signature.description for signature in mine])
                 raise error or RuntimeError(
-                    f"could not make a process group of ranks {list(ranks)}, which share {listed(described) or 'parameters'}. "
+                    f"could not make a process group of ranks {list(ranks)}, which share {described or 'parameters'}. "
                     f"One of them ended, failed, or did not build its Muon within the timeout: {failed}"
                 ) from failed
-            signatures = []
-            for layout, owner in mine:
-                param = self.params[layout.key.index]
-                replaced = id(param.tensor) not in before
-                signatures.append(
-                    _signature(layout, owner, param, replaced, self.flags)
-                )
-            self.numbers[ranks], found = agree(
-                group, signatures, self.numbers[ranks], error
-            )
-            process_groups.set_optimizer_number(ranks, self.numbers[ranks] + 1)
+            number, found = agree(group, mine, self.numbers[ranks], error)
+            self.numbers[ranks], counters.optimizers = number, number + 1
             if found is None and is_lasting:
-                process_groups.move_first_owner(ranks, len(mine))
+                # The next optimizer's owners start where those of this one stop.
+                start = counters.first_owner + len(mine)
+                counters.first_owner = start % len(ranks)
             error = error or found
         if error is not None:
             raise error
@@ -270,25 +258,22 @@ class Engine:
         """Waits in ``step()`` until all ranks that share matrices have found that parameters changed."""
         if self.reader is None:
             return
-        groups = {
-            ranks: [group]
-            for ranks in self.numbers
-            if (group := self.groups[ranks]) is not None
-        }
-        groups = {**groups, **self.reader.meeting(tensors)}
+        groups: dict[Any, list[Any]] = {r: [self.groups[r]] for r in self.numbers}
+        groups |= self.reader.meeting(tensors)
         # Ranks that are in the step already find this note after their collective failed.
         self._notes().leave(
             "it found changed parameters in step(), and waits for the other ranks to change them too"
         )
         for ranks in larger_first(groups):
+            timeout = process_groups.group_timeout(groups[ranks])
             name = str(self.numbers.get(ranks, "new"))
-            process_groups.rendezvous(
-                ranks, process_groups.group_timeout(groups[ranks]), name
-            )
+            process_groups.rendezvous(ranks, timeout, name)
         self._notes().take_back()
 
     # Running
 
+    # A compiled step that saw the counter would be compiled again.
+    @torch._disable_dynamo
     def begin_step(self) -> None:
         """Counts a step, even one that this rank breaks off."""
         self.steps += 1
@@ -346,7 +331,7 @@ class Engine:
                 f"async_gpu_parallelism and prefetch_count were {self.flags} when this Muon was built and are "
                 f"{_flags_of(self.config)} now. Set them before you build Muon, or build a new one"
             )
-        pairs = zip(self.params, formulas, strict=True)
+        pairs = list(zip(self.params, formulas, strict=True))
         for param, of in {
             (id(p.formulas), id(of)): (p, of) for p, of in pairs
         }.values():
@@ -355,8 +340,7 @@ class Engine:
                     f"split and flatten of {param.described} were {param.form} when this Muon was built and are {of.form} now; "
                     "build a new Muon"
                 )
-        for one in {id(f): f for f in formulas}.values():
-            one.check()
+            of.check()
         if any(torch.is_complex(param.tensor) for param in self.params):
             raise RuntimeError("Muon does not support complex parameters")
         on_meta = [param.described for param in self.params if param.tensor.is_meta]
@@ -365,7 +349,7 @@ class Engine:
                 f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
                 "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
             )
-        for param, of, grad in zip(self.params, formulas, grads, strict=True):
+        for (param, of), grad in zip(pairs, grads, strict=True):
             if not param.frozen:
                 param.begin(of, grad, states[param.tensor])
         self._hints.look(self.params)
@@ -440,10 +424,9 @@ def _check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
             )
 
 
-def _signature(
-    layout: Layout, owner: int, param: Param, replaced: bool, flags: tuple[bool, int]
-) -> Signature:
-    key = layout.key
+def _signature(layout: Layout, owner: int, engine: Engine, kept: set) -> Signature:
+    """``kept`` are the parameters before a change."""
+    key, param = layout.key, engine.params[layout.key.index]
     fields = {
         # No index: ranks that also hold other experts or stages count differently.
         "name": f"expert {key.expert}" if key.expert is not None else str(key.name),
@@ -452,12 +435,12 @@ def _signature(
         "placement": layout.source,
         "shards": layout.shards.digest,
         "requires_grad": str(not param.frozen),
-        "replaced": str(replaced),
+        "replaced": str(param.tensor not in kept),
         "owner": str(owner),
         **param.formulas.signature(),
-        "prefetch_count": str(flags[1]),
-        "async_gpu_parallelism": str(flags[0]),
-        "owners_per_matrix": str(layout.key.block[1]),
+        "prefetch_count": str(engine.flags[1]),
+        "async_gpu_parallelism": str(engine.flags[0]),
+        "owners_per_matrix": str(key.block[1]),
     }
     if len(layout.group) > buckets.MAX_PEERS or layout.divided:
         fields["ranks per node"] = str(process_groups.ranks_per_node())
@@ -492,14 +475,11 @@ def _make_pipeline(engine: Engine) -> Pipeline:
         if (group := groups[ranks]) is not None
     ]
     # Ranks may list the same experts in different orders.
-    experts = {l.key.index: l.key.expert for l in schedule.layouts}
-    ids = [
-        -1 if (of := experts.get(i)) is None else of for i in range(len(engine.params))
-    ]
-    order = sorted(range(len(ids)), key=ids.__getitem__)
+    keys = [layout.key for layout in schedule.layouts]
+    experts = {key.index: key.expert for key in keys if key.expert is not None}
     return Pipeline(
         [bucket for bucket, _ in buckets],
-        [engine.params[i] for i in order],
+        sorted(engine.params, key=lambda param: experts.get(param.key.index, -1)),
         statuses,
         rank,
         device,
@@ -509,33 +489,28 @@ def _make_pipeline(engine: Engine) -> Pipeline:
     )
 
 
-def take_momentum(
-    former: Sequence[Param], now: Sequence[Param], states: States, speaks: bool
+def _take_momentum(
+    replaced: list[Replacement], params: Sequence[Param], states: States, speaks: bool
 ) -> None:
     """Gives momentum to parameters that replace others, and restarts it if it does not fit.
 
     The momentum of a parameter that left the groups stays with that parameter.
     """
     restarted = []
-    for old, new, inherits in _replacements(former, now):
-        state = states.get(old.tensor, {})
-        if new.tensor in states or "momentum_buffer" not in state:
-            continue
-        if inherits:
-            states[new.tensor] = dict(state)
-        else:
-            restarted.append(new.described)
-    for param in now:
+    for old, new, inherits in replaced:
+        if "momentum_buffer" in states.get(old.tensor, {}) and new.tensor not in states:
+            if inherits:
+                states[new.tensor] = dict(states[old.tensor])
+            else:
+                restarted.append(new.described)
+    for param in params:
         tensor, state = param.tensor, states.get(param.tensor, {})
         buffer = state.get("momentum_buffer")
-        if buffer is None:
-            continue
-        if buffer.shape != tensor.shape:
+        if buffer is not None and buffer.shape != tensor.shape:
             restarted.append(param.described)
             del state["momentum_buffer"]
-        elif buffer.dtype != tensor.dtype or buffer.device != tensor.device:
-            moved = buffer.to(device=tensor.device, dtype=tensor.dtype)
-            state["momentum_buffer"] = moved
+        elif buffer is not None:
+            state["momentum_buffer"] = buffer.to(tensor.device, tensor.dtype)
     if restarted and speaks:
         warnings.warn(
             "the momentum of these starts at zero, because they took the place of other parameters: "
@@ -544,44 +519,37 @@ def take_momentum(
         )
 
 
-def _keep_entries(former: Sequence[Param], now: Sequence[Param]) -> None:
+def _keep_entries(
+    former: Sequence[Param], now: Sequence[Param], replaced: list[Replacement]
+) -> None:
     """Gives each parameter the entry that it has had, or that of the parameter that it replaces."""
-    entries = {id(param.tensor): param.entry for param in former}
-    for old, new, _ in _replacements(former, now):
-        entries[id(new.tensor)] = old.entry
+    entries = {param.tensor: param.entry for param in former}
+    entries |= {new.tensor: old.entry for old, new, _ in replaced}
     following = count(max(entries.values(), default=-1) + 1)
     for param in now:
-        known = entries.get(id(param.tensor))
+        known = entries.get(param.tensor)
         param.entry = next(following) if known is None else known
 
 
-def _replacements(
-    former: Sequence[Param], now: Sequence[Param]
-) -> list[tuple[Param, Param, bool]]:
-    """Each parameter that took another one's place, with whether it inherits the momentum.
+def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement]:
+    """Each parameter that took another one's place.
 
-    It does if the shape and the name are the same and nothing else in its group moved. Without names,
-    the type, placement, dtype or device must differ as well: a framework has sharded the parameter.
-    Otherwise it is another layer of equal shape, whose momentum starts at zero as in stock Muon.
+    It inherits the momentum if the shape and the name are the same and nothing else in its group moved.
+    Without names, the type, placement, dtype or device must differ as well: a framework has sharded the
+    parameter. Otherwise it is another layer of equal shape, whose momentum starts at zero as in stock Muon.
     """
-    present = {id(param.tensor) for param in now}
-    before = {id(param.tensor) for param in former}
+    stayed = {param.tensor for param in former} & {param.tensor for param in now}
     found = []
     for number in dict.fromkeys(param.group for param in now):
-        old = [param for param in former if param.group == number]
-        pairs = list(zip(old, [param for param in now if param.group == number]))
-        replaced = [
-            (a, b)
-            for a, b in pairs
-            if id(a.tensor) not in present and id(b.tensor) not in before
-        ]
-        stayed = sum(a.tensor is b.tensor for a, b in pairs)
-        for a, b in replaced:
+        old, new = ([p for p in ps if p.group == number] for ps in (former, now))
+        moved = [(a, b) for a, b in zip(old, new) if a.tensor is not b.tensor]
+        pairs = [(a, b) for a, b in moved if not {a.tensor, b.tensor} & stayed]
+        for a, b in pairs:
             # Freezing a parameter does not make it another kind of tensor.
             names = a.key.name, b.key.name
             same = names[0] == names[1] and (names[0] or a.origin[1:] != b.origin[1:])
             fits = bool(same) and a.tensor.shape == b.tensor.shape
-            found.append((a, b, fits and len(pairs) == len(replaced) + stayed))
+            found.append((a, b, fits and len(pairs) == len(moved)))
     return found
 
 

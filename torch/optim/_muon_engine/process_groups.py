@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +29,10 @@ _MISSING = (
 
 
 def _of_world(what: str) -> dict[Any, Any]:
-    return _worlds.setdefault(dist.group.WORLD, {}).setdefault(what, {})
+    world = dist.group.WORLD
+    if world is None:
+        return {}
+    return _worlds.setdefault(world, {}).setdefault(what, {})
 
 
 def spanning_group(
@@ -44,8 +48,7 @@ def spanning_group(
         what: what the ranks share, for the description of a new group.
     """
     known = list(dict.fromkeys(known))
-    world = dist.group.WORLD
-    for group in [*known, *([world] if world is not None else [])]:
+    for group in [*known, distributed_c10d._get_default_group()]:
         if tuple(dist.get_process_group_ranks(group)) == ranks:
             return group
     backend = dist.get_backend_config(known[0] if known else None)
@@ -80,23 +83,17 @@ def _without_split() -> Iterator[None]:
         world.bound_device_id = device
 
 
-def optimizer_number(ranks: tuple[int, ...]) -> int:
-    """The number of the next optimizer over exactly ``ranks`` in this world."""
-    return _of_world("numbers").get(ranks, 0)
+@dataclass
+class Counters:
+    """The number of the next optimizer over some ranks, and the place where its owners start."""
+
+    optimizers: int = 0
+    first_owner: int = 0
 
 
-def set_optimizer_number(ranks: tuple[int, ...], number: int) -> None:
-    _of_world("numbers")[ranks] = number
-
-
-def move_first_owner(ranks: tuple[int, ...], matrices: int) -> None:
-    """Lets the next optimizer over ``ranks`` start where one with this many matrices stopped."""
-    _of_world("starts")[ranks] = (first_owner(ranks) + matrices) % len(ranks)
-
-
-def first_owner(ranks: tuple[int, ...]) -> int:
-    """The place in ``ranks`` at which the next optimizer's owners start."""
-    return _of_world("starts").get(ranks, 0) if dist.group.WORLD else 0
+def counters_of(ranks: tuple[int, ...]) -> Counters:
+    """The counters of the optimizers over exactly ``ranks`` in this world."""
+    return _of_world("counters").setdefault(ranks, Counters())
 
 
 def group_timeout(known: Iterable[ProcessGroup]) -> timedelta | None:
@@ -192,10 +189,8 @@ class FailureNotes:
             for ranks, number in numbers.items()
         }
 
-    def leave(self, reason: BaseException | str) -> None:
+    def leave(self, reason: str) -> None:
         """Tells the ranks that wait for this one why it does not complete the step."""
-        if isinstance(reason, BaseException):
-            reason = f"{type(reason).__name__}: {reason}"
         with suppress(*_GONE):
             for key in self._keys.values():
                 # A value of the store must not be empty.
