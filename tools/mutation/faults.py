@@ -425,10 +425,8 @@ FAULTS = (
     Fault(
         "what ranks learned over one group does not reach the next one",
         EXCHANGED,
-        "        told: Told = pieces, ep_ranks\n",
-        """        alone = dict(zip(described, (m.piece for m in matrices)))
-        told: Told = alone, ep_ranks
-""",
+        "        told: Told = parts, digests, ep_ranks\n",
+        "        told: Told = _by_name(layouts), digests, ep_ranks\n",
         (f"{GROUPS}combinations_vs_single_device",),
     ),
     Fault(
@@ -441,8 +439,8 @@ FAULTS = (
     Fault(
         "expert ids are not looked at, so that other experts are replicas",
         "_muon_engine/layouts/groups.py",
-        "expert = self.groups.experts.get(index)",
-        "expert = None",
+        "key = Key(index, 0, name, self.groups.expert(index))",
+        "key = Key(index, 0, name)",
         (f"{HERE}groups.py::TestMuonExperts::test_ddp_over_all_ranks",),
     ),
     Fault(
@@ -623,8 +621,8 @@ FAULTS = (
     Fault(
         "a part begins where the fused weight's first row is stored",
         "_muon_engine/layouts/divide.py",
-        "                offset = region.offset + apart * region.stride\n",
-        "                offset = region.offset\n",
+        "            offset=region.offset + offset, repeat=repeat\n",
+        "            offset=region.offset, repeat=repeat\n",
         (f"{FORMS}any_placement",),
     ),
     Fault(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim._muon_engine.config import DistributedConfig
-from torch.optim._muon_engine.layouts import dtensor, Layout, process_rank
+from torch.optim._muon_engine.layouts import dtensor, Layout, matrix_shape, process_rank
 from torch.optim._muon_engine.layouts.groups import ParallelGroups, Reader
 from torch.optim._muon_engine.process_groups import first_owner
 from torch.optim._muon_engine.runtime.pipeline import accumulate, run_in_turn
@@ -306,7 +306,7 @@ class FunctionStep:
                 )
         if index not in self.layouts:
             split, flatten = param.form
-            shape = dtensor.matrix_shape(self._global_shape(index, whole), flatten)
+            shape = matrix_shape(self._global_shape(index, whole), flatten)
             parts = map(param.formulas.matrices, (param.local, update))
             joined = split.joined_shape if split.sizes else lambda _: shape
             moves = [(p, u, joined(p.shape)) for p, u in zip(*parts)]

@@ -170,7 +170,7 @@ class Engine:
             if error is not None:
                 raise error
             return
-        known = self.reader.sharing(tensors)
+        known = self.reader.sharing
         kept = [param.tensor for param in (former or self).params]
         self._agree(known, layouts, owners, kept, error, is_lasting)
         self.schedule = buckets.make_schedule(

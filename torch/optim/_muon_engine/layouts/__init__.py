@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,6 +42,17 @@ class Region(NamedTuple):
         sizes[dim] //= count
         last = (sizes[0] - 1) * self.stride + sizes[1] + (count - 1) * apart
         return self.offset + last if self.numel else 0
+
+    def span(self, dim: int) -> tuple[int, int]:
+        """The first row (dim 0) or column (dim 1), and how many there are."""
+        return (self.column, self.width) if dim else (self.row, self.height)
+
+    def from_line(self, dim: int, start: int, extent: int | None = None) -> "Region":
+        """This rectangle with its first row (dim 0) or column (dim 1) at ``start``."""
+        extent = self.span(dim)[1] if extent is None else extent
+        if dim:
+            return self._replace(column=start, width=extent)
+        return self._replace(row=start, height=extent)
 
     def in_blocks(self, view: Tensor) -> Tensor:
         """A ``view`` of shape (height, width), with a dimension more if there are several blocks."""
@@ -218,12 +230,28 @@ class Shards:
         return replicas[min(self._replica_number[owner][1], len(replicas) - 1)]
 
 
+class Cut(NamedTuple):
+    """A process group over which a matrix is cut along ``dim``, or replicated if ``dim`` is None.
+
+    The regions of FSDP1 already count in the whole matrix. Its cut has no dimension either.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    dim: int | None = None
+
+    @property
+    def cuts(self) -> bool:
+        return self.kind == "fsdp" or self.dim is not None
+
+
 @dataclass(frozen=True)
 class Layout:
     """One matrix, or a block of a divided one: its global shape, and which rank stores what of it.
 
     ``source`` says where the reader knows it from, for error messages. ``divided`` is the shape of the
-    matrix that a block is from.
+    matrix that a block is from. While ranks read, a layout is the part of a matrix that a rank knows, and
+    the ranks of ``cuts`` know the rest.
     """
 
     key: Key
@@ -232,6 +260,7 @@ class Layout:
     shards: Shards
     source: str = ""
     divided: tuple[int, int] | None = None
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def whole(self) -> tuple[int, int]:
@@ -255,6 +284,15 @@ def listed(names: Sequence[Any], most: int = 8) -> str:
     """The first of ``names``, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
+
+
+def matrix_shape(shape: Sequence[int], flatten: bool) -> tuple[int, int]:
+    """The shape of a matrix in a parameter: dimension 0 by all others, or else the last two."""
+    return (shape[0], math.prod(shape[1:])) if flatten else (shape[-2], shape[-1])
+
+
+def not_2d(described: str) -> ValueError:
+    return ValueError(f"Muon only supports 2D parameters whereas we found {described}")
 
 
 def larger_first(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

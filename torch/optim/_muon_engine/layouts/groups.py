@@ -7,6 +7,7 @@ their pieces. DTensors describe themselves. Groups can only add replicas of thei
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,26 +18,23 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim._muon_engine.agreement import all_gather_uneven
 from torch.optim._muon_engine.layouts import (
+    check_cover,
+    Cut,
     dtensor,
     fsdp1,
     Key,
     Layout,
     listed,
+    matrix_shape,
     moved,
+    not_2d,
     process_rank,
     Region,
     Shards,
     whole_regions,
 )
 from torch.optim._muon_engine.layouts.divide import split
-from torch.optim._muon_engine.layouts.exchange import (
-    Cut,
-    KINDS,
-    layouts_of,
-    LocalMatrix,
-    _DIGEST,
-    Piece,
-)
+from torch.optim._muon_engine.layouts.exchange import completed, DIGEST, in_words, KINDS
 from torch.optim._muon_engine.process_groups import (
     device_of_group,
     is_dry_run,
@@ -125,8 +123,9 @@ class Reader:
         self.groups = groups
         self.takes_stacks = takes_stacks
         self.dtensors = dtensor.DTensorLayouts()
-        # None before reading succeeded.
-        self._sharing: Sharing | None = None
+        # From the parameters that were read last. If reading failed, only the ranks and groups that all
+        # ranks know without it.
+        self.sharing: Sharing = {}
         self._forms: dict[int, Form] = {}
         # Index -> the layouts in a parameter, and a tensor with its type and local shape.
         self._known: dict[int, tuple[list[Layout], Tensor]] = {}
@@ -151,37 +150,40 @@ class Reader:
         self._forms, self.groups.entries = dict(enumerate(forms)), entries
         # Another mesh may get the address of a former one.
         self.dtensors = dtensor.DTensorLayouts()
-        is_first, self._sharing, self._known = self._sharing is None, None, {}
-        local = _LocalReader(self)
+        is_first, self._known = not self.sharing, {}
+        local = _LocalReader(self.groups, self.dtensors, self.takes_stacks)
         try:
+            self.sharing = self.dtensors.sharing(params)
             if error is None:
                 if is_first:
                     self.groups.check_count(len(params))
                 for index, (param, name) in enumerate(zip(params, names, strict=True)):
-                    expert = self.groups.expert(index)
-                    key = Key(index, 0, name, expert)
+                    key = Key(index, 0, name, self.groups.expert(index))
                     local.add(key, param, self._form(index)[1])
         except Exception as problem:
             # The other ranks are on their way into the exchange, so they hear of it there.
-            error = problem
+            error = error or problem
         layouts = local.exchange(params, error)
         for layout in layouts:
             index = layout.key.index
             self._known.setdefault(index, ([], params[index]))[0].append(layout)
-        self._sharing = self._read_sharing(params, layouts, local)
+        self.sharing = self._sharing_of(params, layouts, local.groups_of)
         known: dict[Any, list[Shards]] = {}
-        parts = []
-        for layout in layouts:
-            how = self._form(layout.key.index)[0]
-            parts += split(layout, how, known) if how.sizes else [layout]
+        parts = [
+            part
+            for layout in layouts
+            for part in split(layout, self._form(layout.key.index)[0], known)
+        ]
         # Ranks may list the same experts in different orders, and must share one order.
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
-    def _read_sharing(
-        self, params: Sequence[Tensor], layouts: Sequence[Layout], local: "_LocalReader"
+    def _sharing_of(
+        self,
+        params: Sequence[Tensor],
+        layouts: Sequence[Layout],
+        given: Mapping[tuple[str, tuple[int, ...]], ProcessGroup],
     ) -> Sharing:
-        of_meshes = self.dtensors.sharing(params)
-        given = local.groups_of.items()
+        of_meshes = self.sharing
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
         sharing = {} if self.groups.shared_over() else dict(of_meshes)
         for ranks, mesh in dict.fromkeys(
@@ -190,19 +192,10 @@ class Reader:
         ):
             # Replicas along other groups make a mesh one part of several. A mesh of other parameters does
             # not count: not all of these ranks may be on one.
-            inside = [g for (_, of), g in given if set(of) <= set(ranks)]
+            inside = [g for (_, of), g in given.items() if set(of) <= set(ranks)]
             inside += [*sharing.get(ranks, []), *of_meshes.get(mesh, [])]
             sharing[ranks] = list(dict.fromkeys(inside))
         return sharing
-
-    def sharing(self, params: Sequence[Tensor]) -> Sharing:
-        """Sorted ranks that share one of ``params``, as last read -> the framework's groups for it.
-
-        If :meth:`read` raised, only what is known without it, which is the same on all ranks.
-        """
-        if self._sharing is None:
-            return self.dtensors.sharing(params)
-        return self._sharing
 
     def meeting(self, params: Sequence[Tensor]) -> Sharing:
         """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
@@ -213,7 +206,7 @@ class Reader:
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
         """Where collectives take their memory."""
         device = dtensor.device_of(params)
-        for group in (g for groups in (self._sharing or {}).values() for g in groups):
+        for group in (g for groups in self.sharing.values() for g in groups):
             kinds = [torch.device(kind).type for kind in group._device_types]
             if device.type in ("cpu", "meta") and device.type not in kinds:
                 # Parameters on the CPU or on meta, in a group of accelerators only.
@@ -258,7 +251,7 @@ class Reader:
         if isinstance(tensor, DTensor):
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
         elif not layouts or (len(layouts) == 1 and like.shape != tensor.shape):
-            local = _LocalReader(self)
+            local = _LocalReader(self.groups, self.dtensors, self.takes_stacks)
             local.add(Key(index), tensor, flatten)
             layouts = local.exchange({index: tensor}, None)
         if len(layouts) > 1 and tensor.ndim < 3:
@@ -275,7 +268,8 @@ class Reader:
             return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.
         given = [*self.groups.shared_over().values()]
-        known = {ranks: given, **self.sharing([tensor])}[ranks]
+        sharing = self.sharing or self.dtensors.sharing([tensor])
+        known = sharing.get(ranks, given)
         flat = all_gather_uneven(piece.reshape(-1), spanning_group(ranks, known))
         parts = dict(zip(ranks, flat, strict=True))
         # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
@@ -304,31 +298,37 @@ class Reader:
 class _LocalReader:
     """Collects what this rank knows by itself about one optimizer's matrices."""
 
-    def __init__(self, reader: Reader) -> None:
-        self.reader, self.groups = reader, reader.groups
-        self.shared = self.groups.shared_over()
+    def __init__(
+        self,
+        groups: ParallelGroups,
+        dtensors: dtensor.DTensorLayouts,
+        takes_stacks: bool,
+    ) -> None:
+        self.groups, self.dtensors, self.takes_stacks = groups, dtensors, takes_stacks
+        self.shared = groups.shared_over()
         # Kind and ranks -> the group. A unit of FSDP1 may have other groups than those that were given.
         self.groups_of = {(kind, _ranks(g)): g for kind, g in self.shared.items()}
-        self.found: list[LocalMatrix] = []
+        # Of plain tensors, the parts that this rank knows.
+        self.found: list[Layout] = []
         # Text -> the matrices that it is about.
         self.warnings: dict[str, list[str]] = {}
-        # Equal pieces become one object.
-        self._pieces: dict[Any, Piece] = {}
-        module = self.groups.module
-        self._views = {} if module is None else fsdp1.views(module)
+        # Equal shards are one object.
+        self._shards: dict[tuple, Shards] = {}
+        module = groups.module
+        self._views = None if module is None else fsdp1.views(module)
 
     def exchange(
         self,
         params: Mapping[int, Tensor] | Sequence[Tensor],
         error: BaseException | None,
     ) -> list[Layout]:
-        """The layouts of the matrices found, from the pieces that all ranks tell; and the warnings."""
+        """The whole layouts of the matrices found, from what all ranks tell. Gives the warnings."""
         values = [0] * len(self.found)
         if error is None and not is_dry_run():
             values = _digests_of(self.found, params)
         ep = self.groups.of_kind["ep"]
         ep_ranks = (process_rank(),) if ep is None else _ranks(ep)
-        layouts, equal = layouts_of(self.found, self.groups_of, ep_ranks, values, error)
+        layouts, equal = completed(self.found, self.groups_of, ep_ranks, values, error)
         for kind, described in equal.items():
             self.warnings[_EQUAL_SHARDS[kind]] = described
         # Only the first of the ranks speaks.
@@ -346,20 +346,14 @@ class _LocalReader:
         if isinstance(param, DTensor):
             self._add_dtensor(key, param, flatten)
             return
-        view = fsdp1.view_of(param, self._views)
+        described = key.describe(param.shape)
+        has_group = self.groups.of_kind["fsdp"] is not None
+        view = fsdp1.view_of(param, described, self._views, has_group)
         if view is None:
             self._add_plain(key, param, flatten)
             return
-        described = key.describe(param.shape)
-        view.check(
-            described,
-            self.groups.module is not None,
-            self.groups.of_kind["fsdp"] is not None,
-        )
-        matrices = fsdp1.matrices_only(
-            view, described, self.reader.takes_stacks, flatten
-        )
-        for sub, matrix in enumerate(matrices):
+        found = fsdp1.matrices_only(view, described, self.takes_stacks, flatten)
+        for sub, matrix in enumerate(found):
             self._add_flat(key._replace(sub=sub), param, matrix, view)
 
     def _add(
@@ -377,29 +371,27 @@ class _LocalReader:
             if kind in groups and dist.get_world_size(groups[kind]) > 1
         )
         self.groups_of |= {(cut.kind, cut.ranks): groups[cut.kind] for cut in cuts}
-        piece = Piece(shape, ((process_rank(), regions),), cuts)
-        piece = self._pieces.setdefault(piece, piece)
-        self.found.append(LocalMatrix(key, param.dtype, piece))
+        kind = shape, regions
+        if kind not in self._shards:
+            self._shards[kind] = Shards((process_rank(),), (regions,))
+        where, shards = in_words(cuts), self._shards[kind]
+        self.found.append(Layout(key, shape, param.dtype, shards, where, cuts=cuts))
+        if not cuts:
+            check_cover(self.found[-1])
 
     def _add_dtensor(self, key: Key, tensor: DTensor, flatten: bool) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
-        mesh_ranks = self.reader.dtensors.ranks_of(tensor.device_mesh)
+        mesh_ranks = self.dtensors.ranks_of(tensor.device_mesh)
         cuts = tuple(
             Cut(kind, _ranks(self.shared[kind]))
             for kind in ("ddp", "cp")
             if kind in self.shared and _only_me(self.shared[kind], mesh_ranks)
         )
-        layouts = self.reader.dtensors.of(key, tensor, flatten)
+        layouts = self.dtensors.of(key, tensor, flatten)
         for layout in layouts:
-            shards, of_sum = layout.shards, layout.shards.contributions
-            if id(shards) not in self._pieces:
-                holders = tuple(zip(shards.ranks, shards.regions, strict=True))
-                piece = Piece(layout.shape, holders, () if of_sum else cuts)
-                self._pieces[id(shards)] = piece
-            piece = self._pieces[id(shards)]
-            self.found.append(
-                LocalMatrix(layout.key, layout.dtype, piece, layout.source, of_sum)
-            )
+            # The contributions to a sum are no replicas.
+            whole = () if layout.shards.contributions else cuts
+            self.found.append(replace(layout, cuts=whole))
         for layout in layouts[:1]:
             self._compare_with_groups(layout, tensor)
 
@@ -434,9 +426,7 @@ class _LocalReader:
 
     def _add_plain(self, key: Key, param: Tensor, flatten: bool) -> None:
         if param.ndim < 2:
-            raise ValueError(
-                f"Muon only supports 2D parameters whereas we found {key.describe(param.shape)}"
-            )
+            raise not_2d(key.describe(param.shape))
         groups = dict(self.shared)
         if self._views:
             # FSDP1 did not flatten it, so each rank has it whole. TP may have cut it nevertheless.
@@ -459,7 +449,7 @@ class _LocalReader:
                 tp_dim -= stacked
                 if tp_dim < 0:
                     groups.pop("tp", None)
-        rows, columns = dtensor.matrix_shape(param.shape, flatten)
+        rows, columns = matrix_shape(param.shape, flatten)
         for sub in range(math.prod(param.shape[:stacked])):
             regions = moved(whole_regions(rows, columns), sub * rows * columns)
             dims = {"fsdp": 0, "tp": tp_dim}
@@ -537,25 +527,17 @@ _EQUAL_SHARDS["tp"] = (
 
 
 def _digests_of(
-    matrices: Sequence[LocalMatrix], params: Mapping[int, Tensor] | Sequence[Tensor]
+    layouts: Sequence[Layout], params: Mapping[int, Tensor] | Sequence[Tensor]
 ) -> list[int]:
     """Digests of the values that this rank stores of cut matrices; 0 for zeros, and for all others."""
-    sums = []
-    for matrix in matrices:
-        local = dtensor.local_part(params[matrix.key.index])
-        total = torch.zeros((), dtype=torch.float64, device=local.device)
-        for region in matrix.piece.holders[0][1] if matrix.is_cut else ():
-            total += region.of_local(local).abs().sum(dtype=torch.float64)
-        sums.append(
-            total if local.device.type != "meta" else torch.zeros((), device="cpu")
-        )
-    # One copy to the host for each device.
-    kinds = {total.device for total in sums}
-    read = {
-        kind: iter(torch.stack([t for t in sums if t.device == kind]).tolist())
-        for kind in kinds
-    }
-    return [hash(next(read[total.device])) & _DIGEST for total in sums]
+    digests = []
+    for layout in layouts:
+        local, total = dtensor.local_part(params[layout.key.index]), 0.0
+        if any(cut.cuts for cut in layout.cuts) and not local.is_meta:
+            for region in layout.shards.regions[0]:
+                total += region.of_local(local).abs().sum(dtype=torch.float64).item()
+        digests.append(hash(total) & DIGEST)
+    return digests
 
 
 def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:
