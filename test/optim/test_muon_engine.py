@@ -194,7 +194,7 @@ class TestDTensorLayouts(TestCase):
     def test_fsdp1_over_tp_of_more_than_one_mesh_dimension(self):
         self.as_rank(0, 4)
         dtensor = self.dtensor((2, 2), Shard(0), Shard(1))
-        reader = _LocalReader(ParallelGroups({}), DTensorLayouts(), False)
+        reader = _LocalReader(ParallelGroups({}), DTensorLayouts())
         with self.assertRaisesRegex(ValueError, "weight.*mesh of 2 dim.*fully_shard"):
             reader._tp_of_spec(Key(0), "weight", dtensor._spec)
 

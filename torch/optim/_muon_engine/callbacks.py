@@ -46,7 +46,7 @@ def reader_of(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader | 
     """A new reader for a config's ``state``; None if the user wrote the config from scratch."""
     if state.get("reader") not in ("dtensor", "process_groups"):
         return None
-    return Reader(ParallelGroups(state), takes_stacks)
+    return Reader(ParallelGroups(state, takes_stacks))
 
 
 def choose_owners(

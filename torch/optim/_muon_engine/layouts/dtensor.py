@@ -38,11 +38,7 @@ class DTensorLayouts:
         self._ranks: dict[DeviceMesh, tuple[int, ...]] = {}
 
     def of(
-        self,
-        key: Key,
-        tensor: DTensor,
-        flatten: bool = False,
-        everywhere: bool = False,
+        self, key: Key, tensor: DTensor, flatten: bool = False, everywhere: bool = False
     ) -> list[Layout]:
         """The layouts of the matrices of ``tensor`` of which this rank has a part.
 

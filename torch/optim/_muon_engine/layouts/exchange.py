@@ -15,6 +15,7 @@ from torch.optim._muon_engine.agreement import common, exchange
 from torch.optim._muon_engine.layouts import (
     check_cover,
     Cut,
+    Key,
     Layout,
     listed,
     process_rank,
@@ -33,6 +34,8 @@ KINDS = ("fsdp", "tp", "ddp", "cp")
 # None, the number of its parameter among those of no expert, and its number in the parameter. (Ranks may
 # hold different numbers of a stack's matrices.)
 Name = tuple["int | None", int, int]
+# By kind and ranks.
+Groups = Mapping[tuple[str, tuple[int, ...]], ProcessGroup]
 # The message of a rank to a group: its layouts so far, digests of their values (0 for zeros), and its
 # expert-parallel group.
 Told = tuple[Mapping[Name, Layout], Mapping[Name, int], tuple[int, ...]]
@@ -50,17 +53,16 @@ def in_words(cuts: Sequence[Cut], with_ranks: bool = False) -> str:
 
 def completed(
     layouts: Sequence[Layout],
-    groups: Mapping[tuple[str, tuple[int, ...]], ProcessGroup],
+    groups: Groups,
     ep_ranks: tuple[int, ...],
-    values: Sequence[int],
+    values: Mapping[Key, int],
     error: BaseException | None,
 ) -> tuple[list[Layout], dict[str, list[str]]]:
     """Puts the ranks' parts of ``layouts`` together over all groups.
 
     Args:
-        groups: by kind and ranks.
         ep_ranks: the ranks of this rank's expert-parallel group.
-        values: for each layout a digest of the values that this rank stores; 0 for zeros.
+        values: for each cut layout a digest of the values that this rank stores; 0 for zeros.
         error: this rank's error so far. It is raised on every rank of the grid.
 
     Returns:
@@ -69,7 +71,8 @@ def completed(
     """
     parts = _by_name(layouts)
     described = {name: l.describe() for name, l in zip(parts, layouts, strict=True)}
-    shared, digests = list(described.values()), dict(zip(parts, values, strict=True))
+    digests = {name: values.get(l.key, 0) for name, l in zip(parts, layouts)}
+    shared = list(described.values())
     equal: dict[str, list[str]] = {}
     whole: list[Layout] = []
     # The one order in which all ranks go through groups: by kind, then larger groups first.

@@ -34,7 +34,13 @@ from torch.optim._muon_engine.layouts import (
     whole_regions,
 )
 from torch.optim._muon_engine.layouts.divide import split
-from torch.optim._muon_engine.layouts.exchange import completed, DIGEST, in_words, KINDS
+from torch.optim._muon_engine.layouts.exchange import (
+    completed,
+    DIGEST,
+    Groups,
+    in_words,
+    KINDS,
+)
 from torch.optim._muon_engine.process_groups import (
     device_of_group,
     is_dry_run,
@@ -52,7 +58,9 @@ Sharing = dict[tuple[int, ...], list[ProcessGroup]]
 class ParallelGroups:
     """This rank's process groups, and what the user said about them in a config's ``state``."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], takes_stacks: bool = False) -> None:
+        # Whether FSDP1 may have flattened stacks of matrices.
+        self.takes_stacks = takes_stacks
         self.of_kind: dict[str, ProcessGroup | None] = {
             kind: state.get(f"{kind}_process_group") for kind in (*KINDS, "ep")
         }
@@ -116,12 +124,10 @@ class Reader:
 
     Args:
         groups: without any, only DTensors are shared.
-        takes_stacks: whether FSDP1 may have flattened stacks of matrices.
     """
 
-    def __init__(self, groups: ParallelGroups, takes_stacks: bool = False) -> None:
+    def __init__(self, groups: ParallelGroups) -> None:
         self.groups = groups
-        self.takes_stacks = takes_stacks
         self.dtensors = dtensor.DTensorLayouts()
         # From the parameters that were read last. If reading failed, only the ranks and groups that all
         # ranks know without it.
@@ -151,7 +157,7 @@ class Reader:
         # Another mesh may get the address of a former one.
         self.dtensors = dtensor.DTensorLayouts()
         is_first, self._known = not self.sharing, {}
-        local = _LocalReader(self.groups, self.dtensors, self.takes_stacks)
+        local = _LocalReader(self.groups, self.dtensors)
         try:
             self.sharing = self.dtensors.sharing(params)
             if error is None:
@@ -163,7 +169,7 @@ class Reader:
         except Exception as problem:
             # The other ranks are on their way into the exchange, so they hear of it there.
             error = error or problem
-        layouts = local.exchange(params, error)
+        layouts = local.exchange(error)
         for layout in layouts:
             index = layout.key.index
             self._known.setdefault(index, ([], params[index]))[0].append(layout)
@@ -178,10 +184,7 @@ class Reader:
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
     def _sharing_of(
-        self,
-        params: Sequence[Tensor],
-        layouts: Sequence[Layout],
-        given: Mapping[tuple[str, tuple[int, ...]], ProcessGroup],
+        self, params: Sequence[Tensor], layouts: Sequence[Layout], given: Groups
     ) -> Sharing:
         of_meshes = self.sharing
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
@@ -251,9 +254,9 @@ class Reader:
         if isinstance(tensor, DTensor):
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
         elif not layouts or (len(layouts) == 1 and like.shape != tensor.shape):
-            local = _LocalReader(self.groups, self.dtensors, self.takes_stacks)
+            local = _LocalReader(self.groups, self.dtensors)
             local.add(Key(index), tensor, flatten)
-            layouts = local.exchange({index: tensor}, None)
+            layouts = local.exchange(None)
         if len(layouts) > 1 and tensor.ndim < 3:
             raise ValueError(
                 f"parameter {index} holds {len(layouts)} matrices, which gather_fn and redistribute_fn cannot hand over as "
@@ -261,9 +264,7 @@ class Reader:
             )
         self._known[index] = layouts, tensor
         piece, shape = dtensor.local_part(tensor), self.shape_of(index)
-        ranks = layouts[0].group
-        if isinstance(tensor, DTensor):
-            ranks = self.dtensors.mesh_ranks(tensor)
+        ranks = self.dtensors.mesh_ranks(tensor) or layouts[0].group
         if len(ranks) == 1:
             return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.
@@ -299,17 +300,15 @@ class _LocalReader:
     """Collects what this rank knows by itself about one optimizer's matrices."""
 
     def __init__(
-        self,
-        groups: ParallelGroups,
-        dtensors: dtensor.DTensorLayouts,
-        takes_stacks: bool,
+        self, groups: ParallelGroups, dtensors: dtensor.DTensorLayouts
     ) -> None:
-        self.groups, self.dtensors, self.takes_stacks = groups, dtensors, takes_stacks
+        self.groups, self.dtensors = groups, dtensors
         self.shared = groups.shared_over()
         # Kind and ranks -> the group. A unit of FSDP1 may have other groups than those that were given.
         self.groups_of = {(kind, _ranks(g)): g for kind, g in self.shared.items()}
-        # Of plain tensors, the parts that this rank knows.
         self.found: list[Layout] = []
+        # Digests of the values that this rank stores of cut matrices.
+        self.values: dict[Key, int] = {}
         # Text -> the matrices that it is about.
         self.warnings: dict[str, list[str]] = {}
         # Equal shards are one object.
@@ -317,18 +316,13 @@ class _LocalReader:
         module = groups.module
         self._views = None if module is None else fsdp1.views(module)
 
-    def exchange(
-        self,
-        params: Mapping[int, Tensor] | Sequence[Tensor],
-        error: BaseException | None,
-    ) -> list[Layout]:
+    def exchange(self, error: BaseException | None) -> list[Layout]:
         """The whole layouts of the matrices found, from what all ranks tell. Gives the warnings."""
-        values = [0] * len(self.found)
-        if error is None and not is_dry_run():
-            values = _digests_of(self.found, params)
         ep = self.groups.of_kind["ep"]
         ep_ranks = (process_rank(),) if ep is None else _ranks(ep)
-        layouts, equal = completed(self.found, self.groups_of, ep_ranks, values, error)
+        layouts, equal = completed(
+            self.found, self.groups_of, ep_ranks, self.values, error
+        )
         for kind, described in equal.items():
             self.warnings[_EQUAL_SHARDS[kind]] = described
         # Only the first of the ranks speaks.
@@ -343,18 +337,18 @@ class _LocalReader:
     def add(self, key: Key, param: Tensor, flatten: bool = False) -> None:
         """Adds all matrices in ``param``."""
         self.groups.check_tp_dim(param, key.index)
-        if isinstance(param, DTensor):
-            self._add_dtensor(key, param, flatten)
-            return
         described = key.describe(param.shape)
         has_group = self.groups.of_kind["fsdp"] is not None
         view = fsdp1.view_of(param, described, self._views, has_group)
-        if view is None:
+        if isinstance(param, DTensor):
+            self._add_dtensor(key, param, flatten)
+        elif view is None:
             self._add_plain(key, param, flatten)
-            return
-        found = fsdp1.matrices_only(view, described, self.takes_stacks, flatten)
-        for sub, matrix in enumerate(found):
-            self._add_flat(key._replace(sub=sub), param, matrix, view)
+        else:
+            takes_stacks = self.groups.takes_stacks
+            found = fsdp1.matrices_only(view, described, takes_stacks, flatten)
+            for sub, matrix in enumerate(found):
+                self._add_flat(key._replace(sub=sub), param, matrix, view)
 
     def _add(
         self,
@@ -371,13 +365,16 @@ class _LocalReader:
             if kind in groups and dist.get_world_size(groups[kind]) > 1
         )
         self.groups_of |= {(cut.kind, cut.ranks): groups[cut.kind] for cut in cuts}
-        kind = shape, regions
-        if kind not in self._shards:
-            self._shards[kind] = Shards((process_rank(),), (regions,))
-        where, shards = in_words(cuts), self._shards[kind]
+        shards = Shards((process_rank(),), (regions,))
+        shards = self._shards.setdefault((shape, regions), shards)
+        where = in_words(cuts)
         self.found.append(Layout(key, shape, param.dtype, shards, where, cuts=cuts))
         if not cuts:
             check_cover(self.found[-1])
+        if any(cut.cuts for cut in cuts) and not (param.is_meta or is_dry_run()):
+            parts = [region.of_local(param.detach()).abs() for region in regions]
+            total = sum(part.sum(dtype=torch.float64).item() for part in parts)
+            self.values[key] = hash(total) & DIGEST
 
     def _add_dtensor(self, key: Key, tensor: DTensor, flatten: bool) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
@@ -483,18 +480,20 @@ class _LocalReader:
             found["tp"], tp_dim = self._tp_of_spec(key, described, matrix.tp)
         elif "tp" in self.shared:
             tp_dim = self._tp_dim(key, param)
-        own = {kind: group for kind, group in found.items() if group is not None}
-        for kind in own.keys() & self.shared.keys():
-            given, ranks = _ranks(self.shared[kind]), _ranks(own[kind])
+        groups = dict(self.shared)
+        for kind, group in found.items():
+            if group is None:
+                continue
+            given, ranks = _ranks(groups.get(kind, group)), _ranks(group)
+            groups[kind] = group
             if given != ranks:
                 self._warn(
                     described,
                     f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count",
                 )
         # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
-        groups, dims = {**self.shared, **own}, {"tp": tp_dim}
-        rows, columns = matrix.shape
-        self._add(key, param, (rows, columns), matrix.regions, groups, dims)
+        shape = matrix_shape(matrix.shape, False)
+        self._add(key, param, shape, matrix.regions, groups, {"tp": tp_dim})
 
     def _tp_of_spec(
         self, key: Key, described: str, spec: DTensorSpec
@@ -515,29 +514,12 @@ class _LocalReader:
         return spec.mesh.get_group(), dim
 
 
-_EQUAL_SHARDS = dict.fromkeys(
-    KINDS,
-    "all ranks hold the same values, but the process groups say that each rank holds a different shard. Replicas, as "
-    "DistributedDataParallel makes them, belong to ddp_process_group",
-)
-_EQUAL_SHARDS["tp"] = (
-    "all ranks of tp_process_group hold the same values, but the config says that tensor parallelism cuts it. If it does "
-    "not, pass a dict tp_dim_per_param that lacks it: {} if the model's placements say which matrices are cut"
-)
-
-
-def _digests_of(
-    layouts: Sequence[Layout], params: Mapping[int, Tensor] | Sequence[Tensor]
-) -> list[int]:
-    """Digests of the values that this rank stores of cut matrices; 0 for zeros, and for all others."""
-    digests = []
-    for layout in layouts:
-        local, total = dtensor.local_part(params[layout.key.index]), 0.0
-        if any(cut.cuts for cut in layout.cuts) and not local.is_meta:
-            for region in layout.shards.regions[0]:
-                total += region.of_local(local).abs().sum(dtype=torch.float64).item()
-        digests.append(hash(total) & DIGEST)
-    return digests
+_EQUAL_SHARDS = {
+    "fsdp": "all ranks hold the same values, but the process groups say that each rank holds a different shard. Replicas, "
+    "as DistributedDataParallel makes them, belong to ddp_process_group",
+    "tp": "all ranks of tp_process_group hold the same values, but the config says that tensor parallelism cuts it. If it "
+    "does not, pass a dict tp_dim_per_param that lacks it: {} if the model's placements say which matrices are cut",
+}
 
 
 def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:
@@ -555,13 +537,8 @@ def tp_dim_of(param: Tensor) -> int | None:
     -1 if TP does not cut it, as Megatron marks it; None if nothing says how.
     """
     marked = dtensor.tp_mark_of(param)
-    if marked is not None:
+    if marked is not None or not isinstance(param, DTensor):
         return marked
-    if isinstance(param, DTensor):
-        # TP is the innermost mesh dimension, because fully_shard puts its own before it.
-        for placement in reversed(param.placements):
-            dim = getattr(placement, "dim", None)
-            if dim is not None:
-                return dim % param.ndim
-        return -1
-    return None
+    # TP is the innermost mesh dimension, because fully_shard puts its own before it.
+    dims = [p.dim for p in reversed(param.placements) if hasattr(p, "dim")]
+    return dims[0] % param.ndim if dims else -1
