@@ -2,19 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
-from torch.optim._muon_engine.layouts import Layout, Region, Shards
+from torch.optim._muon_engine.layouts import Layout, Region, Regions, Shards
 from torch.optim._muon_split import Split
 
 
-def split(
-    layout: Layout, how: Split, known: dict[Any, list[Shards]]
-) -> Iterator[Layout]:
-    """The parts of a fused weight, which are matrices of their own; without sizes the whole weight.
+# Equal shards that are cut in the same way share one result.
+Known = dict[tuple[Shards, Split], list[Shards]]
 
-    Args:
-        known: shards that were cut before. Equal ones share one result.
+
+def split(layout: Layout, how: Split, known: Known) -> Iterator[Layout]:
+    """The parts of a fused weight, which are matrices of their own; without sizes the whole weight.
 
     Raises:
         ValueError: the sizes do not add up to the rows or columns of the matrix.
@@ -30,9 +28,7 @@ def split(
         yield replace(layout, key=key, shape=shape, shards=shards)
 
 
-def divide(
-    layout: Layout, owners: int, known: dict[Any, list[Shards]]
-) -> Iterator[Layout]:
+def divide(layout: Layout, owners: int, known: Known) -> Iterator[Layout]:
     """``owners`` blocks along the long side, which as many ranks orthogonalize together.
 
     A group of fewer ranks divides a matrix among all of them.
@@ -51,7 +47,7 @@ def divide(
 
 
 def _cut(
-    layout: Layout, how: Split, known: dict[Any, list[Shards]]
+    layout: Layout, how: Split, known: Known
 ) -> Iterator[tuple[tuple[int, int], Shards]]:
     """The shape and shards of each part."""
     (rows, columns), shards = layout.shape, layout.shards
@@ -69,7 +65,7 @@ def _cut(
         yield (rows, lines) if how.dim else (lines, columns), part
 
 
-def _parts(regions: tuple[Region, ...], how: Split) -> list[tuple[Region, ...]]:
+def _parts(regions: Regions, how: Split) -> list[Regions]:
     """For each part, the rectangles of ``regions`` in it, by the rows and columns of the part."""
     parts: list[list[Region]] = []
     period, offset, dim = sum(how.sizes), 0, how.dim
@@ -79,7 +75,7 @@ def _parts(regions: tuple[Region, ...], how: Split) -> list[tuple[Region, ...]]:
             start, extent = region.span(dim)
             if how.repeats == 1:
                 first, last = max(0, offset - start), min(extent, offset + size - start)
-                found += _lines(region.from_line(dim, start - offset), dim, first, last)
+                found += _lines(region.shifted(dim, -offset), dim, first, last)
                 continue
             # The part's lines before the region's first line, and before its end.
             first, last = (
@@ -88,7 +84,7 @@ def _parts(regions: tuple[Region, ...], how: Split) -> list[tuple[Region, ...]]:
             )
             # The whole part, of which the region has these lines.
             unit = region.stride if dim == 0 else 1
-            part = region.from_line(dim, 0, size * how.repeats)._replace(
+            part = region.shifted(dim, -start, size * how.repeats)._replace(
                 offset=region.offset + (offset - start) * unit,
                 repeat=(dim, how.repeats, period * unit),
             )
@@ -101,7 +97,7 @@ def _parts(regions: tuple[Region, ...], how: Split) -> list[tuple[Region, ...]]:
 def _lines(region: Region, dim: int, first: int, last: int) -> Iterator[Region]:
     """The rows or columns ``first`` to ``last`` of a region: at most a part of a block, blocks, a part."""
     along, count, apart = region.repeat
-    start, extent = region.span(dim)
+    _, extent = region.span(dim)
     size = extent // (count if along == dim else 1)
     while first < last:
         block, inside = divmod(first, size)
@@ -111,7 +107,7 @@ def _lines(region: Region, dim: int, first: int, last: int) -> Iterator[Region]:
         repeat = region.repeat
         if along == dim:
             repeat = (dim, blocks, apart) if blocks > 1 else (0, 1, 0)
-        yield region.from_line(dim, start + first, end - first)._replace(
+        yield region.shifted(dim, first, end - first)._replace(
             offset=region.offset + offset, repeat=repeat
         )
         first = end

@@ -24,9 +24,16 @@ from torch.optim._muon_engine.layouts import (
     not_2d,
     process_rank,
     Region,
+    Regions,
     Shards,
 )
 from torch.optim._muon_engine.process_groups import current_device
+
+
+# Ranks that share a matrix -> the framework's groups among them.
+Sharing = dict[tuple[int, ...], list[ProcessGroup]]
+# Consecutive indices: the first one of each run, and how many.
+Runs = list[tuple[int, int]]
 
 
 class DTensorLayouts:
@@ -51,9 +58,8 @@ class DTensorLayouts:
                 does not have the size that the placements give.
         """
         mesh, rank = tensor.device_mesh, process_rank()
-        where = (
-            f"{key.describe(tensor.shape)}, placements {tensor.placements} on {mesh}"
-        )
+        described = key.describe(tensor.shape)
+        where = f"{described}, placements {tensor.placements} on {mesh}"
         if tensor.ndim < 2:
             raise not_2d(where)
         try:
@@ -77,15 +83,15 @@ class DTensorLayouts:
     def _shards_of(
         self, tensor: DTensor, flatten: bool = False, everywhere: bool = False
     ) -> dict[int, Shards]:
-        mesh, placements = tensor.device_mesh, tensor.placements
+        mesh = tensor.device_mesh
         if mesh.get_coordinate() is None:
             raise ValueError(
                 "this rank is not in the mesh; give this optimizer only the parameters that the rank holds"
             )
-        memo = (mesh, placements, flatten, everywhere, *tensor.shape)
+        memo = (mesh, tensor.placements, flatten, everywhere, *tensor.shape)
         if memo not in self._shards:
             ranks = self.ranks_of(mesh)
-            contributions = _contributions(mesh, placements)
+            contributions = _contributions(tensor)
             held = _matrices_by_rank(tensor, flatten)
             subs = held[ranks.index(process_rank())].keys()
             if everywhere:
@@ -115,16 +121,14 @@ class DTensorLayouts:
             return ()
         return tuple(sorted(self.ranks_of(param.device_mesh)))
 
-    def sharing(
-        self, params: Sequence[Tensor]
-    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
+    def sharing(self, params: Sequence[Tensor]) -> Sharing:
         """Sorted ranks that share one of ``params`` -> the mesh's groups for it.
 
         The result is the same on all ranks of a mesh, even if one of them cannot read its parameters.
         """
         on_mesh = [p for p in params if isinstance(p, DTensor)]
         on_mesh = [p for p in on_mesh if p.device_mesh.get_coordinate()]
-        shared: dict[tuple[int, ...], list[ProcessGroup]] = {}
+        shared: Sharing = {}
         if len(on_mesh) < len(params):
             shared[process_rank(),] = []
         # By address: many parameters are on one mesh object.
@@ -188,12 +192,9 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The storage behind ``tensor`` on this rank, to be read or written in place."""
-    local = tensor
-    if isinstance(tensor, DTensor):
-        local = tensor._local_tensor
-        # A functional collective's result is a wrapper until its first use waits for it.
-        wait = getattr(local, "wait", None)
-        local = wait() if wait is not None else local
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # A functional collective's result is a wrapper until its first use waits for it.
+    local = local.wait() if hasattr(local, "wait") else local
     return local.detach() if local.requires_grad else local
 
 
@@ -318,10 +319,9 @@ def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
     return like_param(param, cut_out(layouts, buffer, local))
 
 
-def _contributions(
-    mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> tuple[int, ...]:
+def _contributions(tensor: DTensor) -> tuple[int, ...]:
     """For each rank of the flattened mesh, its coordinate along the Partial dimensions, flattened."""
+    shape, placements = tensor.device_mesh.shape, tensor.placements
     partial = [p.is_partial() for p in placements]
     if not any(partial):
         return ()
@@ -329,14 +329,12 @@ def _contributions(
         raise ValueError(
             "of Partial parameters only Partial('sum') has a defined update; redistribute it first"
         )
-    sizes = [n if is_partial else 1 for n, is_partial in zip(mesh.shape, partial)]
+    sizes = [n if is_partial else 1 for n, is_partial in zip(shape, partial)]
     numbers = torch.arange(math.prod(sizes), device="cpu").view(sizes)
-    return tuple(numbers.expand(mesh.shape).flatten().tolist())
+    return tuple(numbers.expand(shape).flatten().tolist())
 
 
-def _matrices_by_rank(
-    tensor: DTensor, flatten: bool
-) -> list[dict[int, tuple[Region, ...]]]:
+def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]]:
     """For each rank of the flattened mesh, the matrices that it holds a part of, and their regions.
 
     Unless it is to be flattened, a tensor of three and more dimensions is a stack of matrices of its last
@@ -348,7 +346,7 @@ def _matrices_by_rank(
     first = 0 if flatten else tensor.ndim - 2
     found = []
     # Replicas share the result.
-    known: dict[tuple, dict[int, tuple[Region, ...]]] = {}
+    known: dict[tuple, dict[int, Regions]] = {}
     for coordinate in product(*(range(size) for size in mesh.shape)):
         at = tuple(tuple(coordinate[d] for d in dims) for dims, _ in held)
         if at not in known:
@@ -362,29 +360,25 @@ def _matrices_by_rank(
     return found
 
 
-def _indices(runs: Sequence[tuple[int, int]]) -> Iterator[int]:
+def _indices(runs: Runs) -> Iterator[int]:
     return chain.from_iterable(range(start, start + n) for start, n in runs)
 
 
-def _flattened(
-    runs: Sequence[list[tuple[int, int]]], shape: Sequence[int]
-) -> list[tuple[int, int]]:
+def _flattened(runs: Sequence[Runs], shape: Sequence[int]) -> Runs:
     """The runs of indices of several dimensions, as runs of the indices of all of them, row-major."""
     found, inner = [(0, 1)], 1
     for of_dim, size in zip(reversed(runs), reversed(shape), strict=True):
         if found == [(0, inner)]:
             found = [(start * inner, length * inner) for start, length in of_dim]
         else:
-            found = [
-                (i * inner + start, n) for i in _indices(of_dim) for start, n in found
-            ]
+            found = [(i * inner + at, n) for i in _indices(of_dim) for at, n in found]
         inner *= size
     return found
 
 
 def _runs_along(
     dim: int, tensor: DTensor
-) -> tuple[list[int], dict[tuple[int, ...], list[tuple[int, int]]]]:
+) -> tuple[list[int], dict[tuple[int, ...], Runs]]:
     """The mesh dimensions that cut tensor dimension ``dim``, and the indices held at each coordinate there.
 
     Indices are runs (start, length). The placements themselves cut an index vector, so this function does
@@ -432,8 +426,7 @@ def _order_of_cuts(
     return order
 
 
-def _runs(indices: Tensor) -> list[tuple[int, int]]:
-    """The maximal runs (start, length) of consecutive integers."""
+def _runs(indices: Tensor) -> Runs:
     if not indices.numel():
         return []
     starts = [0, *(indices.diff() != 1).nonzero().flatten().add(1).tolist()]
@@ -441,9 +434,7 @@ def _runs(indices: Tensor) -> list[tuple[int, int]]:
     return [(v, e - s) for v, s, e in zip(indices[starts].tolist(), starts, ends)]
 
 
-def _regions(
-    rows: list[tuple[int, int]], columns: list[tuple[int, int]]
-) -> tuple[Region, ...]:
+def _regions(rows: Runs, columns: Runs) -> Regions:
     stride = sum(width for _, width in columns)
     regions, offset = [], 0
     for row, height in rows:

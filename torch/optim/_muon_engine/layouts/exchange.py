@@ -19,7 +19,7 @@ from torch.optim._muon_engine.layouts import (
     Layout,
     listed,
     process_rank,
-    Region,
+    Regions,
     Shards,
 )
 
@@ -29,6 +29,13 @@ DIGEST = 2**31 - 1
 
 # The order in which cuts are undone. FSDP cuts last, the shard that TP left. DDP and CP replicate.
 KINDS = ("fsdp", "tp", "ddp", "cp")
+
+_EQUAL_SHARDS = {
+    "fsdp": "all ranks hold the same values, but the process groups say that each rank holds a different shard. Replicas, "
+    "as DistributedDataParallel makes them, belong to ddp_process_group",
+    "tp": "all ranks of tp_process_group hold the same values, but the config says that tensor parallelism cuts it. If it "
+    "does not, pass a dict tp_dim_per_param that lacks it: {} if the model's placements say which matrices are cut",
+}
 
 # How ranks name a matrix that they share: its expert's id and its number among the expert's matrices, or
 # None, the number of its parameter among those of no expert, and its number in the parameter. (Ranks may
@@ -66,14 +73,14 @@ def completed(
         error: this rank's error so far. It is raised on every rank of the grid.
 
     Returns:
-        The layouts; and for each kind of group the matrices that it is said to cut, but of which all its
-        ranks hold equal values.
+        The layouts; and warnings, each with its matrices: those that a group is said to cut, but of which
+        all its ranks hold equal values.
     """
     parts = _by_name(layouts)
     described = {name: l.describe() for name, l in zip(parts, layouts, strict=True)}
     digests = {name: values.get(l.key, 0) for name, l in zip(parts, layouts)}
     shared = list(described.values())
-    equal: dict[str, list[str]] = {}
+    warnings: dict[str, list[str]] = {}
     whole: list[Layout] = []
     # The one order in which all ranks go through groups: by kind, then larger groups first.
     order = sorted(groups, key=lambda k: (KINDS.index(k[0]), -len(k[1]), sorted(k[1])))
@@ -86,7 +93,8 @@ def completed(
             for name, part, of_ranks in _joined(key, parts, answers, described):
                 parts[name] = part
                 if len(of_ranks) > 1 and len({*of_ranks}) == 1 and of_ranks[0]:
-                    equal.setdefault(key[0], []).append(described[name])
+                    text = _EQUAL_SHARDS[key[0]]
+                    warnings.setdefault(text, []).append(described[name])
                 # Each rank of another group has as many such parts.
                 digests[name] = hash(of_ranks) & DIGEST if any(of_ranks) else 0
         except Exception as problem:
@@ -100,7 +108,7 @@ def completed(
         _, error = exchange(groups[key], None, error, shared)
     if error is not None:
         raise error
-    return whole, equal
+    return whole, warnings
 
 
 def _checked(layouts: Sequence[Layout], joined: Iterable[Layout]) -> list[Layout]:
@@ -235,13 +243,12 @@ def _together(mine: Layout, cut: Cut, parts: Sequence[Layout]) -> Layout:
             f"{where} pieces of shapes {shapes} cannot be joined along dimension {dim}: they also differ in dimension "
             f"{1 - dim}"
         )
-    holders: list[tuple[int, tuple[Region, ...]]] = []
+    holders: list[tuple[int, Regions]] = []
     shape = [0 if at == dim else size for at, size in enumerate(shapes[0])]
     for part in parts:
         for rank, regions in zip(part.shards.ranks, part.shards.regions, strict=True):
             if dim is not None:
-                starts = [r.span(dim)[0] + shape[dim] for r in regions]
-                regions = tuple(r.from_line(dim, at) for r, at in zip(regions, starts))
+                regions = tuple(r.shifted(dim, shape[dim]) for r in regions)
             holders.append((rank, regions))
         if dim is not None:
             shape[dim] += part.shape[dim]

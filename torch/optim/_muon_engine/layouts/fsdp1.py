@@ -67,9 +67,10 @@ def views(module: nn.Module) -> Views:
         groups = handle.process_group, getattr(unit, "_inter_node_pg", None)
         matrices = _matrices(flat, clean_tensor_name(f"{name}." if name else ""))
         found[flat] = FlatView(matrices, *groups)
-        for number, param in enumerate(flat._params or ()):
+        for matrix, param in zip(matrices, flat._params or ()):
             # An original parameter is the slice itself, not the unit's storage that it is cut from.
-            matrix = _matrix(flat, number, 0)._replace(name=matrices[number].name)
+            start, end, _ = matrix.held
+            matrix = matrix._replace(held=(start, end, 0))
             found[param] = FlatView((matrix,), *groups)
     return found
 
@@ -106,24 +107,16 @@ def view_of(
 
 
 def _matrices(flat: Any, prefix: str = "") -> tuple[FlatMatrix, ...]:
-    return tuple(
-        _matrix(flat, number, info.offset_in_shard, prefix)
-        for number, info in enumerate(flat._shard_param_infos)
-    )
-
-
-def _matrix(flat: Any, number: int, offset: int | None, prefix: str = "") -> FlatMatrix:
-    info, shape = flat._shard_param_infos[number], tuple(flat._shapes[number])
-    held = (0, 0, 0)
-    if info.in_shard and offset is not None:
-        held = info.intra_param_start_idx, info.intra_param_end_idx + 1, offset
-    return FlatMatrix(
-        prefix + flat._fqns[number],
-        shape,
-        flat._param_extensions[number],
-        flat._contiguities[number],
-        held,
-    )
+    found = []
+    for number, info in enumerate(flat._shard_param_infos):
+        held = (0, 0, 0)
+        if info.in_shard:
+            first, end = info.intra_param_start_idx, info.intra_param_end_idx + 1
+            held = first, end, info.offset_in_shard
+        name, shape = prefix + flat._fqns[number], tuple(flat._shapes[number])
+        tp, contiguous = flat._param_extensions[number], flat._contiguities[number]
+        found.append(FlatMatrix(name, shape, tp, contiguous, held))
+    return tuple(found)
 
 
 def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:

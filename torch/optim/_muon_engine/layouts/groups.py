@@ -16,6 +16,7 @@ from torch import nn, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.optim._muon_engine import process_groups
 from torch.optim._muon_engine.agreement import all_gather_uneven
 from torch.optim._muon_engine.layouts import (
     check_cover,
@@ -29,11 +30,11 @@ from torch.optim._muon_engine.layouts import (
     moved,
     not_2d,
     process_rank,
-    Region,
+    Regions,
     Shards,
     whole_regions,
 )
-from torch.optim._muon_engine.layouts.divide import split
+from torch.optim._muon_engine.layouts.divide import Known, split
 from torch.optim._muon_engine.layouts.exchange import (
     completed,
     DIGEST,
@@ -41,18 +42,11 @@ from torch.optim._muon_engine.layouts.exchange import (
     in_words,
     KINDS,
 )
-from torch.optim._muon_engine.process_groups import (
-    device_of_group,
-    is_dry_run,
-    spanning_group,
-)
 from torch.optim._muon_split import Split
 
 
 # How a parameter is cut, and whether dimension 0 by all others is one matrix.
 Form = tuple[Split, bool]
-# Ranks that share a matrix -> the framework's groups among them.
-Sharing = dict[tuple[int, ...], list[ProcessGroup]]
 
 
 class ParallelGroups:
@@ -105,9 +99,8 @@ class ParallelGroups:
 
     def check_count(self, count: int) -> None:
         """Raises ValueError if the user named parameters that do not exist."""
-        given = {"expert_assignments": self.experts}
-        if "tp" in self.shared_over():
-            given["tp_dim_per_param"] = self.tp_dims or {}
+        tp_dims = self.tp_dims if "tp" in self.shared_over() else None
+        given = {"expert_assignments": self.experts, "tp_dim_per_param": tp_dims or {}}
         for name, indices in given.items():
             unknown = sorted(i for i in indices if i >= count)
             if unknown:
@@ -131,7 +124,7 @@ class Reader:
         self.dtensors = dtensor.DTensorLayouts()
         # From the parameters that were read last. If reading failed, only the ranks and groups that all
         # ranks know without it.
-        self.sharing: Sharing = {}
+        self.sharing: dtensor.Sharing = {}
         self._forms: dict[int, Form] = {}
         # Index -> the layouts in a parameter, and a tensor with its type and local shape.
         self._known: dict[int, tuple[list[Layout], Tensor]] = {}
@@ -174,7 +167,7 @@ class Reader:
             index = layout.key.index
             self._known.setdefault(index, ([], params[index]))[0].append(layout)
         self.sharing = self._sharing_of(params, layouts, local.groups_of)
-        known: dict[Any, list[Shards]] = {}
+        known: Known = {}
         parts = [
             part
             for layout in layouts
@@ -185,7 +178,7 @@ class Reader:
 
     def _sharing_of(
         self, params: Sequence[Tensor], layouts: Sequence[Layout], given: Groups
-    ) -> Sharing:
+    ) -> dtensor.Sharing:
         of_meshes = self.sharing
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
         sharing = {} if self.groups.shared_over() else dict(of_meshes)
@@ -200,7 +193,7 @@ class Reader:
             sharing[ranks] = list(dict.fromkeys(inside))
         return sharing
 
-    def meeting(self, params: Sequence[Tensor]) -> Sharing:
+    def meeting(self, params: Sequence[Tensor]) -> dtensor.Sharing:
         """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
         given = self.groups.shared_over().values()
         known = {tuple(sorted(_ranks(group))): [group] for group in given}
@@ -213,7 +206,7 @@ class Reader:
             kinds = [torch.device(kind).type for kind in group._device_types]
             if device.type in ("cpu", "meta") and device.type not in kinds:
                 # Parameters on the CPU or on meta, in a group of accelerators only.
-                return device_of_group(group)
+                return process_groups.device_of_group(group)
         return device
 
     def describe_state(self, state: dict[str, Any]) -> None:
@@ -241,10 +234,9 @@ class Reader:
         if isinstance(like, DTensor):
             return like.shape
         rows, columns = layouts[0].shape
-        if self._form(index)[1]:
-            inner = like.shape[2:]
-            return torch.Size((rows, columns // math.prod(inner), *inner))
-        return torch.Size((*like.shape[:-2], rows, columns))
+        flatten = self._form(index)[1]
+        outer, inner = ((), like.shape[2:]) if flatten else (like.shape[:-2], ())
+        return torch.Size((*outer, rows, columns // math.prod(inner), *inner))
 
     def whole(self, tensor: Tensor, index: int) -> Tensor:
         """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
@@ -271,7 +263,8 @@ class Reader:
         given = [*self.groups.shared_over().values()]
         sharing = self.sharing or self.dtensors.sharing([tensor])
         known = sharing.get(ranks, given)
-        flat = all_gather_uneven(piece.reshape(-1), spanning_group(ranks, known))
+        group = process_groups.spanning_group(ranks, known)
+        flat = all_gather_uneven(piece.reshape(-1), group)
         parts = dict(zip(ranks, flat, strict=True))
         # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
         full = piece.new_zeros(len(layouts), *layouts[0].shape)
@@ -299,11 +292,9 @@ class Reader:
 class _LocalReader:
     """Collects what this rank knows by itself about one optimizer's matrices."""
 
-    def __init__(
-        self, groups: ParallelGroups, dtensors: dtensor.DTensorLayouts
-    ) -> None:
-        self.groups, self.dtensors = groups, dtensors
-        self.shared = groups.shared_over()
+    def __init__(self, given: ParallelGroups, dtensors: dtensor.DTensorLayouts) -> None:
+        self.groups, self.dtensors = given, dtensors
+        self.shared = given.shared_over()
         # Kind and ranks -> the group. A unit of FSDP1 may have other groups than those that were given.
         self.groups_of = {(kind, _ranks(g)): g for kind, g in self.shared.items()}
         self.found: list[Layout] = []
@@ -313,18 +304,14 @@ class _LocalReader:
         self.warnings: dict[str, list[str]] = {}
         # Equal shards are one object.
         self._shards: dict[tuple, Shards] = {}
-        module = groups.module
-        self._views = None if module is None else fsdp1.views(module)
+        self._views = None if given.module is None else fsdp1.views(given.module)
 
     def exchange(self, error: BaseException | None) -> list[Layout]:
         """The whole layouts of the matrices found, from what all ranks tell. Gives the warnings."""
         ep = self.groups.of_kind["ep"]
-        ep_ranks = (process_rank(),) if ep is None else _ranks(ep)
-        layouts, equal = completed(
-            self.found, self.groups_of, ep_ranks, self.values, error
-        )
-        for kind, described in equal.items():
-            self.warnings[_EQUAL_SHARDS[kind]] = described
+        ranks = (process_rank(),) if ep is None else _ranks(ep)
+        layouts, more = completed(self.found, self.groups_of, ranks, self.values, error)
+        self.warnings |= more
         # Only the first of the ranks speaks.
         if all(min(ranks) == process_rank() for _, ranks in self.groups_of):
             for text, named in self.warnings.items():
@@ -355,7 +342,7 @@ class _LocalReader:
         key: Key,
         param: Tensor,
         shape: tuple[int, int],
-        regions: tuple[Region, ...],
+        regions: Regions,
         groups: Mapping[str, ProcessGroup],
         dims: Mapping[str, int | None],
     ) -> None:
@@ -371,10 +358,11 @@ class _LocalReader:
         self.found.append(Layout(key, shape, param.dtype, shards, where, cuts=cuts))
         if not cuts:
             check_cover(self.found[-1])
-        if any(cut.cuts for cut in cuts) and not (param.is_meta or is_dry_run()):
-            parts = [region.of_local(param.detach()).abs() for region in regions]
-            total = sum(part.sum(dtype=torch.float64).item() for part in parts)
-            self.values[key] = hash(total) & DIGEST
+        has_values = not param.is_meta and not process_groups.is_dry_run()
+        if has_values and any(cut.cuts for cut in cuts):
+            local = dtensor.local_part(param)
+            sums = (r.of_local(local).abs().sum(dtype=torch.float64) for r in regions)
+            self.values[key] = hash(sum(part.item() for part in sums)) & DIGEST
 
     def _add_dtensor(self, key: Key, tensor: DTensor, flatten: bool) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
@@ -384,17 +372,18 @@ class _LocalReader:
             for kind in ("ddp", "cp")
             if kind in self.shared and _only_me(self.shared[kind], mesh_ranks)
         )
-        layouts = self.dtensors.of(key, tensor, flatten)
-        for layout in layouts:
+        if any(placement.is_partial() for placement in tensor.placements):
             # The contributions to a sum are no replicas.
-            whole = () if layout.shards.contributions else cuts
-            self.found.append(replace(layout, cuts=whole))
+            cuts = ()
+        layouts = self.dtensors.of(key, tensor, flatten)
+        self.found += [replace(layout, cuts=cuts) for layout in layouts]
         for layout in layouts[:1]:
             self._compare_with_groups(layout, tensor)
 
     def _compare_with_groups(self, layout: Layout, tensor: DTensor) -> None:
         """Warns if a group or dimension contradicts the placements."""
         mesh, said = tensor.device_mesh, self.groups.tp_dim(layout.key.index)
+        which = f"The DTensor's placements count: {layout.source}"
         placed = {
             _ranks(mesh.get_group(dim)): placement
             for dim, placement in enumerate(tensor.placements)
@@ -407,19 +396,16 @@ class _LocalReader:
             if ranks not in placed or not agrees:
                 along = f" along dimension {said}" if kind == "tp" else ""
                 found = f"is {placed[ranks]}" if ranks in placed else f"is on {mesh}"
-                self._warn(
-                    layout.describe(),
-                    f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement {found}. The "
-                    f"DTensor's placements count: {layout.source}",
-                )
+                text = f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement {found}"
+                self._warn(layout.describe(), f"{text}. {which}")
         replicas = _ranks(self.shared["ddp"]) if "ddp" in self.shared else ()
         inside = sorted({*replicas} & {*layout.group})
         if len({layout.shards.of(rank) for rank in inside}) > 1:
-            self._warn(
-                layout.describe(),
+            text = (
                 f"ddp_process_group says that ranks {list(replicas)} hold replicas, but by its placements ranks {inside} "
-                f"hold different shards. The DTensor's placements count: {layout.source}",
+                f"hold different shards. {which}"
             )
+            self._warn(layout.describe(), text)
 
     def _add_plain(self, key: Key, param: Tensor, flatten: bool) -> None:
         if param.ndim < 2:
@@ -442,14 +428,12 @@ class _LocalReader:
             # its group is no replica, whichever other group the rank is in.
             cutting = _ranks(groups["fsdp"]) if "fsdp" in groups else ()
             groups = {k: g for k, g in groups.items() if _only_me(g, cutting)}
-            if tp_dim is not None:
-                tp_dim -= stacked
-                if tp_dim < 0:
-                    groups.pop("tp", None)
+            if tp_dim is not None and tp_dim < stacked:
+                groups.pop("tp", None)
+        dims = {"fsdp": 0, "tp": None if tp_dim is None else tp_dim - stacked}
         rows, columns = matrix_shape(param.shape, flatten)
         for sub in range(math.prod(param.shape[:stacked])):
             regions = moved(whole_regions(rows, columns), sub * rows * columns)
-            dims = {"fsdp": 0, "tp": tp_dim}
             key = key._replace(sub=sub)
             self._add(key, param, (rows, columns), regions, groups, dims)
 
@@ -487,10 +471,8 @@ class _LocalReader:
             given, ranks = _ranks(groups.get(kind, group)), _ranks(group)
             groups[kind] = group
             if given != ranks:
-                self._warn(
-                    described,
-                    f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count",
-                )
+                text = f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count"
+                self._warn(described, text)
         # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
         shape = matrix_shape(matrix.shape, False)
         self._add(key, param, shape, matrix.regions, groups, {"tp": tp_dim})
@@ -507,19 +489,9 @@ class _LocalReader:
         (placement,), said = spec.placements, self.groups.tp_dim(key.index)
         dim = getattr(placement, "dim", None)
         if said is not None and said % 2 != dim:
-            self._warn(
-                described,
-                f"tp_dim_per_param says dimension {said}, but its placement is {placement}, which counts",
-            )
+            text = f"tp_dim_per_param says dimension {said}, but its placement is {placement}, which counts"
+            self._warn(described, text)
         return spec.mesh.get_group(), dim
-
-
-_EQUAL_SHARDS = {
-    "fsdp": "all ranks hold the same values, but the process groups say that each rank holds a different shard. Replicas, "
-    "as DistributedDataParallel makes them, belong to ddp_process_group",
-    "tp": "all ranks of tp_process_group hold the same values, but the config says that tensor parallelism cuts it. If it "
-    "does not, pass a dict tp_dim_per_param that lacks it: {} if the model's placements say which matrices are cut",
-}
 
 
 def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:
