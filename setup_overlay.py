@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """Distributed Muon for PyTorch: the command line. Its parts are in tools/overlay."""
 
+import os
 import sys
 
 
+# PYTHONSAFEPATH leaves it out.
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 if sys.version_info < (3, 10):  # noqa: UP036
     # Said before the first import: those modules do not even parse on an older one.
     sys.stderr.write(

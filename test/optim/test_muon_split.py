@@ -3,6 +3,8 @@
 
 import copy
 import json
+import warnings
+from unittest import mock
 
 import torch
 from torch import nn
@@ -196,6 +198,55 @@ class TestMuonSplit(TestCase):
             updates.append(param)
         batched, looped = updates
         self.assertLess((batched - looped).norm() / looped.norm(), 0.05)
+
+    # Probable mistakes
+
+    def warnings_of(self, make):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = make()
+        return made, [str(warning.message) for warning in caught]
+
+    def test_keys_that_resemble_options(self):
+        matrix, other = (nn.Parameter(torch.ones(8, 4)) for _ in range(2))
+        for wrong, right in (("splits", "split"), ("flaten", "flatten")):
+            _, said = self.warnings_of(lambda: Muon([{"params": [matrix], wrong: 1}]))
+            text = f"Muon ignores '{wrong}' of a parameter group. Is it '{right}'?"
+            self.assertEqual(said, [text])
+        # Keys of options, schedulers and frameworks.
+        group = {"params": [matrix], "split": (4, 4), "initial_lr": 1, "lr_scale": 1}
+        muon, said = self.warnings_of(lambda: Muon([group]))
+        self.assertEqual(said, [])
+        group = {"params": [other], "nestrov": False}
+        _, said = self.warnings_of(lambda: muon.add_param_group(group))
+        self.assertEqual(len(said), 1)
+        with mock.patch.object(Muon, "current_rank", 1):
+            _, said = self.warnings_of(lambda: Muon([{**group, "params": [matrix]}]))
+        self.assertEqual(said, [])
+
+    def test_kernels_as_stacks(self):
+        experts = nn.Parameter(torch.ones(4, 8, 32))
+        for conv in (nn.Conv2d(8, 16, 3), nn.Conv1d(8, 16, 5), nn.Conv2d(3, 8, 16)):
+            groups = [
+                {"params": [p]} for p in (experts, conv.weight, torch.ones(2, 2, 2))
+            ]
+            muon, said = self.warnings_of(
+                lambda: Muon(groups, allow_batched_matrices=True)
+            )
+            self.assertEqual(len(said), 1, said)
+            self.assertIn("flatten=True", said[0])
+            more = {"params": [torch.ones(4, 4, 3, 3)]}
+            self.assertEqual(
+                self.warnings_of(lambda: muon.add_param_group(more))[1], []
+            )
+            groups = [
+                {"params": [experts]},
+                {"params": [conv.weight], "flatten": True},
+            ]
+            _, said = self.warnings_of(
+                lambda: Muon(groups, allow_batched_matrices=True)
+            )
+            self.assertEqual(said, [])
 
     # Symmetric products
 

@@ -1,5 +1,6 @@
 """The simulated step: by hand where it is small, and against the engine's own packs; and its page."""
 
+import json
 import re
 from dataclasses import replace
 from unittest import mock
@@ -11,7 +12,7 @@ pytest.importorskip("torch.optim.muon", reason="the interpreter's torch has no o
 
 import torch
 from tools.bench import cli
-from tools.bench.scale import report
+from tools.bench.scale import own, report
 from tools.bench.scale.cases import Case, CASES, layouts_of
 from tools.bench.scale.hardware import Hardware
 from tools.bench.scale.plan import make_plan, OUT
@@ -92,13 +93,25 @@ PLACES = {
     "hsdp-relayed": ("hsdp", 8, 2),
     "fsdp-tp": ("tp", 2, 8),
     "ep": ("ep", 4, 4),
+    "ddp": ("ddp", 16),
+    "fsdp, stacks": ("fsdp", 16),
+    "hsdp, stacks": ("hsdp", 8, 2),
 }
 
 
+def test_ranks_have_the_experts_that_fsdp2_gives_them():
+    stack = Model([], [(4, 4)], 6, stacked=True)
+    parts = [part.tolist() for part in torch.arange(6).chunk(4)]
+    for place, replicas in ((("fsdp", 4), 1), (("hsdp", 2, 4), 2)):
+        for expert, layout in enumerate(layouts_of(stack, *place)):
+            first = next(rank for rank, part in enumerate(parts) if expert in part)
+            assert layout.group == (first, first + 4)[:replicas]
+
+
 @pytest.mark.parametrize("max_peers", [512, 1], ids=["one level", "two levels"])
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_plans_are_the_schedule_s_own_packs(place, max_peers, monkeypatch):
-    layouts = layouts_of(SMALL, *place)
+@pytest.mark.parametrize("name", PLACES)
+def test_plans_are_the_schedule_s_own_packs(name, max_peers, monkeypatch):
+    layouts = layouts_of(SMALL._replace(stacked="stacks" in name), *PLACES[name])
     for layout in layouts:
         check_cover(layout)
     monkeypatch.setattr(buckets, "MAX_PEERS", max_peers)
@@ -142,6 +155,9 @@ def test_report():
     assert hsdp["idle"] > 0.5 > fsdp["idle"]
     assert fsdp["one_level"] is None
     assert wide["one_level"] not in (None, wide["step"])
+    rate = 8 * Hardware().peak_flops * 0.4
+    rest = 6 * 12 * 12 * 768 * 768 * 512 * 1024 / rate
+    assert fsdp["of_training"] == pytest.approx(fsdp["step"] / (fsdp["step"] + rest))
     half = Hardware().with_values(["utilization=0.25", "gpus_per_node=4"])
     assert (half.flops, half.gpus_per_node) == (Hardware().flops / 2, 4)
 
@@ -188,8 +204,8 @@ def test_html_is_about_one_row(tmp_path, capsys):
         ("gpus_per_node=0", "gpus_per_node=0 is not positive"),
         ("inter_bandwidth=nan", "inter_bandwidth=nan is not positive"),
         ("utilization=much", "could not convert"),
-        ("page.json", "page.json is neither NAME=VALUE nor .* FileNotFoundError"),
-        (str(ROOT / "README.md"), "README.md is neither NAME=VALUE nor .* JSONDecode"),
+        ("page.json", "page.json is neither NAME=VALUE, .* FileNotFoundError"),
+        (str(ROOT / "README.md"), "README.md is neither NAME=VALUE, .* JSONDecode"),
     ],
 )
 def test_wrong_hardware_is_named(words, said, capsys):
@@ -198,3 +214,45 @@ def test_wrong_hardware_is_named(words, said, capsys):
     error = capsys.readouterr().err
     assert re.match(f"error: .*{said}", error), error
     assert Hardware().with_values(["intra_latency=0"]).intra_latency == 0
+    older = Hardware().with_values(["a100", "gpus_per_node=4"])
+    assert (older.peak_flops, older.gpus_per_node) == (312e12, 4)
+    assert older.with_values(["h100"]) == Hardware()
+
+
+def test_the_page_about_your_model_says_what_the_command_prints(
+    tmp_path, monkeypatch, capsys
+):
+    page = (ROOT / "docs" / "your_model.md").read_text().partition("## An example")[2]
+    code, command, printed = re.findall(
+        r"```(?:python|bash|text)\n(.*?)```", page, re.DOTALL
+    )
+    (tmp_path / "my_model.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(command.partition("tools.bench ")[2].split()) == 0
+    assert capsys.readouterr().out.strip() == printed.strip()
+    assert len(printed.splitlines()) <= 25
+
+
+def test_a_model_of_names_and_shapes(tmp_path, capsys):
+    path = tmp_path / "shapes.json"
+    layer = {"norm.weight": [8], "experts.0.up": [8, 4], "experts.1.up": [8, 4]}
+    shapes = {f"h.{at}.{name}": shape for at in (0, 1) for name, shape in layer.items()}
+    path.write_text(json.dumps(shapes | {"h.0.q.weight": [4, 4], "wte.weight": [9, 4]}))
+    model, notes = own.read(str(path), 1)
+    assert model.names[2:] == [
+        f"h.{at}.experts.{e}.up" for e in (0, 1) for at in (0, 1)
+    ]
+    assert (model.dense, model.expert) == ([(4, 4), (9, 4)], [(8, 4)] * 2)
+    assert (model.n_experts, model.active_numel) == (2, 16 + 36 + 2 * 32)
+    assert "6 matrices" in notes and notes.endswith("look like AdamW's: wte")
+    case = own.case_of(model, "mine", "hsdp:2x4", 8, tokens=7)
+    assert (case.title, case.model.tokens) == ("mine, HSDP 2 x 4, 8 ranks", 7)
+    assert [layout.key.name for layout in case.layouts()] == model.names
+    for words, said in (
+        ([], "--active-experts K"),
+        (["--layout", "hsdp:8x9", "--active-experts", "1"], "A x B = 64"),
+        (["--model", "json:lost"], "json:lost is not .* AttributeError"),
+        (["--model", str(ROOT / "README.md")], "README.md is not a JSON of names"),
+    ):
+        assert cli.main(["scale", "--model", str(path), *words]) == 1
+        assert re.match(f"error: .*{said}", capsys.readouterr().err)

@@ -5,10 +5,11 @@ import os
 import re
 import shlex
 import shutil
+import tempfile
 
 import pytest
 from overlay.conftest import append, commit_all, fails, git, git_status, run, snapshot
-from overlay.conftest import MUON, OTHER, OWN
+from overlay.conftest import MUON, OTHER, OWN, script
 from tools.overlay import patches, payload
 from tools.overlay.checkout import Checkout
 from tools.overlay.payload import ROOT
@@ -16,6 +17,7 @@ from tools.overlay.payload import ROOT
 
 SUBJECTS = re.findall(r'(?m)^\["(.+)"\]$', (ROOT / "patches/stack.toml").read_text())
 BASE = f"HEAD~{len(SUBJECTS)}"
+ENGINE = "torch/optim/_muon_engine"
 
 
 def tree_of(where, commit="HEAD"):
@@ -43,20 +45,17 @@ def on(face, checkout):
     return call
 
 
-def test_apply_and_revert(checkout, on, stock_muon):
+def test_apply_and_revert(checkout, on):
     append(checkout / MUON, "# an edit of upstream's file is no overlay\n")
     assert state(checkout) == "none"
     git(checkout, "restore", MUON)
-    before, index = snapshot(checkout), (checkout / ".git/index").read_bytes()
+    before = snapshot(checkout)
     on("apply")
     for rel, text in payload.read(ROOT).whole.items():
         assert (checkout / rel).read_bytes() == text
     assert "## Distributed Muon" in (checkout / "docs/source/optim.md").read_text()
-    assert f" M {MUON}\n" in git_status(checkout)
-    assert ".muon_overlay" not in git_status(checkout)
-    kept = checkout / "torch/.muon_overlay/original/optim/_muon.py"
-    assert kept.read_bytes() == stock_muon
-    assert (checkout / ".git/index").read_bytes() == index
+    # It is staged, and HEAD stays.
+    assert {line[:3] for line in git_status(checkout).splitlines()} == {"A  ", "M  "}
     assert "nothing to do" in on("apply")
     found = json.loads(on("status", "--json"))
     assert (found["state"], found["overlay"]) == ("current", payload.name(ROOT))
@@ -80,26 +79,12 @@ def test_commits(checkout, on):
     assert git(checkout, "rev-parse", "HEAD") == head
     # A revert that is not committed; `status` listed each file as missing.
     assert f"revert --checkout {checkout} --commit" in on("revert")
-    assert f" M {MUON}\n" in git_status(checkout)
+    assert f"M  {MUON}\n" in git_status(checkout)
     assert "reverted, not committed" in on("status")
     on("apply")  # a second thought
     on("revert", "--commit")
     assert git_status(checkout) == "M  torch/optim/sgd.py\n"
     assert tree_of(checkout) == tree
-
-
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("rel", [OWN, "docs/source/optim.md"])
-def test_users_work_is_refused_by_name(checkout, face, rel, staged):
-    (checkout / rel).write_text("# somebody's work\n")
-    (checkout / ".git/info/exclude").write_text(f"{OWN}\n")
-    if staged:  # and gone from the work tree
-        git(checkout, "add", "-f", rel)
-        if rel != OWN:
-            git(checkout, "restore", "--source=HEAD", rel)
-    before = snapshot(checkout), git_status(checkout)
-    fails(face("apply", "--checkout", checkout), 3, f"  {rel}\n")
-    assert (snapshot(checkout), git_status(checkout)) == before
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -286,7 +271,7 @@ def test_stashed_and_cleaned_overlay_is_found_again(checkout, on):
     git(checkout, "switch", "-q", "main")
     git(checkout, "stash", "pop", "-q")
     assert state(checkout) == "current"
-    git(checkout, "clean", "-qfdx")
+    (checkout / OWN).unlink()
     found = json.loads(on("status", "--json"))
     assert (found["state"], found["files"][OWN]) == ("changed", "missing")
     on("revert")
@@ -352,10 +337,13 @@ def test_foreign_index_lock_and_no_identity(checkout, tool):
     lock = checkout / ".git/index.lock"
     lock.touch()
     words = ("apply", "--checkout", checkout, "--commit")
-    fails(tool(*words, env=plain), 1, "another git command")
+    fails(tool(*words), 1, "another git command")
     lock.unlink()
-    done = tool(*words, env=plain)
-    assert (done.code, done.err, git_status(checkout)) == (0, "", "")
+    # The name of an invented author was in the history.
+    before = snapshot(checkout), git(checkout, "for-each-ref")
+    fails(tool(*words, env=plain), 1, "git config --global user.email")
+    assert (snapshot(checkout), git(checkout, "for-each-ref")) == before
+    assert tool(*words[:-1], env=plain).code == 0
 
 
 def am(where, mails):
@@ -371,7 +359,14 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def test_export_and_git_am_give_the_same_tree(checkout, small, on, tmp_path):
+def test_export_and_git_am_give_the_same_tree(
+    checkout, small, on, face, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("GIT_EXTERNAL_DIFF", "echo")
+    monkeypatch.setenv("GIT_DIFF_OPTS", "-u0")
+    config = {"COUNT": "1", "KEY_0": "diff.noprefix", "VALUE_0": "true"}
+    for name, value in config.items():
+        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
     for name, value in SETTINGS.items():
         git(checkout, "config", name, value)
     on("apply", "--commit")
@@ -380,11 +375,11 @@ def test_export_and_git_am_give_the_same_tree(checkout, small, on, tmp_path):
     out.mkdir()
     mine = out / "0009-mine.patch"
     mine.write_text("not ours\n")
+    fails(face("export", "--checkout", checkout, "--out", out), 3, "has mails already")
+    mine.unlink()
     shown = on("export", "--out", out, "--stack")
     assert git(checkout, "rev-parse", BASE) in shown
     assert f"git am '{out}'/*.patch" in shown
-    assert mine.read_text() == "not ours\n"
-    mine.unlink()
     git(tmp_path, "clone", "-q", small, second)
     am(second, out)
     assert tree_of(second) == expected
@@ -392,7 +387,8 @@ def test_export_and_git_am_give_the_same_tree(checkout, small, on, tmp_path):
     # `apply`, `status` and `revert` know the commits of `git am`.
     assert "already" in on("apply", where=second)
     assert state(second) == "current"
-    # One mail has the same tree, and replaces the others.
+    # One mail has the same tree.
+    out = tmp_path / "one"
     on("export", "--out", out, where=second)
     assert len(list(out.iterdir())) == 1
     assert not (checkout / "elsewhere").exists()
@@ -400,6 +396,187 @@ def test_export_and_git_am_give_the_same_tree(checkout, small, on, tmp_path):
     am(second, out)
     assert tree_of(second) == expected
     assert git(second, "log", "-1", "--format=%s") == patches.SUBJECT
+
+
+def leads_on(done):
+    """Run each command that a refusal prints."""
+    lines = [line for line in done.err.splitlines() if line.startswith("  git ")]
+    for line in lines:
+        run(*shlex.split(line))
+    assert lines
+
+
+def test_folders_of_others_stay(checkout, on, tmp_path, monkeypatch):
+    """Each command deleted what had the name of its temporary folders."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    notes = tmp_path / "muon-overlay-notes"
+    notes.mkdir()
+    (notes / "mine").touch()
+    for command in ("status", "diff", "apply", "revert"):
+        on(command)
+    assert (notes / "mine").exists()
+    assert not list(tmp_path.glob("distributed-muon-*"))
+
+
+def test_fork_with_its_own_muon(checkout, on, face):
+    """`revert --commit` deleted it, and `apply` overwrote it."""
+    for rel in (OWN, "test/optim/test_muon_engine.py"):
+        (checkout / rel).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / rel).write_text("# the fork's\n")
+    tree = tree_of(checkout, commit_all(checkout))
+    assert state(checkout) == "none"
+    assert "nothing to do" in on("revert", "--commit")
+    fails(face("apply", "--checkout", checkout), 3, f"  {OWN}\n", "of its own")
+    assert restored(checkout, tree)
+    on("apply", "--commit", "--force")
+    assert (checkout / OWN).read_text() != "# the fork's\n"
+    assert state(checkout) == "current"
+    on("revert", "--commit")
+    assert restored(checkout, tree)
+
+
+@pytest.mark.parametrize("first", ["release", "topic"])
+def test_topic_cut_before_upstream_was_merged(checkout, on, first):
+    """The base moved back, and `revert` undid upstream's change."""
+    for branch, rel in (("release", MUON), ("topic", "torch/optim/sgd.py")):
+        git(checkout, "switch", "-q", "-c", branch, "main")
+        append(checkout / rel, f"# {branch}\n")
+        commit_all(checkout)
+    git(checkout, "switch", "-q", "main")
+    on("apply", "--commit")
+    for branch in dict.fromkeys([first, "release", "topic"]):
+        git(checkout, "merge", "-q", "-X", "ours", branch, "-m", "m")
+    assert "already" in on("apply")
+    on("revert", "--commit")
+    assert git(checkout, "diff", "release", "--stat").count("|") == 1
+    assert (checkout / "torch/optim/sgd.py").read_text().endswith("# topic\n")
+
+
+C10D = "torch/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize("how", ["committed", "staged"])
+def test_own_fix_in_a_patched_file_stays(checkout, on, face, how, tmp_path):
+    """`pull` took it into the patch, and `revert --commit` removed it."""
+    on("apply", "--commit")
+    fixed = f"# a fix\n{(checkout / C10D).read_text()}# a fix\n"
+    (checkout / C10D).write_text(fixed)
+    git(checkout, "add", C10D)
+    if how == "committed":
+        git(checkout, "commit", "-qm", "fix")
+    assert "already" in on("apply")
+    assert "nothing to take" in on("pull", "--dry-run")
+    assert face("export", "--checkout", checkout, "--out", tmp_path / "o").err == ""
+    on("revert", "--commit")
+    assert git_status(checkout) == ("" if how == "committed" else f"M  {C10D}\n")
+    stock = git(checkout, "show", f"{BASE}~{1 + (how == 'committed')}:{C10D}")
+    assert (checkout / C10D).read_text() == f"# a fix\n{stock}\n# a fix\n"
+    on("apply", "--commit")
+    assert (checkout / C10D).read_text() == fixed
+
+
+@pytest.mark.parametrize("rel", [f"{OWN}.muon-new", "torch/.muon_overlay", ENGINE])
+def test_links_are_not_followed(checkout, face, rel, tmp_path):
+    """A file of the user's was overwritten through a link that the fork tracks."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / ".gitignore").write_text("mine")
+    (checkout / rel).symlink_to(outside / ".gitignore" if "new" in rel else outside)
+    tree = tree_of(checkout, commit_all(checkout))
+    done = face("apply", "--checkout", checkout, "--commit")
+    assert done.code == (3 if rel == ENGINE else 0)
+    face("revert", "--checkout", checkout, "--commit")
+    assert snapshot(outside) == {".gitignore": b"mine"}
+    assert restored(checkout, tree)
+
+
+@pytest.mark.parametrize("edit", ["add -N", "staged", "deleted", "untracked"])
+def test_ways_out_lead_on(checkout, on, face, edit):
+    """The printed way out changed nothing."""
+    rel = {"deleted": "docs/source/optim.md", "staged": C10D}.get(edit, OWN)
+    if edit == "deleted":
+        (checkout / rel).unlink()
+    else:
+        (checkout / rel).write_text("# mine\n")
+    if edit == "untracked":  # and ignored
+        (checkout / ".git/info/exclude").write_text(f"{rel}\n")
+    if edit in ("add -N", "staged"):
+        git(checkout, "add", *["-N"] * (edit == "add -N"), "--", rel)
+    done = fails(face("apply", "--checkout", checkout), 3, f"  {rel}\n")
+    assert state(checkout) == "none"
+    leads_on(done)
+    on("apply")
+    on("revert")
+    assert git_status(checkout) == ""
+    if edit != "deleted":
+        assert "# mine" in git(checkout, "stash", "show", "-p", "--include-untracked")
+
+
+def test_sparse_checkout_and_line_endings(checkout, on, tmp_path, monkeypatch):
+    """Both were dead ends, and a setting of the user's made upstream's files CRLF."""
+    config = tmp_path / "config"
+    config.write_text("[core]\n\tautocrlf = true\n[user]\n\tname=A\n\temail=a@b\n")
+    tree = tree_of(checkout)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
+    on("apply", "--commit")
+    assert git(checkout, "show", f"HEAD:{C10D}").count("\r") == 0
+    assert b"\r\n" in (checkout / OWN).read_bytes()
+    second = tmp_path / "second"
+    git(tmp_path, "clone", "-q", "--no-checkout", checkout, second)
+    git(second, "sparse-checkout", "set", "--no-cone", "/*", "!/docs/")
+    git(second, "checkout", "-q")
+    for where in (checkout, second):
+        assert "already" in on("apply", where=where)
+        on("revert", where=where)
+        assert git(where, "diff", "--stat") == ""
+        on("apply", where=where)
+        on("revert", "--commit", where=where)
+        assert restored(where, tree)
+    on("apply", "--commit", where=second)
+    assert not (second / "docs").exists()
+    assert "## Distributed Muon" in git(second, "show", "HEAD:docs/source/optim.md")
+
+
+def test_vendored_import(checkout, on, face, tmp_path):
+    """There was no history to fetch, and `fetch --unshallow` was the way out."""
+    on("apply")
+    shutil.rmtree(checkout / ".git")
+    commit_all(checkout, "an import")
+    assert "nothing to do" in on("apply")
+    (checkout / OWN).write_text("# edited\n")
+    commit_all(checkout)
+    done = fails(face("apply", "--checkout", checkout), 3, f"  {OWN}\n")
+    assert "unshallow" not in done.err
+
+
+def test_signatures_and_hooks_of_the_user(checkout, on, face, tmp_path):
+    """A hook that refused the branch left all files staged; no commit was signed."""
+    signs = script(tmp_path / "signs", f"touch {tmp_path}/signed\nexit 1\n")
+    git(checkout, "config", "commit.gpgsign", "true")
+    git(checkout, "config", "gpg.program", signs)
+    before = snapshot(checkout), git_status(checkout), git(checkout, "for-each-ref")
+    words = ("apply", "--checkout", checkout, "--commit")
+    fails(face(*words), 1, "git commit-tree")
+    assert (tmp_path / "signed").exists()
+    git(checkout, "config", "commit.gpgsign", "false")
+    body = 'while read old new ref; do [ "$ref" != refs/heads/main ] || exit 1; done\n'
+    hook = script(checkout / ".git/hooks/reference-transaction", body)
+    fails(face(*words), 1, "git update-ref")
+    assert (snapshot(checkout), git_status(checkout)) == before[:2]
+    assert git(checkout, "for-each-ref") == before[2]
+    on("apply")  # without a commit, both are not asked
+    hook.unlink()
+
+
+def test_names_that_are_not_utf_8_and_safe_path(checkout, tool):
+    """They ended in a traceback."""
+    (checkout / ".git/info/exclude").write_bytes(b"\xe9.txt\n")
+    (checkout / "version.txt").write_bytes(b"2.13.0a0\n\xe9")
+    commit_all(checkout)
+    env = {**os.environ, "PYTHONSAFEPATH": "1", "GIT_COMMON_DIR": "/nowhere"}
+    done = tool("apply", "--checkout", checkout, env=env)
+    assert (done.code, "is not a torch version" in done.err) == (2, True)
+    assert "Traceback" not in tool("status", "--checkout", checkout, env=env).err
 
 
 def test_documented_example_leaves_the_ends_to_adamw():

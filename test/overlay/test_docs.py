@@ -253,7 +253,7 @@ def test_quoted_simulations_are_those_of_the_data():
     page = page.partition("## Simulated")[2]
     data = (ROOT / "docs" / "data" / "scale.md").read_text()
     data = data.partition("ms by owners")[0]
-    quoted = re.findall(r"^\| ([^|]+ ranks) \| ([\d.| ]+) \|$", page, re.MULTILINE)
+    quoted = re.findall(r"^\| ([^|]+ ranks) \| ([\d.%| ]+) \|$", page, re.MULTILINE)
     assert len(quoted) > 4
     for title, cells in quoted:
         (row,) = re.findall(rf"^{re.escape(title)}  (.*)", data, re.MULTILINE)

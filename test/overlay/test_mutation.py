@@ -32,7 +32,7 @@ def tree(tmp_path):
     """A repository with a torch that imports at once."""
     optim = tmp_path / "torch" / "optim"
     (optim / "_muon_engine").mkdir(parents=True)
-    empty = ["../__init__", "__init__", "_newton_schulz", "muon"]
+    empty = ["../__init__", "__init__", "_newton_schulz", "muon", "_muon_partition"]
     for name in [*empty, "_muon_engine/__init__", "_muon_engine/engine"]:
         (optim / f"{name}.py").touch()
     (optim / "_muon.py").write_text("LIMIT = 3\nUNUSED = 4\n")

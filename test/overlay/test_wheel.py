@@ -221,7 +221,10 @@ def test_patches_reach_a_wheel(site, overlay):
     assert path.read_text() == "one\ntwo\nthree\n"
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "2.16.0a0"])
+NIGHTLIES = ["2.16.0.dev20260101+cpu", "2.15.0.dev20250101", "2.10.0.post2"]
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.16.0a0", *NIGHTLIES])
 def test_other_versions_need_force(make_installed, face, version):
     python = make_installed(version, "other")
     before = snapshot(python.parent)
@@ -276,8 +279,61 @@ def test_uninstalled_torch(site, face, tmp_path, monkeypatch):
     assert not site.torch_dir.exists()
     assert "has no torch" in face("status", "--python", python).err
     found = {"origin": None, "folders": [], "closed": ["/closed"]}
-    monkeypatch.setattr(wheels, "ask_python", lambda *args: json.dumps(found))
+    monkeypatch.setattr(wheels, "ask_python", lambda *_, **__: json.dumps(found))
     assert "may not read /closed" in face("status", "--python", python).err
+
+
+def test_package_that_was_built_again(site, installed, on):
+    """The printed `cp` put a file of the old build into the new one."""
+    without_record(site.root)
+    on("apply")
+    for rel in TORCHS:
+        (site.root / rel).write_text(f"{OTHER}# {rel}\n")
+    on("apply")
+    on("revert")
+    for rel in TORCHS:
+        assert (site.root / rel).read_text() == f"{OTHER}# {rel}\n"
+
+
+def test_torch_of_pythonpath(site, make_installed, face, tmp_path, monkeypatch):
+    """As a cluster's modules bring it: another torch was patched than the one imported."""
+    own = find_wheel(make_installed("2.12.0", "own"))
+    bare = script(tmp_path / "bare", f'exec "{sys.executable}" -S "$@"\n')
+    monkeypatch.setenv("PYTHONPATH", str(site.root))
+    done = face("apply", "--python", bare)
+    assert (done.code, f"torch 2.13.0+cpu in {site.root}" in done.out) == (0, True)
+    assert "is not in the environment" in done.err
+    assert site.status(ROOT)["state"] == "current"
+    assert own.status(ROOT)["state"] == "none"
+
+
+def test_read_only_torch(site, installed, face, monkeypatch):
+    before, access = snapshot(site.root), os.access
+    closed = site.torch_dir / "optim"
+
+    def may(path, mode):
+        return access(path, mode) and not (mode == os.W_OK and path == closed)
+
+    monkeypatch.setattr(os, "access", may)
+    for command in ("apply", "test"):
+        done = fails(face(command, "--python", installed), 2, f"may not write {closed}")
+        assert "reverted" not in done.out
+    assert snapshot(site.root) == before
+
+
+STALE = """
+import sys
+import torch.optim._muon, torch.optim._muon_engine
+exec(open(sys.argv[1]).read(), vars(torch.optim._muon))
+import torch.optim.muon
+"""
+
+
+def test_what_is_left_after_an_upgrade_says_so(wheel):
+    """Muon said "unexpected keyword argument" of a config that it had just made."""
+    python, stock = wheel.python, wheel.copy_of(MUON)
+    done = run(python, "-c", STALE, stock, check=False)
+    assert (done.code, "apply it again" in done.err.splitlines()[-1]) == (1, True)
 
 
 @pytest.mark.parametrize("record", [True, False])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from . import check, contestants, fleet, page, step, table, traffic
 from .layouts import fits, LAYOUTS, WORKLOADS
-from .scale import report
+from .scale import own, report
 from .scale.cases import CASES
-from .scale.hardware import Hardware
+from .scale.hardware import GPUS, Hardware
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,9 +29,16 @@ def parser() -> argparse.ArgumentParser:
             add("--only", default="", metavar="WORDS", help="rows whose title has them")
             add("--prefetch", type=int, default=1, help="prefetch_count")
             add("--html", type=Path, metavar="FILE", help="a page about one row")
-            what = "a gpu.json, or Hardware's fields: " + ", ".join(vars(Hardware()))
-            more = {"nargs": "+", "default": [], "metavar": "FILE or NAME=VALUE"}
+            what = (
+                f"{', '.join(GPUS)}, gpu.json, or fields: {', '.join(vars(Hardware()))}"
+            )
+            more = {"nargs": "+", "default": [], "metavar": "NAME[=VALUE] or FILE"}
             add("--hardware", help=what, **more)
+            add("--model", metavar="FILE", help=f"your model: {own.SOURCES}")
+            add("--ranks", type=int, default=64, help="GPUs for --model")
+            add("--layout", default="fsdp", help=f"of --model: {own.FORMS}")
+            add("--tokens", type=int, help="tokens of a training step")
+            add("--active-experts", type=int, metavar="K", help="experts of a token")
             continue
         add("--timeout", type=float, default=900.0, help="seconds of one table")
         if name != "bytes":
@@ -107,18 +114,25 @@ def run_check(args: argparse.Namespace) -> Iterator[str]:
 
 
 def run_scale(args: argparse.Namespace) -> Iterator[str]:
+    how = Hardware().with_values(args.hardware), args.prefetch
     cases = [case for case in CASES if args.only in case.title]
+    if args.model is not None:
+        model, notes = own.read(args.model, args.active_experts)
+        name = Path(args.model).stem
+        cases = [own.case_of(model, name, args.layout, args.ranks, args.tokens)]
     if not cases:
         raise ValueError(f"no row has {args.only!r} in its title")
     if args.html is not None and len(cases) > 1:
         titles = "\n".join(case.title for case in cases)
         raise ValueError(f"--html needs --only with the title of one row:\n{titles}")
-    how = Hardware().with_values(args.hardware), args.prefetch
     found = []
     for case in cases:
         schedule = report.schedule_of(case, how[0])
         found.append(report.report(case, schedule, *how))
         if args.html is not None:
             page.write(args.html, case.title, schedule, case.world, *how)
+    if args.model is not None:
+        yield own.answer(found[0], notes, *how)
+        return
     yield report.text(found)
     yield report.divided_text(found)

@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 
 REDIRECT = Path(__file__).with_name("redirect.py")
-SOURCES = ("_muon.py", "_newton_schulz.py", "muon.py", "_muon_engine")
+SOURCES = (
+    "_muon.py",
+    "_newton_schulz.py",
+    "muon.py",
+    "_muon_partition.py",
+    "_muon_engine",
+)
 
 
 class CannotTry(Exception):

@@ -16,6 +16,7 @@ PLACES = {
     "torch.optim._muon": OPTIM / "_muon.py",
     "torch.optim._newton_schulz": OPTIM / "_newton_schulz.py",
     "torch.optim.muon": OPTIM / "muon.py",
+    "torch.optim._muon_partition": OPTIM / "_muon_partition.py",
     "torch.optim._muon_engine": OPTIM / "_muon_engine" / "__init__.py",
 }
 

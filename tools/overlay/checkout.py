@@ -1,19 +1,35 @@
-"""The overlay on a PyTorch git checkout. git is the record."""
+"""The overlay on a PyTorch git checkout. git is the record, and writes."""
 
+import dataclasses
 import re
-import shutil
+import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 from . import files, git, parts, patches, payload, worktree
-from .errors import Refused, WrongTarget
-from .payload import sha256
+from .errors import WrongTarget
 from .target import Plan, Report, Target
 from .worktree import Worktree
 
 
 UPDATE = "optim: update distributed Muon\n\nThe files are those of a newer overlay."
 REVERT = 'Revert "optim: distributed Muon"\n\nThe files are as before the overlay.'
-PULLED = "Edits of the overlay that `pull` took"
+MARKER = b"<<<<<<< this repository\n"
+
+
+class Hunk(NamedTuple):
+    start: int  # lines [start, end) are replaced
+    end: int
+    lines: list[bytes]
+
+
+@dataclasses.dataclass
+class CheckoutPlan(Plan):
+    stock: dict[str, bytes | None]  # the base's texts, without changes of the user's
+    fresh: dict[str, bytes]  # with this repository's overlay on them
+    known: dict[str, list[bytes]]  # the overlays' texts
+    patched: list[str]  # upstream's files in which only hunks are an overlay's
+    owned: dict[str, bytes | None]  # the overlay's part of ``now``
 
 
 class Checkout(Target):
@@ -21,223 +37,306 @@ class Checkout(Target):
 
     def __init__(self, where: str | Path) -> None:
         self.tree = tree = Worktree(where)
-        version = (tree.root / "version.txt").read_text().strip()
+        version = (tree.root / "version.txt").read_text(errors="replace").strip()
         super().__init__(tree.root, version)
         self.words = f"PyTorch {version} checkout {tree.root}"
         # Linked work trees share it, and with it info/exclude.
         self.lock = tree.common
 
     def _finish(self) -> bool:
-        """The next command knows the files that a killed one wrote: both are in the refs."""
         self.tree.refuse_if_busy()
         self.tree.forget_scrap()
-        tree, following = self.tree, self.tree.resolve(worktree.NEXT)
-        if not following:
-            return False
-        base = tree.base()
-        rels = list({rel: 0 for commit in tree.laid() for rel in tree.overlay(commit)})
-        if base == tree.base(following):  # not on another branch
-            at_base, head, staged = (tree.texts(c, rels) for c in (base, "HEAD", ""))
-            want = at_base | tree.overlay(following)
-            # Staged for a commit that was not made.
-            tree.stage({r: head[r] for r in rels if head[r] != staged[r] == want[r]})
-        for rel in rels:
-            files.scratch(self.root / rel).unlink(missing_ok=True)
-            files.tidy(self.root / rel, self.root)
-        tree.set_laid(following)
-        return True
+        return self.tree.settle()
 
-    def plan(self, root: Path) -> Plan:
-        tree = self.tree
-        base, source = tree.base(), payload.read(root)
-        overlays = self._overlays(root, base, source)
+    def plan(self, root: Path) -> CheckoutPlan:
+        tree, source = self.tree, payload.read(root)
+        overlays = self._overlays(root, source)
         applied = [rel for _, texts in overlays for rel in texts]
         rels = list(dict.fromkeys([*patches.paths(source), *applied]))
-        at_base = tree.texts(base, rels)
-        now = {rel: self.read(rel) for rel in rels}
+        stock, now, staged = tree.stock(rels), tree.work(rels), tree.texts("", rels)
+        fresh, misfits = patches.overlay(source, stock, self.takes)
 
         def score(found: tuple[str | None, files.Texts]) -> int:
-            return sum(t == now[r] != at_base[r] for r, t in found[1].items())
+            return sum(t == now[r] != stock[r] for r, t in found[1].items())
 
-        laid = max([(None, {}), *overlays], key=score)
-        new = patches.overlay(source, at_base, self.takes)
-        ours = {r: {sha256(o[r]) for _, o in overlays if r in o} for r in rels}
-        staged = tree.texts("", rels)
-        return Plan(source, *new, at_base, now, ours, laid[1], laid[0], staged)
+        name, laid = max([(None, {}), *overlays], key=score)
+        every = [texts for _, texts in overlays] + [fresh]
+        known = {r: [t for of in every if (t := of.get(r)) is not None] for r in rels}
+        patched = [r for r in rels if r not in source.whole and stock[r]]
+        owned, base = dict(now), dict(stock)
+        edited: list[str] = []
+
+        def is_known(rel: str, text: bytes | None) -> bool:
+            """Whether it is an overlay's text, or this repository has all its edits."""
+            was, new = laid.get(rel), fresh.get(rel)
+            if not text or text in (stock[rel], *known[rel]):
+                return True
+            return bool(was and new) and git.merged(new, was, text) == (new, True)
+
+        for rel in rels:
+            also = staged[rel]
+            if rel in patched:
+                owned[rel], base[rel] = _parts(stock[rel], known[rel], now[rel])
+                also, rest = _parts(stock[rel], known[rel], staged[rel])
+                if rest != base[rel]:
+                    edited.append(rel)
+                    continue
+            if not (is_known(rel, owned[rel]) and is_known(rel, also)):
+                edited.append(rel)
+        new, bad = patches.overlay(source, base, self.takes)
+        edited += [rel for rel in bad if base[rel] != stock[rel] and rel not in edited]
+        return CheckoutPlan(
+            source, new, list(misfits.values()), base, now, edited, laid, name, staged,
+            stock, fresh, known, patched, owned,
+        )  # fmt: skip
 
     def _overlays(
-        self, root: Path, base: str, source: payload.Source
+        self, root: Path, source: payload.Source
     ) -> list[tuple[str | None, dict[str, bytes | None]]]:
-        """Each overlay that was applied: its name and its texts."""
-        tree = self.tree
-        laid = [(c, texts) for c in tree.laid() if (texts := tree.overlay(c))]
-        found = [(tree.trailer(commit), texts) for commit, texts in laid]
-        head = tree.resolve("HEAD")
-        if base == head:
-            return found
+        """Each overlay that was applied: its name, and its texts on today's base."""
+        tree, found, base = self.tree, [], self.tree.base()
+        laid = tree.laid()
+        named = tree.named("--no-walk", *laid) if laid else {}
+        for commit in filter(named.get, laid):
+            name, before = named[commit], tree.base(commit)
+            rels = tree.changed(before, commit)
+            was, texts = tree.texts(before, rels), tree.texts(commit, rels)
+            stock = was if before == base else tree.stock(rels)
+            for rel, text in texts.items():
+                if text and was[rel] and stock[rel] and was[rel] != stock[rel]:
+                    # A patched file; a whole one is found by its own text.
+                    moved, clean = git.merged(stock[rel], was[rel], text)
+                    texts[rel] = moved if clean and rel not in source.whole else text
+            found.append((None if name == "unknown" else name, texts))
         # A clone, or a rebased branch: the commits name the overlay.
-        asked = ("log", "-1", "--format=%H", f"--grep=^{worktree.TRAILER}: ")
-        commit = tree.ask(*asked, f"{base}..{head}")
-        name = tree.trailer(commit) if commit else None
-        named = payload.at(root, name) if name else None
-        if named:
-            at_base = tree.texts(base, patches.paths(named))
-            texts = patches.overlay(named, at_base, self.takes)[0]
-            found.append((name, {**texts}))
-        elif all(tree.base(commit) != base for commit, _ in laid):
-            # Not known here: its first commit has its texts.
-            commit = commit or tree.adding(head)
-            ours = set(patches.paths(source))
-            rels = [r for r in tree.changed(base, commit) if r in ours or _is_muons(r)]
-            found.append((name, tree.texts(commit, rels)))
+        ours = tree.named(f"{base}..HEAD")
+        name = next(iter(ours.values()), None)
+        at = payload.at(root, name) if name else None
+        if at:
+            stock = tree.stock(patches.paths(at))
+            found.append((name, {**patches.overlay(at, stock, self.takes)[0]}))
+        elif ours and all(tree.base(commit) != base for commit in named):
+            # Not known here: its commits have its texts.
+            mine, texts = set(patches.paths(source)), {}
+            for commit in reversed(ours):
+                rels = tree.changed(f"{commit}^", commit)
+                rels = [r for r in rels if r in mine or _is_muons(r)]
+                new = tree.texts(commit, rels)
+                # Later, a patched file may have changes of somebody's.
+                texts |= {
+                    r: t for r, t in new.items() if _is_muons(r) or r not in texts
+                }
+            found.append((None if name == "unknown" else name, texts))
         return found
 
     def way_out(self, plan: Plan, rels: list[str]) -> str:
-        where = self.tree.quoted
+        where, ways = f"git -C {self.tree.quoted}", []
         if any(rel in plan.laid for rel in rels):
-            return (
-                "They may be edits of the overlay. `pull` takes these into this repository:\n"
-                f"  setup_overlay.py pull --checkout {where}"
+            ways.append(
+                "`pull` takes edits of the overlay into this repository:\n"
+                f"  {payload.COMMAND} pull --checkout {self.tree.quoted}"
             )
-        return f"Commit or undo these changes; `git -C {where} status` shows them."
+        head, staged = self.tree.texts("HEAD", rels), self.tree.texts("", rels)
+        new = [r for r in rels if plan.now[r] and not staged[r]]
+        here = [r for r in rels if not plan.now[r] == staged[r] == head[r]]
+        if here:
+            lines = [f"add -f -- {shlex.join(new)}"] * bool(new)
+            lines.append(f"stash push -- {shlex.join(here)}")
+            ways.append("\n".join(["`git stash` keeps them:", *(f"  {where} {w}" for w in lines)]))  # fmt: skip
+        if not ways:
+            ways.append(f"They are committed:\n  {where} log -p -- {shlex.join(rels)}")
+        return "\n".join(ways)
 
-    def _apply(self, plan: Plan, report: Report, commit: bool) -> None:
-        tree, source = self.tree, plan.source
-        if report.changes or commit:
-            commits = patches.commits(source, plan.new)
-            tip = tree.build(tree.base(), commits, source.name)
-            self._lay(plan, report, plan.wanted, tip, UPDATE if commit else "")
-            tree.set_laid(tip)
-        # Tests compare with stock Muon, which programs find from torch.__file__.
-        stock = {r: t for r in source.whole if (t := plan.base[r]) is not None}
-        kept = {self.copy_of(r): t for r, t in stock.items() if r.startswith("torch/")}
-        self.keep({self.copies.parent / ".gitignore": b"*\n"} | kept)
+    def _bare(self, plan: CheckoutPlan, texts: files.Texts) -> dict[str, bytes | None]:
+        """The texts without the overlay's part."""
+        return plan.stock | {
+            rel: _parts(plan.stock[rel], plan.known[rel], texts[rel])[1]
+            for rel in plan.patched
+        }
 
-    def _revert(self, plan: Plan, report: Report, commit: bool) -> None:
-        tree, base = self.tree, self.tree.base()
-        if tree.resolve("HEAD") == base:
-            self._stage(plan, plan.base)
-        differs = self._lay(plan, report, plan.base, base, REVERT if commit else "")
-        shutil.rmtree(self.copies.parent, ignore_errors=True)
-        report.uncommitted = differs and not commit
-        if report.changes or commit or tree.resolve(worktree.LAID) not in ("", base):
-            tree.set_laid(base)
-        report.parts = parts.remove(tree)
+    def _at_head(self, plan: CheckoutPlan, *, with_overlay: bool) -> files.Texts:
+        """What a commit on the branch would change."""
+        head = self.tree.texts("HEAD", list(plan.now))
+        want = self._bare(plan, head)
+        if with_overlay:
+            want |= patches.overlay(plan.source, want, self.takes)[0]
+        return {rel: text for rel, text in want.items() if text != head[rel]}
 
-    def _lay(
-        self, plan: Plan, report: Report, want: files.Texts, following: str, words: str
-    ) -> bool:
-        """Write the files, and commit them with those words (empty: no commit).
+    def _apply(self, plan: CheckoutPlan, report: Report, commit: bool) -> None:
+        tree, source, base = self.tree, plan.source, self.tree.base()
+        head = ""
+        if commit and (differs := self._at_head(plan, with_overlay=True)):
+            commits = [(UPDATE, differs)]
+            if tree.resolve("HEAD") == base:
+                texts = {rel: text for rel, text in differs.items() if text is not None}
+                commits = [*patches.commits(source, texts)]
+            head = tree.build("HEAD", commits, source.name)
+        if report.changes or head:
+            texts = {r: t for r, t in plan.fresh.items() if t != plan.stock[r]}
+            laid = tree.build(
+                base, [(patches.SUBJECT, texts)], source.name, record=True
+            )
+            self._lay(report, laid, head)
 
-        Returns whether the branch had other texts.
-        """
-        tree, head = self.tree, self.tree.resolve("HEAD")
-        on_base = head == tree.base()
-        if report.changes or words:
-            tree.set_next(following)
-        try:
-            self.write(report.changes)
-        except BaseException:  # the files are as before
-            tree.forget_next()
-            raise
-        at_head = tree.texts("HEAD", list(want))
-        differs = {rel: text for rel, text in want.items() if text != at_head[rel]}
-        if words and differs:
-            name = tree.trailer(following)
-            new = following if on_base else tree.build(head, [(words, differs)], name)
-            # The index first: a kill between leaves a staged overlay.
-            self._stage(plan, want)
-            git.git(self.root, "update-ref", "-m", "muon overlay", "HEAD", new, head)
-            report.commits = tree.ask("rev-list", "--reverse", f"{head}..{new}").split()
-        return bool(differs)
+    def _revert(self, plan: CheckoutPlan, report: Report, commit: bool) -> None:
+        differs = self._at_head(plan, with_overlay=False)
+        head = ""
+        if commit and differs:
+            head = self.tree.build("HEAD", [(REVERT, differs)], "none")
+        self._lay(report, self.tree.base(), head)
+        report.uncommitted = bool(differs) and not commit
+        report.parts = parts.remove(self.tree)
 
-    def _stage(self, plan: Plan, want: files.Texts) -> None:
-        self.tree.stage({r: t for r, t in want.items() if plan.staged[r] != t})
+    def _lay(self, report: Report, laid: str, head: str) -> None:
+        if head:
+            new = ("rev-list", "--reverse", f"HEAD..{head}")
+            report.commits = self.tree.ask(*new).split()
+        if report.changes or head:
+            self.tree.lay(report.changes, laid, head)
+        elif self.tree.resolve(worktree.LAID):
+            self.tree.record(laid)
 
     def _state(self, plan: Plan, there: bool) -> tuple[str, str]:
         if there or self.tree.base() == self.tree.resolve("HEAD"):
             return super()._state(plan, there)
-        way = f": `revert --checkout {self.tree.quoted} --commit` commits that"
-        return "reverted", way
+        way = f"{payload.COMMAND} revert --checkout {self.tree.quoted} --commit"
+        return "reverted", f". This commits that:\n  {way}"
 
-    def pull(self, root: Path, *, dry: bool = False) -> tuple[list[str], list[str]]:
-        """Merge edits of the overlay into this repository; the files changed, and missing."""
+    def pull(
+        self, root: Path, *, dry: bool = False
+    ) -> tuple[list[str], dict[str, str], list[str]]:
+        """Merge edits of the overlay into this repository.
+
+        Returns the files changed, those with conflicts (each with the checkout's file),
+        and those missing there.
+        """
         tree, plan = self.tree, self.plan(root)
-        laid, here, new = plan.laid, plan.source.whole, plan.new
+        laid, whole = plan.laid, plan.source.whole
         if not laid:
-            return [], []
-        edited = {rel: text for rel, text in plan.now.items() if text is not None}
-        edited |= {r: t for r in self._added(plan) if (t := self.read(r)) is not None}
+            return [], {}, []
+        there = {rel: text for rel, text in plan.owned.items() if text}
+        there |= {r: t for r, t in tree.work(self._added(plan)).items() if t}
+        before = tree.resolve(worktree.PULLED)
+        pulled = tree.texts(before, list(there)) if before else {}
         changes: dict[str, bytes] = {}
-        both = []
-        for rel, there in edited.items():
-            base = plan.base.get(rel)
-            mine, was = new.get(rel, base), laid.get(rel, base)
-            if plan.knows(rel, there):
+        both: dict[str, str] = {}
+        for rel, theirs in there.items():
+            stock = plan.stock.get(rel)
+            mine = plan.fresh.get(rel, stock) or b""
+            was = laid.get(rel, stock) or b""
+            if theirs in (stock, was, mine, *plan.known.get(rel, ())):
                 continue
-            text = there if mine == was else git.merged(mine or b"", was or b"", there)
-            if text is None:
-                both.append(rel)
-            elif text != mine and (rel in here or base is None):
-                changes[rel] = text
-            elif text != mine:
-                name, hunks = self._hunks(plan, rel, text)
-                changes[f"{payload.PATCHES}/{name}"] = hunks
-        if both:
-            named = "".join(f"  {rel}\n" for rel in both)
-            raise Refused(
-                f"edited on both sides, in the same lines; make them equal:\n{named}"
-            )
-        gone = [r for r, t in laid.items() if plan.now[r] is None and t and r in here]
-        if dry:
-            return sorted(changes), gone
-        for rel, text in changes.items():
-            files.write(root / rel, text, root / payload.PATCHES / "series")
-        # The next `apply` knows the edits by this commit, and so does the next `pull`.
-        taken = {**laid} | {r: t for r, t in edited.items() if t != plan.base.get(r)}
-        for texts in (laid, taken) if taken != laid else ():
-            tree.set_laid(tree.build(tree.base(), [(PULLED, texts)], plan.laid_name))
-        return sorted(changes), gone
+            if (last := pulled.get(rel)) and git.merged(mine, was, last) == (
+                mine,
+                True,
+            ):
+                was = last  # still here: an edit of the same lines may follow
+            text, clean = git.merged(mine, was, theirs)
+            if clean and text == mine:
+                continue
+            place, new = _patch_to(plan, rel, text) if rel in plan.patched else (rel, text)  # fmt: skip
+            both |= {} if clean else {place: rel}
+            if MARKER not in mine:  # of an earlier conflict
+                changes[place] = new
+        if not dry:
+            for rel, text in changes.items():
+                files.write(root / rel, text, root / payload.PATCHES / "series")
+            if changes:
+                texts = {**laid} | {r: t for r, t in there.items() if t != plan.stock.get(r)}  # fmt: skip
+                made = tree.build(tree.base(), [("pulled", texts)], None, record=True)
+                tree.update_refs(f"update {worktree.PULLED} {made}\n")
+        missing = [
+            r for r, t in laid.items() if t and r in whole and plan.now[r] is None
+        ]
+        return sorted(changes), both, missing
 
-    def _added(self, plan: Plan) -> list[str]:
+    def dropping(self, rels: list[str]) -> str:
+        """How to have the overlay's text again in the checkout."""
+        ours = self.tree.named(*self.tree.laid()[:1], f"{self.tree.base()}..HEAD")
+        laid, named = next(iter(ours)), shlex.join(rels)
+        return (
+            "Resolve them here. This drops the checkout's own text then:\n"
+            f"  git -C {self.tree.quoted} restore --source={laid} --staged --worktree -- {named}"
+        )
+
+    def _added(self, plan: CheckoutPlan) -> list[str]:
         """Files of Muon that the checkout has, and neither its base nor the overlay."""
         kinds = ("--cached", "--others", "--exclude-standard")
         found = git.lines(self.root, "ls-files", "-z", *kinds, "--", *payload.ROOTS)
         new = [r for r in dict.fromkeys(found) if _is_muons(r) and r not in plan.now]
-        base = self.tree.texts(self.tree.base(), new)
-        return [rel for rel in new if base[rel] is None]
-
-    def _hunks(self, plan: Plan, rel: str, text: bytes) -> tuple[str, bytes]:
-        """The patch of that file, with the hunks that lead to ``text``."""
-        before = plan.base[rel] or b""
-        # As little context as leads to one place: other versions differ around it.
-        for context in range(1, 10):
-            made = git.difference({rel: before}, {rel: text}, "--text", f"-U{context}")
-            hunks = made[made.index(b"--- a/") :]
-            if all(before.count(old) == 1 for old in _replaced(hunks)):
-                break
-        name = patches.series(plan.source)[rel].name
-        return name, re.sub(rb"(?m)^(@@ [^@]*@@).*$", rb"\1", hunks)
+        return [rel for rel, text in self.tree.stock(new).items() if text is None]
 
     def export(
         self, root: Path, out: Path, *, stack: bool = False, dry: bool = False
     ) -> tuple[list[Path], str, list[str]]:
         """Write the ``git am`` series; the files, the base, and edits that it lacks."""
         plan, base = self.plan(root), self.tree.base()
-        if plan.misfits:
-            raise WrongTarget(plan.misfits[0])
-        edited = [rel for rel in plan.now if self._word(plan, rel) == "changed"]
+        texts, misfits = patches.overlay(
+            plan.source, self.tree.texts(base, list(plan.now)), self.takes
+        )
+        if misfits:
+            raise WrongTarget(next(iter(misfits.values())))
         if dry:
-            return [], base, edited
-        commits = patches.commits(plan.source, plan.new, stack=stack)
+            return [], base, plan.edited
+        commits = patches.commits(plan.source, texts, stack=stack)
         tip = self.tree.build(base, commits, plan.source.name)
-        return worktree.write_series(self.tree, base, tip, out), base, edited
+        return worktree.write_series(self.tree, base, tip, out), base, plan.edited
 
 
-def _replaced(hunks: bytes) -> list[bytes]:
-    """The text that each hunk replaces."""
-    bodies = re.split(rb"(?m)^@@ .*\n", hunks)[1:]
-    return [b"".join(re.findall(rb"(?m)^[ -](.*\n)", body)) for body in bodies]
+def _hunks(before: bytes, after: bytes) -> list[Hunk]:
+    """What leads from one text to the other, without context."""
+    found: list[Hunk] = []
+    kind = b""
+    for line in git.difference({"x": before}, {"x": after}, "--text", "-U0").splitlines(keepends=True):  # fmt: skip
+        if numbers := re.match(rb"@@ -(\d+)(?:,(\d+))? ", line):
+            start, count = int(numbers[1]), int(numbers[2] or 1)
+            # Lines that are only added come after the line of that number.
+            start -= count > 0
+            found.append(Hunk(start, start + count, []))
+        elif found and line[:1] == b"+":
+            found[-1].lines.append(line[1:])
+        elif kind == b"+" and line[:1] == b"\\":  # no newline at the end
+            found[-1].lines[-1] = found[-1].lines[-1][:-1]
+        kind = line[:1]
+    return found
+
+
+def _parts(
+    stock: bytes | None, overlays: list[bytes], text: bytes | None
+) -> tuple[bytes | None, bytes | None]:
+    """A patched file's text with the overlay's hunks alone, and with all others alone.
+
+    A hunk that touches one of the overlay's is an edit of that.
+    """
+    if text is None or stock is None or text in (stock, *overlays):
+        return text, stock if text is not None else None
+    ours = [hunk for overlay in overlays for hunk in _hunks(stock, overlay)]
+    both: tuple[list[Hunk], list[Hunk]] = [], []
+    for hunk in _hunks(stock, text):
+        apart = all(hunk.end < own.start or own.end < hunk.start for own in ours)
+        both[apart].append(hunk)
+    texts = []
+    for hunks in both:
+        lines = stock.splitlines(keepends=True)
+        for hunk in reversed(hunks):
+            lines[hunk.start : hunk.end] = hunk.lines
+        texts.append(b"".join(lines))
+    return texts[0], texts[1]
+
+
+def _patch_to(plan: CheckoutPlan, rel: str, text: bytes) -> tuple[str, bytes]:
+    """The patch of that file that leads to ``text``, and its place."""
+    before = plan.stock[rel] or b""
+    # As little context as leads to one place: other versions differ around it.
+    for context in range(1, 10):
+        made = git.difference({rel: before}, {rel: text}, "--text", f"-U{context}")
+        hunks = made[made.index(b"--- a/") :]
+        bodies = re.split(rb"(?m)^@@ .*\n", hunks)[1:]
+        replaced = [b"".join(re.findall(rb"(?m)^[ -](.*\n)", body)) for body in bodies]
+        if all(before.count(old) == 1 for old in replaced):
+            break
+    name = patches.series(plan.source)[rel].name
+    return f"{payload.PATCHES}/{name}", re.sub(rb"(?m)^(@@ [^@]*@@).*$", rb"\1", hunks)
 
 
 def _is_muons(rel: str) -> bool:

@@ -1,14 +1,13 @@
 """The commands. The docstring of each is its help."""
 
 import argparse
-import difflib
 import json
 import os
 import shlex
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +81,6 @@ def command(*options: str) -> Callable:
     return add
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(word.partition("=")[0], known, 1, 0.75)
-    return f"; did you mean {found[0]}?" if found else ""
-
-
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -114,11 +108,11 @@ def _target(args: argparse.Namespace, *, environment: bool = False) -> Checkout 
         raise WrongTarget("one target at a time: --checkout DIR or --python EXE")
     if python:
         return find_wheel(python)
-    marks = (".git", "version.txt", "torch/optim/_muon.py")
+    marks = (".git", "version.txt", "torch/__init__.py")
     if where or all(Path(mark).exists() for mark in marks):
         return Checkout(where or ".")
     if environment:
-        return find_wheel(env.existing_python(ROOT))
+        return find_wheel(env.existing_python(ROOT), with_path=False)
     raise WrongTarget("name the target: --checkout DIR or --python EXE")
 
 
@@ -232,7 +226,8 @@ def _change(args: argparse.Namespace, done: str, nothing: str, **more: bool) -> 
     if report.uncommitted:
         print(
             "the overlay is committed; its revert is in the work tree and not committed.\n"
-            f"To commit it: setup_overlay.py revert --checkout {target.root} --commit"
+            "To commit it:\n"
+            f"  {payload.COMMAND} revert --checkout {shlex.quote(str(target.root))} --commit"
         )
     elif not (report.changes or report.commits or report.parts):
         print(f"{target.words} {nothing}; nothing to do")
@@ -256,7 +251,8 @@ def _rebuild(args: argparse.Namespace) -> None:
         if args.mode == "source":
             parts.from_source(checkout.tree, args.python)
             return
-        wheel = find_wheel(args.python or env.existing_python(ROOT))
+        python = args.python or env.existing_python(ROOT)
+        wheel = find_wheel(python, with_path=bool(args.python))
         with wheel.held():
             parts.from_wheel(checkout.tree, wheel)
 
@@ -278,16 +274,29 @@ def _diff(args: argparse.Namespace) -> None:
 
 
 @command("--checkout", "--dry-run")
-def _pull(args: argparse.Namespace) -> None:
-    """Merge edits made in a checkout into the files and patches of this repository."""
+def _pull(args: argparse.Namespace) -> int:
+    """Merge edits made in a checkout into the files and patches of this repository.
+
+    Lines that both sides edited get conflict markers.
+    """
     target = Checkout(args.checkout or ".")
     with target.held(), files.held(ROOT):
-        taken, missing = target.pull(ROOT, dry=args.dry_run)
+        taken, both, missing = target.pull(ROOT, dry=args.dry_run)
     _show(taken, "would take" if args.dry_run else "took", verbose=True)
+    if target.version and any(rel.startswith(payload.PATCHES) for rel in taken):
+        print(
+            f"the patch fits torch {target.version}; `env --torch` tries other versions"
+        )
     for rel in missing:
         print(f"{rel} is missing there; delete it here, too, if you meant that")
-    if not taken:
-        print(f"nothing to take: {target.words} has no edits of the overlay")
+    if both:
+        named = "".join(f"  {rel}\n" for rel in both)
+        print(
+            f"conflicts, with markers in this repository:\n{named}{target.dropping([*both.values()])}"
+        )
+    elif not taken:
+        print(f"nothing to take: {target.words} has no other edits of the overlay")
+    return bool(both)
 
 
 @command("--checkout", "--out", "--stack", "--dry-run")
@@ -312,7 +321,7 @@ def _export(args: argparse.Namespace) -> None:
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
     if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
-        parser.error(f"no such command: {argv[0]}{_nearest(argv[0], COMMANDS)}")
+        parser.error(f"no such command: {argv[0]}")
     args, extra = parser.parse_known_args(argv)
     if args.version:
         name = payload.name(ROOT) or "(no git)"
@@ -320,9 +329,8 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         parser.exit()
     if args.command is None:
         parser.error("a command is missing")
-    near = _nearest(extra[0], COMMANDS[args.command][1]) if extra else ""
-    if near or (extra and args.command not in ("test", "verify", "gpu")):
-        args.sub.error(f"unknown arguments: {' '.join(extra)}{near}")
+    if extra and args.command not in ("test", "verify", "gpu"):
+        args.sub.error(f"unknown arguments: {' '.join(extra)}")
     args.extra = extra
     return args
 

@@ -104,7 +104,7 @@ def ensure(
             run_long([base, "-m", "venv", str(env)], f"making {env.name}", root)
         if _packages(env) != packages:
             _install(env, version, packages)
-        target = find_wheel(python_of(env))
+        target = find_wheel(python_of(env), with_path=False)
         # Its user may have changed it.
         if versions.release(target.version or "0.0") != versions.release(version):
             raise Refused(
@@ -129,10 +129,15 @@ def _install(env: Path, version: str, packages: list[str]) -> None:
 
 
 def run_in(
-    python: Path, args: list[str], root: Path, variables: dict[str, str] | None = None
+    python: Path,
+    args: list[str],
+    root: Path,
+    variables: dict[str, str] | None = None,
+    *,
+    with_path: bool = False,
 ) -> int:
-    """Run the environment's Python in the foreground, with this terminal."""
-    env = plain_environment() | (variables or {})
+    """Run a Python in the foreground, with this terminal."""
+    env = plain_environment(with_path=with_path) | (variables or {})
     with subprocess.Popen([str(python), *args], cwd=root, env=env) as process:
         try:
             while True:

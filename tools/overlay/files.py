@@ -4,9 +4,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-import tempfile
-from collections.abc import Mapping
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from .errors import WorkFailed
@@ -48,7 +46,10 @@ def _prepare(path: Path, data: bytes, sibling: Path) -> None:
             folder.mkdir()
             _take_after(folder, folder.parent)
     new, known = scratch(path), path.is_file()
-    new.write_bytes(data)
+    # Never through a link that somebody put there.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with open(os.open(new, flags, 0o600), "wb") as file:
+        file.write(data)
     _take_after(new, path if known else sibling)
     _flush(new)
 
@@ -158,21 +159,3 @@ def busy(folder: Path) -> bool:
         return not _locked(handle)
     finally:
         os.close(handle)
-
-
-@contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A temporary folder; the next command removes it after a kill."""
-    top = Path(tempfile.gettempdir()).resolve()
-    for old in top.glob("muon-overlay-*"):
-        with contextlib.suppress(OSError):
-            if not busy(old):
-                shutil.rmtree(old)
-    new = Path(tempfile.mkdtemp(prefix="muon-new-", dir=top))
-    with held(new):
-        # Its lock is held when it gets the name that others look for.
-        place = new.rename(top / new.name.replace("new", "overlay", 1))
-        try:
-            yield place
-        finally:
-            shutil.rmtree(place, ignore_errors=True)

@@ -1,8 +1,12 @@
 """Runs git without prompts, pager or colour, and raises an error in words."""
 
+import contextlib
 import os
+import re
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,19 @@ from . import files
 from .errors import WorkFailed, WrongTarget
 
 
-# git sets these inside a hook. They would redirect every call to that repository.
-_REDIRECTS = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"}
-# Settings of the user that would change what a command here reads or writes. (A
-# file system monitor would outlive the command and keep its lock.)
-_SETTINGS = ("core.fsmonitor", "core.safecrlf", "log.follow", "log.showSignature")
+# What the user's shell or a hook may tell git: who commits, and how to reach a server.
+# Everything else would redirect a command, or change what it reads or writes.
+_THEIRS = re.compile(
+    r"(?!GIT_)|GIT_(AUTHOR|COMMITTER|SSH|SSL|HTTP|ASKPASS|EXEC_PATH|TEST|ALLOW_PROTOCOL"
+    r"|CONFIG_(GLOBAL|SYSTEM|NOSYSTEM))"
+)
+# Settings that would do the same. (A file system monitor would outlive the command
+# and keep its lock.)
+_SETTINGS = (
+    "core.fsmonitor=false", "core.safecrlf=false", "log.follow=false",
+    "log.showSignature=false", "log.showRoot=true", "diff.orderFile=/dev/null",
+    "index.sparse=false",
+)  # fmt: skip
 # In a scratch folder, no setting of the user counts.
 ALONE = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
@@ -28,12 +40,12 @@ def git(
 ) -> subprocess.CompletedProcess[bytes]:
     if shutil.which("git") is None:
         raise WrongTarget("git is not on PATH; install git and try again")
-    keep = {k: v for k, v in os.environ.items() if k not in _REDIRECTS}
+    keep = {k: v for k, v in os.environ.items() if _THEIRS.match(k)}
     keep |= {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", "GIT_PAGER": "cat"}
     # git would find a work tree that the temporary folders are in.
     keep["GIT_CEILING_DIRECTORIES"] = str(where.parent)
     command = ["git", "-C", str(where), "--literal-pathspecs"]
-    command += [word for name in _SETTINGS for word in ("-c", f"{name}=false")]
+    command += [word for setting in _SETTINGS for word in ("-c", setting)]
     process = subprocess.Popen(
         [*command, *args],
         **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
@@ -65,25 +77,38 @@ def text(where: Path, *args: str, check: bool = False, **how: Any) -> str:
     return done.stdout.decode(errors="replace").strip()
 
 
-def lines(where: Path, *args: str) -> list[str]:
+def lines(where: Path, *args: str, **how: Any) -> list[str]:
     """Output of a ``-z`` command, one entry per name."""
-    out = git(where, *args).stdout.decode(errors="surrogateescape")
+    out = git(where, *args, **how).stdout.decode(errors="surrogateescape")
     return [name for name in out.split("\0") if name]
 
 
-def texts(where: Path, commit: str, rels: list[str]) -> dict[str, bytes | None]:
+def texts(
+    where: Path, commit: str, rels: list[str], **how: Any
+) -> dict[str, bytes | None]:
     """The texts of those paths at a commit (empty: in the index; None: no file)."""
-    asked = "".join(f"{commit or ':0'}:{rel}\n" for rel in rels).encode()
-    out = git(where, "cat-file", "--batch", data=asked).stdout
-    found: dict[str, bytes | None] = {}
-    for rel in rels:
+    asked = [f"{commit or ':0'}:{rel}" for rel in rels]
+    return dict(zip(rels, blobs(where, asked, **how), strict=True))
+
+
+def blobs(where: Path, names: list[str], **how: Any) -> list[bytes | None]:
+    asked = "".join(f"{name}\n" for name in names).encode()
+    out = git(where, "cat-file", "--batch", data=asked, **how).stdout
+    found: list[bytes | None] = []
+    for _ in names:
         head, _, out = out.partition(b"\n")
         kind, size = head.split()[-2:]
-        found[rel] = None
-        if size.isdigit():
-            found[rel] = out[: int(size)] if kind == b"blob" else None
-            out = out[int(size) + 1 :]
+        is_blob = kind == b"blob" and size.isdigit()
+        found.append(out[: int(size)] if is_blob else None)
+        out = out[int(size) + 1 :] if size.isdigit() else out
     return found
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    # An older version of this tool deletes each muon-overlay-* that it finds there.
+    with tempfile.TemporaryDirectory(prefix="distributed-muon-") as name:
+        yield Path(name).resolve()
 
 
 def put(folder: Path, texts: files.Texts) -> None:
@@ -97,17 +122,17 @@ def put(folder: Path, texts: files.Texts) -> None:
 
 def difference(before: files.Texts, after: files.Texts, *more: str) -> bytes:
     """The patch from one set of texts to another."""
-    with files.scratch_folder() as scratch:
-        put(scratch / "a", before)
-        put(scratch / "b", after)
+    with scratch() as folder:
+        put(folder / "a", before)
+        put(folder / "b", after)
         command = ("diff", "--no-index", "--no-prefix", "--no-renames", *more, "a", "b")
-        return git(scratch, *command, check=False, env=ALONE).stdout
+        return git(folder, *command, check=False, env=ALONE).stdout
 
 
-def merged(mine: bytes, base: bytes, theirs: bytes) -> bytes | None:
-    """Both sides' edits of ``base`` in one text; None if they overlap."""
-    with files.scratch_folder() as scratch:
-        put(scratch, {"mine": mine, "base": base, "theirs": theirs})
-        command = ("merge-file", "-p", "--quiet", "mine", "base", "theirs")
-        done = git(scratch, *command, check=False)
-        return None if done.returncode else done.stdout
+def merged(mine: bytes, base: bytes, theirs: bytes) -> tuple[bytes, bool]:
+    """Both sides' edits of ``base`` in one text, and whether no two overlap."""
+    with scratch() as folder:
+        put(folder, {"this repository": mine, "base": base, "the checkout": theirs})
+        command = ("merge-file", "-p", "this repository", "base", "the checkout")
+        done = git(folder, *command, check=False, env=ALONE)
+        return done.stdout, done.returncode == 0

@@ -13,4 +13,4 @@ def run(python: str | Path, out: Path, args: list[str], root: Path) -> int:
     name = ["--overlay", payload.name(root) or "(no git)"]
     command = ["-m", "tools.bench.gpu", str(out), *name, *args]
     with overlaid(target, root):
-        return env.run_in(target.python, command, root)
+        return env.run_in(target.python, command, root, with_path=True)

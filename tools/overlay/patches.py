@@ -5,7 +5,7 @@ import fnmatch
 import re
 from ast import literal_eval
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import files, git
 from .errors import WorkFailed, WrongTarget
@@ -22,12 +22,14 @@ class Patch(NamedTuple):
     def applied(self, rel: str, text: bytes) -> bytes:
         """The text of that file with the hunks."""
         # An installed torch is no work tree. A hunk that does not fit changes no target.
-        with files.scratch_folder() as scratch:
+        how: dict[str, Any] = {"data": self.hunks, "env": git.ALONE}
+        with git.scratch() as scratch:
             git.put(scratch, {rel: text})
-            # A tree that took the exported series has the hunks already.
-            there = ("apply", "--reverse", "--check")
-            if not git.works(scratch, *there, data=self.hunks):
-                git.git(scratch, "apply", "--whitespace=nowarn", data=self.hunks)
+            # A tree that took the exported series has the hunks already. An editor of a
+            # patch need not count its lines.
+            there = ("apply", "--recount", "--reverse", "--check")
+            if not git.works(scratch, *there, **how):
+                git.git(scratch, "apply", "--recount", "--whitespace=nowarn", **how)
             return (scratch / rel).read_bytes()
 
 
@@ -51,10 +53,10 @@ def paths(source: Source) -> list[str]:
 
 def overlay(
     source: Source, base: files.Texts, takes: Callable[[str], bool]
-) -> tuple[dict[str, bytes], list[str]]:
-    """The texts over ``base``, and the patches that do not fit; a patch needs its file."""
+) -> tuple[dict[str, bytes], dict[str, str]]:
+    """The texts over ``base``, and why a patch does not fit; a patch needs its file."""
     now = {rel: text for rel, text in source.whole.items() if takes(rel)}
-    misfits = []
+    misfits = {}
     for rel, patch in series(source).items():
         text = base.get(rel)
         if text is None or not takes(rel):
@@ -62,7 +64,7 @@ def overlay(
         try:
             new = patch.applied(rel, text)
         except WorkFailed as error:
-            misfits.append(f"patches/{patch.name} does not fit this torch: {error}")
+            misfits[rel] = f"patches/{patch.name} does not fit this torch: {error}"
         else:
             now |= {} if new == text else {rel: new}
     return now, misfits

@@ -1,6 +1,8 @@
 """This repository's files for PyTorch."""
 
 import hashlib
+import shlex
+import sys
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -9,6 +11,7 @@ from .errors import WrongTarget
 
 
 ROOT = Path(__file__).resolve().parents[2]  # of this repository
+COMMAND = shlex.join([sys.executable, str(ROOT / "setup_overlay.py")])
 ROOTS = ("torch", "test/optim", "test/distributed/optim")
 PATCHES = "patches"
 DIRTY = "-dirty"
@@ -26,9 +29,8 @@ def sha256(text: bytes | None) -> str | None:
 
 def is_source(rel: str) -> bool:
     path = PurePosixPath(rel)
-    hidden = any(part == "__pycache__" or part.startswith(".") for part in path.parts)
-    scrap = path.suffix in {".pyc", ".orig", ".rej", ".swp", ".muon-new"}
-    return not (hidden or scrap or rel.endswith("~"))
+    hidden = any(part == "__pycache__" or part[0] in ".#" for part in path.parts)
+    return path.suffix == ".py" and not hidden
 
 
 def discover(root: Path) -> dict[str, Path]:
@@ -52,9 +54,10 @@ def at(root: Path, commit: str) -> Source | None:
     if commit.endswith(DIRTY) or not _has(root, commit):
         return None
     rels = git.lines(root, "ls-tree", "-rz", "--name-only", commit, *ROOTS, PATCHES)
-    found = git.texts(root, commit, [rel for rel in rels if is_source(rel)])
-    texts = {rel: text for rel, text in found.items() if text is not None}
     top = PATCHES + "/"
+    rels = [rel for rel in rels if is_source(rel) or rel.startswith(top)]
+    found = git.texts(root, commit, rels)
+    texts = {rel: text for rel, text in found.items() if text is not None}
     patches = {
         r.removeprefix(top): texts.pop(r) for r in list(texts) if r.startswith(top)
     }

@@ -8,7 +8,6 @@ from typing import Any
 
 from . import files, payload, versions
 from .errors import Refused, WrongTarget
-from .payload import sha256
 
 
 FOLDER = ".muon_overlay"  # below torch/: programs find stock Muon from torch.__file__
@@ -23,10 +22,10 @@ class Plan:
     misfits: list[str]  # patches that do not fit, in words
     base: dict[str, bytes | None]  # without the overlay; no key: not known
     now: dict[str, bytes | None]
-    ours: dict[str, set[str | None]]  # hashes of the texts that an overlay wrote there
-    laid: files.Texts  # texts or hashes of the overlay that is there
+    edited: list[str]  # paths whose text has no known origin
+    laid: files.Texts  # texts of the overlay that is there
     laid_name: str | None  # its commit in this repository
-    staged: files.Texts = dataclasses.field(default_factory=dict)
+    staged: files.Texts  # what git's index has
 
     @property
     def wanted(self) -> dict[str, bytes | None]:
@@ -34,17 +33,17 @@ class Plan:
         return {rel: self.base.get(rel) for rel in self.now} | self.new
 
     def changes(self, want: files.Texts) -> dict[str, bytes | None]:
-        return {rel: t for rel, t in want.items() if self.now[rel] != t}
-
-    def knows(self, rel: str, text: bytes | None) -> bool:
-        """Whether the base, this repository or an applied overlay has that text."""
-        here = (self.base.get(rel), self.new.get(rel))
-        return text in here or sha256(text) in self.ours.get(rel, ())
+        return {
+            rel: t
+            for rel, t in want.items()
+            if not self.now[rel] == self.staged.get(rel, t) == t
+        }
 
 
 @dataclasses.dataclass
 class Report:
     changes: files.Texts
+    now: files.Texts
     warnings: list[str] = dataclasses.field(default_factory=list)
     commits: list[str] = dataclasses.field(default_factory=list)
     parts: int = 0  # compiled parts that were removed
@@ -52,11 +51,14 @@ class Report:
 
     @property
     def written(self) -> list[str]:
-        return [rel for rel, text in self.changes.items() if text is not None]
+        return [rel for rel, text in self._new() if text is not None]
 
     @property
     def removed(self) -> list[str]:
-        return [rel for rel, text in self.changes.items() if text is None]
+        return [rel for rel, text in self._new() if text is None]
+
+    def _new(self) -> list[tuple[str, bytes | None]]:
+        return [(r, text) for r, text in self.changes.items() if text != self.now[r]]
 
 
 WORDS = {
@@ -80,13 +82,13 @@ class Target:
 
     kind: str
     words: str  # its name in messages
+    note = ""  # what a user may not expect of it
     lock: Path  # the folder that one command at a time may hold
 
     def __init__(self, root: Path, version: str | None) -> None:
         self.root = root
         self.torch_dir = root / "torch"
         self.version = version
-        self.copies = self.torch_dir / FOLDER / "original"
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -100,29 +102,6 @@ class Target:
         """Whether the overlay has this file for the target: tests are for checkouts."""
         return self.kind == "checkout" or rel.startswith("torch/")
 
-    def read(self, rel: str) -> bytes | None:
-        path = self.root / rel
-        return path.read_bytes() if path.is_file() else None
-
-    @property
-    def sibling(self) -> Path:
-        """The file whose mode and owner new files get."""
-        path = self.torch_dir / "__init__.py"
-        return path if path.is_file() else self.torch_dir
-
-    def copy_of(self, rel: str) -> Path:
-        """Where a copy of the stock file lies."""
-        return self.copies / rel.removeprefix("torch/")
-
-    def keep(self, copies: Mapping[Path, bytes]) -> None:
-        for path, text in copies.items():
-            if not path.is_file() or path.read_bytes() != text:
-                files.write(path, text, self.sibling)
-
-    def write(self, changes: files.Texts) -> None:
-        places = {self.root / rel: text for rel, text in changes.items()}
-        files.replace(places, self.sibling, self.root)
-
     def apply(
         self,
         root: Path,
@@ -133,7 +112,7 @@ class Target:
     ) -> Report:
         plan = self.plan(root)
         self._check_edits(plan)
-        report = Report(plan.changes(plan.wanted))
+        report = Report(plan.changes(plan.wanted), plan.now)
         report.warnings = self._check_apply(plan, root, report.changes, force)
         if not dry:
             self._apply(plan, report, commit)
@@ -142,19 +121,14 @@ class Target:
     def revert(self, root: Path, *, commit: bool = False, dry: bool = False) -> Report:
         plan = self.plan(root)
         self._check_edits(plan)
-        report = Report(plan.changes(plan.base))
+        report = Report(plan.changes(plan.base), plan.now)
         if not dry:
             self._revert(plan, report, commit)
         return report
 
     def _check_edits(self, plan: Plan) -> None:
         """The one rule: a path whose text is of no known origin is not written."""
-        edited = [
-            rel
-            for rel, now in plan.now.items()
-            if not all(plan.knows(rel, t) for t in (now, plan.staged.get(rel, now)))
-        ]
-        if edited:
+        if edited := plan.edited:
             raise Refused(
                 f"{self.words} has other changes in files of the overlay:\n"
                 + "".join(f"  {rel}\n" for rel in edited)
@@ -168,12 +142,12 @@ class Target:
         version = self.version
         if version is None:
             raise WrongTarget(f"{self.words}: `revert` removes the overlay")
-        warnings = []
+        warnings = [self.note] if self.note and changes else []
         if not versions.supported(version):
             said = versions.untested(self.words, version, plan.base)
             if not force:
                 raise WrongTarget(f"{said}\n`apply --force` goes on")
-            warnings = [said, *plan.misfits] if changes else []
+            warnings += [said, *plan.misfits] if changes else []
         elif plan.misfits:
             raise WrongTarget(plan.misfits[0])
         if changes and payload.is_newer(root, plan.source.name, plan.laid_name):
@@ -181,23 +155,32 @@ class Target:
                 f"{self.words} has the overlay {plan.laid_name}. This repository is at "
                 f"{plan.source.name}, which is older. Update it, or `revert` first"
             )
-        return warnings + [
-            f"{rel} there is of no release that this overlay knows. The overlay replaces "
-            "the whole file: make changes of it in this repository, too. `revert` restores it"
+        replaced = [
+            rel
             for rel in changes.keys() & plan.source.whole.keys()
             if (now := plan.now[rel]) is not None
             and now == plan.base[rel]
             and not versions.stock(rel, now)
+        ]
+        own = [rel for rel in replaced if rel not in versions.STOCK]
+        if own and not force:
+            named = "".join(f"  {rel}\n" for rel in sorted(own))
+            raise Refused(
+                f"{self.words} has files of its own where the overlay adds some:\n{named}"
+                "`apply --force` replaces them, and `revert` restores them"
+            )
+        return warnings + [
+            f"{rel} there is of no release that this overlay knows. The overlay replaces "
+            "the whole file: make changes of it in this repository, too. `revert` restores it"
+            for rel in replaced
         ]
 
     def status(self, root: Path) -> dict[str, Any]:
         plan = self.plan(root)
         found = {rel: word for rel in plan.now if (word := self._word(plan, rel))}
         differs = {rel for rel in found if plan.now[rel] != plan.base.get(rel)}
-        # An edit of upstream's file alone is no overlay.
-        there = bool(differs) and bool(
-            plan.laid or any(plan.base.get(rel) is None for rel in differs)
-        )
+        # A user's own edits and files are no overlay.
+        there = any(plan.now[rel] and rel not in plan.edited for rel in differs)
         state, note = self._state(plan, there)
         kinds = set(found.values())
         if state or kinds == {"current"}:
@@ -222,7 +205,7 @@ class Target:
         if now in (None, base):
             word = "missing" if now is None else "original"
             return word if new is not None else ""
-        return "outdated" if plan.knows(rel, now) else "changed"
+        return "changed" if rel in plan.edited else "outdated"
 
     def _state(self, plan: Plan, there: bool) -> tuple[str, str]:
         """A state that the files do not tell (empty: they tell it), and a note on it."""

@@ -32,7 +32,9 @@ def run(python: Path, args: list[str], root: Path, *, measure: bool) -> int:
             # One place, also for processes that tests start in other folders.
             "COVERAGE_FILE": str(Path(folder) / "data"),
             # Not the copies that tests of the overlay make.
-            "MUON_MEASURED": str(find_wheel(python).torch_dir / "optim"),
+            "MUON_MEASURED": str(
+                find_wheel(python, with_path=False).torch_dir / "optim"
+            ),
             # All tests execute most of it many times: see test/conftest.py.
             "MUON_MEASURE": "each" if args else "once",
         }
@@ -64,7 +66,8 @@ def run_with(python: str, args: list[str], root: Path) -> int:
         raise WrongTarget(f"first {python} -m pip install {missing}")
     chosen = ["-m", "pytest", *(args or ELSEWHERE)]
     with overlaid(target, root):
-        return env.run_in(target.python, chosen, root, {"MUON_TEST_SHARE_GPU": "1"})
+        shared = {"MUON_TEST_SHARE_GPU": "1"}
+        return env.run_in(target.python, chosen, root, shared, with_path=True)
 
 
 @contextlib.contextmanager
@@ -76,6 +79,7 @@ def overlaid(target: Wheel, root: Path) -> Iterator[None]:
             raise Refused(
                 f"{target.words} has an overlay that is {before}: `revert` it"
             )
+        target.apply(root, dry=True)
         try:
             target.apply(root)
             yield

@@ -32,17 +32,31 @@ def stock(rel: str, text: bytes | None) -> str | None:
     return STOCK.get(rel, {}).get((sha256(text) or "")[:16])
 
 
-def release(version: str) -> tuple[int, int, int]:
-    """``2.14.0a0+git1234`` is ``(2, 14, 0)``: an alpha has its release's sources."""
-    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?![\d.])", version.strip())
+# PEP 440, as packaging reads it: a release, then what is before or after it.
+_VERSION = re.compile(
+    r"(?P<release>\d+(\.\d+)+)([-_.]?(a|b|c|rc|alpha|beta|pre|preview)[-_.]?\d*)?"
+    r"(-\d+|[-_.]?(post|rev|r)[-_.]?\d*)?(?P<dev>[-_.]?dev[-_.]?\d*)?"
+    r"(\+[a-z0-9]+([-_.][a-z0-9]+)*)?",
+    re.IGNORECASE,
+)
+
+
+def _match(version: str) -> re.Match[str]:
+    match = _VERSION.fullmatch(version.strip())
     if match is None:
         raise WrongTarget(f"{version!r} is not a torch version; supported: {SUPPORTED}")
-    major, minor, patch = match.groups(default="0")
-    return int(major), int(minor), int(patch)
+    return match
+
+
+def release(version: str) -> tuple[int, ...]:
+    """``2.14.0a0+git1234`` is ``(2, 14, 0)``: an alpha has its release's sources."""
+    numbers = [int(number) for number in _match(version)["release"].split(".")]
+    return tuple((numbers + [0])[:3])
 
 
 def supported(version: str) -> bool:
-    return OLDEST <= release(version)[:2] <= NEWEST
+    """Not a nightly, which has sources of any day before its release."""
+    return OLDEST <= release(version)[:2] <= NEWEST and not _match(version)["dev"]
 
 
 def untested(words: str, version: str, base: dict[str, bytes | None]) -> str:

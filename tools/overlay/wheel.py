@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ class Wheel(Target):
     ) -> None:
         super().__init__(root, version)
         self.python = python
+        self.copies = self.torch_dir / FOLDER / "original"
         self.lock = self.torch_dir
         self.words = f"torch {version or '(uninstalled)'} in {root}"
         self._path = self.torch_dir / FOLDER / "manifest.json"
@@ -71,6 +73,20 @@ class Wheel(Target):
         entries = self._manifest().files
         return {rel for rel, entry in entries.items() if entry.stock is None}
 
+    def read(self, rel: str) -> bytes | None:
+        path = self.root / rel
+        return path.read_bytes() if path.is_file() else None
+
+    @property
+    def _sibling(self) -> Path:
+        """The file whose mode and owner new files get."""
+        path = self.torch_dir / "__init__.py"
+        return path if path.is_file() else self.torch_dir
+
+    def copy_of(self, rel: str) -> Path:
+        """Where a copy of the stock file lies."""
+        return self.copies / rel.removeprefix("torch/")
+
     def _finish(self) -> bool:
         """The next command knows the files that a killed one wrote: the manifest has both."""
         places = [self.root / rel for rel in self._manifest().files]
@@ -83,22 +99,27 @@ class Wheel(Target):
     def _stock(self, found: Manifest, rels: list[str]) -> dict[str, bytes | None]:
         """The texts that torch was installed with; no key: the text is not known."""
         out: dict[str, bytes | None] = {}
+        now = {rel: self.read(rel) for rel in (*rels, *found.files)}
+        # An installer that keeps no RECORD may bring another build of the same version.
+        replaced = {r: (sha256(now[r]), e) for r, e in found.files.items() if e.stock}
+        again = all(have != e.new for have, e in replaced.values())
+        again = again and any(have not in e for have, e in replaced.values())
         for rel in rels:
-            now, copy = self.read(rel), self.copy_of(rel)
+            copy, entry = self.copy_of(rel), found.files.get(rel)
             kept = copy.read_bytes() if copy.is_file() else None
-            entry = found.files.get(rel)
-            texts: list[bytes | None] = [now]
+            texts: list[bytes | None] = [now[rel], kept, None]
             if self.version is None:
                 texts = [None]
             elif self._hashes is not None:
-                wanted = self._hashes.get(rel)
-                texts = [t for t in (now, kept, None) if record_hash(t) == wanted]
-            elif entry and found.torch == self.version:
-                texts = [t for t in (now, kept, None) if sha256(t) == entry.stock]
-            elif entry and sha256(now) in (entry.was, entry.new):
-                # torch was upgraded under the overlay, whose text is still there.
+                texts = [t for t in texts if record_hash(t) == self._hashes.get(rel)]
+            elif entry and (have := sha256(now[rel])) == entry.stock:
+                pass
+            elif entry and found.torch == self.version and not again:
+                texts = [t for t in texts if sha256(t) == entry.stock]
+            elif entry and have in (entry.was, entry.new):
+                # The overlay's text is still there.
                 texts = [None] if entry.stock is None else []
-            elif b"_muon_engine" in (now or b""):
+            elif b"_muon_engine" in (now[rel] or b""):
                 texts = []
             if texts:
                 out[rel] = texts[0]
@@ -110,12 +131,19 @@ class Wheel(Target):
         every = dict.fromkeys([*patches.paths(source), *before])
         rels = [rel for rel in every if self.takes(rel)]
         base = self._stock(found, rels)
-        new = patches.overlay(source, base, self.takes)
+        new, misfits = patches.overlay(source, base, self.takes)
         now = {rel: self.read(rel) for rel in rels}
-        ours = {rel: set(before.get(rel, ())) for rel in rels}
+        edited = [
+            rel
+            for rel, text in now.items()
+            if text not in (base.get(rel), new.get(rel))
+            and sha256(text) not in before.get(rel, ())
+        ]
         laid: files.Texts = {r: b"" for r, e in before.items() if e.new != e.stock}
         name = found.overlay if laid else None
-        return Plan(source, *new, base, now, ours, laid, name)
+        return Plan(
+            source, new, list(misfits.values()), base, now, edited, laid, name, {}
+        )
 
     def _check_edits(self, plan: Plan) -> None:
         super()._check_edits(plan)
@@ -126,6 +154,14 @@ class Wheel(Target):
                 + "".join(f"  {rel}\n" for rel in unknown)
                 + self._reinstall()
             )
+
+    def _check_apply(
+        self, plan: Plan, root: Path, changes: files.Texts, force: bool
+    ) -> list[str]:
+        for folder in {(self.root / rel).parent for rel in changes}:
+            if folder.is_dir() and not os.access(folder, os.W_OK):
+                raise WrongTarget(f"{self.words}: this user may not write {folder}")
+        return super()._check_apply(plan, root, changes, force)
 
     def _reinstall(self) -> str:
         return f"Reinstall torch {self.version}, with the program and from the index it is from"
@@ -143,8 +179,10 @@ class Wheel(Target):
         return "\n".join([words, *lines])
 
     def _apply(self, plan: Plan, report: Report, commit: bool) -> None:
-        copies = {r: t for r in plan.new if (t := plan.base[r]) is not None}
-        self.keep({self.copy_of(rel): text for rel, text in copies.items()})
+        for rel in plan.new:
+            path, text = self.copy_of(rel), plan.base[rel]
+            if text is not None and not (path.is_file() and path.read_bytes() == text):
+                files.write(path, text, self._sibling)
         self._write(plan, plan.wanted, report.changes, plan.source.name)
 
     def _revert(self, plan: Plan, report: Report, commit: bool) -> None:
@@ -168,8 +206,9 @@ class Wheel(Target):
         new = {"format": FORMAT, **Manifest(self.version, name, entries)._asdict()}
         text = json.dumps(new, indent=1, sort_keys=True).encode()
         try:
-            files.write(self._path, text, self.sibling)
-            self.write(changes)
+            files.write(self._path, text, self._sibling)
+            places = {self.root / rel: text for rel, text in changes.items()}
+            files.replace(places, self._sibling, self.root)
         except BaseException:
             if plan.now == plan.base:  # no overlay was there
                 shutil.rmtree(self._path.parent, ignore_errors=True)
@@ -203,24 +242,38 @@ folders = list(spec.submodule_search_locations or []) if spec else []
 closed = [p for p in sys.path + folders if os.path.isdir(p) and not os.access(p, os.R_OK | os.X_OK)]
 found = {"origin": spec.origin if spec else None, "folders": folders, "closed": closed}
 dists = list(importlib.metadata.distributions(name="torch"))
-found |= {"version": dists[0].version if dists else None}
-found |= {"record": dists[0].read_text("RECORD") if dists else None}
+at = [d for d in dists if [os.path.realpath(d.locate_file("torch"))] == [*map(os.path.realpath, folders)]]
+dist = (at or dists or [None])[0]
+found |= {"version": dist.version if dist else None, "prefix": sys.prefix}
+found |= {"record": dist.read_text("RECORD") if dist else None}
 print(json.dumps(found))
 """
 # The first entry is the current folder, where anybody's torch/ or json.py may be.
 _ALONE = "import sys; sys.path[:] = [p for p in sys.path if p]\n"
 
 
-def plain_environment() -> dict[str, str]:
-    """Without PYTHONPATH, which could put another torch before the interpreter's own."""
-    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+def plain_environment(*, with_path: bool = False) -> dict[str, str]:
+    """Without PYTHONPATH, which could put another torch before an environment's own.
+
+    ``with_path``: with its absolute folders, as modules of a cluster bring a torch, and
+    without those that anybody's files may be in.
+    """
+    dropped = ("PYTHONPATH", "PYTHONSAFEPATH")
+    plain = {name: text for name, text in os.environ.items() if name not in dropped}
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    shared = (os.getcwd(), tempfile.gettempdir())
+    paths = [p for p in paths if os.path.isabs(p) and os.path.realpath(p) not in shared]
+    return plain | (
+        {"PYTHONPATH": os.pathsep.join(paths)} if with_path and paths else {}
+    )
 
 
-def ask_python(python: Path, code: str) -> str:
-    """Run ``code`` in that interpreter, away from the caller's own paths."""
+def ask_python(python: Path, code: str, *, with_path: bool = True) -> str:
+    """Run ``code`` in that interpreter, away from the caller's own folder."""
     done = subprocess.run(
         [python, "-c", _ALONE + code], capture_output=True, text=True, check=False,
-        env=plain_environment(), cwd=python.parent, stdin=subprocess.DEVNULL,
+        env=plain_environment(with_path=with_path), cwd=python.parent,
+        stdin=subprocess.DEVNULL,
     )  # fmt: skip
     if done.returncode:
         # Programs that are no Python tend to repeat the whole probe.
@@ -242,10 +295,11 @@ def find_interpreter(python: str | Path) -> Path:
     return Path(os.path.abspath(where))
 
 
-def find_wheel(python: str | Path) -> Wheel:
+def find_wheel(python: str | Path, *, with_path: bool = True) -> Wheel:
+    """The torch that this interpreter imports; without PYTHONPATH, its own."""
     where = find_interpreter(python)
     # The last line: a sitecustomize may have said something before it.
-    lines = ask_python(where, _WHERE).splitlines()
+    lines = ask_python(where, _WHERE, with_path=with_path).splitlines()
     try:
         found = json.loads(lines[-1])
     except (IndexError, ValueError):
@@ -262,4 +316,10 @@ def find_wheel(python: str | Path) -> Wheel:
         raise WrongTarget(f"{python} has the torch of a checkout: --checkout {root}")
     if found["version"] is None:
         raise WrongTarget(f"the torch in {root} has no metadata that name its version")
-    return Wheel(where, root, found["version"], found["record"])
+    wheel = Wheel(where, root, found["version"], found["record"])
+    if not root.is_relative_to(found["prefix"]):
+        wheel.note = (
+            f"{wheel.words} is not in the environment {found['prefix']}: other programs "
+            "may import it, too"
+        )
+    return wheel

@@ -1,9 +1,13 @@
-"""A PyTorch git work tree: its base, its refs, and commits made without touching it."""
+"""A PyTorch git work tree: its base, its refs, and how git lays texts into it."""
 
+import contextlib
+import functools
 import os
+import re
 import shlex
 import shutil
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from . import files, git
@@ -11,12 +15,19 @@ from .errors import Refused, WorkFailed, WrongTarget
 
 
 # The overlay that was applied last, with a reflog of the ones before (a reverted one
-# is followed by its base); and the one that a command is about to apply.
+# is followed by its base); and a step that a command has begun. Its tree is the index
+# after the step. Its parents are the overlay that is applied then, the index and HEAD
+# before the step, and, if the step commits, HEAD after it.
 LAID, NEXT = "refs/worktree/muon/laid", "refs/worktree/muon/next"
-# The overlay adds them, the first one in the first commit of its stack.
+# What `pull` took, from which the next one begins.
+PULLED = "refs/worktree/muon/pulled"
+# The overlay adds the first two and replaces the last one.
 ADDED = ("torch/optim/_newton_schulz.py", "torch/optim/muon.py")
-REPLACED, OURS = "torch/optim/_muon.py", b"._newton_schulz"  # what only ours imports
+REPLACED = "torch/optim/_muon.py"
+# Each commit of this tool has it; that of a revert says "none". A merge that squashes
+# them indents their messages.
 TRAILER = "Muon-Overlay"
+_OURS = rf"^ *{TRAILER}: "
 # git's own unfinished work, by the file that says so.
 UNDER_WAY = {
     "MERGE_HEAD": "merge",
@@ -26,8 +37,14 @@ UNDER_WAY = {
     "CHERRY_PICK_HEAD": "cherry-pick",
     "REVERT_HEAD": "revert",
 }
-_NAME = ("-c", "user.name=Distributed Muon")
-_IDENTITY = (*_NAME, "-c", "user.email=distributed-muon@example.invalid")
+# The author of a record. A commit on a branch has the user's name and signature.
+_NAMES = {"NAME": "Distributed Muon", "EMAIL": "distributed-muon@example.invalid"}
+_NOBODY = {
+    f"GIT_{who}_{key}": value
+    for who in ("AUTHOR", "COMMITTER")
+    for key, value in _NAMES.items()
+}
+_LOCK = b"distributed muon\n"  # git's own index.lock begins otherwise
 
 
 class Worktree:
@@ -35,35 +52,67 @@ class Worktree:
         self.root = root = Path(where).expanduser().resolve()
         self.quoted = shlex.quote(str(root))
         lacks = f"{root} is not a PyTorch checkout"
-        for rel in ("version.txt", "torch/__init__.py", REPLACED):
+        for rel in ("version.txt", "torch/__init__.py"):
             if not (root / rel).is_file():
                 raise WrongTarget(f"{lacks}: it has no {rel}")
         names = ("--show-toplevel", "--absolute-git-dir", "--git-common-dir", "HEAD")
         done = git.git(root, "rev-parse", *names, check=False)
-        found = done.stdout.decode().splitlines()
+        found = os.fsdecode(done.stdout).splitlines()
         if done.returncode or Path(found[0]).resolve() != root:
             # git's own words may name a setting, such as safe.directory.
             said = done.stderr.decode(errors="replace")
-            raise WrongTarget(
-                f"{lacks}: not the top of a git work tree\n{said}".rstrip()
-            )
+            said = f"not the top of a git work tree\n{said}".rstrip()
+            raise WrongTarget(f"{lacks}: {said}")
+        # In the work tree it is missing if git was killed while it wrote.
+        if not self.resolve(f"HEAD:{REPLACED}"):
+            raise WrongTarget(f"{lacks}: it has no {REPLACED}")
         self.git_dir = Path(found[1])  # of this work tree alone
         # It is relative to the folder that was asked.
         self.common = (root / found[2]).resolve()
-        self.keep = self.git_dir / "muon_overlay"
         self._index = files.scratch(self.git_dir / "index")
-        self._bases: dict[str, str] = {}
-        self._overlays: dict[str, dict[str, bytes | None]] = {}
+        self._bases: dict[str, tuple[str, list[tuple[str, str]]]] = {}
 
     def ask(self, *args: str, **how: Any) -> str:
         return git.text(self.root, *args, **how)
 
     def resolve(self, name: str) -> str:
-        """The commit of that name; empty if the name is unknown."""
-        return self.ask("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+        """The object of that name; empty if the name is unknown."""
+        return self.ask("rev-parse", "--verify", "--quiet", name)
 
     def texts(self, commit: str, rels: list[str]) -> dict[str, bytes | None]:
         return git.texts(self.root, commit, rels)
+
+    def work(self, rels: list[str]) -> dict[str, bytes | None]:
+        """The texts of the work tree, as git would store them."""
+        tagged = git.lines(self.root, "ls-files", "-tz", "--", *rels)
+        sparse = [line[2:] for line in tagged if line.startswith("S ")]
+        found, there = dict.fromkeys(rels) | self.texts("", sparse), []
+        for rel in rels:
+            path = self.root / rel
+            for folder in PurePosixPath(rel).parents:
+                if (self.root / folder).is_symlink():
+                    raise Refused(
+                        f"{self.root / folder} is a symbolic link, where the overlay "
+                        "has a folder"
+                    )
+            if path.is_symlink():
+                found[rel] = os.fsencode(os.readlink(path))
+            elif path.is_file():
+                there.append(rel)
+        with git.scratch() as scratch:
+            env = {"GIT_OBJECT_DIRECTORY": str(self._borrow(scratch))}
+            names = "".join(f"{rel}\n" for rel in there).encode()
+            command = ("hash-object", "-w", "--stdin-paths")
+            blobs = self.ask(*command, data=names, env=env, check=True).split()
+            return found | dict(zip(there, git.blobs(self.root, blobs, env=env)))
+
+    def _borrow(self, folder: Path) -> Path:
+        """An object directory that has this repository's objects, too."""
+        (folder / "info").mkdir(parents=True, exist_ok=True)
+        (folder / "info/alternates").write_bytes(
+            os.fsencode(self.common / "objects") + b"\n"
+        )
+        return folder
 
     def refuse_if_busy(self) -> None:
         """git's own unfinished work comes first."""
@@ -76,156 +125,288 @@ class Worktree:
             few = ", ".join(sorted(unmerged)[:3])
             raise Refused(f"{self.root} has unmerged files ({few}): `git add` them")
 
+    # The history: which commits have the overlay, and what was there before.
+
     def base(self, commit: str = "HEAD") -> str:
         """The newest commit in that history without the overlay."""
-        found = self.resolve(commit)
+        return self._history(commit)[0]
+
+    def _history(self, commit: str) -> tuple[str, list[tuple[str, str]]]:
+        """The base, and (merge, branch) of other branches without the overlay."""
+        found = self.resolve(f"{commit}^{{commit}}")
         if found not in self._bases:
-            self._bases[found] = self._find_base(found)
+            base, others = self._before(found), []
+            merges = ("rev-list", "--first-parent", "--merges", "--reverse")
+            for merge in self.ask(*merges, f"{base}..{found}").split():
+                for other in self.ask("rev-parse", f"{merge}^@").split()[1:]:
+                    if self.base(other) != other:
+                        continue
+                    # Upstream that was merged since. The base never moves backward.
+                    if self._is_ancestor(base, other):
+                        base = other
+                    others.append((merge, other))
+            self._bases[found] = base, others
         return self._bases[found]
 
-    def _find_base(self, found: str) -> str:
-        parent = found
-        if self._mark(found):
-            adding = self.adding(found)
-            parent = self.resolve(f"{adding}^") if adding else ""
-            while parent and self.trailer(parent):  # an earlier commit of the stack
-                parent = self.resolve(f"{parent}^")
-        # `git commit -a` takes the files that the overlay replaces, and no added one.
-        while parent and OURS in (self.texts(parent, [REPLACED])[REPLACED] or b""):
+    def _is_ancestor(self, old: str, new: str) -> bool:
+        return git.works(self.root, "merge-base", "--is-ancestor", old, new)
+
+    def _before(self, found: str) -> str:
+        """The parent of the first commit of the overlay on this branch, or ``found``."""
+        newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
+        parent, adding = found, ""
+        for mark in filter(lambda rel: self.resolve(f"{found}:{rel}"), ADDED):
+            added = (*newest, "--diff-filter=A", found, "--", mark)
+            first = self.ask(*added, check=True)
+            before = self.resolve(f"{first}^")
+            since = [first, *[f"^{before}"] * bool(before)]
+            if self.named(*since) or self.resolve(f"{first}:{mark}") in self._by_hand:
+                parent, adding = before, first
+                break
+            if not before:
+                self._refuse_shallow()
+        # An earlier commit of the stack, or `git commit` of a replaced file alone.
+        while parent and (
+            (adding and self.named("--no-walk", parent))
+            or self.resolve(f"{parent}:{REPLACED}") in self._by_hand
+        ):
             parent = self.resolve(f"{parent}^")
         if not parent:
+            self._refuse_shallow()
+            raise WrongTarget(
+                f"{self.root} has the overlay since its first commit: nothing says "
+                "what was there before"
+            )
+        return parent
+
+    def _refuse_shallow(self) -> None:
+        if self.ask("rev-parse", "--is-shallow-repository") == "true":
             raise WrongTarget(
                 f"the history of {self.root} does not reach back to the commit before the "
                 f"overlay. Fetch it:\n  git -C {self.quoted} fetch --unshallow"
             )
-        # Upstream that was merged since is a newer base.
-        merges = ("rev-list", "--first-parent", "--merges", f"{parent}..{found}")
-        for merge in self.ask(*merges).split():
-            other = self.resolve(f"{merge}^2")
-            newer = self.ask("merge-base", parent, other) == parent
-            if newer and not self._mark(other):
-                return other
-        return parent
 
-    def _mark(self, commit: str) -> str:
-        """The added file by which a commit shows that it has the overlay, if it has it."""
-        found = self.texts(commit, ADDED)
-        return next((rel for rel in ADDED if found[rel] is not None), "")
+    def named(self, *which: str) -> dict[str, str]:
+        """The commits among these that bring an overlay, and its name in each, newest first."""
+        asked = ("log", "--format=%x01%H%n%B", "-E", f"--grep={_OURS}", *which)
+        out = self.ask(*asked, check=True)
+        entries = (entry.partition("\n") for entry in out.split("\1")[1:])
+        names = {c: re.findall(f"(?m){_OURS}(\\S+)", text) for c, _, text in entries}
+        return {c: found[-1] for c, found in names.items() if found[-1] != "none"}
 
-    def adding(self, commit: str) -> str:
-        """The last commit that added the overlay."""
-        newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
-        return self.ask(*newest, "--diff-filter=A", commit, "--", self._mark(commit))
+    @functools.cached_property
+    def _by_hand(self) -> set[str]:
+        """The texts that were applied here: a commit by hand has these, and no trailer."""
+        laid = self.laid()
+        rels = (*ADDED, REPLACED)
+        ours = self.named("--no-walk", *laid) if laid else {}
+        return {self.resolve(f"{c}:{rel}") for c in ours for rel in rels} - {""}
+
+    def stock(self, rels: list[str]) -> dict[str, bytes | None]:
+        """The texts without the overlay: of the base, with what other branches brought."""
+        base, others = self._history("HEAD")
+        found = self.texts(base, rels)
+        for merge, other in others:
+            if self._is_ancestor(other, base):
+                continue
+            was = self.texts(self.ask("merge-base", f"{merge}^1", other), rels)
+            for rel, theirs in self.texts(other, rels).items():
+                mine, old = found[rel], was[rel]
+                if mine and old and theirs and theirs not in (old, mine):
+                    text, clean = git.merged(mine, old, theirs)
+                    found[rel] = text if clean else mine
+        return found
 
     def laid(self) -> list[str]:
         """The commits that were applied to this work tree, newest first."""
         log = self.ask("log", "--walk-reflogs", "--format=%H", "-n30", LAID, "--")
-        names = [self.resolve(NEXT), self.resolve(LAID), *log.split()]
+        names = [self.resolve(f"{NEXT}^1"), self.resolve(LAID), *log.split()]
         return list(dict.fromkeys(filter(None, names)))
 
-    def overlay(self, commit: str) -> dict[str, bytes | None]:
-        """The texts that the commit changes on its base; empty for a base."""
-        if commit not in self._overlays:
-            rels = self.changed(self.base(commit), commit)
-            self._overlays[commit] = self.texts(commit, rels)
-        return self._overlays[commit]
-
-    def trailer(self, commit: str) -> str | None:
-        value = f"--format=%(trailers:key={TRAILER},valueonly)"
-        words = self.ask("log", "-1", value, commit).split()
-        return words[-1] if words and words[-1] != "unknown" else None
-
     def changed(self, base: str, commit: str) -> list[str]:
-        names = ("diff", "--name-only", "--no-renames", "-z")
+        names = ("diff-tree", "-r", "--name-only", "--no-renames", "-z")
         return git.lines(self.root, *names, base, commit)
 
+    # Writing: git's own two-tree merge brings texts into the work tree.
+
     def build(
-        self, parent: str, commits: list[tuple[str, files.Texts]], name: str | None
+        self,
+        parent: str,
+        commits: list[tuple[str, files.Texts]],
+        name: str | None,
+        *,
+        record: bool = False,
     ) -> str:
         """The newest of those commits (message, texts); only objects are written."""
-        named = git.works(self.root, "var", "GIT_COMMITTER_IDENT")
-        command = () if named else _IDENTITY
-        with files.scratch_folder() as scratch:
+        signs = self.ask("config", "--type=bool", "commit.gpgsign") == "true"
+        more = ["-S"] * (signs and not record)
+        with git.scratch() as scratch:
             env = {"GIT_INDEX_FILE": str(scratch / "index")}
             git.git(self.root, "read-tree", parent, env=env)
             for words, texts in commits:
-                self._update(texts, parent, env)
+                self._update(texts, env)
+                tree = self._write_tree(env)
                 text = f"{words.strip()}\n\n{TRAILER}: {name or 'unknown'}\n".encode()
-                made = ("commit-tree", self.ask("write-tree", env=env), "-p", parent)
-                parent = self.ask(*command, *made, data=text, env=env, check=True)
+                parent = self._commit(tree, [parent], text, more, record=record)
         return parent
 
-    def _update(self, texts: files.Texts, modes: str, env: dict[str, str]) -> None:
+    def _commit(
+        self, tree: str, parents: list[str], text: bytes, more: list[str], *, record: bool
+    ) -> str:  # fmt: skip
+        named = [word for parent in parents for word in ("-p", parent)]
+        env = _NOBODY if record else {}
+        command = ("commit-tree", tree, *named, *more)
+        return self.ask(*command, data=text, env=env, check=True)
+
+    def _write_tree(self, env: dict[str, str]) -> str:
+        # The objects of a partial clone are elsewhere.
+        return self.ask("write-tree", "--missing-ok", env=env, check=True)
+
+    def _update(self, texts: files.Texts, env: dict[str, str]) -> None:
         """Put the texts into the index that ``env`` names."""
-        listed = git.lines(self.root, "ls-tree", "-rz", modes, "--", *texts)
+        listed = git.lines(self.root, "ls-files", "-sz", "--", *texts, env=env)
         mode = {ln.split("\t")[1]: ln.split()[0] for ln in listed}
-        there = [rel for rel, text in texts.items() if text is not None]
-        with files.scratch_folder() as scratch:
-            git.put(scratch, texts)
-            names = "".join(f"{scratch / rel}\n" for rel in there).encode()
+        there = {rel: text for rel, text in texts.items() if text is not None}
+        with git.scratch() as scratch:
+            git.put(scratch, there)
+            names = b"".join(os.fsencode(scratch / rel) + b"\n" for rel in there)
             command = ("hash-object", "-w", "--no-filters", "--stdin-paths")
             blobs = self.ask(*command, data=names, check=True).split()
-        entries = "".join(f"0 {'0' * 40}\t{rel}\0" for rel in texts.keys() - set(there))
+        none = "0" * len(self.resolve("HEAD"))
+        entries = "".join(f"0 {none}\t{rel}\0" for rel in texts.keys() - there.keys())
         for rel, blob in zip(there, blobs, strict=True):
             entries += f"{mode.get(rel, '100644')} {blob}\t{rel}\0"
         update = ("update-index", "-z", "--index-info")
         git.git(self.root, *update, data=entries.encode(), env=env)
 
-    def stage(self, texts: files.Texts) -> None:
-        """Put the texts into the user's index: a new index replaces the old one whole.
-
-        git's own lock would stay after a kill.
-        """
-        if not texts:
-            return
-        index, lock = self.git_dir / "index", self.git_dir / "index.lock"
-        before = index.stat().st_mtime_ns
-        shutil.copy2(index, self._index)
-        env = {"GIT_INDEX_FILE": str(self._index)}
-        self._update(texts, "HEAD", env)
-        git.git(self.root, "update-index", "-q", "--refresh", check=False, env=env)
-        if lock.exists() or before != index.stat().st_mtime_ns:
-            self.forget_scrap()
+    @contextlib.contextmanager
+    def _locked_index(self) -> Iterator[dict[str, str]]:
+        """A copy of the user's index, under git's lock. The copy replaces it at the end."""
+        lock = self.git_dir / "index.lock"
+        self._index.write_bytes(_LOCK)
+        try:
+            os.link(self._index, lock)
+        except FileExistsError:
             raise WorkFailed(
                 f"another git command works in {self.root}, or one was killed and left "
                 f"{lock}. Try again when it has ended"
-            )
-        os.replace(self._index, index)
-        self.forget_scrap()
-
-    def set_next(self, commit: str) -> None:
-        git.git(self.root, "update-ref", NEXT, commit)
-
-    def set_laid(self, commit: str) -> None:
-        """The next overlay is applied."""
-        if self.resolve(LAID) != commit:
-            update = ("update-ref", "--create-reflog", "-m", "laid")
-            git.git(self.root, *update, LAID, commit)
-        self.forget_next()
-
-    def forget_next(self) -> None:
-        git.git(self.root, "update-ref", "-d", NEXT)
+            ) from None
+        try:
+            self._index.unlink()
+            shutil.copy2(self.git_dir / "index", self._index)
+            yield {"GIT_INDEX_FILE": str(self._index)}
+            os.replace(self._index, self.git_dir / "index")
+        finally:
+            self._index.unlink(missing_ok=True)
+            lock.unlink()
 
     def forget_scrap(self) -> None:
         """Remove what a killed command left in the git directory."""
+        lock = self.git_dir / "index.lock"
+        if lock.is_file() and lock.read_bytes() == _LOCK:
+            lock.unlink()
+        locks = [Path(f"{name}.lock") for name in (self._index, LAID, NEXT, PULLED)]
         exclude = files.scratch(self.common / "info" / "exclude")
-        locks = [Path(f"{name}.lock") for name in (self._index, LAID, NEXT)]
-        halves = self.keep.glob("*.muon-new")
-        for path in (exclude, self._index, *locks, *halves):
+        for path in (self._index, *locks, exclude):
             (self.git_dir / path).unlink(missing_ok=True)
+
+    def _bring(
+        self, texts: files.Texts, begin: Callable[[str, str], None] = lambda *_: None
+    ) -> None:
+        """Have git merge the texts into the index and the work tree.
+
+        The caller knows what these paths have in the work tree. git refuses if anything
+        else came there since.
+        """
+        with self._locked_index() as env:
+            names = "".join(f"{rel}\0" for rel in texts).encode()
+            # Not the entries of a sparse checkout, which are in the index alone.
+            kinds = ("--add", "--remove", "--ignore-skip-worktree-entries")
+            update = ("update-index", "-z", *kinds, "--stdin")
+            git.git(self.root, *update, data=names, env=env)
+            old = self._write_tree(env)
+            with git.scratch() as scratch:
+                copy = shutil.copy2(self._index, scratch)
+                after = {"GIT_INDEX_FILE": str(copy)}
+                self._update(texts, after)
+                new = self._write_tree(after)
+            begin(old, new)
+            git.git(self.root, "read-tree", "-m", "-u", old, new, env=env)
+
+    def lay(self, texts: files.Texts, laid: str, head: str = "") -> None:
+        """Bring the texts there, and HEAD to that commit; ``laid`` is applied then."""
+        was = self.resolve("HEAD")
+
+        def begin(old: str, new: str) -> None:
+            before = self._commit(old, [was], b"before", [], record=True)
+            parents = [laid, before, *[head] * bool(head)]
+            step = self._commit(new, parents, b"after", [], record=True)
+            refs = f"update {NEXT} {step}\n" + f"update HEAD {head} {was}\n" * bool(head)  # fmt: skip
+            self.update_refs(refs)
+
+        try:
+            self._bring(texts, begin)
+        except BaseException:
+            if self.resolve(NEXT):
+                if head:
+                    self.update_refs(f"update HEAD {was} {head}\n")
+                self.settle(back=True)
+            raise
+        self.record(laid)
+
+    def update_refs(self, lines: str) -> None:
+        words = ("update-ref", "-m", "distributed muon", "--create-reflog", "--stdin")
+        git.git(self.root, *words, data=lines.encode())
+
+    def record(self, laid: str) -> None:
+        """That overlay, or base, is applied."""
+        lines = f"update {LAID} {laid}\n" * (laid not in ("", self.resolve(LAID)))
+        self.update_refs(lines + f"delete {NEXT}\n" * bool(self.resolve(NEXT)))
+
+    def settle(self, *, back: bool = False) -> bool:
+        """Finish the step of a killed command, or take it back; whether there was one.
+
+        It is taken back if HEAD has moved since. A file that was changed since is left.
+        """
+        step = self.resolve(NEXT)
+        if not step:
+            return False
+        laid, before, *heads = self.ask("rev-parse", f"{step}^@").split()
+        heads.append(self.resolve(f"{before}^"))
+        rels = self.changed(before, step)
+        was, want, staged = (self.texts(c, rels) for c in (before, step, ""))
+        work, texts = self.work(rels), {}
+        back = back or self.resolve("HEAD") not in heads
+        for rel in rels:
+            # git was killed while it wrote: that is a beginning of the text.
+            text, new = work[rel] or b"", want[rel] or b""
+            begun = new.startswith(text.replace(b"\r", b""))
+            target = (staged if back else want)[rel]
+            here = (was[rel], want[rel])
+            if (begun or work[rel] in here) and staged[rel] in (*here, work[rel]):
+                if not work[rel] == staged[rel] == target:
+                    texts[rel] = target
+        if texts and not back:
+            self._bring(texts)
+        elif texts:  # the index is as before; on a full disk, space comes first
+            for rel in (rel for rel, text in texts.items() if text is None):
+                (self.root / rel).unlink(missing_ok=True)
+                files.tidy(self.root / rel, self.root)
+            names = "".join(f"{r}\0" for r, text in texts.items() if text is not None)
+            out = ("checkout-index", "-f", "-z", "--stdin")
+            git.git(self.root, *out, data=names.encode())
+        self.record(self.resolve(LAID) if back else laid)
+        return True
 
 
 def write_series(tree: Worktree, base: str, tip: str, out: Path) -> list[Path]:
     """``git format-patch``, away from every setting of the user."""
+    if any(out.glob("*.patch")):  # `git am out/*` would take them, too
+        raise Refused(f"{out} has mails already: name another folder")
     out.mkdir(parents=True, exist_ok=True)
-    # Numbers may have moved since an earlier export: `git am out/*` takes all of them.
-    for old in out.glob("[0-9][0-9][0-9][0-9]-*.patch"):
-        if old.is_file() and old.read_bytes().rstrip().endswith(b"-- \noverlay"):
-            old.unlink()
-    with files.scratch_folder() as scratch:
+    with git.scratch() as scratch:
         git.git(scratch, "init", "-q", "--bare", env=git.ALONE)
-        alternates = scratch / "objects" / "info" / "alternates"
-        alternates.write_text(f"{tree.common / 'objects'}\n")
+        tree._borrow(scratch / "objects")
         command = ("format-patch", "--no-renames", "--full-index", "--binary")
         more = ("--signature=overlay", "-o", str(out), f"{base}..{tip}")
         mails = git.text(scratch, *command, *more, env=git.ALONE, check=True)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 import zlib
+from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 import torch
@@ -60,6 +62,11 @@ _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 _LOST_CONFIG = (
     "This Muon is a copy of one with a distributed_config, which cannot be copied or pickled. "
     "Build a new Muon with distributed_config=... and load this one's state_dict() into it"
+)
+
+_KERNELS = (
+    "with allow_batched_matrices=True, a convolution is a stack of small matrices to Muon. flatten=True in its "
+    "parameter group makes it one matrix"
 )
 
 # Options that checkpoints of the first Muon do not have, and their defaults.
@@ -377,6 +384,12 @@ def _named(group: MutableMapping[str, Any]) -> list[tuple[str | None, Tensor]]:
     return list(zip(names, params, strict=True))
 
 
+def _has_kernels(group: dict[str, Any]) -> bool:
+    """Whether a group has stacks of matrices with fewer columns than those of any expert."""
+    small = [p for p in group["params"] if p.ndim > 2 and p.shape[-1] <= 16]
+    return bool(small) and not group["flatten"]
+
+
 def _check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
     """Raises ValueError, before anything changes, if ``loaded`` is from another model."""
     index = 0
@@ -667,6 +680,18 @@ class Muon(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+        if self.current_rank != 0:
+            return
+        *earlier, group = self.param_groups
+        if self._allow_batched_matrices and _has_kernels(group):
+            if not any(map(_has_kernels, earlier)):
+                warnings.warn(_KERNELS, stacklevel=2)
+        # Users and schedulers add keys of their own, which resemble none of these.
+        known = {*self.defaults, "params", "param_names"}
+        for key in group.keys() - known:
+            for near in get_close_matches(str(key), sorted(known), 1):
+                text = f"Muon ignores {key!r} of a parameter group. Is it {near!r}?"
+                warnings.warn(text, stacklevel=2)
 
     def _init_group(
         self,

@@ -229,13 +229,22 @@ def newton_schulz(
     return x.mT if tall else x
 
 
-def newton_schulz_bytes(shape: Sequence[int], ns_algorithm: str = "quintic") -> int:
-    """The most bytes that exist at once for one matrix of ``shape``: itself, two iterates, Gram matrices."""
+def newton_schulz_bytes(
+    shape: Sequence[int], ns_algorithm: str = "quintic", owners: int = 1
+) -> int:
+    """The most bytes that exist at once for a matrix: itself, two iterates, Gram matrices.
+
+    Args:
+        owners: number of ranks that divide the matrix. Each has a block, and whole Gram matrices.
+    """
     short, long = sorted(shape)
-    square, whole = short * short, short * long
-    elements = 3 * whole + 2 * square
+    square, block = short * short, short * long // owners
+    elements = 3 * block + 2 * square
     if ns_algorithm == "gram" and long >= GRAM_RATIO * short:
-        elements = max(3 * whole + square, 2 * whole + 5 * square)
+        elements = max(3 * block + square, 2 * block + 5 * square)
+    if owners > 1:
+        # The sum of Gram matrices is in float32.
+        elements = max(elements, 2 * block + 4 * square)
     return elements * NS_DTYPE.itemsize
 
 

@@ -10,19 +10,24 @@ Importing this module does not import ``torch.distributed``. Its functions impor
 from __future__ import annotations
 
 import warnings
-from fnmatch import fnmatch
 from typing import Any, TYPE_CHECKING
 
 from torch import nn, Tensor
-from torch.optim._muon import Muon  # noqa: F401
+from torch.optim._muon import Muon
 from torch.optim._muon_engine.config import DistributedConfig
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.distributed import ProcessGroup
 
+
+if not hasattr(Muon, "describe"):
+    raise ImportError(
+        "torch.optim.Muon takes no distributed_config: torch was installed again under the "
+        "patch that added torch.optim.muon; apply it again"
+    )
 
 __all__ = [
     "DistributedConfig",
@@ -32,13 +37,6 @@ __all__ = [
     "partition_named_parameters",
     "partition_parameters",
 ]
-
-# Names that models give to the layer that computes logits.
-_HEADS = {
-    *("classifier", "embed_out", "head", "lm_head"),
-    *("output", "output_layer", "score", "unembed"),
-}
-_EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
 
 
 def create_dtensor_config(
@@ -280,73 +278,46 @@ def partition_parameters(
 
 
 def partition_named_parameters(
-    module: nn.Module, *, exclude: Sequence[str] = (), verbose: bool = False
+    module: nn.Module, *, exclude: str | Sequence[str] = (), verbose: bool = False
 ) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
     r"""Splits a model's parameters into hidden matrices, for Muon, and the rest, for AdamW.
 
-    Embeddings, output heads and everything that is not 2D (biases, norms, convolutions, stacks of experts)
-    go to the rest. An embedding that is tied to the output head counts as an embedding. A layer counts as
-    an output head if its name is one of classifier, embed_out, head, lm_head, output, output_layer, score
-    and unembed.
+    To the rest go
+
+    - everything that is not 2D: biases, norms, convolutions, stacks of experts; matrices of one row or
+      column, such as the gains of ``weight_norm``;
+    - embeddings, also if they are tied to the output head, and 2D parameters that are named like a table
+      (of positions, tokens) or a bias;
+    - output heads: layers with as many rows as an embedding, unless hidden layers have this size; layers
+      that are named like a head (``lm_head``, ``classifier``, ``score``, ``qa_outputs`` and others), all
+      layers in a module with such a name, and an ``fc`` at the end of the model;
+    - routers: layers with "router" in their name, or with one row for each of the experts beside them;
+    - the weights of LSTM and GRU, which are several gates in one.
+
+    Adapters, such as LoRA's, go where their layer goes.
 
     Args:
         module (nn.Module): plain, or wrapped by DDP, FSDP1, FSDP2 or tensor parallelism.
-        exclude (sequence of str, optional): patterns of names, as in :mod:`fnmatch`, that go to the rest
-            (default: ())
+        exclude (str or sequence of str, optional): patterns of names, as in :mod:`fnmatch`, that go to
+            the rest. They match with and without ``_orig_mod.`` (default: ())
         verbose (bool, optional): prints on rank 0 where each parameter goes, and why
             (default: False)
 
     Returns:
         tuple of two lists of (name, Parameter): matrices and the rest. Each parameter is in one of them,
-        under its name without FSDP1's prefixes.
+        under its name without the prefixes of FSDP1 and of activation checkpointing.
 
     Raises:
-        ValueError: a flat FSDP1 parameter holds parameters for both.
+        ValueError: a flat FSDP1 parameter holds parameters for both, or a pattern matches no name.
 
     Example:
         >>> # xdoctest: +SKIP
         >>> matrices, others = partition_named_parameters(model)
         >>> optimizers = Muon(matrices, lr=0.02), AdamW(others, lr=3e-4)
     """
-    from torch.distributed.fsdp._common_utils import clean_tensor_name
-    from torch.optim._muon_engine.layouts import fsdp1, process_rank
+    from torch.optim._muon_partition import partition
 
-    modules = {clean_tensor_name(f"{n}."): m for n, m in module.named_modules()}
-    embeddings = [m for m in modules.values() if isinstance(m, _EMBEDDINGS)]
-    tied = {id(p) for m in embeddings for p in m.parameters(recurse=False)}
-    speaks = verbose and process_rank() == 0
-    matrices, others = [], []
-    for name, param, inside in fsdp1.logical_matrices(module):
-        reasons = {n: _why_not(n, shape, modules, exclude) for n, shape in inside}
-        if id(param) in tied:
-            reasons = dict.fromkeys(reasons, "embedding")
-        if len({not reason for reason in reasons.values()}) > 1:
-            raise ValueError(
-                f"{name} is a flat parameter that mixes matrices for Muon with others: {reasons}. Wrap with "
-                "use_orig_params=True, or wrap the others in units of their own"
-            )
-        (others if any(reasons.values()) else matrices).append((name, param))
-        for n, shape in inside if speaks else ():
-            why = f"rest: {reasons[n]}" if reasons[n] else "Muon"
-            print(f"{n} {tuple(shape)} -> {why}")
-    return matrices, others
-
-
-def _why_not(
-    name: str,
-    shape: Sequence[int],
-    modules: Mapping[str, nn.Module],
-    exclude: Sequence[str],
-) -> str:
-    """Why a parameter is not for Muon; "" if it is."""
-    layer, _, _ = name.rpartition(".")
-    if any(fnmatch(name, pattern) for pattern in exclude):
-        return "excluded"
-    if len(shape) != 2:
-        return f"{len(shape)}D"
-    if isinstance(modules.get(f"{layer}."), _EMBEDDINGS):
-        return "embedding"
-    return "output head" if layer.rpartition(".")[2] in _HEADS else ""
+    return partition(module, exclude, verbose)
 
 
 DistributedConfig.__module__ = __name__

@@ -423,8 +423,9 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     # Nothing is distributed
 
     def test_nothing_is_distributed(self):
+        """A warning came in a pipeline, and where frameworks shard the model later."""
         params = self.whole((4, 6), (5, 3))
-        with self.assertWarnsOnce("each process orthogonalizes all"):
+        with self.assertWarnsOnce():
             muon = Muon(params, distributed_config=create_dtensor_config())
             for _ in range(3):
                 self.give_gradients(params)

@@ -31,10 +31,11 @@ def layouts_of(model: Model, kind: str, outer: int, inner: int = 1) -> list[Layo
     """The layouts of a model over ``outer`` x ``inner`` ranks, of which ``inner`` are neighbours.
 
     - fsdp: rows over all ranks;
-    - hsdp: rows over the inner ranks, with ``outer`` replicas;
+    - hsdp: rows over the inner ranks, with ``outer`` replicas; ddp: replicas alone;
     - tp: TP over the inner ranks, column- and row-parallel in turn; FSDP cuts the rows of each piece;
     - ep: experts over the inner ranks, and the rows of each over the outer ranks; the rest as in fsdp.
 
+    Under fsdp and hsdp, each rank has other experts of a stack, because FSDP2 cuts dimension 0.
     All matrices of one placement and shape share one ``Shards``.
     """
     world = outer * inner
@@ -43,7 +44,7 @@ def layouts_of(model: Model, kind: str, outer: int, inner: int = 1) -> list[Layo
     @cache
     def dense(shape: Shape, by_columns: bool) -> Shards:
         rows, columns = shape
-        if kind == "hsdp":
+        if kind in ("hsdp", "ddp"):
             return Shards(everyone, rows_cut((0, 0, *shape), inner) * outer)
         if kind != "tp":
             return Shards(everyone, rows_cut((0, 0, *shape), world))
@@ -57,18 +58,25 @@ def layouts_of(model: Model, kind: str, outer: int, inner: int = 1) -> list[Layo
 
     @cache
     def of_expert(shape: Shape, at: int) -> Shards:
-        ranks = tuple(range(at, world, inner))
-        return Shards(ranks, rows_cut((0, 0, *shape), outer))
+        ranks = tuple(range(at, world, places))
+        parts = 1 if stacked else outer
+        return Shards(ranks, rows_cut((0, 0, *shape), parts) * (len(ranks) // parts))
 
-    shapes = model.dense if kind == "ep" else model.shapes
-    found = [
-        Layout(Key(i), shape, torch.float32, dense(shape, kind == "tp" and i % 2 == 1))
-        for i, shape in enumerate(shapes)
-    ]
-    for expert in range(model.n_experts if kind == "ep" else 0):
+    stacked = model.stacked and kind in ("fsdp", "hsdp")
+    places = world if kind == "fsdp" else inner
+    apart = stacked or kind == "ep"
+    names = model.names or [None] * len(model.shapes)
+    found: list[Layout] = []
+    for i, shape in enumerate(model.dense if apart else model.shapes):
+        shards = dense(shape, kind == "tp" and i % 2 == 1)
+        found.append(Layout(Key(i, name=names[i]), shape, torch.float32, shards))
+    for expert in range(model.n_experts if apart else 0):
+        at = expert * places // model.n_experts
+        if stacked:
+            at = expert // -(-model.n_experts // places)
         for shape in model.expert:
-            shards = of_expert(shape, expert * inner // model.n_experts)
-            key = Key(len(found), expert=expert)
+            shards = of_expert(shape, at)
+            key = Key(len(found), name=names[len(found)], expert=expert)
             found.append(Layout(key, shape, torch.float32, shards))
     return found
 
@@ -76,10 +84,15 @@ def layouts_of(model: Model, kind: str, outer: int, inner: int = 1) -> list[Layo
 class Case(NamedTuple):
     """A row of the table; ``kind``, ``outer`` and ``inner`` as in :func:`layouts_of`."""
 
-    model: str
+    name: str
     kind: str
     outer: int
     inner: int = 1
+    own: Model | None = None  # if MODELS lacks it
+
+    @property
+    def model(self) -> Model:
+        return self.own or MODELS[self.name]
 
     @property
     def world(self) -> int:
@@ -88,11 +101,11 @@ class Case(NamedTuple):
     @property
     def title(self) -> str:
         mesh = {"hsdp": "HSDP", "tp": "FSDP x TP", "ep": "FSDP x EP"}.get(self.kind)
-        mesh = f"{mesh} {self.outer} x {self.inner}" if mesh else "FSDP"
-        return f"{self.model}, {mesh}, {self.world} ranks"
+        mesh = f"{mesh} {self.outer} x {self.inner}" if mesh else self.kind.upper()
+        return f"{self.name}, {mesh}, {self.world} ranks"
 
     def layouts(self) -> list[Layout]:
-        return layouts_of(MODELS[self.model], self.kind, self.outer, self.inner)
+        return layouts_of(self.model, self.kind, self.outer, self.inner)
 
 
 CASES = (

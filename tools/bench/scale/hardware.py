@@ -10,7 +10,8 @@ from pathlib import Path
 class Hardware:
     """A cluster of equal nodes; FLOP/s, bytes/s and seconds.
 
-    Compute: H100 SXM, 989e12 dense bfloat16 FLOP/s (NVIDIA's data sheet), at ``utilization``.
+    Compute: H100 SXM, 989e12 dense bfloat16 FLOP/s (NVIDIA's data sheet), at ``utilization`` in
+    Newton-Schulz, and at ``training_utilization`` in forward and backward.
     Inside a node: NVLink, 900e9 bytes/s in both directions together (same data sheet).
     Between nodes: one 400 Gb/s InfiniBand adapter for each GPU (NVIDIA's DGX H100 data sheet).
     Latencies: those of NCCL's own model (src/graph/tuning.cc) for a hop of a ring of small messages.
@@ -18,6 +19,7 @@ class Hardware:
 
     peak_flops: float = 989e12
     utilization: float = 0.5
+    training_utilization: float = 0.4
     intra_bandwidth: float = 450e9
     inter_bandwidth: float = 50e9
     intra_latency: float = 0.47e-6
@@ -29,7 +31,7 @@ class Hardware:
         return self.peak_flops * self.utilization
 
     def with_values(self, settings: Iterable[str]) -> "Hardware":
-        """This cluster with values written as ``name=value``, or those of a file ``gpu.json``.
+        """This cluster with values written as ``name=value``, of a GPU by name, or of a file ``gpu.json``.
 
         Raises:
             ValueError: a setting has no such form, no such name, or no such value.
@@ -37,7 +39,8 @@ class Hardware:
         values = {}
         for setting in settings:
             name, _, value = setting.partition("=")
-            values |= _of_page(Path(setting)) if not value else {name: value}
+            known = {name: value} if value else GPUS.get(setting)
+            values |= known or _of_page(Path(setting))
         found = {}
         for name, value in values.items():
             if name not in vars(self):
@@ -49,9 +52,14 @@ class Hardware:
         return replace(self, **found)
 
 
+# With A100s: half of the NVLink, and adapters of 200 Gb/s (NVIDIA's data sheets of A100 and DGX A100).
+A100 = {"peak_flops": 312e12, "intra_bandwidth": 300e9, "inter_bandwidth": 25e9}
+GPUS: dict[str, dict[str, float]] = {"h100": vars(Hardware()), "a100": A100}
+
+
 def _of_page(path: Path) -> dict[str, float]:
     try:
         return json.loads(path.read_bytes())["hardware"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what = "is neither NAME=VALUE nor the gpu.json of `setup_overlay.py gpu`"
+        what = "is neither NAME=VALUE, h100, a100 nor the gpu.json of `setup_overlay.py gpu`"
         raise ValueError(f"--hardware {path} {what}: {error!r}") from error

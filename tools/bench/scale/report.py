@@ -79,7 +79,7 @@ def report(
         direct = make_plan(one_level, case.world, hardware.gpus_per_node)
         result["one_level"] = simulate(direct, hardware, prefetch).seconds
     if case.kind == "hsdp":
-        replica = schedule_of(Case(case.model, "hsdp", 1, case.inner), hardware)
+        replica = schedule_of(case._replace(outer=1), hardware)
         alone = make_plan(replica, case.inner, hardware.gpus_per_node)
         result["each_replica"] = simulate(alone, hardware, prefetch).seconds
     # No distribution of whole matrices undercuts any of these three.
@@ -88,7 +88,12 @@ def report(
     wire = float((link_bytes(direct).mean(2) / bandwidths).max())
     share = sum(flops) / case.world / hardware.flops
     ideal = max(wire, share, max(flops) / hardware.flops)
-    return result | {"wire": wire, "share": share, "ideal": ideal}
+    of_model = 6 * case.model.active_numel * case.model.tokens / case.world
+    rest = of_model / (hardware.peak_flops * hardware.training_utilization)
+    result |= {"case": case, "schedule": schedule, "plan": plan, "simulated": step}
+    result |= {"rest": rest, "of_training": step.seconds / (step.seconds + rest)}
+    result |= {"largest": max(flops) / hardware.flops, "ideal": ideal}
+    return result | {"wire": wire, "share": share}
 
 
 def link_bytes(plan: Plan) -> NDArray:
@@ -126,7 +131,8 @@ def milliseconds(seconds: float | None) -> str:
     return f"{1e3 * seconds:.2f}" if seconds < 0.01 else f"{1e3 * seconds:.0f}"
 
 
-COLUMNS = ("ms and GB", "matrices per owner", "step", "ideal", "step / ideal", "idle")
+COLUMNS = ("ms and GB", "matrices per owner", "step", "million tokens")
+COLUMNS += ("share of a training step", "ideal", "step / ideal", "idle")
 COLUMNS += ("all-gather", "owners per replica", "one level", "sent: mean", "busiest")
 COLUMNS += ("received: mean", "busiest", "buffers", "buckets", "broadcasts")
 DIVIDED = ("ms by owners per matrix", "true limit", "1", *map(str, OWNERS), "advised")
@@ -138,7 +144,8 @@ def text(cases: Sequence[dict[str, Any]]) -> str:
     rows = []
     for case in cases:
         row = [case["title"], f"{case['matrices'] / case['owners']:.1f}"]
-        row += [milliseconds(case[name]) for name in ("step", "ideal")]
+        row += [milliseconds(case["step"]), f"{case['case'].model.tokens / 1e6:.1f}"]
+        row += [f"{case['of_training']:.2%}", milliseconds(case["ideal"])]
         row += [f"{case['step'] / case['ideal']:.2f}", f"{case['idle']:.0%}"]
         alternatives = ("all_gather", "each_replica", "one_level")
         row += [milliseconds(case[name]) for name in alternatives]

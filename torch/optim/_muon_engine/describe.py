@@ -5,6 +5,7 @@ from typing import Any
 
 from torch.optim._muon_engine.layouts import listed
 from torch.optim._muon_engine.process_groups import ranks_per_node
+from torch.optim._muon_engine.runtime.pipeline import PREPARED_BYTES
 from torch.optim._muon_engine.schedule.owners import (
     flops_of,
     is_worth_dividing,
@@ -17,7 +18,7 @@ from torch.optim._muon_engine.schedule.packs import (
     slot_sizes,
     slots_for,
 )
-from torch.optim._newton_schulz import newton_schulz_bytes
+from torch.optim._newton_schulz import newton_schulz_bytes, NS_DTYPE
 
 
 # A group of more ranks shows only its busiest ranks and this one.
@@ -51,19 +52,32 @@ def in_full(engine: Any) -> str:
 def _memory(engine: Any) -> str:
     """The memory of this rank, without parameters, gradients and momentum."""
     schedule, rank, ahead = engine.schedule, engine.rank, engine.flags[1]
-    groups = dict.fromkeys(b.group for b in schedule.buckets if rank in b.group)
+    buckets = [b for b in schedule.buckets if rank in b.group]
+    groups = dict.fromkeys(bucket.group for bucket in buckets)
     exchange = sum(bytes_of(schedule, group, rank, ahead)[2] for group in groups)
-    workspace = 0
-    for bucket in schedule.buckets:
+    # What Newton-Schulz needs at once, the whole matrices of a batch, and regions in their own dtype.
+    iterates = wholes = regions = 0
+    for bucket in buckets:
+        packs = schedule.packs(bucket, rank)
+        received = [r.pack for r in packs.relays if r.source != rank]
+        moved = [
+            sum(p.splits) for p in (packs.gather_send, packs.scatter_recv, *received)
+        ]
+        itemsize = max(schedule.layouts[m].dtype.itemsize for m in bucket.matrices)
         batches: Counter[tuple] = Counter()
         for m in schedule.owned(bucket).get(rank, ()):
             layout = schedule.layouts[m]
             formulas = engine.params[layout.key.index].formulas
-            batches[formulas.compute_key, layout.shape] += 1
+            alike = formulas.compute_key, layout.shape
             most = formulas.batch_size(layout.shape, engine.device)
-            count = min(batches[formulas.compute_key, layout.shape], most)
-            each = newton_schulz_bytes(layout.shape, formulas.ns_algorithm)
-            workspace = max(workspace, count * each)
+            count = batches[alike] = min(batches[alike] + 1, most)
+            algorithm, owners = formulas.ns_algorithm, layout.key.block[1]
+            each = newton_schulz_bytes(layout.whole, algorithm, owners)
+            iterates = max(iterates, count * each)
+            wholes = max(wholes, count * layout.numel * NS_DTYPE.itemsize)
+            moved.append(count * layout.shards.numel_of(rank))
+        regions = max(regions, min(max(moved) * itemsize, PREPARED_BYTES))
+    workspace = max(iterates, wholes + regions)
     is_kept = engine.device.type == "cpu" or engine.config.state["keep_buffers"]
     total, exchange, kept, workspace = (
         f"{size / 2**20:.4g}"
@@ -71,7 +85,7 @@ def _memory(engine: Any) -> str:
     )
     return (
         f"Besides parameters, gradients and momentum, a step of this rank takes up to {total} MiB: {exchange} for the "
-        f"exchange and {workspace} for Newton-Schulz. Between steps, the rank keeps {kept} MiB of it."
+        f"exchange and {workspace} for Newton-Schulz and updates. Between steps, the rank keeps {kept} MiB of it."
     )
 
 
@@ -136,9 +150,10 @@ def bytes_of(
     schedule: Schedule, group: tuple[int, ...], rank: int, prefetch_count: int
 ) -> tuple[int, int, int]:
     """Bytes that ``rank`` sends, receives and has memory for, in the buckets of ``group``."""
-    packs = [schedule.packs(b, rank) for b in schedule.buckets if b.group == group]
-    sent = received = 0
-    for pack in packs:
+    buckets = [b for b in schedule.buckets if b.group == group]
+    packs = [schedule.packs(b, rank) for b in buckets]
+    sent = received = copied = 0
+    for bucket, pack in zip(buckets, packs):
         sent += pack.gather_send.nbytes + pack.scatter_send.nbytes
         received += pack.gather_recv.nbytes + pack.scatter_recv.nbytes
         for relay in pack.relays:
@@ -146,7 +161,17 @@ def bytes_of(
                 sent += relay.pack.nbytes
             else:
                 received += relay.pack.nbytes
+        if bucket.node_size > 1:
+            # Two levels copy what they send, and twice what they pass on.
+            phases = zip(
+                (pack.gather_send, pack.scatter_send), schedule.passed_on(bucket, rank)
+            )
+            for side, passed in phases:
+                through = sum(map(sum, passed)) * side.dtype.itemsize
+                copied = max(copied, side.nbytes + 2 * through)
     passing, arriving = relay_sizes((pack.relays for pack in packs), rank)
-    sizes = slot_sizes(packs, slots_for(prefetch_count))
-    slots = sum(outer + inner for outer, inner in sizes)
-    return sent, received, slots + passing + RELAYS_IN_FLIGHT * arriving
+    slots = slots_for(prefetch_count)
+    memory = sum(outer + inner for outer, inner in slot_sizes(packs, slots))
+    # Each prefetched gather and a scatter may be in flight.
+    memory += min(slots, len(packs)) * copied
+    return sent, received, memory + passing + RELAYS_IN_FLIGHT * arriving

@@ -105,7 +105,7 @@ class DTensorLayouts:
                     tuple(contributions[at] for at in holders if contributions),
                 )
                 shape = matrix_shape(tensor.shape, flatten)
-                check_cover(Layout(Key(0), shape, tensor.dtype, found[sub]))
+                check_cover(Layout(Key(0), shape, tensor.dtype, found[sub], str(mesh)))
             self._shards[memo] = found
         return self._shards[memo]
 
@@ -261,7 +261,7 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
         ("is a DTensor", isinstance(param, DTensor), isinstance(grad, DTensor)),
         ("is on the mesh", meshes[0], meshes[1]),
     ]
-    if getattr(param, "placements", None) == getattr(grad, "placements", None):
+    if has_placements_of(param, grad):
         mine, its = local_part(param), local_part(grad)
         found.append(("is on", mine.device, its.device))
         found.append(("here has shape", tuple(mine.shape), tuple(its.shape)))
@@ -270,6 +270,10 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
         if mine != its:
             return f"the parameter {what} {mine}, but its gradient {its}"
     return ""
+
+
+def has_placements_of(param: Tensor, grad: Tensor) -> bool:
+    return getattr(param, "placements", None) == getattr(grad, "placements", None)
 
 
 def like_param(param: Tensor, local: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class Param:
     def place_gradient(self) -> None:
         """Brings a gradient of another placement to the parameter's, by a collective of DTensor's."""
         if self.given is not None and not self.problem:
-            if not dtensor.placed_like(self.tensor, self.given):
+            if not dtensor.has_placements_of(self.tensor, self.given):
                 self._take_local(self.given)
 
     def take_gradient(self) -> bool:

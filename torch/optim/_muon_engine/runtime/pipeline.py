@@ -7,7 +7,7 @@ results of bucket k-1 are on their way back.
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import islice
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch.optim._muon_engine.runtime.statuses import Statuses
 from torch.optim._muon_engine.runtime.transport import (
     BoundPack,
     copy_all,
-    drain,
     InFlight,
     LocalBucket,
     Memory,
@@ -127,11 +126,15 @@ class Pipeline:
         """
         self._at = "statuses", [m for s in self.statuses for m in s.matrices]
         text = ""
-        for statuses in self.statuses:
-            statuses.start(step, differs=bool(text))
-            if self.knows_before:
-                differs = statuses.mismatch()
-                text = text or differs
+        try:
+            for statuses in self.statuses:
+                statuses.start(step, differs=bool(text))
+                if self.knows_before:
+                    differs = statuses.mismatch()
+                    text = text or differs
+        except BaseException:
+            self._drain()
+            raise
         return text
 
     def run(self) -> None:
@@ -140,14 +143,22 @@ class Pipeline:
             self.memory.allocate()
             self._run()
         except BaseException:
-            for statuses in self.statuses:
-                statuses.forget()
-            drain([f for b in self.buckets for f in (b, *b.relays)])
+            self._drain()
             raise
         finally:
             self.memory.free()
             if self.device.type != "cpu":
                 self._scratch_memory.clear()
+
+    def _drain(self) -> None:
+        """Waits for everything in flight, after an error."""
+        for statuses in self.statuses:
+            statuses.forget()
+        buckets = [flight for b in self.buckets for flight in (b, *b.relays)]
+        for flight in (*self.statuses, *buckets):
+            # The error that led here is the one to report.
+            with suppress(Exception):
+                flight.wait()
 
     def _run(self) -> None:
         # A collective of DTensor's may move a gradient. None of the engine's may be in flight then.
@@ -251,7 +262,7 @@ class Pipeline:
         momenta = [region.of_local(m.param.momentum) for m, region in regions]
         grads = [region.of_local(m.param.lookahead) for m, region in regions]
         out = None
-        if len(regions) == 1:
+        if self.device.type == "cpu":
             out = self._scratch("prepared", momenta[0].shape, momenta[0])
         return regions[0][0].param.formulas.prepare(momenta, grads, out)
 

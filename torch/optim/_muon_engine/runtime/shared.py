@@ -36,7 +36,7 @@ class SharedProducts(Products):
         first, *others = x.chunk(-(-_PARTS // self._count), dim=1)
         total = products.gram(first).float()
         for part in others:
-            total += products.gram(part).float()
+            total += products.gram(part)
         dist.all_reduce(total, group=self._group)
         return total.to(x.dtype)
 

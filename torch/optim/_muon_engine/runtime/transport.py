@@ -6,8 +6,8 @@ change a call.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -207,7 +207,9 @@ class LocalBucket(InFlight):
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copies each (target, source), in few launches."""
     # Foreach functions refuse empty lists.
-    if pairs:
+    if len(pairs) == 1:
+        pairs[0][0].copy_(pairs[0][1])
+    elif pairs:
         targets, sources = zip(*pairs)
         torch._foreach_copy_(targets, sources)
 
@@ -323,11 +325,3 @@ def local_buckets(
                 bucket, own, packs[bucket], slot, groups[group], levels
             )
     return [(made[bucket], found.relays) for bucket, found in packs.items()]
-
-
-def drain(flights: Iterable[InFlight]) -> None:
-    """Waits for everything in flight, after an error."""
-    for flight in flights:
-        # The error that led here is the one to report.
-        with suppress(Exception):
-            flight.wait()

@@ -35,6 +35,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     moved_alike,
     sizes_of,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 WORLD = 4
@@ -534,7 +535,10 @@ class Player:
         kinds = dict(gradients)
         for held in self.order():
             held.set_gradient(self.step_number, kinds.get(held.number, "full"))
-        self.optimizer.step()
+        with Recorder(moves=True) as seen:
+            self.optimizer.step()
+        if seen.problems:
+            raise AssertionError(f"{seen.problems}")
         before = [held.single.detach().clone() for held in self.order()]
         self.single.step()
         groups = zip(self.groups, self.single.param_groups, strict=True)

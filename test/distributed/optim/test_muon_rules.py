@@ -1,0 +1,566 @@
+# Owner(s): ["oncall: distributed"]
+"""The rules that NCCL and CUDA make for a step, each with programs that break it and are caught.
+
+No rule needs an accelerator, nor other processes: each rank plays its part alone.
+"""
+
+import functools
+import math
+import re
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed._muon.common_muon import full, local
+from torch.testing._internal.distributed._muon.common_rules import (
+    deadlock,
+    disagreements,
+    Held,
+    Program,
+    Rank,
+    Recorder,
+)
+from torch.testing._internal.distributed._muon.common_streams import Accelerator, Replay
+from torch.testing._internal.distributed._muon.fuzz_settings import fuzz
+
+
+from hypothesis import given, strategies as st
+
+
+LAZY = "lazy:0"
+FOUR, FIVE, EIGHT = (tuple(range(world)) for world in (4, 5, 8))
+# Matrices are small, and so are the limits that large ones reach.
+DIVIDED = (("MIN_DIVIDED", 16),)
+RELAYED = (("MAX_REPLICAS", 1), ("RELAY_BYTES", 100), ("MAX_BUCKETS", 3))
+IN_LEVELS = (("MAX_PEERS", 1), ("MAX_BUCKETS", 3))
+# A group of five ranks, and one of three of them.
+GROUPS = (
+    Held(FIVE, shape=(32, 32), count=3),
+    Held(FIVE, shape=(4, 4)),
+    Held((1, 2, 4), shape=(4, 4), count=6),
+)
+PROGRAMS = {
+    "sharded": Program(4, (Held(FOUR, (0,)), Held(FOUR, (1,)))),
+    "a sum": Program(4, (Held(FOUR, ("P", 0), sizes=(2, 2)),)),
+    "stages": Program(
+        8, tuple(Held(r, ("R", 0), sizes=(2, 2)) for r in (FOUR, EIGHT[4:]))
+    ),
+    "groups": Program(5, GROUPS),
+    "groups, divided": Program(5, GROUPS, owners=3, limits=DIVIDED),
+    "divided": Program(4, (Held(FOUR, (0,), (24, 20), 3),), owners=2, limits=DIVIDED),
+    "relayed": Program(5, (Held(FIVE, count=8),), limits=RELAYED),
+    "levels": Program(4, (Held(FOUR, (0,), (12, 8), 8),), node=2, limits=IN_LEVELS),
+    "levels, relayed": Program(
+        8,
+        (Held(EIGHT, ("R", 0), count=8, sizes=(2, 4)),),
+        node=2,
+        limits=(*RELAYED, *IN_LEVELS),
+    ),
+}
+
+
+def one_of(*values):
+    return st.sampled_from(values)
+
+
+@st.composite
+def programs(draw):
+    """Groups of some ranks of a world, with all that makes more groups, and with small limits."""
+    world = draw(one_of(5, 4, 6, 3))
+    held = []
+    # One group of all ranks, and others that share some of them.
+    for at in range(draw(one_of(2, 1, 3))):
+        ranks = tuple(range(world))
+        if at:
+            ranks = tuple(sorted(draw(st.sets(one_of(*ranks), min_size=2))))
+        count = len(ranks)
+        sizes = draw(one_of((count,), (count,), (2, count // 2)))
+        sizes = sizes if count == math.prod(sizes) else (count,)
+        for large in (True, False):
+            placements = tuple(draw(one_of("R", "R", "R", 0, 1)) for _ in sizes)
+            shape = (24, 20) if large else draw(one_of((4, 4), (3, 7), (1, 5)))
+            held.append(Held(ranks, placements, shape, draw(one_of(3, 0, 1, 6)), sizes))
+    limits = {
+        "MAX_BUCKETS": draw(one_of(4, 1, 2)),
+        "BUCKET_BYTES": draw(one_of(2**20, 100, 1000)),
+        "MAX_REPLICAS": draw(one_of(1, 2, 4)),
+        "MAX_PEERS": draw(one_of(512, 1)),
+        "RELAY_BYTES": draw(one_of(2**20, 40)),
+        "MIN_DIVIDED": draw(one_of(16, 1)),
+    }
+    return Program(
+        world,
+        tuple(held),
+        prefetch=draw(one_of(1, 0, 2, 3)),
+        owners=draw(one_of(3, 2, 1)),
+        parallel=draw(one_of(True, True, True, False)),
+        node=draw(one_of(1, 2, 3)),
+        limits=tuple(limits.items()),
+    )
+
+
+def step_of(program, rank, recorder, device="cpu"):
+    """``recorder``, after a step of ``rank``."""
+    with Rank(program, rank, device) as one, recorder:
+        if one.params:
+            one.build()
+            one.step()
+            recorder.begin()
+            try:
+                one.step()
+            finally:
+                # Another tensor takes memory that the step has freed.
+                torch.empty(1, device=device)
+    return recorder
+
+
+def play(program):
+    """Each rank's launches and waits of a step."""
+    return {rank: step_of(program, rank, Recorder()) for rank in range(program.world)}
+
+
+def splits_of(program, build):
+    """The groups that each rank makes by splitting the default group, which all ranks must join."""
+    found, original = {}, distributed_c10d._new_process_group_helper
+
+    def made(*args, **kwargs):
+        if dist.group.WORLD.bound_device_id is not None:
+            found[dist.get_rank()].append(tuple(args[2]))
+        return original(*args, **kwargs)
+
+    for rank in range(program.world):
+        found[rank] = []
+        patched = mock.patch.object(distributed_c10d, "_new_process_group_helper", made)
+        with Rank(program, rank) as one, Recorder(), patched:
+            # A stand-in for init_process_group(device_id=...), after which NCCL splits groups.
+            dist.group.WORLD.bound_device_id = torch.device(LAZY)
+            build(one)
+    return list(found.values())
+
+
+def records(program, build=None, steps=2):
+    """Each rank's part of some steps on an accelerator, what tensors hold before, and where results are."""
+    parts, inputs, results, found = {}, [], [], []
+    for rank in range(program.world):
+        with Rank(program, rank, LAZY) as one, Accelerator() as part:
+            inputs += [(rank, part.bytes_of(t), values) for t, values in one.inputs]
+            if build is not None:
+                found = build(one, part)
+            elif one.params:
+                one.build()
+                for _ in range(steps):
+                    one.step()
+                states = [one.muon.state[p]["momentum_buffer"] for p in one.params]
+                found = [local(t.detach()) for t in (*one.params, *states)]
+            results += [(rank, part.bytes_of(tensor)) for tensor in found]
+            found = []
+            parts[rank] = part
+    return parts, inputs, results
+
+
+def outcomes(parts, inputs, results, seeds):
+    """The results with each seed for the order of nodes; None is the order of the program."""
+    for seed in seeds:
+        made = Replay(parts, inputs, seed)
+        yield [made.tensor(rank, found).clone() for rank, found in results]
+
+
+def differ(found, seeds=3):
+    first, *others = outcomes(*found, [None, *range(seeds)])
+    return sum(not same_bits(first, other) for other in others)
+
+
+def same_bits(one, other):
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(one, other)
+    )
+
+
+class TestMuonRules(TestCase):
+    def check(self, parts):
+        """Rules of any device."""
+        logs = {rank: part.log for rank, part in parts.items()}
+        self.assertEqual([p for part in parts.values() for p in part.problems], [])
+        self.assertEqual(disagreements(logs), [])
+        self.assertEqual(deadlock(logs, in_turn=True), [])
+
+    def broken(self, program, recorder=Recorder, ranks=(0,), device="cpu"):
+        """A recorder of each rank, after a program that somebody wrote badly."""
+        found = {}
+        for rank in ranks:
+            with Rank(Program(3, ()), rank, device), recorder() as found[rank]:
+                groups = [dist.new_group(of) for of in ((0, 1), (1, 2), (0, 2))]
+                found[rank].begin()
+                program(rank, groups)
+        return found
+
+    # Order
+
+    def test_programs(self):
+        for name, program in PROGRAMS.items():
+            for prefetch in range(4) if name in ("relayed", "divided") else (1,):
+                with self.subTest(f"{name} {prefetch}"):
+                    self.check(play(program._replace(prefetch=prefetch)))
+
+    @fuzz(25)
+    @given(programs())
+    def test_drawn_programs(self, program):
+        self.check(play(program))
+
+    @fuzz(12)
+    @given(programs(), st.data())
+    def test_a_rank_that_stumbles(self, program, data):
+        """It launches nothing more, and waits for what it has launched."""
+        rank = data.draw(st.integers(0, program.world - 1))
+        self.check_stumbling(program, rank, data)
+
+    @fuzz(12)
+    @given(one_of("levels", "levels, relayed", "groups, divided"), st.data())
+    def test_a_rank_that_stumbles_on_an_accelerator(self, name, data):
+        """Memory that it frees is given out again after those who use it."""
+        program = PROGRAMS[name]._replace(options=(("foreach", True),))
+        self.check_stumbling(program, 1, data, Accelerator, LAZY)
+
+    def check_stumbling(self, program, rank, data, recorder=Recorder, device="cpu"):
+        before = step_of(program, rank, recorder(), device)
+        if not before.done:
+            return
+        after = recorder(stumbles=data.draw(st.integers(1, before.done)))
+        with self.assertRaisesRegex(ArithmeticError, "stumbled"):
+            step_of(program, rank, after, device)
+        self.assertEqual(after.problems, [])
+        before, after = (
+            [(call.comm, call.said) for what, call in one.log if what == "launch"]
+            for one in (before, after)
+        )
+        self.assertEqual(before[: len(after)], after)
+
+    def test_broken_order(self):
+        """Other sizes; one that a rank leaves out; a ring of waits; one on a device with one queue."""
+
+        def sizes(rank, groups):
+            splits = [1, 2, 3] if rank == 1 else [1, 1, 1]
+            given = torch.ones(sum(splits))
+            dist.all_to_all_single(torch.ones(3), given, [1, 1, 1], splits)
+
+        def left_out(rank, groups):
+            for _ in range(1 + (rank != 2)):
+                dist.broadcast(torch.ones(2), 0)
+
+        def pair(rank, groups):
+            return [groups[at] for at in ((0, 2), (1, 0), (2, 1))[rank]]
+
+        def ring(rank, groups):
+            for group in pair(rank, groups):
+                dist.all_reduce(torch.ones(2), group=group)
+
+        def launches_in_a_ring(rank, groups):
+            works = [
+                dist.all_reduce(torch.ones(2), group=group, async_op=True)
+                for group in pair(rank, groups)
+            ]
+            for work in works:
+                work.wait()
+
+        found = {}
+        for program in (sizes, left_out, ring, launches_in_a_ring):
+            parts = self.broken(program, ranks=range(3))
+            logs = {rank: part.log for rank, part in parts.items()}
+            checks = disagreements(logs), deadlock(logs), deadlock(logs, in_turn=True)
+            found[program.__name__] = tuple(map(bool, checks))
+        expected = {
+            "sizes": (True, False, False),
+            "left_out": (True, True, True),
+            "ring": (False, True, True),
+            "launches_in_a_ring": (False, False, True),
+        }
+        self.assertEqual(found, expected)
+
+    # In flight
+
+    def test_broken_in_flight(self):
+        memory = torch.zeros(8)
+        sent, received = memory[:4], memory[4:]
+
+        def launch(**group):
+            return dist.all_to_all_single(received, sent, async_op=True)
+
+        def reads_what_arrives(rank, groups):
+            work = launch()
+            received + 1
+            work.wait()
+
+        def writes_what_leaves(rank, groups):
+            work = launch()
+            memory.zero_()
+            work.wait()
+
+        def sends_what_arrives(rank, groups):
+            works = launch(), dist.broadcast(received, 0, async_op=True)
+            for work in works:
+                work.wait()
+
+        def forgets(rank, groups):
+            launch()
+
+        def frees(rank, groups):
+            mine = torch.zeros(4)
+            work = dist.all_reduce(mine, async_op=True)
+            mine.untyped_storage().resize_(0)
+            work.wait()
+
+        def is_careful(rank, groups):
+            work = launch()
+            sent + 1
+            received.view(2, 2).T
+            work.wait()
+            memory.zero_()
+
+        texts = {
+            reads_what_arrives: "add.Tensor touches",
+            writes_what_leaves: "zero_.default touches",
+            sends_what_arrives: "broadcast .* touches",
+            forgets: "nobody waits",
+            frees: "is freed",
+        }
+        for program, text in texts.items():
+            problems = self.broken(program)[0].problems
+            self.assertRegex(problems[0], text)
+        self.assertEqual(self.broken(is_careful)[0].problems, [])
+
+    # Groups
+
+    def test_groups(self):
+        for name, program in PROGRAMS.items():
+            with self.subTest(name):
+                found = splits_of(program, lambda one: one.params and one.build())
+                self.assertEqual(len(set(map(tuple, found))), 1, f"{found}")
+
+    def test_broken_groups(self):
+        def by_members(one):
+            if one.number < 2:
+                dist.new_group([0, 1], use_local_synchronization=True)
+
+        def by_all(one):
+            dist.new_group([0, 1])
+
+        for build, count in ((by_members, 2), (by_all, 1)):
+            found = splits_of(Program(4, ()), build)
+            self.assertEqual(len(set(map(tuple, found))), count, f"{found}")
+
+    # Host and first use
+
+    def test_host_and_first_use(self):
+        """Nothing waits, the third step launches what the second did, and no communicator is new."""
+        for name, lr in (
+            ("groups, divided", 0.02),
+            ("levels, relayed", "on the device"),
+        ):
+            program = PROGRAMS[name]._replace(options=(("lr", lr),))
+            for rank in (1, program.world - 1):
+                with Rank(program, rank, LAZY) as one, Accelerator() as part:
+                    one.build()
+                    one.step()
+                    operations = []
+                    for _ in range(2):
+                        part.begin()
+                        one.step()
+                        operations.append(part.operations)
+                self.assertEqual(*operations)
+                self.assertEqual(part.problems, [], name)
+
+    def test_broken_host_and_first_use(self):
+        def on_device():
+            return torch.ones(4, device=LAZY)
+
+        def reads(rank, groups):
+            float(on_device().sum())
+
+        def copies(rank, groups):
+            torch.ones(4).to(LAZY)
+
+        def copies_pageable(rank, groups):
+            on_device().copy_(torch.ones(4), non_blocking=True)
+
+        def waits_for_the_copy(rank, groups):
+            torch.empty(4, pin_memory=True).copy_(on_device())
+
+        def reads_too_early(rank, groups):
+            table = torch.empty(4, pin_memory=True)
+            table.copy_(on_device(), non_blocking=True)
+            table.tolist()
+
+        def waits_for_this_step(rank, groups):
+            on_device()
+            torch.accelerator.current_stream().record_event().synchronize()
+
+        def is_late(rank, groups):
+            works = [
+                dist.all_reduce(on_device(), group=group, async_op=True)
+                for group in (groups[0], groups[2])
+            ]
+            for work in works:
+                work.wait()
+
+        def is_careful(rank, groups):
+            torch.empty(4, pin_memory=True).copy_(on_device(), non_blocking=True)
+            for group in (groups[0], groups[2]):
+                dist.all_reduce(on_device(), group=group)
+
+        texts = {
+            reads: "host waits for aten._local_scalar",
+            copies: "host waits for aten._to_copy",
+            copies_pageable: "host waits for aten.copy_",
+            waits_for_the_copy: "host waits for aten.copy_",
+            reads_too_early: "on the host is too early",
+            waits_for_this_step: "host waits for an event",
+            is_late: "is the first, while",
+        }
+        for program, text in texts.items():
+            problems = self.broken(program, Accelerator, device=LAZY)[0].problems
+            self.assertRegex(problems[0], text)
+        problems = self.broken(is_careful, Accelerator, device=LAZY)[0].problems
+        self.assertEqual(problems, [])
+
+    # Memory
+
+    def test_memory(self):
+        """Nothing but tables stays; a step has what describe() says; a rebuild does not have it twice."""
+        for program in (
+            Program(4, (Held(FOUR, (0,), (1024, 512), 8),)),
+            Program(5, (Held(FIVE, shape=(512, 512), count=12),)),
+            Program(4, (Held(FOUR, (0,), (2048, 2048), 2),), owners=2),
+        ):
+            with Rank(program, 1, LAZY) as one, Accelerator() as part:
+                one.build()
+                one.step()
+                states = [one.muon.state[p]["momentum_buffer"] for p in one.params]
+                own = sum(local(state).nbytes for state in states)
+                self.assertLess(part.live - own, 2**16)
+                part.begin()
+                one.step()
+                peak = part.peak - own
+                said = re.search(r"takes up to ([\d.e+]+) MiB", one.muon.describe())[1]
+                self.assertLess(abs(float(said) * 2**20 / peak - 1), 0.05, f"{peak}")
+                one.params[0].requires_grad_(False)
+                one.params, one.grads = one.params[1:], one.grads[1:]
+                part.begin()
+                one.step()
+                self.assertLess(part.peak - own, 1.05 * peak)
+
+    def test_broken_memory(self):
+        """The count of bytes sees what is kept, what is emptied, and two sets at once."""
+        with Rank(Program(3, ()), 0, LAZY), Accelerator() as part:
+            kept = torch.empty(1000, device=LAZY)
+            self.assertEqual((part.live, part.peak), (4000, 4000))
+            kept.untyped_storage().resize_(0)
+            self.assertEqual(part.live, 0)
+            kept.untyped_storage().resize_(4000)
+            former, kept = kept, torch.empty(1000, device=LAZY)
+            self.assertEqual((part.live, part.peak), (8000, 8000))
+            del former, kept
+            self.assertEqual(part.live, 0)
+        program = Program(4, (Held(FOUR, (0,), (1024, 512), 8),))
+        with Rank(program, 1, LAZY) as one, Accelerator() as part:
+            one.build(keep_buffers=True)
+            self.assertGreater(part.live, 2**20)
+
+    # Streams
+
+    def check_streams(self, program):
+        parts, *others = found = records(program)
+        self.check(parts)
+        (first,) = outcomes(*found, [None])
+        self.assertTrue(all(tensor.isfinite().all() for tensor in first))
+        self.assertEqual(differ(found), 0)
+
+    def test_streams(self):
+        """Any order that the streams, events and handles allow gives the same bits."""
+        for name in (
+            "a sum",
+            "groups, divided",
+            "divided",
+            "relayed",
+            "levels, relayed",
+        ):
+            with self.subTest(name):
+                self.check_streams(PROGRAMS[name])
+
+    @fuzz(5)
+    @given(programs())
+    def test_drawn_streams(self, program):
+        self.check_streams(program)
+
+    def test_streams_train_as_one_process(self):
+        program = PROGRAMS["relayed"]._replace(options=(("foreach", True),))
+        (first,) = outcomes(*records(program), [None])
+        count = program.held[0].count
+        params = [torch.nn.Parameter(full(2 * at, (8, 8))) for at in range(count)]
+        single = torch.optim.Muon(params, foreach=True)
+        for _ in range(2):
+            for at, param in enumerate(params):
+                param.grad = full(2 * at + 1, (8, 8))
+            single.step()
+        buffers = [single.state[param]["momentum_buffer"] for param in params]
+        for one, other in zip(first, [*params, *buffers] * program.world, strict=True):
+            self.assertEqual(one, other.detach(), rtol=0, atol=0)
+
+    def test_broken_streams(self):
+        def waits_for_no_one(one, part):
+            side, tensor = torch.Stream(), torch.ones(4, device=LAZY)
+            with side:
+                tensor.mul_(3)
+            return [tensor.add_(1)]
+
+        def frees_too_early(one, part, record=False):
+            side, tensor = torch.Stream(), torch.ones(4, device=LAZY)
+            found = torch.zeros(4, device=LAZY)
+            side.wait_stream(torch.accelerator.current_stream())
+            with side:
+                found.add_(tensor)
+            if record:
+                tensor.record_stream(side)
+            del tensor
+            torch.zeros(4, device=LAZY)
+            torch.accelerator.current_stream().wait_stream(side)
+            return [found]
+
+        def reads_before_it_arrives(one, part):
+            tensor = torch.full((4,), one.number, device=LAZY)
+            work = dist.all_reduce(tensor, async_op=True)
+            found = tensor + 1
+            work.wait()
+            return [found]
+
+        def writes_a_table_again(one, part, wait=False):
+            table = torch.empty(4, pin_memory=True)
+            found = torch.empty(2, 4, device=LAZY)
+            for at in range(2):
+                table.fill_(at)
+                found[at].copy_(table, non_blocking=True)
+                copied = torch.accelerator.current_stream().record_event()
+                if wait:
+                    copied.synchronize()
+            return [found]
+
+        for program in (
+            waits_for_no_one,
+            frees_too_early,
+            reads_before_it_arrives,
+            writes_a_table_again,
+        ):
+            self.assertGreater(
+                differ(records(Program(2, ()), program)), 0, f"{program}"
+            )
+        for program in (
+            functools.partial(frees_too_early, record=True),
+            functools.partial(writes_a_table_again, wait=True),
+        ):
+            self.assertEqual(differ(records(Program(2, ()), program)), 0, f"{program}")
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,59 @@
+"""Prints the table of docs/data/partition.md: partition_named_parameters on models of other packages."""
+
+import contextlib
+import io
+import re
+
+import peft
+import timm
+import torch
+import torchvision
+import transformers
+from torch.optim.muon import partition_named_parameters
+
+
+TRANSFORMERS = """BartForSequenceClassification BertForPreTraining BertForQuestionAnswering CLIPModel GPT2LMHeadModel
+DeepseekV3ForCausalLM DetrForObjectDetection FalconForCausalLM FunnelForMaskedLM GPTNeoXForCausalLM Gemma3ForCausalLM
+GptOssForCausalLM JetMoeForCausalLM LlamaForCausalLM LlamaForQuestionAnswering MambaForCausalLM MixtralForCausalLM
+MusicgenForCausalLM PerceiverForMaskedLM Qwen2MoeForCausalLM RobertaForSequenceClassification RwkvForCausalLM
+SwinForImageClassification SwitchTransformersForConditionalGeneration T5ForConditionalGeneration Wav2Vec2ForCTC
+ViTForImageClassification WhisperForConditionalGeneration XLNetForSequenceClassification"""
+LORA = {
+    "LlamaForSequenceClassification": {"task_type": "SEQ_CLS"},
+    "RobertaForSequenceClassification": {"task_type": "SEQ_CLS", "use_dora": True},
+    "MixtralForCausalLM": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "OPTForCausalLM": {"modules_to_save": ["lm_head", "embed_tokens"]},
+}
+TIMM = "deit_tiny_distilled_patch16_224 levit_128s mixer_s32_224 swin_tiny_patch4_window7_224"
+
+
+def models():
+    for name, options in [(n, None) for n in TRANSFORMERS.split()] + [*LORA.items()]:
+        model = (cls := getattr(transformers, name))(cls.config_class())
+        lora = options and peft.get_peft_model(model, peft.LoraConfig(**options))
+        yield (f"{name}, LoRA {options}", lora) if lora else (name, model)
+    for name in TIMM.split():
+        yield f"timm {name}", timm.create_model(name)
+    for name in ("googlenet", "resnet18", "swin_v2_t", "vgg11", "vit_b_16"):
+        yield f"torchvision {name}", torchvision.models.get_model(name)
+
+
+def row(model):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        partition_named_parameters(model, verbose=True)
+    found = {"Muon": {}}
+    for name, why in re.findall(
+        r"(\S+) \(\d+, \d+\) -> (?:rest: )?(.*)", out.getvalue()
+    ):
+        name = re.sub(r"\.(\d+|weight|default)\b", "", name)
+        short = re.sub(r"_\d+\b", "_*", ".".join(name.split(".")[-2:]))
+        found.setdefault(why, {})[short] = None
+    yield ", ".join(found.pop("Muon"))
+    yield "; ".join(f"**{why}** {', '.join(names)}" for why, names in found.items())
+
+
+if __name__ == "__main__":
+    print("| model | Muon | elsewhere, and why |\n|---|---|---|")
+    with torch.device("meta"):
+        for name, model in models():
+            print(f"| {name} |", " | ".join(row(model)), "|")

@@ -1,0 +1,272 @@
+# Owner(s): ["module: optimizer"]
+"""Which parameters go to Muon, in models that are built and named as those of well-known packages."""
+
+import unittest
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.optim.muon import partition_named_parameters
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+if dist.is_available():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        checkpoint_wrapper,
+    )
+
+WIDTH, VOCABULARY = 8, 20
+
+
+def linear(rows, columns=WIDTH):
+    return nn.Linear(columns, rows, bias=False)
+
+
+def tree(parts):
+    """Nested modules: a dict's keys and a list's indices are the parts of names."""
+    if isinstance(parts, dict):
+        return nn.ModuleDict({name: tree(part) for name, part in parts.items()})
+    return nn.ModuleList(map(tree, parts)) if isinstance(parts, list) else parts
+
+
+def lora(base):
+    """The structure of PEFT's LoRA around a layer."""
+    down, up = linear(2, base.in_features), linear(base.out_features, 2)
+    adapters = {"lora_A": {"default": down}, "lora_B": {"default": up}}
+    return {"base_layer": base, **adapters}
+
+
+def modules_to_save(base, copy):
+    """The structure of PEFT's modules_to_save."""
+    return {"original_module": base, "modules_to_save": {"default": copy}}
+
+
+class Bare(nn.Module):
+    """Parameters of this module itself."""
+
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+class TestPartition(TestCase):
+    def reasons(self, parts, **options):
+        """Name -> why it does not go to Muon; "" if it does. The lists agree with what is printed."""
+        model = tree(parts)
+        with mock.patch("builtins.print") as said:
+            matrices, others = partition_named_parameters(
+                model, verbose=True, **options
+            )
+        lines = [call.args[0].partition(" -> ") for call in said.call_args_list]
+        found = {line.partition(" ")[0]: why for line, _, why in lines}
+        self.assertEqual([n for n in found if found[n] == "Muon"], [*dict(matrices)])
+        self.assertEqual([n for n in found if found[n] != "Muon"], [*dict(others)])
+        return {
+            name: why.removeprefix("rest: ").removeprefix("Muon")
+            for name, why in found.items()
+        }
+
+    def expect(self, parts, expected):
+        """``expected``: name without ``.weight`` -> reason."""
+        found = self.reasons(parts).items()
+        found = {name.removesuffix(".weight"): why for name, why in found}
+        self.assertEqual(found, expected)
+
+    def test_exclude_takes_one_pattern(self):
+        model = {"router": linear(3), "up": linear(16), "out": linear(8, 16)}
+        for exclude in ("up.*", ("up.weight",), ["u?.*"]):
+            found = self.reasons(model, exclude=exclude)
+            self.assertEqual(found["up.weight"], "excluded")
+            self.assertEqual(found["out.weight"], "")
+
+    def test_exclude_that_matches_nothing(self):
+        block = {"mlp": {"gate_router": linear(3), "up": linear(16)}}
+        model = tree({"layers": [block, block]})
+        # Every name of a stack would be as near, so one pattern stands for them.
+        near = (
+            r"'gate_ruoter.weight'.*near names.*'layers\.\*\.mlp\.gate_router\.weight'"
+        )
+        for exclude in ("gate_ruoter.weight", ["*.up.*", "gate_ruoter.weight"]):
+            with self.assertRaisesRegex(ValueError, near):
+                partition_named_parameters(model, exclude=exclude)
+
+    def test_exclude_matches_through_wrappers(self):
+        model = tree({"layers": [{"up": linear(16)}, {"up": linear(16)}]})
+        model.layers[0] = torch.compile(checkpoint_wrapper(model.layers[0]))
+        compiled = torch.compile(model)
+        name = "_orig_mod.layers.0._orig_mod.up.weight"
+        for pattern in ("layers.0.up.weight", name):
+            matrices, others = partition_named_parameters(compiled, exclude=pattern)
+            self.assertEqual([n for n, _ in others], [name])
+            self.assertEqual([n for n, _ in matrices], ["_orig_mod.layers.1.up.weight"])
+
+    def test_vocabulary_is_an_output_head(self):
+        head = "output head: as many rows as an embedding"
+        model = {
+            "token": nn.Embedding(VOCABULARY, WIDTH),
+            "position": nn.Embedding(WIDTH, WIDTH),
+            "block": {"up": linear(16), "down": linear(WIDTH, 16)},
+            "to_words": linear(VOCABULARY),
+        }
+        expected = {
+            "token": "embedding",
+            # A table of as many positions as layers are wide does not make them heads.
+            "position": "embedding",
+            "block.up": "",
+            "block.down": "",
+        }
+        self.expect(model, {**expected, "to_words": head})
+        model["to_words"] = lora(model["to_words"])
+        parts = "base_layer", "lora_A.default", "lora_B.default"
+        adapted = {f"to_words.{part}": head for part in parts}
+        self.expect(model, {**expected, **adapted})
+
+    def test_vocabulary_that_is_a_width_too(self):
+        token = nn.Embedding(VOCABULARY, WIDTH)
+        fused = [{"kv": linear(VOCABULARY)}, {"kv": linear(VOCABULARY)}]
+        mlp = {"up": linear(VOCABULARY), "down": linear(WIDTH, VOCABULARY)}
+        for hidden in ({"blocks": fused}, {"block": mlp}):
+            model = {"token": token, **hidden, "fc": linear(VOCABULARY)}
+            rest = [name for name, why in self.reasons(model).items() if why]
+            self.assertEqual(rest, ["token.weight", "fc.weight"])
+
+    def test_layers_in_a_module_named_like_a_head(self):
+        def two():
+            return {"dense": linear(8), "out_proj": linear(2)}
+
+        within, is_one = "output head: in classifier", "output head"
+        model = {
+            # BERT's layers, several heads of attention, and Perceiver's attention outside of blocks.
+            "layer": [{"output": {"dense": linear(8)}, "heads": [linear(8)]}],
+            "pool": {"output": {"dense": linear(8)}},
+            "fc": linear(8),
+            "classifier": modules_to_save(two(), two()),
+            "score": modules_to_save(linear(2), linear(2)),
+            "lm_head": lora(linear(30)),
+            "output": linear(30),
+            "qa_outputs": linear(2),
+            "head_dist": linear(30),
+            "lm_heads": [linear(30), linear(30)],
+        }
+        expected = {
+            "layer.0.output.dense": "",
+            "layer.0.heads.0": "",
+            "pool.output.dense": "",
+            "fc": "",
+            "classifier.original_module.dense": within,
+            "classifier.original_module.out_proj": within,
+            "classifier.modules_to_save.default.dense": within,
+            "classifier.modules_to_save.default.out_proj": within,
+            "score.original_module": is_one,
+            "score.modules_to_save.default": is_one,
+            "lm_head.base_layer": is_one,
+            "lm_head.lora_A.default": is_one,
+            "lm_head.lora_B.default": is_one,
+            "output": is_one,
+            "qa_outputs": is_one,
+            "head_dist": is_one,
+            "lm_heads.0": "output head: in lm_heads",
+            "lm_heads.1": "output head: in lm_heads",
+        }
+        self.expect(model, expected)
+
+    def test_hidden_layer_called_output(self):
+        # RWKV's and others' attention in a block; torchtitan's head is outside of blocks.
+        model = {
+            "blocks": [{"output": linear(8)}],
+            "output": linear(30),
+            "fc": linear(5),
+        }
+        expected = {"blocks.0.output": "", "output": "output head", "fc": "output head"}
+        self.expect(model, expected)
+
+    def test_adapters_of_embeddings(self):
+        adapters = {
+            "base_layer": nn.Embedding(20, 8),
+            "lora_embedding_A": Bare(default=(2, 20)),
+        }
+        model = {"token": adapters, "query": lora(linear(8))}
+        expected = {
+            "token.base_layer": "embedding",
+            "token.lora_embedding_A.default": "embedding",
+            "query.base_layer": "",
+            "query.lora_A.default": "",
+            "query.lora_B.default": "",
+        }
+        self.expect(model, expected)
+
+    def test_gains_and_gates(self):
+        hidden = parametrizations.weight_norm(nn.Linear(8, 6, bias=False))
+        gains = "parametrizations.weight.original"
+        model = {
+            "gain": hidden,
+            "value_of": linear(1),
+            "lstm": nn.LSTM(8, 4, bias=False, proj_size=2),
+            "cell": nn.GRUCell(8, 4, bias=False),
+            # It has no gates, so each weight is one matrix.
+            "rnn": nn.RNN(8, 4, bias=False),
+        }
+        expected = {
+            f"gain.{gains}0": "one row or column",
+            f"gain.{gains}1": "",
+            "value_of": "one row or column",
+            "lstm.weight_ih_l0": "gates of LSTM",
+            "lstm.weight_hh_l0": "gates of LSTM",
+            "lstm.weight_hr_l0": "",
+            "cell.weight_ih": "gates of GRUCell",
+            "cell.weight_hh": "gates of GRUCell",
+            "rnn.weight_ih_l0": "",
+            "rnn.weight_hh_l0": "",
+        }
+        self.expect(model, expected)
+
+    def test_routers(self):
+        stacks = Bare(gate_up_proj=(4, 16, 8), gate_up_proj_bias=(4, 16))
+        # The experts are parameters of the module that has the router's, too.
+        own = Bare(gating=(4, 8), w1=(4, 16, 8))
+        model = {
+            "listed": {"gate": linear(4), "experts": [linear(16) for _ in range(4)]},
+            "stacked": {"gate": lora(linear(4)), "experts": stacks},
+            "own": own,
+            "named": {"router": {"layer": linear(3)}},
+            # Adapters of rank 2 beside two layers.
+            "two": {"layers": [linear(16), linear(16)], "hidden": lora(linear(8))},
+            # The gate of a gated MLP, next to a convolution with as many channels.
+            "mlp": {"gate": linear(4), "conv": nn.Conv1d(8, 4, 3, bias=False)},
+        }
+        found = self.reasons(model)
+        routers = [name for name, why in found.items() if why == "router"]
+        parts = "base_layer", "lora_A.default", "lora_B.default"
+        adapted = [f"stacked.gate.{part}.weight" for part in parts]
+        expected = ["listed.gate.weight", *adapted, "own.gating"]
+        self.assertEqual(routers, [*expected, "named.router.layer.weight"])
+        self.assertEqual(found["mlp.gate.weight"], "")
+        self.assertEqual(found["listed.experts.0.weight"], "")
+        biases = found["stacked.experts.gate_up_proj_bias"]
+        self.assertEqual(biases, "table, bias or scale")
+
+    def test_parameters_without_a_layer(self):
+        names = (
+            *("pos_embed", "relative_position_bias_table", "rel_pos_h", "latents"),
+            *("attention_biases", "register_tokens", "A_log"),
+        )
+        matrices = "in_proj_weight", "w1", "post_proj", "latent_proj"
+        bare = Bare(**dict.fromkeys((*names, *matrices), (6, 8)))
+        model = {
+            "block": bare,
+            # A table in a class of its own, and a linear layer for relative positions.
+            "position_embeddings": Bare(weight=(6, 8)),
+            "linear_pos": linear(6),
+        }
+        expected = {f"block.{name}": "table, bias or scale" for name in names}
+        expected |= {f"block.{name}": "" for name in matrices}
+        expected["position_embeddings"] = "table, bias or scale"
+        self.expect(model, {**expected, "linear_pos": ""})
+
+
+if __name__ == "__main__":
+    run_tests()

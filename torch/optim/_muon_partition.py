@@ -1,0 +1,166 @@
+"""Which parameters of a model are hidden matrices for Muon, and why the others are not."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatch
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.optim._muon_engine.layouts import fsdp1, process_rank
+
+
+# What torch.compile and PEFT put between a model and its layers, and weight_norm before a parameter.
+_WRAPPERS = r"\b(_orig_mod|base_layer|original_module|modules_to_save\.\w+)\."
+_PARAMETRIZED = r"\bparametrizations\.\w+\.(?=original)"
+# Layers of a block differ in their numbers only.
+_NUMBER = re.compile(r"\b\d+\b")
+# Names that models give to the layer that computes logits, or to the module around it.
+_HEAD = r"classifier|embed_out|(lm_)?head|output_layer|qa_outputs|score|unembed(ding)?"
+# Inside blocks, hidden layers have such names as well, and attention has heads.
+_HEAD_OUTSIDE = r"(?i)heads|head_\w+|\w+_(heads?|classifier)|\w*logits(_proj)?"
+# Of parameters without a linear layer: tables of positions and tokens, biases of a stack, Mamba's A_log.
+_TABLE = r"(^|_)(pos(?!t)|table|tokens?$|latents$)|embed|bias|_log$"
+_EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
+_GATED = nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def partition(
+    module: nn.Module, exclude: str | Sequence[str], verbose: bool
+) -> tuple[Named, Named]:
+    """The parameters for Muon and the rest: :func:`torch.optim.muon.partition_named_parameters`."""
+    found = list(fsdp1.logical_matrices(module))
+    shapes = {name: tuple(shape) for _, _, inside in found for name, shape in inside}
+    model, excluded = _Model(module, shapes), _matches(exclude, shapes)
+    matrices, others = [], []
+    for name, param, inside in found:
+        reasons = {n: model.why_not(n) for n, _ in inside}
+        reasons |= dict.fromkeys(reasons.keys() & excluded, "excluded")
+        if id(param) in model.tied:
+            reasons = dict.fromkeys(reasons, "embedding")
+        if len({not reason for reason in reasons.values()}) > 1:
+            raise ValueError(
+                f"{name} is a flat parameter that mixes matrices for Muon with others: {reasons}. Wrap with "
+                "use_orig_params=True, or wrap the others in units of their own"
+            )
+        (others if any(reasons.values()) else matrices).append((name, param))
+        for n, shape in inside if verbose and process_rank() == 0 else ():
+            why = f"rest: {reasons[n]}" if reasons[n] else "Muon"
+            print(f"{n} {tuple(shape)} -> {why}")
+    return matrices, others
+
+
+def _matches(patterns: str | Sequence[str], names: Mapping[str, object]) -> set[str]:
+    """The names that a pattern matches, with or without torch.compile's part of them.
+
+    Raises:
+        ValueError: a pattern matches no name.
+    """
+    plain = {name: name.replace("_orig_mod.", "") for name in names}
+    found: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        hits = {n for n in names if fnmatch(n, pattern) or fnmatch(plain[n], pattern)}
+        if not hits:
+            known = {_NUMBER.sub("*", name) for name in plain.values()}
+            near = get_close_matches(pattern, sorted(known), cutoff=0.0)
+            raise ValueError(f"no parameter matches {pattern!r}; near names are {near}")
+        found |= hits
+    return found
+
+
+def _unwrapped(name: str) -> str:
+    return re.sub(_WRAPPERS, "", clean_tensor_name(name))
+
+
+class _Param(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    module: nn.Module | None
+    # Its layer, and the module around it: one of the two holds the experts of a router.
+    layer: str
+    above: str
+    # Adapters are what their layer is, so its name stands for all of its parameters.
+    unit: str
+
+
+class _Model:
+    """What the parameters of a model are: by modules, by shapes, and by names where these do not say it."""
+
+    def __init__(self, module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
+        # A wrapped module comes after its wrapper, and replaces it.
+        named = [(_unwrapped(f"{n}.")[:-1], m) for n, m in module.named_modules()]
+        self.modules = dict(named)
+        self.adapted = {n for n, m in named if "base_layer" in m._modules}
+        self.params = {n: self._param(n, tuple(shape)) for n, shape in shapes.items()}
+        every = self.params.values()
+        layers = [p for p in every if not isinstance(p.module, _EMBEDDINGS)]
+        # The rank of an adapter says nothing.
+        own = [p for p in layers if p.unit != p.layer or ".base_layer." in p.name]
+        matrices = [p for p in own if len(p.shape) == 2]
+        self.last = [p.name for p in matrices][-1:]
+        # Experts are a list of modules, or stacks. Their router has a row for each of them.
+        experts: defaultdict[int, set[str]] = defaultdict(set)
+        for name, each in named:
+            if isinstance(each, nn.ModuleList):
+                experts[len(each)].add(name.rpartition(".")[0])
+        for p in layers:
+            if len(p.shape) == 3 and not isinstance(p.module, nn.modules.conv._ConvNd):
+                experts[p.shape[0]] |= {p.layer, p.above}
+        wide = [p for p in matrices if p.shape[0] < p.shape[1]]
+        self.routers = {
+            p.unit for p in wide if experts[p.shape[0]] & {p.layer, p.above}
+        }
+        # The output of a head is a vocabulary. No layer takes it, and no other block has such a layer.
+        embeddings = [m for _, m in named if isinstance(m, _EMBEDDINGS)]
+        self.tied = {id(p) for m in embeddings for p in m.parameters(recurse=False)}
+        sizes = {m.num_embeddings for m in embeddings}
+        sizes -= {size for p in layers for size in p.shape[1:]}
+        found = {(p.unit, p.shape) for p in matrices if p.shape[0] in sizes}
+        alike = Counter((_NUMBER.sub("*", unit), shape) for unit, shape in found)
+        self.heads = {u for u, s in found if alike[_NUMBER.sub("*", u), s] == 1}
+
+    def _param(self, name: str, shape: tuple[int, ...]) -> _Param:
+        unit = _unwrapped(name)
+        layer = re.sub(_PARAMETRIZED, "", unit).rpartition(".")[0]
+        ends = [dot.start() for dot in re.finditer(r"\.|$", layer)]
+        adapted = [layer[:end] for end in ends if layer[:end] in self.adapted]
+        if adapted:
+            unit = layer = adapted[0]
+        module, above = self.modules.get(layer), layer.rpartition(".")[0]
+        return _Param(name, shape, module, layer, above, unit)
+
+    def why_not(self, name: str) -> str:
+        """Why a parameter is not for Muon; "" if it is."""
+        _, shape, module, layer, _, unit = self.params[name]
+        leaf = name.split(".")[-1]
+        # A module that is not a linear layer may be a table that calls itself a weight.
+        if leaf == "weight" and not hasattr(module, "in_features"):
+            leaf = layer.split(".")[-1]
+        if len(shape) != 2:
+            return f"{len(shape)}D"
+        if isinstance(module, _EMBEDDINGS):
+            return "embedding"
+        if re.search(_TABLE, leaf):
+            return "table, bias or scale"
+        if 1 in shape:
+            return "one row or column"
+        if isinstance(module, _GATED) and leaf.startswith(("weight_ih", "weight_hh")):
+            return f"gates of {type(module).__name__}"
+        if any("router" in part for part in unit.split(".")[-3:]):
+            return "router"
+        parts = layer.split(".")
+        block = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+        heads = [part for part in parts if re.fullmatch(_HEAD, part)]
+        heads += [part for part in parts[:block] if re.fullmatch(_HEAD_OUTSIDE, part)]
+        # BERT, RWKV and others have hidden layers of these names in their blocks.
+        if parts[-1] == "output" or (parts[-1] == "fc" and name in self.last):
+            heads += parts[-1:] if block == len(parts) else []
+        if heads:
+            return "output head" + f": in {heads[0]}" * (heads[0] != parts[-1])
+        if unit in self.routers:
+            return "router"
+        return "output head: as many rows as an embedding" if unit in self.heads else ""

@@ -1,0 +1,488 @@
+"""Checkers of the rules that hold on accelerators. They need no accelerator.
+
+A rank that is alone plays its part of a world: collectives are recorded and move nothing. The ranks play
+one after another, and their records are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import os
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TYPE_CHECKING
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Muon
+from torch.optim._muon_engine.schedule import buckets, owners, packs
+from torch.optim.muon import create_dtensor_config
+from torch.testing._internal.distributed._muon.common_muon import full
+from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
+from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+
+# Collectives that write their first argument. The first ones read the second one, the others the same.
+FROM_TO = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_to_all_single",
+)
+IN_PLACE = "all_reduce", "broadcast"
+# Operations that look at a tensor and not at its elements.
+BLIND = ("device", "empty", "new_empty", "is_pinned", "record", "_record", "zeros_like")
+
+
+def _new_group(common: Any, options: Any) -> Any:
+    made = FakeProcessGroup._create_internal
+    return made(common.group_rank, common.group_size, options)
+
+
+# The engine treats the backend "fake" as a dry run, which leaves out what this one is to show.
+dist.Backend.register_backend(
+    "alone", _new_group, extended_api=True, devices=["cpu", "lazy"]
+)
+
+
+class Store(FakeStore):
+    """The others have come wherever this rank comes, and have left no note."""
+
+    set = wait = lambda *_: None
+    check = delete_key = lambda *_: False
+    add = lambda *_: 0  # noqa: E731
+
+
+@contextlib.contextmanager
+def alone(rank: int, world: int) -> Iterator[None]:
+    """This process is ``rank`` of a world whose other ranks never answer."""
+    store = Store()  # Without this name, its methods would be gone.
+    dist.init_process_group("alone", store=store, rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Comm(NamedTuple):
+    """A communicator as its ranks know it: the ranks, and which of the groups over them."""
+
+    ranks: tuple[int, ...]
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """The memory of a tensor: a part of a storage, and how the tensor sees it."""
+
+    storage: int
+    start: int
+    end: int
+    view: tuple[Any, ...]
+
+
+class Call:
+    """A collective of this rank."""
+
+    def __init__(self, name: str, recorder: Recorder, given: Mapping) -> None:
+        self.name, self.comm = name, recorder.comm_of(given["group"])
+        self.number = recorder.counts[self.comm]
+        recorder.counts[self.comm] += 1
+        self.source, self.operation = given.get("src"), given.get("op")
+        self.is_finished, self.node = False, -1
+        self.target, *others = given.values()
+        self.sent = others[0] if name in FROM_TO else self.target
+        comm, read = self.comm, self.sent
+        self.is_fake = isinstance(read, FakeTensor)
+        is_source = self.source == dist.get_rank()
+        reads = read if name != "broadcast" or is_source else ()
+        self.reads = [recorder.bytes_of(t) for t in tree_leaves(reads)]
+        writes = () if is_source else self.target
+        self.writes = [recorder.bytes_of(t) for t in tree_leaves(writes)]
+        self.splits: list[list[int]] = []
+        what = name, str(read.dtype), read.numel(), self.source
+        # The ranks of each pair must agree on this.
+        self.said: dict[int, Any] = dict.fromkeys(comm.ranks, what)
+        if name == "all_to_all_single":
+            even = [read.numel() // len(comm.ranks)] * len(comm.ranks)
+            sides = "input_split_sizes", "output_split_sizes"
+            self.splits = [given[side] or even for side in sides]
+            for peer, sent, got in zip(comm.ranks, *self.splits, strict=True):
+                both = (sent, got) if dist.get_rank() < peer else (got, sent)
+                self.said[peer] = name, str(read.dtype), *both
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.number} of ranks {list(self.comm.ranks)}"
+
+
+class Work:
+    """The handle of a collective, which keeps its memory as backends' handles do."""
+
+    def __init__(self, recorder: Recorder, call: Call, own: Any) -> None:
+        self._recorder, self._call, self._own = recorder, call, own
+        self._kept = call.sent, call.target
+        call.sent = call.target = None
+        weakref.finalize(self, recorder.dropped, call).atexit = False
+
+    def wait(self, *args: Any) -> bool:
+        if self._own is not None:
+            self._own.wait(*args)
+        if not self._call.is_finished:
+            self._call.is_finished = True
+            self._recorder.waited(self._call)
+        self._kept = None, None
+        return True
+
+
+class Recorder(TorchDispatchMode):
+    """Records collectives, and finds what touches, frees or forgets memory between launch and ``wait()``.
+
+    ``log`` has ("launch" | "wait", call) in the order of the program.
+
+    Args:
+        moves: whether the backend carries collectives out.
+        stumbles: the operation, from :meth:`begin` on, that raises an error; 0 for none.
+    """
+
+    def __init__(self, moves: bool = False, stumbles: int = 0) -> None:
+        super().__init__()
+        self.moves = moves
+        self._stumbles, self._stumbles_now, self.done = stumbles, 0, 0
+        self.log: list[tuple[str, Call]] = []
+        self.problems: list[str] = []
+        self.flying: list[Call] = []
+        self._names: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        self.counts: dict[Comm, int] = defaultdict(int)
+        self._numbers: dict[int, int] = {}
+        self._count = 0
+
+    def begin(self) -> None:
+        """From here on, ``log`` is of interest."""
+        self.log.clear()
+        self.done, self._stumbles_now = 0, self._stumbles
+
+    # Events
+
+    def launched(self, call: Call) -> None:
+        self.log.append(("launch", call))
+        self.operated(call, call.reads, call.writes)
+        self.flying.append(call)
+
+    def waited(self, call: Call) -> None:
+        self.log.append(("wait", call))
+        self.flying.remove(call)
+
+    def dropped(self, call: Call) -> None:
+        """The last reference to the handle is gone."""
+        if not call.is_finished:
+            self.problems.append(f"nobody waits for {call}")
+
+    def allocated(self, storage: int, size: int) -> None:
+        """The storage is new here, or was resized."""
+
+    def freed(self, storage: int) -> None:
+        """The last reference to the storage is gone, or it was resized."""
+        for call in self.flying:
+            if any(one.storage == storage for one in call.reads + call.writes):
+                self.problems.append(f"the memory of {call} is freed")
+
+    def operated(self, func: Any, reads: list[Bytes], writes: list[Bytes]) -> None:
+        """An operation is about to access this memory."""
+        self.done += 1
+        if self.done == self._stumbles_now:
+            raise ArithmeticError("stumbled")
+        for call in self.flying:
+            if (
+                _overlap(reads, call.writes)
+                or _overlap(writes, call.writes)
+                or _overlap(writes, call.reads)
+            ):
+                self.problems.append(f"{func} touches the memory of {call}")
+
+    # Patches
+
+    def __enter__(self) -> Any:
+        self._patches = contextlib.ExitStack()
+        for name in (n for n in FROM_TO + IN_PLACE if hasattr(dist, n)):
+            found = self._recorded(name, getattr(dist, name))
+            self._patches.enter_context(mock.patch.object(dist, name, found))
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Any, size: int) -> Any:
+            number, before = self.number_of(storage), storage.nbytes()
+            if size < before:
+                self.freed(number)
+            found = resize(storage, size)
+            if size > before:
+                self.allocated(number, size)
+            return found
+
+        self._patches.enter_context(
+            mock.patch.object(torch.UntypedStorage, "resize_", resized)
+        )
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._patches.close()
+        self.problems += [f"{call} is not waited for" for call in self.flying]
+
+    def _recorded(self, name: str, original: Callable) -> Callable:
+        signature = inspect.signature(original)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            call = Call(name, self, given)
+            self.launched(call)
+            is_async, given["async_op"] = given["async_op"], True
+            own = original(*bound.args, **bound.kwargs) if self.moves else None
+            if name == "all_gather" and not call.is_fake and not self.moves:
+                # All ranks say the same when they build an engine.
+                with _disable_current_modes():
+                    for target in call.target:
+                        target.copy_(call.sent)
+            work = Work(self, call, own)
+            return work if is_async else work.wait() and None
+
+        return recorded
+
+    def comm_of(self, group: Any) -> Comm:
+        group = group or dist.group.WORLD
+        ranks = tuple(dist.get_process_group_ranks(group))
+        names = self._names[ranks]
+        if group.group_name not in names:
+            names.append(group.group_name)
+        return Comm(ranks, names.index(group.group_name))
+
+    # Memory
+
+    def number_of(self, storage: Any) -> int:
+        """The number of a storage: this recorder counts them, because addresses come again."""
+        key = storage._cdata
+        if key not in self._numbers:
+            self._numbers[key] = self._count
+            self._count += 1
+            weakref.finalize(storage, self._forget, key).atexit = False
+            self.allocated(self._numbers[key], storage.nbytes())
+        return self._numbers[key]
+
+    def _forget(self, key: int) -> None:
+        self.freed(self._numbers.pop(key))
+
+    def bytes_of(self, tensor: Tensor) -> Bytes:
+        storage = self.number_of(tensor.untyped_storage())
+        size, stride = tuple(tensor.shape), tensor.stride()
+        offset, item = tensor.storage_offset(), tensor.element_size()
+        last = sum((n - 1) * step for n, step in zip(size, stride))
+        count = last + 1 if tensor.numel() else 0
+        view = tensor.dtype, size, stride, offset
+        return Bytes(storage, offset * item, (offset + count) * item, view)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        is_collective = func.namespace == "c10d"
+        if not (func.is_view or is_collective or func.__name__.startswith(BLIND)):
+            found: tuple[list[Bytes], list[Bytes]] = [], []
+            for at, argument in enumerate(func._schema.arguments):
+                value = args[at] if at < len(args) else kwargs.get(argument.name)
+                tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+                is_written = argument.alias_info and argument.alias_info.is_write
+                found[bool(is_written)].extend(map(self.bytes_of, tensors))
+            self.operated(func, *found)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+def _overlap(one: list[Bytes], other: list[Bytes]) -> bool:
+    return any(
+        a.storage == b.storage and a.start < b.end and b.start < a.end
+        for a in one
+        for b in other
+    )
+
+
+# Order
+
+Log = list[tuple[str, Call]]
+
+
+def disagreements(logs: Mapping[int, Log]) -> list[str]:
+    """Where the ranks of a communicator launch other collectives, or other sizes."""
+    queues: dict[Comm, dict[int, list[Call]]] = defaultdict(dict)
+    for rank, log in logs.items():
+        for what, call in log:
+            if what == "launch":
+                queues[call.comm].setdefault(rank, []).append(call)
+    found = []
+    for comm, of_ranks in queues.items():
+        counts = {rank: len(of_ranks.get(rank, ())) for rank in comm.ranks}
+        if len(set(counts.values())) > 1:
+            found.append(f"{comm}: ranks launch {counts} collectives")
+        for a, mine in of_ranks.items():
+            for b, its in of_ranks.items():
+                for one, other in zip(mine, its, strict=False):
+                    if a < b and one.said[b] != other.said[a]:
+                        found.append(f"{one}: {one.said[b]} and {other.said[a]}")
+    return found
+
+
+def deadlock(logs: Mapping[int, Log], in_turn: bool = False) -> list[str]:
+    """The launch or wait at which each rank is stuck; nothing if all ranks come to their ends.
+
+    A collective finishes when all of its ranks have launched it. With ``in_turn`` a rank launches nothing
+    before its last collective has started on all of its ranks, as on a device with one queue.
+    """
+    at = dict.fromkeys(logs, 0)
+    there: dict[tuple[Comm, int], set[int]] = defaultdict(set)
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for rank, log in logs.items():
+            while at[rank] < len(log):
+                what, call = log[at[rank]]
+                arrived = there[call.comm, call.number]
+                if what == "launch":
+                    arrived.add(rank)
+                if (what == "wait" or in_turn) and len(arrived) < len(call.comm.ranks):
+                    break
+                at[rank] += 1
+                has_moved = True
+    return [
+        f"rank {rank} is at the {what} of {call}, to which ranks {sorted(there[call.comm, call.number])} have come"
+        for rank, log in logs.items()
+        for what, call in log[at[rank] : at[rank] + 1]
+    ]
+
+
+# Programs
+
+_meshes = itertools.count()
+
+
+class Held(NamedTuple):
+    """``count`` matrices, placed on a mesh of some of the ranks; a placement is "R", "P" or a dimension."""
+
+    ranks: tuple[int, ...]
+    placements: tuple[str | int, ...] = ("R",)
+    shape: tuple[int, int] = (8, 8)
+    count: int = 4
+    sizes: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+
+class Program(NamedTuple):
+    """The matrices and the config of all ranks of a world, and the limits of the schedule."""
+
+    world: int
+    held: tuple[Held, ...]
+    prefetch: int = 1
+    owners: int = 1
+    parallel: bool = True
+    node: int = 1
+    limits: tuple[tuple[str, int], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+class Rank:
+    """One rank of a program. A context manager: the rank's world, alone, with the program's limits."""
+
+    def __init__(self, program: Program, number: int, device: str = "cpu") -> None:
+        self.program, self.number, self.device = program, number, device
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Any:
+        program = self.program
+        enter = self.stack.enter_context
+        enter(alone(self.number, program.world))
+        enter(mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(program.node)))
+        for name, value in program.limits:
+            of = next(m for m in (owners, buckets, packs) if name in vars(m))
+            enter(mock.patch.object(of, name, value))
+        # Each tensor of this rank, and what :class:`Replay` puts into it.
+        self.inputs: list[tuple[Tensor, Tensor]] = []
+        self.meshes = {}
+        for of in program.held:
+            ranks = torch.tensor(of.ranks).view(of.sizes or -1)
+            # DTensor's caches confuse equal meshes of different worlds.
+            names = tuple(f"m{next(_meshes)}" for _ in range(ranks.ndim))
+            if (of.ranks, of.sizes) not in self.meshes:
+                made = DeviceMesh(
+                    self.device.split(":")[0], ranks, mesh_dim_names=names
+                )
+                self.meshes[of.ranks, of.sizes] = made
+        if self.device != "cpu":
+            enter(FakeTensorMode())
+        held = [of for of in program.held for _ in range(of.count)]
+        both = [
+            [self.tensor(of, 2 * seed + at) for at in range(2)]
+            for seed, of in enumerate(held)
+            if self.number in of.ranks
+        ]
+        self.params = [torch.nn.Parameter(param) for param, _ in both]
+        self.grads = [grad for _, grad in both]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.stack.close()
+
+    def tensor(self, of: Held, seed: int) -> DTensor:
+        kinds = {"R": Replicate(), "P": Partial()}
+        placements = [kinds.get(p) or Shard(p) for p in of.placements]
+        mesh = self.meshes[of.ranks, of.sizes]
+        with unset_fake_temporarily():
+            shape, start = compute_local_shape_and_global_offset(
+                of.shape, mesh, placements
+            )
+            values = full(seed, of.shape, of.dtype)
+            for dim, (at, size) in enumerate(zip(start, shape)):
+                values = values.narrow(dim, at if size else 0, size)
+        local = torch.ones(shape, dtype=of.dtype, device=self.device)
+        self.inputs.append((local, values))
+        shape, stride = torch.Size(of.shape), (of.shape[1], 1)
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def build(self, **flags: Any) -> Muon:
+        program = self.program
+        options = dict(program.options)
+        if options.get("lr") == "on the device":
+            options["lr"] = torch.tensor(0.02, device=self.device)
+        config = create_dtensor_config(
+            async_gpu_parallelism=program.parallel,
+            prefetch_count=program.prefetch,
+            owners_per_matrix=program.owners,
+            **flags,
+        )
+        self.muon = Muon(self.params, distributed_config=config, **options)
+        return self.muon
+
+    def step(self) -> None:
+        for param, grad in zip(self.params, self.grads):
+            param.grad = grad
+        self.muon.step()
