@@ -18,7 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Muon
-from torch.optim._muon_engine.layouts import exchange, Key, whole_regions
+from torch.optim._muon_engine.layouts import (
+    Cut,
+    exchange,
+    Key,
+    Layout,
+    Shards,
+    whole_regions,
+)
 from torch.optim._muon_engine.runtime.pipeline import PREPARED_BYTES
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES
 from torch.optim.muon import create_dtensor_config
@@ -166,13 +173,12 @@ class TestMuonReports(TestCase):
 
     def matrices(self, rank):
         """The matrices as ``rank`` knows them by itself: its rows of each."""
-        cut, pieces = exchange.Cut("fsdp", tuple(range(SHARDS)), 0), {}
+        cuts, shards = (Cut("fsdp", tuple(range(SHARDS)), 0),), {}
         for i, (rows, columns) in enumerate(MODELS["Llama 3 8B"].shapes):
             shape = rows // SHARDS, columns
-            held = ((rank, whole_regions(*shape)),)
-            piece = exchange.Piece(shape, held, (cut,))
-            piece = pieces.setdefault(piece, piece)
-            yield exchange.LocalMatrix(Key(i), torch.float32, piece)
+            held = Shards((rank,), (whole_regions(*shape),))
+            held = shards.setdefault(shape, held)
+            yield Layout(Key(i), shape, torch.float32, held, cuts=cuts)
 
     def test_each_kind_of_matrix_is_told_and_put_together_once(self):
         """224 matrices on 64 ranks. The reader checks that the shards tile each of them."""
@@ -183,18 +189,14 @@ class TestMuonReports(TestCase):
         def exchanged(group, told, error, described):
             self.assertIsNone(error)
             sizes.append(len(pickle.dumps(told)))
-            every = [list(self.matrices(rank)) for rank in range(SHARDS)]
-            told = [{n: m.piece for n, m in zip(names, mine)} for mine in every]
-            zeros = dict.fromkeys(names, 0)
-            return [(pieces, zeros, (rank,)) for rank, pieces in enumerate(told)], None
+            every = [exchange._by_name([*self.matrices(r)]) for r in range(SHARDS)]
+            zeros = dict.fromkeys(every[0], 0)
+            return [(parts, zeros, (rank,)) for rank, parts in enumerate(every)], None
 
         mine = list(self.matrices(0))
-        names = list(exchange._names(mine))
         groups = {("fsdp", tuple(range(SHARDS))): None}
         with mock.patch.object(exchange, "exchange", exchanged):
-            layouts, equal = exchange.layouts_of(
-                mine, groups, (0,), range(len(mine)), None
-            )
+            layouts, equal = exchange.completed(mine, groups, (0,), {}, None)
         self.assertEqual(equal, {})
         self.assertEqual([l.shape for l in layouts], MODELS["Llama 3 8B"].shapes)
         self.assertTrue(all(len(layout.group) == SHARDS for layout in layouts))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim._muon_engine.config import DistributedConfig
-from torch.optim._muon_engine.layouts import dtensor, Layout, process_rank
+from torch.optim._muon_engine.layouts import dtensor, Layout, matrix_shape, process_rank
 from torch.optim._muon_engine.layouts.groups import ParallelGroups, Reader
 from torch.optim._muon_engine.process_groups import counters_of, ranks_per_node
 from torch.optim._muon_engine.runtime.pipeline import accumulate, run_in_turn
@@ -48,7 +48,7 @@ def reader_of(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader | 
     """A new reader for a config's ``state``; None if the user wrote the config from scratch."""
     if state.get("reader") not in ("dtensor", "process_groups"):
         return None
-    return Reader(ParallelGroups(state), takes_stacks)
+    return Reader(ParallelGroups(state, takes_stacks))
 
 
 def choose_owners(
@@ -280,7 +280,7 @@ class FunctionStep:
                 formulas.apply([local], [part], layout.shape)
         if not self.layouts[index]:
             split, flatten = param.form
-            shape = dtensor.matrix_shape(self._global_shape(index, whole), flatten)
+            shape = matrix_shape(self._global_shape(index, whole), flatten)
             pieces = map(formulas.matrices, (param.local, update))
             for local, part in zip(*pieces):
                 joined = split.joined_shape(local.shape) if split.sizes else shape

@@ -167,7 +167,7 @@ class Engine:
             if error is not None:
                 raise error
             return
-        known = self.reader.sharing(tensors)
+        known = self.reader.sharing
         # All ranks must have replaced the same parameters.
         kept = {param.tensor for param in (former or self).params}
         signatures: dict[tuple[int, ...], list[Signature]] = {of: [] for of in known}

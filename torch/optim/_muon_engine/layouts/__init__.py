@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,6 +42,18 @@ class Region(NamedTuple):
         sizes[dim] //= count
         last = (sizes[0] - 1) * self.stride + sizes[1] + (count - 1) * apart
         return self.offset + last if self.numel else 0
+
+    def span(self, dim: int) -> tuple[int, int]:
+        """The first row (dim 0) or column (dim 1), and how many there are."""
+        return (self.column, self.width) if dim else (self.row, self.height)
+
+    def shifted(self, dim: int, by: int, extent: int | None = None) -> "Region":
+        """This rectangle ``by`` rows (dim 0) or columns (dim 1) further on, of ``extent`` of them."""
+        start, size = self.span(dim)
+        size = size if extent is None else extent
+        if dim:
+            return self._replace(column=start + by, width=size)
+        return self._replace(row=start + by, height=size)
 
     def in_blocks(self, view: Tensor) -> Tensor:
         """A ``view`` of shape (height, width), with a dimension more if there are several blocks."""
@@ -86,7 +99,10 @@ class Region(NamedTuple):
         return local.as_strided(sizes, steps, start)
 
 
-def whole_regions(rows: int, columns: int) -> tuple[Region, ...]:
+Regions = tuple[Region, ...]
+
+
+def whole_regions(rows: int, columns: int) -> Regions:
     """The regions of a rank that has the whole matrix in a tensor of its shape."""
     return (Region(0, 0, rows, columns, 0, columns),) if rows * columns else ()
 
@@ -113,16 +129,17 @@ class Key(NamedTuple):
         return f"{name} {number + 1}/{count}" if count > 1 else name
 
     def describe(self, shape: tuple[int, ...]) -> str:
-        name = f" {self.name!r}" if self.name is not None else ""
-        sub = f", its matrix {self.sub}," if self.sub else ""
-        expert = f", expert {self.expert}," if self.expert is not None else ""
+        text = f"parameter {self.index}"
+        text += f" {self.name!r}" if self.name is not None else ""
+        text += f", its matrix {self.sub}," if self.sub else ""
+        text += f", expert {self.expert}," if self.expert is not None else ""
         number, count = self.block
-        block = f", block {number + 1} of {count}," if count > 1 else ""
-        return (
-            f"parameter {self.index}{name}{sub}{expert}{block} of shape {tuple(shape)}"
-        )
+        text += f", block {number + 1} of {count}," if count > 1 else ""
+        return f"{text} of shape {tuple(shape)}"
 
 
+# Equal objects are few, and are compared by identity.
+@dataclass(eq=False, repr=False)
 class Shards:
     """The shards of all ranks of a group, of one matrix or of many with equal shards.
 
@@ -136,15 +153,9 @@ class Shards:
     Derived properties are computed once, because no loop may go over both all ranks and all matrices.
     """
 
-    def __init__(
-        self,
-        ranks: tuple[int, ...],
-        regions: tuple[tuple[Region, ...], ...],
-        contributions: tuple[int, ...] = (),
-    ) -> None:
-        self.ranks = ranks
-        self.regions = regions
-        self.contributions = contributions
+    ranks: tuple[int, ...]
+    regions: tuple[Regions, ...]
+    contributions: tuple[int, ...] = ()
 
     @cached_property
     def group(self) -> tuple[int, ...]:
@@ -163,7 +174,7 @@ class Shards:
     @cached_property
     def replica_sets(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that store one (contribution, shard), for each distinct one, in the group's order."""
-        sets: dict[tuple[int, tuple[Region, ...]], list[int]] = {}
+        sets: dict[tuple[int, Regions], list[int]] = {}
         contributions = self.contributions or itertools.repeat(0)
         for rank, of_sum, shard in zip(self.ranks, contributions, self.regions):
             sets.setdefault((of_sum, shard), []).append(rank)
@@ -193,7 +204,7 @@ class Shards:
     def partial(self) -> bool:
         return len(set(self.contributions)) > 1
 
-    def of(self, rank: int) -> tuple[Region, ...]:
+    def of(self, rank: int) -> Regions:
         return self.regions[self._place[rank]]
 
     def is_empty(self, rank: int) -> bool:
@@ -218,12 +229,28 @@ class Shards:
         return replicas[min(self._replica_number[owner][1], len(replicas) - 1)]
 
 
+class Cut(NamedTuple):
+    """A process group over which a matrix is cut along ``dim``, or replicated if ``dim`` is None.
+
+    The regions of FSDP1 already count in the whole matrix. Its cut has no dimension either.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    dim: int | None = None
+
+    @property
+    def cuts(self) -> bool:
+        return self.kind == "fsdp" or self.dim is not None
+
+
 @dataclass(frozen=True)
 class Layout:
     """One matrix, or a block of a divided one: its global shape, and which rank stores what of it.
 
     ``source`` says where the reader knows it from, for error messages. ``divided`` is the shape of the
-    matrix that a block is from.
+    matrix that a block is from. While ranks read, a layout is the part of a matrix that a rank knows, and
+    the ranks of ``cuts`` know the rest.
     """
 
     key: Key
@@ -232,6 +259,7 @@ class Layout:
     shards: Shards
     source: str = ""
     divided: tuple[int, int] | None = None
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def whole(self) -> tuple[int, int]:
@@ -257,18 +285,26 @@ def listed(names: Sequence[Any], most: int = 8) -> str:
     return ", ".join(map(str, names[:most])) + more
 
 
+def matrix_shape(shape: Sequence[int], flatten: bool) -> tuple[int, int]:
+    """The shape of a matrix in a parameter: dimension 0 by all others, or else the last two."""
+    return (shape[0], math.prod(shape[1:])) if flatten else (shape[-2], shape[-1])
+
+
+def not_2d(described: str) -> ValueError:
+    return ValueError(f"Muon only supports 2D parameters whereas we found {described}")
+
+
 def larger_first(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """The one order in which all ranks go through their groups: by size, then by rank."""
     return sorted(groups, key=lambda ranks: (-len(ranks), ranks))
 
 
 def process_rank() -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return 0
+    is_alone = not dist.is_available() or not dist.is_initialized()
+    return 0 if is_alone else dist.get_rank()
 
 
-def moved(regions: tuple[Region, ...], offset: int) -> tuple[Region, ...]:
+def moved(regions: Regions, offset: int) -> Regions:
     """``regions``, held ``offset`` elements further on."""
     return tuple(region._replace(offset=region.offset + offset) for region in regions)
 
@@ -285,7 +321,6 @@ def check_cover(layout: Layout) -> None:
 
 
 def _check_tiles(layout: Layout, regions: list[Region]) -> None:
-    rows, columns = layout.shape
     # Bands of rows from the top down. Each rectangle is looked at in its own bands only.
     edges = sorted({edge for r in regions for edge in (r.row, r.row + r.height)})
     waiting = sorted(regions, reverse=True)
@@ -294,20 +329,15 @@ def _check_tiles(layout: Layout, regions: list[Region]) -> None:
         band = [r for r in band if r.row + r.height > top]
         while waiting and waiting[-1].row < bottom:
             band.append(waiting.pop())
-        reach = 0
-        for left, right in sorted((r.column, r.column + r.width) for r in band):
-            if left < reach:
+        band.sort(key=lambda r: r.column)
+        for left, right in itertools.pairwise(band):
+            if left.column + left.width > right.column:
                 raise ValueError(
-                    f"{layout.describe()}: pieces overlap in rows {top} to {bottom}, column {left} ({layout.source})"
+                    f"{layout.describe()}: pieces overlap in rows {top} to {bottom}, column {right.column} ({layout.source})"
                 )
-            reach = right
     found = sum(region.numel for region in regions)
-    inside = all(
-        min(r.row, r.column) >= 0
-        and r.row + r.height <= rows
-        and r.column + r.width <= columns
-        for r in regions
-    )
+    spans = [(r.span(dim), layout.shape[dim]) for r in regions for dim in (0, 1)]
+    inside = all(0 <= start <= size - extent for (start, extent), size in spans)
     if found != layout.numel or not inside:
         raise ValueError(
             f"{layout.describe()}: its pieces hold {found} of {layout.numel} elements ({layout.source})"

@@ -4,9 +4,9 @@ A plain tensor takes the same functions. It is its own local tensor.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -19,12 +19,21 @@ from torch.optim._muon_engine.layouts import (
     check_cover,
     Key,
     Layout,
+    matrix_shape,
     moved,
+    not_2d,
     process_rank,
     Region,
+    Regions,
     Shards,
 )
 from torch.optim._muon_engine.process_groups import current_device
+
+
+# Ranks that share a matrix -> the framework's groups among them.
+Sharing = dict[tuple[int, ...], list[ProcessGroup]]
+# Consecutive indices: the first one of each run, and how many.
+Runs = list[tuple[int, int]]
 
 
 class DTensorLayouts:
@@ -36,11 +45,7 @@ class DTensorLayouts:
         self._ranks: dict[DeviceMesh, tuple[int, ...]] = {}
 
     def of(
-        self,
-        key: Key,
-        tensor: DTensor,
-        flatten: bool = False,
-        everywhere: bool = False,
+        self, key: Key, tensor: DTensor, flatten: bool = False, everywhere: bool = False
     ) -> list[Layout]:
         """The layouts of the matrices of ``tensor`` of which this rank has a part.
 
@@ -53,22 +58,19 @@ class DTensorLayouts:
                 does not have the size that the placements give.
         """
         mesh, rank = tensor.device_mesh, process_rank()
-        where = (
-            f"{key.describe(tensor.shape)}, placements {tensor.placements} on {mesh}"
-        )
-        if mesh.get_coordinate() is None:
-            raise ValueError(
-                f"{where}: this rank is not in the mesh; give this optimizer only the parameters that the rank holds"
-            )
+        described = key.describe(tensor.shape)
+        where = f"{described}, placements {tensor.placements} on {mesh}"
         if tensor.ndim < 2:
-            raise ValueError(f"{where}: Muon only supports 2D parameters")
-        source = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
+            raise not_2d(where)
+        try:
+            shards_of = self._shards_of(tensor, flatten, everywhere)
+        except ValueError as problem:
+            raise ValueError(f"{where}: {problem}") from None
         shape = matrix_shape(tensor.shape, flatten)
+        source = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
         found = [
             Layout(key._replace(sub=sub), shape, tensor.dtype, shards, source)
-            for sub, shards in self._shards_of(
-                tensor, where, flatten, everywhere
-            ).items()
+            for sub, shards in shards_of.items()
         ]
         held = sum(l.shards.numel_of(rank) for l in found if rank in l.shards.ranks)
         local = tensor._local_tensor
@@ -79,33 +81,31 @@ class DTensorLayouts:
         return found
 
     def _shards_of(
-        self,
-        tensor: DTensor,
-        where: str,
-        flatten: bool = False,
-        everywhere: bool = False,
+        self, tensor: DTensor, flatten: bool = False, everywhere: bool = False
     ) -> dict[int, Shards]:
-        mesh, placements = tensor.device_mesh, tensor.placements
-        memo = (mesh, placements, flatten, everywhere, *tensor.shape)
+        mesh = tensor.device_mesh
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                "this rank is not in the mesh; give this optimizer only the parameters that the rank holds"
+            )
+        memo = (mesh, tensor.placements, flatten, everywhere, *tensor.shape)
         if memo not in self._shards:
             ranks = self.ranks_of(mesh)
-            contributions = _contributions(mesh, placements, where)
-            held = _matrices_by_rank(tensor, where, flatten)
-            found = {
-                sub: Shards(
-                    tuple(rank for rank, has in zip(ranks, held) if sub in has),
-                    tuple(has[sub] for has in held if sub in has),
-                    tuple(c for c, has in zip(contributions, held) if sub in has),
+            contributions = _contributions(tensor)
+            held = _matrices_by_rank(tensor, flatten)
+            subs = held[ranks.index(process_rank())].keys()
+            if everywhere:
+                subs = sorted(set().union(*held))
+            found = {}
+            for sub in subs:
+                holders = [at for at, matrices in enumerate(held) if sub in matrices]
+                found[sub] = Shards(
+                    tuple(ranks[at] for at in holders),
+                    tuple(held[at][sub] for at in holders),
+                    tuple(contributions[at] for at in holders if contributions),
                 )
-                for sub in (
-                    sorted({sub for has in held for sub in has})
-                    if everywhere
-                    else held[ranks.index(process_rank())]
-                )
-            }
-            shape = matrix_shape(tensor.shape, flatten)
-            for shards in found.values():
-                check_cover(Layout(Key(0), shape, tensor.dtype, shards, where))
+                shape = matrix_shape(tensor.shape, flatten)
+                check_cover(Layout(Key(0), shape, tensor.dtype, found[sub], str(mesh)))
             self._shards[memo] = found
         return self._shards[memo]
 
@@ -121,43 +121,35 @@ class DTensorLayouts:
             return ()
         return tuple(sorted(self.ranks_of(param.device_mesh)))
 
-    def sharing(
-        self, params: Sequence[Tensor]
-    ) -> dict[tuple[int, ...], list[ProcessGroup]]:
+    def sharing(self, params: Sequence[Tensor]) -> Sharing:
         """Sorted ranks that share one of ``params`` -> the mesh's groups for it.
 
         The result is the same on all ranks of a mesh, even if one of them cannot read its parameters.
         """
-        shared: dict[tuple[int, ...], list[ProcessGroup]] = {}
+        on_mesh = [p for p in params if isinstance(p, DTensor)]
+        on_mesh = [p for p in on_mesh if p.device_mesh.get_coordinate()]
+        shared: Sharing = {}
+        if len(on_mesh) < len(params):
+            shared[process_rank(),] = []
         # By address: many parameters are on one mesh object.
-        meshes: dict[int, DeviceMesh] = {}
-        stacks: list[DTensor] = []
-        for param in params:
-            if not isinstance(param, DTensor) or not param.device_mesh.get_coordinate():
-                shared.setdefault((process_rank(),), [])
-                continue
-            meshes[id(param.device_mesh)] = param.device_mesh
-            stacks += [param] if param.ndim > 2 else []
+        meshes = {id(p.device_mesh): p.device_mesh for p in on_mesh}
         for mesh in meshes.values():
             groups = shared.setdefault(tuple(sorted(self.ranks_of(mesh))), [])
             found = [*mesh.get_all_groups(), *_flattened_groups(mesh)]
             groups += [group for group in found if group not in groups]
-        for stack in stacks:
-            of_mesh = shared[tuple(sorted(self.ranks_of(stack.device_mesh)))]
+        for stack in (p for p in on_mesh if p.ndim > 2):
+            of_mesh = shared[self.mesh_ranks(stack)]
             # A stack that cannot be read is an error on every rank of its mesh.
             with suppress(ValueError):
-                for shards in self._shards_of(stack, "").values():
+                for shards in self._shards_of(stack).values():
                     shared.setdefault(shards.group, list(of_mesh))
         return shared
 
 
 def device_of(params: Sequence[Tensor]) -> torch.device:
     """Where collectives between the ranks of the parameters' meshes take their memory."""
-    kinds: dict[str, torch.device] = {}
-    for param in params:
-        if isinstance(param, DTensor):
-            kind = param.device_mesh.device_type
-            kinds.setdefault(kind, param._local_tensor.device)
+    dtensors = [param for param in params if isinstance(param, DTensor)]
+    kinds = {p.device_mesh.device_type: p._local_tensor.device for p in dtensors}
     if len(kinds) > 1:
         raise ValueError(
             f"the parameters are on meshes of different device types: {sorted(kinds)}; give each type its own Muon"
@@ -200,12 +192,9 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The storage behind ``tensor`` on this rank, to be read or written in place."""
-    local = tensor
-    if isinstance(tensor, DTensor):
-        local = tensor._local_tensor
-        # A functional collective's result is a wrapper until its first use waits for it.
-        wait = getattr(local, "wait", None)
-        local = wait() if wait is not None else local
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # A functional collective's result is a wrapper until its first use waits for it.
+    local = local.wait() if hasattr(local, "wait") else local
     return local.detach() if local.requires_grad else local
 
 
@@ -266,12 +255,12 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
     """Why ``grad`` cannot be used for ``param``; "" if it can."""
     if grad.is_sparse or grad.layout != torch.strided:
         return "Muon does not support sparse gradients"
+    meshes = [getattr(tensor, "device_mesh", None) for tensor in (param, grad)]
     found: list[tuple[str, Any, Any]] = [
         ("is complex", param.is_complex(), grad.is_complex()),
         ("is a DTensor", isinstance(param, DTensor), isinstance(grad, DTensor)),
+        ("is on the mesh", meshes[0], meshes[1]),
     ]
-    if isinstance(param, DTensor) and isinstance(grad, DTensor):
-        found.append(("is on the mesh", param.device_mesh, grad.device_mesh))
     if has_placements_of(param, grad):
         mine, its = local_part(param), local_part(grad)
         found.append(("is on", mine.device, its.device))
@@ -308,11 +297,9 @@ def new_momentum_buffer(param: Tensor) -> Tensor:
 
 def placed_like(param: Tensor, buffer: Tensor) -> bool:
     """Whether ``buffer`` has ``param``'s type, shape and placement."""
-    if isinstance(param, DTensor) != isinstance(buffer, DTensor):
-        return False
-    return param.shape == buffer.shape and all(
+    return all(
         getattr(param, name, None) == getattr(buffer, name, None)
-        for name in ("placements", "device_mesh")
+        for name in ("shape", "placements", "device_mesh")
     )
 
 
@@ -336,119 +323,80 @@ def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
     return like_param(param, cut_out(layouts, buffer, local))
 
 
-def _contributions(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], where: str
-) -> tuple[int, ...]:
+def _contributions(tensor: DTensor) -> tuple[int, ...]:
     """For each rank of the flattened mesh, its coordinate along the Partial dimensions, flattened."""
+    shape, placements = tensor.device_mesh.shape, tensor.placements
     partial = [p.is_partial() for p in placements]
     if not any(partial):
         return ()
     if any(p.is_partial() and not p.is_partial("sum") for p in placements):
         raise ValueError(
-            f"{where}: of Partial parameters only Partial('sum') has a defined update; redistribute it first"
+            "of Partial parameters only Partial('sum') has a defined update; redistribute it first"
         )
-    result = []
-    for coordinate in product(*(range(size) for size in mesh.shape)):
-        flat = 0
-        for i, size, is_partial in zip(coordinate, mesh.shape, partial, strict=True):
-            flat = flat * size + i if is_partial else flat
-        result.append(flat)
-    return tuple(result)
+    sizes = [n if is_partial else 1 for n, is_partial in zip(shape, partial)]
+    numbers = torch.arange(math.prod(sizes), device="cpu").view(sizes)
+    return tuple(numbers.expand(shape).flatten().tolist())
 
 
-def matrix_shape(shape: Sequence[int], flatten: bool) -> tuple[int, int]:
-    """The shape of a matrix in a parameter: dimension 0 by all others, or else the last two."""
-    if flatten:
-        return shape[0], math.prod(shape[1:])
-    return shape[-2], shape[-1]
-
-
-def _matrices_by_rank(
-    tensor: DTensor, where: str, flatten: bool
-) -> list[dict[int, tuple[Region, ...]]]:
+def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]]:
     """For each rank of the flattened mesh, the matrices that it holds a part of, and their regions.
 
     Unless it is to be flattened, a tensor of three and more dimensions is a stack of matrices of its last
     two, numbered row-major.
     """
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    held = [
-        _runs_along(dim, shape, mesh, tensor.placements, where)
-        for dim in range(len(shape))
-    ]
+    held = [_runs_along(dim, tensor) for dim in range(tensor.ndim)]
+    # The dimension of the rows. Those before it number the matrices, those after it are columns.
+    first = 0 if flatten else tensor.ndim - 2
     found = []
     # Replicas share the result.
-    known: dict[tuple, dict[int, tuple[Region, ...]]] = {}
+    known: dict[tuple, dict[int, Regions]] = {}
     for coordinate in product(*(range(size) for size in mesh.shape)):
         at = tuple(tuple(coordinate[d] for d in dims) for dims, _ in held)
         if at not in known:
             runs = [of_dim[here] for here, (_, of_dim) in zip(at, held)]
-            if flatten:
-                columns = _flattened(runs[1:], shape[1:])
-                known[at] = {0: _regions(runs[0], columns)}
-            else:
-                known[at] = _matrices(runs, shape)
+            columns = _flattened(runs[first + 1 :], shape[first + 1 :])
+            regions = _regions(runs[first], columns)
+            numel = sum(region.numel for region in regions)
+            subs = _indices(_flattened(runs[:first], shape[:first]))
+            known[at] = {n: moved(regions, i * numel) for i, n in enumerate(subs)}
         found.append(known[at])
     return found
 
 
-def _flattened(
-    runs: Sequence[list[tuple[int, int]]], shape: Sequence[int]
-) -> list[tuple[int, int]]:
+def _indices(runs: Runs) -> Iterator[int]:
+    return chain.from_iterable(range(start, start + n) for start, n in runs)
+
+
+def _flattened(runs: Sequence[Runs], shape: Sequence[int]) -> Runs:
     """The runs of indices of several dimensions, as runs of the indices of all of them, row-major."""
     found, inner = [(0, 1)], 1
     for of_dim, size in zip(reversed(runs), reversed(shape), strict=True):
         if found == [(0, inner)]:
             found = [(start * inner, length * inner) for start, length in of_dim]
         else:
-            indices = (i for start, n in of_dim for i in range(start, start + n))
-            found = [(i * inner + start, n) for i in indices for start, n in found]
+            found = [(i * inner + at, n) for i in _indices(of_dim) for at, n in found]
         inner *= size
     return found
 
 
-def _matrices(
-    runs: list[list[tuple[int, int]]], shape: tuple[int, ...]
-) -> dict[int, tuple[Region, ...]]:
-    """The matrices of one local tensor, which holds ``runs`` of the indices of each dimension."""
-    *leading, rows, columns = runs
-    regions = _regions(rows, columns)
-    numel = sum(region.numel for region in regions)
-    indices = [
-        [i for start, length in of_dim for i in range(start, start + length)]
-        for of_dim in leading
-    ]
-    found = {}
-    for at, index in enumerate(product(*indices)):
-        sub = 0
-        for i, size in zip(index, shape):
-            sub = sub * size + i
-        found[sub] = moved(regions, at * numel)
-    return found
-
-
 def _runs_along(
-    dim: int,
-    shape: tuple[int, ...],
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    where: str,
-) -> tuple[list[int], dict[tuple[int, ...], list[tuple[int, int]]]]:
+    dim: int, tensor: DTensor
+) -> tuple[list[int], dict[tuple[int, ...], Runs]]:
     """The mesh dimensions that cut tensor dimension ``dim``, and the indices held at each coordinate there.
 
     Indices are runs (start, length). The placements themselves cut an index vector, so this function does
     not know the rules for uneven, empty and strided shards.
     """
-    vector = torch.arange(shape[dim], device="cpu").reshape(
-        [-1 if d == dim else 1 for d in range(len(shape))]
-    )
-    held = {(): vector}
-    cuts = _order_of_cuts(placements, mesh.shape, dim, where)
+    sizes, shape = tensor.device_mesh.shape, [1] * tensor.ndim
+    shape[dim] = -1
+    held = {(): torch.arange(tensor.shape[dim], device="cpu").reshape(shape)}
+    cuts = _order_of_cuts(tensor.placements, sizes, dim)
     for mesh_dim, placement in cuts:
         finer = {}
         for at, indices in held.items():
             parts, _ = placement._split_tensor(
-                indices, mesh.shape[mesh_dim], with_padding=False, contiguous=False
+                indices, sizes[mesh_dim], with_padding=False, contiguous=False
             )
             finer |= {(*at, i): part for i, part in enumerate(parts)}
         held = finer
@@ -457,7 +405,7 @@ def _runs_along(
 
 
 def _order_of_cuts(
-    placements: tuple[Placement, ...], sizes: tuple[int, ...], dim: int, where: str
+    placements: tuple[Placement, ...], sizes: tuple[int, ...], dim: int
 ) -> list[tuple[int, Any]]:
     """The mesh dimensions that cut tensor dimension ``dim``, in their order, with their placements.
 
@@ -471,9 +419,7 @@ def _order_of_cuts(
         if placement.is_replicate() or placement.is_partial():
             continue
         if not hasattr(placement, "dim") or not hasattr(placement, "_split_tensor"):
-            raise ValueError(
-                f"{where}: {placement} is neither a shard, a replica nor partial"
-            )
+            raise ValueError(f"{placement} is neither a shard, a replica nor partial")
         if placement.dim != dim:
             continue
         if pieces > 1 and getattr(placement, "split_factor", 0) == pieces:
@@ -484,8 +430,7 @@ def _order_of_cuts(
     return order
 
 
-def _runs(indices: Tensor) -> list[tuple[int, int]]:
-    """The maximal runs (start, length) of consecutive integers."""
+def _runs(indices: Tensor) -> Runs:
     if not indices.numel():
         return []
     starts = [0, *(indices.diff() != 1).nonzero().flatten().add(1).tolist()]
@@ -493,17 +438,13 @@ def _runs(indices: Tensor) -> list[tuple[int, int]]:
     return [(v, e - s) for v, s, e in zip(indices[starts].tolist(), starts, ends)]
 
 
-def _regions(
-    rows: list[tuple[int, int]], columns: list[tuple[int, int]]
-) -> tuple[Region, ...]:
+def _regions(rows: Runs, columns: Runs) -> Regions:
     stride = sum(width for _, width in columns)
-    regions = []
-    local_row = 0
+    regions, offset = [], 0
     for row, height in rows:
-        local_column = 0
+        at = offset
         for column, width in columns:
-            offset = local_row * stride + local_column
-            regions.append(Region(row, column, height, width, offset, stride))
-            local_column += width
-        local_row += height
+            regions.append(Region(row, column, height, width, at, stride))
+            at += width
+        offset += height * stride
     return tuple(regions)

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.optim._muon_engine.layouts import listed, Region
+from torch.optim._muon_engine.layouts import listed, matrix_shape, not_2d, Region
 
 
 class FlatMatrix(NamedTuple):
@@ -27,9 +27,18 @@ class FlatMatrix(NamedTuple):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The regions of a matrix that this rank holds."""
+        """At most three rectangles: the end of one row, whole rows, the beginning of another."""
         start, end, offset = self.held
-        return tuple(interval_regions(start, end, self.shape[1], offset))
+        columns, at, found = self.shape[1], start, []
+        while at < end:
+            row, column = divmod(at, columns)
+            if column == 0 and end - at >= columns:
+                height, width = (end - at) // columns, columns
+            else:
+                height, width = 1, min(columns - column, end - at)
+            found.append(Region(row, column, height, width, offset + at - start, width))
+            at += height * width
+        return tuple(found)
 
 
 class FlatView(NamedTuple):
@@ -42,25 +51,14 @@ class FlatView(NamedTuple):
     shards: ProcessGroup | None = None
     replicas: ProcessGroup | None = None
 
-    def check(self, described: str, has_module: bool, has_group: bool) -> None:
-        """Raises ValueError if the user must say more about this parameter."""
-        if not self.matrices:
-            raise ValueError(
-                f"{described} is a parameter of another FSDP1 model than the one that module= names"
-                if has_module
-                else f"{described} is an original parameter of an FSDP1 model, which does not say what it is a slice of. "
-                "Give create_auto_config the wrapped model: module=model"
-            )
-        if self.shards is None and not has_group:
-            raise ValueError(
-                f"{described} is a flat parameter of an FSDP1 model; give create_auto_config "
-                "fsdp_process_group=model.process_group, or module=model"
-            )
+
+# Parameters that FSDP1 manages -> the matrices in them.
+Views = dict[Tensor, FlatView]
 
 
-def views(module: nn.Module) -> dict[Tensor, FlatView]:
+def views(module: nn.Module) -> Views:
     """The parameters of ``module`` that FSDP1 manages, with what is in them."""
-    found: dict[Tensor, FlatView] = {}
+    found: Views = {}
     for name, unit in module.named_modules():
         # A unit whose parameters all went to nested units has none of its own.
         if not isinstance(unit, FullyShardedDataParallel) or unit._handle is None:
@@ -69,41 +67,56 @@ def views(module: nn.Module) -> dict[Tensor, FlatView]:
         groups = handle.process_group, getattr(unit, "_inter_node_pg", None)
         matrices = _matrices(flat, clean_tensor_name(f"{name}." if name else ""))
         found[flat] = FlatView(matrices, *groups)
-        for number, param in enumerate(flat._params or ()):
+        for matrix, param in zip(matrices, flat._params or ()):
             # An original parameter is the slice itself, not the unit's storage that it is cut from.
-            matrix = _matrix(flat, number, 0)._replace(name=matrices[number].name)
+            start, end, _ = matrix.held
+            matrix = matrix._replace(held=(start, end, 0))
             found[param] = FlatView((matrix,), *groups)
     return found
 
 
-def view_of(param: Tensor, known: dict[Tensor, FlatView]) -> FlatView | None:
-    """The view of ``param``: None if FSDP1 did not flatten it, no matrices if only its module knows."""
+def view_of(
+    param: Tensor, described: str, known: Views | None, has_group: bool
+) -> FlatView | None:
+    """The view of ``param``; None if FSDP1 did not flatten it.
+
+    Args:
+        known: the :func:`views` of the user's module; None without a module.
+        has_group: whether the user gave the group that shares flat parameters.
+
+    Raises:
+        ValueError: the user must say more about this parameter.
+    """
     if not getattr(param, "_fsdp_flattened", False):
         return None
-    if param in known:
+    if known and param in known:
         return known[param]
-    return FlatView(_matrices(param) if getattr(param, "_is_flat_param", False) else ())
+    if not getattr(param, "_is_flat_param", False):
+        raise ValueError(
+            f"{described} is an original parameter of an FSDP1 model, which does not say what it is a slice of. "
+            "Give create_auto_config the wrapped model: module=model"
+            if known is None
+            else f"{described} is a parameter of another FSDP1 model than the one that module= names"
+        )
+    if not has_group:
+        raise ValueError(
+            f"{described} is a flat parameter of an FSDP1 model; give create_auto_config "
+            "fsdp_process_group=model.process_group, or module=model"
+        )
+    return FlatView(_matrices(param))
 
 
 def _matrices(flat: Any, prefix: str = "") -> tuple[FlatMatrix, ...]:
-    return tuple(
-        _matrix(flat, number, info.offset_in_shard, prefix)
-        for number, info in enumerate(flat._shard_param_infos)
-    )
-
-
-def _matrix(flat: Any, number: int, offset: int | None, prefix: str = "") -> FlatMatrix:
-    info, shape = flat._shard_param_infos[number], tuple(flat._shapes[number])
-    held = (0, 0, 0)
-    if info.in_shard and offset is not None:
-        held = info.intra_param_start_idx, info.intra_param_end_idx + 1, offset
-    return FlatMatrix(
-        prefix + flat._fqns[number],
-        shape,
-        flat._param_extensions[number],
-        flat._contiguities[number],
-        held,
-    )
+    found = []
+    for number, info in enumerate(flat._shard_param_infos):
+        held = (0, 0, 0)
+        if info.in_shard:
+            first, end = info.intra_param_start_idx, info.intra_param_end_idx + 1
+            held = first, end, info.offset_in_shard
+        name, shape = prefix + flat._fqns[number], tuple(flat._shapes[number])
+        tp, contiguous = flat._param_extensions[number], flat._contiguities[number]
+        found.append(FlatMatrix(name, shape, tp, contiguous, held))
+    return tuple(found)
 
 
 def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:
@@ -122,24 +135,6 @@ def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:
         yield stack._replace(shape=shape, held=held)
 
 
-def interval_regions(
-    start: int, end: int, columns: int, offset: int
-) -> Iterator[Region]:
-    """Elements ``start`` to ``end`` of a matrix, counted row by row, as at most three rectangles.
-
-    They are contiguous from ``offset`` on: the end of one row, whole rows, the beginning of another.
-    """
-    at = start
-    while at < end:
-        row, column = divmod(at, columns)
-        if column == 0 and end - at >= columns:
-            height, width = (end - at) // columns, columns
-        else:
-            height, width = 1, min(columns - column, end - at)
-        yield Region(row, column, height, width, offset + at - start, width)
-        at += height * width
-
-
 def matrices_only(
     view: FlatView, described: str, takes_stacks: bool, flatten: bool
 ) -> Sequence[FlatMatrix]:
@@ -150,39 +145,34 @@ def matrices_only(
     """
     found: list[FlatMatrix] = []
     for tensor in view.matrices:
-        if len(tensor.shape) > 2 and flatten:
-            shape = tensor.shape[0], math.prod(tensor.shape[1:])
-            found.append(tensor._replace(shape=shape))
-        elif len(tensor.shape) > 2 and takes_stacks:
-            found += _unstacked(tensor)
-        else:
-            found.append(tensor)
-    view = view._replace(matrices=tuple(found))
-    others = [m for m in view.matrices if len(m.shape) != 2]
-    _refuse_mixed(view, described)
+        if flatten and len(tensor.shape) > 2:
+            tensor = tensor._replace(shape=matrix_shape(tensor.shape, flatten))
+        is_stack = takes_stacks and len(tensor.shape) > 2
+        found += _unstacked(tensor) if is_stack else [tensor]
+    others = _others(found, described)
     if others:
-        raise ValueError(
-            f"Muon only supports 2D parameters whereas we found {described}, which is {listed([m.name for m in others], 4)} of "
-            f"shape {others[0].shape}"
-        )
-    for matrix in view.matrices:
+        names = listed([m.name for m in others], 4)
+        raise not_2d(f"{described}, which is {names} of shape {others[0].shape}")
+    for matrix in found:
         if not matrix.contiguous:
             raise ValueError(
                 f"FSDP1 flattened {matrix.name!r} of shape {matrix.shape} in the order of its memory, which is not "
                 "contiguous; make it contiguous before wrapping"
             )
-    return view.matrices
+    return found
 
 
-def _refuse_mixed(view: FlatView, described: str) -> None:
-    matrices = [m.name for m in view.matrices if len(m.shape) == 2]
-    others = [m.name for m in view.matrices if len(m.shape) != 2]
-    if matrices and others:
+def _others(tensors: Sequence[FlatMatrix], described: str) -> list[FlatMatrix]:
+    """Those of ``tensors`` that are no matrices. Raises ValueError if only some of them are."""
+    others = [m for m in tensors if len(m.shape) != 2]
+    if 0 < len(others) < len(tensors):
+        matrices = listed([m.name for m in tensors if len(m.shape) == 2], 4)
         raise ValueError(
-            f"{described} is a flat parameter that mixes matrices ({listed(matrices, 4)}) with others ({listed(others, 4)}). "
-            "Wrap with use_orig_params=True and give create_auto_config the model as module=, or wrap the others in "
-            "units of their own"
+            f"{described} is a flat parameter that mixes matrices ({matrices}) with others "
+            f"({listed([m.name for m in others], 4)}). Wrap with use_orig_params=True and give create_auto_config the "
+            "model as module=, or wrap the others in units of their own"
         )
+    return others
 
 
 def logical_matrices(
@@ -194,6 +184,6 @@ def logical_matrices(
         name = clean_tensor_name(name)
         inside = [(name, tuple(param.shape))]
         if param in known:
-            _refuse_mixed(known[param], f"parameter {name!r}")
+            _others(known[param].matrices, f"parameter {name!r}")
             inside = [(m.name, m.shape) for m in known[param].matrices]
         yield name, param, inside

@@ -7,6 +7,7 @@ their pieces. DTensors describe themselves. Groups can only add replicas of thei
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,46 +16,45 @@ from torch import nn, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.optim._muon_engine import process_groups
 from torch.optim._muon_engine.agreement import all_gather_uneven
 from torch.optim._muon_engine.layouts import (
+    check_cover,
+    Cut,
     dtensor,
     fsdp1,
     Key,
     Layout,
     listed,
+    matrix_shape,
     moved,
+    not_2d,
     process_rank,
-    Region,
+    Regions,
     Shards,
     whole_regions,
 )
-from torch.optim._muon_engine.layouts.divide import split
+from torch.optim._muon_engine.layouts.divide import Known, split
 from torch.optim._muon_engine.layouts.exchange import (
-    Cut,
+    completed,
+    DIGEST,
+    Groups,
+    in_words,
     KINDS,
-    layouts_of,
-    LocalMatrix,
-    _DIGEST,
-    Piece,
-)
-from torch.optim._muon_engine.process_groups import (
-    device_of_group,
-    is_dry_run,
-    spanning_group,
 )
 from torch.optim._muon_split import Split
 
 
 # How a parameter is cut, and whether dimension 0 by all others is one matrix.
 Form = tuple[Split, bool]
-# Ranks that share a matrix -> the framework's groups among them.
-Sharing = dict[tuple[int, ...], list[ProcessGroup]]
 
 
 class ParallelGroups:
     """This rank's process groups, and what the user said about them in a config's ``state``."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], takes_stacks: bool = False) -> None:
+        # Whether FSDP1 may have flattened stacks of matrices.
+        self.takes_stacks = takes_stacks
         self.of_kind: dict[str, ProcessGroup | None] = {
             kind: state.get(f"{kind}_process_group") for kind in (*KINDS, "ep")
         }
@@ -99,9 +99,8 @@ class ParallelGroups:
 
     def check_count(self, count: int) -> None:
         """Raises ValueError if the user named parameters that do not exist."""
-        given = {"expert_assignments": self.experts}
-        if "tp" in self.shared_over():
-            given["tp_dim_per_param"] = self.tp_dims or {}
+        tp_dims = self.tp_dims if "tp" in self.shared_over() else None
+        given = {"expert_assignments": self.experts, "tp_dim_per_param": tp_dims or {}}
         for name, indices in given.items():
             unknown = sorted(i for i in indices if i >= count)
             if unknown:
@@ -118,15 +117,14 @@ class Reader:
 
     Args:
         groups: without any, only DTensors are shared.
-        takes_stacks: whether FSDP1 may have flattened stacks of matrices.
     """
 
-    def __init__(self, groups: ParallelGroups, takes_stacks: bool = False) -> None:
+    def __init__(self, groups: ParallelGroups) -> None:
         self.groups = groups
-        self.takes_stacks = takes_stacks
         self.dtensors = dtensor.DTensorLayouts()
-        # None before reading succeeded.
-        self._sharing: Sharing | None = None
+        # From the parameters that were read last. If reading failed, only the ranks and groups that all
+        # ranks know without it.
+        self.sharing: dtensor.Sharing = {}
         self._forms: dict[int, Form] = {}
         # Index -> the layouts in a parameter, and a tensor with its type and local shape.
         self._known: dict[int, tuple[list[Layout], Tensor]] = {}
@@ -151,37 +149,37 @@ class Reader:
         self._forms, self.groups.entries = dict(enumerate(forms)), entries
         # Another mesh may get the address of a former one.
         self.dtensors = dtensor.DTensorLayouts()
-        is_first, self._sharing, self._known = self._sharing is None, None, {}
-        local = _LocalReader(self)
+        is_first, self._known = not self.sharing, {}
+        local = _LocalReader(self.groups, self.dtensors)
         try:
+            self.sharing = self.dtensors.sharing(params)
             if error is None:
                 if is_first:
                     self.groups.check_count(len(params))
                 for index, (param, name) in enumerate(zip(params, names, strict=True)):
-                    expert = self.groups.expert(index)
-                    key = Key(index, 0, name, expert)
+                    key = Key(index, 0, name, self.groups.expert(index))
                     local.add(key, param, self._form(index)[1])
         except Exception as problem:
             # The other ranks are on their way into the exchange, so they hear of it there.
-            error = problem
-        layouts = local.exchange(params, error)
+            error = error or problem
+        layouts = local.exchange(error)
         for layout in layouts:
             index = layout.key.index
             self._known.setdefault(index, ([], params[index]))[0].append(layout)
-        self._sharing = self._read_sharing(params, layouts, local)
-        known: dict[Any, list[Shards]] = {}
-        parts = []
-        for layout in layouts:
-            how = self._form(layout.key.index)[0]
-            parts += split(layout, how, known) if how.sizes else [layout]
+        self.sharing = self._sharing_of(params, layouts, local.groups_of)
+        known: Known = {}
+        parts = [
+            part
+            for layout in layouts
+            for part in split(layout, self._form(layout.key.index)[0], known)
+        ]
         # Ranks may list the same experts in different orders, and must share one order.
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
-    def _read_sharing(
-        self, params: Sequence[Tensor], layouts: Sequence[Layout], local: "_LocalReader"
-    ) -> Sharing:
-        of_meshes = self.dtensors.sharing(params)
-        given = local.groups_of.items()
+    def _sharing_of(
+        self, params: Sequence[Tensor], layouts: Sequence[Layout], given: Groups
+    ) -> dtensor.Sharing:
+        of_meshes = self.sharing
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
         sharing = {} if self.groups.shared_over() else dict(of_meshes)
         for ranks, mesh in dict.fromkeys(
@@ -190,21 +188,12 @@ class Reader:
         ):
             # Replicas along other groups make a mesh one part of several. A mesh of other parameters does
             # not count: not all of these ranks may be on one.
-            inside = [g for (_, of), g in given if set(of) <= set(ranks)]
+            inside = [g for (_, of), g in given.items() if set(of) <= set(ranks)]
             inside += [*sharing.get(ranks, []), *of_meshes.get(mesh, [])]
             sharing[ranks] = list(dict.fromkeys(inside))
         return sharing
 
-    def sharing(self, params: Sequence[Tensor]) -> Sharing:
-        """Sorted ranks that share one of ``params``, as last read -> the framework's groups for it.
-
-        If :meth:`read` raised, only what is known without it, which is the same on all ranks.
-        """
-        if self._sharing is None:
-            return self.dtensors.sharing(params)
-        return self._sharing
-
-    def meeting(self, params: Sequence[Tensor]) -> Sharing:
+    def meeting(self, params: Sequence[Tensor]) -> dtensor.Sharing:
         """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
         given = self.groups.shared_over().values()
         known = {tuple(sorted(_ranks(group))): [group] for group in given}
@@ -213,11 +202,11 @@ class Reader:
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
         """Where collectives take their memory."""
         device = dtensor.device_of(params)
-        for group in (g for groups in (self._sharing or {}).values() for g in groups):
+        for group in (g for groups in self.sharing.values() for g in groups):
             kinds = [torch.device(kind).type for kind in group._device_types]
             if device.type in ("cpu", "meta") and device.type not in kinds:
                 # Parameters on the CPU or on meta, in a group of accelerators only.
-                return device_of_group(group)
+                return process_groups.device_of_group(group)
         return device
 
     def describe_state(self, state: dict[str, Any]) -> None:
@@ -245,10 +234,9 @@ class Reader:
         if isinstance(like, DTensor):
             return like.shape
         rows, columns = layouts[0].shape
-        if self._form(index)[1]:
-            inner = like.shape[2:]
-            return torch.Size((rows, columns // math.prod(inner), *inner))
-        return torch.Size((*like.shape[:-2], rows, columns))
+        flatten = self._form(index)[1]
+        outer, inner = ((), like.shape[2:]) if flatten else (like.shape[:-2], ())
+        return torch.Size((*outer, rows, columns // math.prod(inner), *inner))
 
     def whole(self, tensor: Tensor, index: int) -> Tensor:
         """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
@@ -258,9 +246,9 @@ class Reader:
         if isinstance(tensor, DTensor):
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
         elif not layouts or (len(layouts) == 1 and like.shape != tensor.shape):
-            local = _LocalReader(self)
+            local = _LocalReader(self.groups, self.dtensors)
             local.add(Key(index), tensor, flatten)
-            layouts = local.exchange({index: tensor}, None)
+            layouts = local.exchange(None)
         if len(layouts) > 1 and tensor.ndim < 3:
             raise ValueError(
                 f"parameter {index} holds {len(layouts)} matrices, which gather_fn and redistribute_fn cannot hand over as "
@@ -268,15 +256,15 @@ class Reader:
             )
         self._known[index] = layouts, tensor
         piece, shape = dtensor.local_part(tensor), self.shape_of(index)
-        ranks = layouts[0].group
-        if isinstance(tensor, DTensor):
-            ranks = self.dtensors.mesh_ranks(tensor)
+        ranks = self.dtensors.mesh_ranks(tensor) or layouts[0].group
         if len(ranks) == 1:
             return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.
         given = [*self.groups.shared_over().values()]
-        known = {ranks: given, **self.sharing([tensor])}[ranks]
-        flat = all_gather_uneven(piece.reshape(-1), spanning_group(ranks, known))
+        sharing = self.sharing or self.dtensors.sharing([tensor])
+        known = sharing.get(ranks, given)
+        group = process_groups.spanning_group(ranks, known)
+        flat = all_gather_uneven(piece.reshape(-1), group)
         parts = dict(zip(ranks, flat, strict=True))
         # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
         full = piece.new_zeros(len(layouts), *layouts[0].shape)
@@ -304,33 +292,26 @@ class Reader:
 class _LocalReader:
     """Collects what this rank knows by itself about one optimizer's matrices."""
 
-    def __init__(self, reader: Reader) -> None:
-        self.reader, self.groups = reader, reader.groups
-        self.shared = self.groups.shared_over()
+    def __init__(self, given: ParallelGroups, dtensors: dtensor.DTensorLayouts) -> None:
+        self.groups, self.dtensors = given, dtensors
+        self.shared = given.shared_over()
         # Kind and ranks -> the group. A unit of FSDP1 may have other groups than those that were given.
         self.groups_of = {(kind, _ranks(g)): g for kind, g in self.shared.items()}
-        self.found: list[LocalMatrix] = []
+        self.found: list[Layout] = []
+        # Digests of the values that this rank stores of cut matrices.
+        self.values: dict[Key, int] = {}
         # Text -> the matrices that it is about.
         self.warnings: dict[str, list[str]] = {}
-        # Equal pieces become one object.
-        self._pieces: dict[Any, Piece] = {}
-        module = self.groups.module
-        self._views = {} if module is None else fsdp1.views(module)
+        # Equal shards are one object.
+        self._shards: dict[tuple, Shards] = {}
+        self._views = None if given.module is None else fsdp1.views(given.module)
 
-    def exchange(
-        self,
-        params: Mapping[int, Tensor] | Sequence[Tensor],
-        error: BaseException | None,
-    ) -> list[Layout]:
-        """The layouts of the matrices found, from the pieces that all ranks tell; and the warnings."""
-        values = [0] * len(self.found)
-        if error is None and not is_dry_run():
-            values = _digests_of(self.found, params)
+    def exchange(self, error: BaseException | None) -> list[Layout]:
+        """The whole layouts of the matrices found, from what all ranks tell. Gives the warnings."""
         ep = self.groups.of_kind["ep"]
-        ep_ranks = (process_rank(),) if ep is None else _ranks(ep)
-        layouts, equal = layouts_of(self.found, self.groups_of, ep_ranks, values, error)
-        for kind, described in equal.items():
-            self.warnings[_EQUAL_SHARDS[kind]] = described
+        ranks = (process_rank(),) if ep is None else _ranks(ep)
+        layouts, more = completed(self.found, self.groups_of, ranks, self.values, error)
+        self.warnings |= more
         # Only the first of the ranks speaks.
         if all(min(ranks) == process_rank() for _, ranks in self.groups_of):
             for text, named in self.warnings.items():
@@ -343,31 +324,25 @@ class _LocalReader:
     def add(self, key: Key, param: Tensor, flatten: bool = False) -> None:
         """Adds all matrices in ``param``."""
         self.groups.check_tp_dim(param, key.index)
+        described = key.describe(param.shape)
+        has_group = self.groups.of_kind["fsdp"] is not None
+        view = fsdp1.view_of(param, described, self._views, has_group)
         if isinstance(param, DTensor):
             self._add_dtensor(key, param, flatten)
-            return
-        view = fsdp1.view_of(param, self._views)
-        if view is None:
+        elif view is None:
             self._add_plain(key, param, flatten)
-            return
-        described = key.describe(param.shape)
-        view.check(
-            described,
-            self.groups.module is not None,
-            self.groups.of_kind["fsdp"] is not None,
-        )
-        matrices = fsdp1.matrices_only(
-            view, described, self.reader.takes_stacks, flatten
-        )
-        for sub, matrix in enumerate(matrices):
-            self._add_flat(key._replace(sub=sub), param, matrix, view)
+        else:
+            takes_stacks = self.groups.takes_stacks
+            found = fsdp1.matrices_only(view, described, takes_stacks, flatten)
+            for sub, matrix in enumerate(found):
+                self._add_flat(key._replace(sub=sub), param, matrix, view)
 
     def _add(
         self,
         key: Key,
         param: Tensor,
         shape: tuple[int, int],
-        regions: tuple[Region, ...],
+        regions: Regions,
         groups: Mapping[str, ProcessGroup],
         dims: Mapping[str, int | None],
     ) -> None:
@@ -377,35 +352,38 @@ class _LocalReader:
             if kind in groups and dist.get_world_size(groups[kind]) > 1
         )
         self.groups_of |= {(cut.kind, cut.ranks): groups[cut.kind] for cut in cuts}
-        piece = Piece(shape, ((process_rank(), regions),), cuts)
-        piece = self._pieces.setdefault(piece, piece)
-        self.found.append(LocalMatrix(key, param.dtype, piece))
+        shards = Shards((process_rank(),), (regions,))
+        shards = self._shards.setdefault((shape, regions), shards)
+        where = in_words(cuts)
+        self.found.append(Layout(key, shape, param.dtype, shards, where, cuts=cuts))
+        if not cuts:
+            check_cover(self.found[-1])
+        has_values = not param.is_meta and not process_groups.is_dry_run()
+        if has_values and any(cut.cuts for cut in cuts):
+            local = dtensor.local_part(param)
+            sums = (r.of_local(local).abs().sum(dtype=torch.float64) for r in regions)
+            self.values[key] = hash(sum(part.item() for part in sums)) & DIGEST
 
     def _add_dtensor(self, key: Key, tensor: DTensor, flatten: bool) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
-        mesh_ranks = self.reader.dtensors.ranks_of(tensor.device_mesh)
+        mesh_ranks = self.dtensors.ranks_of(tensor.device_mesh)
         cuts = tuple(
             Cut(kind, _ranks(self.shared[kind]))
             for kind in ("ddp", "cp")
             if kind in self.shared and _only_me(self.shared[kind], mesh_ranks)
         )
-        layouts = self.reader.dtensors.of(key, tensor, flatten)
-        for layout in layouts:
-            shards, of_sum = layout.shards, layout.shards.contributions
-            if id(shards) not in self._pieces:
-                holders = tuple(zip(shards.ranks, shards.regions, strict=True))
-                piece = Piece(layout.shape, holders, () if of_sum else cuts)
-                self._pieces[id(shards)] = piece
-            piece = self._pieces[id(shards)]
-            self.found.append(
-                LocalMatrix(layout.key, layout.dtype, piece, layout.source, of_sum)
-            )
+        if any(placement.is_partial() for placement in tensor.placements):
+            # The contributions to a sum are no replicas.
+            cuts = ()
+        layouts = self.dtensors.of(key, tensor, flatten)
+        self.found += [replace(layout, cuts=cuts) for layout in layouts]
         for layout in layouts[:1]:
             self._compare_with_groups(layout, tensor)
 
     def _compare_with_groups(self, layout: Layout, tensor: DTensor) -> None:
         """Warns if a group or dimension contradicts the placements."""
         mesh, said = tensor.device_mesh, self.groups.tp_dim(layout.key.index)
+        which = f"The DTensor's placements count: {layout.source}"
         placed = {
             _ranks(mesh.get_group(dim)): placement
             for dim, placement in enumerate(tensor.placements)
@@ -418,25 +396,20 @@ class _LocalReader:
             if ranks not in placed or not agrees:
                 along = f" along dimension {said}" if kind == "tp" else ""
                 found = f"is {placed[ranks]}" if ranks in placed else f"is on {mesh}"
-                self._warn(
-                    layout.describe(),
-                    f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement {found}. The "
-                    f"DTensor's placements count: {layout.source}",
-                )
+                text = f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement {found}"
+                self._warn(layout.describe(), f"{text}. {which}")
         replicas = _ranks(self.shared["ddp"]) if "ddp" in self.shared else ()
         inside = sorted({*replicas} & {*layout.group})
         if len({layout.shards.of(rank) for rank in inside}) > 1:
-            self._warn(
-                layout.describe(),
+            text = (
                 f"ddp_process_group says that ranks {list(replicas)} hold replicas, but by its placements ranks {inside} "
-                f"hold different shards. The DTensor's placements count: {layout.source}",
+                f"hold different shards. {which}"
             )
+            self._warn(layout.describe(), text)
 
     def _add_plain(self, key: Key, param: Tensor, flatten: bool) -> None:
         if param.ndim < 2:
-            raise ValueError(
-                f"Muon only supports 2D parameters whereas we found {key.describe(param.shape)}"
-            )
+            raise not_2d(key.describe(param.shape))
         groups = dict(self.shared)
         if self._views:
             # FSDP1 did not flatten it, so each rank has it whole. TP may have cut it nevertheless.
@@ -455,14 +428,12 @@ class _LocalReader:
             # its group is no replica, whichever other group the rank is in.
             cutting = _ranks(groups["fsdp"]) if "fsdp" in groups else ()
             groups = {k: g for k, g in groups.items() if _only_me(g, cutting)}
-            if tp_dim is not None:
-                tp_dim -= stacked
-                if tp_dim < 0:
-                    groups.pop("tp", None)
-        rows, columns = dtensor.matrix_shape(param.shape, flatten)
+            if tp_dim is not None and tp_dim < stacked:
+                groups.pop("tp", None)
+        dims = {"fsdp": 0, "tp": None if tp_dim is None else tp_dim - stacked}
+        rows, columns = matrix_shape(param.shape, flatten)
         for sub in range(math.prod(param.shape[:stacked])):
             regions = moved(whole_regions(rows, columns), sub * rows * columns)
-            dims = {"fsdp": 0, "tp": tp_dim}
             key = key._replace(sub=sub)
             self._add(key, param, (rows, columns), regions, groups, dims)
 
@@ -493,18 +464,18 @@ class _LocalReader:
             found["tp"], tp_dim = self._tp_of_spec(key, described, matrix.tp)
         elif "tp" in self.shared:
             tp_dim = self._tp_dim(key, param)
-        own = {kind: group for kind, group in found.items() if group is not None}
-        for kind in own.keys() & self.shared.keys():
-            given, ranks = _ranks(self.shared[kind]), _ranks(own[kind])
+        groups = dict(self.shared)
+        for kind, group in found.items():
+            if group is None:
+                continue
+            given, ranks = _ranks(groups.get(kind, group)), _ranks(group)
+            groups[kind] = group
             if given != ranks:
-                self._warn(
-                    described,
-                    f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count",
-                )
+                text = f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count"
+                self._warn(described, text)
         # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
-        groups, dims = {**self.shared, **own}, {"tp": tp_dim}
-        rows, columns = matrix.shape
-        self._add(key, param, (rows, columns), matrix.regions, groups, dims)
+        shape = matrix_shape(matrix.shape, False)
+        self._add(key, param, shape, matrix.regions, groups, {"tp": tp_dim})
 
     def _tp_of_spec(
         self, key: Key, described: str, spec: DTensorSpec
@@ -518,44 +489,9 @@ class _LocalReader:
         (placement,), said = spec.placements, self.groups.tp_dim(key.index)
         dim = getattr(placement, "dim", None)
         if said is not None and said % 2 != dim:
-            self._warn(
-                described,
-                f"tp_dim_per_param says dimension {said}, but its placement is {placement}, which counts",
-            )
+            text = f"tp_dim_per_param says dimension {said}, but its placement is {placement}, which counts"
+            self._warn(described, text)
         return spec.mesh.get_group(), dim
-
-
-_EQUAL_SHARDS = dict.fromkeys(
-    KINDS,
-    "all ranks hold the same values, but the process groups say that each rank holds a different shard. Replicas, as "
-    "DistributedDataParallel makes them, belong to ddp_process_group",
-)
-_EQUAL_SHARDS["tp"] = (
-    "all ranks of tp_process_group hold the same values, but the config says that tensor parallelism cuts it. If it does "
-    "not, pass a dict tp_dim_per_param that lacks it: {} if the model's placements say which matrices are cut"
-)
-
-
-def _digests_of(
-    matrices: Sequence[LocalMatrix], params: Mapping[int, Tensor] | Sequence[Tensor]
-) -> list[int]:
-    """Digests of the values that this rank stores of cut matrices; 0 for zeros, and for all others."""
-    sums = []
-    for matrix in matrices:
-        local = dtensor.local_part(params[matrix.key.index])
-        total = torch.zeros((), dtype=torch.float64, device=local.device)
-        for region in matrix.piece.holders[0][1] if matrix.is_cut else ():
-            total += region.of_local(local).abs().sum(dtype=torch.float64)
-        sums.append(
-            total if local.device.type != "meta" else torch.zeros((), device="cpu")
-        )
-    # One copy to the host for each device.
-    kinds = {total.device for total in sums}
-    read = {
-        kind: iter(torch.stack([t for t in sums if t.device == kind]).tolist())
-        for kind in kinds
-    }
-    return [hash(next(read[total.device])) & _DIGEST for total in sums]
 
 
 def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:
@@ -573,13 +509,8 @@ def tp_dim_of(param: Tensor) -> int | None:
     -1 if TP does not cut it, as Megatron marks it; None if nothing says how.
     """
     marked = dtensor.tp_mark_of(param)
-    if marked is not None:
+    if marked is not None or not isinstance(param, DTensor):
         return marked
-    if isinstance(param, DTensor):
-        # TP is the innermost mesh dimension, because fully_shard puts its own before it.
-        for placement in reversed(param.placements):
-            dim = getattr(placement, "dim", None)
-            if dim is not None:
-                return dim % param.ndim
-        return -1
-    return None
+    # TP is the innermost mesh dimension, because fully_shard puts its own before it.
+    dims = [p.dim for p in reversed(param.placements) if hasattr(p, "dim")]
+    return dims[0] % param.ndim if dims else -1
