@@ -474,6 +474,16 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             r"ZeroRedundancyOptimizer.*: parameter 1 of shape \(5, 3\)$",
         )
 
+    def test_replicas_with_other_values_after_another_error(self):
+        """The step that raised had moved nothing, and the next one no longer compared the values."""
+        muon = self.replicas()
+        group = muon.param_groups[0]
+        lr, group["lr"] = group["lr"], 0.1 + self.rank
+        self.assertRaisesEverywhere(muon.step, RuntimeError, "hyperparameters")
+        group["lr"] = lr
+        for _ in range(2):
+            self.assertRaisesEverywhere(muon.step, RuntimeError, "different values")
+
     def test_zero_redundancy_optimizer(self):
         params = self.whole(*[(6, 6)] * 8)
         config = create_auto_config(ddp_process_group=dist.group.WORLD)
