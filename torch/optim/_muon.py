@@ -868,6 +868,12 @@ def _distributed_muon(
     from torch.optim._muon_engine.engine import Engine
     from torch.optim._muon_engine.runtime import Param
 
+    from torch.optim._muon_engine.layouts.dtensor import placed_like
+
+    if not all(map(placed_like, params, muon_momentum_bufs)):
+        raise ValueError(
+            "muon_momentum_bufs must have the types and placements of params"
+        )
     bufs = [{"momentum_buffer": buf} for buf in muon_momentum_bufs]
     states: dict[Tensor, Any] = dict(zip(params, bufs, strict=True))
     given = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]

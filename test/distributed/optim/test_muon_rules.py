@@ -41,6 +41,11 @@ GROUPS = (
     Held(FIVE, shape=(4, 4)),
     Held((1, 2, 4), shape=(4, 4), count=6),
 )
+MIXED = tuple(
+    Held(tuple(range(6)), placements, (80 - 8 * k, 20), 6, (2, 3))
+    for k in range(8)
+    for placements in (("R", "R"), (0, "R"))
+)
 PROGRAMS = {
     "sharded": Program(4, (Held(FOUR, (0,)), Held(FOUR, (1,)))),
     "a sum": Program(4, (Held(FOUR, ("P", 0), sizes=(2, 2)),)),
@@ -51,6 +56,8 @@ PROGRAMS = {
     "groups, divided": Program(5, GROUPS, owners=3, limits=DIVIDED),
     "divided": Program(4, (Held(FOUR, (0,), (24, 20), 3),), owners=2, limits=DIVIDED),
     "relayed": Program(5, (Held(FIVE, count=8),), limits=RELAYED),
+    # Ranks have other relays of a bucket, and so one relay at different places. Some are among all ranks.
+    "relays of two kinds": Program(6, MIXED),
     "levels": Program(4, (Held(FOUR, (0,), (12, 8), 8),), node=2, limits=IN_LEVELS),
     "levels, relayed": Program(
         8,

@@ -277,7 +277,7 @@ class FunctionStep:
         for layout in self.layouts[index]:
             for region in layout.shards.of(self.rank):
                 local, part = region.of_local(param.local), region.of_local(update)
-                formulas.apply([local], [part], layout.shape)
+                formulas.apply([local], [part], layout.whole)
         if not self.layouts[index]:
             split, flatten = param.form
             shape = matrix_shape(self._global_shape(index, whole), flatten)

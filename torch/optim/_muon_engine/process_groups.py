@@ -57,7 +57,7 @@ def spanning_group(
     key = ranks, backend, tuple(sorted(group.group_name for group in known))
     if key not in made or made[key] not in distributed_c10d._world.pg_map:
         # Only the members meet, because other pipeline stages may be elsewhere in their program.
-        with _without_split():
+        with _by_members_alone(ranks):
             made[key] = dist.new_group(
                 list(ranks),
                 timeout=group_timeout(known),
@@ -69,18 +69,29 @@ def spanning_group(
 
 
 @contextmanager
-def _without_split() -> Iterator[None]:
+def _by_members_alone(ranks: tuple[int, ...]) -> Iterator[None]:
     """Lets the members of a group make it without the other ranks.
 
     While the default group is bound to a device, c10d makes groups by ``ncclCommSplit`` of the world. All
     ranks of the world must join that call, so the members alone would wait for ever.
+
+    A c10d without ``_local_sync_group_name`` names the group after the number of groups or calls in this
+    process, in which members may differ. They would wait under different names.
     """
     world: Any = dist.group.WORLD
-    device, world.bound_device_id = world.bound_device_id, None
+    c10d: Any = distributed_c10d
+    device, name_of = world.bound_device_id, c10d._process_group_name
+    world.bound_device_id = None
+    if not hasattr(c10d, "_local_sync_group_name"):
+        # It only grows: the store keeps what the members of a destroyed group wrote.
+        made = _of_world("names")
+        made[ranks] = made.get(ranks, 0) + 1
+        name = f"muon_{_short(ranks)}_{made[ranks]}"
+        c10d._process_group_name = lambda *args, **kwargs: name
     try:
         yield
     finally:
-        world.bound_device_id = device
+        world.bound_device_id, c10d._process_group_name = device, name_of
 
 
 @dataclass

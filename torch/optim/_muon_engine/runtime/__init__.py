@@ -90,7 +90,7 @@ class Param:
 
     @property
     def lookahead(self) -> Tensor:
-        """Second operand of the Nesterov lerp; without a gradient the momentum, which makes it a no-op."""
+        """First operand of the Nesterov lerp; without a gradient the momentum, which makes it a no-op."""
         return self.momentum if self.grad is None else self.grad
 
     def place_gradient(self) -> None:

@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from itertools import islice
 from typing import Any
 
 import torch
@@ -161,7 +160,7 @@ class Pipeline:
                 flight.wait()
 
     def _run(self) -> None:
-        # A collective of DTensor's may move a gradient. None of the engine's may be in flight then.
+        # A collective of DTensor's may move a gradient. It precedes all gathers.
         for param in self.params:
             param.place_gradient()
         tasks: dict[Hashable, list[Iterator[None]]] = {}
@@ -179,31 +178,32 @@ class Pipeline:
     def _process(self, bucket: LocalBucket, relaying: Iterator[None]) -> Iterator[None]:
         """Brings one bucket from gradients to parameters. Other buckets go on where it pauses.
 
-        ``relaying`` is the bucket before the last one, which waits for one relay at each pause.
+        ``relaying`` is bucket k-2 of the group, whose task awaits one relay each time it goes on.
         """
         self.gather(bucket)
         yield
         self.wait(bucket, "gather")
         for batch in self.batches(bucket):
-            self.orthogonalize(bucket, batch)
-            # The owners of a divided matrix wait for each other, so they await no relay in between.
+            # The owners of divided matrices have collectives of their own first, and no relay in between.
             if batch[0].products is None:
                 next(relaying, None)
+            self.orthogonalize(bucket, batch)
         _exhaust(relaying)
         self.scatter(bucket)
         yield
         self.wait(bucket, "scatter")
         self.apply_results(bucket)
-        for at in range(len(bucket.relays) + 1):
-            # Some are in flight during the next bucket's Newton-Schulz.
-            for relay in islice(bucket.relays, at, at + RELAYS_IN_FLIGHT):
-                relay.start()
+        # Relays start at the place of bucket k+2. Ranks have other relays, so if the first ones started
+        # earlier, ranks would launch one relay at different places.
+        yield
+        for at, relay in enumerate(bucket.relays):
+            for following in bucket.relays[at : at + RELAYS_IN_FLIGHT]:
+                following.start()
             yield
-            for relay in bucket.relays[at : at + 1]:
-                self.wait(relay, "relay")
-                if not relay.is_source:
-                    with self._phase("apply", relay):
-                        self.apply_received(relay, relay.packed)
+            self.wait(relay, "relay")
+            if not relay.is_source:
+                with self._phase("apply", relay):
+                    self.apply_received(relay, relay.packed)
 
     def _phase(
         self, phase: str, of: LocalBucket | LocalRelay

@@ -79,6 +79,7 @@ class Statuses(InFlight):
         self._identity = zlib.crc32(repr((number, names)).encode())
         # Whole on every rank: the first step that moves them compares their values.
         self._replicated = [m for m in matrices if _is_replicated(m)]
+        self._compared: Sequence[Matrix] = ()
         # This rank's rows, what the group makes of them, and the result on the host. Only copies between
         # a device and pinned memory do not wait.
         shape = max(_ROWS, 1 + len(matrices)), 7
@@ -133,11 +134,13 @@ class Statuses(InFlight):
             values = torch.stack([_digest_of(m).to(self._device) for m in now])
             rows = [place[id(m)] for m in now]
             self._table[rows, 5], self._table[rows, 6] = values, -values
-            self._replicated = [m for m in self._replicated if m not in now]
+        self._compared = now
 
     def finish(self) -> None:
         """On accelerators: copies the result to the host without waiting for the device."""
         self.wait()
+        # A step that raised has moved nothing, and the next one compares the values again.
+        self._replicated = [m for m in self._replicated if m not in self._compared]
         if self._host is not self._table and not is_dry_run():
             self._host.copy_(self._table, non_blocking=True)
             self._copied = self._copied or torch.Event(self._device)
