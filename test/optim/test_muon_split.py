@@ -151,6 +151,12 @@ class TestMuonSplit(TestCase):
             (conv, {}, "flatten=True"),
             (qkv[0], {"split": (16,)}, "2D"),
             (qkv, {"split": 4}, r"split \(4,\) adds up to 4"),
+            (
+                qkv,
+                {"split": {"sizes": (4, 2), "repeats": 3}},
+                r"split \(4, 2\) x 3 adds up to 18, but dimension 0 has 48",
+            ),
+            (qkv, {"split": {"sizes": (16,), "dim": 2}}, "positive ints.*dimension 2"),
         ):
             group = {"params": [("w", nn.Parameter(tensor))], **form}
             options = {"allow_batched_matrices": tensor.ndim == 3}
@@ -158,6 +164,12 @@ class TestMuonSplit(TestCase):
                 with self.assertRaisesRegex(ValueError, expected) as found:
                     Muon([group], distributed_config=config, **options)
                 self.assertIn("'w'", str(found.exception))
+
+    def test_unknown_keys_of_a_split(self):
+        param = nn.Parameter(randn(0, 4, 4))
+        for split in ({"size": (4,)}, {"sizes": (4,), "repeat": 1}):
+            with self.assertRaisesRegex(ValueError, "'sizes', 'repeats' and 'dim'"):
+                Muon([{"params": [param], "split": split}])
 
     def test_options_that_change(self):
         qkv = nn.Parameter(randn(0, 48, 16))

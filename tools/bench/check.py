@@ -67,7 +67,7 @@ def work(rank: int, world: int, reps: int) -> list[tuple[list[float], float]]:
         simulated = simulate(plan, hardware, prefetch).seconds
         times = []
         with (
-            mock.patch.object(_muon, "orthogonalize", _sleep),
+            mock.patch.object(_muon, "newton_schulz", _sleep),
             mock.patch.object(dist, "all_to_all_single", SlowWire(latency)),
         ):
             for _ in range(reps + 1):

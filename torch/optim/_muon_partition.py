@@ -12,7 +12,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.optim._muon_engine.layouts import fsdp1, process_rank
 
 
-# What torch.compile and PEFT put between a model and its layers, and weight_norm before a parameter.
+# Names that torch.compile and PEFT put between a model and its layers, and weight_norm before a parameter.
 _WRAPPERS = r"\b(_orig_mod|base_layer|original_module|modules_to_save\.\w+)\."
 _PARAMETRIZED = r"\bparametrizations\.\w+\.(?=original)"
 # Layers of a block differ in their numbers only.

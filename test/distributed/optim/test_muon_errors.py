@@ -758,6 +758,17 @@ class TestMuonUnreadErrors(GlooOnCPU, ParityAssertions, MultiProcContinuousTest)
         with self.everywhere():
             self.assertIsNone(gradient())
 
+    def test_functional_form_with_momentum_of_another_placement(self):
+        """Its momentum restarted in every call."""
+        param = parameter(Spec((8, 8), mesh_of(4), (S0,))).detach()
+        buffer = place(torch.zeros(8, 8), Spec((8, 8), mesh_of(4), (R,)))
+        options = {**FUNCTIONAL, "distributed_config": create_dtensor_config()}
+        self.assertRaisesEverywhere(
+            lambda: functional_muon([param], [param], [buffer], **options),
+            ValueError,
+            "placements of params",
+        )
+
     def test_functional_form_leaves_the_next_optimizers_owners(self):
         owners = []
         for calls in (0, 3):

@@ -1,8 +1,8 @@
 """The three functions of a factory's config, and a step through functions that the user replaced.
 
 A user may replace or wrap ``gather_fn`` or ``redistribute_fn``, or write a config from scratch. Each
-parameter is then a bucket of its own, whose exchange calls these functions. A factory's function among
-them is the reader's round trip.
+parameter is then a bucket of its own, whose exchange calls these functions. A factory's own function does
+the reader's round trip.
 """
 
 import warnings
@@ -196,7 +196,7 @@ class FunctionStep:
         return getattr(self.config, function)(tensor, owner, state)
 
     def gather(self, index: int) -> Tensor | None:
-        """What ``gather_fn`` returns for this rank's piece: zeros without a gradient."""
+        """Calls ``gather_fn`` with this rank's piece: zeros without a gradient."""
         param = self.params[index]
         # A copy, so that a function that writes to its piece does not change the momentum.
         if param.grad is None:

@@ -288,7 +288,7 @@ class Engine:
                 f"together. Rebuild it, and load a checkpoint from before that step. What happened: {self.failure}"
             )
         self.raise_new_failure()
-        # After that, ranks may have different parts of the step.
+        # Whether ranks may have different parts of the step.
         is_fatal = False
         try:
             runner = self._begin(formulas, grads, states)

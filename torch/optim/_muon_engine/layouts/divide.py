@@ -95,7 +95,7 @@ def _parts(regions: Regions, how: Split) -> list[Regions]:
 
 
 def _lines(region: Region, dim: int, first: int, last: int) -> Iterator[Region]:
-    """The rows or columns ``first`` to ``last`` of a region: at most a part of a block, blocks, a part."""
+    """The rows or columns ``first`` to ``last`` of a region: at most a tail, whole blocks and a head."""
     along, count, apart = region.repeat
     _, extent = region.span(dim)
     size = extent // (count if along == dim else 1)

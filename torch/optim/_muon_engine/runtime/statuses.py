@@ -25,8 +25,8 @@ from torch.optim._muon_engine.runtime.transport import InFlight
 
 # Some present, some absent, some unusable: the first columns of each matrix's row.
 _SOME = Status.PRESENT, Status.ABSENT, Status.UNUSABLE
-# Rows of the first all-reduce. Optimizers of different sizes have the same when ranks confuse them, and
-# few optimizers need a second one.
+# Rows of the first all-reduce: equal for optimizers of all sizes, so that ranks which confuse them get an
+# error instead of another size. Few optimizers need a second one.
 _ROWS = 256
 
 _OTHER_STEP = (

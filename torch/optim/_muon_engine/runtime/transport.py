@@ -144,10 +144,10 @@ class InFlight:
 
 
 class LocalBucket(InFlight):
-    """A bucket on this rank: four packs bound to a slot, and the collective in flight.
+    """A bucket on this rank: its packs bound to a slot, and the collective in flight.
 
     A slot has two parts. The packs that a gather sends and that the scatter later receives share
-    ``outer``. The packs of the owner share ``inner`` if both have the same regions.
+    ``outer``. Those of the owner are in ``inner``, in the same place if they have the same regions.
 
     Args:
         group: the process group; None for a single rank.
@@ -255,8 +255,8 @@ def two_level_all_to_all(
     node, rail, passed, stream = levels
     width, nodes = len(passed), len(passed[0])
     if stream is not None:
-        # The second level runs while the compute stream goes on. The allocator must know both users of
-        # the memory, which an error may free before it was waited for.
+        # The second level runs while the compute stream goes on. An error may free the memory early, so
+        # the allocator must know both streams.
         stream.wait_stream(torch.accelerator.current_stream(recv.device))
         recv.record_stream(stream)
         send.record_stream(stream)
