@@ -85,6 +85,8 @@ TRACED = {
     "test_muon_fsdp1",
     "test_muon_functions",
     "test_muon_groups",
+    "test_muon_imports",
+    "test_muon_partition",
     "test_muon_process_groups",
     "test_muon_relays",
     "test_muon_replaced",

@@ -2,10 +2,13 @@
 """The imports within torch/optim/_muon_engine, read from the source: they go one way, types included."""
 
 import ast
+import importlib.util
 from graphlib import TopologicalSorter
 from pathlib import Path
+from unittest import mock
 
 import torch.optim
+from torch.optim import _muon
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -57,6 +60,14 @@ def imports_of(tree):
 
 
 class TestMuonImports(TestCase):
+    def test_torch_that_was_installed_again_under_the_patch(self):
+        """Its Muon knows no config, and said so with a bare TypeError."""
+        spec = importlib.util.find_spec("torch.optim.muon")
+        module = importlib.util.module_from_spec(spec)
+        with mock.patch.object(_muon, "Muon", object):
+            with self.assertRaisesRegex(ImportError, "apply it again"):
+                spec.loader.exec_module(module)
+
     def test_imports_go_one_way(self):
         known, graph = modules(), {}
         del known[ENGINE]

@@ -730,6 +730,17 @@ class TestMuonUnreadErrors(GlooOnCPU, ParityAssertions, MultiProcContinuousTest)
                 for param in twins.params:
                     self.assertTrue(local(param).isfinite().all())
 
+    def test_gradient_that_this_rank_cannot_use(self):
+        """A rank that raised alone, before it took part, would leave the others waiting."""
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 3), foreach=False)
+        twins.step()
+        as_on_an_accelerator(twins.optimizer)
+        twins.set_gradients()
+        if self.rank == 1:
+            twins.params[0]._grad = torch.ones(8, 8).to_sparse()
+        step = twins.optimizer.step
+        self.assertRaisesEverywhere(step, RuntimeError, "parameter 0.*sparse", [1])
+
     def test_partial_gradient_on_some_ranks_only(self):
         """DTensor's collective for the gradient waited for the rank without one."""
         spec = Spec((8, 8), mesh_of(4), (R,))

@@ -65,12 +65,12 @@ class Region(NamedTuple):
         if matrix.shape != (self.height, self.width):
             rows = slice(self.row, self.row + self.height)
             matrix = matrix[rows, self.column : self.column + self.width]
-        return self.in_blocks(matrix)
+        return matrix if self.repeat[1] == 1 else self.in_blocks(matrix)
 
     def of_local(self, local: Tensor) -> Tensor:
         """The view, of shape (height, width), of the local tensor that holds this rectangle."""
         dim, count, apart = self.repeat
-        if local.shape == (self.height, self.width) and count == 1:
+        if count == 1 and local.shape == (self.height, self.width):
             return local
         if local.ndim > 2 and local.numel():
             at, offset = divmod(self.offset, local[0].numel())

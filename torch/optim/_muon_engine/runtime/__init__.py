@@ -110,7 +110,7 @@ class Param:
 
     def _take_local(self, grad: Tensor) -> None:
         grad = dtensor.local_gradient(self.tensor, grad)
-        self.grad = grad.contiguous() if self.form[1] else grad
+        self.grad = grad.contiguous() if self.formulas.flatten else grad
 
 
 class Matrix:
