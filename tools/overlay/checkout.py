@@ -155,7 +155,7 @@ class Checkout(Target):
         }
 
     def _at_head(self, plan: CheckoutPlan, *, with_overlay: bool) -> files.Texts:
-        """What a commit on the branch would change."""
+        """The changes that a commit on the branch would make."""
         head = self.tree.texts("HEAD", list(plan.now))
         want = self._bare(plan, head)
         if with_overlay:
@@ -284,7 +284,7 @@ class Checkout(Target):
 
 
 def _hunks(before: bytes, after: bytes) -> list[Hunk]:
-    """What leads from one text to the other, without context."""
+    """The edits that lead from one text to the other, without context."""
     found: list[Hunk] = []
     kind = b""
     for line in git.difference({"x": before}, {"x": after}, "--text", "-U0").splitlines(keepends=True):  # fmt: skip

@@ -14,7 +14,7 @@ from . import files
 from .errors import WorkFailed, WrongTarget
 
 
-# What the user's shell or a hook may tell git: who commits, and how to reach a server.
+# Variables of the user's shell that git may see: who commits, and how to reach a server.
 # Everything else would redirect a command, or change what it reads or writes.
 _THEIRS = re.compile(
     r"(?!GIT_)|GIT_(AUTHOR|COMMITTER|SSH|SSL|HTTP|ASKPASS|EXEC_PATH|TEST|ALLOW_PROTOCOL"

@@ -19,7 +19,7 @@ from .errors import Refused, WorkFailed, WrongTarget
 # after the step. Its parents are the overlay that is applied then, the index and HEAD
 # before the step, and, if the step commits, HEAD after it.
 LAID, NEXT = "refs/worktree/muon/laid", "refs/worktree/muon/next"
-# What `pull` took, from which the next one begins.
+# The files that `pull` took, from which the next one begins.
 PULLED = "refs/worktree/muon/pulled"
 # The overlay adds the first two and replaces the last one.
 ADDED = ("torch/optim/_newton_schulz.py", "torch/optim/muon.py")

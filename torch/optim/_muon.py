@@ -490,7 +490,7 @@ class Muon(Optimizer):
         https://arxiv.org/abs/2505.16932
     """
 
-    # What a copy or an old pickle begins with.
+    # Attributes of a copy or an old pickle.
     _distributed_config: DistributedConfig | None = None
     _engine: Engine | None = None
     _needs_config = False

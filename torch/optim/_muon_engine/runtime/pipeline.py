@@ -178,7 +178,7 @@ class Pipeline:
     def _process(self, bucket: LocalBucket, relaying: Iterator[None]) -> Iterator[None]:
         """Brings one bucket from gradients to parameters. Other buckets go on where it pauses.
 
-        ``relaying`` is bucket k-2 of the group, whose task awaits one relay each time it goes on.
+        ``relaying`` is the task of the group's bucket k-2. It awaits one relay each time it goes on.
         """
         self.gather(bucket)
         yield
