@@ -59,6 +59,19 @@ class TestReplaced(MuonTestCase):
                 ),
             )
 
+    def test_moved_to_another_group(self):
+        """The order of all parameters stays the same, but one of them gets other options."""
+
+        def move(optimizer, params):
+            added = nn.Parameter(matrix(9, 3, 7))
+            optimizer.add_param_group({"params": [("added", added)], "lr": 0.5})
+            first, second = optimizer.param_groups
+            for key in ("params", "param_names"):
+                second[key].insert(0, first[key].pop())
+
+        for factory in FACTORIES:
+            self.train(factory, move)
+
     def test_replaced_before_a_group_is_added(self):
         named = [(f"w{i}", nn.Parameter(matrix(i, 6, 4))) for i in range(2)]
         ours = Muon(named, distributed_config=create_dtensor_config())

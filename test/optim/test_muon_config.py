@@ -8,7 +8,7 @@ import pickle
 from unittest import mock
 
 import torch
-from torch.optim import _muon, Muon
+from torch.optim import _muon, _muon_formulas, Muon
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -197,7 +197,9 @@ class TestDistributedConfig(MuonTestCase):
         options = {"distributed_config": "auto", "foreach": foreach}
         optimizer = Muon(make_params(*shapes), **options)
         with mock.patch.object(
-            _muon, "newton_schulz", side_effect=_muon.newton_schulz
+            _muon_formulas,
+            "newton_schulz",
+            side_effect=_muon_formulas.newton_schulz,
         ) as seen:
             optimizer.step()
         found = [tuple(call.args[0].shape) for call in seen.call_args_list]

@@ -155,8 +155,8 @@ class TestUserFunctions(MuonTestCase):
             model = nn.Linear(3, 2, bias=False)
             model.weight.grad = torch.ones(2, 3)
             before = model.weight.detach().clone()
-            optimizer = Muon(model.named_parameters(), distributed_config=config)
             config.gather_fn, config.redistribute_fn = gather, redistribute
+            optimizer = Muon(model.named_parameters(), distributed_config=config)
             with self.assertRaisesRegex(RuntimeError, words) as seen:
                 optimizer.step()
             self.assertIn("parameter 0 'weight'", str(seen.exception))
@@ -166,25 +166,34 @@ class TestUserFunctions(MuonTestCase):
 
     def test_state_after_a_step(self):
         config = local_config(state={"mine": 1})
+        working, fails = config.redistribute_fn, False
+
+        def redistribute(full, rank, state):
+            if fails:
+                raise KeyboardInterrupt
+            return working(full, rank, state)
+
+        config.redistribute_fn = redistribute
         optimizer = Muon(make_params((2, 2), (3, 3)), distributed_config=config)
-        working = config.redistribute_fn
-
-        def fail(full, rank, state):
-            raise KeyboardInterrupt
-
         # The engine restores a value that the user had set, after an error too.
         for given in ({"mine": 1}, {"mine": 1, "current_param_idx": 7}):
             config.state.update(given)
             optimizer.step()
             self.assertEqual(config.state, given)
-            config.redistribute_fn = fail
+            fails = True
             with self.assertRaises(KeyboardInterrupt):
                 optimizer.step()
             self.assertEqual(config.state, given)
-            config.redistribute_fn = working
+            fails = False
         before = optimizer.param_groups[0]["params"][0].detach().clone()
         optimizer.step()
         self.assertNotEqual(optimizer.param_groups[0]["params"][0], before)
+        # The functions are read when Muon is built.
+        config.redistribute_fn = working
+        with self.assertRaisesRegex(
+            ValueError, "redistribute_fn of the config changed"
+        ):
+            optimizer.step()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import _muon, Muon
+from torch.optim import _muon_formulas, Muon
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
 
 from .layouts import lay
@@ -67,7 +67,7 @@ def work(rank: int, world: int, reps: int) -> list[tuple[list[float], float]]:
         simulated = simulate(plan, hardware, prefetch).seconds
         times = []
         with (
-            mock.patch.object(_muon, "newton_schulz", _sleep),
+            mock.patch.object(_muon_formulas, "newton_schulz", _sleep),
             mock.patch.object(dist, "all_to_all_single", SlowWire(latency)),
         ):
             for _ in range(reps + 1):

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from torch.optim import _muon, _newton_schulz as ns, Muon
+from torch.optim import _muon_formulas, _newton_schulz as ns, Muon
 from torch.optim._muon_engine import describe
 from torch.optim._muon_engine.layouts import Region
 from torch.optim._muon_engine.schedule.packs import Schedule
@@ -42,7 +42,7 @@ def is_source(optimizer: Muon, index: int) -> bool:
 def batch_size(shape: tuple[int, int]) -> int:
     """How many matrices of ``shape`` a step orthogonalizes together on an accelerator."""
     nbytes = math.prod(shape) * ns.NS_DTYPE.itemsize
-    return max(1, _muon._BATCH_BYTES // nbytes)
+    return max(1, _muon_formulas._BATCH_BYTES // nbytes)
 
 
 def least_bytes(optimizer: Muon) -> int:

@@ -1,30 +1,19 @@
 # mypy: allow-untyped-defs
 # mypy: disable-error-code=arg-type
-r"""Implementation of the Muon optimizer: hyperparameters, state, step and checkpoints.
-
-The phases of a step are methods of :class:`MuonFormulas`. A single process runs them in order. With a
-``distributed_config``, the engine in ``torch.optim._muon_engine`` runs the same phases between its
-collectives.
-"""
+r"""Implementation of the Muon optimizer: hyperparameters, state, step and checkpoints."""
 
 from __future__ import annotations
 
 import logging
-import math
-import warnings
-import zlib
-from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple, TYPE_CHECKING
+from typing import Any, Literal, TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from . import optimizer as _optimizer_module
-from ._muon_split import Split
+from . import _muon_checks as checks, optimizer as _optimizer_module
+from ._muon_formulas import _adjust_lr, MuonFormulas  # noqa: F401
 from ._newton_schulz import (
     _zeropower_via_newtonschulz,  # noqa: F401
-    as_tuples,
-    check_newton_schulz,
     check_ns_algorithm,
     Coefficients,
     DEFAULT_A,
@@ -32,18 +21,16 @@ from ._newton_schulz import (
     DEFAULT_C,
     DEFAULT_NS_STEPS,
     EPS,
-    newton_schulz,
     NS_DTYPE,
 )
 from .optimizer import _disable_dynamo_if_unsupported, _to_scalar, Optimizer, ParamsT
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping, Sequence
+    from collections.abc import MutableMapping, Sequence
 
     from torch.optim._muon_engine.config import DistributedConfig
     from torch.optim._muon_engine.engine import Engine
-    from torch.optim._muon_engine.runtime import Param
 
 
 __all__ = ["Muon", "muon"]
@@ -52,10 +39,6 @@ log = logging.getLogger("torch.optim.muon")
 
 # Keller Jordan's Muon: https://kellerjordan.github.io/posts/muon/,
 # https://github.com/KellerJordan/Muon/blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbcbd/muon.py#L16
-
-# Maximum bytes of matrices in one batched Newton-Schulz. Its workspace is four times as large.
-_BATCH_BYTES = 64 * 1024**2
-
 _COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
 _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 
@@ -63,335 +46,6 @@ _LOST_CONFIG = (
     "This Muon is a copy of one with a distributed_config, which cannot be copied or pickled. "
     "Build a new Muon with distributed_config=... and load this one's state_dict() into it"
 )
-
-_KERNELS = (
-    "with allow_batched_matrices=True, a convolution is a stack of small matrices to Muon. flatten=True in its "
-    "parameter group makes it one matrix"
-)
-
-
-def _adjust_lr(
-    lr: float | Tensor, adjust_lr_fn: str | None, param_shape: Sequence[int]
-) -> float | Tensor:
-    """Scales ``lr`` for a matrix of the *global* shape ``param_shape``.
-
-    ``None`` and "original" follow Jordan, "match_rms_adamw" Liu et al.
-    (https://arxiv.org/abs/2502.16982), "spectral_unclamped" Bernstein
-    (https://jeremybernste.in/writing/deriving-muon).
-    """
-    rows, columns = param_shape[:2]
-    if adjust_lr_fn is None or adjust_lr_fn == "original":
-        ratio = math.sqrt(max(1, rows / columns))
-    elif adjust_lr_fn == "match_rms_adamw":
-        ratio = 0.2 * math.sqrt(max(rows, columns))
-    elif adjust_lr_fn == "spectral_unclamped":
-        ratio = math.sqrt(rows / columns)
-    else:
-        ratio = 1.0
-    return lr * ratio
-
-
-class MuonFormulas(NamedTuple):
-    """The hyperparameters of one parameter group in one step, and the phases that they define."""
-
-    lr: float | Tensor
-    weight_decay: float
-    momentum: float
-    nesterov: bool
-    ns_coefficients: Coefficients | Sequence[Coefficients]
-    ns_steps: int
-    eps: float
-    adjust_lr_fn: str | None
-    # Checkpoints of the first Muon do not have the options with defaults.
-    foreach: bool | None = None
-    ns_algorithm: str = "quintic"
-    split: Sequence[int] | dict[str, Any] | None = None
-    flatten: bool = False
-
-    @classmethod
-    def of_group(cls, group: MutableMapping[str, Any]) -> MuonFormulas:
-        values = {name: group[name] for name in cls._fields}
-        values["ns_coefficients"] = as_tuples(values["ns_coefficients"])
-        return cls(**{**values, "lr": _to_scalar(values["lr"])})
-
-    @property
-    def compute_key(self) -> tuple:
-        """Matrices with equal keys may share a batch."""
-        # The functional form may be given lists.
-        coefficients = as_tuples(self.ns_coefficients)
-        how = self.ns_steps, self.eps, self.ns_algorithm
-        return (coefficients, *how, self.foreach)
-
-    @property
-    def _readable_lr(self) -> float | None:
-        """The learning rate; None for a Tensor whose value would cost a synchronization."""
-        if not isinstance(self.lr, Tensor):
-            return float(self.lr)
-        return float(self.lr) if type(self.lr) is Tensor and self.lr.is_cpu else None
-
-    @property
-    def moves(self) -> bool:
-        """Whether a step moves parameters. Checkpoints make a step that does not."""
-        return self._readable_lr != 0
-
-    @property
-    def digest(self) -> int:
-        """32 bits of the values in this step, whatever their types."""
-        values = (
-            self._readable_lr,
-            float(self.weight_decay),
-            float(self.momentum),
-            bool(self.nesterov),
-            _floats(self.ns_coefficients),
-            int(self.ns_steps),
-            float(self.eps),
-            self.adjust_lr_fn or "original",
-            self.ns_algorithm,
-        )
-        return zlib.crc32(repr(values).encode())
-
-    @property
-    def form(self) -> tuple[Split, bool]:
-        """How a parameter becomes matrices: ``split``, ``flatten``."""
-        return Split.of(self.split), bool(self.flatten)
-
-    def matrices(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The matrices in a parameter, as views; of three dimensions if ``split`` has repeats.
-
-        A DTensor stays whole, because its views may be copies.
-        """
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            return [tensor]
-        split, flatten = self.form
-        if flatten and tensor.ndim > 2 and not tensor.is_contiguous():
-            raise ValueError(
-                f"flatten=True takes contiguous parameters and momentum, not one of shape {tuple(tensor.shape)} and "
-                f"strides {tensor.stride()}; make it contiguous"
-            )
-        # Detached: autograd forbids writes to the views that split and unbind return.
-        stack = [tensor.detach() if tensor.ndim > 2 or split.sizes else tensor]
-        if flatten and tensor.ndim > 2:
-            stack = [stack[0].flatten(1)]
-        while stack[0].ndim > 2:
-            stack = [matrix for one in stack for matrix in one.unbind()]
-        return [part for matrix in stack for part in split.parts(matrix)]
-
-    def check(self) -> None:
-        """Raises ValueError if the hyperparameters are invalid."""
-        check_newton_schulz(self.ns_coefficients, self.ns_steps, self.ns_algorithm)
-
-    def signature(self) -> dict[str, str]:
-        """The values that ranks compare at construction. The value of a Tensor may change meanwhile."""
-        split, flatten = self.form
-        values = self._replace(split=split, flatten=flatten)._asdict()
-        return {
-            name: "a Tensor" if isinstance(value, Tensor) else str(value)
-            for name, value in values.items()
-        }
-
-    def accumulate(self, bufs: list[Tensor], grads: list[Tensor]) -> None:
-        """Takes gradients into momentum, for whole matrices or for pieces of them."""
-        if len(grads) == 1:
-            bufs[0].lerp_(grads[0], 1 - self.momentum)
-        else:
-            torch._foreach_lerp_(bufs, grads, 1 - self.momentum)
-
-    def prepare(
-        self, bufs: list[Tensor], grads: list[Tensor], out: Tensor | None = None
-    ) -> Sequence[Tensor]:
-        """Returns the tensors to orthogonalize: momentum, blended with ``grads`` if nesterov.
-
-        ``out`` gets the result if there is one tensor.
-        """
-        if not self.nesterov:
-            return bufs
-        if len(grads) == 1:
-            return [torch.lerp(grads[0], bufs[0], self.momentum, out=out)]
-        return torch._foreach_lerp(grads, bufs, self.momentum)
-
-    def orthogonalize(self, prepared: Tensor, products: Any = None) -> Tensor:
-        """Returns the update of one matrix, or of a batch (matrices, rows, columns).
-
-        ``products`` computes with the other owners of a divided matrix.
-        """
-        x, algorithm = prepared.to(NS_DTYPE), self.ns_algorithm
-        return newton_schulz(
-            x, self.ns_coefficients, self.ns_steps, self.eps, algorithm, products
-        )
-
-    def update_of(self, prepared: Tensor) -> Tensor:
-        """Like :meth:`orthogonalize`, for one of :meth:`matrices` and in its shape."""
-        update = self.orthogonalize(self.form[0].joined(prepared))
-        return update if prepared.ndim == 2 else update.reshape(prepared.shape)
-
-    def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
-        """How many matrices of ``shape`` a distributed step orthogonalizes in one batch."""
-        if self.foreach is False or (self.foreach is None and device.type == "cpu"):
-            return 1
-        return max(1, _BATCH_BYTES // max(1, math.prod(shape) * NS_DTYPE.itemsize))
-
-    def apply(
-        self, params: list[Tensor], updates: list[Tensor] | None, shape: Sequence[int]
-    ) -> None:
-        """Decays and updates matrices, or pieces of matrices, of the global ``shape``."""
-        decay = 1 - self.lr * self.weight_decay
-        # ``alpha`` may be a Tensor of one element, which the stubs do not know.
-        alpha: Any = -_adjust_lr(self.lr, self.adjust_lr_fn, shape)
-        # Reading a Tensor on the host would wait for its device.
-        is_on_device = isinstance(self.lr, Tensor) and not self.lr.is_cpu
-        if len(params) == 1 and not is_on_device:
-            params[0].mul_(decay)
-            if updates is not None:
-                params[0].add_(updates[0], alpha=alpha)
-            return
-        torch._foreach_mul_(params, decay)
-        if updates is not None and is_on_device:
-            updates = [update.to(p.dtype) for update, p in zip(updates, params)]
-            torch._foreach_add_(params, torch._foreach_mul(updates, alpha))
-        elif updates is not None:
-            alpha = float(alpha)
-            torch._foreach_add_(params, _of_one_dtype(params, updates), alpha=alpha)
-
-
-def _of_one_dtype(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
-    """``updates`` in the dtype of ``params``. Accelerators add mixed dtypes in one launch per tensor."""
-    if params[0].is_cpu or params[0].dtype == updates[0].dtype:
-        return updates
-    flat = params[0].new_empty(sum(update.numel() for update in updates))
-    parts = flat.split([update.numel() for update in updates])
-    cast = [part.view(update.shape) for part, update in zip(parts, updates)]
-    torch._foreach_copy_(cast, updates)
-    return cast
-
-
-def _floats(values: Any) -> Any:
-    if isinstance(values, (list, tuple)):
-        return [_floats(value) for value in values]
-    return float(values)
-
-
-def _storage_is_gone(param: Tensor) -> bool:
-    """Whether ``param.data = dtensor`` has destroyed ``param``.
-
-    PyTorch accepts that assignment to a plain Parameter and leaves a tensor of the global shape over a
-    null pointer. The next kernel that reads the tensor crashes the process.
-    """
-    if type(param) not in (Tensor, torch.nn.Parameter) or param.device.type == "meta":
-        return False
-    if torch._is_functional_tensor(param) or param.layout != torch.strided:
-        return False
-    # A storage that FSDP1 or the user freed has no bytes. This one has.
-    has_bytes = param.untyped_storage().nbytes() > 0
-    return param.numel() > 0 and has_bytes and torch.Tensor.data_ptr(param) == 0
-
-
-def _problem_with(
-    param: Tensor, which: str, form: tuple, reader: str | None, takes_stacks: bool
-) -> str:
-    """Why Muon cannot take ``param``; "" if it can. ``reader`` is the config's, if it has one."""
-    shape, (split, flatten) = tuple(param.shape), form
-    flatten = flatten and param.ndim > 2
-    if _storage_is_gone(param):
-        return (
-            f"{which}, of size {shape}, has no storage, because `param.data = dtensor` destroys a plain "
-            "Parameter. Write `module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, placements))` "
-            "instead, or use distribute_module, parallelize_module or fully_shard"
-        )
-    if flatten and not param.is_contiguous():
-        return f"{which} of shape {shape} is not contiguous, so flatten=True would copy it; make it contiguous"
-    is_flat = getattr(param, "_fsdp_flattened", False)
-    is_stack = takes_stacks and param.ndim > 2 and not is_flat
-    # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
-    is_known = param.ndim == 1 and reader == "process_groups"
-    if not (param.ndim == 2 or flatten or is_stack or is_known):
-        hint = ""
-        if is_flat:
-            hint = ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group=model.process_group, module=model)"
-        elif param.ndim > 2:
-            hint = (
-                ". flatten=True in its parameter group takes it as one matrix, dimension 0 by all others; "
-                "allow_batched_matrices=True as a stack of matrices of its last two dimensions"
-            )
-        return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({which}){hint}"
-    if reader is not None or not (split.sizes or flatten):
-        return ""
-    if type(param) not in (Tensor, torch.nn.Parameter):
-        return f"{which} is a {type(param).__name__}, which only a distributed_config can split or flatten"
-    if not split.sizes:
-        return ""
-    whole = param.flatten(1) if flatten else param
-    text = split.problem_with(whole.shape[-2:], split.dim + whole.ndim - 2)
-    return f"{which} of shape {shape}: {text}" if text else ""
-
-
-def _find_problem(muon: Muon, first_group: int = 0) -> ValueError | None:
-    """The error for an invalid parameter in ``first_group`` or later, if there is one."""
-    config, groups = muon._distributed_config, muon.param_groups
-    reader = None if config is None else config.state.get("reader")
-    stacks = muon._allow_batched_matrices
-    forms = [MuonFormulas.of_group(group).form for group in groups]
-    seen: dict[Tensor, str] = {}
-    for index, (number, name, param) in enumerate(_named(groups)):
-        if number < first_group:
-            continue
-        which = f"parameter {index}" + (f" {name!r}" if name else "")
-        other = seen.setdefault(param, which)
-        if other != which and config is not None:
-            text = f"{other} and {which} are the same tensor; pass tied weights to Muon once"
-        else:
-            text = _problem_with(param, which, forms[number], reader, stacks)
-        if text:
-            return ValueError(text)
-    return None
-
-
-def _params_of(groups: list[dict[str, Any]]) -> list[Param]:
-    """The engine's view of all parameters."""
-    from torch.optim._muon_engine.runtime import Param
-
-    formulas = [MuonFormulas.of_group(group) for group in groups]
-    return [
-        Param(index, param, name, number, formulas[number])
-        for index, (number, name, param) in enumerate(_named(groups))
-    ]
-
-
-def _named(groups: Sequence[dict]) -> Iterator[tuple[int, str | None, Tensor]]:
-    """The group, the name if known, and the tensor of each parameter."""
-    for number, group in enumerate(groups):
-        names, params = group.get("param_names"), group["params"]
-        if names is None or len(names) != len(params):
-            # The list of parameters changed without the names.
-            names = [None] * len(params)
-        for name, param in zip(names, params, strict=True):
-            yield number, name, param
-
-
-def _has_kernels(group: dict[str, Any]) -> bool:
-    """Whether a group has stacks of matrices with fewer columns than those of any expert."""
-    small = [p for p in group["params"] if p.ndim > 2 and p.shape[-1] <= 16]
-    return bool(small) and not group["flatten"]
-
-
-def _check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
-    """Raises ValueError, before anything changes, if ``loaded`` is from another model."""
-    for mine, group in zip(groups, loaded["param_groups"], strict=True):
-        if not group.keys() - {"params", "param_names"}:
-            # torch.distributed.checkpoint saves no options of a group without parameters.
-            group.update({k: v for k, v in mine.items() if k != "params"})
-        # A checkpoint of stock Muon does not know them, but they say what the parameters are.
-        for option in ("split", "flatten"):
-            group.setdefault(option, mine[option])
-    for index, (_, name, param) in enumerate(_named(groups)):
-        state = loaded["state"].get(param)
-        buffer = state.get("momentum_buffer") if state else None
-        # FSDP1 flattens its parameters, and unflattens them for checkpoints.
-        flat = getattr(param, "_fsdp_flattened", False)
-        if isinstance(buffer, Tensor) and not flat and buffer.shape != param.shape:
-            raise ValueError(
-                f"this state_dict is of another model: the momentum buffer of parameter {name or index} of shape "
-                f"{tuple(param.shape)} has shape {tuple(buffer.shape)}"
-            )
 
 
 class Muon(Optimizer):
@@ -539,7 +193,7 @@ class Muon(Optimizer):
             "ns_algorithm": ns_algorithm,
         }
         self._allow_batched_matrices = allow_batched_matrices
-        self._distributed_config = _checked_config(distributed_config)
+        self._distributed_config = checks.checked_config(distributed_config)
         super().__init__(params, defaults)
         if self._distributed_config is not None:
             self._build_engine()
@@ -547,16 +201,17 @@ class Muon(Optimizer):
     def _build_engine(self) -> Engine:
         """Builds the engine together with the other ranks. Parameters may have changed since the last time."""
         from torch.optim._muon_engine.engine import Engine
+        from torch.optim._muon_engine.runtime import Param
 
         config: Any = self._distributed_config
+        formulas = [MuonFormulas.of_group(group) for group in self.param_groups]
+        named = enumerate(checks.named(self.param_groups))
+        params = [Param(i, p, name, at, formulas[at]) for i, (at, name, p) in named]
+        takes_stacks = self._allow_batched_matrices
+        # The other ranks wait for this one, so they learn of a problem before it is raised.
+        problem = checks.find_problem(self)
         self._engine = Engine(
-            config,
-            _params_of(self.param_groups),
-            self.state,
-            self._allow_batched_matrices,
-            # The other ranks wait for this one, so they learn of a problem before it is raised.
-            _find_problem(self),
-            self._engine,
+            config, params, self.state, takes_stacks, problem, self._engine
         )
         return self._engine
 
@@ -597,9 +252,10 @@ class Muon(Optimizer):
             return f"Muon with {len(self._tensors())} parameters, which {why}"
         from torch.optim._muon_engine.describe import in_full
 
-        changed = not self._engine.matches(self._tensors())
-        note = "\nParameters have changed since. The next step() rebuilds this."
-        return in_full(self._engine) + (note if changed else "")
+        text = in_full(self._engine)
+        if not self._engine.matches(self.param_groups):
+            text += "\nParameters have changed since. The next step() rebuilds this."
+        return text
 
     @torch._disable_dynamo
     def synchronize(self) -> None:
@@ -614,7 +270,7 @@ class Muon(Optimizer):
             RuntimeError: ranks differed in the last step. Their parameters may have diverged.
         """
         if self._engine is not None:
-            self._engine.raise_new_failure()
+            self._engine.synchronize()
 
     def _tensors(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -631,7 +287,7 @@ class Muon(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy has defaults, load_state_dict() does not.
         if "defaults" not in state:
-            _check_loaded(self.param_groups, state)
+            checks.check_loaded(self.param_groups, state)
         super().__setstate__(state)
         for group in (self.defaults, *self.param_groups):
             for name, value in MuonFormulas._field_defaults.items():
@@ -647,7 +303,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         try:
             if self._distributed_config is None:
-                problem = _find_problem(self, len(self.param_groups) - 1)
+                problem = checks.find_problem(self, len(self.param_groups) - 1)
                 if problem is not None:
                     raise problem
             elif self._engine is not None:
@@ -655,18 +311,10 @@ class Muon(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        if self.current_rank != 0:
-            return
-        *earlier, group = self.param_groups
-        if self._allow_batched_matrices and _has_kernels(group):
-            if not any(map(_has_kernels, earlier)):
-                warnings.warn(_KERNELS, stacklevel=2)
-        # Users and schedulers add keys of their own, which resemble none of these.
-        known = {*self.defaults, "params", "param_names"}
-        for key in group.keys() - known:
-            for near in get_close_matches(str(key), sorted(known), 1):
-                text = f"Muon ignores {key!r} of a parameter group. Is it {near!r}?"
-                warnings.warn(text, stacklevel=2)
+        if self.current_rank == 0:
+            *earlier, group = self.param_groups
+            takes_stacks = self._allow_batched_matrices
+            checks.warn_about(group, earlier, self.defaults, takes_stacks)
 
     def _init_group(
         self,
@@ -702,7 +350,7 @@ class Muon(Optimizer):
             return super().state_dict()
         if self._engine.failure:
             log.warning("%s", self._engine.failure)
-        self._engine.raise_new_failure()
+        self._engine.synchronize()
         # Optimizer.state_dict knows no index for a parameter that left the groups.
         state, present = self.state, set(map(id, self._tensors()))
         self.state = type(state)(
@@ -760,29 +408,11 @@ class Muon(Optimizer):
 
     @torch._disable_dynamo
     def _distributed_step(self, engine: Engine) -> None:
-        formulas, tensors = [], self._tensors()
-        for group in self.param_groups:
-            formulas += [MuonFormulas.of_group(group)] * len(group["params"])
-        if not engine.matches(tensors):
+        if not engine.matches(self.param_groups):
             # Frameworks replace parameters, or the tensors behind them, after construction.
-            engine.meet(tensors)
+            engine.meet(self._tensors())
             engine = self._build_engine()
-        engine.step(formulas, [p.grad for p in tensors], self.state)
-
-
-def _checked_config(config: DistributedConfig | str | None) -> DistributedConfig | None:
-    if config is None:
-        return None
-    from torch.optim.muon import create_dtensor_config, DistributedConfig
-
-    if config == "auto":
-        return create_dtensor_config()
-    if not isinstance(config, DistributedConfig):
-        found = repr(config) if isinstance(config, str) else type(config).__name__
-        raise TypeError(
-            f'distributed_config must be a torch.optim.muon.DistributedConfig or "auto" but is {found}'
-        )
-    return config
+        engine.step([MuonFormulas.of_group(g) for g in self.param_groups], self.state)
 
 
 def _single_tensor_muon(
@@ -876,11 +506,11 @@ def _distributed_muon(
         )
     bufs = [{"momentum_buffer": buf} for buf in muon_momentum_bufs]
     states: dict[Tensor, Any] = dict(zip(params, bufs, strict=True))
-    given = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
+    live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
     takes_stacks = any(p.ndim > 2 for p in params)
-    engine = Engine(config, given, states, takes_stacks, is_lasting=False)
+    engine = Engine(config, live, states, takes_stacks, is_lasting=False)
     engine.begin_step()
-    engine.step([formulas] * len(params), grads, states)
+    engine.step([formulas], states, grads)
 
 
 @_disable_dynamo_if_unsupported(single_tensor_fn=_single_tensor_muon)

@@ -26,7 +26,7 @@ from torch.optim._muon_engine.layouts import (
     Shards,
     whole_regions,
 )
-from torch.optim._muon_engine.runtime.pipeline import PREPARED_BYTES
+from torch.optim._muon_engine.runtime.compute import PREPARED_BYTES
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_utils import run_tests, TestCase

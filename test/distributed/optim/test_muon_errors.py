@@ -668,7 +668,7 @@ class TestMuonUnreadErrors(GlooOnCPU, ParityAssertions, MultiProcContinuousTest)
     def test_mismatch_before_load_state_dict(self):
         saved = self.mismatched().optimizer
         # Only the state of the last step is unread.
-        with mock.patch.object(type(saved._engine), "raise_new_failure"):
+        with mock.patch.object(type(saved._engine), "synchronize"):
             state = saved.state_dict()
         twins = self.mismatched()
         twins.optimizer.load_state_dict(state)

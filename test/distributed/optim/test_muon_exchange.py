@@ -8,7 +8,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.optim import _muon, Muon
+from torch.optim import _muon_formulas, Muon
+from torch.optim._newton_schulz import _zeropower_via_newtonschulz
 from torch.optim._muon import MuonFormulas
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_distributed import (
@@ -103,14 +104,14 @@ class Timeline(logging.Handler):
         """The letters of ``step()``."""
         log = logging.getLogger("torch.optim.muon")
         self.all_to_all_single = dist.all_to_all_single
-        self.original = _muon.newton_schulz
+        self.original = _muon_formulas.newton_schulz
         log.addHandler(self)
         level, log.propagate = log.level, False
         log.setLevel(logging.DEBUG)
         try:
             with (
                 mock.patch.object(dist, "all_to_all_single", self.start),
-                mock.patch.object(_muon, "newton_schulz", self.newton_schulz),
+                mock.patch.object(_muon_formulas, "newton_schulz", self.newton_schulz),
             ):
                 step()
         finally:
@@ -283,7 +284,7 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
     def test_memory_stays_within_the_buckets_in_flight(self):
         matrix = full(0, (64, 96), torch.bfloat16)
         with LiveBytes() as alone:
-            _muon._zeropower_via_newtonschulz(matrix, (3.4445, -4.775, 2.0315), 5, 1e-7)
+            _zeropower_via_newtonschulz(matrix, (3.4445, -4.775, 2.0315), 5, 1e-7)
         for ahead, placement in enumerate((S0, S1, R)):
             twins = Twins(
                 specs(mesh_of(4), [(placement,)], [matrix.shape] * 16),

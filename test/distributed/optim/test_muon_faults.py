@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim._muon import MuonFormulas
-from torch.optim._muon_engine import engine as engine_module, process_groups
+from torch.optim._muon_engine import agreement, process_groups
 from torch.optim._muon_engine.layouts.groups import _LocalReader
 from torch.optim._muon_engine.runtime.relays import LocalRelay
 from torch.optim._muon_engine.runtime.statuses import Statuses
@@ -78,8 +78,8 @@ RELAYED = rf"the (gather|scatter|relay|all-reduce) of .*, with {NAMED}.* failed"
 # "groups" comes last, because ranks count the groups that they made in the names of later ones.
 BUILDING = {
     "reading": Phase(_LocalReader, "add", UNREACHED),
-    "agreement": Phase(engine_module, "agree", UNREACHED),
-    "groups": Phase(engine_module, "spanning_group", UNREACHED),
+    "agreement": Phase(agreement, "_compare", UNREACHED),
+    "groups": Phase(agreement, "spanning_group", UNREACHED),
 }
 STEPPING = {
     "pack": Phase(MuonFormulas, "prepare", EXCHANGE),

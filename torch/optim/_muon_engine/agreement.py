@@ -8,17 +8,23 @@ the same conclusion and raise the same error.
 import ctypes
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim._muon_engine.layouts import listed
-from torch.optim._muon_engine.process_groups import device_of_group
+from torch.optim._muon_engine.layouts import larger_first, listed
+from torch.optim._muon_engine.process_groups import (
+    counters_of,
+    device_of_group,
+    spanning_group,
+)
 
 
+# Sorted global ranks that share matrices.
+Ranks = tuple[int, ...]
 # Fields that follow from other fields, of this parameter or of another one.
 DERIVED = ("shards", "owner")
 # Errors that the other ranks raise with the same type.
@@ -33,6 +39,53 @@ class Signature(NamedTuple):
 
 
 def agree(
+    sharing: Mapping[Ranks, Sequence[ProcessGroup]],
+    signatures: Mapping[Ranks, Sequence[Signature]],
+    error: BaseException | None,
+    is_lasting: bool,
+    groups: dict[Ranks, ProcessGroup | None],
+    numbers: dict[Ranks, int],
+) -> None:
+    """Makes the process group of all ranks that share matrices, and compares their signatures in it.
+
+    Args:
+        sharing: ranks that share matrices -> the framework's groups among them.
+        signatures: of the matrices that they share.
+        error: this rank's error so far. The other ranks raise it, too.
+        is_lasting: whether the next optimizer's owners start where those of this one stop.
+        groups: gets a group for each key of ``sharing``; None for this rank alone.
+        numbers: gets the number of this optimizer among those over the same ranks.
+
+    Raises:
+        ValueError: the signatures of the ranks differ.
+        RuntimeError: ranks could not be reached.
+    """
+    for ranks in larger_first(sharing):
+        groups[ranks] = None
+        if len(ranks) == 1:
+            continue
+        counters, shared = counters_of(ranks), signatures[ranks]
+        numbers[ranks] = counters.optimizers
+        try:
+            group = groups[ranks] = spanning_group(ranks, sharing[ranks])
+        except RuntimeError as failed:
+            described = listed([signature.description for signature in shared])
+            raise error or RuntimeError(
+                f"could not make a process group of ranks {list(ranks)}, which share {described or 'parameters'}. "
+                f"One of them ended, failed, or did not build its Muon within the timeout: {failed}"
+            ) from failed
+        numbers[ranks], difference = _compare(group, shared, numbers[ranks], error)
+        counters.optimizers = numbers[ranks] + 1
+        if difference is None and is_lasting:
+            # The next optimizer's owners start where those of this one stop.
+            start = counters.first_owner + len(shared)
+            counters.first_owner = start % len(ranks)
+        error = error or difference
+    if error is not None:
+        raise error
+
+
+def _compare(
     group: ProcessGroup,
     signatures: Sequence[Signature],
     number: int,
@@ -40,13 +93,9 @@ def agree(
 ) -> tuple[int, BaseException | None]:
     """Compares the signatures of all ranks of ``group``.
 
-    Args:
-        number: of this optimizer among those over the group's ranks, as far as this rank has counted.
-        error: this rank's error so far. It goes to the other ranks.
-
     Returns:
-        The number that all ranks use from now on, and the first error of a rank or else how their
-        signatures differ.
+        The largest ``number`` of a rank, which all of them use from now on; and the first error of a
+        rank, or else how their signatures differ.
     """
     descriptions = [signature.description for signature in signatures]
     fields = [signature.fields for signature in signatures]

@@ -5,7 +5,9 @@ parameter is then a bucket of its own, whose exchange calls these functions. A f
 the reader's round trip.
 """
 
+import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -18,7 +20,9 @@ from torch.optim._muon_engine.config import DistributedConfig
 from torch.optim._muon_engine.layouts import dtensor, Layout, matrix_shape, process_rank
 from torch.optim._muon_engine.layouts.groups import ParallelGroups, Reader
 from torch.optim._muon_engine.process_groups import counters_of, ranks_per_node
-from torch.optim._muon_engine.runtime.pipeline import accumulate, run_in_turn
+from torch.optim._muon_engine.runtime import Param
+from torch.optim._muon_engine.runtime.compute import accumulate
+from torch.optim._muon_engine.runtime.pipeline import run_in_turn
 from torch.optim._muon_engine.schedule.owners import assign_owners, by_rank
 from torch.optim._newton_schulz import NS_DTYPE
 
@@ -126,6 +130,25 @@ def _new_reader(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader:
             "the factory returned, or pass its state on"
         )
     return reader
+
+
+def check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
+    """Raises ValueError if a parameter holds other matrices on other ranks.
+
+    Functions are called once for each parameter, so ranks would call them in different orders.
+    """
+    counts = Counter(layout.key.index for layout in layouts)
+    for index, param in enumerate(params):
+        shape, (split, flatten) = param.tensor.shape, param.form
+        expected = math.prod(shape[:-2]) * max(1, len(split.sizes))
+        if counts[index] != expected and not (flatten and len(shape) > 2):
+            problem = "a stack of matrices of which ranks hold different ones"
+            if len(shape) < 3:
+                problem = f"a flat parameter with {counts[index]} matrices"
+            raise ValueError(
+                f"{param.described} is {problem}, which your own functions cannot tell apart; leave gather_fn and "
+                "redistribute_fn as the factory made them"
+            )
 
 
 class FunctionStep:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.optim._muon_engine.layouts import listed
 from torch.optim._muon_engine.process_groups import ranks_per_node
-from torch.optim._muon_engine.runtime.pipeline import PREPARED_BYTES
+from torch.optim._muon_engine.runtime.compute import PREPARED_BYTES
 from torch.optim._muon_engine.schedule.owners import (
     flops_of,
     is_worth_dividing,
@@ -37,7 +37,8 @@ def in_full(engine: Any) -> str:
             names = [engine.params[i].described for i in owned]
             lines.append(f"  rank {rank} owns {listed(names, 3)}")
     else:
-        schedule, (parallel, ahead) = engine.schedule, engine.flags
+        schedule, ahead = engine.schedule, engine.config.prefetch_count
+        parallel = engine.config.async_gpu_parallelism
         turns = "all owners at once" if parallel else "one owner at a time (debugging)"
         lines = [f"{first}{turns}, prefetch_count {ahead}", _memory(engine)]
         for group in dict.fromkeys(bucket.group for bucket in schedule.buckets):
@@ -50,7 +51,8 @@ def in_full(engine: Any) -> str:
 
 def _memory(engine: Any) -> str:
     """The memory of this rank, without parameters, gradients and momentum."""
-    schedule, rank, ahead = engine.schedule, engine.rank, engine.flags[1]
+    schedule, rank = engine.schedule, engine.rank
+    ahead = engine.config.prefetch_count
     buckets = [b for b in schedule.buckets if rank in b.group]
     groups = dict.fromkeys(bucket.group for bucket in buckets)
     exchange = sum(bytes_of(schedule, group, rank, ahead)[2] for group in groups)

@@ -1,10 +1,9 @@
 """The engine of one optimizer: the ranks build it together, and run it at every step."""
 
+import copy
 import logging
-import math
 import warnings
-from collections import Counter
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, count
 from typing import Any
@@ -13,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed import ProcessGroup
 from torch.optim._muon_engine import callbacks, process_groups
-from torch.optim._muon_engine.agreement import agree, Signature
+from torch.optim._muon_engine.agreement import agree, Ranks, Signature
 from torch.optim._muon_engine.callbacks import are_factorys, FunctionStep
 from torch.optim._muon_engine.config import DistributedConfig
 from torch.optim._muon_engine.hints import Hints
@@ -49,7 +47,7 @@ class Engine:
     """The layouts, owners, schedule and memory for one list of parameters.
 
     Args:
-        config: its functions, state and flags. They are read here, once.
+        config: its functions and flags are read here, once. Its state is shared.
         params: all parameters, in the order of their indices.
         states: the optimizer's. Parameters that replace others may inherit their momentum.
         takes_stacks: whether a parameter may be a stack of matrices.
@@ -74,9 +72,9 @@ class Engine:
         former: "Engine | None" = None,
         is_lasting: bool = True,
     ) -> None:
-        self.config = config
+        self._given_config = config
+        self.config = copy.copy(config)
         self.params = params
-        self.flags = _flags_of(config)
         self.reader = callbacks.reader_of(config.state, takes_stacks)
         self.steps = 0
         # Why a step failed. After that, ranks may have different parts of it.
@@ -84,9 +82,9 @@ class Engine:
         # Has all layouts. Its buckets lack the matrices of frozen parameters.
         self.schedule = Schedule((), (), ())
         self.assignments: dict[int, list[int]] = {}
-        self.groups: dict[tuple[int, ...], ProcessGroup | None] = {}
+        self.groups: dict[Ranks, dist.ProcessGroup | None] = {}
         # Ranks that share matrices -> which of the optimizers over these ranks this one is.
-        self.numbers: dict[tuple[int, ...], int] = {}
+        self.numbers: dict[Ranks, int] = {}
         self._runner: Pipeline | FunctionStep | None = None
         replaced: list[Replacement] = []
         if former is not None:
@@ -101,9 +99,9 @@ class Engine:
         with unset_fake_temporarily():
             try:
                 self._build(error, former, is_lasting)
-            except Exception as found:
+            except Exception as raised:
                 for step in (self.steps, self.steps + 1):
-                    self._notes(step).leave(f"{type(found).__name__}: {found}")
+                    self._notes(step).leave(f"{type(raised).__name__}: {raised}")
                 raise
         if former is not None:
             _take_momentum(replaced, params, states, self.rank == 0)
@@ -112,10 +110,12 @@ class Engine:
         is_meta = any(param.tensor.is_meta for param in params)
         if self.runs_on_engine and self.device.type != "cpu" and not is_meta:
             self._pipeline().connect()
-        if self.rank == min((l.group[0] for l in self.schedule.layouts), default=None):
+        layouts, buckets = self.schedule.layouts, self.schedule.buckets
+        if self.rank == min((layout.group[0] for layout in layouts), default=None):
             why = "rebuilt for changed parameters" if former else "built"
-            sizes = len(self.schedule.layouts), len(self.schedule.buckets)
-            log.info("Muon %s: %d matrices in %d buckets", why, *sizes)
+            log.info(
+                "Muon %s: %d matrices, %d buckets", why, len(layouts), len(buckets)
+            )
 
     @property
     def rank(self) -> int:
@@ -123,8 +123,8 @@ class Engine:
 
     @property
     def world_size(self) -> int:
-        found = dist.get_world_size() if dist.is_initialized() else 1
-        return self.config.state.get("world_size", found)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        return self.config.state.get("world_size", world_size)
 
     @property
     def device(self) -> torch.device:
@@ -138,8 +138,8 @@ class Engine:
     @property
     def runs_on_engine(self) -> bool:
         """Whether both functions that move data are the factory's."""
-        is_factorys = are_factorys(self.config, "gather", "redistribute")
-        return self.reader is not None and is_factorys
+        moves_by_us = are_factorys(self.config, "gather", "redistribute")
+        return self.reader is not None and moves_by_us
 
     # Building
 
@@ -161,32 +161,32 @@ class Engine:
                     each = self.config.state.get("owners_per_matrix", 1)
                     layouts = divided(layouts, each)
                 owners = self._assign(tensors, layouts)
-        except Exception as found:
-            error = error or found
+        except Exception as raised:
+            error = error or raised
         if self.reader is None:
             if error is not None:
                 raise error
             return
-        known = self.reader.sharing
+        sharing = self.reader.sharing
         # All ranks must have replaced the same parameters.
         kept = {param.tensor for param in (former or self).params}
-        signatures: dict[tuple[int, ...], list[Signature]] = {of: [] for of in known}
+        signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in sharing}
         for layout, owner in zip(layouts, owners):
             signatures[layout.group].append(_signature(layout, owner, self, kept))
-        self._agree(known, signatures, error, is_lasting)
+        agree(sharing, signatures, error, is_lasting, self.groups, self.numbers)
         self.schedule = buckets.make_schedule(
             layouts,
             owners,
             NS_DTYPE,
             frozen=[self.params[l.key.index].frozen for l in layouts],
-            one_owner_at_a_time=not self.flags[0],
+            one_owner_at_a_time=not self.config.async_gpu_parallelism,
             ranks_per_node=process_groups.ranks_per_node(),
-            slots=slots_for(self.flags[1]),
+            slots=slots_for(self.config.prefetch_count),
         )
         if self.runs_on_engine:
             further = self.schedule.further_groups(self.rank)
             for ranks in larger_first(further.keys() - self.groups.keys()):
-                within = [known[wide] for wide in known if set(ranks) <= set(wide)]
+                within = [sharing[wide] for wide in sharing if set(ranks) <= set(wide)]
                 groups = chain.from_iterable(within)
                 self.groups[ranks] = spanning_group(ranks, groups, further[ranks])
 
@@ -196,7 +196,7 @@ class Engine:
         if self.reader is not None:
             self.reader.describe_state(self.config.state)
             if not self.runs_on_engine:
-                _check_stacks(self.params, layouts)
+                callbacks.check_stacks(self.params, layouts)
             if are_factorys(self.config, "assign"):
                 owners, self.assignments = callbacks.choose_owners(tensors, layouts)
                 return owners
@@ -208,38 +208,6 @@ class Engine:
         self.assignments = {rank: list(owned) for rank, owned in assignments.items()}
         return owners_of(assignments, layouts)
 
-    def _agree(
-        self,
-        known: Mapping[tuple[int, ...], list[ProcessGroup]],
-        signatures: Mapping[tuple[int, ...], list[Signature]],
-        error: BaseException | None,
-        is_lasting: bool,
-    ) -> None:
-        """Makes the group of each set of ranks in ``known``, and compares signatures in it."""
-        for ranks in larger_first(known):
-            self.groups[ranks] = None
-            if len(ranks) == 1:
-                continue
-            counters, mine = process_groups.counters_of(ranks), signatures[ranks]
-            self.numbers[ranks] = counters.optimizers
-            try:
-                group = self.groups[ranks] = spanning_group(ranks, known[ranks])
-            except RuntimeError as failed:
-                described = listed([signature.description for signature in mine])
-                raise error or RuntimeError(
-                    f"could not make a process group of ranks {list(ranks)}, which share {described or 'parameters'}. "
-                    f"One of them ended, failed, or did not build its Muon within the timeout: {failed}"
-                ) from failed
-            number, found = agree(group, mine, self.numbers[ranks], error)
-            self.numbers[ranks], counters.optimizers = number, number + 1
-            if found is None and is_lasting:
-                # The next optimizer's owners start where those of this one stop.
-                start = counters.first_owner + len(mine)
-                counters.first_owner = start % len(ranks)
-            error = error or found
-        if error is not None:
-            raise error
-
     def _pipeline(self) -> Pipeline:
         """The pipeline with the memory of all buckets. The first call makes it."""
         if not isinstance(self._runner, Pipeline):
@@ -248,10 +216,14 @@ class Engine:
 
     # Parameters that change
 
-    def matches(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether ``tensors`` are the parameters that this engine was built for, and unchanged."""
-        return len(tensors) == len(self.params) and all(
-            param.is_unchanged(tensor) for param, tensor in zip(self.params, tensors)
+    def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
+        """Whether this engine was built for the parameters of these groups, and they are unchanged."""
+        now = [
+            (p, at) for at, group in enumerate(param_groups) for p in group["params"]
+        ]
+        return len(now) == len(self.params) and all(
+            param.group == at and param.is_unchanged(tensor)
+            for param, (tensor, at) in zip(self.params, now)
         )
 
     def meet(self, tensors: Sequence[Tensor]) -> None:
@@ -279,19 +251,32 @@ class Engine:
         self.steps += 1
 
     def step(
-        self, formulas: Sequence[Any], grads: Sequence[Tensor | None], states: States
+        self,
+        formulas: Sequence[Any],
+        states: States,
+        grads: Sequence[Tensor | None] | None = None,
     ) -> None:
-        """Makes one optimizer step, with each parameter's hyperparameters and gradient."""
+        """Makes one optimizer step.
+
+        Args:
+            formulas: the hyperparameters of each parameter group, with the phases that they define.
+            states: the optimizer's. A parameter without a momentum buffer gets one.
+            grads: the gradient of each parameter (default: its ``grad``).
+
+        Raises:
+            RuntimeError: ranks differ, a gradient cannot be used, or an earlier step failed.
+            ValueError: the config or an option that layouts depend on has changed.
+        """
         if self.failure:
             raise RuntimeError(
                 "this Muon cannot be trusted since a step failed: parameters and momentum of the ranks may not belong "
                 f"together. Rebuild it, and load a checkpoint from before that step. What happened: {self.failure}"
             )
-        self.raise_new_failure()
+        self.synchronize()
         # Whether ranks may have different parts of the step.
         is_fatal = False
         try:
-            runner = self._begin(formulas, grads, states)
+            runner = self._begin(formulas, states, grads)
             is_fatal = True
             text = runner.begin(self.steps)
             problems = [f"{p.described}: {p.problem}" for p in self.params if p.problem]
@@ -319,28 +304,27 @@ class Engine:
                 param.end()
 
     def _begin(
-        self, formulas: Sequence[Any], grads: Sequence[Tensor | None], states: States
+        self,
+        formulas: Sequence[Any],
+        states: States,
+        grads: Sequence[Tensor | None] | None,
     ) -> Pipeline | FunctionStep:
         """Checks, and sets momentum and gradients. Returns what runs the step.
 
         The first step makes every momentum buffer, so that checkpoints are the same on all ranks.
         """
-        self.config.check()
-        if _flags_of(self.config) != self.flags:
+        self._given_config.check()
+        before, now = vars(self.config), vars(self._given_config)
+        changed = [name for name in before if before[name] != now[name]]
+        if changed:
             raise ValueError(
-                f"async_gpu_parallelism and prefetch_count were {self.flags} when this Muon was built and are "
-                f"{_flags_of(self.config)} now. Set them before you build Muon, or build a new one"
+                f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon, or "
+                "build a new one"
             )
-        pairs = list(zip(self.params, formulas, strict=True))
-        for param, of in {
-            (id(p.formulas), id(of)): (p, of) for p, of in pairs
-        }.values():
-            if param.form != of.form:
-                raise ValueError(
-                    f"split and flatten of {param.described} were {param.form} when this Muon was built and are {of.form} now; "
-                    "build a new Muon"
-                )
-            of.check()
+        for of_group in formulas:
+            of_group.check()
+        for param in self.params:
+            param.check_form(formulas[param.group])
         if any(torch.is_complex(param.tensor) for param in self.params):
             raise RuntimeError("Muon does not support complex parameters")
         on_meta = [param.described for param in self.params if param.tensor.is_meta]
@@ -349,9 +333,10 @@ class Engine:
                 f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
                 "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
             )
-        for (param, of), grad in zip(pairs, grads, strict=True):
+        for index, param in enumerate(self.params):
             if not param.frozen:
-                param.begin(of, grad, states[param.tensor])
+                grad = param.tensor.grad if grads is None else grads[index]
+                param.begin(formulas[param.group], grad, states[param.tensor])
         self._hints.look(self.params)
         if self._hints.steps == 1:
             # The error of a rank that shares no group with the ranks that this one agreed with.
@@ -397,31 +382,11 @@ class Engine:
         self._fail(error, is_fatal=True)
         return error
 
-    def raise_new_failure(self) -> None:
+    def synchronize(self) -> None:
         """Raises :meth:`new_failure`, if there is one."""
         error = self.new_failure()
         if error is not None:
             raise error
-
-
-def _flags_of(config: DistributedConfig) -> tuple[bool, int]:
-    return bool(config.async_gpu_parallelism), config.prefetch_count
-
-
-def _check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
-    """A user's functions go by parameter. Ranks with different matrices would call them in other orders."""
-    counts = Counter(layout.key.index for layout in layouts)
-    for index, param in enumerate(params):
-        shape, (split, flatten) = param.tensor.shape, param.form
-        expected = math.prod(shape[:-2]) * max(1, len(split.sizes))
-        if counts[index] != expected and not (flatten and len(shape) > 2):
-            what = "a stack of matrices of which ranks hold different ones"
-            if len(shape) < 3:
-                what = f"a flat parameter with {counts[index]} matrices"
-            raise ValueError(
-                f"{param.described} is {what}, which your own functions cannot tell apart; leave gather_fn and "
-                "redistribute_fn as the factory made them"
-            )
 
 
 def _signature(layout: Layout, owner: int, engine: Engine, kept: set) -> Signature:
@@ -438,8 +403,8 @@ def _signature(layout: Layout, owner: int, engine: Engine, kept: set) -> Signatu
         "replaced": str(param.tensor not in kept),
         "owner": str(owner),
         **param.formulas.signature(),
-        "prefetch_count": str(engine.flags[1]),
-        "async_gpu_parallelism": str(engine.flags[0]),
+        "prefetch_count": str(engine.config.prefetch_count),
+        "async_gpu_parallelism": str(bool(engine.config.async_gpu_parallelism)),
         "owners_per_matrix": str(key.block[1]),
     }
     if len(layout.group) > buckets.MAX_PEERS or layout.divided:
@@ -449,7 +414,7 @@ def _signature(layout: Layout, owner: int, engine: Engine, kept: set) -> Signatu
 
 def _make_pipeline(engine: Engine) -> Pipeline:
     schedule, groups, device = engine.schedule, engine.groups, engine.device
-    rank, ahead = engine.rank, engine.flags[1]
+    rank, ahead = engine.rank, engine.config.prefetch_count
     memory = transport.Memory(device, engine.config.state.get("keep_buffers", False))
     by_group: dict[tuple[int, ...], list[Matrix]] = {}
     matrices: dict[int, Matrix] = {}

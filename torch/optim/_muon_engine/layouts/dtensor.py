@@ -253,23 +253,33 @@ def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
 
 def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
     """Why ``grad`` cannot be used for ``param``; "" if it can."""
-    if grad.is_sparse or grad.layout != torch.strided:
+    if grad.layout != torch.strided:
         return "Muon does not support sparse gradients"
-    meshes = [getattr(tensor, "device_mesh", None) for tensor in (param, grad)]
-    found: list[tuple[str, Any, Any]] = [
-        ("is complex", param.is_complex(), grad.is_complex()),
-        ("is a DTensor", isinstance(param, DTensor), isinstance(grad, DTensor)),
-        ("is on the mesh", meshes[0], meshes[1]),
-    ]
-    if has_placements_of(param, grad):
-        mine, its = local_part(param), local_part(grad)
-        found.append(("is on", mine.device, its.device))
-        found.append(("here has shape", tuple(mine.shape), tuple(its.shape)))
-    found.append(("has shape", tuple(param.shape), tuple(grad.shape)))
-    for what, mine, its in found:
-        if mine != its:
-            return f"the parameter {what} {mine}, but its gradient {its}"
-    return ""
+    # A gradient of another placement is brought to the parameter's.
+    has_same = has_placements_of(param, grad)
+    own, other = (_properties(tensor, has_same) for tensor in (param, grad))
+    if own == other:
+        return ""
+    words = (
+        "is a DTensor",
+        "is complex",
+        "has shape",
+        "is on the mesh",
+        "is on",
+        "here has shape",
+    )
+    at = next(at for at, value in enumerate(own) if value != other[at])
+    return f"the parameter {words[at]} {own[at]}, but its gradient {other[at]}"
+
+
+def _properties(tensor: Tensor, with_local: bool) -> tuple:
+    is_dtensor = isinstance(tensor, DTensor)
+    whole = is_dtensor, tensor.is_complex(), tuple(tensor.shape)
+    mesh = tensor.device_mesh if is_dtensor else None
+    if not with_local:
+        return *whole, mesh
+    local = tensor._local_tensor if is_dtensor else tensor
+    return *whole, mesh, local.device, tuple(local.shape)
 
 
 def has_placements_of(param: Tensor, grad: Tensor) -> bool:

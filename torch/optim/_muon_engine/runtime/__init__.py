@@ -65,6 +65,16 @@ class Param:
     def is_unchanged(self, tensor: Tensor) -> bool:
         return self.tensor is tensor and self.origin == dtensor.origin_of(tensor)
 
+    def check_form(self, formulas: Any) -> None:
+        """Raises ValueError if ``formulas`` have another form than the layouts."""
+        before, now = self.formulas, formulas
+        is_same = (before.split, before.flatten) == (now.split, now.flatten)
+        if not is_same and before.form != now.form:
+            raise ValueError(
+                f"split and flatten of {self.described} were {before.form} when this Muon was built and are {now.form} now; "
+                "build a new Muon"
+            )
+
     def begin(
         self, formulas: Any, grad: Tensor | None, state: MutableMapping[str, Any]
     ) -> None:

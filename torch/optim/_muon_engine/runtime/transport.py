@@ -6,6 +6,7 @@ change a call.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -29,9 +30,10 @@ from torch.optim._muon_engine.schedule.packs import (
 
 
 class Memory:
-    """Bytes for packs. Unless ``keep``, a device has room for them during a step only.
+    """Bytes for packs, and scratch memory. Unless ``keep``, a device has packs during a step only.
 
-    Storages are emptied and filled again, as FSDP2 does, so that views of them stay valid.
+    Entering this object allocates the storages of packs, and leaving it empties them, as FSDP2 does. So
+    views of them stay valid.
     """
 
     def __init__(self, device: torch.device, keep: bool) -> None:
@@ -39,20 +41,35 @@ class Memory:
         self._is_freed = device.type != "cpu" and not keep
         # Each storage with its size in bytes.
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        # Views of the memory that one matrix after another uses, by purpose, dtype and device, and by shape.
+        self._scratch: dict[Any, dict[Any, Tensor]] = {}
 
     def empty(self, nbytes: int) -> Tensor:
         made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._storages.append((made.untyped_storage(), nbytes))
         return made
 
-    def allocate(self) -> None:
+    def scratch(self, purpose: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A tensor of ``shape``, valid until the next call with this purpose."""
+        views = self._scratch.setdefault((purpose, like.dtype, like.device), {})
+        if shape not in views:
+            numel = math.prod(shape)
+            if numel > len(views.get(None, ())):
+                views.clear()
+                views[None] = like.new_empty(numel)
+            views[shape] = views[None][:numel].view(shape)
+        return views[shape]
+
+    def __enter__(self) -> None:
         for storage, nbytes in self._storages:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
 
-    def free(self) -> None:
+    def __exit__(self, *error: object) -> None:
         for storage, _ in self._storages if self._is_freed else ():
             storage.resize_(0)
+        if self._device.type != "cpu":
+            self._scratch.clear()
 
 
 class Levels(NamedTuple):

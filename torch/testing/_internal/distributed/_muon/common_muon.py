@@ -32,7 +32,7 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
 )
-from torch.optim import _muon, Muon
+from torch.optim import _muon_formulas, Muon
 from torch.optim._muon_engine import process_groups
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
@@ -367,8 +367,10 @@ class NewtonSchulzCalls:
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
-        self._original = _muon.newton_schulz
-        self._patch = mock.patch.object(_muon, "newton_schulz", side_effect=self._call)
+        self._original = _muon_formulas.newton_schulz
+        self._patch = mock.patch.object(
+            _muon_formulas, "newton_schulz", side_effect=self._call
+        )
 
     def _call(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
         batch = x.shape[:-2].numel()

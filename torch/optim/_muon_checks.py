@@ -1,0 +1,171 @@
+# mypy: allow-untyped-defs
+"""Checks of what users pass to a Muon: parameters, parameter groups, the config and checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from difflib import get_close_matches
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ._muon_formulas import MuonFormulas
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.optim._muon_engine.config import DistributedConfig
+
+
+_KERNELS = (
+    "with allow_batched_matrices=True, a convolution is a stack of small matrices to Muon. flatten=True in its "
+    "parameter group makes it one matrix"
+)
+
+
+def _storage_is_gone(param: Tensor) -> bool:
+    """Whether ``param.data = dtensor`` has destroyed ``param``.
+
+    PyTorch accepts that assignment to a plain Parameter and leaves a tensor of the global shape over a
+    null pointer. The next kernel that reads the tensor crashes the process.
+    """
+    if type(param) not in (Tensor, torch.nn.Parameter) or param.device.type == "meta":
+        return False
+    if torch._is_functional_tensor(param) or param.layout != torch.strided:
+        return False
+    # A storage that FSDP1 or the user freed has no bytes. This one has.
+    has_bytes = param.untyped_storage().nbytes() > 0
+    return param.numel() > 0 and has_bytes and torch.Tensor.data_ptr(param) == 0
+
+
+def problem_with(
+    param: Tensor, which: str, form: tuple, reader: str | None, takes_stacks: bool
+) -> str:
+    """Why Muon cannot take ``param``; "" if it can. ``reader`` is the config's, if it has one."""
+    shape, (split, flatten) = tuple(param.shape), form
+    flatten = flatten and param.ndim > 2
+    if _storage_is_gone(param):
+        return (
+            f"{which}, of size {shape}, has no storage, because `param.data = dtensor` destroys a plain "
+            "Parameter. Write `module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, placements))` "
+            "instead, or use distribute_module, parallelize_module or fully_shard"
+        )
+    if flatten and not param.is_contiguous():
+        return f"{which} of shape {shape} is not contiguous, so flatten=True would copy it; make it contiguous"
+    is_flat = getattr(param, "_fsdp_flattened", False)
+    is_stack = takes_stacks and param.ndim > 2 and not is_flat
+    # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
+    is_known = param.ndim == 1 and reader == "process_groups"
+    if not (param.ndim == 2 or flatten or is_stack or is_known):
+        hint = ""
+        if is_flat:
+            hint = ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group=model.process_group, module=model)"
+        elif param.ndim > 2:
+            hint = (
+                ". flatten=True in its parameter group takes it as one matrix, dimension 0 by all others; "
+                "allow_batched_matrices=True as a stack of matrices of its last two dimensions"
+            )
+        return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({which}){hint}"
+    if reader is not None or not (split.sizes or flatten):
+        return ""
+    if type(param) not in (Tensor, torch.nn.Parameter):
+        return f"{which} is a {type(param).__name__}, which only a distributed_config can split or flatten"
+    if not split.sizes:
+        return ""
+    whole = param.flatten(1) if flatten else param
+    text = split.problem_with(whole.shape[-2:], split.dim + whole.ndim - 2)
+    return f"{which} of shape {shape}: {text}" if text else ""
+
+
+def find_problem(muon: Any, first_group: int = 0) -> ValueError | None:
+    """The error for an invalid parameter in ``first_group`` or later, if there is one."""
+    config, groups = muon._distributed_config, muon.param_groups
+    reader = None if config is None else config.state.get("reader")
+    stacks = muon._allow_batched_matrices
+    forms = [MuonFormulas.of_group(group).form for group in groups]
+    seen: dict[Tensor, str] = {}
+    for index, (number, name, param) in enumerate(named(groups)):
+        if number < first_group:
+            continue
+        which = f"parameter {index}" + (f" {name!r}" if name else "")
+        other = seen.setdefault(param, which)
+        if other != which and config is not None:
+            text = f"{other} and {which} are the same tensor; pass tied weights to Muon once"
+        else:
+            text = problem_with(param, which, forms[number], reader, stacks)
+        if text:
+            return ValueError(text)
+    return None
+
+
+def named(groups: Sequence[dict]) -> Iterator[tuple[int, str | None, Tensor]]:
+    """The group, the name if known, and the tensor of each parameter."""
+    for number, group in enumerate(groups):
+        names, params = group.get("param_names"), group["params"]
+        if names is None or len(names) != len(params):
+            # The list of parameters changed without the names.
+            names = [None] * len(params)
+        for name, param in zip(names, params, strict=True):
+            yield number, name, param
+
+
+def warn_about(
+    group: dict[str, Any],
+    earlier: Sequence[dict[str, Any]],
+    defaults: dict[str, Any],
+    takes_stacks: bool,
+) -> None:
+    """Warns about probable mistakes in a new parameter group."""
+    if takes_stacks and _has_kernels(group) and not any(map(_has_kernels, earlier)):
+        warnings.warn(_KERNELS, stacklevel=3)
+    # Users and schedulers add keys of their own, which resemble none of these.
+    options = {*defaults, "params", "param_names"}
+    for key in group.keys() - options:
+        for near in get_close_matches(str(key), sorted(options), 1):
+            text = f"Muon ignores {key!r} of a parameter group. Is it {near!r}?"
+            warnings.warn(text, stacklevel=3)
+
+
+def _has_kernels(group: dict[str, Any]) -> bool:
+    """Whether a group has stacks of matrices with fewer columns than those of any expert."""
+    small = [p for p in group["params"] if p.ndim > 2 and p.shape[-1] <= 16]
+    return bool(small) and not group["flatten"]
+
+
+def check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
+    """Raises ValueError, before anything changes, if ``loaded`` is from another model."""
+    for mine, group in zip(groups, loaded["param_groups"], strict=True):
+        if not group.keys() - {"params", "param_names"}:
+            # torch.distributed.checkpoint saves no options of a group without parameters.
+            group.update({k: v for k, v in mine.items() if k != "params"})
+        # A checkpoint of stock Muon does not know them, but they say what the parameters are.
+        for option in ("split", "flatten"):
+            group.setdefault(option, mine[option])
+    for index, (_, name, param) in enumerate(named(groups)):
+        state = loaded["state"].get(param)
+        buffer = state.get("momentum_buffer") if state else None
+        # FSDP1 flattens its parameters, and unflattens them for checkpoints.
+        flat = getattr(param, "_fsdp_flattened", False)
+        if isinstance(buffer, Tensor) and not flat and buffer.shape != param.shape:
+            raise ValueError(
+                f"this state_dict is of another model: the momentum buffer of parameter {name or index} of shape "
+                f"{tuple(param.shape)} has shape {tuple(buffer.shape)}"
+            )
+
+
+def checked_config(config: DistributedConfig | str | None) -> DistributedConfig | None:
+    """The config of the argument ``distributed_config``. Raises TypeError if it is neither a config nor "auto"."""
+    if config is None:
+        return None
+    from torch.optim.muon import create_dtensor_config, DistributedConfig
+
+    if config == "auto":
+        return create_dtensor_config()
+    if not isinstance(config, DistributedConfig):
+        found = repr(config) if isinstance(config, str) else type(config).__name__
+        raise TypeError(
+            f'distributed_config must be a torch.optim.muon.DistributedConfig or "auto" but is {found}'
+        )
+    return config

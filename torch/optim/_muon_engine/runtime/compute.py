@@ -1,0 +1,236 @@
+"""The local part of a step: from gradients to packed regions, and from updates to parameters."""
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The public profiler range costs tens of microseconds even when no profiler runs.
+from torch._C._profiler import _RecordFunctionFast
+from torch.optim._muon_engine.layouts import listed, Region
+from torch.optim._muon_engine.runtime import Matrix, Param
+from torch.optim._muon_engine.runtime.relays import LocalRelay
+from torch.optim._muon_engine.runtime.transport import (
+    copy_all,
+    LocalBucket,
+    Memory,
+    named,
+)
+
+
+log = logging.getLogger("torch.optim.muon")
+
+# Accelerators blend and apply regions of this many bytes at once, unless one region is larger.
+PREPARED_BYTES = 64 * 1024**2
+
+# A region of a matrix, and the tensor that is its source or target; None for no update.
+Move = tuple[Matrix, Region, Any]
+
+
+class Compute:
+    """Reads gradients and momentum into packs, orthogonalizes, and applies updates.
+
+    A CPU takes one matrix after another, while it is in the cache. Accelerators make few launches.
+    """
+
+    def __init__(self, rank: int, device: torch.device, memory: Memory) -> None:
+        self.rank = rank
+        self.device = device
+        self.memory = memory
+        # The phase and matrices at hand, for error messages.
+        self._at: tuple[str, Sequence[Matrix]] = ("", ())
+
+    @property
+    def where(self) -> str:
+        """The phase of the step that is running or failed; "" between steps."""
+        phase, matrices = self._at
+        described = [matrix.layout.describe() for matrix in matrices]
+        return f"{phase} of {listed(described)}" if phase else ""
+
+    def _phase(
+        self, phase: str, of: LocalBucket | LocalRelay
+    ) -> AbstractContextManager[Any]:
+        """Names a phase for error messages, and for a profiler."""
+        self._at = phase, of.matrices
+        return _RecordFunctionFast(f"Muon {phase}, {of.name}")
+
+    def _log(self, phase: str, matrices: Iterable[Matrix]) -> None:
+        if log.isEnabledFor(logging.DEBUG):
+            for matrix in matrices:
+                values = self.rank, phase, matrix.layout.describe(), matrix.owner
+                log.debug("rank %d: %s %s, owner %d", *values)
+
+    def pack(self, bucket: LocalBucket) -> None:
+        """Accumulates the gradients of the bucket's matrices, and packs this rank's shards."""
+        one_by_one = [[matrix] for matrix in bucket.matrices]
+        for part in one_by_one if self.device.type == "cpu" else [bucket.matrices]:
+            self._at = "accumulate", part
+            accumulate(matrix.param for matrix in part)
+            self._at = "gather", part
+            self._log("gather", part)
+            self.prepare(
+                (matrix, region, view)
+                for matrix in part
+                for _, region, view in bucket.gather_send.of(matrix.number)
+            )
+
+    def prepare(self, targets: Iterable[Move]) -> None:
+        """Writes regions of the tensors to orthogonalize: momentum, blended with the gradient if nesterov.
+
+        Without a gradient, that is momentum, so that the owner receives defined values.
+        """
+        for some in self._alike(targets, _prepare_key):
+            prepared = self._prepared([(m, region) for m, region, _ in some])
+            copy_all([(t, made) for (_, _, t), made in zip(some, prepared)])
+
+    def _prepared(self, regions: Sequence[tuple[Matrix, Region]]) -> Sequence[Tensor]:
+        momenta = [region.of_local(m.param.momentum) for m, region in regions]
+        grads = [region.of_local(m.param.lookahead) for m, region in regions]
+        out = None
+        if self.device.type == "cpu":
+            out = self.memory.scratch("prepared", momenta[0].shape, momenta[0])
+        return regions[0][0].param.formulas.prepare(momenta, grads, out)
+
+    def batches(self, bucket: LocalBucket) -> list[list[Matrix]]:
+        """This rank's matrices of one shape and equal options, as many as the formulas allow in a batch."""
+        found: dict[Hashable, list[list[Matrix]]] = {}
+        for matrix in bucket.matrices:
+            if matrix.owner != self.rank or not matrix.is_orthogonalized:
+                continue
+            formulas, shape = matrix.param.formulas, matrix.layout.shape
+            # The blocks of a divided matrix come first in a bucket, and each is alone.
+            alone = matrix.number if matrix.products is not None else None
+            batches = found.setdefault((alone, formulas.compute_key, shape), [[]])
+            if len(batches[-1]) == formulas.batch_size(shape, self.device):
+                batches.append([])
+            batches[-1].append(matrix)
+        return [batch for batches in found.values() for batch in batches]
+
+    def orthogonalize(self, bucket: LocalBucket, batch: Sequence[Matrix]) -> None:
+        """Computes the updates of ``batch``, packs them for their holders, and applies this rank's part."""
+        with self._phase("orthogonalize", bucket):
+            self._at = "assemble", batch
+            self._log("orthogonalize", batch)
+            shape = (len(batch), *batch[0].layout.shape)
+            whole = self.memory.scratch("whole", shape, bucket.scatter_send.flat)
+            wholes = whole.unbind()
+            self.assemble(bucket, batch, wholes)
+            self._at = "orthogonalize", batch
+            formulas, products = batch[0].param.formulas, batch[0].products
+            if products is not None:
+                with named("Newton-Schulz", batch, products.ranks):
+                    updates = [formulas.orthogonalize(wholes[0], products)]
+            elif len(batch) == 1:
+                updates = [formulas.orthogonalize(wholes[0])]
+            else:
+                updates = list(formulas.orthogonalize(whole).unbind())
+            for i, update in enumerate(updates):
+                if not update.is_contiguous():
+                    # Transposing a tall update once is faster than transposing each region of it.
+                    updates[i] = wholes[i].copy_(update)
+            made = list(zip(batch, updates, strict=True))
+            copy_all(
+                [
+                    (view, region.of_matrix(update))
+                    for matrix, update in made
+                    for _, region, view in bucket.results_of(matrix.number)
+                ]
+            )
+            # The owner's own part of an update is not sent.
+            self._at = "apply", batch
+            self._log("apply", batch)
+            self.apply(
+                (matrix, region, region.of_matrix(update))
+                for matrix, update in made
+                for region in (matrix.shard if matrix.applies else ())
+            )
+
+    def assemble(
+        self, bucket: LocalBucket, batch: Sequence[Matrix], wholes: Sequence[Tensor]
+    ) -> None:
+        """Fills ``wholes`` from the received regions and from this rank's own."""
+        own: list[Move] = []
+        received: list[tuple[Tensor, Tensor]] = []
+        for matrix, out in zip(batch, wholes, strict=True):
+            if matrix.layout.shards.partial:
+                self._add_contributions(bucket, matrix, out)
+                continue
+            own += [(matrix, r, r.of_matrix(out)) for r in matrix.sent]
+            packed = bucket.gather_recv.of(matrix.number)
+            received += [(region.of_matrix(out), view) for _, region, view in packed]
+        self.prepare(own)
+        copy_all(received)
+
+    def _add_contributions(
+        self, bucket: LocalBucket, matrix: Matrix, out: Tensor
+    ) -> None:
+        """Adds the contributions to a sum in the order of their ranks, whoever owns the matrix."""
+        layout = matrix.layout
+        total = torch.zeros(layout.shape, dtype=layout.dtype, device=out.device)
+        contributions = [
+            (layout.shards.contribution_of(rank), region, view)
+            for rank, region, view in bucket.gather_recv.of(matrix.number)
+        ]
+        own = layout.shards.contribution_of(self.rank)
+        for region in matrix.sent:
+            (prepared,) = self._prepared([(matrix, region)])
+            contributions.append((own, region, prepared.clone()))
+        for _, region, tensor in sorted(contributions, key=lambda part: part[0]):
+            region.of_matrix(total).add_(tensor)
+        out.copy_(total)
+
+    def apply(self, moves: Iterable[Move]) -> None:
+        """Decays regions of parameters, and updates those that have an update."""
+        for some in self._alike(moves, _apply_key):
+            (matrix, _, first), formulas = some[0], some[0][0].param.formulas
+            local = [m.local(region) for m, region, _ in some]
+            updates = None
+            if first is not None:
+                # Parameters may be offloaded to a CPU.
+                updates = [u.to(l.device) for (_, _, u), l in zip(some, local)]
+            formulas.apply(local, updates, matrix.layout.whole)
+
+    def _alike(
+        self, moves: Iterable[Move], key: Callable[[Move], Hashable]
+    ) -> Iterator[Sequence[Move]]:
+        """Moves with equal keys: one by one on a CPU, up to ``PREPARED_BYTES`` at once elsewhere."""
+        if self.device.type == "cpu":
+            yield from ([move] for move in moves)
+            return
+        alike: dict[Hashable, list[list[Move]]] = {}
+        room: dict[Hashable, int] = {}
+        for move in moves:
+            matrix, region, _ = move
+            nbytes, of = region.numel * matrix.layout.dtype.itemsize, key(move)
+            if room.get(of, -1) < nbytes:
+                alike.setdefault(of, []).append([])
+                room[of] = max(nbytes, PREPARED_BYTES)
+            room[of] -= nbytes
+            alike[of][-1].append(move)
+        for lists in alike.values():
+            yield from lists
+
+
+def _prepare_key(move: Move) -> Hashable:
+    return id(move[0].param.formulas)
+
+
+def _apply_key(move: Move) -> Hashable:
+    matrix, _, update = move
+    return id(matrix.param.formulas), matrix.layout.whole, update is None
+
+
+def accumulate(params: Iterable[Param]) -> None:
+    """Takes each parameter's gradient into its momentum, once per step."""
+    together: dict[int, list[Param]] = {}
+    for param in params:
+        if param.take_gradient():
+            together.setdefault(id(param.formulas), []).append(param)
+    for of_formulas in together.values():
+        of_formulas[0].formulas.accumulate(
+            [param.momentum for param in of_formulas],
+            [param.grad for param in of_formulas if param.grad is not None],
+        )

@@ -1,0 +1,220 @@
+# mypy: allow-untyped-defs
+"""The hyperparameters of a Muon, and the phases of a step that they define.
+
+A single process runs the phases in order. With a ``distributed_config``, the engine in
+``torch.optim._muon_engine`` runs the same phases between its collectives.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ._muon_split import Split
+from ._newton_schulz import as_tuples, check_newton_schulz, newton_schulz, NS_DTYPE
+from .optimizer import _to_scalar
+
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping, Sequence
+
+    from ._newton_schulz import Coefficients
+
+
+# Maximum bytes of matrices in one batched Newton-Schulz. Its workspace is four times as large.
+_BATCH_BYTES = 64 * 1024**2
+
+
+def _adjust_lr(
+    lr: float | Tensor, adjust_lr_fn: str | None, param_shape: Sequence[int]
+) -> float | Tensor:
+    """Scales ``lr`` for a matrix of the *global* shape ``param_shape``.
+
+    ``None`` and "original" follow Jordan, "match_rms_adamw" Liu et al.
+    (https://arxiv.org/abs/2502.16982), "spectral_unclamped" Bernstein
+    (https://jeremybernste.in/writing/deriving-muon).
+    """
+    rows, columns = param_shape[:2]
+    if adjust_lr_fn is None or adjust_lr_fn == "original":
+        ratio = math.sqrt(max(1, rows / columns))
+    elif adjust_lr_fn == "match_rms_adamw":
+        ratio = 0.2 * math.sqrt(max(rows, columns))
+    elif adjust_lr_fn == "spectral_unclamped":
+        ratio = math.sqrt(rows / columns)
+    else:
+        ratio = 1.0
+    return lr * ratio
+
+
+class MuonFormulas(NamedTuple):
+    """The hyperparameters of one parameter group in one step, and the phases that they define."""
+
+    lr: float | Tensor
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_coefficients: Coefficients | Sequence[Coefficients]
+    ns_steps: int
+    eps: float
+    adjust_lr_fn: str | None
+    # Checkpoints of the first Muon do not have the options with defaults.
+    foreach: bool | None = None
+    ns_algorithm: str = "quintic"
+    split: Sequence[int] | dict[str, Any] | None = None
+    flatten: bool = False
+
+    @classmethod
+    def of_group(cls, group: MutableMapping[str, Any]) -> MuonFormulas:
+        values = {name: group[name] for name in cls._fields}
+        values["ns_coefficients"] = as_tuples(values["ns_coefficients"])
+        return cls(**{**values, "lr": _to_scalar(values["lr"])})
+
+    @property
+    def compute_key(self) -> tuple:
+        """Matrices with equal keys may share a batch."""
+        # The functional form may be given lists.
+        coefficients = as_tuples(self.ns_coefficients)
+        return coefficients, self.ns_steps, self.eps, self.ns_algorithm, self.foreach
+
+    @property
+    def _readable_lr(self) -> float | None:
+        """The learning rate; None for a Tensor whose value would cost a synchronization."""
+        if not isinstance(self.lr, Tensor):
+            return float(self.lr)
+        return float(self.lr) if type(self.lr) is Tensor and self.lr.is_cpu else None
+
+    @property
+    def moves(self) -> bool:
+        """Whether a step moves parameters. Checkpoints make a step that does not."""
+        return self._readable_lr != 0
+
+    @property
+    def digest(self) -> int:
+        """32 bits of the values in this step, whatever their types."""
+        lr, adjust_lr_fn = self._readable_lr, self.adjust_lr_fn or "original"
+        values = self._replace(
+            lr=lr, adjust_lr_fn=adjust_lr_fn, foreach=None, split=None
+        )
+        return zlib.crc32(repr(_plain(values)).encode())
+
+    @property
+    def form(self) -> tuple[Split, bool]:
+        """How a parameter becomes matrices: ``split``, ``flatten``."""
+        return Split.of(self.split), bool(self.flatten)
+
+    def matrices(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The matrices in a parameter, as views; of three dimensions if ``split`` has repeats.
+
+        A DTensor stays whole, because its views may be copies.
+        """
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return [tensor]
+        split, flatten = self.form
+        if flatten and tensor.ndim > 2 and not tensor.is_contiguous():
+            raise ValueError(
+                f"flatten=True takes contiguous parameters and momentum, not one of shape {tuple(tensor.shape)} and "
+                f"strides {tensor.stride()}; make it contiguous"
+            )
+        # Detached: autograd forbids writes to the views that split and unbind return.
+        stack = [tensor.detach() if tensor.ndim > 2 or split.sizes else tensor]
+        if flatten and tensor.ndim > 2:
+            stack = [stack[0].flatten(1)]
+        while stack[0].ndim > 2:
+            stack = [matrix for one in stack for matrix in one.unbind()]
+        return [part for matrix in stack for part in split.parts(matrix)]
+
+    def check(self) -> None:
+        """Raises ValueError if the hyperparameters are invalid."""
+        check_newton_schulz(self.ns_coefficients, self.ns_steps, self.ns_algorithm)
+
+    def signature(self) -> dict[str, str]:
+        """The values that ranks compare at construction. The value of a Tensor may change meanwhile."""
+        split, flatten = self.form
+        values = self._replace(split=split, flatten=flatten)._asdict()
+        return {
+            name: "a Tensor" if isinstance(value, Tensor) else str(value)
+            for name, value in values.items()
+        }
+
+    def accumulate(self, bufs: list[Tensor], grads: list[Tensor]) -> None:
+        """Takes gradients into momentum, for whole matrices or for pieces of them."""
+        if len(grads) == 1:
+            bufs[0].lerp_(grads[0], 1 - self.momentum)
+        else:
+            torch._foreach_lerp_(bufs, grads, 1 - self.momentum)
+
+    def prepare(
+        self, bufs: list[Tensor], grads: list[Tensor], out: Tensor | None = None
+    ) -> Sequence[Tensor]:
+        """Returns the tensors to orthogonalize: momentum, blended with ``grads`` if nesterov.
+
+        ``out`` gets the result if there is one tensor.
+        """
+        if not self.nesterov:
+            return bufs
+        if len(grads) == 1:
+            return [torch.lerp(grads[0], bufs[0], self.momentum, out=out)]
+        return torch._foreach_lerp(grads, bufs, self.momentum)
+
+    def orthogonalize(self, prepared: Tensor, products: Any = None) -> Tensor:
+        """Returns the update of one matrix, or of a batch (matrices, rows, columns).
+
+        ``products`` computes with the other owners of a divided matrix.
+        """
+        x, steps, algorithm = prepared.to(NS_DTYPE), self.ns_steps, self.ns_algorithm
+        coefficients = self.ns_coefficients
+        return newton_schulz(x, coefficients, steps, self.eps, algorithm, products)
+
+    def update_of(self, prepared: Tensor) -> Tensor:
+        """Like :meth:`orthogonalize`, for one of :meth:`matrices` and in its shape."""
+        update = self.orthogonalize(self.form[0].joined(prepared))
+        return update if prepared.ndim == 2 else update.reshape(prepared.shape)
+
+    def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
+        """How many matrices of ``shape`` a distributed step orthogonalizes in one batch."""
+        if self.foreach is False or (self.foreach is None and device.type == "cpu"):
+            return 1
+        return max(1, _BATCH_BYTES // max(1, math.prod(shape) * NS_DTYPE.itemsize))
+
+    def apply(
+        self, params: list[Tensor], updates: list[Tensor] | None, shape: Sequence[int]
+    ) -> None:
+        """Decays and updates matrices, or pieces of matrices, of the global ``shape``."""
+        decay = 1 - self.lr * self.weight_decay
+        # ``alpha`` may be a Tensor of one element, which the stubs do not know.
+        alpha: Any = -_adjust_lr(self.lr, self.adjust_lr_fn, shape)
+        # Reading a Tensor on the host would wait for its device.
+        is_on_device = isinstance(self.lr, Tensor) and not self.lr.is_cpu
+        if len(params) == 1 and not is_on_device:
+            params[0].mul_(decay)
+            if updates is not None:
+                params[0].add_(updates[0], alpha=alpha)
+            return
+        torch._foreach_mul_(params, decay)
+        if updates is not None:
+            updates = _of_one_dtype(params, updates)
+            if is_on_device:
+                updates, alpha = list(torch._foreach_mul(updates, alpha)), 1
+            torch._foreach_add_(params, updates, alpha=float(alpha))
+
+
+def _of_one_dtype(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
+    """``updates`` in the dtype of ``params``. Accelerators add mixed dtypes in one launch per tensor."""
+    if params[0].is_cpu or params[0].dtype == updates[0].dtype:
+        return updates
+    flat = params[0].new_empty(sum(update.numel() for update in updates))
+    parts = flat.split([update.numel() for update in updates])
+    cast = [part.view(update.shape) for part, update in zip(parts, updates)]
+    torch._foreach_copy_(cast, updates)
+    return cast
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with floats for numbers and lists for tuples, which checkpoints exchange for each other."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(element) for element in value]
+    return value if value is None or isinstance(value, str) else float(value)
