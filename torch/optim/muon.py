@@ -10,7 +10,7 @@ Importing this module does not import ``torch.distributed``. Its functions impor
 from __future__ import annotations
 
 import warnings
-from typing import Any, TYPE_CHECKING
+from typing import Any, Literal, TYPE_CHECKING
 
 from torch import nn, Tensor
 from torch.optim._muon import Muon
@@ -42,7 +42,7 @@ __all__ = [
 def create_dtensor_config(
     async_gpu_parallelism: bool = True,
     prefetch_count: int = 1,
-    owners_per_matrix: int = 1,
+    owners_per_matrix: int | Literal["auto"] = 1,
     keep_buffers: bool = False,
 ) -> DistributedConfig:
     r"""Makes the config for parameters that are DTensors: FSDP2, TP, ``distribute_tensor`` and mixes.
@@ -53,10 +53,11 @@ def create_dtensor_config(
     Args:
         async_gpu_parallelism (bool, optional): see :class:`DistributedConfig` (default: True)
         prefetch_count (int, optional): see :class:`DistributedConfig` (default: 1)
-        owners_per_matrix (int, optional): number of ranks that orthogonalize a large matrix together. With
-            fewer matrices than ranks, one owner's Newton-Schulz takes the whole step;
-            :meth:`Muon.describe` advises a number. Only 1 gives the bits of a single process. A config with a
-            function of yours has one owner per matrix. (default: 1)
+        owners_per_matrix (int or "auto", optional): number of ranks that orthogonalize a large matrix
+            together. With fewer matrices than ranks, one owner's Newton-Schulz takes the whole step. "auto"
+            chooses 1 to 16 neighbouring ranks of a node for the matrices of each shape, by the FLOPs and
+            links of H100s; :meth:`Muon.describe` shows the choice. Only 1 gives the bits of a single
+            process. A config with a function of yours has one owner per matrix. (default: 1)
         keep_buffers (bool, optional): whether accelerators keep the memory for the exchange between steps,
             at the same addresses. By default it exists during a step only, and CPUs always keep it
             (default: False)
@@ -94,7 +95,7 @@ def create_auto_config(
     pp_stage_id: int | None = None,
     pp_num_stages: int | None = None,
     module: nn.Module | None = None,
-    owners_per_matrix: int = 1,
+    owners_per_matrix: int | Literal["auto"] = 1,
     keep_buffers: bool = False,
 ) -> DistributedConfig:
     r"""Makes the config for parameters that process groups share: DDP, FSDP1, tensors cut by hand.
@@ -195,9 +196,10 @@ def _config(
     state: dict[str, Any], async_gpu_parallelism: bool, prefetch_count: int
 ) -> DistributedConfig:
     owners_per_matrix = state["owners_per_matrix"]
-    if type(owners_per_matrix) is not int or owners_per_matrix < 1:
+    is_number = type(owners_per_matrix) is int and owners_per_matrix > 0
+    if not is_number and owners_per_matrix != "auto":
         raise ValueError(
-            f"owners_per_matrix must be an int >= 1 but is {owners_per_matrix!r}"
+            f'owners_per_matrix must be an int >= 1 or "auto" but is {owners_per_matrix!r}'
         )
     # These functions import torch.distributed.
     from torch.optim._muon_engine import callbacks

@@ -4,6 +4,7 @@
 import contextlib
 import copy
 import itertools
+import os
 import warnings
 import zlib
 from unittest import mock
@@ -400,6 +401,9 @@ class TestMuonDivided(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         with (
             mock.patch.object(schedule_owners, "MIN_DIVIDED", 16),
             mock.patch.object(schedule_owners, "MIN_LOAD", 0.0),
+            # "auto" finds it worth the collectives.
+            mock.patch.object(schedule_owners, "FLOPS", 1),
+            mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"),
             mock.patch.object(buckets, "MAX_REPLICAS", max_replicas),
             # The rounding of few products shows in small matrices.
             mock.patch.object(shared, "_PARTS", 16),
@@ -462,6 +466,7 @@ class TestMuonDivided(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             ((grid, R, S0), 2, 1, (True, 3), {"ns_coefficients": [COEFFICIENTS] * 5}),
             ((grid, S0, S1), 3, 4, (True, 1), {"ns_algorithm": "symmetric"}),
             ((grid, S0, S1), 2, 4, (True, 1), {"foreach": True}),
+            ((line, S1), "auto", 4, (True, 1), {}),
         ):
             with self.small(max_replicas=replicas):
                 self.check(
@@ -533,14 +538,19 @@ class TestMuonDivided(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_errors_and_description(self):
         for factory in (create_auto_config, create_dtensor_config):
-            for number in (0, -1, 2.0, True, None):
-                pattern = "owners_per_matrix must be an int >= 1"
+            for number in (0, -1, 2.0, True, None, "all"):
+                pattern = 'owners_per_matrix must be an int >= 1 or "auto"'
                 with self.assertRaisesRegex(ValueError, pattern):
                     factory(owners_per_matrix=number)
         layout = self.placed(mesh_of(4), S0)
         with self.small():
             twins = self.twins(layout, create_dtensor_config(owners_per_matrix=2))
             self.assertRegex(twins.optimizer.describe(), "parameter 0 1/2")
+            text = self.twins(layout, create_dtensor_config()).optimizer.describe()
+            self.assertRegex(text, r'is 1; "auto" would have \d for \d+ x \d+')
+            config = create_dtensor_config(owners_per_matrix="auto")
+            text = self.twins(layout, config).optimizer.describe()
+            self.assertRegex(text, r"owners_per_matrix has \d for \d+ x \d+")
             config = create_dtensor_config(owners_per_matrix=1 + self.rank % 2)
             self.assertRaisesEverywhere(
                 lambda: self.twins(layout, config), ValueError, "ranks disagree"

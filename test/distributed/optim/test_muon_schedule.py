@@ -2,15 +2,20 @@
 """The schedule of the distributed Muon as the pure function that it is: all ranks played in one process."""
 
 import itertools
+import random
 from collections import Counter
 from unittest import mock
 
 import torch
 from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
-from torch.optim._muon_engine.schedule import buckets
+from torch.optim._muon_engine.schedule import buckets, owners
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
 from torch.optim._muon_engine.schedule.owners import (
     assign_owners,
+    best_division,
+    Class,
+    classes_of,
+    divided,
     newton_schulz_flops,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
@@ -42,6 +47,74 @@ def shards_of(shapes, fsdp, tp=1, replicas=1):
 
 def scheduled(layouts, **options):
     return make_schedule(layouts, assign_owners(layouts), torch.bfloat16, **options)
+
+
+class TestMuonDivision(TestCase):
+    """``owners_per_matrix="auto"``."""
+
+    def test_busiest_rank(self):
+        """The time of many owners at once is that of one matrix after another."""
+        draw = random.Random(3)
+        for _ in range(200):
+            ranks = draw.choice((1, 4, 8, 12))
+            members = {
+                Class((8, at), "quintic"): draw.randint(1, 30) for at in range(3)
+            }
+            count = draw.choice([n for n in (1, 2, 4) if ranks % n == 0])
+            taken = {of: (draw.randint(1, 9), count) for of in members}
+            busy = [0] * ranks
+            for of in sorted(taken, key=lambda of: -taken[of][0]):
+                seconds, _ = taken[of]
+                teams = [range(at, at + count) for at in range(0, ranks, count)]
+                for _ in range(members[of]):
+                    team = min(teams, key=lambda team: max(busy[r] for r in team))
+                    end = max(busy[r] for r in team) + seconds
+                    for rank in team:
+                        busy[rank] = end
+            self.assertEqual(owners._busiest(taken, members, ranks), max(busy))
+
+    def test_classes_have_their_own_numbers(self):
+        large, small, tiny = (32768, 8192), (4096, 4096), (512, 8192)
+        layouts = shards_of([large] * 4 + [small] * 4 + [tiny] * 4, 64)
+        found = best_division(Counter(classes_of(layouts)), 64, 8).owners
+        self.assertEqual([found[Class(s)] for s in (large, small, tiny)], [8, 1, 1])
+        blocks = Counter(layout.key.index for layout in divided(layouts, "auto", 8))
+        self.assertEqual([blocks[i] for i in (0, 4, 8)], [8, 1, 1])
+        # Owners are ranks of one node, and never more than the ranks.
+        for ranks, per_node, expected in (
+            (64, 1, 1),
+            (64, 4, 4),
+            (2, 8, 2),
+            (64, 64, 16),
+        ):
+            alone = best_division({Class(large): 1}, ranks, per_node).owners
+            self.assertEqual(alone, {Class(large): expected})
+        # Where every rank has many matrices, more owners cost more than they save.
+        self.assertEqual(
+            set(best_division({Class(large): 999}, 8, 8).owners.values()), {1}
+        )
+
+    def test_replicas(self):
+        """A block is a shard, or the replicas of some shards would relay more than others."""
+        (layout,) = shards_of([(32768, 8192)], 4, replicas=16)
+        (of,) = classes_of([layout])
+        self.assertEqual(of.shards, 4)
+        self.assertEqual(best_division({of: 1}, 64, 8).owners, {of: 4})
+
+    def test_algorithms(self):
+        """Newton-Schulz that takes less time is worth fewer owners."""
+        shape = (8192, 4096)
+        work = [
+            newton_schulz_flops(shape, algorithm=a)
+            for a in ("quintic", "symmetric", "gram")
+        ]
+        units = [f / 2 / 4096**3 for f in work]
+        self.assertEqual(units, [25, 5 * (13 * 2 + 5) / 8, (2 * 13 * 2 + 5 * 14) / 8])
+        self.assertEqual(
+            newton_schulz_flops((8, 8), algorithm="gram"), 5 * 1024 * 18 // 8
+        )
+        layouts = shards_of([shape], 8)
+        self.assertEqual([c.algorithm for c in classes_of(layouts, ["gram"])], ["gram"])
 
 
 class TestMuonSchedule(TestCase):

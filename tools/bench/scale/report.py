@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.optim._muon_engine.describe import advised_owners
 from torch.optim._muon_engine.layouts import Layout
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import (
@@ -26,12 +25,12 @@ from .timeline import simulate
 
 
 # The numbers of owners per matrix that the table compares.
-OWNERS = (2, 4, 8)
+OWNERS = (2, 4, 8, "auto")
 
 
-def schedule_of(case: Case, hardware: Hardware, owners: int = 1) -> Schedule:
+def schedule_of(case: Case, hardware: Hardware, owners: int | str = 1) -> Schedule:
     """The engine's schedule on nodes of this hardware."""
-    layouts = divided(case.layouts(), owners)
+    layouts = divided(case.layouts(), owners, hardware.gpus_per_node)
     return make_schedule(
         layouts,
         assign_owners(layouts, ranks_per_node=hardware.gpus_per_node),
@@ -61,13 +60,9 @@ def report(
         "all_gather": all_gather(schedule.layouts, hardware),
         "each_replica": None,
         "one_level": None,
-        "advised": max(
-            advised_owners(schedule, group, hardware.gpus_per_node)
-            for group in {layout.group for layout in schedule.layouts}
-        ),
         "divided": {1: step.seconds},
     }
-    for owners in OWNERS if result["advised"] > 1 else ():
+    for owners in OWNERS:
         shared = schedule_of(case, hardware, owners)
         if len(shared.layouts) > len(schedule.layouts):
             many = make_plan(shared, case.world, hardware.gpus_per_node)
@@ -135,8 +130,8 @@ COLUMNS = ("ms and GB", "matrices per owner", "step", "million tokens")
 COLUMNS += ("share of a training step", "ideal", "step / ideal", "idle")
 COLUMNS += ("all-gather", "owners per replica", "one level", "sent: mean", "busiest")
 COLUMNS += ("received: mean", "busiest", "buffers", "buckets", "broadcasts")
-DIVIDED = ("ms by owners per matrix", "true limit", "1", *map(str, OWNERS), "advised")
-DIVIDED += ("1 / limit", "advised / limit")
+DIVIDED = ("ms by owners per matrix", "true limit", "1", *map(str, OWNERS))
+DIVIDED += ("1 / limit", "auto / limit", "auto / best number", "share with auto")
 
 
 def text(cases: Sequence[dict[str, Any]]) -> str:
@@ -162,7 +157,9 @@ def divided_text(cases: Sequence[dict[str, Any]]) -> str:
         limit, by_owners = max(case["share"], case["wire"]), case["divided"]
         steps = [by_owners.get(owners) for owners in (1, *OWNERS)]
         row = [case["title"], *map(milliseconds, (limit, *steps))]
-        advised = by_owners.get(case["advised"], by_owners[1])
-        row += [str(case["advised"])]
-        rows.append(row + [f"{one / limit:.2f}" for one in (by_owners[1], advised)])
+        auto = by_owners.get("auto", by_owners[1])
+        best = min(step for step in steps[:-1] if step is not None)
+        ratios = by_owners[1] / limit, auto / limit, auto / best
+        row += [f"{ratio:.2f}" for ratio in ratios]
+        rows.append([*row, f"{auto / (auto + case['rest']):.2%}"])
     return render(DIVIDED, rows)

@@ -7,9 +7,9 @@ from torch.optim._muon_engine.layouts import listed
 from torch.optim._muon_engine.process_groups import ranks_per_node
 from torch.optim._muon_engine.runtime.compute import PREPARED_BYTES
 from torch.optim._muon_engine.schedule.owners import (
+    best_division,
+    classes_of,
     flops_of,
-    is_worth_dividing,
-    newton_schulz_flops,
 )
 from torch.optim._muon_engine.schedule.packs import (
     relay_sizes,
@@ -117,24 +117,30 @@ def _table(
         sizes = map(_mib, bytes_of(schedule, group, r, prefetch_count))
         names = listed([schedule.layouts[m].key.short for m in owned[r]], 3)
         lines.append(_ROW.format(r, len(owned[r]), *work, *sizes, names).rstrip())
-    advised = advised_owners(schedule, group, ranks_per_node())
-    if advised > max(l.key.block[1] for l in schedule.layouts if l.group == group):
-        lines.append(f"  owners_per_matrix={advised} would divide the largest matrices")
+    lines += _division(schedule, group)
     if len(shown) < len(group):
         lines.append(f"  {len(group) - len(shown):,} other ranks are not shown")
     return lines
 
 
-def advised_owners(schedule: Schedule, group: tuple[int, ...], per_node: int) -> int:
-    """The ``owners_per_matrix`` that brings the largest matrix closest to the mean work of a rank."""
-    found = [l for l in schedule.layouts if l.group == group]
-    mean = sum(flops_of(layout) for layout in found) / len(group)
-    worth = [l.whole for l in found if is_worth_dividing(l, mean)]
-    heaviest = max(map(newton_schulz_flops, worth), default=0)
-    advised = 1
-    while heaviest > advised * mean and 2 * advised <= min(per_node, len(group)):
-        advised *= 2
-    return advised
+def _division(schedule: Schedule, group: tuple[int, ...]) -> list[str]:
+    """The numbers of owners that differ from one, or that "auto" would choose; at most one line."""
+    found = [l for l in schedule.layouts if l.group == group and l.key.block[0] == 0]
+    members = Counter(classes_of(found))
+    one = best_division(members, len(group), 1)
+    best = best_division(members, len(group), ranks_per_node())
+    counts = {layout.whole: layout.key.block[1] for layout in found}
+    is_divided = max(counts.values()) > 1
+    if not is_divided:
+        counts = {of.shape: count for of, count in best.owners.items()}
+    named = [f"{n} for {' x '.join(map(str, s))}" for s, n in counts.items() if n > 1]
+    if not named:
+        return []
+    verb = "has" if is_divided else 'is 1; "auto" would have'
+    times = f"{1e3 * one.seconds:.3g} to {1e3 * best.seconds:.3g} ms"
+    return [
+        f'  owners_per_matrix {verb} {listed(named, 4)}. On H100s, "auto" brings Newton-Schulz from {times}.'
+    ]
 
 
 def bytes_of(

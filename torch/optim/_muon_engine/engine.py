@@ -159,7 +159,10 @@ class Engine:
                 self.config.check()
                 if self.runs_on_engine and are_factorys(self.config, "assign"):
                     each = self.config.state.get("owners_per_matrix", 1)
-                    layouts = divided(layouts, each)
+                    formulas = [self.params[l.key.index].formulas for l in layouts]
+                    algorithms = [of.ns_algorithm for of in formulas]
+                    per_node = process_groups.ranks_per_node()
+                    layouts = divided(layouts, each, per_node, algorithms)
                 owners = self._assign(tensors, layouts)
         except Exception as raised:
             error = error or raised

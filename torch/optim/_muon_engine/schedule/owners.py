@@ -1,19 +1,35 @@
 """Which rank orthogonalizes which matrix."""
 
+import math
+from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim._muon_engine.layouts import larger_first, Layout, listed, Shards
 from torch.optim._muon_engine.layouts.divide import divide
+from torch.optim._newton_schulz import GRAM_RATIO
 
 
-def newton_schulz_flops(shape: Sequence[int], ns_steps: int = 5) -> int:
-    """Multiply-adds, doubled, of ``ns_steps`` iterations: three products on the short side."""
+def newton_schulz_flops(
+    shape: Sequence[int], ns_steps: int = 5, algorithm: str = "quintic"
+) -> int:
+    """Multiply-adds, doubled, of ``ns_steps`` iterations: three products on the short side.
+
+    "gram" has two long products in each block of three steps, and its others are symmetric, of which
+    five eighths are computed.
+    """
     short, long = sorted(shape)
-    return ns_steps * (4 * short * short * long + 2 * short**3)
+    wide, square = 2 * short * short * long, 2 * short**3
+    if algorithm == "gram" and long >= GRAM_RATIO * short:
+        blocks = -(-ns_steps // 3)
+        return (13 * blocks * wide + 5 * (4 * ns_steps - 3 * blocks) * square) // 8
+    if algorithm == "quintic":
+        return ns_steps * (2 * wide + square)
+    return ns_steps * (13 * wide + 5 * square) // 8
 
 
 # A matrix with a shorter side is not divided: the collectives of its owners take longer than they save.
@@ -23,26 +39,146 @@ MIN_DIVIDED = 2048
 MIN_LOAD = 1.0
 
 
-def is_worth_dividing(layout: Layout, mean: float) -> bool:
-    """Whether several owners are faster, where ``mean`` is the mean work of the group's ranks."""
-    is_large = min(layout.whole) >= MIN_DIVIDED
-    return is_large and newton_schulz_flops(layout.whole) > MIN_LOAD * mean
+# ``owners_per_matrix="auto"``: an H100's FLOP/s in Newton-Schulz, bytes/s in a node and between nodes, and
+# the seconds of a hop in a node. Ranks must choose the same numbers, so these are constants.
+FLOPS, NODE, NETWORK, LATENCY = 989e12 / 2, 450e9, 50e9, 0.47e-6
+# Each further owner of a matrix makes its bucket this much slower in simulations of docs/data/scale.md.
+WAIT = 0.02
+# A larger number of owners, which rounds differently, must save this part of the time.
+MIN_SAVED = 0.02
+_count = itemgetter(1)
 
 
-def divided(layouts: Sequence[Layout], owners: int) -> list[Layout]:
-    """``layouts`` with ``owners`` blocks for each matrix that is worth it."""
+class Class(NamedTuple):
+    """Matrices that have the same number of owners."""
+
+    shape: tuple[int, int]
+    algorithm: str = "quintic"
+    # The number of distinct shards if they have replicas, else 1.
+    shards: int = 1
+
+
+class Division(NamedTuple):
+    """How many owners the matrices of each class have, and the seconds that Newton-Schulz takes then."""
+
+    owners: dict[Class, int]
+    seconds: float
+
+
+def divided(
+    layouts: Sequence[Layout],
+    owners: int | str,
+    ranks_per_node: int = 1,
+    algorithms: Sequence[str] = (),
+) -> list[Layout]:
+    """``layouts`` with several blocks for each matrix that is worth it.
+
+    Args:
+        owners: the number of blocks; "auto" for :func:`best_division`.
+        algorithms: ``ns_algorithm`` of each layout (default: "quintic").
+    """
     if owners == 1:
         return list(layouts)
-    work: Counter[tuple[int, ...]] = Counter()
-    for layout in layouts:
-        work[layout.group] += newton_schulz_flops(layout.shape)
+    classes = classes_of(layouts, algorithms)
+    by_group: dict[tuple[int, ...], Counter[Class]] = {}
+    for layout, of in zip(layouts, classes):
+        by_group.setdefault(layout.group, Counter())[of] += 1
+    counts: dict[tuple[int, ...], dict[Class, int]] = {}
+    for group, members in by_group.items():
+        if owners == "auto":
+            counts[group] = best_division(members, len(group), ranks_per_node).owners
+            continue
+        work = {of: newton_schulz_flops(of.shape) for of in members}
+        least = MIN_LOAD * sum(n * work[of] for of, n in members.items()) / len(group)
+        large = [of for of in members if min(of.shape) >= MIN_DIVIDED]
+        counts[group] = {of: int(owners) for of in large if work[of] > least}
+    blocks: list[Layout] = []
     known: dict[Any, Any] = {}
-    found: list[Layout] = []
-    for layout in layouts:
-        mean = work[layout.group] / len(layout.group)
-        is_worth = is_worth_dividing(layout, mean)
-        found += divide(layout, owners if is_worth else 1, known)
-    return found
+    for layout, of in zip(layouts, classes):
+        blocks += divide(layout, counts[layout.group].get(of, 1), known)
+    return blocks
+
+
+def classes_of(
+    layouts: Sequence[Layout], algorithms: Sequence[str] = ()
+) -> list[Class]:
+    """The class of each layout; ``algorithms`` as in :func:`divided`."""
+    classes = []
+    for layout, algorithm in zip(layouts, algorithms or ["quintic"] * len(layouts)):
+        shards = layout.shards
+        count = len(shards.replica_sets) if shards.replicas > 1 else 1
+        classes.append(Class(layout.whole, algorithm, count))
+    return classes
+
+
+def best_division(
+    members: Mapping[Class, int], ranks: int, ranks_per_node: int
+) -> Division:
+    """The numbers of owners, within a node, with which a group of ``ranks`` is fastest.
+
+    It compares one number for all classes with the smallest numbers that keep each matrix within a limit.
+    The busiest rank decides, and the transfers of one matrix, which overlap with nothing.
+    """
+    choices: dict[Class, list[tuple[float, int]]] = {}
+    for of in members:
+        most = min(ranks, ranks_per_node) if min(of.shape) >= MIN_DIVIDED else 1
+        # If blocks are no shards, the replicas of some shards have more to relay than others.
+        numbers = {1, of.shards} if of.shards > 1 else {1, 2, 4, 8, 16}
+        choices[of] = [
+            (_seconds(of, n), n) for n in sorted(numbers) if n <= max(1, most)
+        ]
+    every = [choice for times in choices.values() for choice in times]
+    # (seconds, count) of each class, under each limit of the count and of the seconds.
+    divisions = [
+        [times[bisect(times, n, key=_count) - 1] for times in choices.values()]
+        for n in {n for _, n in every}
+    ]
+    divisions += [
+        [
+            next((c for c in times if c[0] <= limit), min(times))
+            for times in choices.values()
+        ]
+        for limit in {seconds for seconds, _ in every}
+    ]
+    best, shortest = Division({}, math.inf), math.inf
+    for taken in sorted(divisions, key=lambda taken: sum(map(_count, taken))):
+        by_class = dict(zip(choices, taken))
+        busy = _busiest(by_class, members, ranks)
+        bandwidth = NODE if ranks <= ranks_per_node else NETWORK
+        largest = max(math.prod(of.shape) / n for of, (_, n) in by_class.items())
+        # Both ways, in bfloat16. Owners wait for the slowest of them.
+        seconds = busy + 2 * 2 * largest / bandwidth
+        seconds *= 1 + WAIT * (max(map(_count, taken)) - 1)
+        if seconds < (1 - MIN_SAVED) * shortest:
+            counts = {of: count for of, (_, count) in by_class.items()}
+            best, shortest = Division(counts, busy), seconds
+    return best
+
+
+def _seconds(of: Class, count: int) -> float:
+    """Seconds of one matrix with ``count`` owners, and of their collectives."""
+    # Each of five steps all-reduces a float32 Gram matrix and all-gathers a bfloat16 polynomial of it.
+    moved = (count - 1) / count * min(of.shape) ** 2 * (2 * 4 + 2)
+    together = 5 * (moved / NODE + 3 * (count - 1) * LATENCY)
+    work = newton_schulz_flops(of.shape, algorithm=of.algorithm)
+    return work / count / FLOPS + together
+
+
+def _busiest(
+    taken: Mapping[Class, tuple[float, int]], members: Mapping[Class, int], ranks: int
+) -> float:
+    """Seconds of the busiest rank, if each matrix goes to the owners that are free first."""
+    busy = torch.zeros(ranks, dtype=torch.float64, device="cpu")
+    for of, (seconds, count) in sorted(taken.items(), key=lambda item: -item[1][0]):
+        teams = busy[: ranks // count * count].view(-1, count)
+        free, places = teams.amax(1).sort(stable=True)
+        free = free[: members[of]]
+        rounds = -(-members[of] // len(free)) + int((free[-1] - free[0]) / seconds)
+        ends = free[:, None] + seconds * torch.arange(1, rounds + 1, device="cpu")
+        first = ends.flatten().sort(stable=True).indices[: members[of]]
+        given = (first // rounds).bincount()
+        teams[places[: len(given)]] = (free[: len(given)] + seconds * given)[:, None]
+    return float(busy.max())
 
 
 def flops_of(layout: Layout) -> int:
