@@ -153,7 +153,7 @@ class TestMuonSplit(TestCase):
             (conv, {"flatten": True, "split": (6, 6)}, "12, but dimension 0 has 8"),
             (last, {"flatten": True}, "not contiguous.*make it contiguous"),
             (conv, {}, "flatten=True"),
-            (qkv[0], {"split": (16,)}, "2D"),
+            (qkv[0], {"split": (16,)}, "2D.*DeepSpeed's ZeRO.*FSDP2"),
             (qkv, {"split": 4}, r"split \(4,\) adds up to 4"),
             (
                 qkv,

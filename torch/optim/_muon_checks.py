@@ -65,6 +65,8 @@ def problem_with(
         hint = ""
         if is_flat:
             hint = ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group=model.process_group, module=model)"
+        elif param.ndim < 2:
+            hint = ". Biases and norms belong to AdamW. DeepSpeed's ZeRO flattens parameters; use its stage 0, or FSDP2"
         elif param.ndim > 2:
             hint = (
                 ". flatten=True in its parameter group takes it as one matrix, dimension 0 by all others; "
