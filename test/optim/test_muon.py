@@ -39,7 +39,7 @@ COEFFICIENTS = (ours.DEFAULT_A, ours.DEFAULT_B, ours.DEFAULT_C)
 
 # The options of the trainings that are compared with stock's.
 PARITY = {
-    **{str(mode): {"adjust_lr_fn": mode} for mode in ours._ADJUST_LR_FNS},
+    **{str(mode): {"adjust_lr_fn": mode} for mode in ours.checks._ADJUST_LR_FNS},
     "tensor lr": {"lr": torch.tensor(0.02)},
     "bfloat16 lr": {"lr": torch.tensor([0.02], dtype=torch.bfloat16)},
     "nothing moves": {"lr": 0.0, "weight_decay": 0.0},

@@ -14,7 +14,6 @@ from . import _muon_checks as checks, optimizer as _optimizer_module
 from ._muon_formulas import _adjust_lr, MuonFormulas  # noqa: F401
 from ._newton_schulz import (
     _zeropower_via_newtonschulz,  # noqa: F401
-    check_ns_algorithm,
     Coefficients,
     DEFAULT_A,
     DEFAULT_B,
@@ -40,7 +39,6 @@ log = logging.getLogger("torch.optim.muon")
 # Keller Jordan's Muon: https://kellerjordan.github.io/posts/muon/,
 # https://github.com/KellerJordan/Muon/blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbcbd/muon.py#L16
 _COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
-_ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 
 _LOST_CONFIG = (
     "This Muon is a copy of one with a distributed_config, which cannot be copied or pickled. "
@@ -166,19 +164,6 @@ class Muon(Optimizer):
         allow_batched_matrices: bool = False,
         ns_algorithm: str = "quintic",
     ) -> None:
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        if not 0.0 <= lr:
-            raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
-        if not 0.0 <= momentum:
-            raise ValueError(f"momentum should be >= 0 but is: {momentum}")
-        if not 0.0 <= weight_decay:
-            raise ValueError(f"weight decay should be >= 0 but is: {weight_decay}")
-        if adjust_lr_fn is not None and adjust_lr_fn not in _ADJUST_LR_FNS:
-            raise ValueError(
-                f"Adjust learning rate function {adjust_lr_fn} is not supported; use one of {_ADJUST_LR_FNS}"
-            )
-        check_ns_algorithm(ns_algorithm)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._muon_formulas import MuonFormulas
+from ._newton_schulz import check_ns_algorithm
 
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from torch.optim._muon_engine.config import DistributedConfig
 
+
+_ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 
 _KERNELS = (
     "with allow_batched_matrices=True, a convolution is a stack of small matrices to Muon. flatten=True in its "
@@ -62,6 +65,8 @@ def problem_with(
         hint = ""
         if is_flat:
             hint = ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group=model.process_group, module=model)"
+        elif param.ndim < 2:
+            hint = ". Biases and norms belong to AdamW. DeepSpeed's ZeRO flattens parameters; use its stage 0, or FSDP2"
         elif param.ndim > 2:
             hint = (
                 ". flatten=True in its parameter group takes it as one matrix, dimension 0 by all others; "
@@ -79,8 +84,28 @@ def problem_with(
     return f"{which} of shape {shape}: {text}" if text else ""
 
 
+def _check_options(options: dict[str, Any]) -> None:
+    """Raises ValueError for an invalid option of the constructor."""
+    lr, adjust_lr_fn = options["lr"], options["adjust_lr_fn"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    for name in ("lr", "momentum", "weight_decay"):
+        if not 0.0 <= options[name]:
+            title = "Learning rate" if name == "lr" else name.replace("_", " ")
+            raise ValueError(f"{title} should be >= 0 but is: {options[name]}")
+    if adjust_lr_fn is not None and adjust_lr_fn not in _ADJUST_LR_FNS:
+        raise ValueError(
+            f"Adjust learning rate function {adjust_lr_fn} is not supported; use one of {_ADJUST_LR_FNS}"
+        )
+    check_ns_algorithm(options["ns_algorithm"])
+
+
 def find_problem(muon: Any, first_group: int = 0) -> ValueError | None:
-    """The error for an invalid parameter in ``first_group`` or later, if there is one."""
+    """The error for an invalid option, or parameter in ``first_group`` or later, if there is one."""
+    try:
+        _check_options(muon.defaults)
+    except ValueError as found:
+        return found
     config, groups = muon._distributed_config, muon.param_groups
     reader = None if config is None else config.state.get("reader")
     stacks = muon._allow_batched_matrices

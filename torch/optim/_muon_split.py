@@ -21,14 +21,11 @@ class Split(NamedTuple):
     def of(cls, given: Any) -> "Split":
         """From an option: None, a sequence of rows, or a dict of "sizes", "repeats" and "dim"."""
         if isinstance(given, Mapping):
-            unknown = given.keys() - set(cls._fields)
-            if unknown or "sizes" not in given:
-                raise ValueError(
-                    f"split has keys 'sizes', 'repeats' and 'dim' but is {given}"
-                )
-            return cls(
-                tuple(given["sizes"]), given.get("repeats", 1), given.get("dim", 0)
-            )
+            # Ranks wait for this one, so problem_with tells what is wrong.
+            sizes: Any = (str(given),)
+            if "sizes" in given and given.keys() <= set(cls._fields):
+                sizes = cls.of(given["sizes"]).sizes
+            return cls(sizes, given.get("repeats", 1), given.get("dim", 0))
         if given is None or hasattr(given, "__iter__"):
             return cls(tuple(given or ()))
         return cls((given,))
@@ -39,7 +36,10 @@ class Split(NamedTuple):
         if any(type(n) is not int or n < 1 for n in numbers) or self.dim not in (0, 1):
             more = f", {self.repeats} times along dimension {self.dim}"
             more = more if self.repeats != 1 or self.dim else ""
-            return f"split must be positive ints but is {self.sizes}{more}"
+            return (
+                "split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim', "
+                f"but is {self.sizes}{more}"
+            )
         total, found = sum(self.sizes) * self.repeats, shape[self.dim]
         if total == found:
             return ""

@@ -170,6 +170,22 @@ class TestMuonMistakes(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 **({field: other} if self.rank == 2 else {}),
             )
 
+    def test_invalid_option_of_one_rank(self):
+        for field, other, expected in (
+            ("lr", -1.0, "Learning rate should be >= 0 but is: -1.0"),
+            ("momentum", -0.5, "momentum should be >= 0 but is: -0.5"),
+            ("adjust_lr_fn", "x", "Adjust learning rate function x"),
+            ("ns_algorithm", "x", "ns_algorithm must be one of"),
+        ):
+            options = {field: other} if self.rank == 2 else {}
+            self.assertRefused(ValueError, expected, **options)
+        for split in ((4, -1), (4, 5), "ab", {"size": 4}, {"sizes": 4, "repeats": "x"}):
+            pairs = [("w0", parameter(Spec((8, 8), mesh_of(4), (S0,))))]
+            group = {"params": pairs, "split": split if self.rank == 2 else None}
+            self.assertRaisesEverywhere(
+                lambda: Muon([group], distributed_config="auto"), ValueError, "split"
+            )
+
     def test_different_flags_of_the_config(self):
         for flag, value, pattern in (
             ("prefetch_count", 3, "is 1 on rank 0 and 3 on rank 1"),
