@@ -68,7 +68,8 @@ def main() -> None:
             {"params": fused, "split": (width, width, width)},
             {"params": convolutions, "flatten": True},
         ],
-        lr=0.02,
+        lr=3e-3,
+        adjust_lr_fn="match_rms_adamw",
         distributed_config="auto",
     )
     adamw = AdamW(others, lr=3e-3)

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 docs/figures/loss.py [FILE.png] [--steps N]
 
 The first process trains alone, with AdamW and with Muon, at several learning rates each (--adamw, --muon). After
-that, all processes train with FSDP2 and distributed Muon at the best rates, on the same batches.
+that, all processes train with FSDP2 and distributed Muon at the best rates, on the same batches. All runs have the
+betas, scale and clipping of docs/guide.md.
 """
 
 import argparse
@@ -32,11 +33,13 @@ BATCH, CONTEXT = 16, 128
 
 def optimizers_of(model, lr, adamw_lr, config):
     """Muon for the hidden matrices and AdamW for the rest; only AdamW if ``lr`` is None."""
+    options = {"lr": adamw_lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if lr is None:
-        return [AdamW(model.parameters(), lr=adamw_lr)]
+        return [AdamW(model.parameters(), **options)]
     matrices, others = partition_named_parameters(model)
-    muon = Muon(matrices, lr=lr, distributed_config=config)
-    return [muon, AdamW(others, lr=adamw_lr)]
+    scale = "match_rms_adamw"
+    muon = Muon(matrices, lr=lr, adjust_lr_fn=scale, distributed_config=config)
+    return [muon, AdamW(others, **options)]
 
 
 def train(steps, lr, adamw_lr, sharded=False):
@@ -62,6 +65,7 @@ def train(steps, lr, adamw_lr, sharded=False):
         )
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules):
             optimizer.step()
             optimizer.zero_grad()
@@ -106,7 +110,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, default=HERE / "loss.png")
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--muon", type=float, nargs="+", default=[0.01, 0.02, 0.04])
+    parser.add_argument("--muon", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
     parser.add_argument("--adamw", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
     args = parser.parse_args()
     torch.set_num_threads(1)

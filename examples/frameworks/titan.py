@@ -46,10 +46,14 @@ def optimizers() -> MuonOptimizers.Config:
             ParamGroupConfig(
                 pattern=r"^layers\..*\.w\w+\.weight$",
                 optimizer_name="Muon",
-                optimizer_kwargs={"lr": 0.02, "foreach": None},
+                optimizer_kwargs={
+                    "lr": 3e-3,
+                    "adjust_lr_fn": "match_rms_adamw",
+                    "foreach": None,
+                },
             ),
             ParamGroupConfig(
-                pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 3e-4}
+                pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 3e-3}
             ),
         ],
         optimizer_factory_kwargs_by_name={"Muon": {"distributed_config": "auto"}},

@@ -20,8 +20,13 @@ class MuonTrainer(Trainer):
         if self.optimizer is None:
             matrices, others = partition_named_parameters(self.model)
             self.optimizer = Combined(
-                Muon(matrices, lr=0.02, distributed_config="auto"),
-                AdamW(others, lr=3e-4),
+                Muon(
+                    matrices,
+                    lr=3e-3,
+                    adjust_lr_fn="match_rms_adamw",
+                    distributed_config="auto",
+                ),
+                AdamW(others, lr=3e-3),
             )
         return self.optimizer
 
