@@ -9,7 +9,7 @@ import timm
 import torch
 import torchvision
 import transformers
-from torch.optim.muon import partition_named_parameters
+from torch.optim.muon import partition_named_parameters, split_of
 
 
 TRANSFORMERS = """BartForSequenceClassification BertForPreTraining BertForQuestionAnswering CLIPModel GPT2LMHeadModel
@@ -40,16 +40,32 @@ def models():
 
 def row(model):
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        partition_named_parameters(model, verbose=True)
+        options = {"split": split_of(model), "allow_batched_matrices": True}
+        partition_named_parameters(model, verbose=True, **options)
     found = {"Muon": {}}
     for name, why in re.findall(
-        r"(\S+) \(\d+, \d+\) -> (?:rest: )?(.*)", out.getvalue()
+        r"(\S+) \(\d+(?:, \d+)+\) -> (?:rest: )?(.*)", out.getvalue()
     ):
+        if why in ("3D", "4D"):
+            continue
         name = re.sub(r"\.(\d+|weight|default)\b", "", name)
         short = re.sub(r"_\d+\b", "_*", ".".join(name.split(".")[-2:]))
+        muon, how, option = why.partition("Muon, ")
+        if how:
+            # The numbers are those of one model. The form of the option says how it is stored.
+            option = re.sub(r"split .*'repeats': (\d+).*'dim': (\d).*", _form, option)
+            why, short = (
+                "Muon",
+                f"{short} **{option.partition(':')[0].split(' (')[0]}**",
+            )
         found.setdefault(why, {})[short] = None
     yield ", ".join(found.pop("Muon"))
     yield "; ".join(f"**{why}** {', '.join(names)}" for why, names in found.items())
+
+
+def _form(option):
+    repeats, dim = option.groups()
+    return "split" + ", repeated" * (repeats != "1") + ", columns" * (dim == "1")
 
 
 if __name__ == "__main__":
