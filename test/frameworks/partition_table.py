@@ -46,26 +46,24 @@ def row(model):
     for name, why in re.findall(
         r"(\S+) \(\d+(?:, \d+)+\) -> (?:rest: )?(.*)", out.getvalue()
     ):
-        if why in ("3D", "4D"):
+        if why.endswith("D"):
             continue
         name = re.sub(r"\.(\d+|weight|default)\b", "", name)
         short = re.sub(r"_\d+\b", "_*", ".".join(name.split(".")[-2:]))
-        muon, how, option = why.partition("Muon, ")
-        if how:
-            # The numbers are those of one model. The form of the option says how it is stored.
-            option = re.sub(r"split .*'repeats': (\d+).*'dim': (\d).*", _form, option)
-            why, short = (
-                "Muon",
-                f"{short} **{option.partition(':')[0].split(' (')[0]}**",
-            )
+        if why.startswith("Muon, "):
+            short += f" **{form(why.removeprefix('Muon, '))}**"
+            why = "Muon"
         found.setdefault(why, {})[short] = None
     yield ", ".join(found.pop("Muon"))
     yield "; ".join(f"**{why}** {', '.join(names)}" for why, names in found.items())
 
 
-def _form(option):
-    repeats, dim = option.groups()
-    return "split" + ", repeated" * (repeats != "1") + ", columns" * (dim == "1")
+def form(option):
+    """How a weight is split, without the numbers of one model."""
+    if "split" not in option:
+        return option.partition(":")[0]
+    repeated = ", repeated" if re.search(r"'repeats': (?!1\b)", option) else ""
+    return "split" + repeated + ", columns" * ("'dim': 1" in option)
 
 
 if __name__ == "__main__":

@@ -368,6 +368,9 @@ class TestSplits(TestCase):
             "conv": conv,
             "other": nn.Conv1d(4, 6, 3, bias=False),
             "experts": Bare(up=(3, 12, 8), down=(3, 8, 6), up_bias=(3, 8)),
+            "router": linear(6),
+            # Query heads, as XLNet stores them.
+            "heads_of": Bare(q=(8, 2, 4)),
             "lm_head": linear(20),
         }
         split = {
@@ -396,7 +399,8 @@ class TestSplits(TestCase):
         norms = [
             f"layers.{i}.norm.{kind}" for i in (0, 1) for kind in ("weight", "bias")
         ]
-        rest = ["other.weight", "experts.up_bias", "lm_head.weight"]
+        rest = ["other.weight", "experts.up_bias", "router.weight"]
+        rest += ["heads_of.q", "lm_head.weight"]
         self.assertEqual(others, [*norms, *rest])
         groups, _ = partition_named_parameters(
             tree(parts), split=split, allow_batched_matrices=True

@@ -113,6 +113,10 @@ def _is_conv(module: nn.Module | None) -> bool:
     return isinstance(module, nn.modules.conv._ConvNd)
 
 
+def _is_router(unit: str) -> bool:
+    return any("router" in part for part in unit.split(".")[-3:])
+
+
 class _Param(NamedTuple):
     name: str
     shape: tuple[int, ...]
@@ -157,6 +161,9 @@ class _Model:
         self.routers = {
             p.unit for p in wide if experts[p.shape[0]] & {p.layer, p.above}
         }
+        # Of a stack of experts, expert parallelism may leave a part.
+        routers = [p for p in matrices if p.unit in self.routers or _is_router(p.unit)]
+        self.expert_counts = {p.shape[0] for p in routers}
         # The output of a head is a vocabulary. No layer takes it, and no other block has such a layer.
         embeddings = [m for _, m in named if isinstance(m, _EMBEDDINGS)]
         self.tied = {id(p) for m in embeddings for p in m.parameters(recurse=False)}
@@ -184,6 +191,7 @@ class _Model:
         if leaf == "weight" and not hasattr(module, "in_features"):
             leaf = layer.split(".")[-1]
         is_stack = self.takes_stacks and len(shape) == 3 and not _is_conv(module)
+        is_stack &= any(count % shape[0] == 0 for count in self.expert_counts)
         if len(shape) != 2 and not flatten and not is_stack:
             return f"{len(shape)}D"
         if isinstance(module, _EMBEDDINGS):
@@ -194,7 +202,7 @@ class _Model:
             return "one row or column"
         if isinstance(module, _GATED) and leaf.startswith(("weight_ih", "weight_hh")):
             return f"gates of {type(module).__name__}"
-        if any("router" in part for part in unit.split(".")[-3:]):
+        if _is_router(unit):
             return "router"
         parts = layer.split(".")
         block = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))

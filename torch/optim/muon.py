@@ -312,8 +312,8 @@ def partition_named_parameters(
             :func:`split_of` returns. The last that matches a name decides. The matrices are then
             parameter groups, one for each split. A split that fits a parameter of more dimensions when it
             is flattened, such as a convolution, gives it to Muon with ``flatten`` (default: None)
-        allow_batched_matrices (bool, optional): gives 3D parameters other than convolutions to Muon, which
-            needs its argument of the same name (default: False)
+        allow_batched_matrices (bool, optional): gives stacks of experts to Muon, which needs its argument of
+            the same name. They are 3D, and a router has a row for each matrix (default: False)
 
     Returns:
         tuple of two lists: matrices and the rest, as (name, Parameter), or with ``split`` the matrices as
