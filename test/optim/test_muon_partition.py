@@ -83,12 +83,16 @@ class MLP(nn.Module):
 
 class TEGroupedMLP(MLP):
     def __init__(self):
-        super().__init__(True, SimpleNamespace(size=lambda: 1))
+        super().__init__(True, SimpleNamespace(size=lambda: 3))
         self.linear_fc1 = Bare(weight0=(12, 8), weight1=(12, 8))
 
 
 class GptOssExperts(Bare):
     """Of a transformers without flags."""
+
+
+class OtherExperts(Bare):
+    is_transposed = is_concatenated = False
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
@@ -320,6 +324,7 @@ class TestSplits(TestCase):
             "plain": MLP(False),
             "experts": TEGroupedMLP(),
             "alternate": GptOssExperts(gate_up_proj=(2, 8, 6), down_proj=(2, 3, 8)),
+            "flags": OtherExperts(gate_up_proj=(2, 6, 8)),
             "torch": nn.MultiheadAttention(8, 2),
             "no": {"kv_b_proj": linear(8)},
         }
@@ -327,9 +332,10 @@ class TestSplits(TestCase):
             "attention.linear_qkv.weight": ((12, 4, 4), 2, 0),
             # Of two ranks of tensor parallelism, each has 12 rows.
             "mlp.linear_fc1.weight": ((6, 6), 2, 0),
-            "experts.linear_fc1.weight0": (6, 6),
-            "experts.linear_fc1.weight1": (6, 6),
+            "experts.linear_fc1.weight0": ((6, 6), 3, 0),
+            "experts.linear_fc1.weight1": ((6, 6), 3, 0),
             "alternate.gate_up_proj": ((1, 1), 3, 1),
+            "flags.gate_up_proj": ((1, 1), 3, 0),
             "torch.in_proj_weight": (8, 8, 8),
         }
         for name, found in split_of(tree(parts)).items():
@@ -367,7 +373,8 @@ class TestSplits(TestCase):
             "layers": [block(), block()],
             "conv": conv,
             "other": nn.Conv1d(4, 6, 3, bias=False),
-            "experts": Bare(up=(3, 12, 8), down=(3, 8, 6), up_bias=(3, 8)),
+            "experts": Bare(up=(3, 12, 8), down=(3, 8, 6)),
+            # Of two ranks of expert parallelism.
             "router": linear(6),
             # Query heads, as XLNet stores them.
             "heads_of": Bare(q=(8, 2, 4)),
@@ -399,8 +406,7 @@ class TestSplits(TestCase):
         norms = [
             f"layers.{i}.norm.{kind}" for i in (0, 1) for kind in ("weight", "bias")
         ]
-        rest = ["other.weight", "experts.up_bias", "router.weight"]
-        rest += ["heads_of.q", "lm_head.weight"]
+        rest = ["other.weight", "router.weight", "heads_of.q", "lm_head.weight"]
         self.assertEqual(others, [*norms, *rest])
         groups, _ = partition_named_parameters(
             tree(parts), split=split, allow_batched_matrices=True
