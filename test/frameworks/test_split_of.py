@@ -119,7 +119,7 @@ def tiny(name, options):
     config._experts_implementation = "eager"
     model = cls(config).eval()
     for param in model.parameters():
-        # Of some, the initial values are zeros.
+        # Some are zeros at first, which would hide what depends on them.
         torch.nn.init.normal_(param, std=0.3)
     return model
 

@@ -88,7 +88,7 @@ class TEGroupedMLP(MLP):
 
 
 class GptOssExperts(Bare):
-    """Of a transformers without flags."""
+    """In a transformers without flags."""
 
 
 class OtherExperts(Bare):
@@ -330,7 +330,7 @@ class TestSplits(TestCase):
         }
         expected = {
             "attention.linear_qkv.weight": ((12, 4, 4), 2, 0),
-            # Of two ranks of tensor parallelism, each has 12 rows.
+            # Each of two ranks of tensor parallelism has 12 rows.
             "mlp.linear_fc1.weight": ((6, 6), 2, 0),
             "experts.linear_fc1.weight0": ((6, 6), 3, 0),
             "experts.linear_fc1.weight1": ((6, 6), 3, 0),
@@ -374,7 +374,7 @@ class TestSplits(TestCase):
             "conv": conv,
             "other": nn.Conv1d(4, 6, 3, bias=False),
             "experts": Bare(up=(3, 12, 8), down=(3, 8, 6)),
-            # Of two ranks of expert parallelism.
+            # Two ranks of expert parallelism share the experts.
             "router": linear(6),
             # Query heads, as XLNet stores them.
             "heads_of": Bare(q=(8, 2, 4)),

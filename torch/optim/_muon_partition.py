@@ -161,7 +161,7 @@ class _Model:
         self.routers = {
             p.unit for p in wide if experts[p.shape[0]] & {p.layer, p.above}
         }
-        # Of a stack of experts, expert parallelism may leave a part.
+        # With expert parallelism, a stack may have a part of the experts.
         routers = [p for p in matrices if p.unit in self.routers or _is_router(p.unit)]
         self.expert_counts = {p.shape[0] for p in routers}
         # The output of a head is a vocabulary. No layer takes it, and no other block has such a layer.
