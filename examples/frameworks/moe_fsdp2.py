@@ -12,7 +12,7 @@ from tiny import moe
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.optim import AdamW, Muon
-from torch.optim.muon import partition_named_parameters
+from torch.optim.muon import partition_named_parameters, split_of
 
 
 def rows_of_experts(param: torch.nn.Parameter) -> Shard | None:
@@ -27,18 +27,11 @@ def main() -> None:
         fully_shard(layer, shard_placement_fn=rows_of_experts)
     fully_shard(model)
 
-    matrices, others = partition_named_parameters(model)
-    # The rest has all parameters of three dimensions.
-    fused = [pair for pair in others if pair[0].endswith("experts.gate_up_proj")]
-    stacks = [pair for pair in others if pair[0].endswith("experts.down_proj")]
-    others = [pair for pair in others if ".experts." not in pair[0]]
-    width = model.config.moe_intermediate_size
+    groups, others = partition_named_parameters(
+        model, split=split_of(model), allow_batched_matrices=True
+    )
     muon = Muon(
-        [
-            {"params": matrices},
-            {"params": stacks},
-            {"params": fused, "split": (width, width)},
-        ],
+        groups,
         lr=3e-3,
         adjust_lr_fn="match_rms_adamw",
         allow_batched_matrices=True,
