@@ -90,7 +90,12 @@ def main() -> None:
             "global_shapes": {0: (64, 32), 1: (32, 64)},
         },
     )
-    muon = Muon(model.parameters(), lr=0.02, distributed_config=config)
+    muon = Muon(
+        model.parameters(),
+        lr=3e-3,
+        adjust_lr_fn="match_rms_adamw",
+        distributed_config=config,
+    )
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(20):
         inputs = torch.randn(16, 32, generator=generator)

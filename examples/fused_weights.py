@@ -7,7 +7,8 @@ Muon orthogonalizes whole matrices. Two options of a parameter group say what a 
 - ``split`` gives sizes along dimension 0. Query, key and value are separate matrices.
 - ``flatten=True`` makes a weight of three or more dimensions one matrix: dimension 0 by the rest.
 
-Both work under every kind of parallelism. Here it is FSDP2.
+Both work under every kind of parallelism. Here it is FSDP2. ``partition_named_parameters`` makes the groups: a
+split of the convolution's output channels fits only if the convolution is flattened.
 """
 
 import torch
@@ -56,24 +57,14 @@ def main() -> None:
     width = 32
     model = fully_shard(Model(width).to(device))
 
-    matrices, others = partition_named_parameters(model)
-    fused = [(name, p) for name, p in matrices if name.endswith("qkv.weight")]
-    plain = [(name, p) for name, p in matrices if not name.endswith("qkv.weight")]
     # Muon for convolutions, except the first one, which reads pixels.
-    convolutions = [(name, p) for name, p in others if name == "patches.weight"]
-    others = [(name, p) for name, p in others if name != "patches.weight"]
-    muon = Muon(
-        [
-            {"params": plain},
-            {"params": fused, "split": (width, width, width)},
-            {"params": convolutions, "flatten": True},
-        ],
-        lr=0.02,
-        distributed_config="auto",
-    )
+    split = {"*.qkv.weight": (width, width, width), "patches.weight": (width,)}
+    groups, others = partition_named_parameters(model, split=split)
+    scale = "match_rms_adamw"
+    muon = Muon(groups, lr=3e-3, adjust_lr_fn=scale, distributed_config="auto")
     adamw = AdamW(others, lr=3e-3)
     if dist.get_rank() == 0:
-        print(muon.describe())
+        print(muon.describe(model, adamw))
 
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(30):

@@ -89,7 +89,9 @@ def train(args: argparse.Namespace, device: str) -> tuple[Muon, list[Range]]:
         config = create_dtensor_config()
     config.prefetch_count = args.prefetch
     matrices, _ = partition_named_parameters(model)
-    muon = Muon(matrices, lr=0.02, distributed_config=config)
+    muon = Muon(
+        matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config=config
+    )
     text, _ = load()
     for step in range(args.steps):
         inputs, targets = (t.to(device) for t in sample(text, 4, 64, seed=step))

@@ -49,7 +49,9 @@ def main() -> None:
     # By shape of the whole matrices, which the slices hide.
     matrices, others = partition_named_parameters(model)
     config = create_auto_config(fsdp_process_group=model.process_group, module=model)
-    muon = Muon(matrices, lr=0.02, distributed_config=config)
+    muon = Muon(
+        matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config=config
+    )
     adamw = AdamW(others, lr=3e-3)
 
     text, _ = load()

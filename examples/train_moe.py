@@ -112,7 +112,9 @@ def main() -> None:
             index: experts[p] for index, (_, p) in enumerate(matrices) if p in experts
         },
     )
-    muon = Muon(matrices, lr=0.02, distributed_config=config)
+    muon = Muon(
+        matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config=config
+    )
     adamw = AdamW(others, lr=3e-3)
 
     text, _ = load()

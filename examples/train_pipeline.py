@@ -71,7 +71,9 @@ def main() -> None:
 
     matrices, others = partition_named_parameters(model)
     config = create_auto_config(ddp_process_group=dp)
-    muon = Muon(matrices, lr=0.02, distributed_config=config)
+    muon = Muon(
+        matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config=config
+    )
     adamw = AdamW(others, lr=3e-3)
 
     text, _ = load()

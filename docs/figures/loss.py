@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 docs/figures/loss.py [FILE.png] [--steps N]
 
-The first process trains alone, with AdamW and with Muon, at several learning rates each (--adamw, --muon). After
-that, all processes train with FSDP2 and distributed Muon at the best rates, on the same batches.
+The first process trains alone, with AdamW and with Muon, at several learning rates (--rates). After that, all processes
+train with FSDP2 and distributed Muon at the best rate, on the same batches. All runs have the betas, scale, weight decay
+and clipping of docs/guide.md, and both optimizers of a Muon run have one rate.
 """
 
 import argparse
@@ -30,16 +31,18 @@ from text import load, sample
 BATCH, CONTEXT = 16, 128
 
 
-def optimizers_of(model, lr, adamw_lr, config):
-    """Muon for the hidden matrices and AdamW for the rest; only AdamW if ``lr`` is None."""
-    if lr is None:
-        return [AdamW(model.parameters(), lr=adamw_lr)]
+def optimizers_of(model, has_muon, lr, config):
+    """Muon for the hidden matrices and AdamW for the rest, or AdamW for all."""
+    options = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    if not has_muon:
+        return [AdamW(model.parameters(), **options)]
     matrices, others = partition_named_parameters(model)
-    muon = Muon(matrices, lr=lr, distributed_config=config)
-    return [muon, AdamW(others, lr=adamw_lr)]
+    scale = "match_rms_adamw"
+    muon = Muon(matrices, lr=lr, adjust_lr_fn=scale, distributed_config=config)
+    return [muon, AdamW(others, **options)]
 
 
-def train(steps, lr, adamw_lr, sharded=False):
+def train(steps, has_muon, lr, sharded=False):
     """The loss of each step, as the mean over all processes."""
     torch.manual_seed(0)
     model = GPT(192, 4, 6, CONTEXT)
@@ -47,7 +50,7 @@ def train(steps, lr, adamw_lr, sharded=False):
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
-    optimizers = optimizers_of(model, lr, adamw_lr, "auto" if sharded else None)
+    optimizers = optimizers_of(model, has_muon, lr, "auto" if sharded else None)
 
     def pace(step):  # up over the first tenth, then down to a tenth
         return min((step + 1) / max(1, steps // 10), 1 - 0.9 * step / steps)
@@ -62,6 +65,7 @@ def train(steps, lr, adamw_lr, sharded=False):
         )
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules):
             optimizer.step()
             optimizer.zero_grad()
@@ -106,22 +110,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, default=HERE / "loss.png")
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--muon", type=float, nargs="+", default=[0.01, 0.02, 0.04])
-    parser.add_argument("--adamw", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
     args = parser.parse_args()
     torch.set_num_threads(1)
     # The others wait while the first process trains alone.
     dist.init_process_group("gloo", timeout=timedelta(hours=2))
     found = [None]
     if dist.get_rank() == 0:
-        adamw = {lr: train(args.steps, None, lr) for lr in args.adamw}
+        adamw = {lr: train(args.steps, False, lr) for lr in args.rates}
         adamw_lr, adamw = best("AdamW", adamw)
-        muon = {lr: train(args.steps, lr, adamw_lr) for lr in args.muon}
+        muon = {lr: train(args.steps, True, lr) for lr in args.rates}
         muon_lr, muon = best("Muon", muon)
         found = [(muon_lr, adamw_lr, muon, adamw)]
     dist.broadcast_object_list(found)
     muon_lr, adamw_lr, muon, adamw = found[0]
-    many = train(args.steps, muon_lr, adamw_lr, sharded=True)
+    many = train(args.steps, True, muon_lr, sharded=True)
     if dist.get_rank() == 0:
         gap = max(abs(a - b) for a, b in zip(muon, many))
         print(f"Muon on one process and on many: losses at most {gap:.3f} apart")

@@ -17,8 +17,10 @@ def main() -> None:
     model = llama().to(accelerator.device)
     matrices, others = partition_named_parameters(model)
     config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
-    muon = Muon(matrices, lr=0.02, distributed_config=config)
-    adamw = AdamW(others, lr=3e-4)
+    muon = Muon(
+        matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config=config
+    )
+    adamw = AdamW(others, lr=3e-3)
 
     data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
     model, muon, adamw, data = accelerator.prepare(model, muon, adamw, data)

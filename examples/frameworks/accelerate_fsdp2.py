@@ -25,8 +25,10 @@ def main() -> None:
     torch.manual_seed(0)
     model = llama()
     matrices, others = partition_named_parameters(model)
-    muon = Muon(matrices, lr=0.02, distributed_config="auto")
-    adamw = AdamW(others, lr=3e-4)
+    muon = Muon(
+        matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config="auto"
+    )
+    adamw = AdamW(others, lr=3e-3)
 
     data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
     model, muon, adamw, data = accelerator.prepare(model, muon, adamw, data)

@@ -33,7 +33,10 @@ def main() -> None:
 
     matrices, others = partition_named_parameters(model)
     muon, adamw = fabric.setup_optimizers(
-        Muon(matrices, lr=0.02, distributed_config="auto"), AdamW(others, lr=3e-4)
+        Muon(
+            matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config="auto"
+        ),
+        AdamW(others, lr=3e-3),
     )
     data = torch.utils.data.DataLoader(torch.randint(64, (24, 16)), batch_size=4)
     for tokens in fabric.setup_dataloaders(data):

@@ -20,8 +20,13 @@ class Module(lightning.LightningModule):
         matrices, others = partition_named_parameters(self)
         config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
         return [
-            Muon(matrices, lr=0.02, distributed_config=config),
-            AdamW(others, lr=3e-4),
+            Muon(
+                matrices,
+                lr=3e-3,
+                adjust_lr_fn="match_rms_adamw",
+                distributed_config=config,
+            ),
+            AdamW(others, lr=3e-3),
         ]
 
     def training_step(self, tokens, index):

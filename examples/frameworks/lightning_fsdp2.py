@@ -30,8 +30,13 @@ class Module(lightning.LightningModule):
     def configure_optimizers(self):
         matrices, others = partition_named_parameters(self)
         return [
-            Muon(matrices, lr=0.02, distributed_config="auto"),
-            AdamW(others, lr=3e-4),
+            Muon(
+                matrices,
+                lr=3e-3,
+                adjust_lr_fn="match_rms_adamw",
+                distributed_config="auto",
+            ),
+            AdamW(others, lr=3e-3),
         ]
 
     def training_step(self, tokens, index):

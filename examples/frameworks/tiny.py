@@ -1,4 +1,4 @@
-"""The tiny models of the recipes. Yours goes in their place."""
+"""The tiny models of the recipes. Put yours there instead."""
 
 from torch import nn, Tensor
 
@@ -16,6 +16,23 @@ def llama() -> nn.Module:
         tie_word_embeddings=False,
     )
     return LlamaForCausalLM(config)
+
+
+def moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    return Qwen3MoeForCausalLM(config)
 
 
 class Encoder(nn.Module):

@@ -4,7 +4,7 @@
         -m torchtitan.train --module titan --config tiny
 
 Started again with a larger ``--training.steps``, it goes on from its checkpoint. The model is made on
-the meta device and sharded (FSDP2, TP, PP, as ``--parallelism`` says) before the optimizers are built.
+the meta device and sharded (FSDP2, TP, as ``--parallelism`` says) before the optimizers are built.
 """
 
 from collections.abc import Iterator
@@ -46,10 +46,14 @@ def optimizers() -> MuonOptimizers.Config:
             ParamGroupConfig(
                 pattern=r"^layers\..*\.w\w+\.weight$",
                 optimizer_name="Muon",
-                optimizer_kwargs={"lr": 0.02, "foreach": None},
+                optimizer_kwargs={
+                    "lr": 3e-3,
+                    "adjust_lr_fn": "match_rms_adamw",
+                    "foreach": None,
+                },
             ),
             ParamGroupConfig(
-                pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 3e-4}
+                pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 3e-3}
             ),
         ],
         optimizer_factory_kwargs_by_name={"Muon": {"distributed_config": "auto"}},
@@ -59,7 +63,10 @@ def optimizers() -> MuonOptimizers.Config:
 def tiny() -> Trainer.Config:
     config = llama3_debugmodel()
     config.optimizer = optimizers()
-    config.checkpoint = CheckpointManager.Config(enable=True, interval=2)
+    # By default, the last checkpoint has the model only.
+    config.checkpoint = CheckpointManager.Config(
+        enable=True, interval=2, last_save_model_only=False
+    )
     config.validator.enable = False
     config.training.local_batch_size = 2
     config.training.seq_len = 32
@@ -67,7 +74,7 @@ def tiny() -> Trainer.Config:
     # The default, spmd_types, needs a later torch for its fully_shard.
     config.parallelism.spmd_backend = "partial_dtensor"
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
-    # In the place of text and a tokenizer's files.
+    # Instead of text and a tokenizer's files.
     config.tokenizer = NoTokenizer.Config()
     config.dataloader = RandomTokens.Config()
     return config

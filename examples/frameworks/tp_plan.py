@@ -21,8 +21,10 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto")
 
     matrices, others = partition_named_parameters(model)
-    muon = Muon(matrices, lr=0.02, distributed_config="auto")
-    adamw = AdamW(others, lr=3e-4)
+    muon = Muon(
+        matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config="auto"
+    )
+    adamw = AdamW(others, lr=3e-3)
 
     # All ranks of a tensor parallel group see the same tokens.
     for tokens in torch.randint(64, (3, 4, 16), device=model.device):

@@ -29,7 +29,10 @@ def main() -> None:
     matrices, others = partition_named_parameters(model)
     config = create_auto_config(ddp_process_group=torch.distributed.group.WORLD)
     optimizer = Combined(
-        Muon(matrices, lr=0.02, distributed_config=config), AdamW(others, lr=3e-4)
+        Muon(
+            matrices, lr=3e-3, adjust_lr_fn="match_rms_adamw", distributed_config=config
+        ),
+        AdamW(others, lr=3e-3),
     )
 
     texts = torch.randint(64, (24, 16))

@@ -24,8 +24,13 @@ class MuonTrainer(Trainer):
                 fsdp_process_group=model.process_group, module=model
             )
             self.optimizer = Combined(
-                Muon(matrices, lr=0.02, distributed_config=config),
-                AdamW(others, lr=3e-4),
+                Muon(
+                    matrices,
+                    lr=3e-3,
+                    adjust_lr_fn="match_rms_adamw",
+                    distributed_config=config,
+                ),
+                AdamW(others, lr=3e-3),
             )
         return self.optimizer
 

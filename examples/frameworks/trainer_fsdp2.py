@@ -1,11 +1,13 @@
-"""Transformers' Trainer under FSDP2, which allows no ``optimizers=``: override ``create_optimizer``.
+"""Transformers' Trainer under FSDP2, which allows no ``optimizers=``: it makes them by a factory.
 
     torchrun --nproc-per-node 2 examples/frameworks/trainer_fsdp2.py
 
-It is called with the plain model; Accelerate shards model and optimizer together afterwards.
+The Trainer calls the factory, and the result with the plain model; Accelerate shards model and
+optimizer together afterwards.
 """
 
 import tempfile
+from collections.abc import Callable
 
 import torch
 from combined import Combined
@@ -15,15 +17,14 @@ from torch.optim.muon import partition_named_parameters
 from transformers import Trainer, TrainingArguments
 
 
-class MuonTrainer(Trainer):
-    def create_optimizer(self, model=None):
-        if self.optimizer is None:
-            matrices, others = partition_named_parameters(self.model)
-            self.optimizer = Combined(
-                Muon(matrices, lr=0.02, distributed_config="auto"),
-                AdamW(others, lr=3e-4),
-            )
-        return self.optimizer
+def factory() -> Callable[..., Combined]:
+    def muon_and_adamw(model: torch.nn.Module, lr: float) -> Combined:
+        matrices, others = partition_named_parameters(model)
+        scale = "match_rms_adamw"
+        muon = Muon(matrices, lr, adjust_lr_fn=scale, distributed_config="auto")
+        return Combined(muon, AdamW(others, lr))
+
+    return muon_and_adamw
 
 
 def main() -> None:
@@ -34,6 +35,7 @@ def main() -> None:
         logging_steps=1,
         save_strategy="no",
         report_to="none",
+        learning_rate=3e-3,
         fsdp=True,
         fsdp_config={
             "version": 2,
@@ -45,7 +47,10 @@ def main() -> None:
     model = llama()
     texts = torch.randint(64, (24, 16))
     data = [{"input_ids": text, "labels": text} for text in texts]
-    MuonTrainer(model, arguments, train_dataset=data).train()
+    made_by = factory, {"lr": arguments.learning_rate}
+    Trainer(
+        model, arguments, train_dataset=data, optimizer_cls_and_kwargs=made_by
+    ).train()
 
 
 if __name__ == "__main__":

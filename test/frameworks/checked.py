@@ -58,29 +58,35 @@ class Check:
                 # A rank may hold no element of a matrix that FSDP1 cuts, and no gradient.
                 if param.grad is None and id(param) not in shapes:
                     continue
-                alone = torch.nn.Parameter(gather(param, shapes).clone())
-                alone.grad = gather(param.grad, shapes, param)
-                other = self.stock([alone], **options)
                 momentum = optimizer.state.get(param, {}).get("momentum_buffer")
-                if momentum is not None:
-                    momentum = gather(momentum, shapes, param).clone()
-                    other.state[alone]["momentum_buffer"] = momentum
-                other.step()
-                momentum = other.state[alone]["momentum_buffer"]
-                self.expected.append((param, alone.detach(), momentum))
+                given = [param, param.grad] + [momentum] * (momentum is not None)
+                wholes = [gather(tensor, shapes, param) for tensor in given]
+                expected = [self.step(options, *each) for each in cut(wholes, group)]
+                self.expected.append((param, group, expected))
         return args, kwargs
+
+    def step(self, options, value, grad, momentum=None):
+        """Parameter and momentum of one matrix after a step of stock Muon."""
+        alone = torch.nn.Parameter(value.clone())
+        alone.grad = grad
+        other = self.stock([alone], **options)
+        if momentum is not None:
+            other.state[alone]["momentum_buffer"] = momentum.clone()
+        other.step()
+        return alone.detach(), other.state[alone]["momentum_buffer"]
 
     def after(self, optimizer, args, kwargs):
         if not is_distributed(optimizer):
             return
         shapes = flat_shapes()
-        for param, value, momentum in self.expected:
-            found = optimizer.state[param]["momentum_buffer"]
-            if not torch.equal(gather(param, shapes), value):
-                raise AssertionError(f"a parameter of {tuple(value.shape)} differs")
-            if not torch.equal(gather(found, shapes, param), momentum):
-                raise AssertionError(f"a momentum of {tuple(value.shape)} differs")
-        self.matrices += len(self.expected)
+        for param, group, expected in self.expected:
+            momentum = optimizer.state[param]["momentum_buffer"]
+            wholes = [gather(tensor, shapes, param) for tensor in (param, momentum)]
+            for found, wanted in zip(cut(wholes, group), expected, strict=True):
+                for which, a, b in zip(("parameter", "momentum"), found, wanted):
+                    if not torch.equal(a, b):
+                        raise AssertionError(f"a {which} of {tuple(b.shape)} differs")
+            self.matrices += len(expected)
         self.steps += 1
 
 
@@ -88,11 +94,22 @@ def is_distributed(optimizer):
     return getattr(optimizer, "_distributed_config", None) is not None
 
 
-def gather(tensor, shapes, param=None):
+def cut(tensors, group):
+    """Each matrix of a parameter, in each of some whole tensors of its shape."""
+
+    def matrices(tensor):
+        stack = [tensor] if tensor.ndim == 2 else tensor.unbind()
+        sizes = group["split"] or tensor.shape[-2]
+        return [part for matrix in stack for part in matrix.split(sizes)]
+
+    return zip(*map(matrices, tensors))
+
+
+def gather(tensor, shapes, param):
     """The whole of a DTensor or of a slice of a flat parameter; a whole is one already."""
     if isinstance(tensor, DTensor):
         return tensor.detach().full_tensor()
-    shape = shapes.get(id(tensor if param is None else param))
+    shape = shapes.get(id(param))
     if shape is None:
         return tensor.detach()
     slices = [None] * dist.get_world_size()

@@ -9,7 +9,7 @@ import timm
 import torch
 import torchvision
 import transformers
-from torch.optim.muon import partition_named_parameters
+from torch.optim.muon import partition_named_parameters, split_of
 
 
 TRANSFORMERS = """BartForSequenceClassification BertForPreTraining BertForQuestionAnswering CLIPModel GPT2LMHeadModel
@@ -40,16 +40,30 @@ def models():
 
 def row(model):
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        partition_named_parameters(model, verbose=True)
+        options = {"split": split_of(model), "allow_batched_matrices": True}
+        partition_named_parameters(model, verbose=True, **options)
     found = {"Muon": {}}
     for name, why in re.findall(
-        r"(\S+) \(\d+, \d+\) -> (?:rest: )?(.*)", out.getvalue()
+        r"(\S+) \(\d+(?:, \d+)+\) -> (?:rest: )?(.*)", out.getvalue()
     ):
+        if why.endswith("D"):
+            continue
         name = re.sub(r"\.(\d+|weight|default)\b", "", name)
         short = re.sub(r"_\d+\b", "_*", ".".join(name.split(".")[-2:]))
+        if why.startswith("Muon, "):
+            short += f" **{form(why.removeprefix('Muon, '))}**"
+            why = "Muon"
         found.setdefault(why, {})[short] = None
     yield ", ".join(found.pop("Muon"))
     yield "; ".join(f"**{why}** {', '.join(names)}" for why, names in found.items())
+
+
+def form(option):
+    """How a weight is split, without the numbers of one model."""
+    if "split" not in option:
+        return option.partition(":")[0]
+    repeated = ", repeated" if re.search(r"'repeats': (?!1\b)", option) else ""
+    return "split" + repeated + ", columns" * ("'dim': 1" in option)
 
 
 if __name__ == "__main__":

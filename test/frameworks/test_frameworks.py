@@ -77,6 +77,12 @@ def test_transformers_recipe(recipe, options):
     assert_checked(start(RECIPES / f"{recipe}.py", **options), LLAMA)
 
 
+@needs("transformers")
+def test_experts():
+    # Of two layers: attention, and four experts with gate, up and down.
+    assert_checked(start(RECIPES / "moe_fsdp2.py"), 2 * (4 + 4 * 3))
+
+
 @needs("lightning")
 @pytest.mark.parametrize(
     "recipe", ["lightning_ddp", "lightning_fsdp2", "fabric_ddp", "fabric_fsdp2"]
@@ -126,8 +132,9 @@ def losses(out):
 
 @needs("torchtitan")
 def test_torchtitan_goes_on_from_its_checkpoint(tmp_path):
-    def train(folder):
+    def train(folder, *more):
         words = ["--module", "titan", "--config", "tiny", "--dump-folder", folder]
+        words += more
         done = start("torchtitan.train", *words, stand_in="torchtitan")
         return done, losses(done[1] + done[2])
 
@@ -140,6 +147,9 @@ def test_torchtitan_goes_on_from_its_checkpoint(tmp_path):
     # Of the three one is torchtitan's, with lr=0, so that there is state to load into.
     assert_checked(done, TITAN, steps=3)
     assert resumed == {step: straight[step] for step in ("3", "4")}
+    done, further = train(tmp_path / "resumed", "--training.steps", 6)
+    assert_checked(done, TITAN, steps=3)
+    assert sorted(further) == ["5", "6"]
 
 
 def test_versions_are_written_down():

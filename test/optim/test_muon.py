@@ -527,7 +527,15 @@ class TestMuonRefusals(TestCase):
 
     def test_describe_without_a_config(self):
         muon = Muon([nn.Parameter(torch.randn(4, 6))])
-        self.assertIn("has no distributed_config", muon.describe())
+        page = muon.describe(
+            nn.Linear(6, 4), torch.optim.SGD([nn.Parameter(torch.ones(2))])
+        )
+        for words in (
+            "Muon has 1 parameters of 24 elements: 0 split",
+            "0.0% of the model's 28 elements\nNo optimizer given here has weight",
+            "has no distributed_config",
+        ):
+            self.assertIn(words, page)
         copied = copy.deepcopy(Muon(muon.param_groups, distributed_config="auto"))
         self.assertIn("lost its distributed_config", copied.describe())
 

@@ -17,6 +17,7 @@ from torch.optim.muon import (
     detect_tp_dims_from_model,
     partition_named_parameters,
     partition_parameters,
+    split_of,
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import (
@@ -26,6 +27,9 @@ from torch.testing._internal.distributed._muon.common_config import (
 
 
 if dist.is_available():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        checkpoint_wrapper,
+    )
     from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
     from torch.distributed.tensor import (
         DeviceMesh,
@@ -173,6 +177,41 @@ class TestDTensorsOnOneRank(MuonTestCase):
         model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
         with self.assertRaisesRegex(ValueError, "mixes matrices for Muon with others"):
             partition_named_parameters(FSDP(model, device_id=torch.device("cpu")))
+
+    def test_flat_parameters_with_splits(self):
+        def layers():
+            return (nn.MultiheadAttention(4, 2, bias=False) for _ in range(2))
+
+        device, kinds = torch.device("cpu"), ("in_proj_weight", "out_proj.weight")
+        names = [f"{i}.{kind}" for i in (0, 1) for kind in kinds]
+        for use_orig_params in (False, True):
+            model = FSDP(
+                nn.Sequential(*layers()),
+                device_id=device,
+                use_orig_params=use_orig_params,
+            )
+            splits = split_of(model)
+            self.assertEqual(splits, dict.fromkeys(names[::2], (4, 4, 4)))
+            if not use_orig_params:
+                with self.assertRaisesRegex(ValueError, "or such of different splits"):
+                    partition_named_parameters(model, split=splits)
+                same = {"*in_proj_weight": (8, 4), "*out_proj.weight": [8, 4]}
+                ((group,), _) = partition_named_parameters(model, split=same)
+                self.assertEqual(group["split"], (8, 4))
+                continue
+            fused, whole = partition_named_parameters(model, split=splits)[0]
+            self.assertEqual([name for name, _ in fused["params"]], names[::2])
+            self.assertEqual([name for name, _ in whole["params"]], names[1::2])
+
+    def test_splits_of_wrapped_layers(self):
+        model = nn.Sequential(*(nn.MultiheadAttention(4, 2) for _ in range(2)))
+        model[0] = checkpoint_wrapper(model[0])
+        for layer in model:
+            fully_shard(layer, mesh=self.mesh)
+        names = [f"{i}.in_proj_weight" for i in (0, 1)]
+        self.assertEqual(split_of(model), dict.fromkeys(names, (4, 4, 4)))
+        groups, _ = partition_named_parameters(model, split=split_of(model))
+        Muon(groups, distributed_config="auto")
 
     def test_param_data_assigned_a_dtensor(self):
         # PyTorch lets it pass, and the next kernel that reads the parameter takes the process down.

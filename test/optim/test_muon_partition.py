@@ -2,13 +2,15 @@
 """Which parameters go to Muon, in models that are built and named as those of well-known packages."""
 
 import unittest
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.optim.muon import partition_named_parameters
+from torch.optim import Muon
+from torch.optim.muon import partition_named_parameters, split_of
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -38,6 +40,11 @@ def lora(base):
     return {"base_layer": base, **adapters}
 
 
+def lora_of_layer(module):
+    module.linear_qkv = tree(lora(module.linear_qkv))
+    return module
+
+
 def modules_to_save(base, copy):
     """The structure of PEFT's modules_to_save."""
     return {"original_module": base, "modules_to_save": {"default": copy}}
@@ -52,6 +59,42 @@ class Bare(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
 
+# Stand-ins for classes of Megatron: the names and attributes that split_of reads.
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, **config):
+        super().__init__()
+        self.config = SimpleNamespace(
+            num_attention_heads=6, num_query_groups=2, kv_channels=4, **config
+        )
+        self.linear_qkv = linear(40)
+
+
+class MLP(nn.Module):
+    def __init__(self, gated, group=None):
+        super().__init__()
+        self.config = SimpleNamespace(
+            gated_linear_unit=gated, tensor_model_parallel_size=2
+        )
+        self.tp_group = group
+        self.linear_fc1 = linear(12)
+
+
+class TEGroupedMLP(MLP):
+    def __init__(self):
+        super().__init__(True, SimpleNamespace(size=lambda: 3))
+        self.linear_fc1 = Bare(weight0=(12, 8), weight1=(12, 8))
+
+
+class GptOssExperts(Bare):
+    """In a transformers without flags."""
+
+
+class OtherExperts(Bare):
+    is_transposed = is_concatenated = False
+
+
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
 class TestPartition(TestCase):
     def reasons(self, parts, **options):
@@ -63,10 +106,11 @@ class TestPartition(TestCase):
             )
         lines = [call.args[0].partition(" -> ") for call in said.call_args_list]
         found = {line.partition(" ")[0]: why for line, _, why in lines}
-        self.assertEqual([n for n in found if found[n] == "Muon"], [*dict(matrices)])
-        self.assertEqual([n for n in found if found[n] != "Muon"], [*dict(others)])
+        hidden = [n for n, why in found.items() if why.startswith("Muon")]
+        self.assertEqual(hidden, [*dict(matrices)])
+        self.assertEqual([n for n in found if n not in hidden], [*dict(others)])
         return {
-            name: why.removeprefix("rest: ").removeprefix("Muon")
+            name: "" if name in hidden else why.removeprefix("rest: ")
             for name, why in found.items()
         }
 
@@ -266,6 +310,144 @@ class TestPartition(TestCase):
         expected |= {f"block.{name}": "" for name in matrices}
         expected["position_embeddings"] = "table, bias or scale"
         self.expect(model, {**expected, "linear_pos": ""})
+
+
+@unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
+class TestSplits(TestCase):
+    def test_splits_of_known_classes(self):
+        # FSDP2 gives a module a class of its own.
+        wrapped = type("FSDPSelfAttention", (SelfAttention,), {})()
+        parts = {
+            "attention": wrapped,
+            "gated": SelfAttention(attention_output_gate=True),
+            "mlp": MLP(True),
+            "plain": MLP(False),
+            "experts": TEGroupedMLP(),
+            "alternate": GptOssExperts(gate_up_proj=(2, 8, 6), down_proj=(2, 3, 8)),
+            "flags": OtherExperts(gate_up_proj=(2, 6, 8)),
+            "torch": nn.MultiheadAttention(8, 2),
+            "no": {"kv_b_proj": linear(8)},
+        }
+        expected = {
+            "attention.linear_qkv.weight": ((12, 4, 4), 2, 0),
+            # Each of two ranks of tensor parallelism has 12 rows.
+            "mlp.linear_fc1.weight": ((6, 6), 2, 0),
+            "experts.linear_fc1.weight0": ((6, 6), 3, 0),
+            "experts.linear_fc1.weight1": ((6, 6), 3, 0),
+            "alternate.gate_up_proj": ((1, 1), 3, 1),
+            "flags.gate_up_proj": ((1, 1), 3, 0),
+            "torch.in_proj_weight": (8, 8, 8),
+        }
+        for name, found in split_of(tree(parts)).items():
+            sizes = tuple(found.values()) if isinstance(found, dict) else found
+            self.assertEqual(sizes, expected.pop(name), name)
+        self.assertEqual(expected, {})
+        (found,) = split_of(wrapped)
+        self.assertEqual(found, "linear_qkv.weight")
+        compiled = torch.compile(tree({"attention": lora_of_layer(wrapped)}))
+        (found,) = split_of(compiled)
+        self.assertEqual(found, "_orig_mod.attention.linear_qkv.base_layer.weight")
+
+    def test_class_of_the_same_name(self):
+        for wrong in ({"num_attention_heads": 9}, {"kv_channels": None}):
+            module = SelfAttention()
+            module.config = SimpleNamespace(**{**vars(module.config), **wrong})
+            if wrong.get("kv_channels", 0) is None:
+                del module.config.kv_channels
+            self.assertEqual(split_of(module), {})
+
+    def groups(self, parts, split, **options):
+        groups, others = partition_named_parameters(tree(parts), split=split, **options)
+        found = []
+        for group in groups:
+            names = [name for name, _ in group.pop("params")]
+            found.append((names, group))
+        return found, [name for name, _ in others]
+
+    def test_groups_by_split(self):
+        def block():
+            return {"qkv": linear(24), "up": linear(16), "norm": nn.LayerNorm(8)}
+
+        conv = nn.Conv2d(4, 6, 3, bias=False)
+        parts = {
+            "layers": [block(), block()],
+            "conv": conv,
+            "other": nn.Conv1d(4, 6, 3, bias=False),
+            "experts": Bare(up=(3, 12, 8), down=(3, 8, 6)),
+            # Two ranks of expert parallelism share the experts.
+            "router": linear(6),
+            # Query heads, as XLNet stores them.
+            "heads_of": Bare(q=(8, 2, 4)),
+            "lm_head": linear(20),
+        }
+        split = {
+            "*.qkv.weight": (8, 8, 8),
+            # The last that matches decides, and heads stay heads.
+            "layers.1.qkv.weight": {"sizes": [4, 2, 2], "repeats": 3},
+            "conv.*": (2, 4),
+            "experts.up": [6, 6],
+            "lm_head.*": (10, 10),
+        }
+        rows, repeated = {"split": (8, 8, 8)}, {"sizes": (4, 2, 2), "repeats": 3}
+        expected = [
+            (["layers.0.qkv.weight"], rows),
+            (["layers.0.up.weight", "layers.1.up.weight"], {}),
+            (["layers.1.qkv.weight"], {"split": {**repeated, "dim": 0}}),
+            (["conv.weight"], {"split": (2, 4), "flatten": True}),
+        ]
+        stacks = [(["experts.up"], {"split": (6, 6)})]
+        found, others = self.groups(parts, split)
+        self.assertEqual(found, expected)
+        self.assertIn("experts.up", others)
+        found, others = self.groups(parts, split, allow_batched_matrices=True)
+        expected[1][0].append("experts.down")
+        self.assertEqual(found, expected + stacks)
+        self.assertNotIn("experts.up", others)
+        norms = [
+            f"layers.{i}.norm.{kind}" for i in (0, 1) for kind in ("weight", "bias")
+        ]
+        rest = ["other.weight", "router.weight", "heads_of.q", "lm_head.weight"]
+        self.assertEqual(others, [*norms, *rest])
+        groups, _ = partition_named_parameters(
+            tree(parts), split=split, allow_batched_matrices=True
+        )
+        muon = Muon(groups, allow_batched_matrices=True)
+        self.assertEqual(len(muon.param_groups), 5)
+
+    def test_split_that_matches_nothing(self):
+        with self.assertRaisesRegex(ValueError, "'qvk.*'.*near names.*qkv.weight"):
+            self.groups({"qkv": linear(24)}, {"qvk.*": (8, 16)})
+        self.assertEqual(
+            self.groups({"up": linear(16)}, {}), ([(["up.weight"], {})], [])
+        )
+
+    def test_fused_weights_that_stay_whole(self):
+        parts = {
+            "known": {"qkv": linear(24), "up": linear(16)},
+            "unknown": {
+                "Wqkv": linear(24),
+                "lora": lora(linear(8)),
+                "c_attn": lora(linear(24)),
+            },
+            "bare": Bare(in_proj_weight=(24, 8)),
+        }
+        with mock.patch("builtins.print") as said:
+            partition_named_parameters(
+                tree(parts),
+                verbose=True,
+                split={"known.qkv.*": {"sizes": (2, 6), "dim": 1}},
+            )
+        lines = [call.args[0] for call in said.call_args_list]
+        how = "Muon, left whole: named like a fused weight"
+        for line in (
+            "known.qkv.weight (24, 8) -> Muon, split {'sizes': (2, 6), 'repeats': 1, 'dim': 1}",
+            "known.up.weight (16, 8) -> Muon",
+            f"unknown.Wqkv.weight (24, 8) -> {how}",
+            f"unknown.c_attn.base_layer.weight (24, 8) -> {how}",
+            "unknown.c_attn.lora_A.default.weight (2, 8) -> Muon",
+            f"bare.in_proj_weight (24, 8) -> {how}",
+        ):
+            self.assertIn(line, lines)
 
 
 if __name__ == "__main__":

@@ -276,7 +276,7 @@ def test_quoted_errors_are_those_of_the_code():
 def test_losses_are_drawn_again(tmp_path):
     pytest.importorskip("matplotlib")
     out, script = tmp_path / "loss.png", ROOT / "docs" / "figures" / "loss.py"
-    words = [out, "--steps", 4, "--muon", 0.02, "--adamw", 0.003]
+    words = [out, "--steps", 4, "--rates", 0.003]
     run = run_example(script, *words, processes=2)
     assert run.code == 0, run.err
     assert "Muon on one process and on many" in run.out

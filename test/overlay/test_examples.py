@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+import shutil
 import sys
 
 import pytest
@@ -53,6 +54,22 @@ def test_checkpoint_resumes_on_another_mesh(tmp_path):
     assert saved[0] == pytest.approx(math.log(256), abs=1e-3)
     assert resumed[0] < saved[-1] + 0.05
     assert found[1]["held_out"] < found[0]["held_out"] < saved[0]
+
+
+def test_script_to_copy(tmp_path):
+    """Started again, it has the loss of a run that was not interrupted."""
+    script = EXAMPLES / "train.py"
+    assert len(script.read_text().splitlines()) <= 70
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    runs = []
+    for folder in (whole, broken):
+        runs.append(run_example(script, folder, 20, processes=2))
+        assert runs[-1].code == 0, runs[-1].err
+        assert "Warning" not in runs[-1].err
+        shutil.copytree(whole / "10", broken / "10", dirs_exist_ok=True)
+    first, last = runs[0].out.splitlines()
+    assert runs[1].out.splitlines() == [last]
+    assert float(last.split()[-1]) < float(first.split()[-1]) < math.log(256) - 1
 
 
 def test_timeline(tmp_path):

@@ -27,7 +27,7 @@ PACKAGES = (
 # torch with CUDA brings, of its own version.
 FRAMEWORKS = (
     "accelerate==1.15.0", "transformers==5.23.0", "lightning==2.6.6", "torchtitan==0.3.0",
-    "triton; sys_platform == 'linux'",
+    "muon-optimizer==0.1.0", "triton; sys_platform == 'linux'",
 )  # fmt: skip
 MARKER = ".muon_overlay_env.json"
 _EVERY_S = 20.0  # seconds between two lines of a long command

@@ -227,20 +227,27 @@ class Muon(Optimizer):
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     @torch._disable_dynamo
-    def describe(self) -> str:
+    def describe(self, model: torch.nn.Module | None = None, *others: Optimizer) -> str:
         """Returns a text that says who owns what and what a step costs each rank.
 
         A group of more than 16 ranks shows the busiest ones and this one. It asks no other rank.
-        """
-        if self._engine is None:
-            why = f"{'lost its' if self._needs_config else 'has no'} distributed_config"
-            return f"Muon with {len(self._tensors())} parameters, which {why}"
-        from torch.optim._muon_engine.describe import in_full
 
-        text = in_full(self._engine)
-        if not self._engine.matches(self.param_groups):
-            text += "\nParameters have changed since. The next step() rebuilds this."
-        return text
+        Args:
+            model (nn.Module, optional): of which the text tells Muon's share, and the matrices that
+                neither Muon nor ``others`` have. For FSDP1, only the model knows whole shapes
+                (default: None)
+            others (Optimizer): the model's other optimizers.
+        """
+        page = f"It {'lost its' if self._needs_config else 'has no'} distributed_config"
+        if not torch.distributed.is_available():
+            return page
+        from torch.optim._muon_engine.describe import coverage, in_full
+
+        if self._engine is not None:
+            page = in_full(self._engine)
+            if not self._engine.matches(self.param_groups):
+                page += "\nParameters have changed since; the next step() rebuilds this"
+        return f"{coverage(self, model, others)}\n{page}"
 
     @torch._disable_dynamo
     def synchronize(self) -> None:

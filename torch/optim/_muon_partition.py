@@ -5,11 +5,12 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatch
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.optim._muon_engine.layouts import fsdp1, process_rank
+from torch.optim._muon_engine.layouts import fsdp1, matrix_shape, process_rank
+from torch.optim._muon_split import Split
 
 
 # Names that torch.compile and PEFT put between a model and its layers, and weight_norm before a parameter.
@@ -23,6 +24,8 @@ _HEAD = r"classifier|embed_out|(lm_)?head|output_layer|qa_outputs|score|unembed(
 _HEAD_OUTSIDE = r"(?i)heads|head_\w+|\w+_(heads?|classifier)|\w*logits(_proj)?"
 # Of parameters without a linear layer: tables of positions and tokens, biases of a stack, Mamba's A_log.
 _TABLE = r"(^|_)(pos(?!t)|table|tokens?$|latents$)|embed|bias|_log$"
+# Layers that have several matrices in one.
+_FUSED = r"kv|key_value|c_attn|gate_up|w13|\bin_proj"
 _EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
 _GATED = nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell
 
@@ -30,50 +33,88 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 def partition(
-    module: nn.Module, exclude: str | Sequence[str], verbose: bool
-) -> tuple[Named, Named]:
+    module: nn.Module,
+    exclude: str | Sequence[str],
+    verbose: bool,
+    split: Mapping[str, Any] | None,
+    takes_stacks: bool,
+) -> tuple[list, Named]:
     """The parameters for Muon and the rest: :func:`torch.optim.muon.partition_named_parameters`."""
     found = list(fsdp1.logical_matrices(module))
     shapes = {name: tuple(shape) for _, _, inside in found for name, shape in inside}
-    model, excluded = _Model(module, shapes), _matches(exclude, shapes)
-    matrices, others = [], []
+    patterns = [exclude] if isinstance(exclude, str) else exclude
+    excluded = {name for pattern in patterns for name in _matches(pattern, shapes)}
+    forms = dict.fromkeys(shapes, (Split(), False))
+    for pattern, value in (split or {}).items():
+        for name in _matches(pattern, shapes):
+            forms[name] = _form(Split.of(value), shapes[name])
+    model, groups, others = _Model(module, shapes, takes_stacks), {}, []
     for name, param, inside in found:
-        reasons = {n: model.why_not(n) for n, _ in inside}
+        reasons = {n: model.why_not(n, forms[n][1]) for n, _ in inside}
         reasons |= dict.fromkeys(reasons.keys() & excluded, "excluded")
         if id(param) in model.tied:
             reasons = dict.fromkeys(reasons, "embedding")
-        if len({not reason for reason in reasons.values()}) > 1:
+        kinds = {() if why else forms[n] for n, why in reasons.items()}
+        if len(kinds) > 1:
             raise ValueError(
-                f"{name} is a flat parameter that mixes matrices for Muon with others: {reasons}. Wrap with "
-                "use_orig_params=True, or wrap the others in units of their own"
+                f"{name} is a flat parameter that mixes matrices for Muon with others, or such of different splits: "
+                f"{reasons}. Wrap with use_orig_params=True, or wrap the others in units of their own"
             )
-        (others if any(reasons.values()) else matrices).append((name, param))
+        (kind,) = kinds
+        (groups.setdefault(kind, []) if kind else others).append((name, param))
         for n, shape in inside if verbose and process_rank() == 0 else ():
-            why = f"rest: {reasons[n]}" if reasons[n] else "Muon"
+            why = f"rest: {reasons[n]}" if reasons[n] else _described(n, *forms[n])
             print(f"{n} {tuple(shape)} -> {why}")
-    return matrices, others
+    if split is None:
+        return [pair for group in groups.values() for pair in group], others
+    return [
+        {"params": params}
+        | ({"split": one.option} if one.sizes else {})
+        | ({"flatten": True} if flatten else {})
+        for (one, flatten), params in groups.items()
+    ], others
 
 
-def _matches(patterns: str | Sequence[str], names: Mapping[str, object]) -> set[str]:
+def _form(split: Split, shape: tuple[int, ...]) -> tuple[Split, bool]:
+    """``split``, and whether it is for the flattened parameter and not for the matrices of a stack."""
+    is_stack = len(shape) == 2 or not split.problem_with(shape[-2:])
+    return split, not is_stack and not split.problem_with(matrix_shape(shape, True))
+
+
+def _described(name: str, split: Split, flatten: bool) -> str:
+    how = f", split {split.option}" if split.sizes else ""
+    if not how and re.search(_FUSED, ".".join(unwrapped(name).split(".")[-2:])):
+        how = ", left whole: named like a fused weight"
+    return f"Muon{how}" + ", flattened" * flatten
+
+
+def _matches(pattern: str, names: Mapping[str, object]) -> set[str]:
     """The names that a pattern matches, with or without torch.compile's part of them.
 
     Raises:
         ValueError: a pattern matches no name.
     """
+    if pattern in names:
+        return {pattern}
     plain = {name: name.replace("_orig_mod.", "") for name in names}
-    found: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        hits = {n for n in names if fnmatch(n, pattern) or fnmatch(plain[n], pattern)}
-        if not hits:
-            known = {_NUMBER.sub("*", name) for name in plain.values()}
-            near = get_close_matches(pattern, sorted(known), cutoff=0.0)
-            raise ValueError(f"no parameter matches {pattern!r}; near names are {near}")
-        found |= hits
-    return found
+    hits = {n for n in names if fnmatch(n, pattern) or fnmatch(plain[n], pattern)}
+    if not hits:
+        known = {_NUMBER.sub("*", name) for name in plain.values()}
+        near = get_close_matches(pattern, sorted(known), cutoff=0.0)
+        raise ValueError(f"no parameter matches {pattern!r}; near names are {near}")
+    return hits
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
     return re.sub(_WRAPPERS, "", clean_tensor_name(name))
+
+
+def _is_conv(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.modules.conv._ConvNd)
+
+
+def _is_router(unit: str) -> bool:
+    return any("router" in part for part in unit.split(".")[-3:])
 
 
 class _Param(NamedTuple):
@@ -90,9 +131,15 @@ class _Param(NamedTuple):
 class _Model:
     """What the parameters of a model are: by modules, by shapes, and by names where these do not say it."""
 
-    def __init__(self, module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        shapes: Mapping[str, Sequence[int]],
+        takes_stacks: bool = False,
+    ) -> None:
+        self.takes_stacks = takes_stacks
         # A wrapped module comes after its wrapper, and replaces it.
-        named = [(_unwrapped(f"{n}.")[:-1], m) for n, m in module.named_modules()]
+        named = [(unwrapped(f"{n}.")[:-1], m) for n, m in module.named_modules()]
         self.modules = dict(named)
         self.adapted = {n for n, m in named if "base_layer" in m._modules}
         self.params = {n: self._param(n, tuple(shape)) for n, shape in shapes.items()}
@@ -108,12 +155,15 @@ class _Model:
             if isinstance(each, nn.ModuleList):
                 experts[len(each)].add(name.rpartition(".")[0])
         for p in layers:
-            if len(p.shape) == 3 and not isinstance(p.module, nn.modules.conv._ConvNd):
+            if len(p.shape) == 3 and not _is_conv(p.module):
                 experts[p.shape[0]] |= {p.layer, p.above}
         wide = [p for p in matrices if p.shape[0] < p.shape[1]]
         self.routers = {
             p.unit for p in wide if experts[p.shape[0]] & {p.layer, p.above}
         }
+        # With expert parallelism, a stack may have a part of the experts.
+        routers = [p for p in matrices if p.unit in self.routers or _is_router(p.unit)]
+        self.expert_counts = {p.shape[0] for p in routers}
         # The output of a head is a vocabulary. No layer takes it, and no other block has such a layer.
         embeddings = [m for _, m in named if isinstance(m, _EMBEDDINGS)]
         self.tied = {id(p) for m in embeddings for p in m.parameters(recurse=False)}
@@ -124,7 +174,7 @@ class _Model:
         self.heads = {u for u, s in found if alike[_NUMBER.sub("*", u), s] == 1}
 
     def _param(self, name: str, shape: tuple[int, ...]) -> _Param:
-        unit = _unwrapped(name)
+        unit = unwrapped(name)
         layer = re.sub(_PARAMETRIZED, "", unit).rpartition(".")[0]
         ends = [dot.start() for dot in re.finditer(r"\.|$", layer)]
         adapted = [layer[:end] for end in ends if layer[:end] in self.adapted]
@@ -133,24 +183,26 @@ class _Model:
         module, above = self.modules.get(layer), layer.rpartition(".")[0]
         return _Param(name, shape, module, layer, above, unit)
 
-    def why_not(self, name: str) -> str:
+    def why_not(self, name: str, flatten: bool) -> str:
         """Why a parameter is not for Muon; "" if it is."""
         _, shape, module, layer, _, unit = self.params[name]
         leaf = name.split(".")[-1]
         # A module that is not a linear layer may be a table that calls itself a weight.
         if leaf == "weight" and not hasattr(module, "in_features"):
             leaf = layer.split(".")[-1]
-        if len(shape) != 2:
+        is_stack = self.takes_stacks and len(shape) == 3 and not _is_conv(module)
+        is_stack &= any(count % shape[0] == 0 for count in self.expert_counts)
+        if len(shape) != 2 and not flatten and not is_stack:
             return f"{len(shape)}D"
         if isinstance(module, _EMBEDDINGS):
             return "embedding"
         if re.search(_TABLE, leaf):
             return "table, bias or scale"
-        if 1 in shape:
+        if 1 in matrix_shape(shape, flatten):
             return "one row or column"
         if isinstance(module, _GATED) and leaf.startswith(("weight_ih", "weight_hh")):
             return f"gates of {type(module).__name__}"
-        if any("router" in part for part in unit.split(".")[-3:]):
+        if _is_router(unit):
             return "router"
         parts = layer.split(".")
         block = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))

@@ -1,5 +1,6 @@
 """How a fused weight is cut into matrices: the option ``split`` of a parameter group."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,22 +31,29 @@ class Split(NamedTuple):
             return cls(tuple(given or ()))
         return cls((given,))
 
+    @property
+    def option(self) -> tuple[int, ...] | dict[str, Any]:
+        """What :meth:`of` takes: a tuple where that says it all."""
+        return self.sizes if self[1:] == (1, 0) else self._asdict()
+
+    @property
+    def lines(self) -> int:
+        """The length of ``dim``."""
+        return sum(self.sizes) * self.repeats
+
     def problem_with(self, shape: Sequence[int], dim: int | None = None) -> str:
         """Why a matrix of ``shape`` cannot be cut; "" if it can. ``dim`` is named for a stack."""
         numbers = *self.sizes, self.repeats
         if any(type(n) is not int or n < 1 for n in numbers) or self.dim not in (0, 1):
             more = f", {self.repeats} times along dimension {self.dim}"
             more = more if self.repeats != 1 or self.dim else ""
-            return (
-                "split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim', "
-                f"but is {self.sizes}{more}"
-            )
-        total, found = sum(self.sizes) * self.repeats, shape[self.dim]
-        if total == found:
+            return f"split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim', but is {self.sizes}{more}"
+        found = shape[self.dim]
+        if self.lines == found:
             return ""
         times = f" x {self.repeats}" if self.repeats > 1 else ""
         dim = self.dim if dim is None else dim
-        return f"split {self.sizes}{times} adds up to {total}, but dimension {dim} has {found}"
+        return f"split {self.sizes}{times} adds up to {self.lines}, but dimension {dim} has {found}"
 
     def parts(self, matrix: Tensor) -> Sequence[Tensor]:
         """The parts as views; with repeats, ``dim`` is two dimensions (repeats, size)."""
@@ -63,11 +71,5 @@ class Split(NamedTuple):
 
     def joined_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         """The shape of a part as a matrix."""
-        rows, *_, columns = shape
-        if len(shape) > 2:
-            rows, columns = (
-                (rows * shape[1], columns)
-                if self.dim == 0
-                else (rows, shape[1] * columns)
-            )
-        return rows, columns
+        lines = math.prod(shape[:-1] if self.dim == 0 else shape[1:])
+        return (lines, shape[-1]) if self.dim == 0 else (shape[0], lines)

@@ -18,7 +18,7 @@ from torch.optim._muon_engine.config import DistributedConfig
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
@@ -36,6 +36,7 @@ __all__ = [
     "detect_tp_dims_from_model",
     "partition_named_parameters",
     "partition_parameters",
+    "split_of",
 ]
 
 
@@ -280,8 +281,13 @@ def partition_parameters(
 
 
 def partition_named_parameters(
-    module: nn.Module, *, exclude: str | Sequence[str] = (), verbose: bool = False
-) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    module: nn.Module,
+    *,
+    exclude: str | Sequence[str] = (),
+    verbose: bool = False,
+    split: Mapping[str, Any] | None = None,
+    allow_batched_matrices: bool = False,
+) -> tuple[list[Any], list[tuple[str, nn.Parameter]]]:
     r"""Splits a model's parameters into hidden matrices, for Muon, and the rest, for AdamW.
 
     To the rest go
@@ -304,22 +310,48 @@ def partition_named_parameters(
             the rest. They match with and without ``_orig_mod.`` (default: ())
         verbose (bool, optional): prints on rank 0 where each parameter goes, and why
             (default: False)
+        split (mapping, optional): names or patterns of fused weights, and the ``split`` of each, such as
+            :func:`split_of` returns. The last that matches a name decides. The matrices are then
+            parameter groups, one for each split. A split that fits a parameter of more dimensions when it
+            is flattened, such as a convolution, gives it to Muon with ``flatten`` (default: None)
+        allow_batched_matrices (bool, optional): gives stacks of experts to Muon, which needs its argument of
+            the same name. They are 3D, and a router has a row for each matrix (default: False)
 
     Returns:
-        tuple of two lists of (name, Parameter): matrices and the rest. Each parameter is in one of them,
-        under its name without the prefixes of FSDP1 and of activation checkpointing.
+        tuple of two lists: matrices and the rest, as (name, Parameter), or with ``split`` the matrices as
+        parameter groups. Each parameter is in one of them, under its name without the prefixes of FSDP1
+        and of activation checkpointing.
 
     Raises:
-        ValueError: a flat FSDP1 parameter holds parameters for both, or a pattern matches no name.
+        ValueError: a flat FSDP1 parameter holds parameters for both or of different splits, or a pattern
+            matches no name.
 
     Example:
         >>> # xdoctest: +SKIP
-        >>> matrices, others = partition_named_parameters(model)
+        >>> matrices, others = partition_named_parameters(model, split=split_of(model))
         >>> optimizers = Muon(matrices, lr=0.02), AdamW(others, lr=3e-4)
     """
     from torch.optim._muon_partition import partition
 
-    return partition(module, exclude, verbose)
+    return partition(module, exclude, verbose, split, allow_batched_matrices)
+
+
+def split_of(module: nn.Module) -> dict[str, Any]:
+    r"""Finds how the fused weights of a well-known model are cut into matrices.
+
+    It knows the attention, MLP and experts of transformers (GPT-2, GPT-NeoX, Falcon, BLOOM, Phi-3,
+    DeepSeek and others), torchtitan and Megatron, and :class:`torch.nn.MultiheadAttention`, by the names
+    and attributes of their classes. Fused weights of other classes are not in the result.
+
+    Args:
+        module (nn.Module): plain, or wrapped by DDP, FSDP1, FSDP2 or tensor parallelism.
+
+    Returns:
+        dict: name of a parameter -> the option ``split`` of its parameter group.
+    """
+    from torch.optim._muon_fused import split_of
+
+    return split_of(module)
 
 
 DistributedConfig.__module__ = __name__

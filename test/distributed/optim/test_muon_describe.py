@@ -5,8 +5,10 @@ import logging
 import re
 from unittest import mock
 
+import torch
 from torch import nn
-from torch.optim import Muon
+from torch.distributed.tensor import distribute_tensor
+from torch.optim import AdamW, Muon
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import create_dtensor_config
 from torch.profiler import profile, ProfilerActivity
@@ -106,6 +108,40 @@ class TestMuonDescribe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             "one owner at a time",
         ):
             self.assertRegex(page, words)
+
+    def test_share_of_the_model(self):
+        shapes = {
+            "qkv": (8, 16),
+            "experts": (3, 8, 16),
+            "conv": (4, 8, 3),
+            "head": (4, 8),
+        }
+        model, placed = nn.Module(), {}
+        for name, shape in shapes.items():
+            whole = torch.ones(shape)
+            part = nn.Parameter(distribute_tensor(whole, mesh_of(4), [S0]))
+            model.register_parameter(name, part)
+            placed[name] = part
+        model.gain, model.bias = (nn.Parameter(torch.ones(8)) for _ in range(2))
+        groups = [
+            {"params": [placed["qkv"]], "split": (4, 4)},
+            {"params": [placed["conv"]], "flatten": True},
+            {"params": [placed["experts"]]},
+        ]
+        muon = Muon(groups, distributed_config="auto", allow_batched_matrices=True)
+        counts = "Muon has 3 parameters of 608 elements: 1 split, 1 flattened, 1 stacks"
+        share = ". That is 92.7% of the model's 656 elements"
+        first, *more = muon.describe().splitlines()
+        self.assertEqual(first, counts)
+        self.assertIn("Muon on rank", more[0])
+        first, *more = muon.describe(model).splitlines()
+        self.assertEqual(first, counts + share)
+        self.assertEqual(more[0], "No optimizer given here has head")
+        adamw = AdamW([model.gain, model.head])
+        first, *more = muon.describe(model, adamw).splitlines()
+        self.assertEqual(first, counts + share)
+        # A vector is no matrix.
+        self.assertIn("Muon on rank", more[0])
 
     def test_one_line_in_the_log_for_each_construction(self):
         params = self.params([(8, 8)] * 4)

@@ -1,9 +1,12 @@
 """The cost of a step, in words. A rank knows the schedules of its groups, so it asks no other rank."""
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-from torch.optim._muon_engine.layouts import listed
+from torch import nn, Tensor
+from torch.optim._muon_engine.layouts import fsdp1, listed
 from torch.optim._muon_engine.process_groups import ranks_per_node
 from torch.optim._muon_engine.runtime.compute import PREPARED_BYTES
 from torch.optim._muon_engine.schedule.owners import (
@@ -25,6 +28,30 @@ from torch.optim._newton_schulz import newton_schulz_bytes, NS_DTYPE
 MOST_RANKS = 16
 _ROW = "  {:>6} {:>6} {:>8} {:>8} {:>11} {:>11} {:>11}  {}"
 _HEADER = "rank", "owns", "TFLOP", "x mean", "MiB sent", "received", "memory", ""
+
+
+def coverage(muon: Any, model: nn.Module | None, others: Sequence[Any]) -> str:
+    """For a person: how much Muon has, its share of ``model``, and the matrices that no optimizer has."""
+    mine = {p: group for group in muon.param_groups for p in group["params"]}
+    inside: dict[Tensor, Any] = {p: [("", p.shape)] for p in mine}
+    found = [] if model is None else list(fsdp1.logical_matrices(model))
+    inside.update((p, tensors) for _, p, tensors in found)
+    numel = {p: sum(math.prod(s) for _, s in inside[p]) for p in inside}
+    deep = [p for p in mine if any(len(shape) > 2 for _, shape in inside[p])]
+    flat = sum(bool(mine[p]["flatten"]) for p in deep)
+    split = sum(bool(group["split"]) for group in mine.values())
+    text = (
+        f"Muon has {len(mine)} parameters of {sum(numel[p] for p in mine):,} elements: {split} split, {flat} flattened, "
+        f"{len(deep) - flat} stacks"
+    )
+    if found:
+        share = sum(numel[p] for _, p, _ in found if p in mine)
+        total = sum(numel[p] for _, p, _ in found)
+        text += f". That is {share / total:.1%} of the model's {total:,} elements"
+    given = {p for o in (muon, *others) for g in o.param_groups for p in g["params"]}
+    left = [t for _, p, tensors in found if p not in given for t in tensors]
+    names = [name for name, shape in left if len(shape) > 1]
+    return text + f"\nNo optimizer given here has {listed(names)}" * bool(names)
 
 
 def in_full(engine: Any) -> str:

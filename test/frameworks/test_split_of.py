@@ -1,0 +1,240 @@
+"""split_of() against the forwards of transformers and torchtitan: which lines become which tensor."""
+
+import functools
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.optim import Muon
+from torch.optim._muon_split import Split
+from torch.overrides import TorchFunctionMode
+
+
+HOW = "run `setup_overlay.py test --frameworks`"
+transformers = pytest.importorskip("transformers", reason=HOW)
+pytest.importorskip("torch.optim.muon")
+from torch.optim.muon import partition_named_parameters, split_of
+
+
+# One layer. No two sizes are equal, so that no wrong split has the right lines.
+SIZES = {
+    "hidden_size": 24,
+    "intermediate_size": 10,
+    "moe_intermediate_size": 10,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 50,
+    "num_experts": 3,
+    "num_local_experts": 3,
+    "n_routed_experts": 3,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "pad_token_id": 0,
+}
+QKV = ("query", "key", "value")
+ATTENTION = "query_key_value.weight"
+# A model, its options, and its fused weights with the tensors that are computed from their parts. The
+# other part of a gated layer is the rest.
+MODELS = [
+    ("GPT2LMHeadModel", {}, {"attn.c_attn.weight": QKV}),
+    (
+        "GPT2LMHeadModel",
+        {"add_cross_attention": True},
+        {"attn.c_attn.weight": QKV, "crossattention.c_attn.weight": QKV[1:]},
+    ),
+    ("GPTNeoXForCausalLM", {}, {ATTENTION: QKV}),
+    (
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {ATTENTION: QKV},
+    ),
+    ("FalconForCausalLM", {"multi_query": True}, {ATTENTION: QKV}),
+    ("FalconForCausalLM", {"multi_query": False}, {ATTENTION: QKV}),
+    ("BloomForCausalLM", {}, {ATTENTION: QKV}),
+    (
+        "Phi3ForCausalLM",
+        {},
+        {"qkv_proj.weight": QKV, "gate_up_proj.weight": ("gate",)},
+    ),
+    ("Glm4ForCausalLM", {}, {"gate_up_proj.weight": ("gate",)}),
+    ("GptOssForCausalLM", {}, {"gate_up_proj": ("gate",)}),
+    ("Qwen3MoeForCausalLM", {}, {"gate_up_proj": ("gate",)}),
+    ("MixtralForCausalLM", {}, {"gate_up_proj": ("gate",)}),
+    ("Llama4ForCausalLM", {"moe_layers": [0]}, {"gate_up_proj": ("gate",)}),
+    (
+        "DeepseekV2ForCausalLM",
+        {"num_key_value_heads": 6},
+        {"kv_b_proj.weight": QKV[1:], "gate_up_proj": ("gate",)},
+    ),
+    (
+        "DeepseekV3ForCausalLM",
+        {"num_key_value_heads": 6, "head_dim": 2},
+        {"kv_b_proj.weight": QKV[1:], "gate_up_proj": ("gate",)},
+    ),
+]
+
+
+class Spy(TorchFunctionMode):
+    """Records the operands of attention, and what goes into the function of a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def keep(self, *tensors):
+        self.found.append(dict(zip(QKV if len(tensors) > 1 else ["gate"], tensors)))
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            self.keep(*args[:3], *(kwargs[n] for n in QKV[len(args) :]))
+        elif function in (F.silu, torch.sigmoid):
+            self.keep(args[0])
+        return function(*args, **kwargs)
+
+    def reshape(self, original, fused):
+        """BLOOM multiplies by itself, after this method of its attention."""
+        self.keep(*(tensors := original(fused)))
+        return tensors
+
+
+def tiny(name, options):
+    cls = getattr(transformers, name)
+    known = cls.config_class()
+    sizes = {k: v for k, v in SIZES.items() if hasattr(known, k)}
+    if isinstance(getattr(type(known), "head_dim", None), property):
+        del sizes["head_dim"]
+    torch.manual_seed(0)
+    config = cls.config_class(**{**sizes, **options})
+    # The kernel of grouped products needs sizes that are multiples of 16 bytes.
+    config._experts_implementation = "eager"
+    model = cls(config).eval()
+    for param in model.parameters():
+        # Some are zeros at first, which would hide what depends on them.
+        torch.nn.init.normal_(param, std=0.3)
+    return model
+
+
+def spied(model, **inputs):
+    with pytest.MonkeyPatch.context() as patch, Spy() as spy:
+        for module in model.modules():
+            if hasattr(module, "_reshape"):
+                how = functools.partial(spy.reshape, module._reshape)
+                patch.setattr(module, "_reshape", how)
+        model(torch.arange(12).view(2, 6), use_cache=False, **inputs)
+    return spy.found
+
+
+def used(tensor, weight):
+    """The elements of ``weight``, in any matrix of a stack, that ``tensor`` is computed from."""
+    options = {"retain_graph": True, "allow_unused": True}
+    (grad,) = torch.autograd.grad(tensor.square().sum(), weight, **options)
+    if grad is None:
+        return torch.zeros(weight.shape[-2:], dtype=torch.bool)
+    return grad.ne(0).view(-1, *weight.shape[-2:]).any(0)
+
+
+def elements(split, weight):
+    """The elements of each part of a split."""
+    marks = torch.full(weight.shape[-2:], -1)
+    parts = Split.of(split).parts(marks)
+    for number, part in enumerate(parts):
+        part.fill_(number)
+    return [marks == number for number in range(len(parts))]
+
+
+@pytest.mark.parametrize(("name", "options", "weights"), MODELS)
+def test_parts_are_what_the_forward_slices(name, options, weights):
+    model, inputs = tiny(name, options), {}
+    if "add_cross_attention" in options:
+        inputs = {"encoder_hidden_states": torch.randn(2, 3, 24)}
+    params, splits = dict(model.named_parameters()), split_of(model)
+    kinds = {
+        full: kind for full in splits for kind in weights if full.endswith(f".{kind}")
+    }
+    assert kinds.keys() == splits.keys()
+    assert set(kinds.values()) == weights.keys()
+    found = spied(model, **inputs)
+    for full, kind in kinds.items():
+        weight, names = params[full], weights[kind]
+        tried = (
+            [used(operands[n], weight) for n in names]
+            for operands in found
+            if names[0] in operands
+        )
+        # Later ones depend on the weight through the result of the layer.
+        masks = next(each for each in tried if each[0].any())
+        parts = elements(splits[full], weight)
+        if names == ("gate",):
+            masks.append(~masks[0])
+        assert len(parts) == len(masks)
+        for part, mask in zip(parts, masks):
+            assert torch.equal(part, mask), full
+
+
+@pytest.mark.parametrize(("name", "options", "weights"), MODELS)
+def test_parameter_groups_of_a_model(name, options, weights):
+    model = tiny(name, options)
+    splits = split_of(model)
+    groups, others = partition_named_parameters(
+        model, split=splits, allow_batched_matrices=True
+    )
+    named = [(n, p, group.get("split")) for group in groups for n, p in group["params"]]
+    assert {n: split for n, _, split in named if split} == splits
+    before = {n: p.detach().clone() for n, p, _ in named}
+    muon = Muon(groups, lr=0.1, allow_batched_matrices=True)
+    model(torch.arange(12).view(2, 6)).logits.square().mean().backward()
+    muon.step()
+    for n, p, _ in named:
+        assert torch.equal(before[n], p) == (p.grad is None)
+
+
+def titan_linear(rows, columns):
+    from torchtitan.models.common.linear import Linear
+
+    return Linear.Config(in_features=columns, out_features=rows)
+
+
+def assert_saved_as(module, weight, names):
+    """torchtitan saves the parts of a fused weight as matrices of their own."""
+    torch.manual_seed(0)
+    for param in module.parameters():
+        torch.nn.init.normal_(param)
+    (split,) = split_of(torch.nn.ModuleList([module])).values()
+    assert split_of(module) == {weight: split}
+    matrix = module.get_parameter(weight).detach()
+    saved, split = module.state_dict(), Split.of(split)
+    parts = split.parts(matrix.flatten(1) if matrix.ndim > 2 else matrix)
+    for part, name in zip(parts, names, strict=True):
+        assert torch.equal(split.joined(part), saved[name])
+
+
+def test_torchtitan_attention():
+    pytest.importorskip("torchtitan", reason=HOW)
+    from torchtitan.models.common.attention import FusedQKVLinear
+
+    wqkv = titan_linear(10 * 4, 24)
+    config = FusedQKVLinear.Config(head_dim=4, n_heads=6, n_kv_heads=2, wqkv=wqkv)
+    names = "wq.weight", "wk.weight", "wv.weight"
+    assert_saved_as(FusedQKVLinear(config), "wqkv.weight", names)
+
+
+def test_torchtitan_gated_layer():
+    pytest.importorskip("torchtitan", reason=HOW)
+    from torchtitan.overrides.fused_swiglu import FusedSwiGLU
+
+    w1, w2, w3 = titan_linear(10, 24), titan_linear(24, 10), titan_linear(10, 24)
+    module = FusedSwiGLU(FusedSwiGLU.Config(w1=w1, w2=w2, w3=w3))
+    assert_saved_as(module, "w13", ("w1.weight", "w3.weight"))
+    splits = split_of(model := torch.nn.Sequential(module))
+    ((group, _), _) = partition_named_parameters(model, split=splits)
+    assert group["flatten"] and group["split"] == splits["0.w13"]
