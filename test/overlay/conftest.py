@@ -4,6 +4,7 @@ copy of this repository that a test may change."""
 import importlib.util
 import os
 import pathlib
+import re
 import shutil
 import signal
 import stat
@@ -33,6 +34,10 @@ OPTIM_MD = """# torch.optim
 
 
 MUON, OWN = "torch/optim/_muon.py", "torch/optim/muon.py"
+C10D = "torch/distributed/distributed_c10d.py"
+# The commits that `apply --commit` makes.
+SUBJECTS = re.findall(r'(?m)^\["(.+)"\]$', (ROOT / "patches/stack.toml").read_text())
+BASE = f"HEAD~{len(SUBJECTS)}"
 OTHER = "# Muon as another release has it\n"
 METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 

@@ -9,14 +9,12 @@ import tempfile
 
 import pytest
 from overlay.conftest import append, commit_all, fails, git, git_status, run, snapshot
-from overlay.conftest import MUON, OTHER, OWN, script
+from overlay.conftest import BASE, C10D, MUON, OTHER, OWN, script, SUBJECTS
 from tools.overlay import patches, payload
 from tools.overlay.checkout import Checkout
 from tools.overlay.payload import ROOT
 
 
-SUBJECTS = re.findall(r'(?m)^\["(.+)"\]$', (ROOT / "patches/stack.toml").read_text())
-BASE = f"HEAD~{len(SUBJECTS)}"
 ENGINE = "torch/optim/_muon_engine"
 
 
@@ -450,9 +448,6 @@ def test_topic_cut_before_upstream_was_merged(checkout, on, first):
     on("revert", "--commit")
     assert git(checkout, "diff", "release", "--stat").count("|") == 1
     assert (checkout / "torch/optim/sgd.py").read_text().endswith("# topic\n")
-
-
-C10D = "torch/distributed/distributed_c10d.py"
 
 
 @pytest.mark.parametrize("how", ["committed", "staged"])
