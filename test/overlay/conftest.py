@@ -215,7 +215,7 @@ def make_installed(tmp_path, stock_muon):
         write_record(site, files)
         return script(
             tmp_path / name / "python",
-            f'PYTHONPATH="{site}" exec "{sys.executable}" "$@"\n',
+            f'PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}{site}" exec "{sys.executable}" "$@"\n',
         )
 
     return make

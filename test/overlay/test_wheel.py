@@ -315,9 +315,7 @@ def test_read_only_torch(site, installed, face, monkeypatch):
         return access(path, mode) and not (mode == os.W_OK and path == closed)
 
     monkeypatch.setattr(os, "access", may)
-    for command in ("apply", "test"):
-        done = fails(face(command, "--python", installed), 2, f"may not write {closed}")
-        assert "reverted" not in done.out
+    fails(face("apply", "--python", installed), 2, f"may not write {closed}")
     assert snapshot(site.root) == before
 
 

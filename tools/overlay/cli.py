@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import env, files, git, gpu, package, parts, payload, tests, versions
+from . import env, files, git, package, parts, payload, tests, versions
 from .checkout import Checkout
 from .errors import OverlayError, Refused, WrongTarget
 from .payload import ROOT
@@ -153,7 +153,7 @@ def _test(args: argparse.Namespace) -> int:
     """Run the tests with the environment's pytest.
 
     All other arguments go to pytest. Without any, all tests run, and must cover enough.
-    --python: the optimizer's tests on the torch of EXE, with the overlay for the run alone.
+    --python: the optimizer's tests on the torch of EXE with the overlay, which changes no file there.
     --frameworks: the tests of examples/frameworks, in an environment of their own.
     """
     alone = args.python or args.frameworks
@@ -167,7 +167,7 @@ def _test(args: argparse.Namespace) -> int:
     if args.frameworks:
         return tests.run_frameworks(python, args.extra, ROOT)
     if args.python:
-        return tests.run_with(python, args.extra, ROOT)
+        return tests.run_elsewhere(python, args.extra, ROOT)
     measure = args.coverage or not args.extra
     return tests.run(python, args.extra, ROOT, measure=measure)
 
@@ -178,14 +178,17 @@ def _gpu(args: argparse.Namespace) -> int:
 
     It takes up to 15 minutes. Without a GPU, the CPU plays it at small sizes. Other
     options go to tools/bench/gpu, for instance --only with names of stages.
-    --python: on the torch of EXE, with the overlay for the run alone.
+    --python: on the torch of EXE with the overlay, which changes no file there.
     """
     python = args.python or env.ensure(ROOT, None, dry=args.dry_run)
     out = Path(args.out or "out").expanduser().resolve()
     if args.dry_run:
         print(f"would measure with {python} and write {out}")
         return 0
-    return gpu.run(python, out, args.extra, ROOT)
+    name = ["--overlay", payload.name(ROOT) or "(no git)"]
+    words = ["-m", "tools.bench.gpu", str(out), *name, *args.extra]
+    do = tests.run_with if args.python else env.run_in
+    return do(python, words, ROOT)
 
 
 @command("--checkout", "--python", "--commit", "--force", "--dry-run", "--verbose")
