@@ -16,7 +16,7 @@ from .checkout import Checkout
 from .errors import OverlayError, Refused, WrongTarget
 from .payload import ROOT
 from .target import words
-from .wheel import find_wheel, Wheel
+from .wheel import find_interpreter, find_wheel, Wheel
 
 
 CODES = """\
@@ -36,6 +36,7 @@ a PyTorch checkout or an installed torch.
 start here: python setup_overlay.py verify
 examples: docs/install.md, CONTRIBUTING.md
 """
+TEST = "test/distributed/optim/test_muon.py"
 FEW = 5  # more files than these are counted, not named
 
 
@@ -243,21 +244,34 @@ def _rebuild(args: argparse.Namespace) -> None:
     """Make a checkout importable.
 
     source: upstream's editable build by --python (default: python on PATH).
-    wheel: links to the compiled parts of the torch of --python (default: the
-    environment's) of the same version; no compiler is needed, and `revert` removes them.
+    wheel: the compiled parts of the torch of --python (default: the environment's) of the
+    same version; no compiler is needed, and `revert` removes them.
     """
     checkout = Checkout(args.checkout or ".")
     if args.dry_run:
         print(f"would rebuild {checkout.words} in mode {args.mode}")
         return
+    tree = checkout.tree
     with checkout.held():
         if args.mode == "source":
-            parts.from_source(checkout.tree, args.python)
+            parts.remove(tree)
+            python = str(find_interpreter(args.python or "python"))
+            command = [
+                python,
+                *shlex.split("-m pip install --no-build-isolation -v -e ."),
+            ]
+            env.run_long(command, "building PyTorch from source", tree.root)
             return
         python = args.python or env.existing_python(ROOT)
         wheel = find_wheel(python, with_path=bool(args.python))
+        here, there = checkout.version, wheel.version
+        if versions.release(there or "") != versions.release(here or ""):
+            raise WrongTarget(f"{wheel.words} is not of the same version: {here}")
         with wheel.held():
-            parts.from_wheel(checkout.tree, wheel)
+            print(f"import torch gives {parts.lend(tree, wheel)}\nuse it:")
+        test = f" {TEST}" * (tree.root / TEST).is_file()
+        python = shlex.quote(str(wheel.python))
+        print(f"  cd {tree.quoted} && PYTHONPATH={tree.quoted} {python}{test}")
 
 
 @command("--checkout", "--python", "--json", "--verbose")
