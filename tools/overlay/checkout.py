@@ -4,7 +4,6 @@ import dataclasses
 import re
 import shlex
 from pathlib import Path
-from typing import NamedTuple
 
 from . import files, git, parts, patches, payload, worktree
 from .errors import WrongTarget
@@ -15,12 +14,6 @@ from .worktree import Worktree
 UPDATE = "optim: update distributed Muon\n\nThe files are those of a newer overlay."
 REVERT = 'Revert "optim: distributed Muon"\n\nThe files are as before the overlay.'
 MARKER = b"<<<<<<< this repository\n"
-
-
-class Hunk(NamedTuple):
-    start: int  # lines [start, end) are replaced
-    end: int
-    lines: list[bytes]
 
 
 @dataclasses.dataclass
@@ -283,24 +276,6 @@ class Checkout(Target):
         return worktree.write_series(self.tree, base, tip, out), base, plan.edited
 
 
-def _hunks(before: bytes, after: bytes) -> list[Hunk]:
-    """The edits that lead from one text to the other, without context."""
-    found: list[Hunk] = []
-    kind = b""
-    for line in git.difference({"x": before}, {"x": after}, "--text", "-U0").splitlines(keepends=True):  # fmt: skip
-        if numbers := re.match(rb"@@ -(\d+)(?:,(\d+))? ", line):
-            start, count = int(numbers[1]), int(numbers[2] or 1)
-            # Lines that are only added come after the line of that number.
-            start -= count > 0
-            found.append(Hunk(start, start + count, []))
-        elif found and line[:1] == b"+":
-            found[-1].lines.append(line[1:])
-        elif kind == b"+" and line[:1] == b"\\":  # no newline at the end
-            found[-1].lines[-1] = found[-1].lines[-1][:-1]
-        kind = line[:1]
-    return found
-
-
 def _parts(
     stock: bytes | None, overlays: list[bytes], text: bytes | None
 ) -> tuple[bytes | None, bytes | None]:
@@ -310,18 +285,13 @@ def _parts(
     """
     if text is None or stock is None or text in (stock, *overlays):
         return text, stock if text is not None else None
-    ours = [hunk for overlay in overlays for hunk in _hunks(stock, overlay)]
-    both: tuple[list[Hunk], list[Hunk]] = [], []
-    for hunk in _hunks(stock, text):
-        apart = all(hunk.end < own.start or own.end < hunk.start for own in ours)
-        both[apart].append(hunk)
-    texts = []
-    for hunks in both:
-        lines = stock.splitlines(keepends=True)
-        for hunk in reversed(hunks):
-            lines[hunk.start : hunk.end] = hunk.lines
-        texts.append(b"".join(lines))
-    return texts[0], texts[1]
+    if not overlays:
+        return stock, text
+    # Without the overlay: where a hunk touches one of its own, stock's lines stay.
+    taken = [git.merged(text, overlay, stock) for overlay in overlays]
+    clean = [i for i, (_, ok) in enumerate(taken) if ok]
+    bare, _ = git.merged(text, overlays[(clean or [0])[0]], stock, "--theirs")
+    return git.merged(text, bare, stock)[0], bare
 
 
 def _patch_to(plan: CheckoutPlan, rel: str, text: bytes) -> tuple[str, bytes]:

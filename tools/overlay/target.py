@@ -191,7 +191,7 @@ class Target:
             state = "outdated" if kinds <= {"current", "outdated"} else "changed"
         return {
             "target": str(self.root), "kind": self.kind, "torch": self.version,
-            "state": state, "note": note, "busy": files.busy(self.lock),
+            "state": state, "note": note,
             "overlay": plan.laid_name if there else None,
             "files": {} if state in ("none", "reverted", "gone") else found,
         }  # fmt: skip
@@ -216,8 +216,6 @@ def words(status: Mapping[str, Any], *, verbose: bool = False) -> str:
     """Counts the files that are as in this repository; ``verbose`` names them too."""
     lines = [f"{status['kind']} {status['target']}"]
     lines.append(f"torch {status['torch'] or 'uninstalled'}")
-    if status["busy"]:
-        lines.append("another command works on it at this moment")
     lines.append(f"holds {WORDS[status['state']]}{status['note']}")
     if status["overlay"]:
         lines.append(f"overlay of commit {status['overlay']}")
