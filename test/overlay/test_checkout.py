@@ -450,18 +450,27 @@ def test_topic_cut_before_upstream_was_merged(checkout, on, first):
     assert (checkout / "torch/optim/sgd.py").read_text().endswith("# topic\n")
 
 
-@pytest.mark.parametrize("how", ["committed", "staged"])
+@pytest.mark.parametrize("how", ["committed", "staged", "in the work tree"])
 def test_own_fix_in_a_patched_file_stays(checkout, on, face, how, tmp_path):
     """`pull` took it into the patch, and `revert --commit` removed it."""
     on("apply", "--commit")
     fixed = f"# a fix\n{(checkout / C10D).read_text()}# a fix\n"
     (checkout / C10D).write_text(fixed)
-    git(checkout, "add", C10D)
     if how == "committed":
-        git(checkout, "commit", "-qm", "fix")
-    assert "already" in on("apply")
+        git(checkout, "commit", "-qam", "fix")
+    elif how == "staged":
+        git(checkout, "add", C10D)
+    assert "already" in on("apply", "--commit")
     assert "nothing to take" in on("pull", "--dry-run")
     assert face("export", "--checkout", checkout, "--out", tmp_path / "o").err == ""
+    if how == "in the work tree":
+        done = fails(face("revert", "--checkout", checkout), 3, f"  {C10D}\n")
+        assert "pull" not in done.err
+        leads_on(done)
+        on("revert")
+        git(checkout, "stash", "pop", "-q")
+        assert (checkout / C10D).read_text().count("# a fix\n") == 2
+        return
     on("revert", "--commit")
     assert git_status(checkout) == ("" if how == "committed" else f"M  {C10D}\n")
     stock = git(checkout, "show", f"{BASE}~{1 + (how == 'committed')}:{C10D}")

@@ -58,6 +58,7 @@ class Checkout(Target):
         patched = [r for r in rels if r not in source.whole and stock[r]]
         owned, base = dict(now), dict(stock)
         edited: list[str] = []
+        mixed: list[str] = []
 
         def is_known(rel: str, text: bytes | None) -> bool:
             """Whether it is an overlay's text, or this repository has all its edits."""
@@ -72,14 +73,15 @@ class Checkout(Target):
                 owned[rel], base[rel] = _parts(stock[rel], known[rel], now[rel])
                 also, rest = _parts(stock[rel], known[rel], staged[rel])
                 if rest != base[rel]:
-                    edited.append(rel)
-                    continue
+                    mixed.append(rel)
+                    if also == owned[rel]:  # of the overlay, the index has the same
+                        staged[rel] = now[rel]
             if not (is_known(rel, owned[rel]) and is_known(rel, also)):
                 edited.append(rel)
         new, bad = patches.overlay(source, base, self.takes)
         edited += [rel for rel in bad if base[rel] != stock[rel] and rel not in edited]
         return CheckoutPlan(
-            source, new, list(misfits.values()), base, now, edited, laid, name, staged,
+            source, new, list(misfits.values()), base, now, edited, mixed, laid, name, staged,
             stock, fresh, known, patched, owned,
         )  # fmt: skip
 
@@ -124,7 +126,7 @@ class Checkout(Target):
 
     def way_out(self, plan: Plan, rels: list[str]) -> str:
         where, ways = f"git -C {self.tree.quoted}", []
-        if any(rel in plan.laid for rel in rels):
+        if any(rel in plan.laid and rel not in plan.mixed for rel in rels):
             ways.append(
                 "`pull` takes edits of the overlay into this repository:\n"
                 f"  {payload.COMMAND} pull --checkout {self.tree.quoted}"

@@ -23,6 +23,7 @@ class Plan:
     base: dict[str, bytes | None]  # without the overlay; no key: not known
     now: dict[str, bytes | None]
     edited: list[str]  # paths whose text has no known origin
+    mixed: list[str]  # patched files with changes of others that the index lacks
     laid: files.Texts  # texts of the overlay that is there
     laid_name: str | None  # its commit in this repository
     staged: files.Texts  # what git's index has
@@ -111,8 +112,8 @@ class Target:
         dry: bool = False,
     ) -> Report:
         plan = self.plan(root)
-        self._check_edits(plan)
         report = Report(plan.changes(plan.wanted), plan.now)
+        self._check_edits(plan, report.changes)
         report.warnings = self._check_apply(plan, root, report.changes, force)
         if not dry:
             self._apply(plan, report, commit)
@@ -120,15 +121,15 @@ class Target:
 
     def revert(self, root: Path, *, commit: bool = False, dry: bool = False) -> Report:
         plan = self.plan(root)
-        self._check_edits(plan)
         report = Report(plan.changes(plan.base), plan.now)
+        self._check_edits(plan, report.changes)
         if not dry:
             self._revert(plan, report, commit)
         return report
 
-    def _check_edits(self, plan: Plan) -> None:
+    def _check_edits(self, plan: Plan, changes: files.Texts) -> None:
         """The one rule: a path whose text is of no known origin is not written."""
-        if edited := plan.edited:
+        if edited := [*plan.edited, *(rel for rel in plan.mixed if rel in changes)]:
             raise Refused(
                 f"{self.words} has other changes in files of the overlay:\n"
                 + "".join(f"  {rel}\n" for rel in edited)

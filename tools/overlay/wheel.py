@@ -142,11 +142,11 @@ class Wheel(Target):
         laid: files.Texts = {r: b"" for r, e in before.items() if e.new != e.stock}
         name = found.overlay if laid else None
         return Plan(
-            source, new, list(misfits.values()), base, now, edited, laid, name, {}
+            source, new, list(misfits.values()), base, now, edited, [], laid, name, {}
         )
 
-    def _check_edits(self, plan: Plan) -> None:
-        super()._check_edits(plan)
+    def _check_edits(self, plan: Plan, changes: files.Texts) -> None:
+        super()._check_edits(plan, changes)
         unknown = [rel for rel in plan.now if rel not in plan.base]
         if unknown:
             raise WrongTarget(
