@@ -34,7 +34,7 @@ class Checkout(Target):
         super().__init__(tree.root, version)
         self.words = f"PyTorch {version} checkout {tree.root}"
         # Linked work trees share it, and with it info/exclude.
-        self.lock = tree.common
+        self.lock, self.option = tree.common, ("--checkout", str(tree.root))
 
     def _finish(self) -> bool:
         self.tree.refuse_if_busy()
@@ -128,8 +128,8 @@ class Checkout(Target):
         where, ways = f"git -C {self.tree.quoted}", []
         if any(rel in plan.laid and rel not in plan.mixed for rel in rels):
             ways.append(
-                "`pull` takes edits of the overlay into this repository:\n"
-                f"  {payload.COMMAND} pull --checkout {self.tree.quoted}"
+                "`pull` takes edits of the overlay into this repository:"
+                + self.command("pull")
             )
         head, staged = self.tree.texts("HEAD", rels), self.tree.texts("", rels)
         new = [r for r in rels if plan.now[r] and not staged[r]]
@@ -194,8 +194,7 @@ class Checkout(Target):
     def _state(self, plan: Plan, there: bool) -> tuple[str, str]:
         if there or self.tree.base() == self.tree.resolve("HEAD"):
             return super()._state(plan, there)
-        way = f"{payload.COMMAND} revert --checkout {self.tree.quoted} --commit"
-        return "reverted", f". This commits that:\n  {way}"
+        return "reverted", f". This commits that:{self.command('revert', '--commit')}"
 
     def pull(
         self, root: Path, *, dry: bool = False

@@ -230,8 +230,7 @@ def _change(args: argparse.Namespace, done: str, nothing: str, **more: bool) -> 
     if report.uncommitted:
         print(
             "the overlay is committed; its revert is in the work tree and not committed.\n"
-            "To commit it:\n"
-            f"  {payload.COMMAND} revert --checkout {shlex.quote(str(target.root))} --commit"
+            f"To commit it:{target.command('revert', '--commit')}"
         )
     elif not (report.changes or report.commits or report.parts):
         print(f"{target.words} {nothing}; nothing to do")
@@ -330,7 +329,7 @@ def _export(args: argparse.Namespace) -> None:
     if edited:
         few = ", ".join(sorted(edited)[:3])
         lacks = f"warning: the series lacks edits of this checkout ({few})"
-        print(f"{lacks}: `pull` first", file=sys.stderr)
+        print(f"{lacks}. First:{target.command('pull')}", file=sys.stderr)
     print(*mails, sep="\n")
     print(f"for {target.words} at {base}: git am {shlex.quote(str(out))}/*.patch")
 

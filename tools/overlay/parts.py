@@ -59,11 +59,12 @@ def remove(tree: Worktree) -> int:
     """Remove them again; files that were rebuilt since stay."""
     count, record = 0, tree.git_dir / RECORD
     lent = json.loads(record.read_bytes()) if record.is_file() else {}
+    lent = lent[0] if isinstance(lent, list) else lent  # an older version's
     for rel, stat in lent.items():
         path = tree.root / rel
         files.scratch(path).unlink(missing_ok=True)
         now = path.lstat() if os.path.lexists(path) else None
-        if now and [now.st_size, now.st_mtime_ns] == stat:
+        if now and [now.st_size, now.st_mtime_ns] == stat[:2]:
             path.unlink()
             count += 1
         files.remove_empty_folders(path.parent, tree.root / "torch")

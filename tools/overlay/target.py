@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,11 +86,16 @@ class Target:
     words: str  # its name in messages
     note = ""  # what a user may not expect of it
     lock: Path  # the folder that one command at a time may hold
+    option: tuple[str, str]  # how a command names it
 
     def __init__(self, root: Path, version: str | None) -> None:
         self.root = root
         self.torch_dir = root / "torch"
         self.version = version
+
+    def command(self, name: str, *more: str) -> str:
+        """A line that runs as printed."""
+        return f"\n  {payload.COMMAND} {shlex.join([name, *self.option, *more])}"
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -142,19 +148,22 @@ class Target:
         """Raise if ``apply`` must not go on; the warnings if it may."""
         version = self.version
         if version is None:
-            raise WrongTarget(f"{self.words}: `revert` removes the overlay")
+            gone = f"{self.words}. This removes the overlay:"
+            raise WrongTarget(gone + self.command("revert"))
         warnings = [self.note] if self.note and changes else []
         if not versions.supported(version):
             said = versions.untested(self.words, version, plan.base)
             if not force:
-                raise WrongTarget(f"{said}\n`apply --force` goes on")
+                on = self.command("apply", "--force")
+                raise WrongTarget(f"{said}\nThis goes on:{on}")
             warnings += [said, *plan.misfits] if changes else []
         elif plan.misfits:
             raise WrongTarget(plan.misfits[0])
         if changes and payload.is_newer(root, plan.source.name, plan.laid_name):
             raise Refused(
                 f"{self.words} has the overlay {plan.laid_name}. This repository is at "
-                f"{plan.source.name}, which is older. Update it, or `revert` first"
+                f"{plan.source.name}, which is older. Update it, or revert first:"
+                + self.command("revert")
             )
         replaced = [
             rel
@@ -168,7 +177,8 @@ class Target:
             named = "".join(f"  {rel}\n" for rel in sorted(own))
             raise Refused(
                 f"{self.words} has files of its own where the overlay adds some:\n{named}"
-                "`apply --force` replaces them, and `revert` restores them"
+                "This replaces them, and `revert` restores them:"
+                + self.command("apply", "--force")
             )
         return warnings + [
             f"{rel} there is of no release that this overlay knows. The overlay replaces "

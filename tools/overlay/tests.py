@@ -74,9 +74,11 @@ def run_with(python: str, words: list[str], root: Path) -> int:
 
 def run_elsewhere(python: str, args: list[str], root: Path) -> int:
     """Run pytest on the torch of ``python``; needs neither xdist nor coverage."""
-    missing = ask_python(find_wheel(python).python, MISSING).strip()
+    exe = find_wheel(python).python
+    missing = ask_python(exe, MISSING).strip()
     if missing:
-        raise WrongTarget(f"first {shlex.quote(python)} -m pip install {missing}")
+        first = f"{shlex.quote(str(exe))} -m pip install {missing}"
+        raise WrongTarget(f"{exe} lacks packages:\n  {first}")
     return run_with(python, ["-m", "pytest", *(args or ELSEWHERE)], root)
 
 
