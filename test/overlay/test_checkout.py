@@ -448,6 +448,8 @@ def test_topic_cut_before_upstream_was_merged(checkout, on, first):
     for branch in dict.fromkeys([first, "release", "topic"]):
         git(checkout, "merge", "-q", "-X", "ours", branch, "-m", "m")
     assert "already" in on("apply")
+    base = git(checkout, "rev-parse", first)  # the other one is no descendant
+    assert f" at {base}: git am" in on("export", "--out", "x", "--dry-run")
     on("revert", "--commit")
     assert git(checkout, "diff", "release", "--stat").count("|") == 1
     assert (checkout / "torch/optim/sgd.py").read_text().endswith("# topic\n")
