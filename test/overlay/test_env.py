@@ -203,7 +203,7 @@ EMPTY = [
 WRONG = {
     **dict.fromkeys(EMPTY, "the value is empty"),
     "": "a command is missing",
-    "nonsense": "no such command: nonsense\n",
+    "nonsense": "invalid choice: 'nonsense'",
     "apply --python a --checkout b": "one target at a time",
     "apply --check x": "unknown arguments: --check x",
     "env --nonsense": "usage: setup_overlay.py env ",

@@ -1,4 +1,4 @@
-"""The tests run on another interpreter's torch, into which nothing is written."""
+"""The tests run on another interpreter's torch, and write no file of it."""
 
 import sys
 

@@ -75,6 +75,6 @@ def test_each_commit_has_what_it_imports(commits):
             if rel.endswith(".py") and rel in payload.discover(ROOT):
                 missing = ours & {*imports(rel, text)} - there
                 assert not missing, (message.splitlines()[0], rel)
-        # A commit without its tests has at most so many lines to review.
+        # A maintainer reviews this many lines at once.
         code = [t for r, t in texts.items() if "test" not in r and r != C10D]
         assert sum(text.count(b"\n") for text in code) < 3000

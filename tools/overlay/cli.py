@@ -348,8 +348,6 @@ def _wheel(args: argparse.Namespace) -> None:
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
-    if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
-        parser.error(f"no such command: {argv[0]}")
     args, extra = parser.parse_known_args(argv)
     if args.version:
         name = payload.name(ROOT) or "(no git)"
