@@ -67,6 +67,7 @@ def remove(tree: Worktree) -> int:
         if now and [now.st_size, now.st_mtime_ns] == stat[:2]:
             path.unlink()
             count += 1
-        files.remove_empty_folders(path.parent, tree.root / "torch")
+    for folder in {(tree.root / rel).parent for rel in lent}:
+        files.remove_empty_folders(folder, tree.root / "torch")
     record.unlink(missing_ok=True)
     return count
