@@ -133,11 +133,9 @@ def run_in(
     args: list[str],
     root: Path,
     variables: dict[str, str] | None = None,
-    *,
-    with_path: bool = False,
 ) -> int:
     """Run a Python in the foreground, with this terminal."""
-    env = plain_environment(with_path=with_path) | (variables or {})
+    env = plain_environment() | (variables or {})
     with subprocess.Popen([str(python), *args], cwd=root, env=env) as process:
         try:
             while True:
