@@ -4,6 +4,7 @@ copy of this repository that a test may change."""
 import importlib.util
 import os
 import pathlib
+import re
 import shutil
 import signal
 import stat
@@ -33,7 +34,12 @@ OPTIM_MD = """# torch.optim
 
 
 MUON, OWN = "torch/optim/_muon.py", "torch/optim/muon.py"
+C10D = "torch/distributed/distributed_c10d.py"
+# The commits that `apply --commit` makes.
+SUBJECTS = re.findall(r'(?m)^\["(.+)"\]$', (ROOT / "patches/stack.toml").read_text())
+BASE = f"HEAD~{len(SUBJECTS)}"
 OTHER = "# Muon as another release has it\n"
+BINARY = {"bin", "include", "share", "test"}  # folders of compiled parts
 METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 
 
@@ -134,7 +140,11 @@ def stock_tree(wheel, stock_muon):
                 shutil.copyfile(compiled, cache / compiled.name)
         numbers = map(str, versions.release(wheel.version))
         (root / "version.txt").write_text(".".join(numbers) + "a0\n")
-        (root / ".gitignore").write_text("__pycache__/\n")  # as upstream's does
+        # As in upstream's.
+        generated = ("__pycache__/", "*.so*", "torch/version.py", "torch/lib/", "*.pyi")
+        (root / ".gitignore").write_text(
+            "\n".join([*generated, *(f"torch/{top}/" for top in BINARY)])
+        )
         (root / "docs/source").mkdir(parents=True)
         (root / "docs/source/optim.md").write_text(OPTIM_MD)
         commit_all(root, "PyTorch")
@@ -197,7 +207,7 @@ def make_installed(tmp_path, stock_muon):
         site = tmp_path / name / "site-packages"
         files = {
             "torch/__init__.py": b"raise ImportError('torch must not be imported')\n",
-            "torch/version.py": b"",
+            "torch/version.py": b"torch/version.py",
             "torch/optim/__init__.py": b"",
             MUON: stock_muon,
         }
@@ -210,7 +220,7 @@ def make_installed(tmp_path, stock_muon):
         write_record(site, files)
         return script(
             tmp_path / name / "python",
-            f'PYTHONPATH="{site}" exec "{sys.executable}" "$@"\n',
+            f'PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}{site}" exec "{sys.executable}" "$@"\n',
         )
 
     return make

@@ -5,18 +5,17 @@ import os
 import re
 import shlex
 import shutil
+import sys
 import tempfile
 
 import pytest
 from overlay.conftest import append, commit_all, fails, git, git_status, run, snapshot
-from overlay.conftest import MUON, OTHER, OWN, script
+from overlay.conftest import BASE, C10D, MUON, OTHER, OWN, script, SUBJECTS
 from tools.overlay import patches, payload
 from tools.overlay.checkout import Checkout
 from tools.overlay.payload import ROOT
 
 
-SUBJECTS = re.findall(r'(?m)^\["(.+)"\]$', (ROOT / "patches/stack.toml").read_text())
-BASE = f"HEAD~{len(SUBJECTS)}"
 ENGINE = "torch/optim/_muon_engine"
 
 
@@ -256,7 +255,7 @@ def test_commit_during_a_merge(checkout, face, unmerged):
         (checkout / ".git/MERGE_HEAD").unlink()
     before = snapshot(checkout)
     done = face("apply", "--checkout", checkout, "--commit")
-    words = "unmerged files (a)" if unmerged else "merge --abort"
+    words = "add -- a\n" if unmerged else "merge --abort"
     assert (done.code, words in done.err) == (3, True)
     assert snapshot(checkout) == before
 
@@ -400,7 +399,8 @@ def test_export_and_git_am_give_the_same_tree(
 
 def leads_on(done):
     """Run each command that a refusal prints."""
-    lines = [line for line in done.err.splitlines() if line.startswith("  git ")]
+    ways = ("  git ", f"  {sys.executable} ")
+    lines = [line for line in done.err.splitlines() if line.startswith(ways)]
     for line in lines:
         run(*shlex.split(line))
     assert lines
@@ -428,7 +428,8 @@ def test_fork_with_its_own_muon(checkout, on, face):
     assert "nothing to do" in on("revert", "--commit")
     fails(face("apply", "--checkout", checkout), 3, f"  {OWN}\n", "of its own")
     assert restored(checkout, tree)
-    on("apply", "--commit", "--force")
+    leads_on(face("apply", "--checkout", checkout))
+    on("apply", "--commit")
     assert (checkout / OWN).read_text() != "# the fork's\n"
     assert state(checkout) == "current"
     on("revert", "--commit")
@@ -447,26 +448,34 @@ def test_topic_cut_before_upstream_was_merged(checkout, on, first):
     for branch in dict.fromkeys([first, "release", "topic"]):
         git(checkout, "merge", "-q", "-X", "ours", branch, "-m", "m")
     assert "already" in on("apply")
+    base = git(checkout, "rev-parse", first)  # the other one is no descendant
+    assert f" at {base}: git am" in on("export", "--out", "x", "--dry-run")
     on("revert", "--commit")
     assert git(checkout, "diff", "release", "--stat").count("|") == 1
     assert (checkout / "torch/optim/sgd.py").read_text().endswith("# topic\n")
 
 
-C10D = "torch/distributed/distributed_c10d.py"
-
-
-@pytest.mark.parametrize("how", ["committed", "staged"])
+@pytest.mark.parametrize("how", ["committed", "staged", "in the work tree"])
 def test_own_fix_in_a_patched_file_stays(checkout, on, face, how, tmp_path):
     """`pull` took it into the patch, and `revert --commit` removed it."""
     on("apply", "--commit")
     fixed = f"# a fix\n{(checkout / C10D).read_text()}# a fix\n"
     (checkout / C10D).write_text(fixed)
-    git(checkout, "add", C10D)
     if how == "committed":
-        git(checkout, "commit", "-qm", "fix")
-    assert "already" in on("apply")
+        git(checkout, "commit", "-qam", "fix")
+    elif how == "staged":
+        git(checkout, "add", C10D)
+    assert "already" in on("apply", "--commit")
     assert "nothing to take" in on("pull", "--dry-run")
     assert face("export", "--checkout", checkout, "--out", tmp_path / "o").err == ""
+    if how == "in the work tree":
+        done = fails(face("revert", "--checkout", checkout), 3, f"  {C10D}\n")
+        assert "pull" not in done.err
+        leads_on(done)
+        on("revert")
+        git(checkout, "stash", "pop", "-q")
+        assert (checkout / C10D).read_text().count("# a fix\n") == 2
+        return
     on("revert", "--commit")
     assert git_status(checkout) == ("" if how == "committed" else f"M  {C10D}\n")
     stock = git(checkout, "show", f"{BASE}~{1 + (how == 'committed')}:{C10D}")

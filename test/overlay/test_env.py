@@ -128,61 +128,40 @@ def ready(overlay, installed):
     return overlay
 
 
-@pytest.fixture
-def calls(ready, face):
-    """The calls of the stand-in environment in a command, and the command's end."""
-
-    def during(*words):
-        done = face(*words, root=ready)
-        record = ready / "called.json"
-        found = [json.loads(line) for line in record.read_text().splitlines()]
-        record.unlink()
-        return found, done
-
-    return during
-
-
-def test_test_passes_arguments_and_exit_code_on(calls, monkeypatch):
-    monkeypatch.setenv("PYTEST_EXIT", "5")
-    args = ["-k", "not slow", "--maxfail=1", "-q", "test/optim"]
-    made, done = calls("test", "--torch", "2.13", *args)
-    assert (done.code, made) == (5, [["-m", "pytest", *args]])
+PYTEST, COVERAGE = ["-m", "pytest"], ["-m", "coverage", "run", "-m", "pytest"]
+SHOWN = ["-m", "tools.coverage"]
+WORKERS = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
+# A command, how pytest and the limits of coverage end, how it ends, and what it runs.
+RUNS = [
+    ("test --torch 2.13 -k slow -q", 5, 0, 5, [[*PYTEST, "-k", "slow", "-q"]]),
+    ("test", 0, 0, 0, [[*COVERAGE, *WORKERS], SHOWN]),
+    ("test", 0, 1, 1, [[*COVERAGE, *WORKERS], SHOWN]),
+    ("test", 1, 0, 1, [[*COVERAGE, *WORKERS], [*SHOWN, "--no-limits"]]),
+    ("test --coverage -x", 0, 0, 0, [[*COVERAGE, "-x"], [*SHOWN, "--no-limits"]]),
+    ("test --frameworks -x", 0, 0, 0, [[*PYTEST, "test/frameworks", "-x"]]),
+    ("test --frameworks test/frameworks/a.py", 0, 0, 0, [[*PYTEST, "test/frameworks/a.py"]]),
+    ("verify --out a --step 4", 0, 0, 0, [["-u", "compare_gpt.py", "--out", "a", "--step", "4"]]),
+    ("verify", 1, 0, 1, [["-u", "compare_gpt.py"]]),
+]  # fmt: skip
 
 
-def test_test_frameworks_has_an_environment_of_its_own(ready, calls):
-    own = ready / ".venv-frameworks"
-    (ready / ".venv").rename(own)
-    env.mark(own, [*env.PACKAGES, *env.FRAMEWORKS])
-    one = "test/frameworks/test_frameworks.py::test_recipe"
-    made = [calls("test", "--frameworks", word)[0] for word in ("-x", one)]
-    every = ["-m", "pytest", "test/frameworks", "-x"]
-    assert made == [[every], [["-m", "pytest", one]]]
-    assert not (ready / ".venv").exists()
-
-
-@pytest.mark.parametrize(("failed", "covered"), [(0, 0), (0, 1), (1, 0)])
-def test_all_tests_have_to_cover_enough(calls, monkeypatch, failed, covered):
+@pytest.mark.parametrize(("words", "failed", "uncovered", "code", "expected"), RUNS)
+def test_what_runs_in_the_environment(
+    ready, face, monkeypatch, words, failed, uncovered, code, expected
+):
+    if "--frameworks" in words:
+        (ready / ".venv").rename(ready / ".venv-frameworks")
+        env.mark(ready / ".venv-frameworks", [*env.PACKAGES, *env.FRAMEWORKS])
     monkeypatch.setenv("PYTEST_EXIT", str(failed))
-    monkeypatch.setenv("COVERAGE_EXIT", str(covered))
-    made, done = calls("test")
-    assert done.code == (failed or covered)
-    workers = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder"]
-    measured = ["-m", "coverage", "run", "-m", "pytest"]
-    shown = ["-m", "tools.coverage"]
-    assert made == [[*measured, *workers], shown + ["--no-limits"] * failed]
-    made, _ = calls("test", "--coverage", "-x")
-    assert made == [[*measured, "-x"], [*shown, "--no-limits"]]
-
-
-def test_verify_hands_over(ready, calls, monkeypatch):
-    given = ["--out", "here", "--steps", "3", "--step", "4"]
-    made, done = calls("verify", *given)
-    assert made == [["-u", f"{ready}/examples/compare_gpt.py", *given]]
-    assert "overlay applied" in done.out
-    assert done.out.splitlines()[-1].startswith("verify passed: ")
-    monkeypatch.setenv("PYTEST_EXIT", "1")
-    _, done = calls("verify")
-    assert (done.code, "verify failed with exit code 1\n" in done.out) == (1, True)
+    monkeypatch.setenv("COVERAGE_EXIT", str(uncovered))
+    done = face(*words.split(), root=ready)
+    lines = (ready / "called.json").read_text().splitlines()
+    made = [json.loads(line.replace(f"{ready}/examples/", "")) for line in lines]
+    assert (done.code, made) == (code, expected)
+    assert (ready / ".venv").exists() != ("--frameworks" in words)
+    if "verify" in words:
+        end = "verify failed with exit code 1\n" if failed else "\nverify passed: "
+        assert end in done.out
 
 
 def test_status_defaults_to_the_environment_and_revert_does_not(
@@ -224,7 +203,7 @@ EMPTY = [
 WRONG = {
     **dict.fromkeys(EMPTY, "the value is empty"),
     "": "a command is missing",
-    "nonsense": "no such command: nonsense\n",
+    "nonsense": "invalid choice: 'nonsense'",
     "apply --python a --checkout b": "one target at a time",
     "apply --check x": "unknown arguments: --check x",
     "env --nonsense": "usage: setup_overlay.py env ",

@@ -83,11 +83,10 @@ def test_no_test_runs_without_its_packages(tmp_path, monkeypatch):
         stages.tests(stages.Machine("cpu", 0, tmp_path, 0.0))
 
 
-def test_command_takes_the_overlay_off(tool, installed, tmp_path):
+def test_command_changes_no_torch(tool, installed, tmp_path):
     """That interpreter's torch cannot be imported: the overlay is there, and the page is not."""
     before = snapshot(find_wheel(installed).root)
     done = tool("gpu", "--python", installed, "--out", tmp_path / "page")
     fails(done, 1, "torch must not be imported")
-    assert f"reverted torch 2.13.0+cpu in {find_wheel(installed).root}" in done.out
     assert snapshot(find_wheel(installed).root) == before
     assert not (tmp_path / "page").exists()

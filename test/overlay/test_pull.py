@@ -4,7 +4,8 @@ import re
 import shlex
 
 import pytest
-from overlay.conftest import append, commit_all, git_status, MUON, OWN, run, snapshot
+from overlay.conftest import append, BASE, commit_all, git_status, MUON, OWN, run
+from overlay.conftest import snapshot
 from tools.overlay import patches, payload
 from tools.overlay.checkout import Checkout
 
@@ -134,7 +135,7 @@ def test_clone_of_a_fork_on_an_older_overlay(there, ours, tmp_path, named):
     """`pull` took the edit, and took newer lines of the overlay away."""
     there.apply(ours, commit=True)
     if not named:  # a commit made by hand
-        run("git", "reset", "-q", "--soft", "HEAD~7", cwd=there.root)
+        run("git", "reset", "-q", "--soft", BASE, cwd=there.root)
         run("git", "commit", "-qm", "ours", cwd=there.root)
         clone = Checkout(there.root)  # it knows what was applied
     else:
@@ -151,7 +152,7 @@ def test_clone_of_a_fork_on_an_older_overlay(there, ours, tmp_path, named):
     assert clone.apply(ours, commit=True).written == [OWN]
     clone.revert(ours, commit=True)
     assert git_status(clone.root) == ""
-    base = "HEAD~9" if named else "HEAD~3"
+    base = f"{BASE}~2" if named else "HEAD~3"
     assert run("git", "diff", base, cwd=clone.root).out == ""
 
 

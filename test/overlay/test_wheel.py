@@ -1,5 +1,6 @@
 """`apply`, `status` and `revert` on an installed torch."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -230,10 +231,11 @@ def test_other_versions_need_force(make_installed, face, version):
     before = snapshot(python.parent)
     done = face("apply", "--python", python)
     assert done.code == 2
-    for words in ("2.11 to 2.15", version, "apply --force", f"  {MUON}: as in 2."):
+    for words in ("2.11 to 2.15", version, " --force\n", f"  {MUON}: as in 2."):
         assert words in done.err
     assert snapshot(python.parent) == before
-    assert "warning: " in face("apply", "--python", python, "--force").err
+    (line,) = (ln for ln in done.err.splitlines() if ln.endswith(" --force"))
+    assert "warning: " in run(*shlex.split(line)).err
     assert face("apply", "--python", python, "--force").err == ""
     assert face("revert", "--python", python).code == 0
     assert snapshot(python.parent) == before
@@ -315,9 +317,7 @@ def test_read_only_torch(site, installed, face, monkeypatch):
         return access(path, mode) and not (mode == os.W_OK and path == closed)
 
     monkeypatch.setattr(os, "access", may)
-    for command in ("apply", "test"):
-        done = fails(face(command, "--python", installed), 2, f"may not write {closed}")
-        assert "reverted" not in done.out
+    fails(face("apply", "--python", installed), 2, f"may not write {closed}")
     assert snapshot(site.root) == before
 
 
@@ -361,7 +361,7 @@ def test_manifest_that_is_lost_or_damaged(site, on, text):
 
 
 @pytest.mark.parametrize("network", [False, True])
-def test_commands_exclude_each_other(site, there, on, tmp_path, monkeypatch, network):
+def test_commands_exclude_each_other(site, there, tmp_path, monkeypatch, network):
     """Sessions have temporary folders of their own; linked work trees share info/exclude."""
     flock = files.fcntl.flock
 
@@ -373,11 +373,9 @@ def test_commands_exclude_each_other(site, there, on, tmp_path, monkeypatch, net
     if network:
         monkeypatch.setattr(files.fcntl, "flock", on_files_alone)
     for one, other in {site: find_wheel(site.python), there: there}.items():
-        with one.held():
-            monkeypatch.setenv("TMPDIR", str(tmp_path))
-            assert files.busy(other.lock)
-        assert not files.busy(other.lock)
-    with site.held():
-        # It said "half of something".
-        (site.torch_dir / "optim/muon.py.muon-new").write_text("")
-        assert "another command works on it" in on("status")
+        for held in (True, False):
+            with one.held() if held else contextlib.nullcontext():
+                monkeypatch.setenv("TMPDIR", str(tmp_path))
+                handle = files._open(other.lock)
+                assert files._locked(handle) != held
+                os.close(handle)

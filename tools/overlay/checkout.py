@@ -4,7 +4,6 @@ import dataclasses
 import re
 import shlex
 from pathlib import Path
-from typing import NamedTuple
 
 from . import files, git, parts, patches, payload, worktree
 from .errors import WrongTarget
@@ -15,12 +14,6 @@ from .worktree import Worktree
 UPDATE = "optim: update distributed Muon\n\nThe files are those of a newer overlay."
 REVERT = 'Revert "optim: distributed Muon"\n\nThe files are as before the overlay.'
 MARKER = b"<<<<<<< this repository\n"
-
-
-class Hunk(NamedTuple):
-    start: int  # lines [start, end) are replaced
-    end: int
-    lines: list[bytes]
 
 
 @dataclasses.dataclass
@@ -41,7 +34,7 @@ class Checkout(Target):
         super().__init__(tree.root, version)
         self.words = f"PyTorch {version} checkout {tree.root}"
         # Linked work trees share it, and with it info/exclude.
-        self.lock = tree.common
+        self.lock, self.option = tree.common, ("--checkout", str(tree.root))
 
     def _finish(self) -> bool:
         self.tree.refuse_if_busy()
@@ -65,6 +58,7 @@ class Checkout(Target):
         patched = [r for r in rels if r not in source.whole and stock[r]]
         owned, base = dict(now), dict(stock)
         edited: list[str] = []
+        mixed: list[str] = []
 
         def is_known(rel: str, text: bytes | None) -> bool:
             """Whether it is an overlay's text, or this repository has all its edits."""
@@ -79,14 +73,15 @@ class Checkout(Target):
                 owned[rel], base[rel] = _parts(stock[rel], known[rel], now[rel])
                 also, rest = _parts(stock[rel], known[rel], staged[rel])
                 if rest != base[rel]:
-                    edited.append(rel)
-                    continue
+                    mixed.append(rel)
+                    if also == owned[rel]:  # of the overlay, the index has the same
+                        staged[rel] = now[rel]
             if not (is_known(rel, owned[rel]) and is_known(rel, also)):
                 edited.append(rel)
         new, bad = patches.overlay(source, base, self.takes)
         edited += [rel for rel in bad if base[rel] != stock[rel] and rel not in edited]
         return CheckoutPlan(
-            source, new, list(misfits.values()), base, now, edited, laid, name, staged,
+            source, new, list(misfits.values()), base, now, edited, mixed, laid, name, staged,
             stock, fresh, known, patched, owned,
         )  # fmt: skip
 
@@ -131,10 +126,10 @@ class Checkout(Target):
 
     def way_out(self, plan: Plan, rels: list[str]) -> str:
         where, ways = f"git -C {self.tree.quoted}", []
-        if any(rel in plan.laid for rel in rels):
+        if any(rel in plan.laid and rel not in plan.mixed for rel in rels):
             ways.append(
-                "`pull` takes edits of the overlay into this repository:\n"
-                f"  {payload.COMMAND} pull --checkout {self.tree.quoted}"
+                "`pull` takes edits of the overlay into this repository:"
+                + self.command("pull")
             )
         head, staged = self.tree.texts("HEAD", rels), self.tree.texts("", rels)
         new = [r for r in rels if plan.now[r] and not staged[r]]
@@ -199,8 +194,7 @@ class Checkout(Target):
     def _state(self, plan: Plan, there: bool) -> tuple[str, str]:
         if there or self.tree.base() == self.tree.resolve("HEAD"):
             return super()._state(plan, there)
-        way = f"{payload.COMMAND} revert --checkout {self.tree.quoted} --commit"
-        return "reverted", f". This commits that:\n  {way}"
+        return "reverted", f". This commits that:{self.command('revert', '--commit')}"
 
     def pull(
         self, root: Path, *, dry: bool = False
@@ -283,24 +277,6 @@ class Checkout(Target):
         return worktree.write_series(self.tree, base, tip, out), base, plan.edited
 
 
-def _hunks(before: bytes, after: bytes) -> list[Hunk]:
-    """The edits that lead from one text to the other, without context."""
-    found: list[Hunk] = []
-    kind = b""
-    for line in git.difference({"x": before}, {"x": after}, "--text", "-U0").splitlines(keepends=True):  # fmt: skip
-        if numbers := re.match(rb"@@ -(\d+)(?:,(\d+))? ", line):
-            start, count = int(numbers[1]), int(numbers[2] or 1)
-            # Lines that are only added come after the line of that number.
-            start -= count > 0
-            found.append(Hunk(start, start + count, []))
-        elif found and line[:1] == b"+":
-            found[-1].lines.append(line[1:])
-        elif kind == b"+" and line[:1] == b"\\":  # no newline at the end
-            found[-1].lines[-1] = found[-1].lines[-1][:-1]
-        kind = line[:1]
-    return found
-
-
 def _parts(
     stock: bytes | None, overlays: list[bytes], text: bytes | None
 ) -> tuple[bytes | None, bytes | None]:
@@ -310,18 +286,13 @@ def _parts(
     """
     if text is None or stock is None or text in (stock, *overlays):
         return text, stock if text is not None else None
-    ours = [hunk for overlay in overlays for hunk in _hunks(stock, overlay)]
-    both: tuple[list[Hunk], list[Hunk]] = [], []
-    for hunk in _hunks(stock, text):
-        apart = all(hunk.end < own.start or own.end < hunk.start for own in ours)
-        both[apart].append(hunk)
-    texts = []
-    for hunks in both:
-        lines = stock.splitlines(keepends=True)
-        for hunk in reversed(hunks):
-            lines[hunk.start : hunk.end] = hunk.lines
-        texts.append(b"".join(lines))
-    return texts[0], texts[1]
+    if not overlays:
+        return stock, text
+    # Without the overlay: where a hunk touches one of its own, stock's lines stay.
+    taken = [git.merged(text, overlay, stock) for overlay in overlays]
+    clean = [i for i, (_, ok) in enumerate(taken) if ok]
+    bare, _ = git.merged(text, overlays[(clean or [0])[0]], stock, "--theirs")
+    return git.merged(text, bare, stock)[0], bare
 
 
 def _patch_to(plan: CheckoutPlan, rel: str, text: bytes) -> tuple[str, bytes]:

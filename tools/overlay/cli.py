@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import env, files, git, gpu, package, parts, payload, tests, versions
+from . import env, files, git, package, parts, payload, tests, versions
 from .checkout import Checkout
 from .errors import OverlayError, Refused, WrongTarget
 from .payload import ROOT
 from .target import words
-from .wheel import find_wheel, Wheel
+from .wheel import find_interpreter, find_wheel, Wheel
 
 
 CODES = """\
@@ -36,6 +36,7 @@ a PyTorch checkout or an installed torch.
 start here: python setup_overlay.py verify
 examples: docs/install.md, CONTRIBUTING.md
 """
+TEST = "test/distributed/optim/test_muon.py"
 FEW = 5  # more files than these are counted, not named
 
 
@@ -153,7 +154,7 @@ def _test(args: argparse.Namespace) -> int:
     """Run the tests with the environment's pytest.
 
     All other arguments go to pytest. Without any, all tests run, and must cover enough.
-    --python: the optimizer's tests on the torch of EXE, with the overlay for the run alone.
+    --python: the optimizer's tests on the torch of EXE with the overlay, which changes no file there.
     --frameworks: the tests of examples/frameworks, in an environment of their own.
     """
     alone = args.python or args.frameworks
@@ -167,7 +168,7 @@ def _test(args: argparse.Namespace) -> int:
     if args.frameworks:
         return tests.run_frameworks(python, args.extra, ROOT)
     if args.python:
-        return tests.run_with(python, args.extra, ROOT)
+        return tests.run_elsewhere(python, args.extra, ROOT)
     measure = args.coverage or not args.extra
     return tests.run(python, args.extra, ROOT, measure=measure)
 
@@ -178,14 +179,17 @@ def _gpu(args: argparse.Namespace) -> int:
 
     It takes up to 15 minutes. Without a GPU, the CPU plays it at small sizes. Other
     options go to tools/bench/gpu, for instance --only with names of stages.
-    --python: on the torch of EXE, with the overlay for the run alone.
+    --python: on the torch of EXE with the overlay, which changes no file there.
     """
     python = args.python or env.ensure(ROOT, None, dry=args.dry_run)
     out = Path(args.out or "out").expanduser().resolve()
     if args.dry_run:
         print(f"would measure with {python} and write {out}")
         return 0
-    return gpu.run(python, out, args.extra, ROOT)
+    name = ["--overlay", payload.name(ROOT) or "(no git)"]
+    words = ["-m", "tools.bench.gpu", str(out), *name, *args.extra]
+    do = tests.run_with if args.python else env.run_in
+    return do(python, words, ROOT)
 
 
 @command("--checkout", "--python", "--commit", "--force", "--dry-run", "--verbose")
@@ -226,8 +230,7 @@ def _change(args: argparse.Namespace, done: str, nothing: str, **more: bool) -> 
     if report.uncommitted:
         print(
             "the overlay is committed; its revert is in the work tree and not committed.\n"
-            "To commit it:\n"
-            f"  {payload.COMMAND} revert --checkout {shlex.quote(str(target.root))} --commit"
+            f"To commit it:{target.command('revert', '--commit')}"
         )
     elif not (report.changes or report.commits or report.parts):
         print(f"{target.words} {nothing}; nothing to do")
@@ -240,21 +243,34 @@ def _rebuild(args: argparse.Namespace) -> None:
     """Make a checkout importable.
 
     source: upstream's editable build by --python (default: python on PATH).
-    wheel: links to the compiled parts of the torch of --python (default: the
-    environment's) of the same version; no compiler is needed, and `revert` removes them.
+    wheel: the compiled parts of the torch of --python (default: the environment's) of the
+    same version; no compiler is needed, and `revert` removes them.
     """
     checkout = Checkout(args.checkout or ".")
     if args.dry_run:
         print(f"would rebuild {checkout.words} in mode {args.mode}")
         return
+    tree = checkout.tree
     with checkout.held():
         if args.mode == "source":
-            parts.from_source(checkout.tree, args.python)
+            parts.remove(tree)
+            python = str(find_interpreter(args.python or "python"))
+            command = [
+                python,
+                *shlex.split("-m pip install --no-build-isolation -v -e ."),
+            ]
+            env.run_long(command, "building PyTorch from source", tree.root)
             return
         python = args.python or env.existing_python(ROOT)
         wheel = find_wheel(python, with_path=bool(args.python))
+        here, there = checkout.version, wheel.version
+        if versions.release(there or "") != versions.release(here or ""):
+            raise WrongTarget(f"{wheel.words} is not of the same version: {here}")
         with wheel.held():
-            parts.from_wheel(checkout.tree, wheel)
+            print(f"import torch gives {parts.lend(tree, wheel)}\nuse it:")
+        test = f" {TEST}" * (tree.root / TEST).is_file()
+        python = shlex.quote(str(wheel.python))
+        print(f"  cd {tree.quoted} && PYTHONPATH={tree.quoted} {python}{test}")
 
 
 @command("--checkout", "--python", "--json", "--verbose")
@@ -313,7 +329,7 @@ def _export(args: argparse.Namespace) -> None:
     if edited:
         few = ", ".join(sorted(edited)[:3])
         lacks = f"warning: the series lacks edits of this checkout ({few})"
-        print(f"{lacks}: `pull` first", file=sys.stderr)
+        print(f"{lacks}. First:{target.command('pull')}", file=sys.stderr)
     print(*mails, sep="\n")
     print(f"for {target.words} at {base}: git am {shlex.quote(str(out))}/*.patch")
 
@@ -332,8 +348,6 @@ def _wheel(args: argparse.Namespace) -> None:
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
-    if argv and argv[0] not in COMMANDS and not argv[0].startswith("-"):
-        parser.error(f"no such command: {argv[0]}")
     args, extra = parser.parse_known_args(argv)
     if args.version:
         name = payload.name(ROOT) or "(no git)"

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from . import files, versions
+from . import files, payload, versions
 from .errors import Refused, WorkFailed, WrongTarget
 from .wheel import find_wheel, plain_environment
 
@@ -50,7 +50,7 @@ def existing_python(root: Path) -> Path:
     """The environment's interpreter, for commands that do not make one."""
     env = root / ".venv"
     if _state(env) != "ready":
-        raise WrongTarget(f"there is no environment at {env}: make it with `env`")
+        raise WrongTarget(f"there is no environment at {env}:\n  {payload.COMMAND} env")
     return python_of(env)
 
 
@@ -133,11 +133,9 @@ def run_in(
     args: list[str],
     root: Path,
     variables: dict[str, str] | None = None,
-    *,
-    with_path: bool = False,
 ) -> int:
     """Run a Python in the foreground, with this terminal."""
-    env = plain_environment(with_path=with_path) | (variables or {})
+    env = plain_environment() | (variables or {})
     with subprocess.Popen([str(python), *args], cwd=root, env=env) as process:
         try:
             while True:

@@ -150,12 +150,3 @@ def held(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def busy(folder: Path) -> bool:
-    """Whether another command works on it at this moment."""
-    handle = _open(folder)
-    try:
-        return not _locked(handle)
-    finally:
-        os.close(handle)

@@ -129,10 +129,10 @@ def difference(before: files.Texts, after: files.Texts, *more: str) -> bytes:
         return git(folder, *command, check=False, env=ALONE).stdout
 
 
-def merged(mine: bytes, base: bytes, theirs: bytes) -> tuple[bytes, bool]:
+def merged(mine: bytes, base: bytes, theirs: bytes, *more: str) -> tuple[bytes, bool]:
     """Both sides' edits of ``base`` in one text, and whether no two overlap."""
     with scratch() as folder:
         put(folder, {"this repository": mine, "base": base, "the checkout": theirs})
-        command = ("merge-file", "-p", "this repository", "base", "the checkout")
+        command = ("merge-file", "-p", *more, "this repository", "base", "the checkout")
         done = git(folder, *command, check=False, env=ALONE)
         return done.stdout, done.returncode == 0

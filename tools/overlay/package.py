@@ -39,7 +39,8 @@ Tag: py3-none-any
 
 def _renamed(text: str, rel: str, private: Iterable[str]) -> str:
     """A module with the package's names for what is in the package, and torch's for the rest."""
-    inside = rf"\btorch\.optim\.(?=({'|'.join(['Muon', *private])})\b)"
+    names = ["Muon", *private]
+    inside = rf"\btorch\.optim\.(?=({'|'.join(names)})\b)"
     home = rel.split("/")[:-1]
 
     def absolute(found: re.Match[str]) -> str:
@@ -47,7 +48,16 @@ def _renamed(text: str, rel: str, private: Iterable[str]) -> str:
         above = home[: len(home) + 1 - len(dots)]
         return begin + ".".join([*above, *[rest] * bool(rest)])
 
-    text = re.sub(inside, NAME + ".", _RELATIVE.sub(absolute, text))
+    def apart(found: re.Match[str]) -> str:
+        lines = []
+        for each in found[2].split(", "):
+            place = NAME if each.split()[0] in names else "torch.optim"
+            lines.append(f"{found[1]}from {place} import {each}")
+        return "\n".join(lines)
+
+    text = _RELATIVE.sub(absolute, text)
+    text = re.sub(r"(?m)^( *)from torch\.optim import ([^(\n]+)$", apart, text)
+    text = re.sub(inside, NAME + ".", text)
     return re.sub(r"\btorch\.optim\.muon\b", NAME, text)
 
 

@@ -29,8 +29,7 @@ def sha256(text: bytes | None) -> str | None:
 
 def is_source(rel: str) -> bool:
     path = PurePosixPath(rel)
-    hidden = any(part == "__pycache__" or part[0] in ".#" for part in path.parts)
-    return path.suffix == ".py" and not hidden
+    return path.suffix == ".py" and not any(part[0] == "." for part in path.parts)
 
 
 def discover(root: Path) -> dict[str, Path]:

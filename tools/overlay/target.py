@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ class Plan:
     base: dict[str, bytes | None]  # without the overlay; no key: not known
     now: dict[str, bytes | None]
     edited: list[str]  # paths whose text has no known origin
+    mixed: list[str]  # patched files with changes of others that the index lacks
     laid: files.Texts  # texts of the overlay that is there
     laid_name: str | None  # its commit in this repository
     staged: files.Texts  # what git's index has
@@ -84,11 +86,16 @@ class Target:
     words: str  # its name in messages
     note = ""  # what a user may not expect of it
     lock: Path  # the folder that one command at a time may hold
+    option: tuple[str, str]  # how a command names it
 
     def __init__(self, root: Path, version: str | None) -> None:
         self.root = root
         self.torch_dir = root / "torch"
         self.version = version
+
+    def command(self, name: str, *more: str) -> str:
+        """A line that runs as printed."""
+        return f"\n  {payload.COMMAND} {shlex.join([name, *self.option, *more])}"
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -111,8 +118,8 @@ class Target:
         dry: bool = False,
     ) -> Report:
         plan = self.plan(root)
-        self._check_edits(plan)
         report = Report(plan.changes(plan.wanted), plan.now)
+        self._check_edits(plan, report.changes)
         report.warnings = self._check_apply(plan, root, report.changes, force)
         if not dry:
             self._apply(plan, report, commit)
@@ -120,15 +127,15 @@ class Target:
 
     def revert(self, root: Path, *, commit: bool = False, dry: bool = False) -> Report:
         plan = self.plan(root)
-        self._check_edits(plan)
         report = Report(plan.changes(plan.base), plan.now)
+        self._check_edits(plan, report.changes)
         if not dry:
             self._revert(plan, report, commit)
         return report
 
-    def _check_edits(self, plan: Plan) -> None:
+    def _check_edits(self, plan: Plan, changes: files.Texts) -> None:
         """The one rule: a path whose text is of no known origin is not written."""
-        if edited := plan.edited:
+        if edited := [*plan.edited, *(rel for rel in plan.mixed if rel in changes)]:
             raise Refused(
                 f"{self.words} has other changes in files of the overlay:\n"
                 + "".join(f"  {rel}\n" for rel in edited)
@@ -141,19 +148,22 @@ class Target:
         """Raise if ``apply`` must not go on; the warnings if it may."""
         version = self.version
         if version is None:
-            raise WrongTarget(f"{self.words}: `revert` removes the overlay")
+            gone = f"{self.words}. This removes the overlay:"
+            raise WrongTarget(gone + self.command("revert"))
         warnings = [self.note] if self.note and changes else []
         if not versions.supported(version):
             said = versions.untested(self.words, version, plan.base)
             if not force:
-                raise WrongTarget(f"{said}\n`apply --force` goes on")
+                on = self.command("apply", "--force")
+                raise WrongTarget(f"{said}\nThis goes on:{on}")
             warnings += [said, *plan.misfits] if changes else []
         elif plan.misfits:
             raise WrongTarget(plan.misfits[0])
         if changes and payload.is_newer(root, plan.source.name, plan.laid_name):
             raise Refused(
                 f"{self.words} has the overlay {plan.laid_name}. This repository is at "
-                f"{plan.source.name}, which is older. Update it, or `revert` first"
+                f"{plan.source.name}, which is older. Update it, or revert first:"
+                + self.command("revert")
             )
         replaced = [
             rel
@@ -167,7 +177,8 @@ class Target:
             named = "".join(f"  {rel}\n" for rel in sorted(own))
             raise Refused(
                 f"{self.words} has files of its own where the overlay adds some:\n{named}"
-                "`apply --force` replaces them, and `revert` restores them"
+                "This replaces them, and `revert` restores them:"
+                + self.command("apply", "--force")
             )
         return warnings + [
             f"{rel} there is of no release that this overlay knows. The overlay replaces "
@@ -191,7 +202,7 @@ class Target:
             state = "outdated" if kinds <= {"current", "outdated"} else "changed"
         return {
             "target": str(self.root), "kind": self.kind, "torch": self.version,
-            "state": state, "note": note, "busy": files.busy(self.lock),
+            "state": state, "note": note,
             "overlay": plan.laid_name if there else None,
             "files": {} if state in ("none", "reverted", "gone") else found,
         }  # fmt: skip
@@ -216,8 +227,6 @@ def words(status: Mapping[str, Any], *, verbose: bool = False) -> str:
     """Counts the files that are as in this repository; ``verbose`` names them too."""
     lines = [f"{status['kind']} {status['target']}"]
     lines.append(f"torch {status['torch'] or 'uninstalled'}")
-    if status["busy"]:
-        lines.append("another command works on it at this moment")
     lines.append(f"holds {WORDS[status['state']]}{status['note']}")
     if status["overlay"]:
         lines.append(f"overlay of commit {status['overlay']}")

@@ -2,16 +2,19 @@
 
 import contextlib
 import os
-import signal
+import shlex
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import env
-from .errors import Refused, WrongTarget
-from .wheel import ask_python, find_wheel, Wheel
+from . import env, git
+from .errors import WrongTarget
+from .wheel import ask_python, find_wheel, plain_environment, Wheel
 
 
+# Folders of torch without Python.
+WHOLE = {"bin", "include", "lib", "share"}
 # On another interpreter: the optimizer's tests, and why some are skipped.
 ELSEWHERE = ["-rs", "test/optim", "test/distributed/optim"]
 MISSING = """
@@ -55,39 +58,55 @@ def run_frameworks(python: Path, args: list[str], root: Path) -> int:
     return env.run_in(python, ["-m", "pytest", *chosen], root)
 
 
-def run_with(python: str, args: list[str], root: Path) -> int:
-    """Run pytest on the torch of ``python``, with the overlay for the run alone.
+def run_with(python: str, words: list[str], root: Path) -> int:
+    """Run Python with these words on the torch of ``python``, with the overlay.
 
-    An overlay that was there before stays. The run needs neither xdist nor coverage: it
-    installs no package. Ranks that find too few GPUs share them, over gloo.
+    It installs no package, and writes nothing into that torch. Ranks that find too few
+    GPUs share them, over gloo.
     """
     target = find_wheel(python)
-    missing = ask_python(target.python, MISSING).strip()
+    with _overlaid(target, root) as folder:
+        paths = plain_environment(with_path=True).get("PYTHONPATH", "")
+        shared = {"PYTHONPATH": f"{folder}{os.pathsep}{paths}".rstrip(os.pathsep)}
+        shared["MUON_TEST_SHARE_GPU"] = "1"
+        return env.run_in(target.python, words, root, shared)
+
+
+def run_elsewhere(python: str, args: list[str], root: Path) -> int:
+    """Run pytest on the torch of ``python``; needs neither xdist nor coverage."""
+    exe = find_wheel(python).python
+    missing = ask_python(exe, MISSING).strip()
     if missing:
-        raise WrongTarget(f"first {python} -m pip install {missing}")
-    chosen = ["-m", "pytest", *(args or ELSEWHERE)]
-    with overlaid(target, root):
-        shared = {"MUON_TEST_SHARE_GPU": "1"}
-        return env.run_in(target.python, chosen, root, shared, with_path=True)
+        first = f"{shlex.quote(str(exe))} -m pip install {missing}"
+        raise WrongTarget(f"{exe} lacks packages:\n  {first}")
+    return run_with(python, ["-m", "pytest", *(args or ELSEWHERE)], root)
 
 
 @contextlib.contextmanager
-def overlaid(target: Wheel, root: Path) -> Iterator[None]:
-    """Applies the overlay, and reverts it afterwards unless it was there before."""
-    with target.held():
-        before = target.status(root)["state"]
-        if before not in ("none", "current"):
-            raise Refused(
-                f"{target.words} has an overlay that is {before}: `revert` it"
-            )
-        target.apply(root, dry=True)
-        try:
-            target.apply(root)
-            yield
-        finally:
-            if before == "none":
-                # A second Ctrl-C would keep the overlay.
-                for each in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(each, signal.SIG_IGN)
-                target.revert(root)
-                print(f"reverted {target.words}")
+def _overlaid(target: Wheel, root: Path) -> Iterator[Path]:
+    """A folder with that torch as links, and with the overlay's files.
+
+    The torch may be read-only, come by PYTHONPATH, or belong to running jobs.
+    """
+    plan = target.plan(root)
+    for line in plan.misfits:
+        print(f"warning: {line}", file=sys.stderr)
+    with git.scratch() as place:
+        top = target.torch_dir
+        for folder, names, found in os.walk(top, followlinks=True):
+            if folder == str(top):  # libraries find others from where they are
+                found += WHOLE & {*names}
+                names[:] = {*names} - WHOLE
+            copy = place / Path(folder).relative_to(target.root)
+            copy.mkdir()
+            for name in found:
+                (copy / name).symlink_to(Path(folder, name))
+        known = plan.base.keys() | plan.new.keys()
+        texts = {rel: text for rel, text in plan.wanted.items() if rel in known}
+        for rel in plan.new:  # tests compare with stock Muon
+            copy = target.copy_of(rel).relative_to(target.root)
+            texts[str(copy)] = plan.base.get(rel)
+        for rel in texts:
+            (place / rel).unlink(missing_ok=True)  # not through a link
+        git.put(place, texts)
+        yield place

@@ -32,13 +32,8 @@ def stock(rel: str, text: bytes | None) -> str | None:
     return STOCK.get(rel, {}).get((sha256(text) or "")[:16])
 
 
-# PEP 440, as packaging reads it: a release, then what is before or after it.
-_VERSION = re.compile(
-    r"(?P<release>\d+(\.\d+)+)([-_.]?(a|b|c|rc|alpha|beta|pre|preview)[-_.]?\d*)?"
-    r"(-\d+|[-_.]?(post|rev|r)[-_.]?\d*)?(?P<dev>[-_.]?dev[-_.]?\d*)?"
-    r"(\+[a-z0-9]+([-_.][a-z0-9]+)*)?",
-    re.IGNORECASE,
-)
+# PEP 440: a release, then what is before or after it.
+_VERSION = re.compile(r"(\d+(?:\.\d+)+)([-_.+a-z0-9]*)", re.IGNORECASE)
 
 
 def _match(version: str) -> re.Match[str]:
@@ -50,13 +45,14 @@ def _match(version: str) -> re.Match[str]:
 
 def release(version: str) -> tuple[int, ...]:
     """``2.14.0a0+git1234`` is ``(2, 14, 0)``: an alpha has its release's sources."""
-    numbers = [int(number) for number in _match(version)["release"].split(".")]
+    numbers = [int(number) for number in _match(version)[1].split(".")]
     return tuple((numbers + [0])[:3])
 
 
 def supported(version: str) -> bool:
     """Not a nightly, which has sources of any day before its release."""
-    return OLDEST <= release(version)[:2] <= NEWEST and not _match(version)["dev"]
+    nightly = "dev" in _match(version)[2].partition("+")[0].lower()
+    return OLDEST <= release(version)[:2] <= NEWEST and not nightly
 
 
 def untested(words: str, version: str, base: dict[str, bytes | None]) -> str:

@@ -48,7 +48,7 @@ class Wheel(Target):
         super().__init__(root, version)
         self.python = python
         self.copies = self.torch_dir / FOLDER / "original"
-        self.lock = self.torch_dir
+        self.lock, self.option = self.torch_dir, ("--python", str(python))
         self.words = f"torch {version or '(uninstalled)'} in {root}"
         self._path = self.torch_dir / FOLDER / "manifest.json"
         # path,hash,size: paths of the torch package never hold a comma or a quote.
@@ -142,11 +142,11 @@ class Wheel(Target):
         laid: files.Texts = {r: b"" for r, e in before.items() if e.new != e.stock}
         name = found.overlay if laid else None
         return Plan(
-            source, new, list(misfits.values()), base, now, edited, laid, name, {}
+            source, new, list(misfits.values()), base, now, edited, [], laid, name, {}
         )
 
-    def _check_edits(self, plan: Plan) -> None:
-        super()._check_edits(plan)
+    def _check_edits(self, plan: Plan, changes: files.Texts) -> None:
+        super()._check_edits(plan, changes)
         unknown = [rel for rel in plan.now if rel not in plan.base]
         if unknown:
             raise WrongTarget(
@@ -160,7 +160,10 @@ class Wheel(Target):
     ) -> list[str]:
         for folder in {(self.root / rel).parent for rel in changes}:
             if folder.is_dir() and not os.access(folder, os.W_OK):
-                raise WrongTarget(f"{self.words}: this user may not write {folder}")
+                raise WrongTarget(
+                    f"{self.words}: this user may not write {folder}. This builds a package "
+                    f"that changes no torch:\n  {payload.COMMAND} wheel"
+                )
         return super()._check_apply(plan, root, changes, force)
 
     def _reinstall(self) -> str:
@@ -220,8 +223,8 @@ class Wheel(Target):
             return "gone", ""
         if there and before.torch not in (None, self.version):
             return "upgraded", (
-                f": applied to {before.torch}, torch is {self.version} now. `apply` again "
-                "or `revert`"
+                f": applied to {before.torch}, torch is {self.version} now. Apply it again, "
+                "or `revert`:" + self.command("apply")
             )
         return super()._state(plan, there)
 

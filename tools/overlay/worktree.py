@@ -118,12 +118,13 @@ class Worktree:
         """git's own unfinished work comes first."""
         for name, what in UNDER_WAY.items():
             if (self.git_dir / name).exists():
-                way = f"`git -C {self.quoted} {what} --abort` or --continue"
-                raise Refused(f"a {what} is in progress in {self.root}: {way}")
+                way = f"  git -C {self.quoted} {what} --"
+                ways = f"finish or drop it:\n{way}continue\n{way}abort"
+                raise Refused(f"a {what} is in progress in {self.root}: {ways}")
         unmerged = {ln.split("\t")[1] for ln in git.lines(self.root, "ls-files", "-uz")}
         if unmerged:
-            few = ", ".join(sorted(unmerged)[:3])
-            raise Refused(f"{self.root} has unmerged files ({few}): `git add` them")
+            add = f"git -C {self.quoted} add -- {shlex.join(sorted(unmerged))}"
+            raise Refused(f"{self.root} has unmerged files. Resolve them:\n  {add}")
 
     # The history: which commits have the overlay, and what was there before.
 
