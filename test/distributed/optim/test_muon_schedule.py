@@ -76,22 +76,25 @@ class TestMuonDivision(TestCase):
     def test_classes_have_their_own_numbers(self):
         large, small, tiny = (32768, 8192), (4096, 4096), (512, 8192)
         layouts = shards_of([large] * 4 + [small] * 4 + [tiny] * 4, 64)
-        found = best_division(Counter(classes_of(layouts)), 64, 8).owners
+        found = best_division(Counter(classes_of(layouts)), range(64), 8).owners
         self.assertEqual([found[Class(s)] for s in (large, small, tiny)], [8, 1, 1])
         blocks = Counter(layout.key.index for layout in divided(layouts, "auto", 8))
         self.assertEqual([blocks[i] for i in (0, 4, 8)], [8, 1, 1])
-        # Owners are ranks of one node, and never more than the ranks.
-        for ranks, per_node, expected in (
-            (64, 1, 1),
-            (64, 4, 4),
-            (2, 8, 2),
-            (64, 64, 16),
+        # Owners are ranks of one node, or whole nodes, and never more than the ranks.
+        for group, per_node, expected in (
+            (range(64), 1, 1),
+            (range(2), 8, 2),
+            (range(4), 4, 4),
+            # Whole nodes.
+            (range(64), 8, 32),
+            # One rank of each node.
+            (range(0, 64, 8), 8, 1),
         ):
-            alone = best_division({Class(large): 1}, ranks, per_node).owners
+            alone = best_division({Class(large): 1}, group, per_node).owners
             self.assertEqual(alone, {Class(large): expected})
         # Where every rank has many matrices, more owners cost more than they save.
         self.assertEqual(
-            set(best_division({Class(large): 999}, 8, 8).owners.values()), {1}
+            set(best_division({Class(large): 999}, range(8), 8).owners.values()), {1}
         )
 
     def test_replicas(self):
@@ -99,7 +102,7 @@ class TestMuonDivision(TestCase):
         (layout,) = shards_of([(32768, 8192)], 4, replicas=16)
         (of,) = classes_of([layout])
         self.assertEqual(of.shards, 4)
-        self.assertEqual(best_division({of: 1}, 64, 8).owners, {of: 4})
+        self.assertEqual(best_division({of: 1}, range(64), 8).owners, {of: 4})
 
     def test_algorithms(self):
         """Newton-Schulz that takes less time is worth fewer owners."""

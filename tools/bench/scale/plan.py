@@ -4,6 +4,7 @@ A loop over ranks, owners and matrices would take hours for 16,384 ranks. Theref
 arrays of shape (owners, ranks). A test compares them with the engine's own packs.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -144,12 +145,16 @@ def together(
 
     Each step all-reduces a float32 Gram matrix and all-gathers a bfloat16 polynomial of it.
     """
-    near = len({rank // hardware.gpus_per_node for rank in team}) == 1
-    bandwidth = hardware.intra_bandwidth if near else hardware.inter_bandwidth
-    latency = hardware.intra_latency if near else hardware.inter_latency
-    hops = len(team) - 1
+    on_node = Counter(rank // hardware.gpus_per_node for rank in team)
+    bandwidth, nodes, hops = hardware.intra_bandwidth, len(on_node), len(team) - 1
+    if nodes > 1:
+        # As many rings as adapters of the node that has fewest ranks.
+        adapters = min(on_node.values()) * hardware.inter_bandwidth
+        bandwidth = min(bandwidth, adapters)
+    latency = (nodes - 1) * hardware.inter_latency
+    latency += (hops - nodes + 1) * hardware.intra_latency
     nbytes = hops / len(team) * short * short * (2 * 4 + 2)
-    return steps * (nbytes / bandwidth + 3 * hops * latency)
+    return steps * (nbytes / bandwidth + 3 * latency)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn, Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim._muon_engine.layouts import fsdp1, listed
 from torch.optim._muon_engine.process_groups import ranks_per_node
 from torch.optim._muon_engine.runtime.compute import PREPARED_BYTES
@@ -154,8 +155,10 @@ def _division(schedule: Schedule, group: tuple[int, ...]) -> list[str]:
     """The numbers of owners that differ from one, or that "auto" would choose; at most one line."""
     found = [l for l in schedule.layouts if l.group == group and l.key.block[0] == 0]
     members = Counter(classes_of(found))
-    one = best_division(members, len(group), 1)
-    best = best_division(members, len(group), ranks_per_node())
+    # In a dry run, fake tensors have no values.
+    with unset_fake_temporarily():
+        one = best_division(members, group, 1)
+        best = best_division(members, group, ranks_per_node())
     counts = {layout.whole: layout.key.block[1] for layout in found}
     is_divided = max(counts.values()) > 1
     if not is_divided:

@@ -174,8 +174,11 @@ class Engine:
         # All ranks must have replaced the same parameters.
         kept = {param.tensor for param in (former or self).params}
         signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in sharing}
+        of_groups = {p.group: p.formulas for p in self.params}
+        options = {group: of.signature() for group, of in of_groups.items()}
         for layout, owner in zip(layouts, owners):
-            signatures[layout.group].append(_signature(layout, owner, self, kept))
+            signature = _signature(layout, owner, self, kept, options)
+            signatures[layout.group].append(signature)
         agree(sharing, signatures, error, is_lasting, self.groups, self.numbers)
         self.schedule = buckets.make_schedule(
             layouts,
@@ -392,8 +395,10 @@ class Engine:
             raise error
 
 
-def _signature(layout: Layout, owner: int, engine: Engine, kept: set) -> Signature:
-    """``kept`` are the parameters before a change."""
+def _signature(
+    layout: Layout, owner: int, engine: Engine, kept: set, options: dict[int, dict]
+) -> Signature:
+    """``kept`` are the parameters before a change, ``options`` the signature of each parameter group."""
     key, param = layout.key, engine.params[layout.key.index]
     fields = {
         # No index: ranks that also hold other experts or stages count differently.
@@ -405,7 +410,7 @@ def _signature(layout: Layout, owner: int, engine: Engine, kept: set) -> Signatu
         "requires_grad": str(not param.frozen),
         "replaced": str(param.tensor not in kept),
         "owner": str(owner),
-        **param.formulas.signature(),
+        **options[param.group],
         "prefetch_count": str(engine.config.prefetch_count),
         "async_gpu_parallelism": str(bool(engine.config.async_gpu_parallelism)),
         "owners_per_matrix": str(key.block[1]),

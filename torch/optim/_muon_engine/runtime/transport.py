@@ -54,7 +54,7 @@ class Memory:
         views = self._scratch.setdefault((purpose, like.dtype, like.device), {})
         if shape not in views:
             numel = math.prod(shape)
-            if numel > len(views.get(None, ())):
+            if None not in views or numel > len(views[None]):
                 views.clear()
                 views[None] = like.new_empty(numel)
             views[shape] = views[None][:numel].view(shape)

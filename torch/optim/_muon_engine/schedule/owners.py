@@ -86,7 +86,7 @@ def divided(
     counts: dict[tuple[int, ...], dict[Class, int]] = {}
     for group, members in by_group.items():
         if owners == "auto":
-            counts[group] = best_division(members, len(group), ranks_per_node).owners
+            counts[group] = best_division(members, group, ranks_per_node).owners
             continue
         work = {of: newton_schulz_flops(of.shape) for of in members}
         least = MIN_LOAD * sum(n * work[of] for of, n in members.items()) / len(group)
@@ -112,20 +112,26 @@ def classes_of(
 
 
 def best_division(
-    members: Mapping[Class, int], ranks: int, ranks_per_node: int
+    members: Mapping[Class, int], group: Sequence[int], ranks_per_node: int
 ) -> Division:
-    """The numbers of owners, within a node, with which a group of ``ranks`` is fastest.
+    """The numbers of owners, within a node or of whole nodes, with which ``group`` is fastest.
 
     It compares one number for all classes with the smallest numbers that keep each matrix within a limit.
     The busiest rank decides, and the transfers of one matrix, which overlap with nothing.
     """
+    ranks = len(group)
+    # The group may have few of a node's ranks.
+    near = min(Counter(rank // ranks_per_node for rank in group).values())
     choices: dict[Class, list[tuple[float, int]]] = {}
     for of in members:
-        most = min(ranks, ranks_per_node) if min(of.shape) >= MIN_DIVIDED else 1
-        # If blocks are no shards, the replicas of some shards have more to relay than others.
-        numbers = {1, of.shards} if of.shards > 1 else {1, 2, 4, 8, 16}
+        numbers = {1}
+        if min(of.shape) >= MIN_DIVIDED:
+            # If blocks are no shards, the replicas of some shards have more to relay than others.
+            numbers |= {of.shards} if of.shards > 1 else {2, 4, 8, 16, 32, 64}
         choices[of] = [
-            (_seconds(of, n), n) for n in sorted(numbers) if n <= max(1, most)
+            (_seconds(of, count, near), count)
+            for count in sorted(numbers)
+            if count <= near or (count <= ranks and near > 1 and count % near == 0)
         ]
     every = [choice for times in choices.values() for choice in times]
     # (seconds, count) of each class, under each limit of the count and of the seconds.
@@ -144,7 +150,7 @@ def best_division(
     for taken in sorted(divisions, key=lambda taken: sum(map(_count, taken))):
         by_class = dict(zip(choices, taken))
         busy = _busiest(by_class, members, ranks)
-        bandwidth = NODE if ranks <= ranks_per_node else NETWORK
+        bandwidth = NODE if ranks == near else NETWORK
         largest = max(math.prod(of.shape) / n for of, (_, n) in by_class.items())
         # Both ways, in bfloat16. Owners wait for the slowest of them.
         seconds = busy + 2 * 2 * largest / bandwidth
@@ -155,11 +161,14 @@ def best_division(
     return best
 
 
-def _seconds(of: Class, count: int) -> float:
+def _seconds(of: Class, count: int, ranks_per_node: int) -> float:
     """Seconds of one matrix with ``count`` owners, and of their collectives."""
     # Each of five steps all-reduces a float32 Gram matrix and all-gathers a bfloat16 polynomial of it.
     moved = (count - 1) / count * min(of.shape) ** 2 * (2 * 4 + 2)
-    together = 5 * (moved / NODE + 3 * (count - 1) * LATENCY)
+    # Rings over whole nodes use all of their network adapters.
+    is_near = count <= ranks_per_node
+    bandwidth = NODE if is_near else min(NODE, NETWORK * ranks_per_node)
+    together = 5 * (moved / bandwidth + 3 * (count - 1) * LATENCY)
     work = newton_schulz_flops(of.shape, algorithm=of.algorithm)
     return work / count / FLOPS + together
 
@@ -219,16 +228,17 @@ class _Loads:
         load = busy[teams].amax(1)
         apart = [received[t] - held[t] for t, (_, held) in zip(teams.T, blocks)]
         bytes_ = sum(apart).masked_fill(load != load.min(), _NEVER)  # type: ignore[union-attr]
-        start = self.start // len(blocks)
-        at = (int(bytes_.roll(-start).argmin()) + start) % len(teams)
-        places = teams[at].tolist()
+        places = teams[int(bytes_.argmin())].tolist()
         for place, (numel, held) in zip(places, blocks, strict=True):
             busy[place] += flops
             received[place] += numel - held[place]
         return [self.group[place] for place in places]
 
     def _teams_of(self, size: int) -> Tensor:
-        """Places of neighbouring ranks, of shape (teams, size): of one node if a node has enough."""
+        """Places of neighbouring ranks, of shape (teams, size): of one node if a node has enough.
+
+        The team of ``start`` comes first, because ties go to the first team.
+        """
         if size not in self._teams:
             nodes: dict[int, list[int]] = {}
             for place, rank in enumerate(self.group):
@@ -241,7 +251,8 @@ class _Loads:
                 for part in parts
                 for at in range(0, len(part) - size + 1, size)
             ]
-            self._teams[size] = torch.tensor(teams, device="cpu")
+            found = torch.tensor(teams, device="cpu")
+            self._teams[size] = found.roll(-(self.start // size), 0)
         return self._teams[size]
 
 
