@@ -547,6 +547,10 @@ class TestPublicNames(TestCase):
             and getattr(value, "__module__", None) == "torch.optim.muon"
         }
         self.assertEqual(public, set(public_module.__all__))
+        documented = "DistributedConfig detect_tp_dims_from_model split_of"
+        documented += " create_auto_config create_dtensor_config"
+        documented += " partition_parameters partition_named_parameters"
+        self.assertEqual(public, set(documented.split()))
         self.assertTrue(all(getattr(public_module, name).__doc__ for name in public))
         self.assertIs(public_module.Muon, torch.optim.Muon)
         self.assertEqual(Muon.__module__, "torch.optim")
