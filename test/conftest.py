@@ -74,7 +74,6 @@ SERVERS = 2
 # which together execute what the limits of tools/coverage.py ask for.
 TRACED = {
     "test_muon",
-    "test_muon_changed",
     "test_muon_config",
     "test_muon_dtensor",
     "test_muon_engine",
@@ -88,7 +87,6 @@ TRACED = {
     "test_muon_imports",
     "test_muon_partition",
     "test_muon_process_groups",
-    "test_muon_relays",
     "test_muon_replaced",
     "test_muon_split",
     "test_muon_user_functions",

@@ -37,9 +37,10 @@ from torch.testing._internal.distributed._muon.common_stock import needs_stock, 
 
 COEFFICIENTS = (ours.DEFAULT_A, ours.DEFAULT_B, ours.DEFAULT_C)
 
+MODES = "original", "match_rms_adamw", "spectral_unclamped"
 # The options of the trainings that are compared with stock's.
 PARITY = {
-    **{str(mode): {"adjust_lr_fn": mode} for mode in ours.checks._ADJUST_LR_FNS},
+    **{mode: {"adjust_lr_fn": mode} for mode in MODES},
     "tensor lr": {"lr": torch.tensor(0.02)},
     "bfloat16 lr": {"lr": torch.tensor([0.02], dtype=torch.bfloat16)},
     "nothing moves": {"lr": 0.0, "weight_decay": 0.0},
@@ -81,11 +82,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # Options, steps, and the parameter that torch 2.13.0's own Muon ends with on a CPU.
 # "spectral_unclamped", which 2.13 lacks, is that of its Muon with the learning rate scaled by hand.
 STOCK_RESULTS = {
-    "original": (
-        {},
-        3,
-        [[-0.74332, 1.14195, 0.54977], [0.09955, 0.63342, -0.20098]],
-    ),
+    "original": ({}, 3, [[-0.74332, 1.14195, 0.54977], [0.09955, 0.63342, -0.20098]]),
     "match_rms_adamw": (
         {"lr": 1.25, "weight_decay": 0.2},
         2,
@@ -550,6 +547,10 @@ class TestPublicNames(TestCase):
             and getattr(value, "__module__", None) == "torch.optim.muon"
         }
         self.assertEqual(public, set(public_module.__all__))
+        documented = "DistributedConfig detect_tp_dims_from_model split_of"
+        documented += " create_auto_config create_dtensor_config"
+        documented += " partition_parameters partition_named_parameters"
+        self.assertEqual(public, set(documented.split()))
         self.assertTrue(all(getattr(public_module, name).__doc__ for name in public))
         self.assertIs(public_module.Muon, torch.optim.Muon)
         self.assertEqual(Muon.__module__, "torch.optim")

@@ -2,13 +2,14 @@
 """Muon's distributed_config on one process: what it takes, refuses and keeps."""
 
 import copy
-import inspect
 import itertools
 import pickle
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.optim import _muon, _muon_formulas, Muon
+from torch.optim._muon_engine.layouts import Region
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -21,11 +22,14 @@ from torch.testing._internal.common_utils import (
 )
 from torch.testing._internal.distributed._muon.common_config import (
     all_to,
-    MuonTestCase,
     FUNCTIONAL,
     local_config,
     make_params,
+    MuonTestCase,
 )
+
+
+FACTORIES = (create_dtensor_config, create_auto_config)
 
 
 @instantiate_parametrized_tests
@@ -112,8 +116,11 @@ class TestDistributedConfig(MuonTestCase):
             config = make()
             self.assertIs(config.state["is_dtensor"], is_dtensor)
             params = make_params((3, 4), (4, 3))
+            before = set(config.state)
             self.assertEqual(config.assign_fn(params, config.state), {0: [0, 1]})
             self.assertEqual(config.state["param_metadata"], {})
+            new = config.state.keys() - before
+            self.assertLessEqual(new, {"param_metadata", "_reader"})
 
     def test_one_process_is_one_process(self):
         shapes = [(8, 6), (6, 8), (1, 5), (6, 8)]
@@ -185,11 +192,6 @@ class TestDistributedConfig(MuonTestCase):
                 step()
                 self.assertNotEqual(param.detach(), before)
 
-    def test_new_arguments_stand_last(self):
-        names = list(inspect.signature(Muon).parameters)
-        new = ["distributed_config", "foreach", "allow_batched_matrices"]
-        self.assertEqual(names[-4:], [*new, "ns_algorithm"])
-
     @parametrize("foreach", [None, False, True])
     def test_foreach_with_a_config(self, foreach):
         # Four buckets of four matrices.
@@ -208,20 +210,6 @@ class TestDistributedConfig(MuonTestCase):
         formulas = _muon.MuonFormulas.of_group(optimizer.param_groups[0])
         size = formulas.batch_size((4, 6), torch.device("cuda"))
         self.assertEqual(size > 1, foreach is not False)
-
-    def test_foreach_keeps_groups_of_different_eps_apart(self):
-        """Matrices of one shape, of which the second group's updates are tiny."""
-        moved = []
-        for config, foreach in ((None, False), ("auto", True)):
-            params = make_params(*[(4, 6)] * 8)
-            before = [p.detach().clone() for p in params]
-            groups = [{"params": params[:4]}, {"params": params[4:], "eps": 1e4}]
-            options = {"lr": 0.5, "weight_decay": 0.0, "foreach": foreach}
-            Muon(groups, distributed_config=config, **options).step()
-            moved.append([(p - old).norm() for p, old in zip(params, before)])
-        for alone, together in zip(*moved):
-            self.assertEqual(alone, together, rtol=0.05, atol=0)
-        self.assertLess(max(moved[1][4:]), 0.1 * min(moved[1][:4]))
 
 
 class TestMuonErrors(MuonTestCase):
@@ -361,6 +349,94 @@ class TestCopies(MuonTestCase):
                 duplicated.step()
             # The original does not mind.
             optimizer.step()
+
+
+def matrix(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class TestReplaced(MuonTestCase):
+    def train(self, make, change, before=2):
+        """Trains before and after a change, as a Muon without a config does from the start."""
+
+        def between(optimizer, step):
+            if step == before:
+                change(optimizer, optimizer.param_groups[0]["params"])
+
+        options = {"named": True, "steps": before + 2, "between": between, "lr": 0.1}
+        self.assert_same_training([(8, 8)] * 2, Muon, make(), **options)
+
+    def test_larger_matrix(self):
+        """An 8x8 matrix became a 16x8 one. Half of its rows were trained, without an error."""
+
+        def replace(optimizer, params):
+            optimizer.state.pop(params[0], None)
+            params[0] = nn.Parameter(matrix(7, 16, 8))
+
+        def fill(optimizer, params):
+            if optimizer.assignments:
+                params[0].grad = None
+                params[0].data = matrix(7, 16, 8)
+            else:
+                # Stock Muon cannot continue with a buffer of another shape.
+                replace(optimizer, params)
+
+        for factory in FACTORIES:
+            for change, before in itertools.product((replace, fill), (0, 1)):
+                self.train(factory, change, before)
+
+    def test_moved_to_another_group(self):
+        """The order of all parameters stays the same, but one of them gets other options."""
+
+        def move(optimizer, params):
+            added = nn.Parameter(matrix(9, 3, 7))
+            optimizer.add_param_group({"params": [("added", added)], "lr": 0.5})
+            first, second = optimizer.param_groups
+            for key in ("params", "param_names"):
+                second[key].insert(0, first[key].pop())
+
+        for factory in FACTORIES:
+            self.train(factory, move)
+
+    def test_replaced_before_a_group_is_added(self):
+        named = [(f"w{i}", nn.Parameter(matrix(i, 6, 4))) for i in range(2)]
+        ours = Muon(named, distributed_config=create_dtensor_config())
+        params = ours.param_groups[0]["params"]
+        for param in params:
+            param.grad = matrix(9, 6, 4)
+        ours.step()
+        old, new = params[1], nn.Parameter(matrix(7, 6, 4))
+        momentum = ours.state[old]["momentum_buffer"]
+        params[1] = new
+        ours.add_param_group({"params": [("w2", nn.Parameter(matrix(8, 3, 3)))]})
+        # A parameter of the same name inherits the momentum.
+        self.assertIs(ours.state[new]["momentum_buffer"], momentum)
+        # As in stock Muon, the momentum of the old one stays with it, but not in a checkpoint.
+        self.assertIs(ours.state[old]["momentum_buffer"], momentum)
+        self.assertEqual(set(ours.state_dict()["state"]), {0, 1})
+
+    def test_a_frozen_layer_does_not_leave_its_momentum_to_another(self):
+        first = nn.Parameter(matrix(0, 4, 4))
+        ours = Muon([first], distributed_config=create_dtensor_config())
+        first.grad = matrix(1, 4, 4)
+        ours.step()
+        first.requires_grad_(False)
+        first.grad = None
+        ours.step()
+        ours.param_groups[0]["params"] = [nn.Parameter(matrix(7, 4, 4))]
+        # A rebuild is logged once.
+        with self.assertLogs("torch.optim.muon", "INFO") as logs:
+            with self.assertWarnsRegex(UserWarning, "starts at zero"):
+                ours.step()
+            ours.step()
+        self.assertEqual(len(logs.output), 1)
+
+    def test_region_that_a_local_tensor_does_not_hold(self):
+        region = Region(0, 0, 4, 8, 0, 8)
+        self.assertEqual(region.of_local(torch.ones(4, 8)).shape, (4, 8))
+        for local in (torch.ones(3, 8), torch.ones(31)):
+            with self.assertRaisesRegex(ValueError, "does not hold"):
+                region.of_local(local)
 
 
 if __name__ == "__main__":

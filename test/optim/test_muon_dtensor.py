@@ -117,13 +117,6 @@ class TestDTensorsOnOneRank(MuonTestCase):
             with self.assertRaisesRegex(ValueError, "only supports 2D"):
                 config.assign_fn([vector], config.state)
 
-    def test_data_is_looked_at_too(self):
-        # Some users reach for the DTensor through param.data.
-        param = nn.Parameter(distribute_tensor(torch.ones(4, 4), self.mesh, [Shard(0)]))
-        config = create_dtensor_config()
-        config.assign_fn([param.data], config.state)
-        self.assertEqual(sorted(config.state["param_metadata"]), [0])
-
     def test_detect_tp_dims_of_dtensors(self):
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))
         params = [

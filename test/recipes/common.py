@@ -19,13 +19,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 from torch.optim import AdamW, Muon
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.distributed._muon.common_muon import (
     equal,
     everyone,
-    GlooOnCPU,
+    OnCPU,
     NewtonSchulzCalls,
-    ParityAssertions,
 )
 
 
@@ -383,10 +381,8 @@ class OneProcess:
         return torch.Size(shape)
 
 
-class Recipe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+class Recipe(OnCPU):
     """Each test is a block of the documents. Its docstring names the block."""
-
-    world_size = 4
 
     def check(self, one, model, config, params=None, **how):
         """Compares the training of ``model`` by one Muon, by default of all parameters."""

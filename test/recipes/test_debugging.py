@@ -9,15 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from recipes.common import (
-    average,
-    batches,
-    CPU,
-    MLP,
-    Recipe,
-    STEPS,
-    Transformer,
-)
+from recipes.common import average, batches, CPU, MLP, Recipe, STEPS, Transformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP

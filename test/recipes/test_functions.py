@@ -4,15 +4,7 @@ import pickle
 
 import torch
 import torch.distributed as dist
-from recipes.common import (
-    average,
-    batches,
-    CPU,
-    cut_linears,
-    MLP,
-    Recipe,
-    Transformer,
-)
+from recipes.common import average, batches, CPU, cut_linears, MLP, Recipe, Transformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP

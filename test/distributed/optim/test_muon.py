@@ -35,11 +35,7 @@ from torch.optim.muon import (
     detect_tp_dims_from_model,
     partition_parameters,
 )
-from torch.testing._internal.common_distributed import (
-    MultiProcContinuousTest,
-    MultiProcessTestCase,
-    requires_gloo,
-)
+from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -59,7 +55,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     device,
     everyone,
     full,
-    GlooOnCPU,
+    OnCPU,
     grid_of,
     local,
     mesh_of,
@@ -404,9 +400,8 @@ COMPARING = [
 ]
 
 
-@requires_gloo()
 @instantiate_parametrized_tests
-class TestMuonComparison(GlooOnCPU, Tests, MultiProcContinuousTest):
+class TestMuonComparison(Tests, OnCPU):
     """The tests on GPUs fail with a wrong update, and pass with one that is rounded differently."""
 
     world_size = 2
@@ -435,28 +430,23 @@ class TestMuonComparison(GlooOnCPU, Tests, MultiProcContinuousTest):
                 self.assertEqual(kind, "AssertionError" if is_wrong else "")
 
 
-@requires_gloo()
-class TestMuonDTensor(GlooOnCPU, DTensorTests, MeshTests, MultiProcContinuousTest):
+class TestMuonDTensor(DTensorTests, MeshTests, OnCPU):
     pass
 
 
-@requires_gloo()
-class TestMuonFSDP(GlooOnCPU, FSDPTests, MultiProcContinuousTest):
+class TestMuonFSDP(FSDPTests, OnCPU):
     pass
 
 
-@requires_gloo()
-class TestMuonDDP(GlooOnCPU, DDPTests, MultiProcContinuousTest):
+class TestMuonDDP(DDPTests, OnCPU):
     pass
 
 
-@requires_gloo()
-class TestMuon2DParallelism(GlooOnCPU, TPTests, MultiProcContinuousTest):
+class TestMuon2DParallelism(TPTests, OnCPU):
     pass
 
 
-@requires_gloo()
-class TestMuonExpertParallel(GlooOnCPU, ExpertTests, MultiProcContinuousTest):
+class TestMuonExpertParallel(ExpertTests, OnCPU):
     pass
 
 
@@ -610,19 +600,16 @@ class WholeMatrix(Matrix):
         self.check_cell(**cell)
 
 
-@requires_gloo()
-class TestMuonMatrixOf2(GlooOnCPU, WholeMatrix, MultiProcContinuousTest):
+class TestMuonMatrixOf2(WholeMatrix, OnCPU):
     world_size = 2
 
 
-@requires_gloo()
-class TestMuonMatrixOf4(GlooOnCPU, WholeMatrix, MultiProcContinuousTest):
-    world_size = 4
+class TestMuonMatrixOf4(WholeMatrix, OnCPU):
+    pass
 
 
-@requires_gloo()
 @instantiate_parametrized_tests
-class TestMuonMatrixOf8(GlooOnCPU, Matrix, MultiProcContinuousTest):
+class TestMuonMatrixOf8(Matrix, OnCPU):
     world_size = 8
 
     @parametrize(CELL, CELLS_OF_8)

@@ -12,23 +12,14 @@ from torch.optim import AdamW, Muon
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import create_dtensor_config
 from torch.profiler import profile, ProfilerActivity
-from torch.testing._internal.common_distributed import (
-    MultiProcContinuousTest,
-    requires_gloo,
-)
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
-    Collectives,
-    everyone,
     full,
-    GlooOnCPU,
-    grid_of,
+    OnCPU,
     mesh_of,
-    ParityAssertions,
     place,
     R,
     S0,
-    S1,
     Spec,
     specs,
     Twins,
@@ -51,38 +42,13 @@ def mebibytes(count):
     return f"{count / 2**20:.4g}"
 
 
-@requires_gloo()
-class TestMuonDescribe(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
-    world_size = 4
-
+class TestMuonDescribe(OnCPU):
     def params(self, shapes, placements=(S0,)):
         placed = [Spec(shape, mesh_of(4), placements) for shape in shapes]
         return [
             (f"layers.{i}", nn.Parameter(place(full(i, spec.shape), spec)))
             for i, spec in enumerate(placed)
         ]
-
-    def check_page(self, twins):
-        """The page of one rank has the bytes and the number of matrices of every rank."""
-        twins.set_gradients()
-        page = twins.optimizer.describe()
-        with Collectives() as seen:
-            twins.optimizer.step()
-        sent = received = 0
-        for call in seen.calls:
-            others = [at for at, rank in enumerate(call.ranks) if rank != self.rank]
-            sent += sum(call.sent[at] for at in others) * call.itemsize
-            received += sum(call.received[at] for at in others) * call.itemsize
-        owned = len(twins.optimizer.assignments.get(self.rank, ()))
-        mine = str(self.rank), str(owned), mebibytes(sent), mebibytes(received)
-        expected = everyone(mine)
-        with self.everywhere(page):
-            self.assertEqual([tuple(row.values())[:4] for row in rows(page)], expected)
-
-    def test_pages_say_what_travels(self):
-        shapes = [(8, 8), (7, 5), (3, 9), (1, 8), (16, 24)]
-        self.check_page(Twins(specs(mesh_of(4), [(S0,), (S1,), (R,)], shapes)))
-        self.check_page(Twins(specs(grid_of(2, 2), [(R, S0), (S0, S1)], shapes)))
 
     def test_relays_are_counted(self):
         with mock.patch.object(buckets, "MAX_REPLICAS", 1):

@@ -1,131 +1,73 @@
 # Owner(s): ["oncall: distributed"]
-"""A step of the distributed Muon: its computation, traffic, memory, and order."""
+"""A step of the distributed Muon: its computation, traffic and order, also with relays and in two levels."""
 
 import contextlib
 import itertools
-import logging
+import os
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.optim import _muon_formulas, Muon
-from torch.optim._newton_schulz import _zeropower_via_newtonschulz
 from torch.optim._muon import MuonFormulas
+from torch.optim._muon_engine.runtime.pipeline import Pipeline
+from torch.optim._muon_engine.runtime.transport import LocalBucket
+from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_dtensor_config
-from torch.testing._internal.common_distributed import (
-    MultiProcContinuousTest,
-    requires_gloo,
-)
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     as_on_an_accelerator,
     Collectives,
     everyone,
-    full,
-    GlooOnCPU,
     grid_of,
-    held,
-    LiveBytes,
     local,
     mesh_of,
     NewtonSchulzCalls,
-    ParityAssertions,
-    piece_of,
+    OnCPU,
     R,
     S0,
     S1,
     specs,
+    Strategy,
     Twins,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
-ALL_TO_ALL = ("alltoall_base_", (0, 1, 2, 3))
-STATUSES = ("allreduce_", ())
-
-
-class WatchedWork:
-    """The handle of a collective. Counts how often the engine waits for it.
-
-    ``on_wait`` runs after each wait.
-    """
-
-    def __init__(self, work, on_wait=lambda: None):
-        self.work = work
-        self.waits = 0
-        self.on_wait = on_wait
-
-    def wait(self):
-        self.waits += 1
-        self.work.wait()
-        self.on_wait()
+ALL_TO_ALL = ("all_to_all_single", (0, 1, 2, 3))
+STATUSES = ("all_reduce", ())
+SHAPES = [(16, 8), (9, 13), (3, 20), (5, 1)] * 2
+# Muon.describe() says so.
+RELAYED, IN_TWO_LEVELS = "relayed along replicas", "in two levels"
 
 
 @contextlib.contextmanager
-def watched_all_to_alls():
-    """The handles of all following all-to-alls."""
-    works, original = [], dist.all_to_all_single
-
-    def watched(*args, **kwargs):
-        works.append(WatchedWork(original(*args, **kwargs)))
-        return works[-1]
-
-    with mock.patch.object(dist, "all_to_all_single", watched):
-        yield works
-
-
-class Timeline(logging.Handler):
+def timeline():
     """The order of one rank's step, one letter for each event.
 
-    G and S start a gather and a scatter, g and s wait for one, N orthogonalizes a matrix. The DEBUG
-    lines that Muon writes before a gather tell a gather from a scatter.
+    G and S start a gather and a scatter, g and s wait for one, N orthogonalizes a matrix.
     """
+    letters = []
+    with contextlib.ExitStack() as stack:
+        for of, name, letter in (
+            (LocalBucket, "start_gather", lambda bucket: "G"),
+            (LocalBucket, "start_scatter", lambda bucket: "S"),
+            (Pipeline, "wait", lambda pipeline, bucket, phase: phase[0]),
+            (_muon_formulas, "newton_schulz", lambda *given: "N"),
+        ):
 
-    def __init__(self):
-        super().__init__()
-        self.letters = []
-        self.gathering = False
+            def call(*given, run=getattr(of, name), letter=letter):
+                result = run(*given)
+                letters.append(letter(*given))
+                return result
 
-    def emit(self, record):
-        self.gathering = ": gather parameter " in record.getMessage()
-
-    def start(self, *args, **kwargs):
-        letter = "G" if self.gathering else "S"
-        self.gathering = False
-        self.letters.append(letter)
-        work = self.all_to_all_single(*args, **kwargs)
-        return WatchedWork(work, lambda: self.letters.append(letter.lower()))
-
-    def newton_schulz(self, *args):
-        self.letters.append("N")
-        return self.original(*args)
-
-    def of(self, step):
-        """The letters of ``step()``."""
-        log = logging.getLogger("torch.optim.muon")
-        self.all_to_all_single = dist.all_to_all_single
-        self.original = _muon_formulas.newton_schulz
-        log.addHandler(self)
-        level, log.propagate = log.level, False
-        log.setLevel(logging.DEBUG)
-        try:
-            with (
-                mock.patch.object(dist, "all_to_all_single", self.start),
-                mock.patch.object(_muon_formulas, "newton_schulz", self.newton_schulz),
-            ):
-                step()
-        finally:
-            log.removeHandler(self)
-            log.setLevel(level)
-            log.propagate = True
-        return "".join(self.letters)
+            stack.enter_context(mock.patch.object(of, name, call))
+        yield letters
 
 
-@requires_gloo()
-class TestMuonOrder(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
+class TestMuonOrder(OnCPU):
     """The flags decide the order of a step and nothing else."""
-
-    world_size = 4
 
     def timelines(self, *flags):
         """Each rank's timeline of a step over 16 matrices, of which each rank owns four."""
@@ -134,10 +76,11 @@ class TestMuonOrder(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         )
         twins.step()
         twins.set_gradients()
-        mine = Timeline().of(twins.optimizer.step)
+        with timeline() as letters:
+            twins.optimizer.step()
         twins.single.step()
         self.assertParity(twins, f"{flags}")
-        return everyone(mine)
+        return everyone("".join(letters))
 
     def expected(self, ahead, matrices):
         """The timeline of buckets of which this rank owns ``matrices``."""
@@ -164,10 +107,7 @@ class TestMuonOrder(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.assertEqual(self.timelines(False, 0), expected)
 
 
-@requires_gloo()
-class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
-    world_size = 4
-
+class TestMuonExchange(OnCPU):
     def placed(self):
         """Layouts over all four ranks, replicated and not."""
         shapes = [(8, 8), (7, 5), (3, 9), (1, 8), (16, 24)]
@@ -202,47 +142,6 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     # Bytes
 
-    def expected_traffic(self, twins):
-        """Elements that each rank must send to each other rank, from the placements alone.
-
-        Each element enters its owner once, from the owner's own replica. Each rank receives the elements
-        that it holds once.
-        """
-        traffic = [[0] * 4 for _ in range(4)]
-        everything = everyone([held(spec) for spec in twins.specs])
-        for i, owner in self.owner_of(twins.optimizer).items():
-            spec = twins.specs[i]
-            holdings = [of_rank[i] for of_rank in everything]
-            for rank in set(range(4)) - {owner}:
-                traffic[owner][rank] += len(holdings[rank])
-                if self.replica_of(spec, rank) == self.replica_of(spec, owner):
-                    missing = holdings[rank] - holdings[owner]
-                    traffic[rank][owner] += len(missing)
-        return traffic
-
-    def replica_of(self, spec, rank):
-        at = (spec.mesh.mesh == rank).nonzero()[0].tolist()
-        return [c for c, p in zip(at, spec.placements) if p.is_replicate()]
-
-    def test_bytes_sent_are_what_the_placements_need(self):
-        mesh, grid = mesh_of(4), grid_of(2, 2)
-        for flags, dtype, on in (
-            ((True, 1), torch.float32, grid),
-            ((True, 0), torch.float32, mesh),
-            ((False, 0), torch.float64, mesh),
-            ((True, 4), torch.bfloat16, mesh),
-        ):
-            layout = specs(on, all_placements(on), dtype=dtype)
-            twins = Twins(layout, create_dtensor_config(*flags))
-            mine = [0] * 4
-            for call in self.collectives_of_a_step(twins).calls:
-                if call.name == "alltoall_base_":
-                    # Matrices travel in bfloat16, whatever their own dtype.
-                    self.assertEqual(call.itemsize, 2)
-                    for peer, elements in zip(call.ranks, call.sent):
-                        mine[peer] += elements
-            self.assertEqual(everyone(mine), self.expected_traffic(twins))
-
     # Collectives
 
     def collectives_of_a_step(self, twins, missing=()):
@@ -253,10 +152,10 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     def test_two_collectives_a_bucket_and_one_of_statuses(self):
         # One matrix for each owner is one bucket, and four are four buckets.
-        for buckets in (1, 4):
-            twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4 * buckets))
+        for count in (1, 4):
+            twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4 * count))
             names = self.collectives_of_a_step(twins).names()
-            self.assertEqual(names, [STATUSES] + [ALL_TO_ALL] * 2 * buckets)
+            self.assertEqual(names, [STATUSES] + [ALL_TO_ALL] * 2 * count)
         twins = Twins(specs(mesh_of(1), [(S0,), (R,)]))
         self.assertEqual(self.collectives_of_a_step(twins).calls, [])
 
@@ -281,71 +180,7 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
 
     # Memory
 
-    def test_memory_stays_within_the_buckets_in_flight(self):
-        matrix = full(0, (64, 96), torch.bfloat16)
-        with LiveBytes() as alone:
-            _zeropower_via_newtonschulz(matrix, (3.4445, -4.775, 2.0315), 5, 1e-7)
-        for ahead, placement in enumerate((S0, S1, R)):
-            twins = Twins(
-                specs(mesh_of(4), [(placement,)], [matrix.shape] * 16),
-                create_dtensor_config(prefetch_count=ahead),
-                foreach=False,
-            )
-            twins.set_gradients()
-            with LiveBytes() as alive, Collectives() as seen:
-                twins.optimizer.step()
-            sizes = [c.itemsize * (sum(c.sent) + sum(c.received)) for c in seen.calls]
-            # A slot has room for what a bucket's gather sends and receives.
-            bound = (ahead + 2) * max(sizes)
-            # Newton-Schulz, the matrix that an owner assembles for it, and the result.
-            bound += alone.peak + 2 * matrix.nbytes
-            # The momentum, one blend of it at a time, and this rank's and all ranks' statuses.
-            bound += 17 * local(twins.params[0]).nbytes + 2 * 256 * 7 * 8 + 4096
-            within = 0 < alive.peak <= bound
-            self.assertEverywhere([] if within else [f"{alive.peak} of {bound}"])
-            # No bucket took a slot that another one still needed.
-            twins.single.step()
-            self.assertParity(twins)
-
     # Gradients
-
-    def test_no_gradient_on_any_rank_is_skipped(self):
-        twins = Twins(self.placed())
-        missing = range(0, len(twins.params), 2)
-        with NewtonSchulzCalls() as calls:
-            twins.set_gradients(missing)
-            twins.optimizer.step()
-        twins.single.step()
-        self.assertParity(twins)
-        for i in missing:
-            start = full(twins.seed + i, twins.specs[i].shape)
-            expected = piece_of(start, twins.specs[i])
-            self.assertTrue(torch.equal(local(twins.params[i]), expected))
-        # An owner whose shard is empty cannot know that a gradient is missing.
-        owned = twins.optimizer.assignments[self.rank]
-        expected = [i for i in owned if i not in missing or not held(twins.specs[i])]
-        self.assertEqual(everyone(len(calls.shapes)), everyone(len(expected)))
-        # Gradients that come late, and go again.
-        absent = [(), range(0, len(twins.params), 3)]
-        self.assertTrainsAlike(twins, 2, missing=absent.__getitem__)
-
-    def test_gradient_on_some_holders_only_is_an_error_before_anything_moves(self):
-        """Both had moved when the error came once, and the optimizer refused to go on."""
-        for lacking, placement in ((0, S0), (3, S1), (2, R)):
-            twins = Twins(specs(mesh_of(4), [(placement,)], [(8, 8)] * 3))
-            twins.step()
-            twins.set_gradients(missing=(1,) if self.rank == lacking else ())
-            states = [twins.optimizer.state[param] for param in twins.params]
-            tensors = twins.params + [state["momentum_buffer"] for state in states]
-            before = [local(tensor.detach()).clone() for tensor in tensors]
-            pattern = r"some have none[^']* parameter 1 of shape \(8, 8\)$"
-            self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, pattern)
-            with self.everywhere():
-                self.assertEqual([local(t.detach()) for t in tensors], before)
-            twins.set_gradients()
-            twins.optimizer.step()
-            twins.single.step()
-            self.assertParity(twins)
 
     def test_mismatch_among_experts_is_an_error_on_all_ranks(self):
         """Ranks that share no expert with the mismatch waited for the others in the next exchange."""
@@ -436,35 +271,37 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         With ``broken``, waiting for these all-to-alls also raises.
         """
         original, calls, in_flight = getattr(MuonFormulas, phase), [], []
+        seen = Recorder(moves=True)
+        waited = seen.waited
 
-        def lose():
+        def lose(call):
+            waited(call)
             raise RuntimeError("connection lost")
 
         def fail(formulas, *args, **kwargs):
             calls.append(phase)
             if len(calls) == number:
-                in_flight.extend(work for work in works if not work.waits)
-                for work in in_flight if broken else ():
-                    work.on_wait = lose
+                in_flight.extend(seen.flying)
+                seen.waited = lose if broken else waited
                 raise LookupError(f"{phase} {number}")
             return original(formulas, *args, **kwargs)
 
         twins.set_gradients()
-        with watched_all_to_alls() as works:
-            with mock.patch.object(MuonFormulas, phase, fail):
-                with self.assertRaisesRegex(LookupError, f"^{phase} {number}$"):
-                    twins.optimizer.step()
+        with seen, mock.patch.object(MuonFormulas, phase, fail):
+            with self.assertRaisesRegex(LookupError, f"^{phase} {number}$"):
+                twins.optimizer.step()
         self.assertGreater(len(in_flight), 0)
-        # The engine has waited for each of them once.
-        self.assertEqual([work.waits for work in works], [1] * len(works))
+        # The engine has waited for each of them.
+        self.assertEqual(seen.problems, [])
 
     def test_error_in_the_middle_of_a_step_leaves_nothing_in_flight(self):
-        for ahead, phase, number, broken in (
-            (0, "orthogonalize", 2, False),
-            (2, "orthogonalize", 1, False),
-            (2, "prepare", 5, False),
-            (1, "apply", 3, False),
-            (2, "orthogonalize", 3, True),
+        for ahead, phase, number, broken, at in (
+            (2, "orthogonalize", 1, False, "orthogonalize"),
+            (2, "accumulate", 5, False, "accumulate"),
+            (2, "prepare", 5, False, "gather"),
+            (1, "prepare", 7, False, "assemble"),
+            (1, "apply", 3, False, "apply"),
+            (2, "orthogonalize", 3, True, "orthogonalize"),
         ):
             message = f"{ahead=} {phase} {number} {broken=}"
             # In each of four buckets, each rank owns one matrix.
@@ -479,10 +316,140 @@ class TestMuonExchange(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
             dist.all_reduce(sums, group=mesh_of(4).get_group())
             with self.everywhere(message):
                 self.assertEqual(sums, torch.full((3,), 6.0))
-                with self.assertRaisesRegex(RuntimeError, f"ebuild.*{phase} {number}"):
+                # It says what was done, and with which matrix.
+                where = (
+                    rf"in {at} of parameter \d+ of shape \(8, 8\).*: {phase} {number}"
+                )
+                with self.assertRaisesRegex(RuntimeError, f"ebuild.*{where}"):
                     twins.optimizer.step()
         # A new Muon works.
         self.assertTrainsAlike(Twins(layout), 1)
+
+
+@contextlib.contextmanager
+def relayed():
+    """Two replicas are many, and a relay carries a few shards at a time."""
+    with (
+        mock.patch.object(buckets, "MAX_REPLICAS", 1),
+        mock.patch.object(packs, "RELAY_BYTES", 200),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def in_two_levels(ranks_per_node=4):
+    """More than two peers are too many."""
+    with (
+        mock.patch.object(buckets, "MAX_PEERS", 2),
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node)),
+    ):
+        yield
+
+
+class TestMuonRelays(OnCPU):
+    """One of many replicas exchanges a shard with the owner, and passes the result on to the rest.
+
+    A rank with too many peers exchanges within its node first, then along its rail.
+    """
+
+    world_size = 8
+
+    def check(self, twins, *words):
+        self.assertTrainsAlike(twins, 2, str(twins.specs))
+        page = twins.optimizer.describe()
+        for said in words:
+            self.assertTrue(any(everyone(said in page)), f"not {said}: {page}")
+
+    def connections(self, twins):
+        """The collectives that the constructor makes on accelerators, so that backends connect."""
+        with Collectives() as seen:
+            twins.optimizer._engine._pipeline().connect()
+        return seen.calls
+
+    def peers(self, call):
+        """The ranks that an all-to-all sends something to."""
+        return {rank for rank, sent in zip(call.ranks, call.sent) if sent}
+
+    # Relays
+
+    def test_each_element_travels_once_and_within_one_replica(self):
+        grid = grid_of(4, 2)
+        layout = specs(grid, [(R, S0)], [(16, 8)] * 8)
+        with relayed():
+            twins = Twins(layout)
+        with Collectives() as seen:
+            twins.step()
+        self.assertParity(twins)
+        connections = self.connections(twins)
+        mine = set(grid["b"].mesh.flatten().tolist())
+        with self.everywhere():
+            names = {"all_to_all_single", "broadcast"}
+            for calls in (connections, seen.calls):
+                self.assertEqual({call.name for call in calls}, {*names, "all_reduce"})
+            for call in seen.calls + connections:
+                self.assertLessEqual(self.peers(call), mine)
+            exchanged, passed_on = (
+                sum(sum(call.sent) for call in seen.calls if call.name == name)
+                for name in ("all_to_all_single", "broadcast")
+            )
+            # Each rank owns one matrix, of which it has one half. Its replica's other rank has the other.
+            self.assertEqual(exchanged, 64 + 64)
+            # Half of each of the eight matrices.
+            self.assertEqual(passed_on, 8 * 64)
+        # Few replicas are served directly.
+        twins = Twins(layout)
+        with Collectives() as seen:
+            twins.step()
+        with self.everywhere():
+            names = {call.name for call in seen.calls}
+            self.assertEqual(names, {"all_to_all_single", "all_reduce"})
+
+    @relayed()
+    def test_gradient_that_one_replica_cannot_use(self):
+        twins = Twins(specs(mesh_of(8), [(R,)], [(4, 6)] * 4))
+        twins.set_gradients()
+        if self.rank == 6:
+            twins.params[1].grad = local(twins.params[1].grad)
+        with self.everywhere():
+            with self.assertRaisesRegex(RuntimeError, "parameter 1"):
+                twins.optimizer.step()
+
+    # Two levels
+
+    def test_nodes_of_different_sizes(self):
+        """Ranks that know different nodes would not pair up in a collective."""
+        with in_two_levels(2 if self.rank == 5 else 4):
+            self.assertRaisesEverywhere(
+                lambda: Twins(specs(mesh_of(8), [(S0,)])),
+                ValueError,
+                "ranks per node is 4 on rank 0 and 2 on rank 5",
+            )
+
+    @in_two_levels(ranks_per_node=2)
+    def test_process_groups(self):
+        self.check(Strategy(mesh_of(8), "fsdp").twins(SHAPES), IN_TWO_LEVELS)
+        strategy = Strategy(grid_of(2, 2, 2), "ddp", "fsdp", "tp")
+        self.check(strategy.twins(SHAPES), IN_TWO_LEVELS)
+        with relayed():
+            self.check(strategy.twins(SHAPES), IN_TWO_LEVELS, RELAYED)
+
+    @in_two_levels()
+    def test_a_rank_exchanges_with_its_node_and_its_rail_only(self):
+        twins = Twins(specs(mesh_of(8), [(S0,)], [(16, 8)] * 8))
+        with Collectives() as seen:
+            twins.step()
+        self.assertParity(twins)
+        connections = self.connections(twins)
+        node, rail = self.rank // 4, self.rank % 4
+        near = {4 * node + place for place in range(4)}
+        across = {rail, 4 + rail}
+        with self.everywhere():
+            for call in connections + seen.calls:
+                partners = self.peers(call)
+                self.assertTrue(partners <= near or partners <= across, f"{call}")
+            # Within the node, then along the rail, there and back.
+            levels = [set(call.ranks) for call in seen.calls if call.ranks]
+            self.assertEqual(levels, [near, across, near, across])
 
 
 if __name__ == "__main__":

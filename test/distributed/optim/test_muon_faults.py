@@ -43,12 +43,7 @@ from torch.testing._internal.common_distributed import (
     requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_muon import (
-    R,
-    S0,
-    Spec,
-    Twins,
-)
+from torch.testing._internal.distributed._muon.common_muon import R, S0, Spec, Twins
 
 
 # The timeout while all ranks meet on a busy machine, and the timeout during a fault.

@@ -5,10 +5,7 @@ import copy
 import warnings
 
 import torch
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel as FSDP,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     parallelize_module,
@@ -19,10 +16,6 @@ from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
     partition_parameters,
-)
-from torch.testing._internal.common_distributed import (
-    MultiProcContinuousTest,
-    requires_gloo,
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import (
@@ -39,10 +32,9 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     everyone,
     full,
-    GlooOnCPU,
+    OnCPU,
     grid_of,
     NewtonSchulzCalls,
-    ParityAssertions,
     wrap_functions,
 )
 
@@ -51,10 +43,7 @@ FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 NONE, HYBRID = ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD
 
 
-@requires_gloo()
-class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
-    world_size = 4
-
+class TestMuonFSDP1(OnCPU):
     def check(self, run, steps=2, message=""):
         for step in range(steps):
             shapes = run.step()
@@ -89,7 +78,7 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 optimizer.step()
             self.assertEqual(everyone(len(calls.shapes)), [2] * 4, f"{orig} {strategy}")
             names = {call.name for call in seen.calls}
-            self.assertEqual(names, {"alltoall_base_", "allreduce_"})
+            self.assertEqual(names, {"all_to_all_single", "all_reduce"})
             # A flat parameter's index stands under the owner of its first matrix.
             owned = [i for own in optimizer.assignments.values() for i in own]
             self.assertEqual(sorted(owned), list(range(8)) if orig else [0])
@@ -103,6 +92,14 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         self.check(orig)
         words = "parameter 0 .*is a flat parameter with 8 matrices"
         self.assertRaisesEverywhere(flat.build, ValueError, words)
+        flat = Run(False, units=None)
+        config, given = flat.config, flat.matrices
+        config.assign_fn(given, config.state)
+        pattern = "parameter 0 holds 8 matrices"
+        piece = given[0].detach()
+        self.assertRaisesEverywhere(
+            lambda: config.gather_fn(piece, 0, config.state), ValueError, pattern
+        )
 
     def test_gather_then_redistribute_is_the_identity(self):
         for orig, strategy in ((False, HYBRID), (True, FULL)):
@@ -207,6 +204,11 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
                 config = create_auto_config(**options, tp_dim_per_param=dims)
                 Muon(params, lr=0.1, distributed_config=config)
 
+        # FSDP1 knows the ranks of TP.
+        muon = Muon(params, distributed_config=create_auto_config(module=model))
+        with self.everywhere():
+            self.assertRegex(muon.describe(), r"\n4 ranks \(0, 1, 2, 3\)")
+
     # Errors
 
     def assertRefused(self, pattern, params, **options):
@@ -220,10 +222,7 @@ class TestMuonFSDP1(GlooOnCPU, ParityAssertions, MultiProcContinuousTest):
         model = wrap(Model(bias=True), False)
         pattern = r"weight.*bias.*use_orig_params=True"
         flats = [p for p in model.parameters() if hasattr(p, "_fqns")][-2:]
-        for options in (
-            {"fsdp_process_group": model.process_group},
-            {"module": model},
-        ):
+        for options in ({"fsdp_process_group": model.process_group}, {"module": model}):
             self.assertRefused(pattern, flats, **options)
         self.assertRaisesEverywhere(
             lambda: partition_parameters(model), ValueError, "weight.*bias"

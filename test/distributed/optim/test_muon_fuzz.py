@@ -5,6 +5,8 @@ One set of processes plays what is drawn here, on meshes and process groups of o
 that fails is shrunk to the least that still does.
 """
 
+import math
+
 from torch.testing._internal.common_distributed import requires_gloo
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.fuzz_player import (
@@ -73,7 +75,7 @@ def options(draw):
         "eps": (100.0,),
         "adjust_lr_fn": ("original", "match_rms_adamw", "spectral_unclamped"),
         "foreach": (None, False, True),
-        "ns_algorithm": ("gram",),
+        "ns_algorithm": ("gram", "symmetric"),
         "ns_coefficients": ((2.0, -1.5, 0.5),),
     }
     names = draw(st.lists(one_of(*choices), unique=True, max_size=3))
@@ -100,16 +102,36 @@ def shapes(draw, batched):
 
 
 @st.composite
+def forms(draw, shape, tp_dim=None):
+    """Which matrices a parameter is: flattened, of parts that are rows or columns and may repeat, or one."""
+    found = ()
+    # Tensor parallelism may not cut what is flattened.
+    if len(shape) > 2 and tp_dim in (None, 0, 1) and draw(st.booleans()):
+        shape, found = (shape[0], math.prod(shape[1:])), (("flatten", True),)
+    dim = draw(one_of(0, 0, 1))
+    lines = shape[-2:][dim]
+    if lines > 1 and draw(one_of(False, False, True)):
+        repeats = draw(one_of(*(n for n in (1, 2, 3, 4) if lines % n == 0)))
+        first, each = draw(st.integers(1, lines // repeats)), lines // repeats
+        sizes = (first, each - first) if first < each else (each,)
+        split = {"sizes": sizes, "repeats": repeats, "dim": dim}
+        found += (("split", split if repeats > 1 or dim else sizes),)
+    return found
+
+
+@st.composite
 def dtensors(draw, batched, meshes):
     mesh = draw(one_of(*meshes))
     shape = draw(shapes(batched))
+    form = draw(forms(shape))
     return Matrix(
         shape,
         mesh,
         draw(placements(mesh, len(shape))),
         draw(one_of(*DTYPES)),
-        turned=draw(rarely()),
+        turned=draw(rarely()) and not form,
         frozen=draw(rarely()),
+        form=form,
     )
 
 
@@ -120,14 +142,16 @@ def plain(draw, batched, config, later=False):
     tp_dim = None
     if config.dims_of("tp") and not later:
         tp_dim = draw(st.none() | st.integers(-2, len(shape) - 1))
+    form = draw(forms(shape, tp_dim))
     return Matrix(
         shape,
         dtype=draw(one_of(*DTYPES)),
-        turned=draw(rarely()),
+        turned=draw(rarely()) and not form,
         frozen=draw(rarely()),
         tp_dim=tp_dim,
         how=draw(one_of("chunk", "balanced", "last")),
         expert=bool(config.dims_of("ep")) and not later and draw(st.booleans()),
+        form=form,
     )
 
 
@@ -178,7 +202,7 @@ def actions(draw, plan, batched):
     builders = {r for m in plan.matrices for r in range(WORLD) if plan.sharing(m, r)}
     for _ in range(draw(st.integers(0, 4))):
         kind = draw(
-            one_of("step", "step", "options", "freeze", "add", "load", "replace")
+            one_of("step", "options", "freeze", "add", "load", "replace", "mismatch")
         )
         number = draw(st.integers(0, len(present) - 1))
         matrix = present[number]
@@ -201,21 +225,43 @@ def actions(draw, plan, batched):
         elif kind == "freeze" and plan.spans(matrix, present):
             found.append(("freeze", number, draw(st.booleans())))
         elif kind == "load":
-            found.append(("reload", draw(one_of("same", "new", "whole"))))
+            moved = ()
+            if matrix.mesh is not None and matrix.mesh.in_order:
+                other = draw(placements(matrix.mesh, len(matrix.shape)))
+                moved = ((number, other),)
+            found.append(("reload", draw(one_of("same", "new", "whole")), moved))
+        elif kind == "mismatch" and config.functions != "wrapped":
+            # All ranks that compare something with this one hold the matrix.
+            culprit = draw(st.integers(0, WORLD - 1))
+            sharing = plan.sharing(matrix, culprit)
+            linked = plan.linked(culprit, present)
+            if settled and len(sharing) > 1 and linked == set(sharing):
+                found.append(
+                    ("mismatch", draw(one_of("none", "sparse")), number, culprit)
+                )
         elif (
             kind == "replace"
             and settled
             and matrix.mesh is not None
             and plan.spans(matrix, present)
         ):
-            placed = draw(placements(matrix.mesh, len(matrix.shape)))
-            placed = placed if matrix.mesh.in_order else matrix.placements
-            found.append(("replace", number, placed, draw(st.booleans())))
+            mesh, placed = matrix.mesh, matrix.placements
+            if mesh.in_order:
+                same = (
+                    m for m in [mesh, *WHOLE, *PARTS] if set(m.ranks) == set(mesh.ranks)
+                )
+                mesh = draw(
+                    one_of(*(m for m in same if m.in_order and not mesh.kept), mesh)
+                )
+                placed = draw(placements(mesh, len(matrix.shape)))
+            present[number] = matrix._replace(mesh=mesh, placements=placed)
+            flags = draw(st.tuples(st.booleans(), st.booleans()))
+            found.append(("replace", number, mesh, placed, *flags))
         elif kind == "add" and settled:
             more = st.lists(
                 matrices(config, batched, later=True), min_size=1, max_size=2
             )
-            new = tuple(draw(more))
+            new = tuple(m._replace(form=()) for m in draw(more))
             holders = {r for m in new for r in range(WORLD) if plan.sharing(m, r)}
             if holders <= builders and all(
                 plan.spans(m, present + [*new]) for m in new
@@ -239,13 +285,21 @@ def steps(draw, present):
 def plans(draw):
     config = draw(configs())
     # Functions of the user's cannot tell apart matrices of a stack that different ranks hold.
-    batched = config.functions == "built" and draw(rarely())
+    batched = config.functions == "built" and draw(one_of(False, False, True))
     # Several matrices placed in the same way, so that an owner has more than one in a bucket.
     distinct = draw(st.lists(matrices(config, batched), min_size=1, max_size=4))
     given_now = draw(st.lists(one_of(*distinct), min_size=1, max_size=10))
     of_groups = tuple(draw(st.lists(options(), min_size=1, max_size=3)))
     groups = st.integers(0, len(of_groups) - 1)
-    given_now = tuple(m._replace(group=draw(groups)) for m in given_now)
+    given_now = [m._replace(group=draw(groups)) for m in given_now]
+    # Each form needs a group of its own. Dicts have no hash.
+    keys = [(number, ()) for number in range(len(of_groups))]
+    for key in ((m.group, m.form) for m in given_now):
+        keys += [] if key in keys else [key]
+    given_now = tuple(
+        m._replace(group=keys.index((m.group, m.form))) for m in given_now
+    )
+    of_groups = tuple(of_groups[number] + form for number, form in keys)
     limits = {
         "MAX_BUCKETS": draw(st.integers(1, 4)),
         "BUCKET_BYTES": draw(one_of(2**20, 64, 300)),
@@ -254,7 +308,8 @@ def plans(draw):
         "RELAY_BYTES": draw(one_of(2**20, 40)),
         "node": draw(one_of(4, 1, 2)),
     }
-    plan = Plan(config, given_now, of_groups, batched, tuple(limits.items()))
+    named = draw(st.booleans())
+    plan = Plan(config, given_now, of_groups, batched, named, tuple(limits.items()))
     return plan._replace(actions=draw(actions(plan, batched)))
 
 

@@ -14,19 +14,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.optim._muon_engine.process_groups import (
-    rendezvous,
-    spanning_group,
-)
-from torch.testing._internal.common_distributed import (
-    MultiProcContinuousTest,
-    requires_gloo,
-)
+from torch.optim._muon_engine.process_groups import rendezvous, spanning_group
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     everyone,
-    GlooOnCPU,
+    OnCPU,
     grid_of,
     ParityAssertions,
     R,
@@ -76,10 +69,7 @@ class LocalGroups(ParityAssertions):
         self.assertEqual(len({names[rank] for rank in ranks}), 1, message)
 
 
-@requires_gloo()
-class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
-    world_size = 4
-
+class TestMuonSpanningGroups(LocalGroups, OnCPU):
     # Groups that only their members make
 
     def test_members_with_unequal_numbers_of_groups(self):
@@ -125,6 +115,8 @@ class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
             with self.everywhere():
                 if self.rank in ranks:
                     self.assertIs(spanning_group(ranks, []), group)
+                    configs = map(dist.get_backend_config, (group, None))
+                    self.assertEqual(*configs)
                     # A user who recovers from a failure brings other groups.
                     self.assertIsNot(spanning_group(ranks, [given]), group)
                     dist.destroy_process_group(group)
@@ -149,8 +141,7 @@ class TestMuonSpanningGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
         self.assertEqual(self.errors(come, ranks), {})
 
 
-@requires_gloo()
-class TestMuonMeshGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
+class TestMuonMeshGroups(LocalGroups, OnCPU):
     """No group of the framework spans a part of a mesh of several dimensions. Muon makes it."""
 
     world_size = 8
@@ -190,8 +181,7 @@ class TestMuonMeshGroups(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
         self.assertEqual(options._timeout, timedelta(seconds=41))
 
 
-@requires_gloo()
-class TestMuonWorldMadeAgain(LocalGroups, GlooOnCPU, MultiProcContinuousTest):
+class TestMuonWorldMadeAgain(LocalGroups, OnCPU):
     world_size = 2
 
     def test_names_start_again_with_the_world(self):

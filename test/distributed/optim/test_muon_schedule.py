@@ -1,13 +1,25 @@
 # Owner(s): ["oncall: distributed"]
 """The schedule of the distributed Muon as the pure function that it is: all ranks played in one process."""
 
-import itertools
+import pickle
 import random
 from collections import Counter
 from unittest import mock
 
 import torch
-from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Muon
+from torch.optim._muon_engine.layouts import (
+    Cut,
+    exchange,
+    Key,
+    Layout,
+    Region,
+    Shards,
+    whole_regions,
+)
 from torch.optim._muon_engine.schedule import buckets, owners
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
 from torch.optim._muon_engine.schedule.owners import (
@@ -19,7 +31,18 @@ from torch.optim._muon_engine.schedule.owners import (
     newton_schulz_flops,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed._muon.common_muon import (
+    full,
+    place,
+    R,
+    S0,
+    specs,
+)
 from torch.testing._internal.distributed._muon.model_shapes import MODELS
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+SHARDS = 64
 
 
 def cut(length, parts):
@@ -147,34 +170,6 @@ class TestMuonSchedule(TestCase):
                 found = buckets._node_size(tuple(ranks), peers, 4)
             self.assertEqual(found, size, f"{ranks}")
 
-    def test_few_buckets_whatever_the_number_of_matrices(self):
-        for count, few in [(1, 1), (4, 1), (8, 2), (16, 4), (100, 4)]:
-            schedule = scheduled(shards_of([(8, 8)] * count, 4))
-            self.assertEqual(len(schedule.buckets), few, f"{count} matrices")
-
-    def test_a_round_gives_owners_equal_work(self):
-        schedule = scheduled(shards_of([(8, 8)] * 32, 4))
-        for bucket in schedule.buckets:
-            owners = sorted(schedule.owners[m] for m in bucket.matrices)
-            self.assertEqual(owners, [0, 0, 1, 1, 2, 2, 3, 3])
-
-    def bounded(self, layouts, limit):
-        with mock.patch.object(buckets, "BUCKET_BYTES", limit):
-            return scheduled(layouts)
-
-    def test_buckets_are_bounded_in_bytes(self):
-        layouts = shards_of([(8, 8)] * 40, 4)
-        for limit in (2**8, 2**9, 2**12):
-            schedule = self.bounded(layouts, limit)
-            for bucket, rank in itertools.product(schedule.buckets, range(4)):
-                for pack in schedule.packs(bucket, rank)[:4]:
-                    self.assertLessEqual(pack.nbytes, limit)
-        # A bucket holds at least one matrix. No owner waits for another's.
-        schedule = self.bounded(layouts, 1)
-        for bucket in schedule.buckets:
-            owners = sorted(schedule.owners[m] for m in bucket.matrices)
-            self.assertEqual(owners, [0, 1, 2, 3])
-
     def test_every_owner_works_in_every_bucket(self):
         """Buckets, run sequentially, take hardly longer than the busiest owner's own work.
 
@@ -205,6 +200,76 @@ class TestMuonSchedule(TestCase):
         self.assertLessEqual(one_by_one, most * max(busy.values()))
         # No more than the bounds of three slots, plus a largest matrix for each.
         self.assertLessEqual(sum(slots), 3 * (BUCKET_BYTES // 2 + largest))
+
+
+class TestMuonDryRun(TestCase):
+    def test_any_rank_steps_on_a_cpu(self):
+        # DTensor confuses meshes of equal shape, so each world has a shape of its own.
+        for shape, rank in (((4,), 0), ((1024,), 5), ((64, 16), 1023)):
+            world = torch.Size(shape).numel()
+            store = FakeStore()
+            dist.init_process_group("fake", store=store, rank=rank, world_size=world)
+            self.addCleanup(
+                lambda: dist.is_initialized() and dist.destroy_process_group()
+            )
+            mesh = DeviceMesh("cpu", torch.arange(world).view(shape))
+            placements = [(*[R] * (len(shape) - 1), S0)]
+            placed = specs(mesh, placements, [(32, 8), (16, 48), (7, 5)] * 3)
+            params, *grads = (
+                [place(full(i, s.shape), s) for s in placed] for i in range(3)
+            )
+            params = list(map(nn.Parameter, params))
+            muon = Muon(params, distributed_config="auto")
+            for given in grads:
+                for param, grad in zip(params, given):
+                    param.grad = grad
+                muon.step()
+            lines = muon.describe().splitlines()
+            self.assertIn("busiest", "".join(lines))
+            # A user can read it.
+            self.assertLess(len(lines), 40)
+            self.assertLess(max(map(len, lines)), 250)
+            if world > 4:
+                self.assertIn("other ranks are not shown", "".join(lines))
+            dist.destroy_process_group()
+
+
+class TestMuonReports(TestCase):
+    """The data that ranks of process groups exchange: one process plays all ranks."""
+
+    def matrices(self, rank):
+        """The matrices as ``rank`` knows them by itself: its rows of each."""
+        cuts, shards = (Cut("fsdp", tuple(range(SHARDS)), 0),), {}
+        for i, (rows, columns) in enumerate(MODELS["Llama 3 8B"].shapes):
+            shape = rows // SHARDS, columns
+            held = Shards((rank,), (whole_regions(*shape),))
+            held = shards.setdefault(shape, held)
+            yield Layout(Key(i), shape, torch.float32, held, cuts=cuts)
+
+    def test_each_kind_of_matrix_is_told_and_put_together_once(self):
+        """224 matrices on 64 ranks. The reader checks that the shards tile each of them."""
+        dist.init_process_group("fake", rank=0, world_size=SHARDS, store=FakeStore())
+        self.addCleanup(dist.destroy_process_group)
+        sizes = []
+
+        def exchanged(group, told, error, described):
+            self.assertIsNone(error)
+            sizes.append(len(pickle.dumps(told)))
+            every = [exchange._by_name([*self.matrices(r)]) for r in range(SHARDS)]
+            zeros = dict.fromkeys(every[0], 0)
+            return [(parts, zeros, (rank,)) for rank, parts in enumerate(every)], None
+
+        mine = list(self.matrices(0))
+        groups = {("fsdp", tuple(range(SHARDS))): None}
+        with mock.patch.object(exchange, "exchange", exchanged):
+            layouts, equal = exchange.completed(mine, groups, (0,), {}, None)
+        self.assertEqual(equal, {})
+        self.assertEqual([l.shape for l in layouts], MODELS["Llama 3 8B"].shapes)
+        self.assertTrue(all(len(layout.group) == SHARDS for layout in layouts))
+        kinds = len(set(MODELS["Llama 3 8B"].shapes))
+        self.assertEqual(len({id(layout.shards) for layout in layouts}), kinds)
+        # A few bytes per matrix, and some per kind. Names of modules alone would be 6,000.
+        self.assertLess(sizes[0], 4000)
 
 
 if __name__ == "__main__":

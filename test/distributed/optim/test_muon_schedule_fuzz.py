@@ -10,7 +10,8 @@ import torch
 from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region, Shards
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim._muon_engine.schedule.buckets import make_schedule
-from torch.optim._muon_engine.schedule.owners import assign_owners
+from torch.optim._muon_engine.schedule.owners import assign_owners, flops_of
+from torch.optim._newton_schulz import NS_DTYPE
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.fuzz_settings import fuzz
 
@@ -20,6 +21,8 @@ from hypothesis import event, given, note, strategies as st
 
 # Of a matrix; small ones are cut in every way that large ones are.
 sides = st.integers(0, 9)
+# Of matrices that differ in their work.
+sizes = st.sampled_from((1, 3, 8, 17, 64, 100))
 
 
 def halved(draw, box):
@@ -110,7 +113,41 @@ def schedules(draw):
     return world, layouts, owners, assigned, settings, limits, relay_bytes
 
 
+def stretched(parts, flops, owners):
+    """How long buckets take, run sequentially: each as long as its busiest owner."""
+    loads = [Counter() for _ in parts]
+    for load, part in zip(loads, parts):
+        for matrix in part:
+            load[owners[matrix]] += flops[matrix]
+    return sum(max(load.values(), default=0) for load in loads)
+
+
 class TestMuonScheduleFuzz(TestCase):
+    @fuzz(60)
+    @given(st.lists(st.tuples(st.integers(0, 2), sizes, sizes), min_size=1, max_size=6))
+    def test_buckets_are_nearly_the_best(self, drawn):
+        """As many are as quick as any distribution of the matrices over them, or hardly slower."""
+        owners = [owner for owner, *_ in drawn]
+        layouts = [
+            Layout(Key(i), tuple(shape), torch.float32, Shards((0, 1, 2), ((),) * 3))
+            for i, (_, *shape) in enumerate(drawn)
+        ]
+        flops = list(map(flops_of, layouts))
+        parts = [b.matrices for b in make_schedule(layouts, owners, NS_DTYPE).buckets]
+        self.assertLessEqual(len(parts), max(Counter(owners).values()))
+        places = itertools.product(range(len(parts)), repeat=len(layouts))
+        best = min(
+            stretched(
+                [[m for m in where if where[m] == at] for at in set(where.values())],
+                flops,
+                owners,
+            )
+            for where in (dict(enumerate(place)) for place in places)
+            if len(set(where.values())) == len(parts)
+        )
+        most = buckets.MAX_STRETCH * best
+        self.assertLessEqual(stretched(parts, flops, owners), most)
+
     @fuzz(150)
     @given(schedules(), st.randoms(use_true_random=False))
     def test_any_schedule(self, drawn, random):
@@ -124,11 +161,23 @@ class TestMuonScheduleFuzz(TestCase):
             mock.patch.object(packs, "RELAY_BYTES", relay_bytes),
         ):
             made = make_schedule(layouts, owners, torch.bfloat16, **settings)
+            self.check_sizes(made)
             for bucket in made.buckets:
                 event("relayed" if bucket.relayed else f"nodes {bucket.node_size > 1}")
             self.check_packs(made)
             for rank in range(world):
                 self.check_view(made, rank, random, assigned, settings)
+
+    def check_sizes(self, schedule):
+        """An owner gathers no more than the limit, but for what a slot of the largest matrices takes."""
+        for bucket in schedule.buckets:
+            numels = [layout.numel for layout in schedule.layouts]
+            limit = buckets.BUCKET_BYTES // bucket.gather_dtype.itemsize + 3 * max(
+                numels
+            )
+            for matrices in schedule.owned(bucket).values():
+                gathered = sum(numels[m] for m in matrices)
+                self.assertTrue(len(matrices) == 1 or gathered <= limit)
 
     def check_packs(self, schedule):
         """Both ends of a split agree. Each matrix and each update arrives, and no element twice."""

@@ -17,27 +17,24 @@ import re
 import traceback
 import unittest
 import warnings
-import weakref
 from datetime import timedelta
 from typing import Any, NamedTuple, TYPE_CHECKING
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import (
-    distribute_tensor,
-    DTensor,
-    Replicate,
-    Shard,
-)
+from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.optim import _muon_formulas, Muon
 from torch.optim._muon_engine import process_groups
 from torch.optim.muon import create_auto_config, create_dtensor_config
-from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch.testing._internal.common_distributed import (
+    MultiProcContinuousTest,
+    requires_gloo,
+    skip_if_lt_x_gpu,
+)
 from torch.testing._internal.distributed._muon.common_config import near
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 if TYPE_CHECKING:
@@ -59,45 +56,6 @@ _device = torch.device("cpu")
 
 def device() -> torch.device:
     return _device
-
-
-class GlooOnCPU:
-    """To be put before MultiProcContinuousTest, which skips what follows a failed test."""
-
-    timeout = timedelta(seconds=60)
-
-    def setUp(self) -> None:
-        cls = type(self)
-        if cls.poison_pill:
-            # They may be in the middle of a collective.
-            for process in cls.processes:
-                process.kill()
-                process.join()
-            os.remove(cls.rdvz_file)
-            cls._spawn_processes(cls.world_size)
-            cls.poison_pill = False
-        super().setUp()
-
-    def assertRaisesRegex(self, *args: Any, **kwargs: Any) -> Any:
-        # torch's TestCase ignores the pattern on devices that it does not know. Here, ``device_type`` is a
-        # method, and so no known device.
-        return unittest.TestCase.assertRaisesRegex(self, *args, **kwargs)
-
-    @classmethod
-    def backend_str(cls) -> str:
-        return "gloo"
-
-    @classmethod
-    def device_type(cls) -> str:
-        return "cpu"
-
-    @classmethod
-    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str | None) -> None:
-        # Equal bits need equal sums, and so as many threads here as in the single process.
-        torch.set_num_threads(1)
-        # The ranks of a test come to a step together, if they come.
-        process_groups.PATIENCE = 1.0
-        super()._init_pg(rank, world_size, rdvz_file)
 
 
 class OnGPUs:
@@ -291,66 +249,24 @@ class Collective(NamedTuple):
     itemsize: int
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(Recorder):
     """Records every collective that this rank starts, whoever starts it and however."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Collective] = []
+        super().__init__(moves=True)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.calls.append(self._call(func.__name__.split(".")[0], args))
-        return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _call(name: str, args: tuple) -> Collective:
-        if name == "broadcast_":
-            (tensor,) = args[0]
-            return Collective(name, (), (tensor.numel(),), (), tensor.element_size())
-        if name != "alltoall_base_":
-            return Collective(name, (), (), (), 0)
-        output, input, group, received, sent = args[:5]
-        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-        return Collective(
-            name, tuple(ranks), tuple(sent), tuple(received), input.element_size()
-        )
+    @property
+    def calls(self) -> list[Collective]:
+        found = [Collective(name, (), (), (), 0) for name in self.functional]
+        for call in (call for what, call in self.log if what == "launch"):
+            splits = call.splits or ([call.nbytes // call.itemsize], [])
+            ranks = call.comm.ranks if call.splits else ()
+            sizes = map(tuple, splits)
+            found.append(Collective(call.name, ranks, *sizes, call.itemsize))
+        return found
 
     def names(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(call.name, call.ranks) for call in self.calls]
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes alive at once, of storages that operators under this mode made."""
-
-    def __init__(self):
-        super().__init__()
-        self.live = self.peak = 0
-        self._seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
-            self._look_at(tensor, is_new=False)
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            self._look_at(tensor, is_new=True)
-        return result
-
-    def _look_at(self, tensor, is_new):
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
-            return
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes() if is_new else 0
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key, size):
-        self._seen.discard(key)
-        self.live -= size
 
 
 def as_on_an_accelerator(optimizer):
@@ -363,7 +279,7 @@ def as_on_an_accelerator(optimizer):
 
 
 class NewtonSchulzCalls:
-    """Counts the matrices that this rank orthogonalizes, however many at a time."""
+    """Counts the matrices that this rank orthogonalizes, and takes a batch apart, which rounds otherwise."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
@@ -373,8 +289,9 @@ class NewtonSchulzCalls:
         )
 
     def _call(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
-        batch = x.shape[:-2].numel()
-        self.shapes.extend([tuple(x.shape[-2:])] * batch)
+        if x.ndim > 2:
+            return torch.stack([self._call(matrix, *args) for matrix in x])
+        self.shapes.append(tuple(x.shape))
         return self._original(x, *args)
 
     def __enter__(self):
@@ -653,3 +570,44 @@ class ParityAssertions:
                 # A single low-precision element may come back to where it was.
                 if old.numel() > 1:
                     self.assertFalse(torch.equal(old, new.detach()), message)
+
+
+@requires_gloo()
+class OnCPU(ParityAssertions, MultiProcContinuousTest):
+    """Methods run on every rank, over gloo. A failed test does not make torch skip the ones after it."""
+
+    world_size = 4
+    timeout = timedelta(seconds=60)
+
+    def setUp(self) -> None:
+        cls = type(self)
+        if cls.poison_pill:
+            # They may be in the middle of a collective.
+            for process in cls.processes:
+                process.kill()
+                process.join()
+            os.remove(cls.rdvz_file)
+            cls._spawn_processes(cls.world_size)
+            cls.poison_pill = False
+        super().setUp()
+
+    def assertRaisesRegex(self, *args: Any, **kwargs: Any) -> Any:
+        # torch's TestCase ignores the pattern on devices that it does not know. Here, ``device_type`` is a
+        # method, and so no known device.
+        return unittest.TestCase.assertRaisesRegex(self, *args, **kwargs)
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return "gloo"
+
+    @classmethod
+    def device_type(cls) -> str:
+        return "cpu"
+
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str | None) -> None:
+        # Equal bits need equal sums, and so as many threads here as in the single process.
+        torch.set_num_threads(1)
+        # The ranks of a test come to a step together, if they come.
+        process_groups.PATIENCE = 1.0
+        super()._init_pg(rank, world_size, rdvz_file)

@@ -12,7 +12,6 @@ import itertools
 import os
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TYPE_CHECKING
 from unittest import mock
 
@@ -29,7 +28,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Muon
 from torch.optim._muon_engine.schedule import buckets, owners, packs
 from torch.optim.muon import create_dtensor_config
-from torch.testing._internal.distributed._muon.common_muon import full
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 from torch.utils._python_dispatch import _disable_current_modes, TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -90,14 +88,22 @@ class Comm(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """The memory of a tensor: a part of a storage, and how the tensor sees it."""
+class Bytes(NamedTuple):
+    """The memory of a tensor: a part of a storage."""
 
     storage: int
     start: int
     end: int
-    view: tuple[Any, ...]
+
+
+# How much of the work of each queue is done. Queues are the host, streams and, one each, collectives.
+Clock = dict[Any, int]
+HOST = "host"
+
+
+def joined(*clocks: Clock) -> Clock:
+    queues = dict.fromkeys(itertools.chain(*clocks))
+    return {queue: max(c.get(queue, 0) for c in clocks) for queue in queues}
 
 
 class Call:
@@ -107,17 +113,15 @@ class Call:
         self.name, self.comm = name, recorder.comm_of(given["group"])
         self.number = recorder.counts[self.comm]
         recorder.counts[self.comm] += 1
-        self.source, self.operation = given.get("src"), given.get("op")
-        self.is_finished, self.node = False, -1
+        self.source, self.is_finished = given.get("src"), False
         self.target, *others = given.values()
         self.sent = others[0] if name in FROM_TO else self.target
         comm, read = self.comm, self.sent
         self.is_fake = isinstance(read, FakeTensor)
+        self.nbytes, self.itemsize = read.nbytes, read.itemsize
         is_source = self.source == dist.get_rank()
-        reads = read if name != "broadcast" or is_source else ()
-        self.reads = [recorder.bytes_of(t) for t in tree_leaves(reads)]
-        writes = () if is_source else self.target
-        self.writes = [recorder.bytes_of(t) for t in tree_leaves(writes)]
+        self.reads = read if name != "broadcast" or is_source else ()
+        self.writes = () if is_source else self.target
         self.splits: list[list[int]] = []
         what = name, str(read.dtype), read.numel(), self.source
         # The ranks of each pair must agree on this.
@@ -140,7 +144,7 @@ class Work:
     def __init__(self, recorder: Recorder, call: Call, own: Any) -> None:
         self._recorder, self._call, self._own = recorder, call, own
         self._kept = call.sent, call.target
-        call.sent = call.target = None
+        call.sent = call.target = call.reads = call.writes = None
         weakref.finalize(self, recorder.dropped, call).atexit = False
 
     def wait(self, *args: Any) -> bool:
@@ -154,7 +158,8 @@ class Work:
 
 
 class Recorder(TorchDispatchMode):
-    """Records collectives, and finds what touches, frees or forgets memory between launch and ``wait()``.
+    """Records collectives, and finds accesses to memory that nothing orders: those of the host and of a
+    collective between launch and ``wait()``. Memory must not be freed, nor a handle forgotten, before that.
 
     ``log`` has ("launch" | "wait", call) in the order of the program.
 
@@ -170,53 +175,118 @@ class Recorder(TorchDispatchMode):
         self.log: list[tuple[str, Call]] = []
         self.problems: list[str] = []
         self.flying: list[Call] = []
+        # Those of frameworks that trace.
+        self.functional: list[str] = []
         self._names: dict[tuple[int, ...], list[str]] = defaultdict(list)
         self.counts: dict[Comm, int] = defaultdict(int)
         self._numbers: dict[int, int] = {}
         self._count = 0
+        # Of each queue: what is done after its last work.
+        self.clocks: dict[Any, Clock] = defaultdict(dict)
+        # Where this rank's operations go.
+        self.current: list[Any] = [HOST]
+        # By storage: queue, bytes and whether they are written -> the work's place in the queue, and what it is.
+        self._accesses: dict[int, dict[tuple, tuple[int, Any]]] = defaultdict(dict)
 
     def begin(self) -> None:
         """From here on, ``log`` is of interest."""
         self.log.clear()
         self.done, self._stumbles_now = 0, self._stumbles
 
-    # Events
+    # Order
+
+    def add(self, queue: Any, *needs: Clock) -> Clock:
+        """Work starts after the work before it in its queue, what the host has awaited, and ``needs``."""
+        clock = joined(self.clocks[queue], self.clocks[HOST], *needs)
+        # The host does its own at once, before all that follows.
+        if queue is not HOST:
+            clock[queue] = clock.get(queue, 0) + 1
+        self.clocks[queue] = clock
+        return clock
+
+    def here(self, call: Call) -> Any:
+        return self.current[-1] if call.is_fake else HOST
 
     def launched(self, call: Call) -> None:
         self.log.append(("launch", call))
-        self.operated(call, call.reads, call.writes)
+        self.operate()
+        clock = self.clocks[self.here(call)]
+        self.accessed(
+            call, tree_leaves(call.reads), tree_leaves(call.writes), call, clock
+        )
         self.flying.append(call)
 
     def waited(self, call: Call) -> None:
         self.log.append(("wait", call))
         self.flying.remove(call)
+        self.add(self.here(call), self.clocks.pop(call))
 
     def dropped(self, call: Call) -> None:
         """The last reference to the handle is gone."""
         if not call.is_finished:
             self.problems.append(f"nobody waits for {call}")
 
+    def operate(self) -> None:
+        self.done += 1
+        if self.done == self._stumbles_now:
+            raise ArithmeticError("stumbled")
+
+    def accessed(
+        self, work: Any, reads: list, writes: list, queue: Any, *needs: Clock
+    ) -> None:
+        """``work`` in ``queue`` reads and writes these tensors."""
+        if queue is HOST and not any(self._accesses.values()):
+            return
+        clock = self.clocks[HOST] if queue is HOST else self.add(queue, *needs)
+        found = [(self.bytes_of(tensor), False) for tensor in reads]
+        found += [(self.bytes_of(tensor), True) for tensor in writes]
+        for (storage, start, end), writes_it in found:
+            for (other, *span, wrote), (place, name) in self._accesses[storage].items():
+                is_race = (writes_it or wrote) and clock.get(other, 0) < place
+                if is_race and max(start, span[0]) < min(end, span[1]):
+                    self.problems.append(f"{work} touches the memory of {name}")
+        for (storage, start, end), writes_it in found:
+            if queue is not HOST:
+                key = queue, start, end, writes_it
+                self._accesses[storage][key] = clock[queue], work
+
+    # Memory
+
     def allocated(self, storage: int, size: int) -> None:
         """The storage is new here, or was resized."""
 
     def freed(self, storage: int) -> None:
         """The last reference to the storage is gone, or it was resized."""
-        for call in self.flying:
-            if any(one.storage == storage for one in call.reads + call.writes):
-                self.problems.append(f"the memory of {call} is freed")
+        # Allocators of the host know of copies to and from its memory.
+        self.given_out(storage, self.clocks[HOST], Call)
 
-    def operated(self, func: Any, reads: list[Bytes], writes: list[Bytes]) -> None:
-        """An operation is about to access this memory."""
-        self.done += 1
-        if self.done == self._stumbles_now:
-            raise ArithmeticError("stumbled")
-        for call in self.flying:
-            if (
-                _overlap(reads, call.writes)
-                or _overlap(writes, call.writes)
-                or _overlap(writes, call.reads)
-            ):
-                self.problems.append(f"{func} touches the memory of {call}")
+    def given_out(self, storage: int, clock: Clock, kind: type = object) -> None:
+        """Others may use the memory after ``clock``. ``kind``: of the queues that must be done with it."""
+        for (queue, *_), (place, name) in self._accesses.pop(storage, {}).items():
+            if isinstance(queue, kind) and clock.get(queue, 0) < place:
+                self.problems.append(f"the memory of {name} is freed")
+
+    def number_of(self, tensor: Tensor) -> int:
+        """The number of a storage: this recorder counts them, because addresses come again."""
+        return self._number(tensor.untyped_storage())
+
+    def _number(self, storage: Any) -> int:
+        key = storage._cdata
+        if key not in self._numbers:
+            self._numbers[key] = self._count
+            self._count += 1
+            weakref.finalize(storage, self._forget, key).atexit = False
+            self.allocated(self._numbers[key], storage.nbytes())
+        return self._numbers[key]
+
+    def _forget(self, key: int) -> None:
+        self.freed(self._numbers.pop(key))
+
+    def bytes_of(self, tensor: Tensor) -> Bytes:
+        offset, item = tensor.storage_offset(), tensor.element_size()
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+        end = offset + last + 1 if tensor.numel() else offset
+        return Bytes(self.number_of(tensor), offset * item, end * item)
 
     # Patches
 
@@ -228,7 +298,7 @@ class Recorder(TorchDispatchMode):
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: Any, size: int) -> Any:
-            number, before = self.number_of(storage), storage.nbytes()
+            number, before = self._number(storage), storage.nbytes()
             if size < before:
                 self.freed(number)
             found = resize(storage, size)
@@ -236,9 +306,8 @@ class Recorder(TorchDispatchMode):
                 self.allocated(number, size)
             return found
 
-        self._patches.enter_context(
-            mock.patch.object(torch.UntypedStorage, "resize_", resized)
-        )
+        patch = mock.patch.object(torch.UntypedStorage, "resize_", resized)
+        self._patches.enter_context(patch)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -275,55 +344,29 @@ class Recorder(TorchDispatchMode):
             names.append(group.group_name)
         return Comm(ranks, names.index(group.group_name))
 
-    # Memory
-
-    def number_of(self, storage: Any) -> int:
-        """The number of a storage: this recorder counts them, because addresses come again."""
-        key = storage._cdata
-        if key not in self._numbers:
-            self._numbers[key] = self._count
-            self._count += 1
-            weakref.finalize(storage, self._forget, key).atexit = False
-            self.allocated(self._numbers[key], storage.nbytes())
-        return self._numbers[key]
-
-    def _forget(self, key: int) -> None:
-        self.freed(self._numbers.pop(key))
-
-    def bytes_of(self, tensor: Tensor) -> Bytes:
-        storage = self.number_of(tensor.untyped_storage())
-        size, stride = tuple(tensor.shape), tensor.stride()
-        offset, item = tensor.storage_offset(), tensor.element_size()
-        last = sum((n - 1) * step for n, step in zip(size, stride))
-        count = last + 1 if tensor.numel() else 0
-        view = tensor.dtype, size, stride, offset
-        return Bytes(storage, offset * item, (offset + count) * item, view)
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        is_collective = func.namespace == "c10d"
-        if not (func.is_view or is_collective or func.__name__.startswith(BLIND)):
-            found: tuple[list[Bytes], list[Bytes]] = [], []
-            for at, argument in enumerate(func._schema.arguments):
-                value = args[at] if at < len(args) else kwargs.get(argument.name)
-                tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor))
-                is_written = argument.alias_info and argument.alias_info.is_write
-                found[bool(is_written)].extend(map(self.bytes_of, tensors))
-            self.operated(func, *found)
-        return self.run(func, args, kwargs)
+        name = func.__name__
+        if func.namespace == "_c10d_functional" and not name.startswith("wait"):
+            self.functional.append(name)
+        is_view = func.is_view and "lift" not in name
+        if is_view or func.namespace == "c10d" or name.startswith(BLIND):
+            return self.run(func, args, kwargs, [], [])
+        used: tuple[list, list] = [], []
+        for at, argument in enumerate(func._schema.arguments):
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+            is_written = argument.alias_info and argument.alias_info.is_write
+            used[bool(is_written)].extend(tensors)
+        self.operate()
+        return self.run(func, args, kwargs, *used)
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any, reads: list, writes: list) -> Any:
+        if reads or writes:
+            self.accessed(func, reads, writes, HOST)
         return func(*args, **kwargs)
-
-
-def _overlap(one: list[Bytes], other: list[Bytes]) -> bool:
-    return any(
-        a.storage == b.storage and a.start < b.end and b.start < a.end
-        for a in one
-        for b in other
-    )
 
 
 # Order
@@ -423,8 +466,6 @@ class Rank:
         for name, value in program.limits:
             of = next(m for m in (owners, buckets, packs) if name in vars(m))
             enter(mock.patch.object(of, name, value))
-        # Each tensor of this rank, and what :class:`Replay` puts into it.
-        self.inputs: list[tuple[Tensor, Tensor]] = []
         self.meshes = {}
         for of in program.held:
             ranks = torch.tensor(of.ranks).view(of.sizes or -1)
@@ -438,31 +479,21 @@ class Rank:
         if self.device != "cpu":
             enter(FakeTensorMode())
         held = [of for of in program.held for _ in range(of.count)]
-        both = [
-            [self.tensor(of, 2 * seed + at) for at in range(2)]
-            for seed, of in enumerate(held)
-            if self.number in of.ranks
-        ]
-        self.params = [torch.nn.Parameter(param) for param, _ in both]
-        self.grads = [grad for _, grad in both]
+        held = [of for of in held if self.number in of.ranks]
+        self.params = [torch.nn.Parameter(self.tensor(of)) for of in held]
+        self.grads = list(map(self.tensor, held))
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self.stack.close()
 
-    def tensor(self, of: Held, seed: int) -> DTensor:
+    def tensor(self, of: Held) -> DTensor:
         kinds = {"R": Replicate(), "P": Partial()}
         placements = [kinds.get(p) or Shard(p) for p in of.placements]
         mesh = self.meshes[of.ranks, of.sizes]
         with unset_fake_temporarily():
-            shape, start = compute_local_shape_and_global_offset(
-                of.shape, mesh, placements
-            )
-            values = full(seed, of.shape, of.dtype)
-            for dim, (at, size) in enumerate(zip(start, shape)):
-                values = values.narrow(dim, at if size else 0, size)
+            shape, _ = compute_local_shape_and_global_offset(of.shape, mesh, placements)
         local = torch.ones(shape, dtype=of.dtype, device=self.device)
-        self.inputs.append((local, values))
         shape, stride = torch.Size(of.shape), (of.shape[1], 1)
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=shape, stride=stride

@@ -7,11 +7,13 @@ problems over a group of their own.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
 import multiprocessing
 import os
+import re
 import traceback
 import warnings
 from datetime import timedelta
@@ -26,6 +28,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard, Placement
 from torch.optim import Muon
+from torch.optim._muon_engine.describe import bytes_of
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.distributed._muon.common_muon import (
@@ -33,6 +36,8 @@ from torch.testing._internal.distributed._muon.common_muon import (
     full,
     local,
     moved_alike,
+    NewtonSchulzCalls,
+    placed,
     sizes_of,
 )
 from torch.testing._internal.distributed._muon.common_rules import Recorder
@@ -85,7 +90,8 @@ class Matrix(NamedTuple):
     ``placements`` are tensor dimensions for shards, and "R"; "/0" is a shard of dimension 0 that a
     later dimension of the mesh cuts first, as fully_shard leaves after tensor parallelism. Without
     ``mesh`` it is a plain tensor: each rank's own, or the piece of it that the config's groups give the
-    rank, where tensor parallelism cuts ``tp_dim`` and ``how`` says into what sizes.
+    rank, where tensor parallelism cuts ``tp_dim`` and ``how`` says into what sizes. ``form`` has the options
+    that say which matrices it is.
     """
 
     shape: tuple[int, ...]
@@ -98,6 +104,7 @@ class Matrix(NamedTuple):
     tp_dim: int | None = None
     how: str = "chunk"
     expert: bool = False
+    form: tuple[tuple[str, Any], ...] = ()
 
 
 class Config(NamedTuple):
@@ -138,6 +145,7 @@ class Plan(NamedTuple):
     # Of each group of parameters.
     options: tuple[tuple[tuple[str, Any], ...], ...] = ((),)
     batched: bool = False
+    named: bool = False
     # Of the schedule: its limits, smaller than those of real models.
     limits: tuple[tuple[str, int], ...] = ()
     actions: tuple[tuple[Any, ...], ...] = (STEP,)
@@ -233,7 +241,7 @@ class Held:
         self.placements = matrix.placements
         self.sharing = plan.sharing(matrix, rank)
         self.seed = number
-        self.steps, self.path = 0, 0.0
+        self.steps = 0
         # Until a step its momentum may be another parameter's, or placed as a checkpoint had it.
         self.is_new = False
         if matrix.mesh is None and plan.config.mesh is None:
@@ -264,11 +272,11 @@ class Held:
         place = mesh.place_of(rank)
         return tuple(place[dim] for dim in mesh.kept) if mesh.kept else place
 
-    def piece(self, whole: torch.Tensor) -> torch.Tensor:
+    def piece(self, whole: torch.Tensor, placements: Any = None) -> torch.Tensor:
         """This rank's part of a matrix, cut without a look at the framework's rules."""
         if self.matrix.mesh is not None:
             sizes, place = self.matrix.mesh.shape, self.place_of(self.rank)
-            for mesh_dim, dim in strided_order(self.placements):
+            for mesh_dim, dim in strided_order(placements or self.placements):
                 whole = chunk(whole, sizes[mesh_dim], place[mesh_dim], dim)
             return whole
         config = self.plan.config
@@ -282,6 +290,12 @@ class Held:
                     parts = sizes_of(whole.shape[dim], count, self.matrix.how)
                     whole = whole.split(parts, dim)[place[along]]
         return whole
+
+    def numel_of(self, rank: int) -> int:
+        """The number of elements that ``rank`` holds."""
+        other = copy.copy(self)
+        other.rank = rank
+        return other.piece(torch.empty(self.matrix.shape, device="meta")).numel()
 
     def cut(self, whole: torch.Tensor, turned: bool = False) -> torch.Tensor:
         piece = self.piece(whole).mT if turned else self.piece(whole)
@@ -339,21 +353,14 @@ class Held:
 
     # One process
 
-    def after_single_step(self, old: torch.Tensor, group: dict[str, Any]) -> None:
+    def after_single_step(self) -> None:
         self.steps += 1
         self.is_new = self.is_new and not self.param.requires_grad
-        self.path += (self.single.detach().double() - old.double()).norm().item()
 
-    def problems(self, optimizer: Muon, single: Muon, loose: bool) -> list[str]:
+    def problems(self, optimizer: Muon, single: Muon) -> list[str]:
         name = f"{self.number}: {self.matrix}"
-        whole = self.single.detach()
-        expected, found = self.piece(whole), local(self.param.detach())
-        if loose:
-            far = (found.double() - expected.double()).norm().item()
-            rounding = torch.finfo(self.dtype).eps * (1 + whole.double().norm().item())
-            alike = far <= 0.5 * self.path + self.steps * rounding
-        else:
-            alike = moved_alike(found, expected, self.steps)
+        expected, found = self.piece(self.single.detach()), local(self.param.detach())
+        alike = moved_alike(found, expected, self.steps)
         wrong = [] if alike else [f"parameter {name}: {found} instead of {expected}"]
         mine = its = None
         if not self.is_new:
@@ -366,6 +373,21 @@ class Held:
         alike = (mine.dtype, mine.shape) == (self.dtype, self.param.shape)
         alike = alike and equal(local(mine), self.piece(its))
         return wrong if alike else [*wrong, f"momentum {name}: {mine} instead of {its}"]
+
+
+def exchanged(seen: Recorder, rank: int) -> tuple[int, int]:
+    """The bytes that ``rank`` sent to other ranks and received in the exchanges that ``seen`` recorded."""
+    sent = received = 0
+    for call in (call for what, call in seen.log if what == "launch"):
+        if call.name == "all_to_all_single":
+            own = call.comm.ranks.index(rank)
+            out, back = (sum(s) - s[own] for s in call.splits)
+            sent, received = sent + out * call.itemsize, received + back * call.itemsize
+        elif call.name == "broadcast":
+            is_source = call.source == rank
+            sent += call.nbytes * is_source
+            received += call.nbytes * (not is_source)
+    return sent, received
 
 
 class Player:
@@ -401,7 +423,9 @@ class Player:
     def events(self):
         # All ranks make all meshes.
         matrices = self.plan.all_matrices()
-        for mesh in dict.fromkeys([self.plan.config.mesh, *(m.mesh for m in matrices)]):
+        meshes = [self.plan.config.mesh, *(matrix.mesh for matrix in matrices)]
+        meshes += [action[2] for action in self.plan.actions if action[0] == "replace"]
+        for mesh in dict.fromkeys(meshes):
             if mesh is not None:
                 device_mesh(mesh)
         self.hold(self.plan.matrices)
@@ -429,11 +453,9 @@ class Player:
         return [f"{event}: {text}" for text in problems or ["on other ranks"]]
 
     def differences(self) -> list[str]:
-        found = []
-        for number, group in enumerate(self.groups):
-            loose = self.options_of(number).get("foreach") is True
-            for held in group:
-                found += held.problems(self.optimizer, self.single, loose)
+        found, order = [], self.order()
+        for held in order:
+            found += held.problems(self.optimizer, self.single)
         return found
 
     # Parameters
@@ -462,14 +484,21 @@ class Player:
 
     def muon(self, which, own, **options):
         groups = [
-            {
-                "params": [getattr(held, which) for held in group],
-                **self.options_of(number),
-                **own,
-            }
+            {**self.params_of(group, which), **self.options_of(number), **own}
             for number, group in enumerate(self.groups)
         ]
         return Muon(groups, allow_batched_matrices=self.plan.batched, **options)
+
+    def params_of(self, group, which):
+        """The parameters of a group, by name if the plan says so."""
+        params = [getattr(held, which) for held in group]
+        if not self.plan.named:
+            return {"params": params}
+        # torch takes the names of all groups, also of those without parameters.
+        names = [f"w{held.number}" for held in group]
+        return {"params": list(zip(names, params))} | (
+            {} if group else {"param_names": []}
+        )
 
     def options_of(self, number: int) -> dict[str, Any]:
         return {
@@ -530,21 +559,75 @@ class Player:
 
     # Actions
 
-    def step(self, gradients=STEP[1]):
+    def set_gradients(self, gradients):
         self.step_number += 1
         kinds = dict(gradients)
         for held in self.order():
             held.set_gradient(self.step_number, kinds.get(held.number, "full"))
-        with Recorder(moves=True) as seen:
+
+    def step(self, gradients=STEP[1]):
+        self.set_gradients(gradients)
+        with Recorder(moves=True) as seen, NewtonSchulzCalls() as calls:
             self.optimizer.step()
-        if seen.problems:
-            raise AssertionError(f"{seen.problems}")
-        before = [held.single.detach().clone() for held in self.order()]
+        problems = seen.problems + self.unexpected(seen, len(calls.shapes))
+        if problems:
+            raise AssertionError(f"{problems}")
         self.single.step()
-        groups = zip(self.groups, self.single.param_groups, strict=True)
-        after = [(held, group) for of_one, group in groups for held in of_one]
-        for (held, group), old in zip(after, before, strict=True):
-            held.after_single_step(old, group)
+        for held in self.order():
+            held.after_single_step()
+
+    def unexpected(self, seen, count):
+        """Matrices that this rank orthogonalizes and bytes that it exchanges, unless it owns and says so."""
+        engine, order = self.optimizer._engine, self.order()
+        if not engine.runs_on_engine:
+            return []
+        owners = self.optimizer.matrix_owners.items()
+        owned = [order[i] for (i, _), owner in owners if owner == self.rank]
+        # An owner whose shard is empty cannot know that a gradient is missing.
+        least = sum(held.single.grad is not None for held in owned)
+        unknown = [h for h in owned if h.single.grad is None and h.param.requires_grad]
+        most = least + sum(not local(held.param).numel() for held in unknown)
+        found = []
+        if not least <= count <= most:
+            found.append(f"{count} matrices instead of {least} to {most}")
+        ahead = engine.config.prefetch_count
+        mine = [b for b in engine.schedule.buckets if self.rank in b.group]
+        if any(bucket.node_size > 1 for bucket in mine):
+            return found  # Others' bytes pass through this rank.
+        sent, received = exchanged(seen, self.rank)
+        said = [
+            bytes_of(engine.schedule, group, self.rank, ahead)[:2]
+            for group in dict.fromkeys(bucket.group for bucket in mine)
+        ]
+        if (sent, received) != (sum(s for s, _ in said), sum(r for _, r in said)):
+            found.append(f"{sent} and {received} bytes, but describe() says {said}")
+        return found
+
+    def mismatch(self, kind, number, culprit):
+        """The ranks that share a matrix learn that ``culprit`` has no gradient that fits. Nothing moves."""
+        held = self.held.get(number)
+        others = set() if held is None else set(held.sharing) - {culprit}
+        knows = (
+            held is not None and held.param.requires_grad and culprit in held.sharing
+        )
+        # A shard without elements needs no gradient.
+        if not (knows and held.numel_of(culprit) and any(map(held.numel_of, others))):
+            self.step()
+            return
+        self.set_gradients(())
+        if self.rank == culprit:
+            ones = torch.ones(held.param.shape, dtype=held.dtype)
+            held.param._grad = None if kind == "none" else ones.to_sparse()
+        index = self.order().index(held)
+        texts = {"none": "some have none", "sparse": "cannot use|sparse"}
+        try:
+            self.optimizer.step()
+        except RuntimeError as error:
+            where = "expert" if held.matrix.expert else rf"parameter {index}\b"
+            if not re.search(f"(?=.*({texts[kind]})).*{where}", str(error)):
+                raise
+        else:
+            raise AssertionError("no error")
 
     def freeze(self, number, frozen):
         held = self.held.get(number)
@@ -561,41 +644,47 @@ class Player:
         new = self.hold(matrices)
         self.groups.append(new)
         options = self.options_of(number)
-        for optimizer, params, own in (
-            (self.optimizer, [h.param for h in new], {}),
-            (self.single, [h.single for h in new], {"foreach": False}),
+        for optimizer, which, own in (
+            (self.optimizer, "param", {}),
+            (self.single, "single", {"foreach": False}),
         ):
-            group = {**options, **own, "params": params}
+            group = {**options, **own, **self.params_of(new, which)}
             if new or self.plan.config.mesh is not None:
                 optimizer.add_param_group(group)
             else:
                 # A rank that holds none of them makes no call, but counts groups in the same way.
                 optimizer.param_groups.append({**optimizer.param_groups[0], **group})
 
-    def reload(self, into):
-        """The state into the same optimizer, into a "new" one, or the "whole" matrices of one process."""
+    def reload(self, into, placements=None):
+        """The state into the same optimizer, into a "new" one, or the "whole" matrices of one process.
+
+        ``placements`` are those that the momentum of a matrix on some mesh has in the state.
+        """
         state = self.optimizer.state_dict()
-        if into == "whole":
-            whole = self.single.state_dict()["state"]
-            for index, held in enumerate(self.order()):
-                if held.matrix.mesh is not None and index in whole:
-                    held.is_new = True
-                    state["state"][index] = {
-                        key: value.clone() for key, value in whole[index].items()
-                    }
+        whole = self.single.state_dict()["state"]
+        for index, held in enumerate(self.order()):
+            other = dict(placements or ()).get(held.number)
+            if held.matrix.mesh is None or index not in whole:
+                continue
+            if into == "whole" or other is not None:
+                held.is_new = True
+                value = whole[index]["momentum_buffer"].clone()
+                if into != "whole":
+                    value = held.wrap(held.piece(value, other), value.shape, other)
+                state["state"][index] = {"momentum_buffer": value}
         if into == "new":
             self.build_optimizer()
         self.optimizer.load_state_dict(state)
 
-    def replace(self, number, placements, fresh):
-        """Another parameter in the place of one, on the same mesh and otherwise placed."""
+    def replace(self, number, mesh, placements, fresh, renamed):
+        """Another parameter in the place of one, otherwise placed, on some mesh of the same ranks."""
         held = self.held.get(number)
         if held is None:
             return
         number = next(i for i, group in enumerate(self.groups) if held in group)
         at = self.groups[number].index(held)
         old, former = held.single, held.param
-        held.placements = placements
+        held.placements, held.matrix = placements, held.matrix._replace(mesh=mesh)
         if fresh:
             held.seed += 500
             held.single = torch.nn.Parameter(held.values(0))
@@ -609,7 +698,13 @@ class Player:
             optimizer.param_groups[number]["params"][at] = new
         state = self.single.state.pop(old, None)
         # Without names, a parameter of the same placement is another layer, and starts at zero.
-        if state is not None and held.param.placements != former.placements:
+        inherits = placed(held.param) != placed(former)
+        if self.plan.named:
+            inherits = not renamed
+            if renamed:
+                names = self.optimizer.param_groups[number]["param_names"]
+                names[at] = f"{names[at]} renamed"
+        if state is not None and inherits:
             self.single.state[held.single] = state
         self.step()
 
