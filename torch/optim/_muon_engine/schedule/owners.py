@@ -228,7 +228,8 @@ class _Loads:
         load = busy[teams].amax(1)
         apart = [received[t] - held[t] for t, (_, held) in zip(teams.T, blocks)]
         bytes_ = sum(apart).masked_fill(load != load.min(), _NEVER)  # type: ignore[union-attr]
-        places = teams[int(bytes_.argmin())].tolist()
+        at = int(bytes_.argmin())
+        places = teams[at].tolist()
         for place, (numel, held) in zip(places, blocks, strict=True):
             busy[place] += flops
             received[place] += numel - held[place]
