@@ -98,11 +98,11 @@ class TestMuonDivision(TestCase):
 
     def test_classes_have_their_own_numbers(self):
         large, small, tiny = (32768, 8192), (4096, 4096), (512, 8192)
-        layouts = shards_of([large] * 4 + [small] * 4 + [tiny] * 4, 64)
+        layouts = shards_of([large] * 2 + [small] * 4 + [tiny] * 4, 64)
         found = best_division(Counter(classes_of(layouts)), range(64), 8).owners
-        self.assertEqual([found[Class(s)] for s in (large, small, tiny)], [8, 1, 1])
+        self.assertEqual([found[Class(s)] for s in (large, small, tiny)], [16, 1, 1])
         blocks = Counter(layout.key.index for layout in divided(layouts, "auto", 8))
-        self.assertEqual([blocks[i] for i in (0, 4, 8)], [8, 1, 1])
+        self.assertEqual([blocks[i] for i in (0, 2, 6)], [16, 1, 1])
         # Owners are ranks of one node, or whole nodes, and never more than the ranks.
         for group, per_node, expected in (
             (range(64), 1, 1),
