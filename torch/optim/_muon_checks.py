@@ -60,7 +60,7 @@ def problem_with(
     is_flat = getattr(param, "_fsdp_flattened", False)
     is_stack = takes_stacks and param.ndim > 2 and not is_flat
     # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
-    is_known = param.ndim == 1 and reader == "process_groups"
+    is_known = reader == "process_groups" and (is_flat or param.ndim == 1)
     if not (param.ndim == 2 or flatten or is_stack or is_known):
         hint = ""
         if is_flat:

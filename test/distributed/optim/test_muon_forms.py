@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     StateDictOptions,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import Shard
 from torch.optim import Muon
 from torch.optim._muon_engine import callbacks
@@ -188,9 +188,16 @@ class TestMuonForms(OnCPU):
 
     def test_fsdp1(self):
         units = nn.Conv2d, Experts, nn.Linear
-        for orig, policy in ((True, None), (True, units), (False, units)):
+        full, none = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+        for orig, policy, strategy in (
+            (True, None, full),
+            (True, units, full),
+            (False, units, full),
+            # Its parameters keep their shapes.
+            (True, units, none),
+        ):
             self.check_module(
-                lambda model: wrap(model, orig, units=policy),
+                lambda model: wrap(model, orig, strategy, policy),
                 lambda model: create_auto_config(module=model),
             )
 
