@@ -87,6 +87,10 @@ class TEGroupedMLP(MLP):
         self.linear_fc1 = Bare(weight0=(12, 8), weight1=(12, 8))
 
 
+class GPT2Attention(nn.Module):
+    pass
+
+
 class GptOssExperts(Bare):
     """In a transformers without flags."""
 
@@ -374,6 +378,16 @@ class TestSplits(TestCase):
         )
         muon = Muon(groups, allow_batched_matrices=True)
         self.assertEqual(len(muon.param_groups), 5)
+
+    def test_split_that_does_not_fit(self):
+        """Biases that a pattern matches, and shards of a weight whose whole shape is not known."""
+        columns = {"sizes": (4, 4), "repeats": 1, "dim": 1}
+        found = self.groups({"c_attn": nn.Linear(8, 24)}, {"*c_attn*": columns})
+        expected = [(["c_attn.weight"], {"split": columns})], ["c_attn.bias"]
+        self.assertEqual(found, expected)
+        shard = GPT2Attention()
+        shard.c_attn = Bare(weight=(16, 12))
+        self.assertEqual(split_of(shard), {})
 
     def test_split_that_matches_nothing(self):
         with self.assertRaisesRegex(ValueError, "'qvk.*'.*near names.*qkv.weight"):

@@ -150,6 +150,8 @@ class TestMuonSplit(TestCase):
                 r"split must be positive ints, .*but is \(48, 0\)",
             ),
             (qkv, {"split": (64, -16)}, "positive ints"),
+            (qkv, {"split": map(int, ("7", "8"))}, r"split \(7, 8\) adds up to 15"),
+            (qkv, {"split": {"sizes": None, "repeats": 3}}, "'sizes': None"),
             (stack, {"split": (6, 6)}, "adds up to 12, but dimension .* has 6"),
             (conv, {"flatten": True, "split": (6, 6)}, "12, but dimension 0 has 8"),
             (last, {"flatten": True}, "not contiguous.*make it contiguous"),

@@ -5,6 +5,7 @@ r"""Implementation of the Muon optimizer: hyperparameters, state, step and check
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any, Literal, TYPE_CHECKING
 
 import torch
@@ -292,6 +293,8 @@ class Muon(Optimizer):
         With a ``distributed_config``, every rank that shares a matrix of this optimizer must make this
         call, because the ranks assign owners again. It raises the errors of the constructor.
         """
+        if isinstance(param_group.get("split"), Iterator):
+            param_group["split"] = tuple(param_group["split"])
         super().add_param_group(param_group)
         try:
             if self._distributed_config is None:
@@ -503,6 +506,7 @@ def _distributed_muon(
     engine = Engine(config, live, states, takes_stacks, is_lasting=False)
     engine.begin_step()
     engine.step([formulas], states, grads)
+    engine.synchronize()
 
 
 @_disable_dynamo_if_unsupported(single_tensor_fn=_single_tensor_muon)

@@ -101,8 +101,8 @@ def _split_of(module: nn.Module | None, leaf: str, shape: tuple[int, ...]) -> Sp
         if fnmatch(leaf, weight) and any(fnmatch(c, kind) for c in classes):
             try:
                 split = rule(module, shape)
-            # A class of the same name in another package.
-            except AttributeError:
+            # A class of the same name in another package, or a shard of a weight.
+            except (AttributeError, IndexError, ZeroDivisionError):
                 continue
             # Shards of tensor parallelism have fewer lines.
             if split.lines % shape[split.dim - 2] == 0:

@@ -77,6 +77,8 @@ def partition(
 
 def _form(split: Split, shape: tuple[int, ...]) -> tuple[Split, bool]:
     """``split``, and whether it is for the flattened parameter and not for the matrices of a stack."""
+    if len(shape) < 2:
+        return Split(), False
     is_stack = len(shape) == 2 or not split.problem_with(shape[-2:])
     return split, not is_stack and not split.problem_with(matrix_shape(shape, True))
 

@@ -24,11 +24,12 @@ class Split(NamedTuple):
         if isinstance(given, Mapping):
             # Ranks wait for this one, so problem_with tells what is wrong.
             sizes: Any = (str(given),)
-            if "sizes" in given and given.keys() <= set(cls._fields):
+            is_known = given.keys() <= set(cls._fields)
+            if is_known and given.get("sizes") is not None:
                 sizes = cls.of(given["sizes"]).sizes
             return cls(sizes, given.get("repeats", 1), given.get("dim", 0))
         if given is None or hasattr(given, "__iter__"):
-            return cls(tuple(given or ()))
+            return cls(() if given is None else tuple(given))
         return cls((given,))
 
     @property

@@ -48,7 +48,9 @@ def coverage(muon: Any, model: nn.Module | None, others: Sequence[Any]) -> str:
     if found:
         share = sum(numel[p] for _, p, _ in found if p in mine)
         total = sum(numel[p] for _, p, _ in found)
-        text += f". That is {share / total:.1%} of the model's {total:,} elements"
+        text += (
+            f". That is {share / max(1, total):.1%} of the model's {total:,} elements"
+        )
     given = {p for o in (muon, *others) for g in o.param_groups for p in g["params"]}
     left = [t for _, p, tensors in found if p not in given for t in tensors]
     names = [name for name, shape in left if len(shape) > 1]
@@ -71,6 +73,7 @@ def in_full(engine: Any) -> str:
         lines = [f"{first}{turns}, prefetch_count {ahead}", _memory(engine)]
         for group in dict.fromkeys(bucket.group for bucket in schedule.buckets):
             lines += ["", *_table(schedule, group, engine.rank, ahead)]
+            lines += _division(engine, group)
     frozen = [param.described for param in engine.params if param.frozen]
     if frozen:
         lines.append(f"Frozen, and not in the schedule: {listed(frozen)}")
@@ -145,16 +148,17 @@ def _table(
         sizes = map(_mib, bytes_of(schedule, group, r, prefetch_count))
         names = listed([schedule.layouts[m].key.short for m in owned[r]], 3)
         lines.append(_ROW.format(r, len(owned[r]), *work, *sizes, names).rstrip())
-    lines += _division(schedule, group)
     if len(shown) < len(group):
         lines.append(f"  {len(group) - len(shown):,} other ranks are not shown")
     return lines
 
 
-def _division(schedule: Schedule, group: tuple[int, ...]) -> list[str]:
+def _division(engine: Any, group: tuple[int, ...]) -> list[str]:
     """The numbers of owners that differ from one, or that "auto" would choose; at most one line."""
-    found = [l for l in schedule.layouts if l.group == group and l.key.block[0] == 0]
-    members = Counter(classes_of(found))
+    layouts = engine.schedule.layouts
+    found = [l for l in layouts if l.group == group and l.key.block[0] == 0]
+    formulas = [engine.params[layout.key.index].formulas for layout in found]
+    members = Counter(classes_of(found, [of.ns_algorithm for of in formulas]))
     # In a dry run, fake tensors have no values.
     with unset_fake_temporarily():
         one = best_division(members, group, 1)

@@ -89,27 +89,27 @@ class Engine:
         replaced: list[Replacement] = []
         if former is not None:
             error = former.new_failure() or error
-            self.reader, self.steps = former.reader, former.steps
+            self.reader, self.steps = copy.copy(former.reader), former.steps
             self.failure = former.failure
             # Two sets of slots may not fit.
             former._runner = None
             replaced = _replaced(former.params, params)
             _keep_entries(former.params, params, replaced)
-        # Indices and loads need values, in a dry run with fake tensors, too.
-        with unset_fake_temporarily():
-            try:
+        try:
+            # Indices and loads need values, in a dry run with fake tensors, too.
+            with unset_fake_temporarily():
                 self._build(error, former, is_lasting)
-            except Exception as raised:
-                for step in (self.steps, self.steps + 1):
-                    self._notes(step).leave(f"{type(raised).__name__}: {raised}")
-                raise
-        if former is not None:
-            _take_momentum(replaced, params, states, self.rank == 0)
-        self._hints = Hints(self.schedule.layouts, self.rank)
-        # Parameters on meta will be materialized, which builds another engine.
-        is_meta = any(param.tensor.is_meta for param in params)
-        if self.runs_on_engine and self.device.type != "cpu" and not is_meta:
-            self._pipeline().connect()
+            if former is not None:
+                _take_momentum(replaced, params, states, self.rank == 0)
+            self._hints = Hints(self.schedule.layouts, self.rank)
+            # Parameters on meta will be materialized, which builds another engine.
+            is_meta = any(param.tensor.is_meta for param in params)
+            if self.runs_on_engine and self.device.type != "cpu" and not is_meta:
+                self._pipeline().connect()
+        except Exception as raised:
+            for step in (self.steps, self.steps + 1):
+                self._notes(step).leave(f"{type(raised).__name__}: {raised}")
+            raise
         layouts, buckets = self.schedule.layouts, self.schedule.buckets
         if self.rank == min((layout.group[0] for layout in layouts), default=None):
             why = "rebuilt for changed parameters" if former else "built"
@@ -159,9 +159,12 @@ class Engine:
                 self.config.check()
                 if self.runs_on_engine and are_factorys(self.config, "assign"):
                     each = self.config.state.get("owners_per_matrix", 1)
-                    formulas = [self.params[l.key.index].formulas for l in layouts]
-                    algorithms = [of.ns_algorithm for of in formulas]
                     per_node = process_groups.ranks_per_node()
+                    of_layouts = [self.params[layout.key.index] for layout in layouts]
+                    algorithms = [
+                        "" if param.frozen else param.formulas.ns_algorithm
+                        for param in of_layouts
+                    ]
                     layouts = divided(layouts, each, per_node, algorithms)
                 owners = self._assign(tensors, layouts)
         except Exception as raised:
@@ -400,9 +403,13 @@ def _signature(
 ) -> Signature:
     """``kept`` are the parameters before a change, ``options`` the signature of each parameter group."""
     key, param = layout.key, engine.params[layout.key.index]
+    each = engine.config.state.get("owners_per_matrix", 1)
+    is_near = each != 1 or len(layout.group) > buckets.MAX_PEERS
     fields = {
         # No index: ranks that also hold other experts or stages count differently.
         "name": f"expert {key.expert}" if key.expert is not None else str(key.name),
+        "owners_per_matrix": f"{each}, {key.block[1]} here",
+        "LOCAL_WORLD_SIZE": str(process_groups.ranks_per_node() if is_near else ""),
         "shape": str(layout.shape),
         "dtype": str(layout.dtype),
         "placement": layout.source,
@@ -413,10 +420,14 @@ def _signature(
         **options[param.group],
         "prefetch_count": str(engine.config.prefetch_count),
         "async_gpu_parallelism": str(bool(engine.config.async_gpu_parallelism)),
-        "owners_per_matrix": str(key.block[1]),
+        "functions of your own": str(
+            [
+                n
+                for n in ("gather", "redistribute")
+                if not are_factorys(engine.config, n)
+            ]
+        ),
     }
-    if len(layout.group) > buckets.MAX_PEERS or layout.divided:
-        fields["ranks per node"] = str(process_groups.ranks_per_node())
     return Signature(layout.describe(), tuple(fields.items()))
 
 

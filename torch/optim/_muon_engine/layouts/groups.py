@@ -4,6 +4,7 @@ With process groups, the user says which ranks share a parameter, and the ranks 
 their pieces. DTensors describe themselves. Groups can only add replicas of their whole mesh.
 """
 
+import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -146,6 +147,8 @@ class Reader:
             forms: ``split`` and ``flatten`` of each parameter (default: neither).
             entries: by which the dicts of the config name each parameter (default: its index).
         """
+        # A former engine may live on, with the groups that it has read.
+        self.groups = copy.copy(self.groups)
         self._forms, self.groups.entries = dict(enumerate(forms)), entries
         # Another mesh may get the address of a former one.
         self.dtensors = dtensor.DTensorLayouts()

@@ -65,8 +65,9 @@ class Memory:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
 
-    def __exit__(self, *error: object) -> None:
-        for storage, _ in self._storages if self._is_freed else ():
+    def __exit__(self, error: object, *traceback: object) -> None:
+        # A collective that failed may still write.
+        for storage, _ in self._storages if self._is_freed and error is None else ():
             storage.resize_(0)
         if self._device.type != "cpu":
             self._scratch.clear()

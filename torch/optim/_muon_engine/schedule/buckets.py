@@ -149,11 +149,15 @@ def _cut(
         parts, time = _spread(queues, layouts, work, limits)
         if parts and time < shortest and _fits(parts, layouts, first):
             best, shortest = parts, time
-    # One bucket per matrix of every owner always fits.
-    return best or [
-        [queue[i] for queue in queues.values() if i < len(queue)]
-        for i in range(longest)
-    ]
+    if best:
+        return best
+    # One bucket for each divided matrix and for one other matrix of every owner always fits.
+    teams: dict[int, list[int]] = {}
+    for m in (m for queue in queues.values() for m in queue if layouts[m].divided):
+        teams.setdefault(m - layouts[m].key.block[0], []).append(m)
+    alone = [[m for m in queue if not layouts[m].divided] for queue in queues.values()]
+    rounds = ([queue[i] for queue in alone if i < len(queue)] for i in range(longest))
+    return [*teams.values(), *filter(None, rounds)]
 
 
 def _spread(

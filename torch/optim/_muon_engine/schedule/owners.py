@@ -75,14 +75,16 @@ def divided(
 
     Args:
         owners: the number of blocks; "auto" for :func:`best_division`.
-        algorithms: ``ns_algorithm`` of each layout (default: "quintic").
+        algorithms: ``ns_algorithm`` of each layout (default: "quintic"); "" if it is frozen.
     """
     if owners == 1:
         return list(layouts)
     classes = classes_of(layouts, algorithms)
     by_group: dict[tuple[int, ...], Counter[Class]] = {}
     for layout, of in zip(layouts, classes):
-        by_group.setdefault(layout.group, Counter())[of] += 1
+        members = by_group.setdefault(layout.group, Counter())
+        if of.algorithm:
+            members[of] += 1
     counts: dict[tuple[int, ...], dict[Class, int]] = {}
     for group, members in by_group.items():
         if owners == "auto":
