@@ -5,12 +5,12 @@ from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim._muon_engine.layouts import larger_first, Layout, listed, Shards
-from torch.optim._muon_engine.layouts.divide import divide
+from torch.optim._muon_engine.layouts.divide import CutShards, divide
 from torch.optim._newton_schulz import GRAM_RATIO
 
 
@@ -93,9 +93,9 @@ def divided(
         large = [of for of in members if min(of.shape) >= MIN_DIVIDED]
         counts[group] = {of: int(owners) for of in large if work[of] > least}
     blocks: list[Layout] = []
-    known: dict[Any, Any] = {}
+    cut_shards: CutShards = {}
     for layout, of in zip(layouts, classes):
-        blocks += divide(layout, counts[layout.group].get(of, 1), known)
+        blocks += divide(layout, counts[layout.group].get(of, 1), cut_shards)
     return blocks
 
 
@@ -185,8 +185,8 @@ def _busiest(
         rounds = -(-members[of] // len(free)) + int((free[-1] - free[0]) / seconds)
         ends = free[:, None] + seconds * torch.arange(1, rounds + 1, device="cpu")
         first = ends.flatten().sort(stable=True).indices[: members[of]]
-        given = (first // rounds).bincount()
-        teams[places[: len(given)]] = (free[: len(given)] + seconds * given)[:, None]
+        turns = (first // rounds).bincount()
+        teams[places[: len(turns)]] = (free[: len(turns)] + seconds * turns)[:, None]
     return float(busy.max())
 
 
@@ -226,13 +226,13 @@ class _Loads:
         busy, received = self.load
         # Teams of equal load: the one that receives fewest bytes, then the first from ``start`` on.
         load = busy[teams].amax(1)
-        apart = [received[t] - held[t] for t, (_, held) in zip(teams.T, blocks)]
+        apart = [received[t] - numels[t] for t, (_, numels) in zip(teams.T, blocks)]
         bytes_ = sum(apart).masked_fill(load != load.min(), _NEVER)  # type: ignore[union-attr]
         at = int(bytes_.argmin())
         places = teams[at].tolist()
-        for place, (numel, held) in zip(places, blocks, strict=True):
+        for place, (numel, numels) in zip(places, blocks, strict=True):
             busy[place] += flops
-            received[place] += numel - held[place]
+            received[place] += numel - numels[place]
         return [self.group[place] for place in places]
 
     def _teams_of(self, size: int) -> Tensor:
@@ -252,8 +252,8 @@ class _Loads:
                 for part in parts
                 for at in range(0, len(part) - size + 1, size)
             ]
-            found = torch.tensor(teams, device="cpu")
-            self._teams[size] = found.roll(-(self.start // size), 0)
+            ordered = torch.tensor(teams, device="cpu")
+            self._teams[size] = ordered.roll(-(self.start // size), 0)
         return self._teams[size]
 
 
@@ -285,21 +285,21 @@ def assign_owners(
         if layouts[i].key.block[0] == 0:
             members.setdefault(layouts[i].group, []).append(i)
     groups: list[_Loads] = []
-    held: dict[int, Tensor] = {}
+    numels_of: dict[int, Tensor] = {}
     for group in larger_first(members):
         loads = _Loads(group, groups, start(group), ranks_per_node)
         groups.append(loads)
         for i in members[group]:
             blocks = layouts[i : i + layouts[i].key.block[1]]
             for shards in (block.shards for block in blocks):
-                if id(shards) not in held:
-                    held[id(shards)] = _held(shards)
-            found = [(block.numel, held[id(block.shards)]) for block in blocks]
-            owners[i : i + len(blocks)] = loads.give(flops[i], found)
+                if id(shards) not in numels_of:
+                    numels_of[id(shards)] = _numels_in_order(shards)
+            sizes = [(block.numel, numels_of[id(block.shards)]) for block in blocks]
+            owners[i : i + len(blocks)] = loads.give(flops[i], sizes)
     return owners
 
 
-def _held(shards: Shards) -> Tensor:
+def _numels_in_order(shards: Shards) -> Tensor:
     """How many elements each rank of the group holds, in the group's order."""
     by_rank = dict(zip(shards.ranks, shards.numels, strict=True))
     numels = [by_rank[rank] for rank in shards.group]
@@ -337,14 +337,14 @@ def check_assignments(
         "missing": [i for i in indices if not count[i]],
         "assigned more than once": [i for i in indices if count[i] > 1],
     }
-    found = [
-        f"{verb} {which}: {listed([describe[i] for i in which])}"
-        for verb, which in wrong.items()
-        if which
+    problems = [
+        f"{verb} {bad}: {listed([describe[i] for i in bad])}"
+        for verb, bad in wrong.items()
+        if bad
     ]
-    if found:
+    if problems:
         raise AssertionError(
-            f"assign_fn must give each parameter to exactly one rank; {'; '.join(found)}"
+            f"assign_fn must give each parameter to exactly one rank; {'; '.join(problems)}"
         )
 
 
