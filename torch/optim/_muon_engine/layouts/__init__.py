@@ -1,4 +1,4 @@
-"""Which rank stores which region of a matrix. Only this folder knows frameworks."""
+"""Which rank stores which region of a matrix. In the engine, only this folder knows frameworks."""
 
 import hashlib
 import itertools
@@ -213,6 +213,7 @@ class Shards:
         return self.regions[self._place[rank]]
 
     def is_empty(self, rank: int) -> bool:
+        """Whether ``rank`` shares the matrix, but stores no element of it."""
         return not self.numels[self._place[rank]]
 
     def numel_of(self, rank: int) -> int:
@@ -255,7 +256,7 @@ class Cut(NamedTuple):
 class Layout:
     """One matrix, or a block of a divided one: its global shape, and which rank stores what of it.
 
-    ``source`` names the placements or groups that say so, for error messages. ``divided`` is the shape of the
+    ``placement`` names the placements or groups that say so, for error messages. ``divided`` is the shape of the
     matrix that a block is from. While ranks read, a layout is the part of a matrix that a rank knows, and
     the ranks of ``cuts`` know the rest.
     """
@@ -264,7 +265,7 @@ class Layout:
     shape: tuple[int, int]
     dtype: torch.dtype
     shards: Shards
-    source: str = ""
+    placement: str = ""
     divided: tuple[int, int] | None = None
     cuts: tuple[Cut, ...] = ()
 
@@ -343,12 +344,12 @@ def _check_tiles(layout: Layout, regions: list[Region]) -> None:
         for left, right in itertools.pairwise(band):
             if left.column + left.width > right.column:
                 raise ValueError(
-                    f"{layout.describe()}: pieces overlap in rows {top} to {bottom}, column {right.column} ({layout.source})"
+                    f"{layout.describe()}: pieces overlap in rows {top} to {bottom}, column {right.column} ({layout.placement})"
                 )
     numel = sum(region.numel for region in regions)
     spans = [(r.span(dim), layout.shape[dim]) for r in regions for dim in (0, 1)]
     inside = all(0 <= start <= size - extent for (start, extent), size in spans)
     if numel != layout.numel or not inside:
         raise ValueError(
-            f"{layout.describe()}: its pieces hold {numel} of {layout.numel} elements ({layout.source})"
+            f"{layout.describe()}: its pieces hold {numel} of {layout.numel} elements ({layout.placement})"
         )

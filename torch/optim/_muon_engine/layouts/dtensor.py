@@ -67,9 +67,9 @@ class DTensorLayouts:
         except ValueError as problem:
             raise ValueError(f"{where}: {problem}") from None
         shape = matrix_shape(tensor.shape, flatten)
-        source = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
+        placement = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
         layouts = [
-            Layout(key._replace(sub=sub), shape, tensor.dtype, shards, source)
+            Layout(key._replace(sub=sub), shape, tensor.dtype, shards, placement)
             for sub, shards in shards_of.items()
         ]
         numel = sum(l.shards.numel_of(rank) for l in layouts if rank in l.shards.ranks)
@@ -284,6 +284,7 @@ def _properties(tensor: Tensor, with_local: bool) -> tuple:
 
 
 def has_placements_of(param: Tensor, grad: Tensor) -> bool:
+    """Whether both have the same placements; plain tensors have none."""
     return getattr(param, "placements", None) == getattr(grad, "placements", None)
 
 

@@ -1,6 +1,6 @@
 """The data that ranks exchange about tensors that process groups share, and the layouts that follow.
 
-A group does not say how a matrix was cut, so each rank tells its ranks what it holds. The ranks go through
+A group does not say how a matrix was cut, so each rank tells the others its part. The ranks go through
 their groups in the reverse of the order in which the cuts were made. In each group they put their pieces
 together, and tell the next group the result.
 """
@@ -207,7 +207,7 @@ def _members(
     ep_ranks: Mapping[int, tuple[int, ...]],
     expert: int | None,
 ) -> Sequence[int]:
-    """Those of ``found``, the holders in a group, that hold a part or a replica of this rank's matrix."""
+    """Those of ``holders``, ranks of a group, that hold a part or a replica of this rank's matrix."""
     rank = process_rank()
     if expert is None:
         missing = set(cut.ranks) - set(holders)

@@ -81,7 +81,7 @@ def view_of(
     """The view of ``param``; None if FSDP1 did not flatten it.
 
     Args:
-        known: the :func:`views` of the user's module; None without a module.
+        flat_views: the :func:`views` of the user's module; None without a module.
         has_group: whether the user gave the group that shares flat parameters.
 
     Raises:

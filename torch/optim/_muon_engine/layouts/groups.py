@@ -158,7 +158,8 @@ class Reader:
                     self.groups.check_count(len(params))
                 for index, (param, name) in enumerate(zip(params, names, strict=True)):
                     key = Key(index, 0, name, self.groups.expert(index))
-                    local.add(key, param, self._form(index)[1])
+                    _, flatten = self._form(index)
+                    local.add(key, param, flatten)
         except Exception as problem:
             # The other ranks are on their way into the exchange, so they hear of it there.
             error = error or problem
@@ -166,13 +167,12 @@ class Reader:
         for layout in layouts:
             index = layout.key.index
             self._by_param.setdefault(index, ([], params[index]))[0].append(layout)
-        self.sharing = self._sharing_of(params, layouts, local.groups_of)
+        self.sharing = self._sharing_of(params, layouts, local.group_of)
         cut_shards: CutShards = {}
-        parts = [
-            part
-            for layout in layouts
-            for part in split(layout, self._form(layout.key.index)[0], cut_shards)
-        ]
+        parts: list[Layout] = []
+        for layout in layouts:
+            fused, _ = self._form(layout.key.index)
+            parts += split(layout, fused, cut_shards)
         # Ranks may list the same experts in different orders, and must share one order.
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
@@ -234,7 +234,7 @@ class Reader:
         if isinstance(like, DTensor):
             return like.shape
         rows, columns = layouts[0].shape
-        flatten = self._form(index)[1]
+        _, flatten = self._form(index)
         outer, inner = ((), like.shape[2:]) if flatten else (like.shape[:-2], ())
         return torch.Size((*outer, rows, columns // math.prod(inner), *inner))
 
@@ -242,7 +242,7 @@ class Reader:
         """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
         self.groups.check_tp_dim(tensor, index)
         layouts, like = self._by_param.get(index, ([], tensor))
-        flatten = self._form(index)[1]
+        _, flatten = self._form(index)
         if isinstance(tensor, DTensor):
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
         elif not layouts or (len(layouts) == 1 and like.shape != tensor.shape):
@@ -297,7 +297,7 @@ class _LocalReader:
         self.groups, self.dtensors = groups, dtensors
         self.shared = groups.shared_over()
         # Kind and ranks -> the group. A unit of FSDP1 may have other groups than those that were given.
-        self.groups_of = {(kind, _ranks(g)): g for kind, g in self.shared.items()}
+        self.group_of = {(kind, _ranks(g)): g for kind, g in self.shared.items()}
         self.layouts: list[Layout] = []
         # Digests of the values that this rank stores of cut matrices.
         self.values: dict[Key, int] = {}
@@ -314,11 +314,10 @@ class _LocalReader:
         """
         ep = self.groups.of_kind["ep"]
         ranks = (process_rank(),) if ep is None else _ranks(ep)
-        parts, groups = self.layouts, self.groups_of
-        layouts, more = completed(parts, groups, ranks, self.values, error)
-        self.warnings |= more
+        layouts, new = completed(self.layouts, self.group_of, ranks, self.values, error)
+        self.warnings |= new
         # Only the first of the ranks speaks.
-        if all(min(ranks) == process_rank() for _, ranks in self.groups_of):
+        if all(min(ranks) == process_rank() for _, ranks in self.group_of):
             for text, named in self.warnings.items():
                 warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
         return layouts
@@ -360,7 +359,7 @@ class _LocalReader:
             for kind in KINDS
             if kind in groups and dist.get_world_size(groups[kind]) > 1
         )
-        self.groups_of |= {(cut.kind, cut.ranks): groups[cut.kind] for cut in cuts}
+        self.group_of |= {(cut.kind, cut.ranks): groups[cut.kind] for cut in cuts}
         shards = Shards((process_rank(),), (regions,))
         shards = self._shards.setdefault((shape, regions), shards)
         layout = Layout(key, shape, param.dtype, shards, in_words(cuts), cuts=cuts)
@@ -392,7 +391,7 @@ class _LocalReader:
     def _compare_with_groups(self, layout: Layout, tensor: DTensor) -> None:
         """Warns if a group or dimension contradicts the placements."""
         mesh, config_dim = tensor.device_mesh, self.groups.tp_dim(layout.key.index)
-        verdict = f"The DTensor's placements count: {layout.source}"
+        verdict = f"The DTensor's placements count: {layout.placement}"
         placed = {
             _ranks(mesh.get_group(dim)): placement
             for dim, placement in enumerate(tensor.placements)
