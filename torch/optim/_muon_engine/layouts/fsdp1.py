@@ -64,14 +64,14 @@ def views(module: nn.Module) -> Views:
         if not isinstance(unit, FullyShardedDataParallel) or unit._handle is None:
             continue
         handle, flat = unit._handle, unit._handle.flat_param
-        groups = handle.process_group, getattr(unit, "_inter_node_pg", None)
+        shards, replicas = handle.process_group, getattr(unit, "_inter_node_pg", None)
         matrices = _matrices(flat, clean_tensor_name(f"{name}." if name else ""))
-        by_param[flat] = FlatView(matrices, *groups)
+        by_param[flat] = FlatView(matrices, shards, replicas)
         for matrix, param in zip(matrices, flat._params or ()):
             # An original parameter is the slice itself, not the unit's storage that it is cut from.
             start, end, _ = matrix.interval
             matrix = matrix._replace(interval=(start, end, 0))
-            by_param[param] = FlatView((matrix,), *groups)
+            by_param[param] = FlatView((matrix,), shards, replicas)
     return by_param
 
 

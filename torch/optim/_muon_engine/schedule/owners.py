@@ -81,21 +81,21 @@ def divided(
         return list(layouts)
     classes = classes_of(layouts, algorithms)
     by_group: dict[tuple[int, ...], Counter[Class]] = {}
-    for layout, of in zip(layouts, classes):
-        by_group.setdefault(layout.group, Counter())[of] += 1
+    for layout, kind in zip(layouts, classes):
+        by_group.setdefault(layout.group, Counter())[kind] += 1
     counts: dict[tuple[int, ...], dict[Class, int]] = {}
     for group, members in by_group.items():
         if owners == "auto":
             counts[group] = best_division(members, group, ranks_per_node).owners
             continue
-        work = {of: newton_schulz_flops(of.shape) for of in members}
-        least = MIN_LOAD * sum(n * work[of] for of, n in members.items()) / len(group)
-        large = [of for of in members if min(of.shape) >= MIN_DIVIDED]
-        counts[group] = {of: int(owners) for of in large if work[of] > least}
+        work = {kind: newton_schulz_flops(kind.shape) for kind in members}
+        least = MIN_LOAD * sum(n * work[c] for c, n in members.items()) / len(group)
+        large = [kind for kind in members if min(kind.shape) >= MIN_DIVIDED]
+        counts[group] = {kind: int(owners) for kind in large if work[kind] > least}
     blocks: list[Layout] = []
     cut_shards: CutShards = {}
-    for layout, of in zip(layouts, classes):
-        blocks += divide(layout, counts[layout.group].get(of, 1), cut_shards)
+    for layout, kind in zip(layouts, classes):
+        blocks += divide(layout, counts[layout.group].get(kind, 1), cut_shards)
     return blocks
 
 
@@ -123,13 +123,13 @@ def best_division(
     # The group may have few of a node's ranks.
     near = min(Counter(rank // ranks_per_node for rank in group).values())
     choices: dict[Class, list[tuple[float, int]]] = {}
-    for of in members:
+    for kind in members:
         numbers = {1}
-        if min(of.shape) >= MIN_DIVIDED:
+        if min(kind.shape) >= MIN_DIVIDED:
             # If blocks are no shards, the replicas of some shards have more to relay than others.
-            numbers |= {of.shards} if of.shards > 1 else {2, 4, 8, 16, 32, 64}
-        choices[of] = [
-            (_seconds(of, count, near), count)
+            numbers |= {kind.shards} if kind.shards > 1 else {2, 4, 8, 16, 32, 64}
+        choices[kind] = [
+            (_seconds(kind, count, near), count)
             for count in sorted(numbers)
             if count <= near or (count <= ranks and near > 1 and count % near == 0)
         ]
@@ -151,25 +151,25 @@ def best_division(
         by_class = dict(zip(choices, taken))
         busy = _busiest(by_class, members, ranks)
         bandwidth = NODE if ranks == near else NETWORK
-        largest = max(math.prod(of.shape) / n for of, (_, n) in by_class.items())
+        largest = max(math.prod(kind.shape) / n for kind, (_, n) in by_class.items())
         # Both ways, in bfloat16. Owners wait for the slowest of them.
         seconds = busy + 2 * 2 * largest / bandwidth
         seconds *= 1 + WAIT * (max(map(_count, taken)) - 1)
         if seconds < (1 - MIN_SAVED) * shortest:
-            counts = {of: count for of, (_, count) in by_class.items()}
+            counts = {kind: count for kind, (_, count) in by_class.items()}
             best, shortest = Division(counts, busy), seconds
     return best
 
 
-def _seconds(of: Class, count: int, ranks_per_node: int) -> float:
+def _seconds(kind: Class, count: int, ranks_per_node: int) -> float:
     """Seconds of one matrix with ``count`` owners, and of their collectives."""
     # Each of five steps all-reduces a float32 Gram matrix and all-gathers a bfloat16 polynomial of it.
-    moved = (count - 1) / count * min(of.shape) ** 2 * (2 * 4 + 2)
+    moved = (count - 1) / count * min(kind.shape) ** 2 * (2 * 4 + 2)
     # Rings over whole nodes use all of their network adapters.
     is_near = count <= ranks_per_node
     bandwidth = NODE if is_near else min(NODE, NETWORK * ranks_per_node)
     together = 5 * (moved / bandwidth + 3 * (count - 1) * LATENCY)
-    work = newton_schulz_flops(of.shape, algorithm=of.algorithm)
+    work = newton_schulz_flops(kind.shape, algorithm=kind.algorithm)
     return work / count / FLOPS + together
 
 
@@ -178,13 +178,13 @@ def _busiest(
 ) -> float:
     """Seconds of the busiest rank, if each matrix goes to the owners that are free first."""
     busy = torch.zeros(ranks, dtype=torch.float64, device="cpu")
-    for of, (seconds, count) in sorted(taken.items(), key=lambda item: -item[1][0]):
+    for kind, (seconds, count) in sorted(taken.items(), key=lambda item: -item[1][0]):
         teams = busy[: ranks // count * count].view(-1, count)
         free, places = teams.amax(1).sort(stable=True)
-        free = free[: members[of]]
-        rounds = -(-members[of] // len(free)) + int((free[-1] - free[0]) / seconds)
+        free = free[: members[kind]]
+        rounds = -(-members[kind] // len(free)) + int((free[-1] - free[0]) / seconds)
         ends = free[:, None] + seconds * torch.arange(1, rounds + 1, device="cpu")
-        first = ends.flatten().sort(stable=True).indices[: members[of]]
+        first = ends.flatten().sort(stable=True).indices[: members[kind]]
         turns = (first // rounds).bincount()
         teams[places[: len(turns)]] = (free[: len(turns)] + seconds * turns)[:, None]
     return float(busy.max())
