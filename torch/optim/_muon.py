@@ -213,11 +213,11 @@ class Muon(Optimizer):
         """(Parameter index, matrix in it) -> the global rank that orthogonalizes it, or its first block."""
         if self._engine is None:
             return {}
-        found: dict[tuple[int, int], int] = {}
+        owners: dict[tuple[int, int], int] = {}
         schedule = self._engine.schedule
         for layout, owner in zip(schedule.layouts, schedule.owners, strict=True):
-            found.setdefault((layout.key.index, layout.key.sub), owner)
-        return found
+            owners.setdefault((layout.key.index, layout.key.sub), owner)
+        return owners
 
     @property
     def current_rank(self) -> int:
@@ -318,6 +318,7 @@ class Muon(Optimizer):
         grads: list[Tensor],
         muon_momentum_bufs: list[Tensor],
     ) -> bool:
+        """Lists the parameters that have gradients, with these and their momentum. Makes missing buffers."""
         for p in group["params"]:
             if p.grad is None:
                 continue
@@ -422,6 +423,7 @@ def _single_tensor_muon(
     distributed_config: DistributedConfig | None = None,
     **options: Any,
 ) -> None:
+    """Steps the parameters of one group: a matrix at a time, in batches, or by an engine for this call."""
     if has_complex:
         raise ValueError("Complex parameters are not supported")
     formulas = MuonFormulas(lr=_to_scalar(lr), foreach=foreach, **options)
@@ -436,7 +438,7 @@ def _single_tensor_muon(
     formulas.check()
     if any(grad.ndim != 2 and not (takes_more and grad.ndim > 2) for grad in grads):
         raise ValueError("Param gradient must be a 2D matrix")
-    split = formulas.form[0]
+    split, _ = formulas.form
     if takes_more or split.sizes:
         if formulas.flatten:
             grads = [grad.contiguous() for grad in grads]
@@ -475,10 +477,10 @@ def _batches(
             key = (i,)
         alike.setdefault(key, []).append(i)
     batches = []
-    for found in alike.values():
-        first = grads[found[0]]
+    for indices in alike.values():
+        first = grads[indices[0]]
         room = formulas.batch_size(first.shape, first.device)
-        batches += [found[at : at + room] for at in range(0, len(found), room)]
+        batches += [indices[at : at + room] for at in range(0, len(indices), room)]
     return batches
 
 

@@ -44,19 +44,19 @@ def _storage_is_gone(param: Tensor) -> bool:
 
 
 def problem_with(
-    param: Tensor, which: str, form: tuple, reader: str | None, takes_stacks: bool
+    param: Tensor, described: str, form: tuple, reader: str | None, takes_stacks: bool
 ) -> str:
     """Why Muon cannot take ``param``; "" if it can. ``reader`` is the config's, if it has one."""
     shape, (split, flatten) = tuple(param.shape), form
     flatten = flatten and param.ndim > 2
     if _storage_is_gone(param):
         return (
-            f"{which}, of size {shape}, has no storage, because `param.data = dtensor` destroys a plain "
+            f"{described}, of size {shape}, has no storage, because `param.data = dtensor` destroys a plain "
             "Parameter. Write `module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, placements))` "
             "instead, or use distribute_module, parallelize_module or fully_shard"
         )
     if flatten and not param.is_contiguous():
-        return f"{which} of shape {shape} is not contiguous, so flatten=True would copy it; make it contiguous"
+        return f"{described} of shape {shape} is not contiguous, so flatten=True would copy it; make it contiguous"
     is_flat = getattr(param, "_fsdp_flattened", False)
     is_stack = takes_stacks and param.ndim > 2 and not is_flat
     # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
@@ -72,16 +72,16 @@ def problem_with(
                 ". flatten=True in its parameter group takes it as one matrix, dimension 0 by all others; "
                 "allow_batched_matrices=True as a stack of matrices of its last two dimensions"
             )
-        return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({which}){hint}"
+        return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({described}){hint}"
     if reader is not None or not (split.sizes or flatten):
         return ""
     if type(param) not in (Tensor, torch.nn.Parameter):
-        return f"{which} is a {type(param).__name__}, which only a distributed_config can split or flatten"
+        return f"{described} is a {type(param).__name__}, which only a distributed_config can split or flatten"
     if not split.sizes:
         return ""
     whole = param.flatten(1) if flatten else param
     text = split.problem_with(whole.shape[-2:], split.dim + whole.ndim - 2)
-    return f"{which} of shape {shape}: {text}" if text else ""
+    return f"{described} of shape {shape}: {text}" if text else ""
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -104,8 +104,8 @@ def find_problem(muon: Any, first_group: int = 0) -> ValueError | None:
     """The error for an invalid option, or parameter in ``first_group`` or later, if there is one."""
     try:
         _check_options(muon.defaults)
-    except ValueError as found:
-        return found
+    except ValueError as error:
+        return error
     config, groups = muon._distributed_config, muon.param_groups
     reader = None if config is None else config.state.get("reader")
     stacks = muon._allow_batched_matrices
@@ -114,12 +114,12 @@ def find_problem(muon: Any, first_group: int = 0) -> ValueError | None:
     for index, (number, name, param) in enumerate(named(groups)):
         if number < first_group:
             continue
-        which = f"parameter {index}" + (f" {name!r}" if name else "")
-        other = seen.setdefault(param, which)
-        if other != which and config is not None:
-            text = f"{other} and {which} are the same tensor; pass tied weights to Muon once"
+        described = f"parameter {index}" + (f" {name!r}" if name else "")
+        other = seen.setdefault(param, described)
+        if other != described and config is not None:
+            text = f"{other} and {described} are the same tensor; pass tied weights to Muon once"
         else:
-            text = problem_with(param, which, forms[number], reader, stacks)
+            text = problem_with(param, described, forms[number], reader, stacks)
         if text:
             return ValueError(text)
     return None
@@ -161,13 +161,13 @@ def _has_kernels(group: dict[str, Any]) -> bool:
 
 def check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
     """Raises ValueError, before anything changes, if ``loaded`` is from another model."""
-    for mine, group in zip(groups, loaded["param_groups"], strict=True):
+    for current, group in zip(groups, loaded["param_groups"], strict=True):
         if not group.keys() - {"params", "param_names"}:
             # torch.distributed.checkpoint saves no options of a group without parameters.
-            group.update({k: v for k, v in mine.items() if k != "params"})
+            group.update({k: v for k, v in current.items() if k != "params"})
         # A checkpoint of stock Muon does not know them, but they say what the parameters are.
         for option in ("split", "flatten"):
-            group.setdefault(option, mine[option])
+            group.setdefault(option, current[option])
     for index, (_, name, param) in enumerate(named(groups)):
         state = loaded["state"].get(param)
         buffer = state.get("momentum_buffer") if state else None
@@ -189,8 +189,8 @@ def checked_config(config: DistributedConfig | str | None) -> DistributedConfig 
     if config == "auto":
         return create_dtensor_config()
     if not isinstance(config, DistributedConfig):
-        found = repr(config) if isinstance(config, str) else type(config).__name__
+        actual = repr(config) if isinstance(config, str) else type(config).__name__
         raise TypeError(
-            f'distributed_config must be a torch.optim.muon.DistributedConfig or "auto" but is {found}'
+            f'distributed_config must be a torch.optim.muon.DistributedConfig or "auto" but is {actual}'
         )
     return config

@@ -69,6 +69,7 @@ class MuonFormulas(NamedTuple):
 
     @classmethod
     def of_group(cls, group: MutableMapping[str, Any]) -> MuonFormulas:
+        """The options of a parameter group. Raises KeyError if it lacks one."""
         values = {name: group[name] for name in cls._fields}
         values["ns_coefficients"] = as_tuples(values["ns_coefficients"])
         return cls(**{**values, "lr": _to_scalar(values["lr"])})

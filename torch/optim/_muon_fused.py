@@ -80,7 +80,7 @@ _KNOWN: tuple[_Rule, ...] = (
 def split_of(module: nn.Module) -> dict[str, Any]:
     """The splits by name: :func:`torch.optim.muon.split_of`."""
     modules = {unwrapped(f"{n}.")[:-1]: m for n, m in module.named_modules()}
-    found = {}
+    splits = {}
     for _, _, inside in fsdp1.logical_matrices(module):
         for name, shape in inside:
             parts = unwrapped(name).split(".")
@@ -89,8 +89,8 @@ def split_of(module: nn.Module) -> dict[str, Any]:
                 owner = modules.get(".".join(parts[:-depth]))
                 split = _split_of(owner, ".".join(parts[-depth:]), shape)
                 if split.sizes:
-                    found[name] = split.option
-    return found
+                    splits[name] = split.option
+    return splits
 
 
 def _split_of(module: nn.Module | None, leaf: str, shape: tuple[int, ...]) -> Split:

@@ -40,8 +40,8 @@ def partition(
     takes_stacks: bool,
 ) -> tuple[list, Named]:
     """The parameters for Muon and the rest: :func:`torch.optim.muon.partition_named_parameters`."""
-    found = list(fsdp1.logical_matrices(module))
-    shapes = {name: tuple(shape) for _, _, inside in found for name, shape in inside}
+    tensors = list(fsdp1.logical_matrices(module))
+    shapes = {name: tuple(shape) for _, _, inside in tensors for name, shape in inside}
     patterns = [exclude] if isinstance(exclude, str) else exclude
     excluded = {name for pattern in patterns for name in _matches(pattern, shapes)}
     forms = dict.fromkeys(shapes, (Split(), False))
@@ -49,7 +49,7 @@ def partition(
         for name in _matches(pattern, shapes):
             forms[name] = _form(Split.of(value), shapes[name])
     model, groups, others = _Model(module, shapes, takes_stacks), {}, []
-    for name, param, inside in found:
+    for name, param, inside in tensors:
         reasons = {n: model.why_not(n, forms[n][1]) for n, _ in inside}
         reasons |= dict.fromkeys(reasons.keys() & excluded, "excluded")
         if id(param) in model.tied:
@@ -84,10 +84,10 @@ def _form(split: Split, shape: tuple[int, ...]) -> tuple[Split, bool]:
 
 
 def _described(name: str, split: Split, flatten: bool) -> str:
-    how = f", split {split.option}" if split.sizes else ""
-    if not how and re.search(_FUSED, ".".join(unwrapped(name).split(".")[-2:])):
-        how = ", left whole: named like a fused weight"
-    return f"Muon{how}" + ", flattened" * flatten
+    suffix = f", split {split.option}" if split.sizes else ""
+    if not suffix and re.search(_FUSED, ".".join(unwrapped(name).split(".")[-2:])):
+        suffix = ", left whole: named like a fused weight"
+    return f"Muon{suffix}" + ", flattened" * flatten
 
 
 def _matches(pattern: str, names: Mapping[str, object]) -> set[str]:
@@ -101,13 +101,14 @@ def _matches(pattern: str, names: Mapping[str, object]) -> set[str]:
     plain = {name: name.replace("_orig_mod.", "") for name in names}
     hits = {n for n in names if fnmatch(n, pattern) or fnmatch(plain[n], pattern)}
     if not hits:
-        known = {_NUMBER.sub("*", name) for name in plain.values()}
-        near = get_close_matches(pattern, sorted(known), cutoff=0.0)
+        patterns = {_NUMBER.sub("*", name) for name in plain.values()}
+        near = get_close_matches(pattern, sorted(patterns), cutoff=0.0)
         raise ValueError(f"no parameter matches {pattern!r}; near names are {near}")
     return hits
 
 
 def unwrapped(name: str) -> str:
+    """``name`` without what wrappers of models and layers put into it."""
     return re.sub(_WRAPPERS, "", clean_tensor_name(name))
 
 
@@ -153,9 +154,9 @@ class _Model:
         self.last = [p.name for p in matrices][-1:]
         # Experts are a list of modules, or stacks. Their router has a row for each of them.
         experts: defaultdict[int, set[str]] = defaultdict(set)
-        for name, each in named:
-            if isinstance(each, nn.ModuleList):
-                experts[len(each)].add(name.rpartition(".")[0])
+        for name, submodule in named:
+            if isinstance(submodule, nn.ModuleList):
+                experts[len(submodule)].add(name.rpartition(".")[0])
         for p in layers:
             if len(p.shape) == 3 and not _is_conv(p.module):
                 experts[p.shape[0]] |= {p.layer, p.above}
@@ -171,9 +172,9 @@ class _Model:
         self.tied = {id(p) for m in embeddings for p in m.parameters(recurse=False)}
         sizes = {m.num_embeddings for m in embeddings}
         sizes -= {size for p in layers for size in p.shape[1:]}
-        found = {(p.unit, p.shape) for p in matrices if p.shape[0] in sizes}
-        alike = Counter((_NUMBER.sub("*", unit), shape) for unit, shape in found)
-        self.heads = {u for u, s in found if alike[_NUMBER.sub("*", u), s] == 1}
+        candidates = {(p.unit, p.shape) for p in matrices if p.shape[0] in sizes}
+        alike = Counter((_NUMBER.sub("*", unit), shape) for unit, shape in candidates)
+        self.heads = {u for u, s in candidates if alike[_NUMBER.sub("*", u), s] == 1}
 
     def _param(self, name: str, shape: tuple[int, ...]) -> _Param:
         unit = unwrapped(name)

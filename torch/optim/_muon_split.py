@@ -19,18 +19,18 @@ class Split(NamedTuple):
     dim: int = 0
 
     @classmethod
-    def of(cls, given: Any) -> "Split":
+    def of(cls, option: Any) -> "Split":
         """From an option: None, a sequence of rows, or a dict of "sizes", "repeats" and "dim"."""
-        if isinstance(given, Mapping):
+        if isinstance(option, Mapping):
             # Ranks wait for this one, so problem_with tells what is wrong.
-            sizes: Any = (str(given),)
-            is_known = given.keys() <= set(cls._fields)
-            if is_known and given.get("sizes") is not None:
-                sizes = cls.of(given["sizes"]).sizes
-            return cls(sizes, given.get("repeats", 1), given.get("dim", 0))
-        if given is None or hasattr(given, "__iter__"):
-            return cls(() if given is None else tuple(given))
-        return cls((given,))
+            sizes: Any = (str(option),)
+            is_known = option.keys() <= set(cls._fields)
+            if is_known and option.get("sizes") is not None:
+                sizes = cls.of(option["sizes"]).sizes
+            return cls(sizes, option.get("repeats", 1), option.get("dim", 0))
+        if option is None or hasattr(option, "__iter__"):
+            return cls(() if option is None else tuple(option))
+        return cls((option,))
 
     @property
     def option(self) -> tuple[int, ...] | dict[str, Any]:
@@ -49,12 +49,12 @@ class Split(NamedTuple):
             more = f", {self.repeats} times along dimension {self.dim}"
             more = more if self.repeats != 1 or self.dim else ""
             return f"split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim', but is {self.sizes}{more}"
-        found = shape[self.dim]
-        if self.lines == found:
+        length = shape[self.dim]
+        if self.lines == length:
             return ""
         times = f" x {self.repeats}" if self.repeats > 1 else ""
         dim = self.dim if dim is None else dim
-        return f"split {self.sizes}{times} adds up to {self.lines}, but dimension {dim} has {found}"
+        return f"split {self.sizes}{times} adds up to {self.lines}, but dimension {dim} has {length}"
 
     def parts(self, matrix: Tensor) -> Sequence[Tensor]:
         """The parts as views; with repeats, ``dim`` is two dimensions (repeats, size)."""

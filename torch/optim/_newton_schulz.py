@@ -101,6 +101,10 @@ def _mirrored(
     out: Tensor | None = None,
     levels: int = _SYMMETRIC_LEVELS,
 ) -> Tensor:
+    """``beta * base + alpha * left @ right``, symmetric, of shape (..., rows, rows), for such a ``base``.
+
+    The blocks below the diagonal are copies. Without ``base``, the result is ``left @ right``.
+    """
     rows = left.size(-2)
     if not levels or rows < _MIN_SYMMETRIC:
         if base is None:
@@ -110,12 +114,12 @@ def _mirrored(
     upper, lower = slice(None, rows // 2), slice(rows // 2, None)
     for down, along in ((upper, upper), (lower, lower), (upper, lower)):
         of_base = None if base is None else base[..., down, along]
-        factors = left[..., down, :], right[..., along], beta, alpha
+        a, b = left[..., down, :], right[..., along]
         if down == along:
-            _mirrored(of_base, *factors, out[..., down, along], levels - 1)
+            _mirrored(of_base, a, b, beta, alpha, out[..., down, along], levels - 1)
         else:
             # A contiguous block is transposed four times as fast as a view of ``out``.
-            block = _mirrored(of_base, *factors, levels=0)
+            block = _mirrored(of_base, a, b, beta, alpha, levels=0)
             out[..., upper, lower] = block
             out[..., lower, upper] = block.mT.contiguous()
     return out
@@ -150,6 +154,7 @@ class SymmetricProducts(Products):
     """Computes the blocks on and above the diagonal, and mirrors those above."""
 
     def gram(self, x: Tensor) -> Tensor:
+        """``x`` times its transpose."""
         return _mirrored(None, x, x.mT, 0, 1)
 
     combine = staticmethod(_mirrored)

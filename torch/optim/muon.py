@@ -216,12 +216,13 @@ def _config(
 
 
 def _either(**spellings: Any) -> Any:
-    given = {name: value for name, value in spellings.items() if value is not None}
-    if len(given) > 1:
+    """The one value that is not None. Raises ValueError if there are two."""
+    spelled = {name: value for name, value in spellings.items() if value is not None}
+    if len(spelled) > 1:
         raise ValueError(
-            f"{' and '.join(given)} are two spellings of one argument; pass one of them"
+            f"{' and '.join(spelled)} are two spellings of one argument; pass one of them"
         )
-    return next(iter(given.values()), None)
+    return next(iter(spelled.values()), None)
 
 
 def detect_tp_dims_from_model(
@@ -244,15 +245,15 @@ def detect_tp_dims_from_model(
 
     if isinstance(module_or_params, nn.Module):
         module_or_params = module_or_params.parameters()
-    found = {index: tp_dim_of(param) for index, param in enumerate(module_or_params)}
-    guessed = [index for index, dim in found.items() if dim is None]
+    dims = {index: tp_dim_of(param) for index, param in enumerate(module_or_params)}
+    guessed = [index for index, dim in dims.items() if dim is None]
     if guessed:
         warnings.warn(
             f"nothing says how tensor parallelism cuts parameters {guessed}; dimension 0 is a guess. Mark them with a "
             "tp_dim attribute, -1 for those that it does not cut",
             stacklevel=2,
         )
-    return {i: 0 if dim is None else dim for i, dim in found.items() if dim != -1}
+    return {i: 0 if dim is None else dim for i, dim in dims.items() if dim != -1}
 
 
 def partition_parameters(
@@ -274,10 +275,10 @@ def partition_parameters(
     """
     from torch.optim._muon_engine.layouts.fsdp1 import logical_matrices
 
-    found: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    matrices, others = [], []
     for _, param, ((_, shape), *_) in logical_matrices(module):
-        found[len(shape) != 2].append(param)
-    return found
+        (matrices if len(shape) == 2 else others).append(param)
+    return matrices, others
 
 
 def partition_named_parameters(

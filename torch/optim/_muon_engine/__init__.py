@@ -18,7 +18,7 @@ The vocabulary, in the order of the data:
 - *shard*: all regions of one matrix on one rank. Ranks with equal shards are *replicas*.
 - *layout*: one matrix: its global shape, and the shard of each rank that holds a part of it.
 - *owner*: the rank that orthogonalizes a matrix, out of all its holders.
-- *bucket*: matrices of one group of ranks that are processed together. Every owner works in each bucket.
+- *bucket*: matrices of one group of ranks that are processed together. Its owners work at the same time.
 - *gather* and *scatter*: one packed all-to-all each, to the owners and back.
 - *split*: what one rank sends another in an all-to-all. *Pack*: one side of it, with the place of each region.
 - *relay*: with many replicas, only the *source* exchanges its shard with the owner, and broadcasts the result.

@@ -100,8 +100,8 @@ def _compare(
     descriptions = [signature.description for signature in signatures]
     fields = [signature.fields for signature in signatures]
     digest = hashlib.sha256(repr(fields).encode()).hexdigest()
-    told, error = exchange(group, (digest, number), error, descriptions)
-    digests, numbers = zip(*told)
+    answers, error = exchange(group, (digest, number), error, descriptions)
+    digests, numbers = zip(*answers)
     # All ranks see the same digests, so all of them or none make the second exchange.
     if error is None and len(set(digests)) > 1:
         everyone, error = exchange(group, list(signatures), None, descriptions)
@@ -151,8 +151,8 @@ def all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:
     """Like ``dist.all_gather_object``, which needs NumPy."""
     pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     gathered = all_gather_uneven(pickled.to(device_of_group(group)), group)
-    told = [tensor.cpu() for tensor in gathered]
-    return [pickle.loads(ctypes.string_at(t.data_ptr(), len(t))) for t in told]
+    received = [tensor.cpu() for tensor in gathered]
+    return [pickle.loads(ctypes.string_at(t.data_ptr(), len(t))) for t in received]
 
 
 def all_gather_uneven(flat: Tensor, group: ProcessGroup) -> list[Tensor]:
@@ -174,19 +174,19 @@ def _first_difference(
     """The first difference. Primary fields (name, shape, placement) come before derived ones."""
     first = everyone[0]
     for derived in (False, True):
-        for rank, theirs in zip(ranks[1:], everyone[1:], strict=True):
-            for mine, its in zip(first, theirs, strict=False):
-                for (field, value), (_, other) in zip(mine.fields, its.fields):
+        for rank, others in zip(ranks[1:], everyone[1:], strict=True):
+            for one, another in zip(first, others, strict=False):
+                for (field, value), (_, other) in zip(one.fields, another.fields):
                     if (field in DERIVED) == derived and other != value:
                         return (
-                            f"ranks disagree about {mine.description}: {field} is {value} on rank {ranks[0]} and {other} on "
+                            f"ranks disagree about {one.description}: {field} is {value} on rank {ranks[0]} and {other} on "
                             f"rank {rank}. Ranks that share parameters must build their Muon from the same ones, in the "
                             "same order, with the same options"
                         )
-            if len(theirs) != len(first):
-                extra = max(first, theirs, key=len)[min(len(first), len(theirs))]
+            if len(others) != len(first):
+                extra = max(first, others, key=len)[min(len(first), len(others))]
                 return (
                     f"ranks disagree about the number of parameters that they share: {len(first)} on rank {ranks[0]} "
-                    f"and {len(theirs)} on rank {rank}; only one of them has {extra.description}"
+                    f"and {len(others)} on rank {rank}; only one of them has {extra.description}"
                 )
     return "ranks disagree about the parameters that they share"

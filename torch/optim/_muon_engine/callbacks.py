@@ -181,9 +181,11 @@ class FunctionStep:
         self.where = ""
 
     def begin(self, step: int) -> str:
+        """Has no side channel, so ranks never differ here."""
         return ""
 
     def run(self) -> None:
+        """Makes a step. Raises RuntimeError if a function returns something of another shape."""
         # Ranks of a group may also hold other parameters, so each group prefetches its own.
         tasks: dict[Any, list[Iterator[None]]] = {}
         order = []
@@ -209,7 +211,7 @@ class FunctionStep:
         yield
         piece = self.redistribute(index, self.orthogonalized(index, whole))
         yield
-        if param.given is not None and not param.problem:
+        if param.user_grad is not None and not param.problem:
             self.apply(index, piece, whole)
 
     def _call(self, function: str, tensor: Tensor | None, index: int) -> Any:
@@ -237,6 +239,7 @@ class FunctionStep:
         return whole
 
     def orthogonalized(self, index: int, whole: Tensor | None) -> Tensor | None:
+        """The update, of the shape of ``whole``, on its owner; elsewhere zeros of this shape, or None."""
         if whole is None:
             return None
         self.where = f"orthogonalize of {self.params[index].described}"
@@ -278,9 +281,9 @@ class FunctionStep:
         owner, param = self.owners[index], self.params[index]
         if update is None or update.shape != shape:
             if owner == self.rank:
-                found = "None" if update is None else tuple(update.shape)
+                actual = "None" if update is None else tuple(update.shape)
                 raise RuntimeError(
-                    f"redistribute_fn was given {found} for {param.described} on its owner"
+                    f"redistribute_fn was given {actual} for {param.described} on its owner"
                 )
             update = param.local.new_empty(shape, dtype=NS_DTYPE)
         group = self.groups[self.layouts[index][0].group]
@@ -290,6 +293,7 @@ class FunctionStep:
         return update
 
     def apply(self, index: int, update: Tensor, whole: Tensor | None) -> None:
+        """Applies this rank's piece of the update, of the parameter's local shape."""
         param = self.params[index]
         self.where = f"apply of {param.described}"
         if not param.local.numel():
@@ -316,12 +320,12 @@ class FunctionStep:
             return whole.shape
         if dtensor.is_dtensor(tensor):
             return tensor.shape
-        known = self.config.state.get("global_shapes", {})
-        if index not in known:
+        shapes = self.config.state.get("global_shapes", {})
+        if index not in shapes:
             warnings.warn(
                 f"gather_fn returned None for {self.params[index].described} on a rank that is not its owner, so the "
                 "learning rate is scaled by the shape of the local tensor. If that is a shard, put the whole shape into "
                 f"config.state['global_shapes'][{index}]",
                 stacklevel=2,
             )
-        return known.get(index, tensor.shape)
+        return shapes.get(index, tensor.shape)

@@ -33,26 +33,26 @@ _HEADER = "rank", "owns", "TFLOP", "x mean", "MiB sent", "received", "memory", "
 
 def coverage(muon: Any, model: nn.Module | None, others: Sequence[Any]) -> str:
     """For a person: how much Muon has, its share of ``model``, and the matrices that no optimizer has."""
-    mine = {p: group for group in muon.param_groups for p in group["params"]}
-    inside: dict[Tensor, Any] = {p: [("", p.shape)] for p in mine}
-    found = [] if model is None else list(fsdp1.logical_matrices(model))
-    inside.update((p, tensors) for _, p, tensors in found)
+    group_of = {p: group for group in muon.param_groups for p in group["params"]}
+    inside: dict[Tensor, Any] = {p: [("", p.shape)] for p in group_of}
+    of_model = [] if model is None else list(fsdp1.logical_matrices(model))
+    inside.update((p, tensors) for _, p, tensors in of_model)
     numel = {p: sum(math.prod(s) for _, s in inside[p]) for p in inside}
-    deep = [p for p in mine if any(len(shape) > 2 for _, shape in inside[p])]
-    flat = sum(bool(mine[p]["flatten"]) for p in deep)
-    split = sum(bool(group["split"]) for group in mine.values())
+    deep = [p for p in group_of if any(len(shape) > 2 for _, shape in inside[p])]
+    flat = sum(bool(group_of[p]["flatten"]) for p in deep)
+    split = sum(bool(group["split"]) for group in group_of.values())
     text = (
-        f"Muon has {len(mine)} parameters of {sum(numel[p] for p in mine):,} elements: {split} split, {flat} flattened, "
+        f"Muon has {len(group_of)} parameters of {sum(numel[p] for p in group_of):,} elements: {split} split, {flat} flattened, "
         f"{len(deep) - flat} stacks"
     )
-    if found:
-        share = sum(numel[p] for _, p, _ in found if p in mine)
-        total = sum(numel[p] for _, p, _ in found)
+    if of_model:
+        share = sum(numel[p] for _, p, _ in of_model if p in group_of)
+        total = sum(numel[p] for _, p, _ in of_model)
         text += (
             f". That is {share / max(1, total):.1%} of the model's {total:,} elements"
         )
-    given = {p for o in (muon, *others) for g in o.param_groups for p in g["params"]}
-    left = [t for _, p, tensors in found if p not in given for t in tensors]
+    trained = {p for o in (muon, *others) for g in o.param_groups for p in g["params"]}
+    left = [t for _, p, tensors in of_model if p not in trained for t in tensors]
     names = [name for name, shape in left if len(shape) > 1]
     return text + f"\nNo optimizer given here has {listed(names)}" * bool(names)
 
@@ -103,8 +103,8 @@ def _memory(engine: Any) -> str:
             most = formulas.batch_size(layout.shape, engine.device)
             count = batches[alike] = min(batches[alike] + 1, most)
             algorithm, owners = formulas.ns_algorithm, layout.key.block[1]
-            each = newton_schulz_bytes(layout.whole, algorithm, owners)
-            iterates = max(iterates, count * each)
+            nbytes = newton_schulz_bytes(layout.whole, algorithm, owners)
+            iterates = max(iterates, count * nbytes)
             wholes = max(wholes, count * layout.numel * NS_DTYPE.itemsize)
             moved.append(count * layout.shards.numel_of(rank))
         regions = max(regions, min(max(moved) * itemsize, PREPARED_BYTES))
@@ -156,14 +156,14 @@ def _table(
 def _division(engine: Any, group: tuple[int, ...]) -> list[str]:
     """The numbers of owners that differ from one, or that "auto" would choose; at most one line."""
     layouts = engine.schedule.layouts
-    found = [l for l in layouts if l.group == group and l.key.block[0] == 0]
-    formulas = [engine.params[layout.key.index].formulas for layout in found]
-    members = Counter(classes_of(found, [of.ns_algorithm for of in formulas]))
+    layouts = [l for l in layouts if l.group == group and l.key.block[0] == 0]
+    formulas = [engine.params[layout.key.index].formulas for layout in layouts]
+    members = Counter(classes_of(layouts, [f.ns_algorithm for f in formulas]))
     # In a dry run, fake tensors have no values.
     with unset_fake_temporarily():
-        one = best_division(members, group, 1)
+        undivided = best_division(members, group, 1)
         best = best_division(members, group, ranks_per_node())
-    counts = {layout.whole: layout.key.block[1] for layout in found}
+    counts = {layout.whole: layout.key.block[1] for layout in layouts}
     is_divided = max(counts.values()) > 1
     if not is_divided:
         counts = {of.shape: count for of, count in best.owners.items()}
@@ -171,7 +171,7 @@ def _division(engine: Any, group: tuple[int, ...]) -> list[str]:
     if not named:
         return []
     verb = "has" if is_divided else 'is 1; "auto" would have'
-    times = f"{1e3 * one.seconds:.3g} to {1e3 * best.seconds:.3g} ms"
+    times = f"{1e3 * undivided.seconds:.3g} to {1e3 * best.seconds:.3g} ms"
     return [
         f'  owners_per_matrix {verb} {listed(named, 4)}. On H100s, "auto" brings Newton-Schulz from {times}.'
     ]
@@ -188,9 +188,9 @@ def bytes_of(
         sides = pack.gather_send, pack.scatter_send
         relayed = [(relay.source == rank, relay.pack.nbytes) for relay in pack.relays]
         sent += sum(side.nbytes for side in sides)
-        sent += sum(size for mine, size in relayed if mine)
+        sent += sum(size for own, size in relayed if own)
         received += pack.gather_recv.nbytes + pack.scatter_recv.nbytes
-        received += sum(size for mine, size in relayed if not mine)
+        received += sum(size for own, size in relayed if not own)
         if bucket.node_size > 1:
             # Two levels copy what they send, and twice what they pass on.
             for side, passed in zip(sides, schedule.passed_on(bucket, rank)):

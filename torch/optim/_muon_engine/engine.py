@@ -72,7 +72,7 @@ class Engine:
         former: "Engine | None" = None,
         is_lasting: bool = True,
     ) -> None:
-        self._given_config = config
+        self._user_config = config
         self.config = copy.copy(config)
         self.params = params
         self.reader = callbacks.reader_of(config.state, takes_stacks)
@@ -83,7 +83,7 @@ class Engine:
         self.schedule = Schedule((), (), ())
         self.assignments: dict[int, list[int]] = {}
         self.groups: dict[Ranks, dist.ProcessGroup | None] = {}
-        # Ranks that share matrices -> which of the optimizers over these ranks this one is.
+        # Ranks that share matrices -> the number of this optimizer among those over these ranks.
         self.numbers: dict[Ranks, int] = {}
         self._runner: Pipeline | FunctionStep | None = None
         replaced: list[Replacement] = []
@@ -119,10 +119,12 @@ class Engine:
 
     @property
     def rank(self) -> int:
+        """This process's global rank, unless the config's state replaces it."""
         return self.config.state.get("rank", process_rank())
 
     @property
     def world_size(self) -> int:
+        """The number of all ranks, unless the config's state replaces it."""
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         return self.config.state.get("world_size", world_size)
 
@@ -158,14 +160,14 @@ class Engine:
             if error is None:
                 self.config.check()
                 if self.runs_on_engine and are_factorys(self.config, "assign"):
-                    each = self.config.state.get("owners_per_matrix", 1)
+                    number = self.config.state.get("owners_per_matrix", 1)
                     per_node = process_groups.ranks_per_node()
                     of_layouts = [self.params[layout.key.index] for layout in layouts]
                     algorithms = [
                         "" if param.frozen else param.formulas.ns_algorithm
                         for param in of_layouts
                     ]
-                    layouts = divided(layouts, each, per_node, algorithms)
+                    layouts = divided(layouts, number, per_node, algorithms)
                 owners = self._assign(tensors, layouts)
         except Exception as raised:
             error = error or raised
@@ -177,8 +179,8 @@ class Engine:
         # All ranks must have replaced the same parameters.
         kept = {param.tensor for param in (former or self).params}
         signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in sharing}
-        of_groups = {p.group: p.formulas for p in self.params}
-        options = {group: of.signature() for group, of in of_groups.items()}
+        formulas_of = {param.group: param.formulas for param in self.params}
+        options = {group: f.signature() for group, f in formulas_of.items()}
         for layout, owner in zip(layouts, owners):
             signature = _signature(layout, owner, self, kept, options)
             signatures[layout.group].append(signature)
@@ -296,7 +298,7 @@ class Engine:
             with _without_autocast(self.device.type):
                 runner.run()
             for param in self.params:
-                if param.given is not None:
+                if param.user_grad is not None:
                     count_version(param.tensor, states[param.tensor]["momentum_buffer"])
             if text:
                 raise RuntimeError(text)
@@ -322,8 +324,8 @@ class Engine:
 
         The first step makes every momentum buffer, so that checkpoints are the same on all ranks.
         """
-        self._given_config.check()
-        before, now = vars(self.config), vars(self._given_config)
+        self._user_config.check()
+        before, now = vars(self.config), vars(self._user_config)
         changed = [name for name in before if before[name] != now[name]]
         if changed:
             raise ValueError(
@@ -412,7 +414,7 @@ def _signature(
         "LOCAL_WORLD_SIZE": str(process_groups.ranks_per_node() if is_near else ""),
         "shape": str(layout.shape),
         "dtype": str(layout.dtype),
-        "placement": layout.source,
+        "placement": layout.placement,
         "shards": layout.shards.digest,
         "requires_grad": str(not param.frozen),
         "replaced": str(param.tensor not in kept),
@@ -432,8 +434,9 @@ def _signature(
 
 
 def _make_pipeline(engine: Engine) -> Pipeline:
+    """The live buckets, relays and statuses of this rank, and what runs them."""
     schedule, groups, device = engine.schedule, engine.groups, engine.device
-    rank, ahead = engine.rank, engine.config.prefetch_count
+    rank, prefetch_count = engine.rank, engine.config.prefetch_count
     memory = transport.Memory(device, engine.config.state.get("keep_buffers", False))
     by_group: dict[tuple[int, ...], list[Matrix]] = {}
     matrices: dict[int, Matrix] = {}
@@ -449,7 +452,7 @@ def _make_pipeline(engine: Engine) -> Pipeline:
     has_levels = device.type != "cpu" and any(b.node_size > 1 for b in schedule.buckets)
     stream = torch.Stream(device) if has_levels else None
     buckets = transport.local_buckets(
-        schedule, matrices, rank, groups, memory, stream, ahead
+        schedule, matrices, rank, groups, memory, stream, prefetch_count
     )
     attach_relays(buckets, groups, rank, memory)
     # A group tells larger ones that contain it of a mismatch.
@@ -468,8 +471,8 @@ def _make_pipeline(engine: Engine) -> Pipeline:
         rank,
         device,
         memory,
-        ahead,
-        one_at_a_time=schedule.one_owner_at_a_time and ahead == 0,
+        prefetch_count,
+        one_at_a_time=schedule.one_owner_at_a_time and prefetch_count == 0,
     )
 
 
@@ -511,8 +514,8 @@ def _keep_entries(
     entries |= {new.tensor: old.entry for old, new, _ in replaced}
     following = count(max(entries.values(), default=-1) + 1)
     for param in now:
-        known = entries.get(param.tensor)
-        param.entry = next(following) if known is None else known
+        entry = entries.get(param.tensor)
+        param.entry = next(following) if entry is None else entry
 
 
 def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement]:
@@ -523,18 +526,18 @@ def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement
     parameter. Otherwise it is another layer of equal shape, whose momentum starts at zero as in stock Muon.
     """
     stayed = {param.tensor for param in former} & {param.tensor for param in now}
-    found = []
+    replaced = []
     for number in dict.fromkeys(param.group for param in now):
         old, new = ([p for p in ps if p.group == number] for ps in (former, now))
         moved = [(a, b) for a, b in zip(old, new) if a.tensor is not b.tensor]
         pairs = [(a, b) for a, b in moved if not {a.tensor, b.tensor} & stayed]
         for a, b in pairs:
             # Freezing a parameter does not make it another kind of tensor.
-            names = a.key.name, b.key.name
-            same = names[0] == names[1] and (names[0] or a.origin[1:] != b.origin[1:])
+            old_name, name = a.key.name, b.key.name
+            same = old_name == name and (name or a.origin[1:] != b.origin[1:])
             fits = bool(same) and a.tensor.shape == b.tensor.shape
-            found.append((a, b, fits and len(pairs) == len(moved)))
-    return found
+            replaced.append((a, b, fits and len(pairs) == len(moved)))
+    return replaced
 
 
 def _without_autocast(kind: str) -> AbstractContextManager[Any]:

@@ -37,9 +37,9 @@ class Hints:
         """Looks at the gradients of one step."""
         self.steps += 1
         for index, param in enumerate(params):
-            if param.given is not None or param.frozen:
+            if param.user_grad is not None or param.frozen:
                 self._without.pop(index, None)
-            self._trains = self._trains or param.given is not None
+            self._trains = self._trains or param.user_grad is not None
         if not self._without:
             return
         text = ""

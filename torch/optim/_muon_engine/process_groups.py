@@ -28,15 +28,15 @@ _MISSING = (
 )
 
 
-def _of_world(what: str) -> dict[Any, Any]:
+def _of_world(kind: str) -> dict[Any, Any]:
     world = dist.group.WORLD
     if world is None:
         return {}
-    return _worlds.setdefault(world, {}).setdefault(what, {})
+    return _worlds.setdefault(world, {}).setdefault(kind, {})
 
 
 def spanning_group(
-    ranks: tuple[int, ...], known: Iterable[ProcessGroup], what: str = "shards"
+    ranks: tuple[int, ...], candidates: Iterable[ProcessGroup], shared: str = "shards"
 ) -> ProcessGroup:
     """The group of exactly ``ranks``: the framework's if it has one, else one that its members make.
 
@@ -44,26 +44,26 @@ def spanning_group(
 
     Args:
         ranks: sorted global ranks, including this one.
-        known: the framework's groups for these parameters. A new group takes its timeout from them.
-        what: what the ranks share, for the description of a new group.
+        candidates: the framework's groups for these parameters. A new group takes its timeout from them.
+        shared: what the ranks share, for the description of a new group.
     """
-    known = list(dict.fromkeys(known))
-    for group in [*known, distributed_c10d._get_default_group()]:
+    candidates = list(dict.fromkeys(candidates))
+    for group in [*candidates, distributed_c10d._get_default_group()]:
         if tuple(dist.get_process_group_ranks(group)) == ranks:
             return group
-    backend = dist.get_backend_config(known[0] if known else None)
+    backend = dist.get_backend_config(candidates[0] if candidates else None)
     made = _of_world("groups")
     # A user who recovers from a failure makes new groups, and must not get a broken one from here.
-    key = ranks, backend, tuple(sorted(group.group_name for group in known))
+    key = ranks, backend, tuple(sorted(group.group_name for group in candidates))
     if key not in made or made[key] not in distributed_c10d._world.pg_map:
         # Only the members meet, because other pipeline stages may be elsewhere in their program.
         with _by_members_alone(ranks):
             made[key] = dist.new_group(
                 list(ranks),
-                timeout=group_timeout(known),
+                timeout=group_timeout(candidates),
                 backend=backend,
                 use_local_synchronization=True,
-                group_desc=f"muon {what}",
+                group_desc=f"muon {shared}",
             )
     return made[key]
 
@@ -107,10 +107,10 @@ def counters_of(ranks: tuple[int, ...]) -> Counters:
     return _of_world("counters").setdefault(ranks, Counters())
 
 
-def group_timeout(known: Iterable[ProcessGroup]) -> timedelta | None:
-    """The longest timeout among ``known``; None, the default, if they have none."""
+def group_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
+    """The longest timeout among ``groups``; None, the default, if they have none."""
     timeouts = []
-    for group in known:
+    for group in groups:
         for device in group._device_types:
             options = getattr(group._get_backend(device), "options", None)
             timeouts.append(getattr(options, "_timeout", None))
@@ -190,8 +190,8 @@ class FailureNotes:
     of ranks; only the first rank to fail looks for each of the others.
 
     Args:
-        numbers: ranks of each group -> which of the optimizers over these ranks this one is, so that
-            another optimizer's failure is not taken for this one's.
+        numbers: ranks of each group -> the number of this optimizer among those over these ranks, so
+            that another optimizer's failure is not taken for this one's.
     """
 
     def __init__(self, numbers: Mapping[tuple[int, ...], int], step: int) -> None:

@@ -1,4 +1,4 @@
-"""Which rank stores which region of a matrix. Only this folder knows frameworks."""
+"""Which rank stores which region of a matrix. In the engine, only this folder knows frameworks."""
 
 import hashlib
 import itertools
@@ -123,12 +123,14 @@ class Key(NamedTuple):
 
     @property
     def short(self) -> str:
+        """The name, as short as tables need it."""
         name = self.name if self.name is not None else f"parameter {self.index}"
         name += f"[{self.sub}]" if self.sub else ""
         number, count = self.block
         return f"{name} {number + 1}/{count}" if count > 1 else name
 
     def describe(self, shape: tuple[int, ...]) -> str:
+        """The matrix in words, with the ``shape`` of the tensor that is meant."""
         text = f"parameter {self.index}"
         text += f" {self.name!r}" if self.name is not None else ""
         text += f", its matrix {self.sub}," if self.sub else ""
@@ -197,23 +199,28 @@ class Shards:
 
     @cached_property
     def digest(self) -> str:
+        """A hash that ranks compare in place of the shards."""
         content = repr((self.ranks, self.regions, self.contributions))
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     @property
     def partial(self) -> bool:
+        """Whether the matrix is the sum of several contributions."""
         return len(set(self.contributions)) > 1
 
     def of(self, rank: int) -> Regions:
+        """The shard of ``rank``. Like all methods that take one, raises KeyError for other ranks."""
         return self.regions[self._place[rank]]
 
     def is_empty(self, rank: int) -> bool:
+        """Whether ``rank`` shares the matrix, but stores no element of it."""
         return not self.numels[self._place[rank]]
 
     def numel_of(self, rank: int) -> int:
         return self.numels[self._place[rank]]
 
     def contribution_of(self, rank: int) -> int:
+        """The contribution to a sum that ``rank`` has a shard of; 0 if the matrix is not a sum."""
         return self.contributions[self._place[rank]] if self.contributions else 0
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
@@ -241,6 +248,7 @@ class Cut(NamedTuple):
 
     @property
     def cuts(self) -> bool:
+        """Whether the ranks hold different shards, and not replicas."""
         return self.kind == "fsdp" or self.dim is not None
 
 
@@ -248,7 +256,7 @@ class Cut(NamedTuple):
 class Layout:
     """One matrix, or a block of a divided one: its global shape, and which rank stores what of it.
 
-    ``source`` says where the reader knows it from, for error messages. ``divided`` is the shape of the
+    ``placement`` names the placements or groups that say so, for error messages. ``divided`` is the shape of the
     matrix that a block is from. While ranks read, a layout is the part of a matrix that a rank knows, and
     the ranks of ``cuts`` know the rest.
     """
@@ -257,7 +265,7 @@ class Layout:
     shape: tuple[int, int]
     dtype: torch.dtype
     shards: Shards
-    source: str = ""
+    placement: str = ""
     divided: tuple[int, int] | None = None
     cuts: tuple[Cut, ...] = ()
 
@@ -291,6 +299,7 @@ def matrix_shape(shape: Sequence[int], flatten: bool) -> tuple[int, int]:
 
 
 def not_2d(described: str) -> ValueError:
+    """The error for a parameter that holds no matrix, in upstream's words."""
     return ValueError(f"Muon only supports 2D parameters whereas we found {described}")
 
 
@@ -300,6 +309,7 @@ def larger_first(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def process_rank() -> int:
+    """This process's global rank; 0 without process groups."""
     is_alone = not dist.is_available() or not dist.is_initialized()
     return 0 if is_alone else dist.get_rank()
 
@@ -321,6 +331,7 @@ def check_cover(layout: Layout) -> None:
 
 
 def _check_tiles(layout: Layout, regions: list[Region]) -> None:
+    """Raises ValueError unless ``regions`` tile the matrix."""
     # Bands of rows from the top down. Each rectangle is looked at in its own bands only.
     edges = sorted({edge for r in regions for edge in (r.row, r.row + r.height)})
     waiting = sorted(regions, reverse=True)
@@ -333,12 +344,12 @@ def _check_tiles(layout: Layout, regions: list[Region]) -> None:
         for left, right in itertools.pairwise(band):
             if left.column + left.width > right.column:
                 raise ValueError(
-                    f"{layout.describe()}: pieces overlap in rows {top} to {bottom}, column {right.column} ({layout.source})"
+                    f"{layout.describe()}: pieces overlap in rows {top} to {bottom}, column {right.column} ({layout.placement})"
                 )
-    found = sum(region.numel for region in regions)
+    numel = sum(region.numel for region in regions)
     spans = [(r.span(dim), layout.shape[dim]) for r in regions for dim in (0, 1)]
     inside = all(0 <= start <= size - extent for (start, extent), size in spans)
-    if found != layout.numel or not inside:
+    if numel != layout.numel or not inside:
         raise ValueError(
-            f"{layout.describe()}: its pieces hold {found} of {layout.numel} elements ({layout.source})"
+            f"{layout.describe()}: its pieces hold {numel} of {layout.numel} elements ({layout.placement})"
         )

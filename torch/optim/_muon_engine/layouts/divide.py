@@ -8,27 +8,27 @@ from torch.optim._muon_split import Split
 
 
 # Equal shards that are cut in the same way share one result.
-Known = dict[tuple[Shards, Split], list[Shards]]
+CutShards = dict[tuple[Shards, Split], list[Shards]]
 
 
-def split(layout: Layout, how: Split, known: Known) -> Iterator[Layout]:
+def split(layout: Layout, fused: Split, cut_shards: CutShards) -> Iterator[Layout]:
     """The parts of a fused weight, which are matrices of their own; without sizes the whole weight.
 
     Raises:
         ValueError: the sizes do not add up to the rows or columns of the matrix.
     """
-    if not how.sizes:
+    if not fused.sizes:
         yield layout
         return
-    problem = how.problem_with(layout.shape)
+    problem = fused.problem_with(layout.shape)
     if problem:
         raise ValueError(f"{layout.describe()}: {problem}")
-    for number, (shape, shards) in enumerate(_cut(layout, how, known)):
-        key = layout.key._replace(sub=layout.key.sub * len(how.sizes) + number)
+    for number, (shape, shards) in enumerate(_pieces(layout, fused, cut_shards)):
+        key = layout.key._replace(sub=layout.key.sub * len(fused.sizes) + number)
         yield replace(layout, key=key, shape=shape, shards=shards)
 
 
-def divide(layout: Layout, owners: int, known: Known) -> Iterator[Layout]:
+def divide(layout: Layout, owners: int, cut_shards: CutShards) -> Iterator[Layout]:
     """``owners`` blocks along the long side, which as many ranks orthogonalize together.
 
     A group of fewer ranks divides a matrix among all of them.
@@ -40,42 +40,42 @@ def divide(layout: Layout, owners: int, known: Known) -> Iterator[Layout]:
     rows, columns = layout.shape
     dim, long = (0, rows) if rows > columns else (1, columns)
     sizes = [long * (at + 1) // count - long * at // count for at in range(count)]
-    blocks = _cut(layout, Split(tuple(sizes), 1, dim), known)
+    blocks = _pieces(layout, Split(tuple(sizes), 1, dim), cut_shards)
     for number, (shape, shards) in enumerate(blocks):
         key = layout.key._replace(block=(number, count))
         yield replace(layout, key=key, shape=shape, shards=shards, divided=layout.shape)
 
 
-def _cut(
-    layout: Layout, how: Split, known: Known
+def _pieces(
+    layout: Layout, split: Split, cut_shards: CutShards
 ) -> Iterator[tuple[tuple[int, int], Shards]]:
     """The shape and shards of each part."""
     (rows, columns), shards = layout.shape, layout.shards
-    key = shards, how
-    if key not in known:
+    key = shards, split
+    if key not in cut_shards:
         # Replicas share one tuple of regions, and its parts.
-        parts = {regions: _parts(regions, how) for regions in shards.regions}
+        parts = {regions: _parts(regions, split) for regions in shards.regions}
         by_rank = [parts[regions] for regions in shards.regions]
-        known[key] = [
+        cut_shards[key] = [
             Shards(shards.ranks, regions, shards.contributions)
             for regions in zip(*by_rank, strict=True)
         ]
-    for size, part in zip(how.sizes, known[key], strict=True):
-        lines = size * how.repeats
-        yield (rows, lines) if how.dim else (lines, columns), part
+    for size, part in zip(split.sizes, cut_shards[key], strict=True):
+        lines = size * split.repeats
+        yield (rows, lines) if split.dim else (lines, columns), part
 
 
-def _parts(regions: Regions, how: Split) -> list[Regions]:
+def _parts(regions: Regions, split: Split) -> list[Regions]:
     """For each part, the rectangles of ``regions`` in it, by the rows and columns of the part."""
     parts: list[list[Region]] = []
-    period, offset, dim = sum(how.sizes), 0, how.dim
-    for size in how.sizes:
-        found: list[Region] = []
+    period, offset, dim = sum(split.sizes), 0, split.dim
+    for size in split.sizes:
+        inside: list[Region] = []
         for region in regions:
             start, extent = region.span(dim)
-            if how.repeats == 1:
+            if split.repeats == 1:
                 first, last = max(0, offset - start), min(extent, offset + size - start)
-                found += _lines(region.shifted(dim, -offset), dim, first, last)
+                inside += _lines(region.shifted(dim, -offset), dim, first, last)
                 continue
             # The part's lines before the region's first line, and before its end.
             first, last = (
@@ -84,14 +84,14 @@ def _parts(regions: Regions, how: Split) -> list[Regions]:
             )
             # The whole part, of which the region has these lines.
             unit = region.stride if dim == 0 else 1
-            part = region.shifted(dim, -start, size * how.repeats)._replace(
+            part = region.shifted(dim, -start, size * split.repeats)._replace(
                 offset=region.offset + (offset - start) * unit,
-                repeat=(dim, how.repeats, period * unit),
+                repeat=(dim, split.repeats, period * unit),
             )
-            found += _lines(part, dim, first, last)
-        parts.append(found)
+            inside += _lines(part, dim, first, last)
+        parts.append(inside)
         offset += size
-    return [tuple(found) for found in parts]
+    return [tuple(inside) for inside in parts]
 
 
 def _lines(region: Region, dim: int, first: int, last: int) -> Iterator[Region]:

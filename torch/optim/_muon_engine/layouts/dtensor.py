@@ -67,22 +67,23 @@ class DTensorLayouts:
         except ValueError as problem:
             raise ValueError(f"{where}: {problem}") from None
         shape = matrix_shape(tensor.shape, flatten)
-        source = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
-        found = [
-            Layout(key._replace(sub=sub), shape, tensor.dtype, shards, source)
+        placement = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
+        layouts = [
+            Layout(key._replace(sub=sub), shape, tensor.dtype, shards, placement)
             for sub, shards in shards_of.items()
         ]
-        held = sum(l.shards.numel_of(rank) for l in found if rank in l.shards.ranks)
+        numel = sum(l.shards.numel_of(rank) for l in layouts if rank in l.shards.ranks)
         local = tensor._local_tensor
-        if held != local.numel():
+        if numel != local.numel():
             raise ValueError(
                 f"{where}: the local tensor has shape {tuple(local.shape)}, which the placements do not give"
             )
-        return found
+        return layouts
 
     def _shards_of(
         self, tensor: DTensor, flatten: bool = False, everywhere: bool = False
     ) -> dict[int, Shards]:
+        """Matrix in the tensor -> its shards. Raises ValueError as :meth:`of` does."""
         mesh = tensor.device_mesh
         if mesh.get_coordinate() is None:
             raise ValueError(
@@ -92,21 +93,21 @@ class DTensorLayouts:
         if memo not in self._shards:
             ranks = self.ranks_of(mesh)
             contributions = _contributions(tensor)
-            held = _matrices_by_rank(tensor, flatten)
-            subs = held[ranks.index(process_rank())].keys()
+            by_rank = _matrices_by_rank(tensor, flatten)
+            subs = by_rank[ranks.index(process_rank())].keys()
             if everywhere:
-                subs = sorted(set().union(*held))
-            found = {}
+                subs = sorted(set().union(*by_rank))
+            shards = {}
             for sub in subs:
-                holders = [at for at, matrices in enumerate(held) if sub in matrices]
-                found[sub] = Shards(
+                holders = [at for at, matrices in enumerate(by_rank) if sub in matrices]
+                shards[sub] = Shards(
                     tuple(ranks[at] for at in holders),
-                    tuple(held[at][sub] for at in holders),
+                    tuple(by_rank[at][sub] for at in holders),
                     tuple(contributions[at] for at in holders if contributions),
                 )
                 shape = matrix_shape(tensor.shape, flatten)
-                check_cover(Layout(Key(0), shape, tensor.dtype, found[sub], str(mesh)))
-            self._shards[memo] = found
+                check_cover(Layout(Key(0), shape, tensor.dtype, shards[sub], str(mesh)))
+            self._shards[memo] = shards
         return self._shards[memo]
 
     def ranks_of(self, mesh: DeviceMesh) -> tuple[int, ...]:
@@ -135,14 +136,14 @@ class DTensorLayouts:
         meshes = {id(p.device_mesh): p.device_mesh for p in on_mesh}
         for mesh in meshes.values():
             groups = shared.setdefault(tuple(sorted(self.ranks_of(mesh))), [])
-            found = [*mesh.get_all_groups(), *_flattened_groups(mesh)]
-            groups += [group for group in found if group not in groups]
+            of_mesh = [*mesh.get_all_groups(), *_flattened_groups(mesh)]
+            groups += [group for group in of_mesh if group not in groups]
         for stack in (p for p in on_mesh if p.ndim > 2):
-            of_mesh = shared[self.mesh_ranks(stack)]
+            mesh_groups = shared[self.mesh_ranks(stack)]
             # A stack that cannot be read is an error on every rank of its mesh.
             with suppress(ValueError):
                 for shards in self._shards_of(stack).values():
-                    shared.setdefault(shards.group, list(of_mesh))
+                    shared.setdefault(shards.group, list(mesh_groups))
         return shared
 
 
@@ -164,7 +165,7 @@ def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
     """The groups of meshes that were flattened out of the same root as ``mesh``."""
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     flattened = getattr(root, "_flatten_mapping", {}).values()
-    return [one.get_group() for one in flattened if one.get_coordinate() is not None]
+    return [flat.get_group() for flat in flattened if flat.get_coordinate() is not None]
 
 
 def cut_out(
@@ -242,8 +243,8 @@ def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
         if grad.placements != param.placements:
             placements = list(param.placements)
             coordinate = param.device_mesh.get_coordinate() or ()
-            for dim, found in enumerate(grad.placements):
-                if placements[dim].is_partial() and not found.is_partial():
+            for dim, placement in enumerate(grad.placements):
+                if placements[dim].is_partial() and not placement.is_partial():
                     placements[dim] = Replicate()
                     counts = counts and coordinate[dim] == 0
             grad = grad.redistribute(param.device_mesh, placements)
@@ -283,6 +284,7 @@ def _properties(tensor: Tensor, with_local: bool) -> tuple:
 
 
 def has_placements_of(param: Tensor, grad: Tensor) -> bool:
+    """Whether both have the same placements; plain tensors have none."""
     return getattr(param, "placements", None) == getattr(grad, "placements", None)
 
 
@@ -355,23 +357,23 @@ def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]
     two, numbered row-major.
     """
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    held = [_runs_along(dim, tensor) for dim in range(tensor.ndim)]
+    cuts = [_runs_along(dim, tensor) for dim in range(tensor.ndim)]
     # The dimension of the rows. Those before it number the matrices, those after it are columns.
     first = 0 if flatten else tensor.ndim - 2
-    found = []
+    by_rank = []
     # Replicas share the result.
-    known: dict[tuple, dict[int, Regions]] = {}
+    matrices_at: dict[tuple, dict[int, Regions]] = {}
     for coordinate in product(*(range(size) for size in mesh.shape)):
-        at = tuple(tuple(coordinate[d] for d in dims) for dims, _ in held)
-        if at not in known:
-            runs = [of_dim[here] for here, (_, of_dim) in zip(at, held)]
+        at = tuple(tuple(coordinate[d] for d in dims) for dims, _ in cuts)
+        if at not in matrices_at:
+            runs = [of_dim[here] for here, (_, of_dim) in zip(at, cuts)]
             columns = _flattened(runs[first + 1 :], shape[first + 1 :])
             regions = _regions(runs[first], columns)
             numel = sum(region.numel for region in regions)
             subs = _indices(_flattened(runs[:first], shape[:first]))
-            known[at] = {n: moved(regions, i * numel) for i, n in enumerate(subs)}
-        found.append(known[at])
-    return found
+            matrices_at[at] = {n: moved(regions, i * numel) for i, n in enumerate(subs)}
+        by_rank.append(matrices_at[at])
+    return by_rank
 
 
 def _indices(runs: Runs) -> Iterator[int]:
@@ -380,14 +382,14 @@ def _indices(runs: Runs) -> Iterator[int]:
 
 def _flattened(runs: Sequence[Runs], shape: Sequence[int]) -> Runs:
     """The runs of indices of several dimensions, as runs of the indices of all of them, row-major."""
-    found, inner = [(0, 1)], 1
+    flat, inner = [(0, 1)], 1
     for of_dim, size in zip(reversed(runs), reversed(shape), strict=True):
-        if found == [(0, inner)]:
-            found = [(start * inner, length * inner) for start, length in of_dim]
+        if flat == [(0, inner)]:
+            flat = [(start * inner, length * inner) for start, length in of_dim]
         else:
-            found = [(i * inner + at, n) for i in _indices(of_dim) for at, n in found]
+            flat = [(i * inner + at, n) for i in _indices(of_dim) for at, n in flat]
         inner *= size
-    return found
+    return flat
 
 
 def _runs_along(
@@ -400,17 +402,17 @@ def _runs_along(
     """
     sizes, shape = tensor.device_mesh.shape, [1] * tensor.ndim
     shape[dim] = -1
-    held = {(): torch.arange(tensor.shape[dim], device="cpu").reshape(shape)}
+    indices_at = {(): torch.arange(tensor.shape[dim], device="cpu").reshape(shape)}
     cuts = _order_of_cuts(tensor.placements, sizes, dim)
     for mesh_dim, placement in cuts:
         finer = {}
-        for at, indices in held.items():
+        for at, indices in indices_at.items():
             parts, _ = placement._split_tensor(
                 indices, sizes[mesh_dim], with_padding=False, contiguous=False
             )
             finer |= {(*at, i): part for i, part in enumerate(parts)}
-        held = finer
-    runs = {at: _runs(indices.flatten()) for at, indices in held.items()}
+        indices_at = finer
+    runs = {at: _runs(indices.flatten()) for at, indices in indices_at.items()}
     return [mesh_dim for mesh_dim, _ in cuts], runs
 
 

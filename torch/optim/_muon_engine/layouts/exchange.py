@@ -1,6 +1,6 @@
 """The data that ranks exchange about tensors that process groups share, and the layouts that follow.
 
-A group does not say how a matrix was cut, so each rank tells its ranks what it holds. The ranks go through
+A group does not say how a matrix was cut, so each rank tells the others its part. The ranks go through
 their groups in the reverse of the order in which the cuts were made. In each group they put their pieces
 together, and tell the next group the result.
 """
@@ -45,10 +45,11 @@ Name = tuple["int | None", int, int]
 Groups = Mapping[tuple[str, tuple[int, ...]], ProcessGroup]
 # The message of a rank to a group: its layouts so far, digests of their values (0 for zeros), and its
 # expert-parallel group.
-Told = tuple[Mapping[Name, Layout], Mapping[Name, int], tuple[int, ...]]
+Message = tuple[Mapping[Name, Layout], Mapping[Name, int], tuple[int, ...]]
 
 
 def in_words(cuts: Sequence[Cut], with_ranks: bool = False) -> str:
+    """How the process groups cut or replicate a matrix, for error messages."""
     words = [
         cut.kind
         + (f" along dimension {cut.dim}" if cut.kind == "tp" else "")
@@ -81,12 +82,12 @@ def completed(
     digests = {name: values.get(l.key, 0) for name, l in zip(parts, layouts)}
     shared = list(described.values())
     warnings: dict[str, list[str]] = {}
-    whole: list[Layout] = []
+    complete: list[Layout] = []
     # The one order in which all ranks go through groups: by kind, then larger groups first.
     order = sorted(groups, key=lambda k: (KINDS.index(k[0]), -len(k[1]), sorted(k[1])))
     for key in order:
-        told: Told = parts, digests, ep_ranks
-        answers, error = exchange(groups[key], told, error, shared)
+        message: Message = parts, digests, ep_ranks
+        answers, error = exchange(groups[key], message, error, shared)
         if error is not None:
             continue
         try:
@@ -100,7 +101,7 @@ def completed(
         except Exception as problem:
             error = problem
     try:
-        whole = [] if error else _checked(layouts, parts.values())
+        complete = [] if error else _checked(layouts, parts.values())
     except Exception as problem:
         error = problem
     # Ranks of the grid may see different contradictions, or none. All of them must raise.
@@ -108,7 +109,7 @@ def completed(
         _, error = exchange(groups[key], None, error, shared)
     if error is not None:
         raise error
-    return whole, warnings
+    return complete, warnings
 
 
 def _checked(layouts: Sequence[Layout], joined: Iterable[Layout]) -> list[Layout]:
@@ -128,7 +129,7 @@ def _checked(layouts: Sequence[Layout], joined: Iterable[Layout]) -> list[Layout
 def _by_name(layouts: Sequence[Layout]) -> dict[Name, Layout]:
     """The layouts by their names. Equal ones are one object, so that a message has each once."""
     named: dict[Name, Layout] = {}
-    known: dict[tuple, Layout] = {}
+    equal: dict[tuple, Layout] = {}
     of_experts = sorted({l.key.index for l in layouts if l.key.expert is not None})
     counts: Counter[int] = Counter()
     for layout in layouts:
@@ -139,15 +140,15 @@ def _by_name(layouts: Sequence[Layout]) -> dict[Name, Layout]:
             name = expert, counts[expert], 0
             counts[expert] += 1
         # Without cuts, ranks look at nothing else of it.
-        kind = layout.cuts and (layout.shape, layout.shards, layout.cuts)
-        named[name] = known.setdefault(kind, layout)
+        content = layout.cuts and (layout.shape, layout.shards, layout.cuts)
+        named[name] = equal.setdefault(content, layout)
     return named
 
 
 def _joined(
     key: tuple[str, tuple[int, ...]],
     parts: Mapping[Name, Layout],
-    answers: Sequence[Told],
+    answers: Sequence[Message],
     described: Mapping[Name, str],
 ) -> list[tuple[Name, Layout, tuple[int, ...]]]:
     """Those of ``parts`` that a group shares, put together from what its ranks told.
@@ -158,38 +159,39 @@ def _joined(
     Raises:
         ValueError: the ranks' parts or groups contradict each other.
     """
-    known: dict[tuple, tuple[Layout, list[int]]] = {}
+    joined_of: dict[tuple, tuple[Layout, list[int]]] = {}
     result = []
-    for name, mine in parts.items():
-        cut = next((cut for cut in mine.cuts if cut[:2] == key), None)
+    layouts, digests, ep_ranks = zip(*answers)
+    for name, part in parts.items():
+        cut = next((c for c in part.cuts if (c.kind, c.ranks) == key), None)
         if cut is None:
             continue
-        theirs = [of_rank.get(name) for of_rank, _, _ in answers]
+        expert, shared = name[0], [of_rank.get(name) for of_rank in layouts]
         # Pickle keeps equal parts of a rank one object.
-        alike = name[0] is None, *map(id, theirs)
-        if alike not in known:
-            found = {r: part for r, part in zip(cut.ranks, theirs) if part}
-            ep_ranks = {r: of_rank for r, (_, _, of_rank) in zip(cut.ranks, answers)}
+        alike = expert is None, *map(id, shared)
+        if alike not in joined_of:
+            pieces = {r: piece for r, piece in zip(cut.ranks, shared) if piece}
+            ep_ranks_of = dict(zip(cut.ranks, ep_ranks))
             try:
-                _check_cuts(mine.cuts, cut, found)
-                members = _members(cut, [*found], ep_ranks, name[0])
-                joined = _together(mine, cut, [found[r] for r in members])
+                _check_cuts(part.cuts, cut, pieces)
+                members = _members(cut, [*pieces], ep_ranks_of, expert)
+                joined = _together(part, cut, [pieces[r] for r in members])
             except ValueError as error:
                 raise common(ValueError(f"{described[name]}: {error}")) from None
-            known[alike] = joined, [cut.ranks.index(r) for r in members]
-        joined, places = known[alike]
+            joined_of[alike] = joined, [cut.ranks.index(r) for r in members]
+        joined, places = joined_of[alike]
         places = places if cut.cuts else places[:1]
-        result.append((name, joined, tuple(answers[at][1][name] for at in places)))
+        result.append((name, joined, tuple(digests[at][name] for at in places)))
     return result
 
 
-def _check_cuts(mine: Sequence[Cut], cut: Cut, found: Mapping[int, Layout]) -> None:
+def _check_cuts(cuts: Sequence[Cut], cut: Cut, parts: Mapping[int, Layout]) -> None:
     """Raises ValueError if the ranks of a group have groups that contradict each other."""
-    rank, grid = process_rank(), _grid(mine)
-    for other, part in found.items():
+    rank, grid = process_rank(), _grid(cuts)
+    for other, part in parts.items():
         if _grid(part.cuts) != grid or cut not in part.cuts:
             raise ValueError(
-                f"the process groups contradict each other. Rank {rank} has {in_words(mine, True)}, but rank {other} has "
+                f"the process groups contradict each other. Rank {rank} has {in_words(cuts, True)}, but rank {other} has "
                 f"{in_words(part.cuts, True)}. Pass groups of one grid of ranks, for example those "
                 "of a DeviceMesh's dimensions, and the same tp_dim_per_param on all ranks"
             )
@@ -201,38 +203,38 @@ def _grid(cuts: Sequence[Cut]) -> list[tuple[str, int, int | None]]:
 
 def _members(
     cut: Cut,
-    found: Sequence[int],
+    holders: Sequence[int],
     ep_ranks: Mapping[int, tuple[int, ...]],
     expert: int | None,
 ) -> Sequence[int]:
-    """Those of ``found``, the holders in a group, that hold a part or a replica of this rank's matrix."""
+    """Those of ``holders``, ranks of a group, that hold a part or a replica of this rank's matrix."""
     rank = process_rank()
     if expert is None:
-        missing = set(cut.ranks) - set(found)
+        missing = set(cut.ranks) - set(holders)
         if missing:
             raise ValueError(
                 f"ranks disagree about the number of parameters that they share: rank {rank} has this one, rank "
                 f"{min(missing)} of the same {cut.kind}_process_group does not. Ranks of a process group must build their "
                 "Muon from the same parameters in the same order; expert_assignments tells experts apart"
             )
-        return found
-    if cut.cuts and len({ep_ranks[r] for r in found}) == 1:
-        return found
+        return holders
+    if cut.cuts and len({ep_ranks[r] for r in holders}) == 1:
+        return holders
     if not cut.cuts:
         # Ranks of one expert-parallel group never hold replicas of an expert.
-        found = [r for r in found if r == rank or r not in ep_ranks[rank]]
+        holders = [r for r in holders if r == rank or r not in ep_ranks[rank]]
     seen: dict[tuple[int, ...], int] = {}
-    for r in found:
+    for r in holders:
         other = seen.setdefault(ep_ranks[r], r)
         if other != r:
             raise ValueError(
                 f"ranks {other} and {r} both hold expert {expert}, but are in one ep_process_group, whose ranks "
                 "hold different experts. Number the experts across that group in expert_assignments"
             )
-    return found
+    return holders
 
 
-def _together(mine: Layout, cut: Cut, parts: Sequence[Layout]) -> Layout:
+def _together(layout: Layout, cut: Cut, parts: Sequence[Layout]) -> Layout:
     """The parts of a group as one: shards along ``cut.dim`` end to end, or replicas."""
     dim, shapes = cut.dim, [part.shape for part in parts]
     where = f"over {cut.kind}_process_group (ranks {listed(cut.ranks, 16)})"
@@ -263,4 +265,4 @@ def _together(mine: Layout, cut: Cut, parts: Sequence[Layout]) -> Layout:
         )
     # Ranks of one grid may put it together in different orders.
     ranks, regions = zip(*sorted(holders))
-    return replace(mine, shape=(shape[0], shape[1]), shards=Shards(ranks, regions))
+    return replace(layout, shape=(shape[0], shape[1]), shards=Shards(ranks, regions))

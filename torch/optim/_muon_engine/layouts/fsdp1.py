@@ -23,22 +23,22 @@ class FlatMatrix(NamedTuple):
     contiguous: bool
     # The elements of it that are held, counted row by row: the first, the one after the last, and the
     # first one's offset in the local tensor.
-    held: tuple[int, int, int] = (0, 0, 0)
+    interval: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def regions(self) -> tuple[Region, ...]:
         """At most three rectangles: the end of one row, whole rows, the beginning of another."""
-        start, end, offset = self.held
-        columns, at, found = self.shape[1], start, []
+        start, end, offset = self.interval
+        columns, at, parts = self.shape[1], start, []
         while at < end:
             row, column = divmod(at, columns)
             if column == 0 and end - at >= columns:
                 height, width = (end - at) // columns, columns
             else:
                 height, width = 1, min(columns - column, end - at)
-            found.append(Region(row, column, height, width, offset + at - start, width))
+            parts.append(Region(row, column, height, width, offset + at - start, width))
             at += height * width
-        return tuple(found)
+        return tuple(parts)
 
 
 class FlatView(NamedTuple):
@@ -58,30 +58,30 @@ Views = dict[Tensor, FlatView]
 
 def views(module: nn.Module) -> Views:
     """The parameters of ``module`` that FSDP1 manages, with what is in them."""
-    found: Views = {}
+    by_param: Views = {}
     for name, unit in module.named_modules():
         # A unit whose parameters all went to nested units has none of its own.
         if not isinstance(unit, FullyShardedDataParallel) or unit._handle is None:
             continue
         handle, flat = unit._handle, unit._handle.flat_param
-        groups = handle.process_group, getattr(unit, "_inter_node_pg", None)
+        shards, replicas = handle.process_group, getattr(unit, "_inter_node_pg", None)
         matrices = _matrices(flat, clean_tensor_name(f"{name}." if name else ""))
-        found[flat] = FlatView(matrices, *groups)
+        by_param[flat] = FlatView(matrices, shards, replicas)
         for matrix, param in zip(matrices, flat._params or ()):
             # An original parameter is the slice itself, not the unit's storage that it is cut from.
-            start, end, _ = matrix.held
-            matrix = matrix._replace(held=(start, end, 0))
-            found[param] = FlatView((matrix,), *groups)
-    return found
+            start, end, _ = matrix.interval
+            matrix = matrix._replace(interval=(start, end, 0))
+            by_param[param] = FlatView((matrix,), shards, replicas)
+    return by_param
 
 
 def view_of(
-    param: Tensor, described: str, known: Views | None, has_group: bool
+    param: Tensor, described: str, flat_views: Views | None, has_group: bool
 ) -> FlatView | None:
     """The view of ``param``; None if FSDP1 did not flatten it.
 
     Args:
-        known: the :func:`views` of the user's module; None without a module.
+        flat_views: the :func:`views` of the user's module; None without a module.
         has_group: whether the user gave the group that shares flat parameters.
 
     Raises:
@@ -89,13 +89,13 @@ def view_of(
     """
     if not getattr(param, "_fsdp_flattened", False):
         return None
-    if known and param in known:
-        return known[param]
+    if flat_views and param in flat_views:
+        return flat_views[param]
     if not getattr(param, "_is_flat_param", False):
         raise ValueError(
             f"{described} is an original parameter of an FSDP1 model, which does not say what it is a slice of. "
             "Give create_auto_config the wrapped model: module=model"
-            if known is None
+            if flat_views is None
             else f"{described} is a parameter of another FSDP1 model than the one that module= names"
         )
     if not has_group:
@@ -107,16 +107,16 @@ def view_of(
 
 
 def _matrices(flat: Any, prefix: str = "") -> tuple[FlatMatrix, ...]:
-    found = []
+    matrices = []
     for number, info in enumerate(flat._shard_param_infos):
-        held = (0, 0, 0)
+        interval = (0, 0, 0)
         if info.in_shard:
             first, end = info.intra_param_start_idx, info.intra_param_end_idx + 1
-            held = first, end, info.offset_in_shard
+            interval = first, end, info.offset_in_shard
         name, shape = prefix + flat._fqns[number], tuple(flat._shapes[number])
         tp, contiguous = flat._param_extensions[number], flat._contiguities[number]
-        found.append(FlatMatrix(name, shape, tp, contiguous, held))
-    return tuple(found)
+        matrices.append(FlatMatrix(name, shape, tp, contiguous, interval))
+    return tuple(matrices)
 
 
 def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:
@@ -126,13 +126,13 @@ def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:
             f"{stack.name!r} of shape {stack.shape} is a stack of matrices that tensor parallelism has cut, which Muon does "
             "not take from FSDP1; use fully_shard"
         )
-    start, end, offset = stack.held
+    start, end, offset = stack.interval
     shape = stack.shape[-2:]
     numel = math.prod(shape)
     for sub in range(math.prod(stack.shape[:-2])):
         first, last = max(start, sub * numel), min(end, (sub + 1) * numel)
-        held = first - sub * numel, last - sub * numel, offset + first - start
-        yield stack._replace(shape=shape, held=held)
+        interval = first - sub * numel, last - sub * numel, offset + first - start
+        yield stack._replace(shape=shape, interval=interval)
 
 
 def matrices_only(
@@ -143,23 +143,23 @@ def matrices_only(
     Raises:
         ValueError: it also holds something else.
     """
-    found: list[FlatMatrix] = []
+    matrices: list[FlatMatrix] = []
     for tensor in view.matrices:
         if flatten and len(tensor.shape) > 2:
             tensor = tensor._replace(shape=matrix_shape(tensor.shape, flatten))
         is_stack = takes_stacks and len(tensor.shape) > 2
-        found += _unstacked(tensor) if is_stack else [tensor]
-    others = _others(found, described)
+        matrices += _unstacked(tensor) if is_stack else [tensor]
+    others = _others(matrices, described)
     if others:
         names = listed([m.name for m in others], 4)
         raise not_2d(f"{described}, which is {names} of shape {others[0].shape}")
-    for matrix in found:
+    for matrix in matrices:
         if not matrix.contiguous:
             raise ValueError(
                 f"FSDP1 flattened {matrix.name!r} of shape {matrix.shape} in the order of its memory, which is not "
                 "contiguous; make it contiguous before wrapping"
             )
-    return found
+    return matrices
 
 
 def _others(tensors: Sequence[FlatMatrix], described: str) -> list[FlatMatrix]:
@@ -179,11 +179,11 @@ def logical_matrices(
     module: nn.Module,
 ) -> Iterator[tuple[str, nn.Parameter, list[tuple[str, tuple[int, ...]]]]]:
     """Each parameter of ``module``: its name, itself, and the name and unsharded shape of all tensors in it."""
-    known = views(module)
+    flat_views = views(module)
     for name, param in module.named_parameters():
         name = clean_tensor_name(name)
         inside = [(name, tuple(param.shape))]
-        if param in known:
-            _others(known[param].matrices, f"parameter {name!r}")
-            inside = [(m.name, m.shape) for m in known[param].matrices]
+        if param in flat_views:
+            _others(flat_views[param].matrices, f"parameter {name!r}")
+            inside = [(m.name, m.shape) for m in flat_views[param].matrices]
         yield name, param, inside

@@ -35,7 +35,7 @@ from torch.optim._muon_engine.layouts import (
     Shards,
     whole_regions,
 )
-from torch.optim._muon_engine.layouts.divide import Known, split
+from torch.optim._muon_engine.layouts.divide import CutShards, split
 from torch.optim._muon_engine.layouts.exchange import (
     completed,
     DIGEST,
@@ -101,8 +101,8 @@ class ParallelGroups:
     def check_count(self, count: int) -> None:
         """Raises ValueError if the user named parameters that do not exist."""
         tp_dims = self.tp_dims if "tp" in self.shared_over() else None
-        given = {"expert_assignments": self.experts, "tp_dim_per_param": tp_dims or {}}
-        for name, indices in given.items():
+        dicts = {"expert_assignments": self.experts, "tp_dim_per_param": tp_dims or {}}
+        for name, indices in dicts.items():
             unknown = sorted(i for i in indices if i >= count)
             if unknown:
                 raise ValueError(
@@ -128,7 +128,7 @@ class Reader:
         self.sharing: dtensor.Sharing = {}
         self._forms: dict[int, Form] = {}
         # Index -> the layouts in a parameter, and a tensor with its type and local shape.
-        self._known: dict[int, tuple[list[Layout], Tensor]] = {}
+        self._by_param: dict[int, tuple[list[Layout], Tensor]] = {}
 
     def read(
         self,
@@ -152,7 +152,7 @@ class Reader:
         self._forms, self.groups.entries = dict(enumerate(forms)), entries
         # Another mesh may get the address of a former one.
         self.dtensors = dtensor.DTensorLayouts()
-        is_first, self._known = not self.sharing, {}
+        is_first, self._by_param = not self.sharing, {}
         local = _LocalReader(self.groups, self.dtensors)
         try:
             self.sharing = self.dtensors.sharing(params)
@@ -161,26 +161,26 @@ class Reader:
                     self.groups.check_count(len(params))
                 for index, (param, name) in enumerate(zip(params, names, strict=True)):
                     key = Key(index, 0, name, self.groups.expert(index))
-                    local.add(key, param, self._form(index)[1])
+                    _, flatten = self._form(index)
+                    local.add(key, param, flatten)
         except Exception as problem:
             # The other ranks are on their way into the exchange, so they hear of it there.
             error = error or problem
         layouts = local.exchange(error)
         for layout in layouts:
             index = layout.key.index
-            self._known.setdefault(index, ([], params[index]))[0].append(layout)
-        self.sharing = self._sharing_of(params, layouts, local.groups_of)
-        known: Known = {}
-        parts = [
-            part
-            for layout in layouts
-            for part in split(layout, self._form(layout.key.index)[0], known)
-        ]
+            self._by_param.setdefault(index, ([], params[index]))[0].append(layout)
+        self.sharing = self._sharing_of(params, layouts, local.group_of)
+        cut_shards: CutShards = {}
+        parts: list[Layout] = []
+        for layout in layouts:
+            fused, _ = self._form(layout.key.index)
+            parts += split(layout, fused, cut_shards)
         # Ranks may list the same experts in different orders, and must share one order.
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
     def _sharing_of(
-        self, params: Sequence[Tensor], layouts: Sequence[Layout], given: Groups
+        self, params: Sequence[Tensor], layouts: Sequence[Layout], groups: Groups
     ) -> dtensor.Sharing:
         of_meshes = self.sharing
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
@@ -191,16 +191,16 @@ class Reader:
         ):
             # Replicas along other groups make a mesh one part of several. A mesh of other parameters does
             # not count: not all of these ranks may be on one.
-            inside = [g for (_, of), g in given.items() if set(of) <= set(ranks)]
+            inside = [g for (_, part), g in groups.items() if set(part) <= set(ranks)]
             inside += [*sharing.get(ranks, []), *of_meshes.get(mesh, [])]
             sharing[ranks] = list(dict.fromkeys(inside))
         return sharing
 
     def meeting(self, params: Sequence[Tensor]) -> dtensor.Sharing:
         """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
-        given = self.groups.shared_over().values()
-        known = {tuple(sorted(_ranks(group))): [group] for group in given}
-        return {**self.dtensors.sharing(params), **known}
+        groups = self.groups.shared_over().values()
+        shared = {tuple(sorted(_ranks(group))): [group] for group in groups}
+        return {**self.dtensors.sharing(params), **shared}
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
         """Where collectives take their memory."""
@@ -222,7 +222,7 @@ class Reader:
                 "stride": like.stride(),
                 "local_shape": like._local_tensor.shape,
             }
-            for index, (_, like) in self._known.items()
+            for index, (_, like) in self._by_param.items()
             if isinstance(like, DTensor)
         }
 
@@ -233,19 +233,19 @@ class Reader:
 
     def shape_of(self, index: int) -> torch.Size:
         """The shape of the tensor that :meth:`whole` returns for parameter ``index``."""
-        layouts, like = self._known[index]
+        layouts, like = self._by_param[index]
         if isinstance(like, DTensor):
             return like.shape
         rows, columns = layouts[0].shape
-        flatten = self._form(index)[1]
+        _, flatten = self._form(index)
         outer, inner = ((), like.shape[2:]) if flatten else (like.shape[:-2], ())
         return torch.Size((*outer, rows, columns // math.prod(inner), *inner))
 
     def whole(self, tensor: Tensor, index: int) -> Tensor:
         """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
         self.groups.check_tp_dim(tensor, index)
-        layouts, like = self._known.get(index, ([], tensor))
-        flatten = self._form(index)[1]
+        layouts, like = self._by_param.get(index, ([], tensor))
+        _, flatten = self._form(index)
         if isinstance(tensor, DTensor):
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
         elif not layouts or (len(layouts) == 1 and like.shape != tensor.shape):
@@ -257,16 +257,15 @@ class Reader:
                 f"parameter {index} holds {len(layouts)} matrices, which gather_fn and redistribute_fn cannot hand over as "
                 "one. They work for a flat parameter if every FSDP unit holds a single matrix"
             )
-        self._known[index] = layouts, tensor
+        self._by_param[index] = layouts, tensor
         piece, shape = dtensor.local_part(tensor), self.shape_of(index)
         ranks = self.dtensors.mesh_ranks(tensor) or layouts[0].group
         if len(ranks) == 1:
             return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.
-        given = [*self.groups.shared_over().values()]
+        shared = [*self.groups.shared_over().values()]
         sharing = self.sharing or self.dtensors.sharing([tensor])
-        known = sharing.get(ranks, given)
-        group = process_groups.spanning_group(ranks, known)
+        group = process_groups.spanning_group(ranks, sharing.get(ranks, shared))
         flat = all_gather_uneven(piece.reshape(-1), group)
         parts = dict(zip(ranks, flat, strict=True))
         # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
@@ -279,7 +278,7 @@ class Reader:
 
     def piece(self, full: Tensor, index: int, owner: int) -> Tensor:
         """This rank's piece of the tensor ``full`` of ``owner``, cut without communication."""
-        layouts, like = self._known.get(index, ([], full))
+        layouts, like = self._by_param.get(index, ([], full))
         if not layouts and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"nothing is known of parameter {index} yet, so redistribute_fn cannot tell which piece of the matrix is "
@@ -295,28 +294,33 @@ class Reader:
 class _LocalReader:
     """Collects what this rank knows by itself about one optimizer's matrices."""
 
-    def __init__(self, given: ParallelGroups, dtensors: dtensor.DTensorLayouts) -> None:
-        self.groups, self.dtensors = given, dtensors
-        self.shared = given.shared_over()
+    def __init__(
+        self, groups: ParallelGroups, dtensors: dtensor.DTensorLayouts
+    ) -> None:
+        self.groups, self.dtensors = groups, dtensors
+        self.shared = groups.shared_over()
         # Kind and ranks -> the group. A unit of FSDP1 may have other groups than those that were given.
-        self.groups_of = {(kind, _ranks(g)): g for kind, g in self.shared.items()}
-        self.found: list[Layout] = []
+        self.group_of = {(kind, _ranks(g)): g for kind, g in self.shared.items()}
+        self.layouts: list[Layout] = []
         # Digests of the values that this rank stores of cut matrices.
         self.values: dict[Key, int] = {}
         # Text -> the matrices that it is about.
         self.warnings: dict[str, list[str]] = {}
         # Equal shards are one object.
         self._shards: dict[tuple, Shards] = {}
-        self._views = None if given.module is None else fsdp1.views(given.module)
+        self._views = None if groups.module is None else fsdp1.views(groups.module)
 
     def exchange(self, error: BaseException | None) -> list[Layout]:
-        """The whole layouts of the matrices found, from what all ranks tell. Gives the warnings."""
+        """The layouts of all added matrices, completed by what the other ranks tell. Warns once for all.
+
+        Raises ``error``, or that of another rank.
+        """
         ep = self.groups.of_kind["ep"]
         ranks = (process_rank(),) if ep is None else _ranks(ep)
-        layouts, more = completed(self.found, self.groups_of, ranks, self.values, error)
-        self.warnings |= more
+        layouts, new = completed(self.layouts, self.group_of, ranks, self.values, error)
+        self.warnings |= new
         # Only the first of the ranks speaks.
-        if all(min(ranks) == process_rank() for _, ranks in self.groups_of):
+        if all(min(ranks) == process_rank() for _, ranks in self.group_of):
             for text, named in self.warnings.items():
                 warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
         return layouts
@@ -336,8 +340,8 @@ class _LocalReader:
             self._add_plain(key, param, flatten)
         else:
             takes_stacks = self.groups.takes_stacks
-            found = fsdp1.matrices_only(view, described, takes_stacks, flatten)
-            for sub, matrix in enumerate(found):
+            matrices = fsdp1.matrices_only(view, described, takes_stacks, flatten)
+            for sub, matrix in enumerate(matrices):
                 self._add_flat(key._replace(sub=sub), param, matrix, view)
 
     def _add(
@@ -349,18 +353,22 @@ class _LocalReader:
         groups: Mapping[str, ProcessGroup],
         dims: Mapping[str, int | None],
     ) -> None:
+        """Adds one matrix: this rank's ``regions`` of its piece of ``shape``, which the ``groups`` share.
+
+        ``dims`` are the dimensions along which groups of a kind cut it; without one, ranks hold replicas.
+        """
         cuts = tuple(
             Cut(kind, _ranks(groups[kind]), dims.get(kind))
             for kind in KINDS
             if kind in groups and dist.get_world_size(groups[kind]) > 1
         )
-        self.groups_of |= {(cut.kind, cut.ranks): groups[cut.kind] for cut in cuts}
+        self.group_of |= {(cut.kind, cut.ranks): groups[cut.kind] for cut in cuts}
         shards = Shards((process_rank(),), (regions,))
         shards = self._shards.setdefault((shape, regions), shards)
-        where = in_words(cuts)
-        self.found.append(Layout(key, shape, param.dtype, shards, where, cuts=cuts))
+        layout = Layout(key, shape, param.dtype, shards, in_words(cuts), cuts=cuts)
+        self.layouts.append(layout)
         if not cuts:
-            check_cover(self.found[-1])
+            check_cover(layout)
         has_values = not param.is_meta and not process_groups.is_dry_run()
         if has_values and any(cut.cuts for cut in cuts):
             local = dtensor.local_part(param)
@@ -379,45 +387,46 @@ class _LocalReader:
             # The contributions to a sum are no replicas.
             cuts = ()
         layouts = self.dtensors.of(key, tensor, flatten)
-        self.found += [replace(layout, cuts=cuts) for layout in layouts]
+        self.layouts += [replace(layout, cuts=cuts) for layout in layouts]
         for layout in layouts[:1]:
             self._compare_with_groups(layout, tensor)
 
     def _compare_with_groups(self, layout: Layout, tensor: DTensor) -> None:
         """Warns if a group or dimension contradicts the placements."""
-        mesh, said = tensor.device_mesh, self.groups.tp_dim(layout.key.index)
-        which = f"The DTensor's placements count: {layout.source}"
+        mesh, config_dim = tensor.device_mesh, self.groups.tp_dim(layout.key.index)
+        verdict = f"The DTensor's placements count: {layout.placement}"
         placed = {
             _ranks(mesh.get_group(dim)): placement
             for dim, placement in enumerate(tensor.placements)
         }
-        tp_dim = None if said is None else said % tensor.ndim
+        tp_dim = None if config_dim is None else config_dim % tensor.ndim
         for kind in self.shared.keys() & {"fsdp", "tp"}:
             ranks = _ranks(self.shared[kind])
             dim = getattr(placed.get(ranks), "dim", None)
             agrees = dim is not None if kind == "fsdp" else dim == tp_dim
             if ranks not in placed or not agrees:
-                along = f" along dimension {said}" if kind == "tp" else ""
-                found = f"is {placed[ranks]}" if ranks in placed else f"is on {mesh}"
-                text = f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement {found}"
-                self._warn(layout.describe(), f"{text}. {which}")
+                along = f" along dimension {config_dim}" if kind == "tp" else ""
+                actual = f"is {placed[ranks]}" if ranks in placed else f"is on {mesh}"
+                text = f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement {actual}"
+                self._warn(layout.describe(), f"{text}. {verdict}")
         replicas = _ranks(self.shared["ddp"]) if "ddp" in self.shared else ()
         inside = sorted({*replicas} & {*layout.group})
         if len({layout.shards.of(rank) for rank in inside}) > 1:
             text = (
                 f"ddp_process_group says that ranks {list(replicas)} hold replicas, but by its placements ranks {inside} "
-                f"hold different shards. {which}"
+                f"hold different shards. {verdict}"
             )
             self._warn(layout.describe(), text)
 
     def _add_plain(self, key: Key, param: Tensor, flatten: bool) -> None:
+        """Adds the matrices in a plain tensor. Raises ValueError if they cannot be told from its cut."""
         if param.ndim < 2:
             raise not_2d(key.describe(param.shape))
         groups = dict(self.shared)
         if self._views:
             # FSDP1 did not flatten it, so each rank has it whole. TP may have cut it nevertheless.
-            said = self.groups.tp_dim(key.index), dtensor.tp_mark_of(param)
-            is_cut = said != (None, None)
+            dim, mark = self.groups.tp_dim(key.index), dtensor.tp_mark_of(param)
+            is_cut = dim is not None or mark is not None
             groups = {k: g for k, g in groups.items() if k == "tp" and is_cut}
         tp_dim = self._tp_dim(key, param) if "tp" in groups else None
         stacked = 0 if flatten else param.ndim - 2
@@ -442,39 +451,40 @@ class _LocalReader:
 
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
         """The dimension along which TP cuts ``param``, from the user or else from the framework's mark."""
-        said = self.groups.tp_dim(key.index)
-        if said is not None:
-            return said % max(2, param.ndim)
-        marked = dtensor.tp_mark_of(param)
-        if self.groups.tp_dims is not None or marked == -1:
+        dim = self.groups.tp_dim(key.index)
+        if dim is not None:
+            return dim % max(2, param.ndim)
+        mark = dtensor.tp_mark_of(param)
+        if self.groups.tp_dims is not None or mark == -1:
             return None
-        if marked is None:
+        if mark is None:
             raise ValueError(
                 f"{key.describe(param.shape)}: tp_process_group is given, but not how it cuts this. Give "
                 "tp_dim_per_param: a dict of parameter index -> dimension, without those that are not cut (see "
                 "detect_tp_dims_from_model), or an int for all"
             )
-        return marked
+        return mark
 
     def _add_flat(
         self, key: Key, param: Tensor, matrix: fsdp1.FlatMatrix, view: fsdp1.FlatView
     ) -> None:
+        """Adds a matrix that FSDP1 flattened. Its own groups count, not other ones of the config."""
         key = key._replace(name=key.name or matrix.name)
         described = key.describe(matrix.shape)
-        found = {"fsdp": view.shards, "ddp": view.replicas}
+        fsdp1_groups = {"fsdp": view.shards, "ddp": view.replicas}
         tp_dim = None
         if matrix.tp is not None:
-            found["tp"], tp_dim = self._tp_of_spec(key, described, matrix.tp)
+            fsdp1_groups["tp"], tp_dim = self._tp_of_spec(key, described, matrix.tp)
         elif "tp" in self.shared:
             tp_dim = self._tp_dim(key, param)
         groups = dict(self.shared)
-        for kind, group in found.items():
+        for kind, group in fsdp1_groups.items():
             if group is None:
                 continue
-            given, ranks = _ranks(groups.get(kind, group)), _ranks(group)
+            config_ranks, ranks = _ranks(groups.get(kind, group)), _ranks(group)
             groups[kind] = group
-            if given != ranks:
-                text = f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count"
+            if config_ranks != ranks:
+                text = f"{kind}_process_group has ranks {list(config_ranks)}, but FSDP1 has {list(ranks)}, which count"
                 self._warn(described, text)
         # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
         shape = matrix_shape(matrix.shape, False)
@@ -489,10 +499,10 @@ class _LocalReader:
                 f"{described}: FSDP1 over DTensors of a mesh of {spec.mesh.ndim} dimensions is not supported; use "
                 "fully_shard"
             )
-        (placement,), said = spec.placements, self.groups.tp_dim(key.index)
+        (placement,), config_dim = spec.placements, self.groups.tp_dim(key.index)
         dim = getattr(placement, "dim", None)
-        if said is not None and said % 2 != dim:
-            text = f"tp_dim_per_param says dimension {said}, but its placement is {placement}, which counts"
+        if config_dim is not None and config_dim % 2 != dim:
+            text = f"tp_dim_per_param says dimension {config_dim}, but its placement is {placement}, which counts"
             self._warn(described, text)
         return spec.mesh.get_group(), dim
 

@@ -43,7 +43,7 @@ class Param:
         self.local: Tensor
         self.momentum: Tensor
         # The gradient that the user set, and its local part placed like the parameter.
-        self.given: Tensor | None = None
+        self.user_grad: Tensor | None = None
         self.grad: Tensor | None = None
         # Why this rank cannot use the gradient.
         self.problem = ""
@@ -60,9 +60,11 @@ class Param:
 
     @property
     def frozen(self) -> bool:
+        """Whether it took no gradients when the engine was built."""
         return self.origin[0]
 
     def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is this parameter, and its layout is that of the build."""
         return self.tensor is tensor and self.origin == dtensor.origin_of(tensor)
 
     def check_form(self, formulas: Any) -> None:
@@ -89,14 +91,14 @@ class Param:
         state["momentum_buffer"] = buffer
         self.local = dtensor.local_part(self.tensor)
         self.momentum = dtensor.local_part(buffer)
-        self.given, self.grad, self._accumulated = grad, None, False
+        self.user_grad, self.grad, self._accumulated = grad, None, False
         self.problem = (
             "" if grad is None else dtensor.problem_with_gradient(self.tensor, grad)
         )
 
     def end(self) -> None:
-        """Drops the gradient, whose memory is the user's to free."""
-        self.given = self.grad = None
+        """Drops the references to the gradient, so that the user can free its memory."""
+        self.user_grad = self.grad = None
 
     @property
     def lookahead(self) -> Tensor:
@@ -105,17 +107,17 @@ class Param:
 
     def place_gradient(self) -> None:
         """Brings a gradient of another placement to the parameter's, by a collective of DTensor's."""
-        if self.given is not None and not self.problem:
-            if not dtensor.has_placements_of(self.tensor, self.given):
-                self._take_local(self.given)
+        if self.user_grad is not None and not self.problem:
+            if not dtensor.has_placements_of(self.tensor, self.user_grad):
+                self._take_local(self.user_grad)
 
     def take_gradient(self) -> bool:
-        """Returns True once per step if there is a gradient to accumulate."""
-        if self._accumulated or self.given is None or self.problem:
+        """Sets ``grad``. Returns True once per step if there is a gradient to accumulate."""
+        if self._accumulated or self.user_grad is None or self.problem:
             return False
         self._accumulated = True
         if self.grad is None:
-            self._take_local(self.given)
+            self._take_local(self.user_grad)
         return True
 
     def _take_local(self, grad: Tensor) -> None:
@@ -147,11 +149,12 @@ class Matrix:
 
     @property
     def status(self) -> Status:
+        """The status of the gradient in this step, as this rank sees it."""
         if self.param.problem:
             return Status.UNUSABLE
         if self.is_empty:
             return Status.EMPTY
-        return Status.PRESENT if self.param.given is not None else Status.ABSENT
+        return Status.PRESENT if self.param.user_grad is not None else Status.ABSENT
 
     @property
     def applies(self) -> bool:

@@ -82,11 +82,12 @@ class Compute:
 
         Without a gradient, that is momentum, so that the owner receives defined values.
         """
-        for some in self._alike(targets, _prepare_key):
-            prepared = self._prepared([(m, region) for m, region, _ in some])
-            copy_all([(t, made) for (_, _, t), made in zip(some, prepared)])
+        for part in self._alike(targets, _prepare_key):
+            prepared = self._prepared([(m, region) for m, region, _ in part])
+            copy_all([(t, made) for (_, _, t), made in zip(part, prepared)])
 
     def _prepared(self, regions: Sequence[tuple[Matrix, Region]]) -> Sequence[Tensor]:
+        """For each region a tensor of its shape; on a CPU scratch memory, valid until the next call."""
         momenta = [region.of_local(m.param.momentum) for m, region in regions]
         grads = [region.of_local(m.param.lookahead) for m, region in regions]
         out = None
@@ -96,18 +97,18 @@ class Compute:
 
     def batches(self, bucket: LocalBucket) -> list[list[Matrix]]:
         """This rank's matrices of one shape and equal options, as many as the formulas allow in a batch."""
-        found: dict[Hashable, list[list[Matrix]]] = {}
+        by_key: dict[Hashable, list[list[Matrix]]] = {}
         for matrix in bucket.matrices:
             if matrix.owner != self.rank or not matrix.is_orthogonalized:
                 continue
             formulas, shape = matrix.param.formulas, matrix.layout.shape
             # The blocks of a divided matrix come first in a bucket, and each is alone.
             alone = matrix.number if matrix.products is not None else None
-            batches = found.setdefault((alone, formulas.compute_key, shape), [[]])
+            batches = by_key.setdefault((alone, formulas.compute_key, shape), [[]])
             if len(batches[-1]) == formulas.batch_size(shape, self.device):
                 batches.append([])
             batches[-1].append(matrix)
-        return [batch for batches in found.values() for batch in batches]
+        return [batch for batches in by_key.values() for batch in batches]
 
     def orthogonalize(self, bucket: LocalBucket, batch: Sequence[Matrix]) -> None:
         """Computes the updates of ``batch``, packs them for their holders, and applies this rank's part."""
@@ -131,11 +132,11 @@ class Compute:
                 if not update.is_contiguous():
                     # Transposing a tall update once is faster than transposing each region of it.
                     updates[i] = wholes[i].copy_(update)
-            made = list(zip(batch, updates, strict=True))
+            results = list(zip(batch, updates, strict=True))
             copy_all(
                 [
                     (view, region.of_matrix(update))
-                    for matrix, update in made
+                    for matrix, update in results
                     for _, region, view in bucket.results_of(matrix.number)
                 ]
             )
@@ -144,14 +145,14 @@ class Compute:
             self._log("apply", batch)
             self.apply(
                 (matrix, region, region.of_matrix(update))
-                for matrix, update in made
+                for matrix, update in results
                 for region in (matrix.shard if matrix.applies else ())
             )
 
     def assemble(
         self, bucket: LocalBucket, batch: Sequence[Matrix], wholes: Sequence[Tensor]
     ) -> None:
-        """Fills ``wholes`` from the received regions and from this rank's own."""
+        """Fills ``wholes``, of each matrix's shape, from the received regions and from this rank's own."""
         own: list[Move] = []
         received: list[tuple[Tensor, Tensor]] = []
         for matrix, out in zip(batch, wholes, strict=True):
@@ -184,14 +185,14 @@ class Compute:
 
     def apply(self, moves: Iterable[Move]) -> None:
         """Decays regions of parameters, and updates those that have an update."""
-        for some in self._alike(moves, _apply_key):
-            (matrix, _, first), formulas = some[0], some[0][0].param.formulas
-            local = [m.local(region) for m, region, _ in some]
+        for part in self._alike(moves, _apply_key):
+            matrix, _, first = part[0]
+            local = [m.local(region) for m, region, _ in part]
             updates = None
             if first is not None:
                 # Parameters may be offloaded to a CPU.
-                updates = [u.to(l.device) for (_, _, u), l in zip(some, local)]
-            formulas.apply(local, updates, matrix.layout.whole)
+                updates = [u.to(l.device) for (_, _, u), l in zip(part, local)]
+            matrix.param.formulas.apply(local, updates, matrix.layout.whole)
 
     def _alike(
         self, moves: Iterable[Move], key: Callable[[Move], Hashable]
@@ -200,17 +201,17 @@ class Compute:
         if self.device.type == "cpu":
             yield from ([move] for move in moves)
             return
-        alike: dict[Hashable, list[list[Move]]] = {}
+        by_key: dict[Hashable, list[list[Move]]] = {}
         room: dict[Hashable, int] = {}
         for move in moves:
             matrix, region, _ = move
-            nbytes, of = region.numel * matrix.layout.dtype.itemsize, key(move)
-            if room.get(of, -1) < nbytes:
-                alike.setdefault(of, []).append([])
-                room[of] = max(nbytes, PREPARED_BYTES)
-            room[of] -= nbytes
-            alike[of][-1].append(move)
-        for lists in alike.values():
+            nbytes, value = region.numel * matrix.layout.dtype.itemsize, key(move)
+            if room.get(value, -1) < nbytes:
+                by_key.setdefault(value, []).append([])
+                room[value] = max(nbytes, PREPARED_BYTES)
+            room[value] -= nbytes
+            by_key[value][-1].append(move)
+        for lists in by_key.values():
             yield from lists
 
 
@@ -225,11 +226,11 @@ def _apply_key(move: Move) -> Hashable:
 
 def accumulate(params: Iterable[Param]) -> None:
     """Takes each parameter's gradient into its momentum, once per step."""
-    together: dict[int, list[Param]] = {}
+    by_formulas: dict[int, list[Param]] = {}
     for param in params:
         if param.take_gradient():
-            together.setdefault(id(param.formulas), []).append(param)
-    for of_formulas in together.values():
+            by_formulas.setdefault(id(param.formulas), []).append(param)
+    for of_formulas in by_formulas.values():
         of_formulas[0].formulas.accumulate(
             [param.momentum for param in of_formulas],
             [param.grad for param in of_formulas if param.grad is not None],

@@ -168,6 +168,7 @@ class Pipeline(Compute):
                     self.apply_received(relay, relay.packed)
 
     def wait(self, flight: LocalBucket | LocalRelay, phase: str) -> None:
+        """Waits for the collective that ``flight`` has started."""
         with self._phase(f"wait for {phase}", flight):
             flight.wait()
 
@@ -209,6 +210,7 @@ class Pipeline(Compute):
     def apply_received(
         self, flight: LocalBucket | LocalRelay, received: BoundPack
     ) -> None:
+        """Applies the updates of other owners' matrices that are packed in ``received``."""
         moves: list[Move] = []
         for matrix in flight.matrices:
             packed = received.of(matrix.number)

@@ -20,7 +20,13 @@ from torch.optim._muon_engine.schedule.packs import Relay, relay_sizes, RELAYS_I
 
 
 class LocalRelay(InFlight):
-    """One broadcast along replicas, on this rank."""
+    """One broadcast along replicas, on this rank.
+
+    Args:
+        bucket: whose results it broadcasts.
+        packed: the memory of the relay's pack.
+        group: of the replicas.
+    """
 
     def __init__(
         self,
@@ -45,22 +51,22 @@ class LocalRelay(InFlight):
         origins = (self.bucket.scatter_recv, self.bucket.kept)
         copy_all(
             [
-                (target.view, found.view)
+                (target.view, source.view)
                 for matrix in self.matrices
                 for origin in origins
-                for target, found in zip(
+                for target, source in zip(
                     self.packed.of(matrix.number), origin.of(matrix.number)
                 )
             ]
         )
 
     def start(self) -> None:
+        """Starts the broadcast, unless it is in flight."""
         if not self.works:
-            name = (
-                f"relay of bucket {self.bucket.bucket.index} from rank {self._source}"
-            )
-            to = {"src": self._source, "group": self._group, "async_op": True}
-            self.launch(name, partial(dist.broadcast, **to), self.packed.flat)
+            index, source, group = self.bucket.bucket.index, self._source, self._group
+            start = partial(dist.broadcast, src=source, group=group, async_op=True)
+            name = f"relay of bucket {index} from rank {source}"
+            self.launch(name, start, self.packed.flat)
 
 
 def attach_relays(
@@ -75,11 +81,11 @@ def attach_relays(
     sources arrive in a ring, whose memory the next but one relay uses again.
     """
     for group in dict.fromkeys(bucket.bucket.group for bucket, _ in buckets):
-        ours = [pair for pair in buckets if pair[0].bucket.group == group]
-        sent, received = relay_sizes((relays for _, relays in ours), rank)
+        pairs = [(b, relays) for b, relays in buckets if b.bucket.group == group]
+        sent, received = relay_sizes((relays for _, relays in pairs), rank)
         outgoing = memory.empty(sent)
         incoming = [memory.empty(received) for _ in range(RELAYS_IN_FLIGHT)]
-        for bucket, relays in ours:
+        for bucket, relays in pairs:
             start, ring = 0, itertools.cycle(incoming)
             for relay in relays:
                 if relay.source == rank:

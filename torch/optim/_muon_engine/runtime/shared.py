@@ -27,11 +27,13 @@ class SharedProducts(Products):
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
 
     def norm(self, x: Tensor) -> Tensor:
+        """The Frobenius norm of the whole matrix, of which ``x`` is this rank's block."""
         total = torch.linalg.vector_norm(x, dtype=torch.float32).square()
         dist.all_reduce(total, group=self._group)
         return total.sqrt().to(x.dtype)
 
     def gram(self, x: Tensor) -> Tensor:
+        """The Gram matrix, of shape (short, short), of the whole matrix with a block ``x`` of (short, n)."""
         products = products_for(x, "quintic")
         first, *others = x.chunk(-(-_PARTS // self._count), dim=1)
         total = products.gram(first).float()
@@ -43,14 +45,15 @@ class SharedProducts(Products):
     def combine(
         self, base: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1
     ) -> Tensor:
+        """``beta * base + alpha * left @ right``, all of shape (short, short): some rows on each rank."""
         rows = len(left)
-        each = -(-rows // self._count)
-        start = min(rows, each * self._rank)
-        mine = slice(start, min(rows, start + each))
-        made = left.new_empty(each, rows)
-        out = made[: mine.stop - start]
-        _addmm(base[mine], left[mine], right, beta, alpha, out)
-        return self._all_gather(made)[:rows]
+        height = -(-rows // self._count)
+        start = min(rows, height * self._rank)
+        own = slice(start, min(rows, start + height))
+        block = left.new_empty(height, rows)
+        out = block[: own.stop - start]
+        _addmm(base[own], left[own], right, beta, alpha, out)
+        return self._all_gather(block)[:rows]
 
     def _all_gather(self, rows: Tensor) -> Tensor:
         """The equally many ``rows`` of each rank, one below the other."""

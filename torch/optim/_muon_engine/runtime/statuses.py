@@ -59,7 +59,7 @@ class Statuses(InFlight):
 
     Args:
         matrices: those that the group shares, in the order of all ranks.
-        number: which of the optimizers over these ranks this is.
+        number: of this optimizer among those over the same ranks.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class Statuses(InFlight):
             differs: whether this rank knows of a mismatch in another group.
         """
         formulas = {id(m.param.formulas): m.param.formulas for m in self.matrices}
-        digests = {key: of.digest for key, of in formulas.items()}
+        digests = {key: options.digest for key, options in formulas.items()}
         rows: list[tuple[int, ...]] = [
             (step, -step, self._identity, -self._identity, differs)
         ]
         for matrix in self.matrices:
             digest = digests[id(matrix.param.formulas)]
             status = matrix.status
-            rows.append((*(status == one for one in _SOME), digest, -digest))
+            rows.append((*(status == column for column in _SOME), digest, -digest))
         self._rows[: len(rows), :5] = torch.tensor(rows, device="cpu")
         self._table.copy_(self._rows, non_blocking=True)
         self._add_values()
@@ -122,8 +122,9 @@ class Statuses(InFlight):
             self._reduce(self._table[_ROWS:])
 
     def _reduce(self, rows: Tensor) -> None:
-        how = {"op": dist.ReduceOp.MAX, "group": self._group, "async_op": True}
-        self.launch("all-reduce of statuses", partial(dist.all_reduce, **how), rows)
+        largest, group = dist.ReduceOp.MAX, self._group
+        start = partial(dist.all_reduce, op=largest, group=group, async_op=True)
+        self.launch("all-reduce of statuses", start, rows)
 
     def _add_values(self) -> None:
         """Adds digests of the values of replicated matrices, once."""
@@ -169,13 +170,13 @@ class Statuses(InFlight):
             self.wait()
             rows = self._host[1 : len(self.matrices) + 1].tolist()
         for differs, reason in _MISMATCHES:
-            which = [
+            differing = [
                 matrix.layout.describe()
                 for matrix, row in zip(self.matrices, rows, strict=True)
                 if differs(*row)
             ]
-            if which and not text:
-                text = f"{reason}: {listed(which, 4)}"
+            if differing and not text:
+                text = f"{reason}: {listed(differing, 4)}"
         return text or (_OTHER_GROUP if header[4] else "")
 
     def _other_step(self, header: Sequence[int]) -> str:
@@ -204,9 +205,9 @@ def _is_replicated(matrix: Matrix) -> bool:
 def _digest_of(matrix: Matrix) -> Tensor:
     """32 bits of a sum over the bits of the matrix's values: a scalar integer on their device."""
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    found = torch.zeros((), dtype=torch.int64, device=matrix.param.local.device)
+    total = torch.zeros((), dtype=torch.int64, device=matrix.param.local.device)
     for region in matrix.shard:
         values = matrix.local(region)
-        found += values.view(ints[values.itemsize]).sum(dtype=torch.int64)
+        total += values.view(ints[values.itemsize]).sum(dtype=torch.int64)
     # The golden ratio's bits carry a difference in any bit into the highest ones.
-    return ((found * -7046029254386353131) >> 32) & 0xFFFFFFFF
+    return ((total * -7046029254386353131) >> 32) & 0xFFFFFFFF

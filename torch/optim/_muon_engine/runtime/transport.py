@@ -4,11 +4,11 @@ The schedule alone decides what is sent, to whom and how much. Gradients fill th
 change a call.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,9 +45,10 @@ class Memory:
         self._scratch: dict[Any, dict[Any, Tensor]] = {}
 
     def empty(self, nbytes: int) -> Tensor:
-        made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._storages.append((made.untyped_storage(), nbytes))
-        return made
+        """A 1D tensor of ``nbytes`` bytes for packs, which lives as long as this object."""
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._storages.append((memory.untyped_storage(), nbytes))
+        return memory
 
     def scratch(self, purpose: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """A tensor of ``shape``, valid until the next call with this purpose."""
@@ -104,8 +105,8 @@ class BoundPack:
         for matrix, rank, region, offset in pack.regions:
             flat = self.flat.narrow(0, offset, region.numel)
             view = region.in_blocks(flat.view(region.height, region.width))
-            found = self._views.setdefault(matrix, [])
-            found.append(PackedView(rank, region, view))
+            views = self._views.setdefault(matrix, [])
+            views.append(PackedView(rank, region, view))
 
     def of(self, matrix: int) -> Sequence[PackedView]:
         """The packed regions of ``matrix``."""
@@ -122,7 +123,7 @@ class ExchangeError(RuntimeError):
 
 @contextmanager
 def named(
-    what: str, matrices: Sequence[Matrix], ranks: Sequence[int]
+    collective: str, matrices: Sequence[Matrix], ranks: Sequence[int]
 ) -> Iterator[None]:
     """Adds to a backend's error which collective failed and which matrices it carried."""
     try:
@@ -130,7 +131,7 @@ def named(
     except RuntimeError as error:
         carried = listed([matrix.layout.describe() for matrix in matrices])
         raise ExchangeError(
-            f"the {what}, with {carried}, among ranks {list(ranks)} failed. One of these ranks ended, failed before it, did "
+            f"the {collective}, with {carried}, among ranks {list(ranks)} failed. One of these ranks ended, failed before it, did "
             f"not call step(), or changed its parameters alone: {error}",
             ranks,
         ) from error
@@ -155,6 +156,7 @@ class InFlight:
             self.works.append((name, work, (start, memory)))
 
     def wait(self) -> None:
+        """Waits for all of them. Raises ExchangeError if one failed."""
         while self.works:
             name, work, _ = self.works.pop(0)
             with named(name, self.matrices, self.ranks):
@@ -196,18 +198,19 @@ class LocalBucket(InFlight):
         self._levels = levels
 
     def start_gather(self) -> None:
+        """Starts to send this rank's shards to the owners, and to receive those of its matrices."""
         self._start("gather", self.gather_recv, self.gather_send, self._levels[:1])
 
     def start_scatter(self) -> None:
+        """Starts to send the updates to the holders, and to receive those of this rank's shards."""
         self._start("scatter", self.scatter_recv, self.scatter_send, self._levels[1:])
 
     def _start(
         self, phase: str, recv: BoundPack, send: BoundPack, levels: Sequence[Levels]
     ) -> None:
-        start: Callable[..., Any] = functools.partial(all_to_all, group=self._group)
+        start: Callable[..., Any] = partial(all_to_all, group=self._group)
         if levels:
-            further: dict[str, Any] = {"levels": levels[0], "temporary": []}
-            start = functools.partial(two_level_all_to_all, **further)
+            start = partial(two_level_all_to_all, levels=levels[0], temporary=[])
         if self._group is not None:
             memory = recv.flat, send.flat, recv.splits, send.splits
             self.launch(f"{phase} of bucket {self.bucket.index}", start, *memory)
@@ -282,7 +285,7 @@ def two_level_all_to_all(
         chunks = send.split(list(send_splits))
         by_rail = [chunks[at::width] for at in range(width)]
         arriving = send.new_empty(sum(sum(row) for row in passed))
-        leaving = _joined([chunk for of_rail in by_rail for chunk in of_rail], send)
+        leaving = _cat([chunk for of_rail in by_rail for chunk in of_rail], send)
         first = all_to_all(
             arriving,
             leaving,
@@ -294,7 +297,7 @@ def two_level_all_to_all(
             first.wait()
         # One chunk per rank of the node and rank of the rail; the second all-to-all sends by rail.
         rows = arriving.split([size for row in passed for size in row])
-        passing = _joined([c for at in range(nodes) for c in rows[at::nodes]], send)
+        passing = _cat([c for at in range(nodes) for c in rows[at::nodes]], send)
         temporary += [arriving, leaving, passing]
         return all_to_all(
             recv,
@@ -305,7 +308,7 @@ def two_level_all_to_all(
         )
 
 
-def _joined(chunks: Sequence[Tensor], like: Tensor) -> Tensor:
+def _cat(chunks: Sequence[Tensor], like: Tensor) -> Tensor:
     filled = [chunk for chunk in chunks if chunk.numel()]
     return torch.cat(filled) if filled else like.new_empty(0)
 
@@ -327,7 +330,7 @@ def local_buckets(
         stream: for exchanges in two levels; None on a CPU.
     """
     packs = {b: schedule.packs(b, rank) for b in schedule.buckets if rank in b.group}
-    made: dict[Bucket, LocalBucket] = {}
+    local: dict[Bucket, LocalBucket] = {}
     for group in dict.fromkeys(bucket.group for bucket in packs):
         ring = [bucket for bucket in packs if bucket.group == group]
         sizes = slot_sizes([packs[b] for b in ring], slots_for(prefetch_count))
@@ -339,7 +342,7 @@ def local_buckets(
                 node, rail = (groups[r] for r in bucket.node_and_rail(rank))
                 passed = schedule.passed_on(bucket, rank)
                 levels = [Levels(node, rail, of_phase, stream) for of_phase in passed]
-            made[bucket] = LocalBucket(
+            local[bucket] = LocalBucket(
                 bucket, own, packs[bucket], slot, groups[group], levels
             )
-    return [(made[bucket], found.relays) for bucket, found in packs.items()]
+    return [(local[bucket], of_rank.relays) for bucket, of_rank in packs.items()]

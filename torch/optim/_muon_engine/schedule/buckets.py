@@ -38,7 +38,7 @@ def make_schedule(
     ranks_per_node: int = 1,
     slots: int = 3,
 ) -> Schedule:
-    """Cuts the work of each group into buckets in which every owner works.
+    """Cuts the work of each group into buckets, whose owners work at the same time.
 
     Args:
         wire_dtype: what ranks exchange; contributions to a sum travel in their own dtype.
@@ -52,7 +52,7 @@ def make_schedule(
             # Contributions are summed before they are rounded.
             dtype = layout.dtype if layout.shards.partial else wire_dtype
             families.setdefault((layout.group, dtype), []).append(i)
-    found: list[tuple[tuple, Bucket]] = []
+    keyed: list[tuple[tuple, Bucket]] = []
     for (group, dtype), members in families.items():
         limit = BUCKET_BYTES // dtype.itemsize
         queues = _queues(members, layouts, owners)
@@ -69,14 +69,13 @@ def make_schedule(
             peers = _peers(part, relayed, layouts)
             size = _node_size(group, peers, ranks_per_node)
             bucket = Bucket(group, 0, tuple(part), dtype, wire_dtype, relayed, size)
-            found.append(((turn, -len(group), group, at, str(dtype)), bucket))
+            keyed.append(((turn, -len(group), group, at, str(dtype)), bucket))
     counts: Counter[tuple[int, ...]] = Counter()
     buckets = []
-    for _, bucket in sorted(found, key=lambda f: f[0]):
+    for _, bucket in sorted(keyed, key=lambda pair: pair[0]):
         buckets.append(replace(bucket, index=counts[bucket.group]))
         counts[bucket.group] += 1
-    made = tuple(layouts), tuple(owners), tuple(buckets)
-    return Schedule(*made, one_owner_at_a_time)
+    return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
 
 
 def _queues(
@@ -118,7 +117,7 @@ def _cut(
     limit: int,
     slots: int,
 ) -> list[list[int]]:
-    """Distributes each owner's matrices over buckets in which every owner works.
+    """Distributes the owners' matrices over buckets, whose owners work at the same time.
 
     A rank waits for a bucket's results, so the buckets, run sequentially, take as long as the busiest
     owner of each. The fewest buckets win that keep this close to the busiest owner's own work.
@@ -213,13 +212,13 @@ def _spread(
     return best
 
 
-def _held(part: Sequence[int], layouts: Sequence[Layout]) -> int:
+def _load(part: Sequence[int], layouts: Sequence[Layout]) -> int:
     """Elements that the busiest holder of a bucket's matrices sends or receives."""
-    held: Counter[int] = Counter()
+    numels: Counter[int] = Counter()
     for shards, count in Counter(layouts[m].shards for m in part).items():
         for rank, numel in zip(shards.ranks, shards.numels, strict=True):
-            held[rank] += count * numel
-    return max(held.values(), default=0)
+            numels[rank] += count * numel
+    return max(numels.values(), default=0)
 
 
 def _fits(
@@ -227,7 +226,7 @@ def _fits(
 ) -> bool:
     """Whether no holder sends more than twice the ``limit`` in a bucket without relays."""
     return all(
-        _is_relayed(part, layouts, limit) or _held(part, layouts) <= 2 * limit
+        _is_relayed(part, layouts, limit) or _load(part, layouts) <= 2 * limit
         for part in parts
     )
 
@@ -238,7 +237,7 @@ def _is_relayed(part: Sequence[int], layouts: Sequence[Layout], limit: int) -> b
     if replicas > MAX_REPLICAS:
         return True
     # Without relays, an owner has memory for each replica's copy.
-    return replicas > 1 and 3 * _held(part, layouts) > 2 * limit
+    return replicas > 1 and 3 * _load(part, layouts) > 2 * limit
 
 
 def _peers(part: Sequence[int], relayed: bool, layouts: Sequence[Layout]) -> int:
@@ -260,10 +259,10 @@ def _node_size(group: tuple[int, ...], peers: int, ranks_per_node: int) -> int:
     if peers <= MAX_PEERS:
         return 1
     count = len(group)
-    found = Counter(rank // ranks_per_node for rank in group)
-    here = min(found.values())
-    together = here if here == max(found.values()) else 1
-    sizes = [s for s in range(together, count, together) if count % s == 0]
+    per_node = Counter(rank // ranks_per_node for rank in group)
+    fewest = min(per_node.values())
+    step = fewest if fewest == max(per_node.values()) else 1
+    sizes = [s for s in range(step, count, step) if count % s == 0]
     return min(
         sizes, key=lambda s: (max(0, s + count // s - 2 - MAX_PEERS), s), default=1
     )

@@ -5,12 +5,12 @@ from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim._muon_engine.layouts import larger_first, Layout, listed, Shards
-from torch.optim._muon_engine.layouts.divide import divide
+from torch.optim._muon_engine.layouts.divide import CutShards, divide
 from torch.optim._newton_schulz import GRAM_RATIO
 
 
@@ -81,23 +81,23 @@ def divided(
         return list(layouts)
     classes = classes_of(layouts, algorithms)
     by_group: dict[tuple[int, ...], Counter[Class]] = {}
-    for layout, of in zip(layouts, classes):
+    for layout, kind in zip(layouts, classes):
         members = by_group.setdefault(layout.group, Counter())
-        if of.algorithm:
-            members[of] += 1
+        if kind.algorithm:
+            members[kind] += 1
     counts: dict[tuple[int, ...], dict[Class, int]] = {}
     for group, members in by_group.items():
         if owners == "auto":
             counts[group] = best_division(members, group, ranks_per_node).owners
             continue
-        work = {of: newton_schulz_flops(of.shape) for of in members}
-        least = MIN_LOAD * sum(n * work[of] for of, n in members.items()) / len(group)
-        large = [of for of in members if min(of.shape) >= MIN_DIVIDED]
-        counts[group] = {of: int(owners) for of in large if work[of] > least}
+        work = {kind: newton_schulz_flops(kind.shape) for kind in members}
+        least = MIN_LOAD * sum(n * work[c] for c, n in members.items()) / len(group)
+        large = [kind for kind in members if min(kind.shape) >= MIN_DIVIDED]
+        counts[group] = {kind: int(owners) for kind in large if work[kind] > least}
     blocks: list[Layout] = []
-    known: dict[Any, Any] = {}
-    for layout, of in zip(layouts, classes):
-        blocks += divide(layout, counts[layout.group].get(of, 1), known)
+    cut_shards: CutShards = {}
+    for layout, kind in zip(layouts, classes):
+        blocks += divide(layout, counts[layout.group].get(kind, 1), cut_shards)
     return blocks
 
 
@@ -125,13 +125,13 @@ def best_division(
     # The group may have few of a node's ranks.
     near = min(Counter(rank // ranks_per_node for rank in group).values())
     choices: dict[Class, list[tuple[float, int]]] = {}
-    for of in members:
+    for kind in members:
         numbers = {1}
-        if min(of.shape) >= MIN_DIVIDED:
+        if min(kind.shape) >= MIN_DIVIDED:
             # If blocks are no shards, the replicas of some shards have more to relay than others.
-            numbers |= {of.shards} if of.shards > 1 else {2, 4, 8, 16, 32, 64}
-        choices[of] = [
-            (_seconds(of, count, near), count)
+            numbers |= {kind.shards} if kind.shards > 1 else {2, 4, 8, 16, 32, 64}
+        choices[kind] = [
+            (_seconds(kind, count, near), count)
             for count in sorted(numbers)
             if count <= near or (count <= ranks and near > 1 and count % near == 0)
         ]
@@ -153,25 +153,25 @@ def best_division(
         by_class = dict(zip(choices, taken))
         busy = _busiest(by_class, members, ranks)
         bandwidth = NODE if ranks == near else NETWORK
-        largest = max(math.prod(of.shape) / n for of, (_, n) in by_class.items())
+        largest = max(math.prod(kind.shape) / n for kind, (_, n) in by_class.items())
         # Both ways, in bfloat16. Owners wait for the slowest of them.
         seconds = busy + 2 * 2 * largest / bandwidth
         seconds *= 1 + WAIT * (max(map(_count, taken)) - 1)
         if seconds < (1 - MIN_SAVED) * shortest:
-            counts = {of: count for of, (_, count) in by_class.items()}
+            counts = {kind: count for kind, (_, count) in by_class.items()}
             best, shortest = Division(counts, busy), seconds
     return best
 
 
-def _seconds(of: Class, count: int, ranks_per_node: int) -> float:
+def _seconds(kind: Class, count: int, ranks_per_node: int) -> float:
     """Seconds of one matrix with ``count`` owners, and of their collectives."""
     # Each of five steps all-reduces a float32 Gram matrix and all-gathers a bfloat16 polynomial of it.
-    moved = (count - 1) / count * min(of.shape) ** 2 * (2 * 4 + 2)
+    moved = (count - 1) / count * min(kind.shape) ** 2 * (2 * 4 + 2)
     # Rings over whole nodes use all of their network adapters.
     is_near = count <= ranks_per_node
     bandwidth = NODE if is_near else min(NODE, NETWORK * ranks_per_node)
     together = 5 * (moved / bandwidth + 3 * (count - 1) * LATENCY)
-    work = newton_schulz_flops(of.shape, algorithm=of.algorithm)
+    work = newton_schulz_flops(kind.shape, algorithm=kind.algorithm)
     return work / count / FLOPS + together
 
 
@@ -180,15 +180,15 @@ def _busiest(
 ) -> float:
     """Seconds of the busiest rank, if each matrix goes to the owners that are free first."""
     busy = torch.zeros(ranks, dtype=torch.float64, device="cpu")
-    for of, (seconds, count) in sorted(taken.items(), key=lambda item: -item[1][0]):
+    for kind, (seconds, count) in sorted(taken.items(), key=lambda item: -item[1][0]):
         teams = busy[: ranks // count * count].view(-1, count)
         free, places = teams.amax(1).sort(stable=True)
-        free = free[: members[of]]
-        rounds = -(-members[of] // len(free)) + int((free[-1] - free[0]) / seconds)
+        free = free[: members[kind]]
+        rounds = -(-members[kind] // len(free)) + int((free[-1] - free[0]) / seconds)
         ends = free[:, None] + seconds * torch.arange(1, rounds + 1, device="cpu")
-        first = ends.flatten().sort(stable=True).indices[: members[of]]
-        given = (first // rounds).bincount()
-        teams[places[: len(given)]] = (free[: len(given)] + seconds * given)[:, None]
+        first = ends.flatten().sort(stable=True).indices[: members[kind]]
+        turns = (first // rounds).bincount()
+        teams[places[: len(turns)]] = (free[: len(turns)] + seconds * turns)[:, None]
     return float(busy.max())
 
 
@@ -228,13 +228,13 @@ class _Loads:
         busy, received = self.load
         # Teams of equal load: the one that receives fewest bytes, then the first from ``start`` on.
         load = busy[teams].amax(1)
-        apart = [received[t] - held[t] for t, (_, held) in zip(teams.T, blocks)]
+        apart = [received[t] - numels[t] for t, (_, numels) in zip(teams.T, blocks)]
         bytes_ = sum(apart).masked_fill(load != load.min(), _NEVER)  # type: ignore[union-attr]
         at = int(bytes_.argmin())
         places = teams[at].tolist()
-        for place, (numel, held) in zip(places, blocks, strict=True):
+        for place, (numel, numels) in zip(places, blocks, strict=True):
             busy[place] += flops
-            received[place] += numel - held[place]
+            received[place] += numel - numels[place]
         return [self.group[place] for place in places]
 
     def _teams_of(self, size: int) -> Tensor:
@@ -254,8 +254,8 @@ class _Loads:
                 for part in parts
                 for at in range(0, len(part) - size + 1, size)
             ]
-            found = torch.tensor(teams, device="cpu")
-            self._teams[size] = found.roll(-(self.start // size), 0)
+            ordered = torch.tensor(teams, device="cpu")
+            self._teams[size] = ordered.roll(-(self.start // size), 0)
         return self._teams[size]
 
 
@@ -287,21 +287,21 @@ def assign_owners(
         if layouts[i].key.block[0] == 0:
             members.setdefault(layouts[i].group, []).append(i)
     groups: list[_Loads] = []
-    held: dict[int, Tensor] = {}
+    numels_of: dict[int, Tensor] = {}
     for group in larger_first(members):
         loads = _Loads(group, groups, start(group), ranks_per_node)
         groups.append(loads)
         for i in members[group]:
             blocks = layouts[i : i + layouts[i].key.block[1]]
             for shards in (block.shards for block in blocks):
-                if id(shards) not in held:
-                    held[id(shards)] = _held(shards)
-            found = [(block.numel, held[id(block.shards)]) for block in blocks]
-            owners[i : i + len(blocks)] = loads.give(flops[i], found)
+                if id(shards) not in numels_of:
+                    numels_of[id(shards)] = _numels_in_order(shards)
+            sizes = [(block.numel, numels_of[id(block.shards)]) for block in blocks]
+            owners[i : i + len(blocks)] = loads.give(flops[i], sizes)
     return owners
 
 
-def _held(shards: Shards) -> Tensor:
+def _numels_in_order(shards: Shards) -> Tensor:
     """How many elements each rank of the group holds, in the group's order."""
     by_rank = dict(zip(shards.ranks, shards.numels, strict=True))
     numels = [by_rank[rank] for rank in shards.group]
@@ -339,14 +339,14 @@ def check_assignments(
         "missing": [i for i in indices if not count[i]],
         "assigned more than once": [i for i in indices if count[i] > 1],
     }
-    found = [
-        f"{verb} {which}: {listed([describe[i] for i in which])}"
-        for verb, which in wrong.items()
-        if which
+    problems = [
+        f"{verb} {bad}: {listed([describe[i] for i in bad])}"
+        for verb, bad in wrong.items()
+        if bad
     ]
-    if found:
+    if problems:
         raise AssertionError(
-            f"assign_fn must give each parameter to exactly one rank; {'; '.join(found)}"
+            f"assign_fn must give each parameter to exactly one rank; {'; '.join(problems)}"
         )
 
 

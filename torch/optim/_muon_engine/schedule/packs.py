@@ -138,17 +138,17 @@ class Schedule:
     def packs(self, bucket: Bucket, rank: int) -> LocalPacks:
         """The packs of ``rank`` in ``bucket``."""
         owned = self.owned(bucket)
-        mine = owned.get(rank, [])
+        own = owned.get(rank, [])
         # A gather goes from holders to owners, a scatter from owners to holders.
         as_holder = [
             (rank, () if peer == rank else owned.get(peer, ())) for peer in bucket.group
         ]
-        as_owner = [(peer, () if peer == rank else mine) for peer in bucket.group]
+        as_owner = [(peer, () if peer == rank else own) for peer in bucket.group]
         gather, scatter = bucket.gather_dtype, bucket.scatter_dtype
         receives = self._receives_directly if bucket.relayed else self.receives
         relays = self.relays(bucket, rank)
         relayed = {entry.matrix for relay in relays for entry in relay.pack.regions}
-        kept = [m for m in mine if m in relayed]
+        kept = [m for m in own if m in relayed]
         return LocalPacks(
             gather_send=self._pack(as_holder, gather, self.is_source),
             gather_recv=self._pack(as_owner, gather, self.is_source),
@@ -160,10 +160,10 @@ class Schedule:
 
     def owned(self, bucket: Bucket) -> dict[int, list[int]]:
         """Owner -> its matrices in ``bucket``."""
-        found: dict[int, list[int]] = {}
+        by_owner: dict[int, list[int]] = {}
         for matrix in bucket.matrices:
-            found.setdefault(self.owners[matrix], []).append(matrix)
-        return found
+            by_owner.setdefault(self.owners[matrix], []).append(matrix)
+        return by_owner
 
     def passed_on(
         self, bucket: Bucket, rank: int
@@ -181,8 +181,8 @@ class Schedule:
         def elements(
             holder: int, owner: int, travels: Callable[[int, int], bool]
         ) -> int:
-            found = () if holder == owner else owned.get(owner, ())
-            sent = (m for m in found if travels(m, holder))
+            matrices = () if holder == owner else owned.get(owner, ())
+            sent = (m for m in matrices if travels(m, holder))
             return sum(self.layouts[m].shards.numel_of(holder) for m in sent)
 
         gathered = [[elements(h, o, self.is_source) for o in rail] for h in node]
@@ -191,26 +191,26 @@ class Schedule:
 
     def further_groups(self, rank: int) -> dict[tuple[int, ...], str]:
         """Further sets of ranks with which ``rank`` has collectives, and what these ranks share."""
-        found: dict[tuple[int, ...], str] = {}
+        groups: dict[tuple[int, ...], str] = {}
         for bucket in self.buckets:
             if rank not in bucket.group:
                 continue
             for matrix in bucket.matrices:
                 if self.owners[matrix] == rank and len(self.team(matrix)) > 1:
-                    found[self.team(matrix)] = "a matrix"
+                    groups[self.team(matrix)] = "a matrix"
                 shards = self.layouts[matrix].shards
                 if bucket.relayed and not shards.is_empty(rank):
                     replicas = shards.replicas_of(rank)
                     if len(replicas) > 1:
-                        found[tuple(sorted(replicas))] = "replicas"
+                        groups[tuple(sorted(replicas))] = "replicas"
             if bucket.node_size > 1:
                 node, rail = bucket.node_and_rail(rank)
-                found |= {node: "node", rail: "rail"}
-        return found
+                groups |= {node: "node", rail: "rail"}
+        return groups
 
     def relays(self, bucket: Bucket, rank: int) -> tuple[Relay, ...]:
         """The relays along the replicas of ``rank``'s shards, in an order that all replicas share."""
-        found: dict[tuple[tuple[int, ...], int], list[list[int]]] = {}
+        routes: dict[tuple[tuple[int, ...], int], list[list[int]]] = {}
         room: dict[tuple[tuple[int, ...], int], int] = {}
         for matrix in bucket.matrices if bucket.relayed else ():
             shards = self.layouts[matrix].shards
@@ -220,17 +220,17 @@ class Schedule:
             route = replicas, shards.source(rank, self.owners[matrix])
             size = shards.numel_of(rank) * bucket.scatter_dtype.itemsize
             if room.get(route, -1) < size:
-                found.setdefault(route, []).append([])
+                routes.setdefault(route, []).append([])
                 room[route] = RELAY_BYTES
             room[route] -= size
-            found[route][-1].append(matrix)
+            routes[route][-1].append(matrix)
         return tuple(
             Relay(
                 tuple(sorted(replicas)),
                 source,
                 self._pack([(rank, part)], bucket.scatter_dtype, self.receives),
             )
-            for (replicas, source), parts in sorted(found.items())
+            for (replicas, source), parts in sorted(routes.items())
             for part in parts
         )
 
@@ -275,6 +275,6 @@ def relay_sizes(relays: Iterable[Sequence[Relay]], rank: int) -> tuple[int, int]
     sent = received = 0
     for of_bucket in relays:
         sizes = [(relay.source == rank, relay.pack.nbytes) for relay in of_bucket]
-        sent = max(sent, sum(size for mine, size in sizes if mine))
-        received = max([received, *(size for mine, size in sizes if not mine)])
+        sent = max(sent, sum(size for own, size in sizes if own))
+        received = max([received, *(size for own, size in sizes if not own)])
     return sent, received
