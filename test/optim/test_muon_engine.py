@@ -13,8 +13,6 @@ from torch.optim._muon_engine.schedule.owners import (
     assign_owners,
     by_rank,
     check_assignments,
-    divided,
-    MIN_DIVIDED,
     newton_schulz_flops,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
@@ -124,16 +122,6 @@ class TestOwners(TestCase):
         for start, owners in enumerate(([4, 6], [6, 8], [8, 4])):
             found = assign_owners(layouts, lambda group, start=start: start)
             self.assertEqual(found, owners)
-
-    def test_matrices_that_are_worth_dividing(self):
-        for shape, others, count in (
-            ((MIN_DIVIDED, 3000), 0, 2),
-            ((3000, MIN_DIVIDED - 1), 0, 1),
-            # No more work than that of a mean rank.
-            ((MIN_DIVIDED, 3000), 3, 1),
-        ):
-            layouts = [row_layout(i, shape, range(4)) for i in range(1 + others)]
-            self.assertEqual(len(divided(layouts, 2)), count * len(layouts))
 
     def test_by_rank(self):
         self.assertEqual(by_rank([0, 1, 2], [4, 2, 4]), {2: [1], 4: [0, 2]})
