@@ -87,16 +87,25 @@ class TEGroupedMLP(MLP):
         self.linear_fc1 = Bare(weight0=(12, 8), weight1=(12, 8))
 
 
-class GPT2Attention(nn.Module):
-    pass
+def known(kind, weight, shape, **attributes):
+    """A module of a class of this name and package."""
+    package, _, name = kind.rpartition(".")
+    made = type(name, (Bare,), {"__module__": package or "models"})()
+    layer, _, leaf = weight.rpartition(".")
+    made.__dict__.update(attributes)
+    if layer:
+        setattr(made, layer, Bare(**{leaf: shape}))
+    else:
+        made.register_parameter(leaf, nn.Parameter(torch.empty(shape)))
+    return made
 
 
-class GptOssExperts(Bare):
-    """In a transformers without flags."""
+def flags(is_transposed, is_concatenated):
+    return {"is_transposed": is_transposed, "is_concatenated": is_concatenated}
 
 
-class OtherExperts(Bare):
-    is_transposed = is_concatenated = False
+def new(architecture, multi_query):
+    return {"new_decoder_architecture": architecture, "multi_query": multi_query}
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
@@ -288,8 +297,6 @@ class TestSplits(TestCase):
             "mlp": MLP(True),
             "plain": MLP(False),
             "experts": TEGroupedMLP(),
-            "alternate": GptOssExperts(gate_up_proj=(2, 8, 6), down_proj=(2, 3, 8)),
-            "flags": OtherExperts(gate_up_proj=(2, 6, 8)),
             "torch": nn.MultiheadAttention(8, 2),
             "no": {"kv_b_proj": linear(8)},
         }
@@ -299,10 +306,36 @@ class TestSplits(TestCase):
             "mlp.linear_fc1.weight": ((6, 6), 2, 0),
             "experts.linear_fc1.weight0": ((6, 6), 3, 0),
             "experts.linear_fc1.weight1": ((6, 6), 3, 0),
-            "alternate.gate_up_proj": ((1, 1), 3, 1),
-            "flags.gate_up_proj": ((1, 1), 3, 0),
             "torch.in_proj_weight": (8, 8, 8),
         }
+        qkv = "query_key_value.weight"
+        falcon = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
+        heads = {"num_key_value_heads": 2, "head_dim": 4}
+        latent = {"qk_nope_head_dim": 6, "v_head_dim": 4, "num_heads": 2}
+        # Class, weight, its shape, its split, and the attributes that the rule reads.
+        for at, (kind, weight, shape, split, attributes) in enumerate((
+            ("GptOssExperts", "gate_up_proj", (2, 8, 6), ((1, 1), 3, 1), {}),
+            ("Experts", "gate_up_proj", (2, 6, 8), ((1, 1), 3, 0), flags(0, 0)),
+            ("Experts", "gate_up_proj", (2, 6, 8), (3, 3), flags(0, 1)),
+            ("Experts", "gate_up_proj", (2, 8, 6), ((3, 3), 1, 1), flags(1, 1)),
+            ("Llama4TextExperts", "gate_up_proj", (2, 8, 6), ((3, 3), 1, 1), {}),
+            ("GPT2Attention", "c_attn.weight", (8, 24), ((8, 8, 8), 1, 1), {}),
+            ("GPT2Attention", "c_attn.weight", (8, 16), ((8, 8), 1, 1), {}),
+            ("GPTNeoXAttention", qkv, (24, 8), ((4, 4, 4), 2, 0), {"head_size": 4}),
+            ("BloomAttention", qkv, (24, 8), ((4, 4, 4), 2, 0), {"head_dim": 4}),
+            ("FalconAttention", qkv, (24, 8), ((4, 4, 4), 2, 0), falcon | new(0, 0)),
+            ("FalconAttention", qkv, (40, 8), ((12, 4, 4), 2, 0), falcon | new(0, 1)),
+            ("FalconAttention", qkv, (40, 8), ((12, 4, 4), 2, 0), falcon | new(1, 0)),
+            ("Phi3Attention", "qkv_proj.weight", (40, 8), (24, 8, 8), heads),
+            ("QuickMLP", "gate_up_proj.weight", (10, 8), (5, 5), {}),
+            ("OtherAttention", "kv_b_proj.weight", (20, 8), ((6, 4), 2, 0), latent),
+            ("FusedQKVLinear", "wqkv.weight", (40, 8), ((12, 4, 4), 2, 0), {"heads_per_kv": 3, "head_dim": 4}),
+            ("FusedSwiGLU", "w13", (8, 2, 5), ((5, 5), 1, 1), {}),
+            ("torchtitan.FeedForward", "w13.weight", (10, 8), ((1, 1), 5, 0), {}),
+            ("MLP", "linear_fc1.weight", (12, 8), (6, 6), {"config": SimpleNamespace(gated_linear_unit=True)}),
+        )):  # fmt: skip
+            parts[f"n{at}"] = known(kind, weight, shape, **attributes)
+            expected[f"n{at}.{weight}"] = split
         for name, found in split_of(tree(parts)).items():
             sizes = tuple(found.values()) if isinstance(found, dict) else found
             self.assertEqual(sizes, expected.pop(name), name)
@@ -385,8 +418,7 @@ class TestSplits(TestCase):
         found = self.groups({"c_attn": nn.Linear(8, 24)}, {"*c_attn*": columns})
         expected = [(["c_attn.weight"], {"split": columns})], ["c_attn.bias"]
         self.assertEqual(found, expected)
-        shard = GPT2Attention()
-        shard.c_attn = Bare(weight=(16, 12))
+        shard = known("GPT2Attention", "c_attn.weight", (16, 12))
         self.assertEqual(split_of(shard), {})
 
     def test_split_that_matches_nothing(self):

@@ -22,6 +22,7 @@ from torch.optim._muon_engine.layouts import (
     Shards,
     whole_regions,
 )
+from torch.optim._muon_engine.layouts.divide import divide
 from torch.optim._muon_engine.schedule import buckets, owners
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
 from torch.optim._muon_engine.schedule.owners import (
@@ -170,6 +171,35 @@ class TestMuonDivision(TestCase):
             totals = [n * k for n, k in zip(counts, expected)]
             self.assertEqual([found[s, 64] for s in shapes[: len(totals)]], totals)
             self.assertEqual(found[shapes[0], 32], 64)
+        # A frozen matrix takes no time, and no rank.
+        two = shards_of([shapes[0]] * 2, 2)
+        with mock.patch.object(owners, "FLOPS", 1):
+            found = [l.key.block[1] for l in divided(two, "auto", 2, ["quintic", ""])]
+        self.assertEqual(found, [2, 2, 1])
+
+    def test_blocks_of_a_matrix_share_a_bucket(self):
+        """Classes have different numbers of owners, so blocks stood at different places of the queues."""
+        draw = random.Random(5)
+        for _ in range(150):
+            shapes = [
+                (8 * draw.randint(1, 6), 8 * draw.randint(1, 2))
+                for _ in range(draw.randint(2, 30))
+            ]
+            layouts, known, blocks = shards_of(shapes, 4), {}, []
+            counts = {shape: draw.choice((1, 2, 3, 4)) for shape in shapes}
+            for layout in layouts:
+                blocks += divide(layout, counts[layout.shape], known)
+            options = {"one_owner_at_a_time": draw.choice((False, True))}
+            options["slots"] = draw.choice((2, 3, 4))
+            with mock.patch.object(buckets, "BUCKET_BYTES", draw.choice((64, 256))):
+                found = scheduled(blocks, **options)
+            for bucket in found.buckets:
+                for m in bucket.matrices:
+                    number, count = blocks[m].key.block
+                    team = range(m - number, m - number + count)
+                    self.assertLessEqual({*team}, {*bucket.matrices})
+            every = sorted(m for bucket in found.buckets for m in bucket.matrices)
+            self.assertEqual(every, [*range(len(blocks))])
 
     def test_replicas(self):
         layouts = shards_of([(32768, 8192)], 4, replicas=16)
