@@ -411,6 +411,7 @@ class TestMuonRules(TestCase):
             Program(4, (Held(FOUR, (0,), (1024, 512), 8),)),
             Program(5, (Held(FIVE, shape=(512, 512), count=12),)),
             Program(4, (Held(FOUR, (0,), (2048, 2048), 2),), owners=2),
+            Program(4, (Held(FOUR, (0,), (1024, 512), 12),), node=2, limits=IN_LEVELS),
             # Regions of this dtype take more than Newton-Schulz.
             Program(4, (Held(FOUR, shape=(256, 512), dtype=torch.float64),)),
             # To round updates in bfloat16, several tensors of the size of the matrix were made.
@@ -426,7 +427,10 @@ class TestMuonRules(TestCase):
                 one.step()
                 peak = part.peak - own
                 said = re.search(r"takes up to ([\d.e+]+) MiB", one.muon.describe())[1]
-                self.assertLess(abs(float(said) * 2**20 / peak - 1), 0.05, f"{peak}")
+                ratio = float(said) * 2**20 / peak
+                self.assertGreater(ratio, 0.95)
+                # In two levels, gathers may have ended before most memory is needed.
+                self.assertLess(ratio, 1.18 if program.limits else 1.05)
                 one.params[0].requires_grad_(False)
                 one.params, one.grads = one.params[1:], one.grads[1:]
                 part.begin()
