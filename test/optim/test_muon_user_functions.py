@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 from torch.optim import Muon
-from torch.optim.muon import DistributedConfig
+from torch.optim.muon import create_dtensor_config, DistributedConfig
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -163,6 +163,20 @@ class TestUserFunctions(MuonTestCase):
             self.assertIn("(2, 3)", str(seen.exception))
             self.assert_same_bits([model.weight], [before])
             self.assertNotIn("current_owner", config.state)
+
+    def test_group_that_was_refused(self):
+        """The factory's redistribute_fn had forgotten the parameters that stay."""
+        config = create_dtensor_config()
+        config.gather_fn = lambda piece, rank, state: piece
+        params, alone = make_params((4, 6), (6, 4)), make_params((4, 6), (6, 4))
+        optimizer, stock = Muon(params, distributed_config=config), Muon(alone)
+        optimizer.step()
+        with self.assertRaisesRegex(ValueError, "only supports 2D"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        optimizer.step()
+        for _ in range(2):
+            stock.step()
+        self.assert_same_bits(params, alone)
 
     def test_state_after_a_step(self):
         config = local_config(state={"mine": 1})

@@ -182,24 +182,7 @@ class Muon(Optimizer):
         self._distributed_config = checks.checked_config(distributed_config)
         super().__init__(params, defaults)
         if self._distributed_config is not None:
-            self._build_engine()
-
-    def _build_engine(self) -> Engine:
-        """Builds the engine together with the other ranks. Parameters may have changed since the last time."""
-        from torch.optim._muon_engine.engine import Engine
-        from torch.optim._muon_engine.runtime import Param
-
-        config: Any = self._distributed_config
-        formulas = [MuonFormulas.of_group(group) for group in self.param_groups]
-        named = enumerate(checks.named(self.param_groups))
-        params = [Param(i, p, name, at, formulas[at]) for i, (at, name, p) in named]
-        takes_stacks = self._allow_batched_matrices
-        # The other ranks wait for this one, so they learn of a problem before it is raised.
-        problem = checks.find_problem(self)
-        self._engine = Engine(
-            config, params, self.state, takes_stacks, problem, self._engine
-        )
-        return self._engine
+            self._engine = _new_engine(self)
 
     @property
     def assignments(self) -> dict[int, list[int]]:
@@ -302,7 +285,7 @@ class Muon(Optimizer):
                 if problem is not None:
                     raise problem
             elif self._engine is not None:
-                self._build_engine()
+                self._engine = _new_engine(self)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -407,8 +390,23 @@ class Muon(Optimizer):
         if not engine.matches(self.param_groups):
             # Frameworks replace parameters, or the tensors behind them, after construction.
             engine.meet(self._tensors())
-            engine = self._build_engine()
+            engine = self._engine = _new_engine(self)
         engine.step([MuonFormulas.of_group(g) for g in self.param_groups], self.state)
+
+
+def _new_engine(muon: Muon) -> Engine:
+    """Builds the engine together with the other ranks. Parameters may have changed since the last time."""
+    from torch.optim._muon_engine.engine import Engine
+    from torch.optim._muon_engine.runtime import Param
+
+    config: Any = muon._distributed_config
+    formulas = [MuonFormulas.of_group(group) for group in muon.param_groups]
+    named = enumerate(checks.named(muon.param_groups))
+    params = [Param(i, p, name, at, formulas[at]) for i, (at, name, p) in named]
+    takes_stacks = muon._allow_batched_matrices
+    # The other ranks wait for this one, so they learn of a problem before it is raised.
+    problem = checks.find_problem(muon)
+    return Engine(config, params, muon.state, takes_stacks, problem, muon._engine)
 
 
 def _single_tensor_muon(

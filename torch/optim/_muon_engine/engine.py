@@ -336,14 +336,7 @@ class Engine:
             of_group.check()
         for param in self.params:
             param.check_form(formulas[param.group])
-        if any(torch.is_complex(param.tensor) for param in self.params):
-            raise RuntimeError("Muon does not support complex parameters")
-        on_meta = [param.described for param in self.params if param.tensor.is_meta]
-        if on_meta and self.numbers and not process_groups.is_dry_run():
-            raise RuntimeError(
-                f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
-                "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
-            )
+        _check_data(self.params, is_shared=bool(self.numbers))
         for index, param in enumerate(self.params):
             if not param.frozen:
                 grad = param.tensor.grad if grads is None else grads[index]
@@ -398,6 +391,18 @@ class Engine:
         error = self.new_failure()
         if error is not None:
             raise error
+
+
+def _check_data(params: Sequence[Param], is_shared: bool) -> None:
+    """Raises RuntimeError for parameters whose data Muon cannot take."""
+    if any(torch.is_complex(param.tensor) for param in params):
+        raise RuntimeError("Muon does not support complex parameters")
+    on_meta = [param.described for param in params if param.tensor.is_meta]
+    if on_meta and is_shared and not process_groups.is_dry_run():
+        raise RuntimeError(
+            f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
+            "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
+        )
 
 
 def _signature(
