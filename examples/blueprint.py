@@ -211,7 +211,7 @@ if __name__ == "__main__":
     for name in ("0.qkv", "0.out"):
         layout = named[name]
         rows, columns = layout.shape
-        print(f"{name} is {rows} x {columns}: {layout.source}")
+        print(f"{name} is {rows} x {columns}: {layout.placement}")
         for rank in RANKS:
             (region,) = layout.shards.of(rank)
             rows = f"rows {region.row} to {region.row + region.height - 1}"

@@ -56,8 +56,8 @@ def create_dtensor_config(
         prefetch_count (int, optional): see :class:`DistributedConfig` (default: 1)
         owners_per_matrix (int or "auto", optional): number of ranks that orthogonalize a large matrix
             together. With fewer matrices than ranks, one owner's Newton-Schulz takes the whole step. "auto"
-            chooses 1 to 16 neighbouring ranks of a node for the matrices of each shape, by the FLOPs and
-            links of H100s; :meth:`Muon.describe` shows the choice. Only 1 gives the bits of a single
+            chooses up to 64 neighbouring ranks, of one node or of whole nodes, for the matrices of each shape,
+            by the FLOPs and links of H100s; :meth:`Muon.describe` shows the choice. Only 1 gives the bits of a single
             process. A config with a function of yours has one owner per matrix. (default: 1)
         keep_buffers (bool, optional): whether accelerators keep the memory for the exchange between steps,
             at the same addresses. By default it exists during a step only, and CPUs always keep it

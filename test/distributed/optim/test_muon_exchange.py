@@ -422,7 +422,7 @@ class TestMuonRelays(OnCPU):
             self.assertRaisesEverywhere(
                 lambda: Twins(specs(mesh_of(8), [(S0,)])),
                 ValueError,
-                "ranks per node is 4 on rank 0 and 2 on rank 5",
+                "LOCAL_WORLD_SIZE is 4 on rank 0 and 2 on rank 5",
             )
 
     @in_two_levels(ranks_per_node=2)
