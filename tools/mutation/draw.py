@@ -15,7 +15,7 @@ from .faults import edited, Fault, sources, table
 from .operators import operators
 
 
-# What these get is a text, or only a message shows it.
+# Their arguments are texts, or values that only a message shows.
 WRITERS = re.compile(r"(.*\.)?(\w+Error|_?warn|listed|TypeVar|cast)")
 # So does this, or the code only checks itself less without it.
 SKIPPED = "from |import |f['\"]|(self._)?log[.(]|if (log[.]|TYPE_CHECKING)|(strict|stacklevel|group_desc)="

@@ -49,7 +49,7 @@ def table(name: str) -> Iterator[list[str]]:
 
 
 def listed(optim: Path) -> Iterator[Fault]:
-    """The faults of listed.txt, whose old texts have to be in their files exactly once."""
+    """The faults of listed.txt. The file of a fault must contain its old text exactly once."""
     for file, old, new, name in table("listed.txt"):
         source = (optim / file).read_text()
         if source.count(old) != 1 or old == new:

@@ -83,7 +83,7 @@ def omission(node: NodeOrLeaf) -> Iterator:
 
 
 def swap(node: NodeOrLeaf) -> Iterator:
-    """Two arguments of one kind have each other's place."""
+    """Swaps two arguments of one kind."""
     kids = node.children if node.type == "arglist" else ()
     for i, (a, b) in enumerate(zip(kids[::2], kids[2::2])):
         if a.type == b.type and a.type in ("name", "atom_expr"):

@@ -63,7 +63,7 @@ class Record:
             for at in range(i, j):
                 was[at + 1] = [at - i + k + 1] if same == "equal" else range(k, m + 2)
         found = []
-        # Whoever executes a file needs its lines that only an import executes.
+        # Each test that executes a file needs the lines that only an import executes.
         for lines in range(fault.first, fault.last + 1), was:
             before = {number for line in lines for number in was[line]}
             words = [c.split(".") for line in before for c in known.get(line, ())]

@@ -127,12 +127,12 @@ class _Param(NamedTuple):
     # Its layer, and the module around it: one of the two holds the experts of a router.
     layer: str
     above: str
-    # Adapters are what their layer is, so its name stands for all of its parameters.
+    # The name of the layer, for its adapters as well, because they go where their layer goes.
     unit: str
 
 
 class _Model:
-    """What the parameters of a model are: by modules, by shapes, and by names where these do not say it."""
+    """Classifies the parameters of a model: by modules, by shapes, and by names where these do not suffice."""
 
     def __init__(
         self,

@@ -174,7 +174,8 @@ class TestMuonDivision(TestCase):
         # A frozen matrix takes no time, and no rank.
         two = shards_of([shapes[0]] * 2, 2)
         with mock.patch.object(owners, "FLOPS", 1):
-            found = [l.key.block[1] for l in divided(two, "auto", 2, ["quintic", ""])]
+            found = divided(two, "auto", 2, frozen=[False, True])
+            found = [layout.key.block[1] for layout in found]
         self.assertEqual(found, [2, 2, 1])
 
     def test_blocks_of_a_matrix_share_a_bucket(self):

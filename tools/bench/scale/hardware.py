@@ -5,10 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch.optim._muon_engine.schedule import owners
+
 
 @dataclass(frozen=True)
 class Hardware:
-    """A cluster of equal nodes; FLOP/s, bytes/s and seconds.
+    """A cluster of equal nodes; FLOP/s, bytes/s and seconds. The planner's "auto" has the same H100s.
 
     Compute: H100 SXM, 989e12 dense bfloat16 FLOP/s (NVIDIA's data sheet), at ``utilization`` in
     Newton-Schulz, and at ``training_utilization`` in forward and backward.
@@ -18,11 +20,11 @@ class Hardware:
     """
 
     peak_flops: float = 989e12
-    utilization: float = 0.5
+    utilization: float = owners.FLOPS / 989e12
     training_utilization: float = 0.4
-    intra_bandwidth: float = 450e9
-    inter_bandwidth: float = 50e9
-    intra_latency: float = 0.47e-6
+    intra_bandwidth: float = owners.NODE
+    inter_bandwidth: float = owners.NETWORK
+    intra_latency: float = owners.LATENCY
     inter_latency: float = 2.7e-6
     gpus_per_node: int = 8
 

@@ -163,11 +163,9 @@ class Engine:
                     number = self.config.state.get("owners_per_matrix", 1)
                     per_node = process_groups.ranks_per_node()
                     of_layouts = [self.params[layout.key.index] for layout in layouts]
-                    algorithms = [
-                        "" if param.frozen else param.formulas.ns_algorithm
-                        for param in of_layouts
-                    ]
-                    layouts = divided(layouts, number, per_node, algorithms)
+                    algorithms = [param.formulas.ns_algorithm for param in of_layouts]
+                    frozen = [param.frozen for param in of_layouts]
+                    layouts = divided(layouts, number, per_node, algorithms, frozen)
                 owners = self._assign(tensors, layouts)
         except Exception as raised:
             error = error or raised
@@ -180,7 +178,8 @@ class Engine:
         kept = {param.tensor for param in (former or self).params}
         signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in sharing}
         formulas_of = {param.group: param.formulas for param in self.params}
-        options = {group: f.signature() for group, f in formulas_of.items()}
+        of_config = _config_signature(self.config)
+        options = {g: {**f.signature(), **of_config} for g, f in formulas_of.items()}
         for layout, owner in zip(layouts, owners):
             signature = _signature(layout, owner, self, kept, options)
             signatures[layout.group].append(signature)
@@ -405,10 +404,20 @@ def _check_data(params: Sequence[Param], is_shared: bool) -> None:
         )
 
 
+def _config_signature(config: DistributedConfig) -> dict[str, str]:
+    """The values of the config that ranks compare, for all matrices."""
+    names = "gather", "redistribute"
+    return {
+        "prefetch_count": str(config.prefetch_count),
+        "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
+        "functions of your own": str([n for n in names if not are_factorys(config, n)]),
+    }
+
+
 def _signature(
     layout: Layout, owner: int, engine: Engine, kept: set, options: dict[int, dict]
 ) -> Signature:
-    """``kept`` are the parameters before a change, ``options`` the signature of each parameter group."""
+    """``kept`` are the parameters before a change, ``options`` what all matrices of a parameter group share."""
     key, param = layout.key, engine.params[layout.key.index]
     each = engine.config.state.get("owners_per_matrix", 1)
     is_near = each != 1 or len(layout.group) > buckets.MAX_PEERS
@@ -425,15 +434,6 @@ def _signature(
         "replaced": str(param.tensor not in kept),
         "owner": str(owner),
         **options[param.group],
-        "prefetch_count": str(engine.config.prefetch_count),
-        "async_gpu_parallelism": str(bool(engine.config.async_gpu_parallelism)),
-        "functions of your own": str(
-            [
-                n
-                for n in ("gather", "redistribute")
-                if not are_factorys(engine.config, n)
-            ]
-        ),
     }
     return Signature(layout.describe(), tuple(fields.items()))
 

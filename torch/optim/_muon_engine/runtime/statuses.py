@@ -79,7 +79,7 @@ class Statuses(InFlight):
         self._identity = zlib.crc32(repr((number, names)).encode())
         # Whole on every rank: the first step that moves them compares their values.
         self._replicated = [m for m in matrices if _is_replicated(m)]
-        self._compared: Sequence[Matrix] = ()
+        self._compared: set[Matrix] = set()
         # This rank's rows, what the group makes of them, and the result on the host. Only copies between
         # a device and pinned memory do not wait.
         shape = max(_ROWS, 1 + len(matrices)), 7
@@ -135,7 +135,7 @@ class Statuses(InFlight):
             values = torch.stack([_digest_of(m).to(self._device) for m in now])
             rows = [place[id(m)] for m in now]
             self._table[rows, 5], self._table[rows, 6] = values, -values
-        self._compared = now
+        self._compared = set(now)
 
     def finish(self) -> None:
         """On accelerators: copies the result to the host without waiting for the device."""

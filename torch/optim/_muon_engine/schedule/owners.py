@@ -4,6 +4,7 @@ import math
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -70,21 +71,22 @@ def divided(
     owners: int | str,
     ranks_per_node: int = 1,
     algorithms: Sequence[str] = (),
+    frozen: Sequence[bool] = (),
 ) -> list[Layout]:
     """``layouts`` with several blocks for each matrix that is worth it.
 
     Args:
         owners: the number of blocks; "auto" for :func:`best_division`.
-        algorithms: ``ns_algorithm`` of each layout (default: "quintic"); "" if it is frozen.
+        algorithms: ``ns_algorithm`` of each layout (default: "quintic").
+        frozen: layouts that take no time and stay whole.
     """
     if owners == 1:
         return list(layouts)
     classes = classes_of(layouts, algorithms)
+    trains = [not is_frozen for is_frozen in frozen] or [True] * len(layouts)
     by_group: dict[tuple[int, ...], Counter[Class]] = {}
-    for layout, kind in zip(layouts, classes):
-        members = by_group.setdefault(layout.group, Counter())
-        if kind.algorithm:
-            members[kind] += 1
+    for layout, kind in compress(zip(layouts, classes), trains):
+        by_group.setdefault(layout.group, Counter())[kind] += 1
     counts: dict[tuple[int, ...], dict[Class, int]] = {}
     for group, members in by_group.items():
         if owners == "auto":
@@ -96,8 +98,9 @@ def divided(
         counts[group] = {kind: int(owners) for kind in large if work[kind] > least}
     blocks: list[Layout] = []
     cut_shards: CutShards = {}
-    for layout, kind in zip(layouts, classes):
-        blocks += divide(layout, counts[layout.group].get(kind, 1), cut_shards)
+    for layout, kind, is_trained in zip(layouts, classes, trains):
+        count = counts[layout.group].get(kind, 1) if is_trained else 1
+        blocks += divide(layout, count, cut_shards)
     return blocks
 
 
@@ -149,7 +152,9 @@ def best_division(
         for limit in {seconds for seconds, _ in every}
     ]
     best, shortest = Division({}, math.inf), math.inf
-    for taken in sorted(divisions, key=lambda taken: sum(map(_count, taken))):
+    # Several limits give the same division.
+    distinct = dict.fromkeys(map(tuple, divisions))
+    for taken in sorted(distinct, key=lambda taken: sum(map(_count, taken))):
         by_class = dict(zip(choices, taken))
         busy = _busiest(by_class, members, ranks)
         bandwidth = NODE if ranks == near else NETWORK
