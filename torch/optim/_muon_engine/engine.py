@@ -179,7 +179,9 @@ class Engine:
         signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in sharing}
         formulas_of = {param.group: param.formulas for param in self.params}
         of_config = _config_signature(self.config)
-        options = {g: {**f.signature(), **of_config} for g, f in formulas_of.items()}
+        options = {
+            g: (*f.signature().items(), *of_config) for g, f in formulas_of.items()
+        }
         for layout, owner in zip(layouts, owners):
             signature = _signature(layout, owner, self, kept, options)
             signatures[layout.group].append(signature)
@@ -404,18 +406,19 @@ def _check_data(params: Sequence[Param], is_shared: bool) -> None:
         )
 
 
-def _config_signature(config: DistributedConfig) -> dict[str, str]:
+def _config_signature(config: DistributedConfig) -> list[tuple[str, str]]:
     """The values of the config that ranks compare, for all matrices."""
     names = "gather", "redistribute"
-    return {
-        "prefetch_count": str(config.prefetch_count),
-        "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
-        "functions of your own": str([n for n in names if not are_factorys(config, n)]),
-    }
+    own = [name for name in names if not are_factorys(config, name)]
+    return [
+        ("prefetch_count", str(config.prefetch_count)),
+        ("async_gpu_parallelism", str(bool(config.async_gpu_parallelism))),
+        ("functions of your own", str(own)),
+    ]
 
 
 def _signature(
-    layout: Layout, owner: int, engine: Engine, kept: set, options: dict[int, dict]
+    layout: Layout, owner: int, engine: Engine, kept: set, options: dict[int, tuple]
 ) -> Signature:
     """``kept`` are the parameters before a change, ``options`` what all matrices of a parameter group share."""
     key, param = layout.key, engine.params[layout.key.index]
@@ -433,9 +436,8 @@ def _signature(
         "requires_grad": str(not param.frozen),
         "replaced": str(param.tensor not in kept),
         "owner": str(owner),
-        **options[param.group],
     }
-    return Signature(layout.describe(), tuple(fields.items()))
+    return Signature(layout.describe(), (*fields.items(), *options[param.group]))
 
 
 def _make_pipeline(engine: Engine) -> Pipeline:

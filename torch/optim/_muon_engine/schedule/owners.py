@@ -224,23 +224,27 @@ class _Loads:
         self.load = self.before.clone()
         self._teams: dict[int, Tensor] = {}
 
-    def give(self, flops: int, blocks: Sequence[tuple[int, Tensor]]) -> list[int]:
-        """Gives a matrix to one rank for each of its blocks, and returns these.
+    def give(
+        self, flops: int, blocks: Sequence[tuple[int, Tensor]], count: int
+    ) -> list[list[int]]:
+        """Gives some of ``count`` equal matrices to teams of one rank for each block, and returns these.
 
-        Each block has its number of elements, and how many of them each rank holds.
+        Teams of equal load: first those that receive fewest bytes, then those from ``start`` on.
+
+        Args:
+            flops: of a block.
+            blocks: the number of elements of each, and how many of them each rank holds.
         """
         teams = self._teams_of(len(blocks))
         busy, received = self.load
-        # Teams of equal load: the one that receives fewest bytes, then the first from ``start`` on.
         load = busy[teams].amax(1)
+        teams = teams[load == load.min()]
         apart = [received[t] - numels[t] for t, (_, numels) in zip(teams.T, blocks)]
-        bytes_ = sum(apart).masked_fill(load != load.min(), _NEVER)  # type: ignore[union-attr]
-        at = int(bytes_.argmin())
-        places = teams[at].tolist()
-        for place, (numel, numels) in zip(places, blocks, strict=True):
-            busy[place] += flops
-            received[place] += numel - numels[place]
-        return [self.group[place] for place in places]
+        teams = teams[torch.stack(apart).sum(0).argsort(stable=True)[:count]]
+        for places, (numel, numels) in zip(teams.T, blocks, strict=True):
+            busy[places] += flops
+            received[places] += numel - numels[places]
+        return [[self.group[place] for place in team] for team in teams.tolist()]
 
     def _teams_of(self, size: int) -> Tensor:
         """Places of neighbouring ranks, of shape (teams, size): of one node if a node has enough.
@@ -264,9 +268,6 @@ class _Loads:
         return self._teams[size]
 
 
-_NEVER = 2**62
-
-
 def assign_owners(
     layouts: Iterable[Layout],
     start: Callable[[tuple[int, ...]], int] = lambda group: 0,
@@ -286,23 +287,28 @@ def assign_owners(
     """
     layouts = list(layouts)
     owners = [0] * len(layouts)
-    flops = [flops_of(layout) for layout in layouts]
-    members: dict[tuple[int, ...], list[int]] = {}
-    for i in sorted(range(len(layouts)), key=lambda i: -flops[i]):
-        if layouts[i].key.block[0] == 0:
-            members.setdefault(layouts[i].group, []).append(i)
+    # Group -> equal matrices, by their work and by the shards of their blocks.
+    members: dict[tuple[int, ...], dict[tuple, list[int]]] = {}
+    for i, layout in enumerate(layouts):
+        number, count = layout.key.block
+        if number == 0:
+            digests = tuple(block.shards.digest for block in layouts[i : i + count])
+            alike = members.setdefault(layout.group, {})
+            alike.setdefault((-flops_of(layout), digests), []).append(i)
     groups: list[_Loads] = []
-    numels_of: dict[int, Tensor] = {}
     for group in larger_first(members):
         loads = _Loads(group, groups, start(group), ranks_per_node)
         groups.append(loads)
-        for i in members[group]:
-            blocks = layouts[i : i + layouts[i].key.block[1]]
-            for shards in (block.shards for block in blocks):
-                if id(shards) not in numels_of:
-                    numels_of[id(shards)] = _numels_in_order(shards)
-            sizes = [(block.numel, numels_of[id(block.shards)]) for block in blocks]
-            owners[i : i + len(blocks)] = loads.give(flops[i], sizes)
+        for (minus_flops, digests), equal in sorted(
+            members[group].items(), key=lambda item: item[0][0]
+        ):
+            first = layouts[equal[0] : equal[0] + len(digests)]
+            blocks = [(block.numel, _numels_in_order(block.shards)) for block in first]
+            while equal:
+                teams = loads.give(-minus_flops, blocks, len(equal))
+                for i, team in zip(equal, teams):
+                    owners[i : i + len(team)] = team
+                equal = equal[len(teams) :]
     return owners
 
 
