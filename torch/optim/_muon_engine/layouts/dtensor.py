@@ -259,28 +259,24 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
     # A gradient of another placement is brought to the parameter's.
     has_same = has_placements_of(param, grad)
     own, other = (_properties(tensor, has_same) for tensor in (param, grad))
-    if own == other:
-        return ""
-    words = (
-        "is a DTensor",
-        "is complex",
-        "has shape",
-        "is on the mesh",
-        "is on",
-        "here has shape",
-    )
-    at = next(at for at, value in enumerate(own) if value != other[at])
-    return f"the parameter {words[at]} {own[at]}, but its gradient {other[at]}"
+    for words, value in own.items():
+        if value != other[words]:
+            return f"the parameter {words} {value}, but its gradient {other[words]}"
+    return ""
 
 
-def _properties(tensor: Tensor, with_local: bool) -> tuple:
+def _properties(tensor: Tensor, with_local: bool) -> dict[str, Any]:
     is_dtensor = isinstance(tensor, DTensor)
-    whole = is_dtensor, tensor.is_complex(), tuple(tensor.shape)
-    mesh = tensor.device_mesh if is_dtensor else None
-    if not with_local:
-        return *whole, mesh
-    local = tensor._local_tensor if is_dtensor else tensor
-    return *whole, mesh, local.device, tuple(local.shape)
+    properties = {
+        "is a DTensor": is_dtensor,
+        "is complex": tensor.is_complex(),
+        "has shape": tuple(tensor.shape),
+        "is on the mesh": tensor.device_mesh if is_dtensor else None,
+    }
+    if with_local:
+        local = tensor._local_tensor if is_dtensor else tensor
+        properties |= {"is on": local.device, "here has shape": tuple(local.shape)}
+    return properties
 
 
 def has_placements_of(param: Tensor, grad: Tensor) -> bool:
