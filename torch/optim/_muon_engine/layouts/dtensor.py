@@ -20,7 +20,6 @@ from torch.optim._muon_engine.layouts import (
     Key,
     Layout,
     matrix_shape,
-    moved,
     not_2d,
     process_rank,
     Region,
@@ -364,10 +363,11 @@ def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]
         if at not in matrices_at:
             runs = [of_dim[here] for here, (_, of_dim) in zip(at, cuts)]
             columns = _flattened(runs[first + 1 :], shape[first + 1 :])
-            regions = _regions(runs[first], columns)
-            numel = sum(region.numel for region in regions)
             subs = _indices(_flattened(runs[:first], shape[:first]))
-            matrices_at[at] = {n: moved(regions, i * numel) for i, n in enumerate(subs)}
+            matrices_at[at] = {
+                sub: _regions(runs[first], columns, number)
+                for number, sub in enumerate(subs)
+            }
         by_rank.append(matrices_at[at])
     return by_rank
 
@@ -446,9 +446,10 @@ def _runs(indices: Tensor) -> Runs:
     return [(v, e - s) for v, s, e in zip(indices[starts].tolist(), starts, ends)]
 
 
-def _regions(rows: Runs, columns: Runs) -> Regions:
+def _regions(rows: Runs, columns: Runs, number: int) -> Regions:
+    """The regions of the ``number``-th matrix that a rank holds."""
     stride = sum(width for _, width in columns)
-    regions, offset = [], 0
+    regions, offset = [], number * stride * sum(height for _, height in rows)
     for row, height in rows:
         at = offset
         for column, width in columns:

@@ -28,12 +28,11 @@ from torch.optim._muon_engine.layouts import (
     Layout,
     listed,
     matrix_shape,
-    moved,
     not_2d,
     process_rank,
+    Region,
     Regions,
     Shards,
-    whole_regions,
 )
 from torch.optim._muon_engine.layouts.divide import CutShards, split
 from torch.optim._muon_engine.layouts.exchange import (
@@ -445,8 +444,8 @@ class _LocalReader:
         dims = {"fsdp": 0, "tp": None if tp_dim is None else tp_dim - stacked}
         rows, columns = matrix_shape(param.shape, flatten)
         for sub in range(math.prod(param.shape[:stacked])):
-            regions = moved(whole_regions(rows, columns), sub * rows * columns)
-            key = key._replace(sub=sub)
+            region = Region(0, 0, rows, columns, sub * rows * columns, columns)
+            regions, key = (region,) if region.numel else (), key._replace(sub=sub)
             self._add(key, param, (rows, columns), regions, groups, dims)
 
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
