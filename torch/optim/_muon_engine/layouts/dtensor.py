@@ -20,7 +20,6 @@ from torch.optim._muon_engine.layouts import (
     Key,
     Layout,
     matrix_shape,
-    not_2d,
     process_rank,
     Region,
     Regions,
@@ -59,8 +58,6 @@ class DTensorLayouts:
         mesh, rank = tensor.device_mesh, process_rank()
         described = key.describe(tensor.shape)
         where = f"{described}, placements {tensor.placements} on {mesh}"
-        if tensor.ndim < 2:
-            raise not_2d(where)
         try:
             shards_of = self._shards_of(tensor, flatten, everywhere)
         except ValueError as problem:
