@@ -305,8 +305,6 @@ class _LocalReader:
         self.values: dict[Key, int] = {}
         # Text -> the matrices that it is about.
         self.warnings: dict[str, list[str]] = {}
-        # Equal shards are one object.
-        self._shards: dict[tuple, Shards] = {}
         self._views = None if groups.module is None else fsdp1.views(groups.module)
 
     def exchange(self, error: BaseException | None) -> list[Layout]:
@@ -367,7 +365,6 @@ class _LocalReader:
         )
         self.group_of |= {(cut.kind, cut.ranks): groups[cut.kind] for cut in cuts}
         shards = Shards((process_rank(),), (regions,))
-        shards = self._shards.setdefault((shape, regions), shards)
         layout = Layout(key, shape, param.dtype, shards, in_words(cuts), cuts=cuts)
         self.layouts.append(layout)
         if not cuts:
