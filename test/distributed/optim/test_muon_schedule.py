@@ -20,7 +20,6 @@ from torch.optim._muon_engine.layouts import (
     Layout,
     Region,
     Shards,
-    whole_regions,
 )
 from torch.optim._muon_engine.layouts.divide import divide
 from torch.optim._muon_engine.schedule import buckets, owners
@@ -321,7 +320,7 @@ class TestMuonReports(TestCase):
         cuts, shards = (Cut("fsdp", tuple(range(SHARDS)), 0),), {}
         for i, (rows, columns) in enumerate(MODELS["Llama 3 8B"].shapes):
             shape = rows // SHARDS, columns
-            held = Shards((rank,), (whole_regions(*shape),))
+            held = Shards((rank,), ((Region(0, 0, *shape, 0, shape[1]),),))
             held = shards.setdefault(shape, held)
             yield Layout(Key(i), shape, torch.float32, held, cuts=cuts)
 

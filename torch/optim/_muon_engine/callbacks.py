@@ -59,22 +59,20 @@ def choose_owners(
     params: Sequence[Tensor], layouts: Sequence[Layout]
 ) -> tuple[list[int], dict[int, list[int]]]:
     """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
-
-    def start(ranks: tuple[int, ...]) -> int:
-        return counters_of(ranks).first_owner
-
     # Frozen parameters take no time. They must not move the owners of the others.
     trains = [not dtensor.is_frozen(params[layout.key.index]) for layout in layouts]
-    chosen = iter(assign_owners(compress(layouts, trains), start, ranks_per_node()))
+    trained, per_node = compress(layouts, trains), ranks_per_node()
+    chosen = iter(
+        assign_owners(trained, lambda g: counters_of(g).first_owner, per_node)
+    )
     owners = [next(chosen) if t else l.group[0] for l, t in zip(layouts, trains)]
     groups = {layout.group for layout in layouts}
     owned: dict[int, list[int]] = {rank: [] for group in groups for rank in group}
     indices = [layout.key.index for layout in layouts]
-    owned |= by_rank(indices, owners)
     # A rank that holds no matrix of a stack lists the stack as its own.
-    empty = set(range(len(params))).difference(indices)
-    if empty:
-        owned[process_rank()] = sorted({*owned.get(process_rank(), []), *empty})
+    empty = sorted(set(range(len(params))).difference(indices))
+    own = [process_rank()] * len(empty)
+    owned |= by_rank([*indices, *empty], [*owners, *own])
     return owners, dict(sorted(owned.items()))
 
 
@@ -82,10 +80,11 @@ def assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, list[int]]:
     """Gives each parameter to a rank that holds a piece of it. Fills ``state["param_metadata"]``."""
     layouts = state.get(LAYOUTS)
     if layouts is None:
-        reader = _new_reader(state, any(param.ndim > 2 for param in params))
+        # A former one has read other parameters.
+        state.pop(_READER, None)
+        reader = _reader(state)
         layouts = reader.read(params, [None] * len(params))
         reader.describe_state(state)
-        state[_READER] = reader
     return choose_owners(params, layouts)[1]
 
 
@@ -118,18 +117,13 @@ def are_factorys(config: DistributedConfig, *names: str) -> bool:
 
 def _reader(state: dict[str, Any]) -> Reader:
     if _READER not in state:
-        state[_READER] = _new_reader(state)
+        reader = reader_of(state)
+        if reader is None:
+            raise RuntimeError(
+                "the functions of a factory's config need the state of that config: pass it on"
+            )
+        state[_READER] = reader
     return state[_READER]
-
-
-def _new_reader(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader:
-    reader = reader_of(state, takes_stacks)
-    if reader is None:
-        raise RuntimeError(
-            "the functions of a factory's config need the state of that config: replace functions on the config that "
-            "the factory returned, or pass its state on"
-        )
-    return reader
 
 
 def check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
@@ -142,12 +136,9 @@ def check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
         shape, (split, flatten) = param.tensor.shape, param.form
         expected = math.prod(shape[:-2]) * max(1, len(split.sizes))
         if counts[index] != expected and not (flatten and len(shape) > 2):
-            problem = "a stack of matrices of which ranks hold different ones"
-            if len(shape) < 3:
-                problem = f"a flat parameter with {counts[index]} matrices"
             raise ValueError(
-                f"{param.described} is {problem}, which your own functions cannot tell apart; leave gather_fn and "
-                "redistribute_fn as the factory made them"
+                f"{param.described} has {counts[index]} matrices on this rank, which your own functions cannot tell apart; "
+                "leave gather_fn and redistribute_fn as the factory made them"
             )
 
 
@@ -189,9 +180,8 @@ class FunctionStep:
         # Ranks of a group may also hold other parameters, so each group prefetches its own.
         tasks: dict[Any, list[Iterator[None]]] = {}
         order = []
-        for index in self.layouts:
+        for index, layouts in self.layouts.items():
             if not self.params[index].frozen:
-                layouts = self.layouts[index]
                 order.append(layouts[0].group if layouts else None)
                 tasks.setdefault(order[-1], []).append(self._process(index))
         entries = {_STEP: self, "current_owner": None, "current_param_idx": None}
@@ -233,8 +223,7 @@ class FunctionStep:
         whole = self._call("gather_fn", piece, index)
         if whole is None and self.owners[index] == self.rank:
             raise RuntimeError(
-                f"gather_fn returned None for {param.described} on its owner, rank {self.rank}. There it must return the "
-                "whole matrix"
+                f"gather_fn returned None for {param.described} on its owner, which needs the whole matrix"
             )
         return whole
 
@@ -260,9 +249,8 @@ class FunctionStep:
         is_same = update is not None and piece is update
         if is_same and owner != self.rank and not update.any():
             warnings.warn(
-                f"redistribute_fn returned the zeros that it was given for {param.described} on rank {self.rank}, which "
-                f"does not own it. Only rank {owner} applies its update, so replicas diverge. Receive the owner's "
-                "update there, for example by a broadcast",
+                f"redistribute_fn returned the zeros that it was given for {param.described} on rank {self.rank}. Only its "
+                f"owner, rank {owner}, updates it, so replicas diverge: broadcast the update",
                 stacklevel=2,
             )
         kind = type(piece).__name__
@@ -318,14 +306,11 @@ class FunctionStep:
         tensor = self.params[index].tensor
         if whole is not None:
             return whole.shape
-        if dtensor.is_dtensor(tensor):
-            return tensor.shape
         shapes = self.config.state.get("global_shapes", {})
-        if index not in shapes:
+        if index not in shapes and not dtensor.is_dtensor(tensor):
             warnings.warn(
-                f"gather_fn returned None for {self.params[index].described} on a rank that is not its owner, so the "
-                "learning rate is scaled by the shape of the local tensor. If that is a shard, put the whole shape into "
-                f"config.state['global_shapes'][{index}]",
+                f"gather_fn returned None for {self.params[index].described}, so the shape of the local tensor scales the learning "
+                f"rate. If that is a shard, put the whole shape into config.state['global_shapes'][{index}]",
                 stacklevel=2,
             )
         return shapes.get(index, tensor.shape)

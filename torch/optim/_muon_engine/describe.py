@@ -10,18 +10,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim._muon_engine.layouts import fsdp1, listed
 from torch.optim._muon_engine.process_groups import ranks_per_node
 from torch.optim._muon_engine.runtime.compute import PREPARED_BYTES
-from torch.optim._muon_engine.schedule.owners import (
-    best_division,
-    classes_of,
-    flops_of,
-)
-from torch.optim._muon_engine.schedule.packs import (
-    relay_sizes,
-    RELAYS_IN_FLIGHT,
-    Schedule,
-    slot_sizes,
-    slots_for,
-)
+from torch.optim._muon_engine.schedule import owners, packs
 from torch.optim._newton_schulz import newton_schulz_bytes, NS_DTYPE
 
 
@@ -46,11 +35,9 @@ def coverage(muon: Any, model: nn.Module | None, others: Sequence[Any]) -> str:
         f"{len(deep) - flat} stacks"
     )
     if of_model:
-        share = sum(numel[p] for _, p, _ in of_model if p in group_of)
         total = sum(numel[p] for _, p, _ in of_model)
-        text += (
-            f". That is {share / max(1, total):.1%} of the model's {total:,} elements"
-        )
+        part = sum(numel[p] for _, p, _ in of_model if p in group_of) / max(1, total)
+        text += f". That is {part:.1%} of the model's {total:,} elements"
     trained = {p for o in (muon, *others) for g in o.param_groups for p in g["params"]}
     left = [t for _, p, tensors in of_model if p not in trained for t in tensors]
     names = [name for name, shape in left if len(shape) > 1]
@@ -90,9 +77,9 @@ def _memory(engine: Any) -> str:
     # What Newton-Schulz needs at once, the whole matrices of a batch, and regions in their own dtype.
     iterates = wholes = regions = 0
     for bucket in buckets:
-        packs = schedule.packs(bucket, rank)
-        moving = [relay.pack for relay in packs.relays if relay.source != rank]
-        moving += [packs.gather_send, packs.scatter_recv]
+        local = schedule.packs(bucket, rank)
+        moving = [relay.pack for relay in local.relays if relay.source != rank]
+        moving += [local.gather_send, local.scatter_recv]
         moved = [sum(pack.splits) for pack in moving]
         itemsize = max(schedule.layouts[m].dtype.itemsize for m in bucket.matrices)
         batches: Counter[tuple] = Counter()
@@ -102,8 +89,8 @@ def _memory(engine: Any) -> str:
             alike = formulas.compute_key, layout.shape
             most = formulas.batch_size(layout.shape, engine.device)
             count = batches[alike] = min(batches[alike] + 1, most)
-            algorithm, owners = formulas.ns_algorithm, layout.key.block[1]
-            nbytes = newton_schulz_bytes(layout.whole, algorithm, owners)
+            algorithm, blocks = formulas.ns_algorithm, layout.key.block[1]
+            nbytes = newton_schulz_bytes(layout.whole, algorithm, blocks)
             iterates = max(iterates, count * nbytes)
             wholes = max(wholes, count * layout.numel * NS_DTYPE.itemsize)
             moved.append(count * layout.shards.numel_of(rank))
@@ -122,14 +109,14 @@ def _mib(size: int) -> str:
 
 
 def _table(
-    schedule: Schedule, group: tuple[int, ...], rank: int, prefetch_count: int
+    schedule: packs.Schedule, group: tuple[int, ...], rank: int, prefetch_count: int
 ) -> list[str]:
     """One row per rank. FLOPs are those of five quintic steps, which also decide the owners."""
     buckets = [bucket for bucket in schedule.buckets if bucket.group == group]
     owned: dict[int, list[int]] = {r: [] for r in group}
     for m in (m for bucket in buckets for m in bucket.matrices):
         owned[schedule.owners[m]].append(m)
-    flops = [flops_of(layout) for layout in schedule.layouts]
+    flops = [owners.flops_of(layout) for layout in schedule.layouts]
     loads = {r: sum(flops[m] for m in matrices) for r, matrices in owned.items()}
     mean = sum(loads.values()) / len(group) or 1
     busiest = sorted(group, key=lambda r: (-loads[r], r))
@@ -158,11 +145,11 @@ def _division(engine: Any, group: tuple[int, ...]) -> list[str]:
     layouts = engine.schedule.layouts
     layouts = [l for l in layouts if l.group == group and l.key.block[0] == 0]
     formulas = [engine.params[layout.key.index].formulas for layout in layouts]
-    members = Counter(classes_of(layouts, [f.ns_algorithm for f in formulas]))
+    members = Counter(owners.classes_of(layouts, [f.ns_algorithm for f in formulas]))
     # In a dry run, fake tensors have no values.
     with unset_fake_temporarily():
-        undivided = best_division(members, group, 1)
-        best = best_division(members, group, ranks_per_node())
+        undivided = owners.best_division(members, group, 1)
+        best = owners.best_division(members, group, ranks_per_node())
     counts = {layout.whole: layout.key.block[1] for layout in layouts}
     is_divided = max(counts.values()) > 1
     if not is_divided:
@@ -178,13 +165,13 @@ def _division(engine: Any, group: tuple[int, ...]) -> list[str]:
 
 
 def bytes_of(
-    schedule: Schedule, group: tuple[int, ...], rank: int, prefetch_count: int
+    schedule: packs.Schedule, group: tuple[int, ...], rank: int, prefetch_count: int
 ) -> tuple[int, int, int]:
     """Bytes that ``rank`` sends, receives and has memory for, in the buckets of ``group``."""
     buckets = [b for b in schedule.buckets if b.group == group]
-    packs = [schedule.packs(b, rank) for b in buckets]
+    of_buckets = [schedule.packs(b, rank) for b in buckets]
     sent = received = copied = 0
-    for bucket, pack in zip(buckets, packs):
+    for bucket, pack in zip(buckets, of_buckets):
         sides = pack.gather_send, pack.scatter_send
         relayed = [(relay.source == rank, relay.pack.nbytes) for relay in pack.relays]
         sent += sum(side.nbytes for side in sides)
@@ -196,9 +183,10 @@ def bytes_of(
             for side, passed in zip(sides, schedule.passed_on(bucket, rank)):
                 through = sum(sum(row) for row in passed) * side.dtype.itemsize
                 copied = max(copied, side.nbytes + 2 * through)
-    passing, arriving = relay_sizes((pack.relays for pack in packs), rank)
-    slots = slots_for(prefetch_count)
-    memory = sum(outer + inner for outer, inner in slot_sizes(packs, slots))
+    passing, arriving = packs.relay_sizes((pack.relays for pack in of_buckets), rank)
+    slots = packs.slots_for(prefetch_count)
+    sizes = packs.slot_sizes(of_buckets, slots)
+    memory = sum(outer + inner for outer, inner in sizes)
     # Each prefetched gather and a scatter may be in flight.
-    memory += min(slots, len(packs)) * copied
-    return sent, received, memory + passing + RELAYS_IN_FLIGHT * arriving
+    memory += min(slots, len(buckets)) * copied
+    return sent, received, memory + passing + packs.RELAYS_IN_FLIGHT * arriving

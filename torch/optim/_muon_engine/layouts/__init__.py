@@ -83,11 +83,10 @@ class Region(NamedTuple):
                 "was read from"
             )
         # A gradient may have any strides. One may have been expanded.
+        strides = local.stride()
         if local.ndim != 2 or local.shape[1] != self.stride:
-            local = local.view(-1)
-        strides = local.stride()[-1] * self.stride, local.stride()[-1]
-        if local.ndim == 2:
-            strides = local.stride()
+            step = local.view(-1).stride(0)
+            strides = step * self.stride, step
         row, column = divmod(self.offset, self.stride)
         start = local.storage_offset() + row * strides[0] + column * strides[1]
         sizes, steps = [self.height, self.width], list(strides)
@@ -100,11 +99,6 @@ class Region(NamedTuple):
 
 
 Regions = tuple[Region, ...]
-
-
-def whole_regions(rows: int, columns: int) -> Regions:
-    """The regions of a rank that has the whole matrix in a tensor of its shape."""
-    return (Region(0, 0, rows, columns, 0, columns),) if rows * columns else ()
 
 
 class Key(NamedTuple):
@@ -312,11 +306,6 @@ def process_rank() -> int:
     """This process's global rank; 0 without process groups."""
     is_alone = not dist.is_available() or not dist.is_initialized()
     return 0 if is_alone else dist.get_rank()
-
-
-def moved(regions: Regions, offset: int) -> Regions:
-    """``regions``, held ``offset`` elements further on."""
-    return tuple(region._replace(offset=region.offset + offset) for region in regions)
 
 
 def check_cover(layout: Layout) -> None:

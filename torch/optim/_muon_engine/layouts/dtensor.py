@@ -20,8 +20,6 @@ from torch.optim._muon_engine.layouts import (
     Key,
     Layout,
     matrix_shape,
-    moved,
-    not_2d,
     process_rank,
     Region,
     Regions,
@@ -60,8 +58,6 @@ class DTensorLayouts:
         mesh, rank = tensor.device_mesh, process_rank()
         described = key.describe(tensor.shape)
         where = f"{described}, placements {tensor.placements} on {mesh}"
-        if tensor.ndim < 2:
-            raise not_2d(where)
         try:
             shards_of = self._shards_of(tensor, flatten, everywhere)
         except ValueError as problem:
@@ -259,28 +255,24 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
     # A gradient of another placement is brought to the parameter's.
     has_same = has_placements_of(param, grad)
     own, other = (_properties(tensor, has_same) for tensor in (param, grad))
-    if own == other:
-        return ""
-    words = (
-        "is a DTensor",
-        "is complex",
-        "has shape",
-        "is on the mesh",
-        "is on",
-        "here has shape",
-    )
-    at = next(at for at, value in enumerate(own) if value != other[at])
-    return f"the parameter {words[at]} {own[at]}, but its gradient {other[at]}"
+    for words, value in own.items():
+        if value != other[words]:
+            return f"the parameter {words} {value}, but its gradient {other[words]}"
+    return ""
 
 
-def _properties(tensor: Tensor, with_local: bool) -> tuple:
+def _properties(tensor: Tensor, with_local: bool) -> dict[str, Any]:
     is_dtensor = isinstance(tensor, DTensor)
-    whole = is_dtensor, tensor.is_complex(), tuple(tensor.shape)
-    mesh = tensor.device_mesh if is_dtensor else None
-    if not with_local:
-        return *whole, mesh
-    local = tensor._local_tensor if is_dtensor else tensor
-    return *whole, mesh, local.device, tuple(local.shape)
+    properties = {
+        "is a DTensor": is_dtensor,
+        "is complex": tensor.is_complex(),
+        "has shape": tuple(tensor.shape),
+        "is on the mesh": tensor.device_mesh if is_dtensor else None,
+    }
+    if with_local:
+        local = tensor._local_tensor if is_dtensor else tensor
+        properties |= {"is on": local.device, "here has shape": tuple(local.shape)}
+    return properties
 
 
 def has_placements_of(param: Tensor, grad: Tensor) -> bool:
@@ -368,10 +360,11 @@ def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]
         if at not in matrices_at:
             runs = [of_dim[here] for here, (_, of_dim) in zip(at, cuts)]
             columns = _flattened(runs[first + 1 :], shape[first + 1 :])
-            regions = _regions(runs[first], columns)
-            numel = sum(region.numel for region in regions)
             subs = _indices(_flattened(runs[:first], shape[:first]))
-            matrices_at[at] = {n: moved(regions, i * numel) for i, n in enumerate(subs)}
+            matrices_at[at] = {
+                sub: _regions(runs[first], columns, number)
+                for number, sub in enumerate(subs)
+            }
         by_rank.append(matrices_at[at])
     return by_rank
 
@@ -450,9 +443,10 @@ def _runs(indices: Tensor) -> Runs:
     return [(v, e - s) for v, s, e in zip(indices[starts].tolist(), starts, ends)]
 
 
-def _regions(rows: Runs, columns: Runs) -> Regions:
+def _regions(rows: Runs, columns: Runs, number: int) -> Regions:
+    """The regions of the ``number``-th matrix that a rank holds."""
     stride = sum(width for _, width in columns)
-    regions, offset = [], 0
+    regions, offset = [], number * stride * sum(height for _, height in rows)
     for row, height in rows:
         at = offset
         for column, width in columns:

@@ -140,7 +140,7 @@ def _by_name(layouts: Sequence[Layout]) -> dict[Name, Layout]:
             name = expert, counts[expert], 0
             counts[expert] += 1
         # Without cuts, ranks look at nothing else of it.
-        content = layout.cuts and (layout.shape, layout.shards, layout.cuts)
+        content = layout.cuts and (layout.shape, layout.shards.digest, layout.cuts)
         named[name] = equal.setdefault(content, layout)
     return named
 

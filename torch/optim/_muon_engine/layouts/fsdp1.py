@@ -1,7 +1,7 @@
 """FSDP1: the matrices inside its flat parameters, from their own metadata."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn, Tensor
@@ -44,12 +44,11 @@ class FlatMatrix(NamedTuple):
 class FlatView(NamedTuple):
     """The matrices in one parameter of an FSDP1 model, and the groups that share it.
 
-    The groups are None if only the module, which was not given, knows them.
+    By kind, these are "fsdp" and "ddp"; none if only the module, which was not given, knows them.
     """
 
     matrices: tuple[FlatMatrix, ...]
-    shards: ProcessGroup | None = None
-    replicas: ProcessGroup | None = None
+    groups: Mapping[str, ProcessGroup]
 
 
 # Parameters that FSDP1 manages -> the matrices in them.
@@ -64,14 +63,16 @@ def views(module: nn.Module) -> Views:
         if not isinstance(unit, FullyShardedDataParallel) or unit._handle is None:
             continue
         handle, flat = unit._handle, unit._handle.flat_param
-        shards, replicas = handle.process_group, getattr(unit, "_inter_node_pg", None)
+        groups = {"fsdp": handle.process_group}
+        if getattr(unit, "_inter_node_pg", None) is not None:
+            groups["ddp"] = unit._inter_node_pg
         matrices = _matrices(flat, clean_tensor_name(f"{name}." if name else ""))
-        by_param[flat] = FlatView(matrices, shards, replicas)
+        by_param[flat] = FlatView(matrices, groups)
         for matrix, param in zip(matrices, flat._params or ()):
             # An original parameter is the slice itself, not the unit's storage that it is cut from.
             start, end, _ = matrix.interval
             matrix = matrix._replace(interval=(start, end, 0))
-            by_param[param] = FlatView((matrix,), shards, replicas)
+            by_param[param] = FlatView((matrix,), groups)
     return by_param
 
 
@@ -103,7 +104,7 @@ def view_of(
             f"{described} is a flat parameter of an FSDP1 model; give create_auto_config "
             "fsdp_process_group=model.process_group, or module=model"
         )
-    return FlatView(_matrices(param))
+    return FlatView(_matrices(param), {})
 
 
 def _matrices(flat: Any, prefix: str = "") -> tuple[FlatMatrix, ...]:

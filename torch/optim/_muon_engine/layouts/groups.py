@@ -28,12 +28,11 @@ from torch.optim._muon_engine.layouts import (
     Layout,
     listed,
     matrix_shape,
-    moved,
     not_2d,
     process_rank,
+    Region,
     Regions,
     Shards,
-    whole_regions,
 )
 from torch.optim._muon_engine.layouts.divide import CutShards, split
 from torch.optim._muon_engine.layouts.exchange import (
@@ -306,8 +305,6 @@ class _LocalReader:
         self.values: dict[Key, int] = {}
         # Text -> the matrices that it is about.
         self.warnings: dict[str, list[str]] = {}
-        # Equal shards are one object.
-        self._shards: dict[tuple, Shards] = {}
         self._views = None if groups.module is None else fsdp1.views(groups.module)
 
     def exchange(self, error: BaseException | None) -> list[Layout]:
@@ -334,15 +331,19 @@ class _LocalReader:
         described = key.describe(param.shape)
         has_group = self.groups.of_kind["fsdp"] is not None
         view = fsdp1.view_of(param, described, self._views, has_group)
-        if isinstance(param, DTensor):
-            self._add_dtensor(key, param, flatten)
-        elif view is None:
-            self._add_plain(key, param, flatten)
-        else:
+        if view is not None:
             takes_stacks = self.groups.takes_stacks
             matrices = fsdp1.matrices_only(view, described, takes_stacks, flatten)
             for sub, matrix in enumerate(matrices):
-                self._add_flat(key._replace(sub=sub), param, matrix, view)
+                name = key.name or matrix.name
+                of_matrix = key._replace(sub=sub, name=name)
+                self._add_flat(of_matrix, param, matrix, view.groups)
+        elif param.ndim < 2:
+            raise not_2d(described)
+        elif isinstance(param, DTensor):
+            self._add_dtensor(key, param, flatten)
+        else:
+            self._add_plain(key, param, flatten)
 
     def _add(
         self,
@@ -364,7 +365,6 @@ class _LocalReader:
         )
         self.group_of |= {(cut.kind, cut.ranks): groups[cut.kind] for cut in cuts}
         shards = Shards((process_rank(),), (regions,))
-        shards = self._shards.setdefault((shape, regions), shards)
         layout = Layout(key, shape, param.dtype, shards, in_words(cuts), cuts=cuts)
         self.layouts.append(layout)
         if not cuts:
@@ -395,10 +395,7 @@ class _LocalReader:
         """Warns if a group or dimension contradicts the placements."""
         mesh, config_dim = tensor.device_mesh, self.groups.tp_dim(layout.key.index)
         verdict = f"The DTensor's placements count: {layout.placement}"
-        placed = {
-            _ranks(mesh.get_group(dim)): placement
-            for dim, placement in enumerate(tensor.placements)
-        }
+        placed = dict(zip(map(_ranks, mesh.get_all_groups()), tensor.placements))
         tp_dim = None if config_dim is None else config_dim % tensor.ndim
         for kind in self.shared.keys() & {"fsdp", "tp"}:
             ranks = _ranks(self.shared[kind])
@@ -406,8 +403,8 @@ class _LocalReader:
             agrees = dim is not None if kind == "fsdp" else dim == tp_dim
             if ranks not in placed or not agrees:
                 along = f" along dimension {config_dim}" if kind == "tp" else ""
-                actual = f"is {placed[ranks]}" if ranks in placed else f"is on {mesh}"
-                text = f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement {actual}"
+                actual = placed.get(ranks, f"on {mesh}")
+                text = f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement is {actual}"
                 self._warn(layout.describe(), f"{text}. {verdict}")
         replicas = _ranks(self.shared["ddp"]) if "ddp" in self.shared else ()
         inside = sorted({*replicas} & {*layout.group})
@@ -420,8 +417,6 @@ class _LocalReader:
 
     def _add_plain(self, key: Key, param: Tensor, flatten: bool) -> None:
         """Adds the matrices in a plain tensor. Raises ValueError if they cannot be told from its cut."""
-        if param.ndim < 2:
-            raise not_2d(key.describe(param.shape))
         groups = dict(self.shared)
         if self._views:
             # FSDP1 did not flatten it, so each rank has it whole. TP may have cut it nevertheless.
@@ -445,8 +440,8 @@ class _LocalReader:
         dims = {"fsdp": 0, "tp": None if tp_dim is None else tp_dim - stacked}
         rows, columns = matrix_shape(param.shape, flatten)
         for sub in range(math.prod(param.shape[:stacked])):
-            regions = moved(whole_regions(rows, columns), sub * rows * columns)
-            key = key._replace(sub=sub)
+            region = Region(0, 0, rows, columns, sub * rows * columns, columns)
+            regions, key = (region,) if region.numel else (), key._replace(sub=sub)
             self._add(key, param, (rows, columns), regions, groups, dims)
 
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
@@ -466,29 +461,28 @@ class _LocalReader:
         return mark
 
     def _add_flat(
-        self, key: Key, param: Tensor, matrix: fsdp1.FlatMatrix, view: fsdp1.FlatView
+        self,
+        key: Key,
+        param: Tensor,
+        matrix: fsdp1.FlatMatrix,
+        groups: Mapping[str, ProcessGroup],
     ) -> None:
-        """Adds a matrix that FSDP1 flattened. Its own groups count, not other ones of the config."""
-        key = key._replace(name=key.name or matrix.name)
-        described = key.describe(matrix.shape)
-        fsdp1_groups = {"fsdp": view.shards, "ddp": view.replicas}
-        tp_dim = None
+        """Adds a matrix that FSDP1 flattened. Its own ``groups`` count, not other ones of the config."""
+        described, tp_dim = key.describe(matrix.shape), None
         if matrix.tp is not None:
-            fsdp1_groups["tp"], tp_dim = self._tp_of_spec(key, described, matrix.tp)
+            group, tp_dim = self._tp_of_spec(key, described, matrix.tp)
+            groups = {**groups, "tp": group}
         elif "tp" in self.shared:
             tp_dim = self._tp_dim(key, param)
-        groups = dict(self.shared)
-        for kind, group in fsdp1_groups.items():
-            if group is None:
-                continue
-            config_ranks, ranks = _ranks(groups.get(kind, group)), _ranks(group)
-            groups[kind] = group
-            if config_ranks != ranks:
-                text = f"{kind}_process_group has ranks {list(config_ranks)}, but FSDP1 has {list(ranks)}, which count"
+        for kind in groups.keys() & self.shared.keys():
+            given, ranks = _ranks(self.shared[kind]), _ranks(groups[kind])
+            if given != ranks:
+                text = f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count"
                 self._warn(described, text)
         # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
-        shape = matrix_shape(matrix.shape, False)
-        self._add(key, param, shape, matrix.regions, groups, {"tp": tp_dim})
+        (rows, columns), dims = matrix.shape, {"tp": tp_dim}
+        groups = {**self.shared, **groups}
+        self._add(key, param, (rows, columns), matrix.regions, groups, dims)
 
     def _tp_of_spec(
         self, key: Key, described: str, spec: DTensorSpec
