@@ -10,14 +10,13 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ._muon_engine.config import DistributedConfig
 from ._muon_formulas import MuonFormulas
 from ._newton_schulz import check_ns_algorithm
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from torch.optim._muon_engine.config import DistributedConfig
 
 
 _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
@@ -184,10 +183,10 @@ def checked_config(config: DistributedConfig | str | None) -> DistributedConfig 
     """The config of the argument ``distributed_config``. Raises TypeError if it is neither a config nor "auto"."""
     if config is None:
         return None
-    from torch.optim.muon import create_dtensor_config, DistributedConfig
-
     if config == "auto":
-        return create_dtensor_config()
+        from torch.optim._muon_engine.callbacks import dtensor_config
+
+        return dtensor_config()
     if not isinstance(config, DistributedConfig):
         actual = repr(config) if isinstance(config, str) else type(config).__name__
         raise TypeError(

@@ -73,9 +73,12 @@ def create_dtensor_config(
         >>> matrices = [(n, p) for n, p in model.named_parameters() if p.ndim == 2]
         >>> optimizer = Muon(matrices, distributed_config=create_dtensor_config())
     """
-    state = {"reader": "dtensor", "is_dtensor": True, "param_metadata": {}}
-    state |= {"owners_per_matrix": owners_per_matrix, "keep_buffers": keep_buffers}
-    return _config(state, async_gpu_parallelism, prefetch_count)
+    # It imports torch.distributed.
+    from torch.optim._muon_engine.callbacks import dtensor_config
+
+    return dtensor_config(
+        async_gpu_parallelism, prefetch_count, owners_per_matrix, keep_buffers
+    )
 
 
 def create_auto_config(
@@ -190,29 +193,9 @@ def create_auto_config(
         state["tp_dim_default"] = tp_dim
     elif tp_dim is not None:
         state["tp_dim_per_param"] = dict(tp_dim)
-    return _config(state, async_gpu_parallelism, prefetch_count)
+    from torch.optim._muon_engine.callbacks import factory_config
 
-
-def _config(
-    state: dict[str, Any], async_gpu_parallelism: bool, prefetch_count: int
-) -> DistributedConfig:
-    owners_per_matrix = state["owners_per_matrix"]
-    is_number = type(owners_per_matrix) is int and owners_per_matrix > 0
-    if not is_number and owners_per_matrix != "auto":
-        raise ValueError(
-            f'owners_per_matrix must be an int >= 1 or "auto" but is {owners_per_matrix!r}'
-        )
-    # These functions import torch.distributed.
-    from torch.optim._muon_engine import callbacks
-
-    return DistributedConfig(
-        assign_fn=callbacks.assign,
-        gather_fn=callbacks.gather,
-        redistribute_fn=callbacks.redistribute,
-        state=state,
-        async_gpu_parallelism=async_gpu_parallelism,
-        prefetch_count=prefetch_count,
-    )
+    return factory_config(state, async_gpu_parallelism, prefetch_count)
 
 
 def _either(**spellings: Any) -> Any:

@@ -110,6 +110,31 @@ def redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Ten
 _FACTORYS = {"assign": assign, "gather": gather, "redistribute": redistribute}
 
 
+def factory_config(
+    state: dict[str, Any], async_gpu_parallelism: bool = True, prefetch_count: int = 1
+) -> DistributedConfig:
+    """A config with the factory's functions. Raises ValueError if an option of it is invalid."""
+    number = state["owners_per_matrix"]
+    if not (type(number) is int and number > 0) and number != "auto":
+        raise ValueError(
+            f'owners_per_matrix must be an int >= 1 or "auto" but is {number!r}'
+        )
+    flags = async_gpu_parallelism, prefetch_count
+    return DistributedConfig(assign, gather, redistribute, state, *flags)
+
+
+def dtensor_config(
+    async_gpu_parallelism: bool = True,
+    prefetch_count: int = 1,
+    owners_per_matrix: int | str = 1,
+    keep_buffers: bool = False,
+) -> DistributedConfig:
+    """A config for DTensors: :func:`torch.optim.muon.create_dtensor_config`."""
+    state = {"reader": "dtensor", "is_dtensor": True, "param_metadata": {}}
+    state |= {"owners_per_matrix": owners_per_matrix, "keep_buffers": keep_buffers}
+    return factory_config(state, async_gpu_parallelism, prefetch_count)
+
+
 def are_factorys(config: DistributedConfig, *names: str) -> bool:
     """Whether the functions ``names`` of ``config`` are those that a factory made."""
     return all(getattr(config, f"{name}_fn") is _FACTORYS[name] for name in names)
