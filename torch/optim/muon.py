@@ -205,14 +205,8 @@ def _config(
     # These functions import torch.distributed.
     from torch.optim._muon_engine import callbacks
 
-    return DistributedConfig(
-        assign_fn=callbacks.assign,
-        gather_fn=callbacks.gather,
-        redistribute_fn=callbacks.redistribute,
-        state=state,
-        async_gpu_parallelism=async_gpu_parallelism,
-        prefetch_count=prefetch_count,
-    )
+    functions = callbacks.assign, callbacks.gather, callbacks.redistribute
+    return DistributedConfig(*functions, state, async_gpu_parallelism, prefetch_count)
 
 
 def _either(**spellings: Any) -> Any:
