@@ -214,13 +214,7 @@ class Reader:
     def describe_state(self, state: dict[str, Any]) -> None:
         """Writes the entries into a config's ``state`` that users are promised."""
         state["param_metadata"] = {
-            index: {
-                "device_mesh": like.device_mesh,
-                "placements": like.placements,
-                "shape": like.shape,
-                "stride": like.stride(),
-                "local_shape": like._local_tensor.shape,
-            }
+            index: {"device_mesh": like.device_mesh, "placements": like.placements}
             for index, (_, like) in self._by_param.items()
             if isinstance(like, DTensor)
         }
