@@ -92,19 +92,14 @@ def view_of(
         return None
     if flat_views and param in flat_views:
         return flat_views[param]
-    if not getattr(param, "_is_flat_param", False):
-        raise ValueError(
-            f"{described} is an original parameter of an FSDP1 model, which does not say what it is a slice of. "
-            "Give create_auto_config the wrapped model: module=model"
-            if flat_views is None
-            else f"{described} is a parameter of another FSDP1 model than the one that module= names"
-        )
-    if not has_group:
-        raise ValueError(
-            f"{described} is a flat parameter of an FSDP1 model; give create_auto_config "
-            "fsdp_process_group=model.process_group, or module=model"
-        )
-    return FlatView(_matrices(param), {})
+    is_flat = getattr(param, "_is_flat_param", False)
+    if is_flat and has_group:
+        return FlatView(_matrices(param), {})
+    which = "an" if flat_views is None else "another"
+    group = "fsdp_process_group=model.process_group, or " * is_flat
+    raise ValueError(
+        f"{described} is of {which} FSDP1 model, which alone knows its shape; give create_auto_config {group}module=model"
+    )
 
 
 def _matrices(flat: Any, prefix: str = "") -> tuple[FlatMatrix, ...]:
