@@ -119,8 +119,7 @@ def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:
     """The matrices of a stack, each with its part of the interval that this rank holds."""
     if stack.tp is not None:
         raise ValueError(
-            f"{stack.name!r} of shape {stack.shape} is a stack of matrices that tensor parallelism has cut, which Muon does "
-            "not take from FSDP1; use fully_shard"
+            f"{stack.name!r} of shape {stack.shape} is a stack that both tensor parallelism and FSDP1 have cut; use fully_shard"
         )
     start, end, offset = stack.interval
     shape = stack.shape[-2:]
@@ -152,8 +151,7 @@ def matrices_only(
     for matrix in matrices:
         if not matrix.contiguous:
             raise ValueError(
-                f"FSDP1 flattened {matrix.name!r} of shape {matrix.shape} in the order of its memory, which is not "
-                "contiguous; make it contiguous before wrapping"
+                f"{matrix.name!r} of shape {matrix.shape} was not contiguous; make it contiguous before FSDP1 flattens it"
             )
     return matrices
 
@@ -164,9 +162,8 @@ def _others(tensors: Sequence[FlatMatrix], described: str) -> list[FlatMatrix]:
     if 0 < len(others) < len(tensors):
         matrices = listed([m.name for m in tensors if len(m.shape) == 2], 4)
         raise ValueError(
-            f"{described} is a flat parameter that mixes matrices ({matrices}) with others "
-            f"({listed([m.name for m in others], 4)}). Wrap with use_orig_params=True and give create_auto_config the "
-            "model as module=, or wrap the others in units of their own"
+            f"{described} is a flat parameter that mixes matrices ({matrices}) with {listed([m.name for m in others], 4)}. Pass "
+            "use_orig_params=True and module=model, or wrap the others in units of their own"
         )
     return others
 
