@@ -359,7 +359,7 @@ class TestSplits(TestCase):
         found = []
         for group in groups:
             names = [name for name, _ in group.pop("params")]
-            found.append((names, group))
+            found.append((names, {k: v for k, v in group.items() if v}))
         return found, [name for name, _ in others]
 
     def test_groups_by_split(self):

@@ -290,9 +290,7 @@ class Muon(Optimizer):
             self.param_groups.pop()
             raise
         if self.current_rank == 0:
-            *earlier, group = self.param_groups
-            takes_stacks = self._allow_batched_matrices
-            checks.warn_about(group, earlier, self.defaults, takes_stacks)
+            checks.warn_about_last_group(self)
 
     def _init_group(
         self,

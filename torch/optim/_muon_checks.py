@@ -61,12 +61,11 @@ def problem_with(
     # FSDP1 flattens parameters; only the reader of process groups knows the matrices inside.
     is_known = reader == "process_groups" and (is_flat or param.ndim == 1)
     if not (param.ndim == 2 or flatten or is_stack or is_known):
-        hint = ""
         if is_flat:
             hint = ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group=model.process_group, module=model)"
         elif param.ndim < 2:
             hint = ". Biases and norms belong to AdamW. DeepSpeed's ZeRO flattens parameters; use its stage 0, or FSDP2"
-        elif param.ndim > 2:
+        else:
             hint = (
                 ". flatten=True in its parameter group takes it as one matrix, dimension 0 by all others; "
                 "allow_batched_matrices=True as a stack of matrices of its last two dimensions"
@@ -135,17 +134,14 @@ def named(groups: Sequence[dict]) -> Iterator[tuple[int, str | None, Tensor]]:
             yield number, name, param
 
 
-def warn_about(
-    group: dict[str, Any],
-    earlier: Sequence[dict[str, Any]],
-    defaults: dict[str, Any],
-    takes_stacks: bool,
-) -> None:
+def warn_about_last_group(muon: Any) -> None:
     """Warns about probable mistakes in a new parameter group."""
-    if takes_stacks and _has_kernels(group) and not any(map(_has_kernels, earlier)):
+    *earlier, group = muon.param_groups
+    is_first = _has_kernels(group) and not any(map(_has_kernels, earlier))
+    if muon._allow_batched_matrices and is_first:
         warnings.warn(_KERNELS, stacklevel=3)
     # Users and schedulers add keys of their own, which resemble none of these.
-    options = {*defaults, "params", "param_names"}
+    options = {*muon.defaults, "params", "param_names"}
     for key in group.keys() - options:
         for near in get_close_matches(str(key), sorted(options), 1):
             text = f"Muon ignores {key!r} of a parameter group. Is it {near!r}?"

@@ -68,9 +68,7 @@ def partition(
     if split is None:
         return [pair for group in groups.values() for pair in group], others
     return [
-        {"params": params}
-        | ({"split": one.option} if one.sizes else {})
-        | ({"flatten": True} if flatten else {})
+        {"params": params, "split": one.option or None, "flatten": flatten}
         for (one, flatten), params in groups.items()
     ], others
 
@@ -135,10 +133,7 @@ class _Model:
     """Classifies the parameters of a model: by modules, by shapes, and by names where these do not suffice."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        shapes: Mapping[str, Sequence[int]],
-        takes_stacks: bool = False,
+        self, module: nn.Module, shapes: Mapping[str, Any], takes_stacks: bool
     ) -> None:
         self.takes_stacks = takes_stacks
         # A wrapped module comes after its wrapper, and replaces it.

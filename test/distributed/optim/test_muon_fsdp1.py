@@ -90,7 +90,7 @@ class TestMuonFSDP1(OnCPU):
             wrap_functions(run.config, "gather_fn")
         orig.build()
         self.check(orig)
-        words = "parameter 0 .*is a flat parameter with 8 matrices"
+        words = "parameter 0 .*holds 8 matrices"
         self.assertRaisesEverywhere(flat.build, ValueError, words)
         flat = Run(False, units=None)
         config, given = flat.config, flat.matrices

@@ -162,7 +162,7 @@ def check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
         expected = math.prod(shape[:-2]) * max(1, len(split.sizes))
         if counts[index] != expected and not (flatten and len(shape) > 2):
             raise ValueError(
-                f"{param.described} has {counts[index]} matrices on this rank, which your own functions cannot tell apart; "
+                f"{param.described} holds {counts[index]} matrices here, which your own functions cannot tell apart; "
                 "leave gather_fn and redistribute_fn as the factory made them"
             )
 

@@ -7,7 +7,7 @@ together, and tell the next group the result.
 
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch.distributed import ProcessGroup
@@ -150,17 +150,16 @@ def _joined(
     parts: Mapping[Name, Layout],
     answers: Sequence[Message],
     described: Mapping[Name, str],
-) -> list[tuple[Name, Layout, tuple[int, ...]]]:
+) -> Iterator[tuple[Name, Layout, tuple[int, ...]]]:
     """Those of ``parts`` that a group shares, put together from what its ranks told.
 
-    Returns:
+    Yields:
         The name and layout of each, and the digests of its parts' values: one for replicas.
 
     Raises:
         ValueError: the ranks' parts or groups contradict each other.
     """
     joined_of: dict[tuple, tuple[Layout, list[int]]] = {}
-    result = []
     layouts, digests, ep_ranks = zip(*answers)
     for name, part in parts.items():
         cut = next((c for c in part.cuts if (c.kind, c.ranks) == key), None)
@@ -181,8 +180,7 @@ def _joined(
             joined_of[alike] = joined, [cut.ranks.index(r) for r in members]
         joined, places = joined_of[alike]
         places = places if cut.cuts else places[:1]
-        result.append((name, joined, tuple(digests[at][name] for at in places)))
-    return result
+        yield name, joined, tuple(digests[at][name] for at in places)
 
 
 def _check_cuts(cuts: Sequence[Cut], cut: Cut, parts: Mapping[int, Layout]) -> None:

@@ -92,19 +92,14 @@ def view_of(
         return None
     if flat_views and param in flat_views:
         return flat_views[param]
-    if not getattr(param, "_is_flat_param", False):
-        raise ValueError(
-            f"{described} is an original parameter of an FSDP1 model, which does not say what it is a slice of. "
-            "Give create_auto_config the wrapped model: module=model"
-            if flat_views is None
-            else f"{described} is a parameter of another FSDP1 model than the one that module= names"
-        )
-    if not has_group:
-        raise ValueError(
-            f"{described} is a flat parameter of an FSDP1 model; give create_auto_config "
-            "fsdp_process_group=model.process_group, or module=model"
-        )
-    return FlatView(_matrices(param), {})
+    is_flat = getattr(param, "_is_flat_param", False)
+    if is_flat and has_group:
+        return FlatView(_matrices(param), {})
+    which = "an" if flat_views is None else "another"
+    group = "fsdp_process_group=model.process_group, or " * is_flat
+    raise ValueError(
+        f"{described} is of {which} FSDP1 model, which alone knows its shape; give create_auto_config {group}module=model"
+    )
 
 
 def _matrices(flat: Any, prefix: str = "") -> tuple[FlatMatrix, ...]:
@@ -124,8 +119,7 @@ def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:
     """The matrices of a stack, each with its part of the interval that this rank holds."""
     if stack.tp is not None:
         raise ValueError(
-            f"{stack.name!r} of shape {stack.shape} is a stack of matrices that tensor parallelism has cut, which Muon does "
-            "not take from FSDP1; use fully_shard"
+            f"{stack.name!r} of shape {stack.shape} is a stack that both tensor parallelism and FSDP1 have cut; use fully_shard"
         )
     start, end, offset = stack.interval
     shape = stack.shape[-2:]
@@ -157,8 +151,7 @@ def matrices_only(
     for matrix in matrices:
         if not matrix.contiguous:
             raise ValueError(
-                f"FSDP1 flattened {matrix.name!r} of shape {matrix.shape} in the order of its memory, which is not "
-                "contiguous; make it contiguous before wrapping"
+                f"{matrix.name!r} of shape {matrix.shape} was not contiguous; make it contiguous before FSDP1 flattens it"
             )
     return matrices
 
@@ -169,9 +162,8 @@ def _others(tensors: Sequence[FlatMatrix], described: str) -> list[FlatMatrix]:
     if 0 < len(others) < len(tensors):
         matrices = listed([m.name for m in tensors if len(m.shape) == 2], 4)
         raise ValueError(
-            f"{described} is a flat parameter that mixes matrices ({matrices}) with others "
-            f"({listed([m.name for m in others], 4)}). Wrap with use_orig_params=True and give create_auto_config the "
-            "model as module=, or wrap the others in units of their own"
+            f"{described} is a flat parameter that mixes matrices ({matrices}) with {listed([m.name for m in others], 4)}. Pass "
+            "use_orig_params=True and module=model, or wrap the others in units of their own"
         )
     return others
 

@@ -93,8 +93,7 @@ class ParallelGroups:
         ndim = max(2, tensor.ndim)
         if dim is not None and not -ndim <= dim < ndim:
             raise IndexError(
-                f"tp_dim_per_param says dimension {dim} for parameter {index} of shape {tuple(tensor.shape)}, which "
-                f"has dimensions 0 to {ndim - 1}"
+                f"tp_dim_per_param says dimension {dim} of parameter {index}, which has {ndim} and shape {tuple(tensor.shape)}"
             )
 
     def check_count(self, count: int) -> None:
@@ -105,8 +104,7 @@ class ParallelGroups:
             unknown = sorted(i for i in indices if i >= count)
             if unknown:
                 raise ValueError(
-                    f"{name} names parameters {unknown}, but the optimizer has 0 to {count - 1}. Indices count the "
-                    "parameters that the optimizer is given, in that order, not all parameters of the model"
+                    f"{name} names parameters {unknown}. Indices count the optimizer's parameters, 0 to {count - 1}, not the model's"
                 )
 
 
@@ -214,13 +212,7 @@ class Reader:
     def describe_state(self, state: dict[str, Any]) -> None:
         """Writes the entries into a config's ``state`` that users are promised."""
         state["param_metadata"] = {
-            index: {
-                "device_mesh": like.device_mesh,
-                "placements": like.placements,
-                "shape": like.shape,
-                "stride": like.stride(),
-                "local_shape": like._local_tensor.shape,
-            }
+            index: {"device_mesh": like.device_mesh, "placements": like.placements}
             for index, (_, like) in self._by_param.items()
             if isinstance(like, DTensor)
         }
@@ -253,8 +245,7 @@ class Reader:
             layouts = local.exchange(None)
         if len(layouts) > 1 and tensor.ndim < 3:
             raise ValueError(
-                f"parameter {index} holds {len(layouts)} matrices, which gather_fn and redistribute_fn cannot hand over as "
-                "one. They work for a flat parameter if every FSDP unit holds a single matrix"
+                f"parameter {index} holds {len(layouts)} matrices, but gather_fn returns one: wrap each in an FSDP unit of its own"
             )
         self._by_param[index] = layouts, tensor
         piece, shape = dtensor.local_part(tensor), self.shape_of(index)
@@ -280,8 +271,7 @@ class Reader:
         layouts, like = self._by_param.get(index, ([], full))
         if not layouts and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
-                f"nothing is known of parameter {index} yet, so redistribute_fn cannot tell which piece of the matrix is "
-                "this rank's: call gather_fn before"
+                f"redistribute_fn does not know which piece of parameter {index} is this rank's: call gather_fn before"
             )
         if not isinstance(like, DTensor):
             if not layouts or len(layouts[0].group) == 1:
@@ -409,11 +399,8 @@ class _LocalReader:
         replicas = _ranks(self.shared["ddp"]) if "ddp" in self.shared else ()
         inside = sorted({*replicas} & {*layout.group})
         if len({layout.shards.of(rank) for rank in inside}) > 1:
-            text = (
-                f"ddp_process_group says that ranks {list(replicas)} hold replicas, but by its placements ranks {inside} "
-                f"hold different shards. {verdict}"
-            )
-            self._warn(layout.describe(), text)
+            text = f"ddp_process_group says that ranks {list(replicas)} hold replicas, but ranks {inside} hold different shards"
+            self._warn(layout.describe(), f"{text}. {verdict}")
 
     def _add_plain(self, key: Key, param: Tensor, flatten: bool) -> None:
         """Adds the matrices in a plain tensor. Raises ValueError if they cannot be told from its cut."""
@@ -427,8 +414,7 @@ class _LocalReader:
         stacked = 0 if flatten else param.ndim - 2
         if flatten and (tp_dim or 0) > 1:
             raise ValueError(
-                f"{key.describe(param.shape)}: tensor parallelism cuts dimension {tp_dim}, so a rank's part of the "
-                "flattened matrix is no block of columns; cut dimension 0 or 1"
+                f"{key.describe(param.shape)}: with flatten, tensor parallelism can cut dimension 0 or 1, but not {tp_dim}"
             )
         if stacked:
             # FSDP cuts a stack along its first dimension, so its ranks hold different matrices. A rank of
@@ -454,9 +440,8 @@ class _LocalReader:
             return None
         if mark is None:
             raise ValueError(
-                f"{key.describe(param.shape)}: tp_process_group is given, but not how it cuts this. Give "
-                "tp_dim_per_param: a dict of parameter index -> dimension, without those that are not cut (see "
-                "detect_tp_dims_from_model), or an int for all"
+                f"{key.describe(param.shape)}: tp_process_group needs tp_dim_per_param, a dict of parameter index -> dimension "
+                "that lacks those that are not cut (see detect_tp_dims_from_model), or an int for all"
             )
         return mark
 
@@ -490,8 +475,7 @@ class _LocalReader:
         """Group and dimension of the TP that FSDP1 found when it flattened a matrix."""
         if spec.mesh.ndim != 1:
             raise ValueError(
-                f"{described}: FSDP1 over DTensors of a mesh of {spec.mesh.ndim} dimensions is not supported; use "
-                "fully_shard"
+                f"{described}: FSDP1 over a mesh of {spec.mesh.ndim} dimensions is not supported; use fully_shard"
             )
         (placement,), config_dim = spec.placements, self.groups.tp_dim(key.index)
         dim = getattr(placement, "dim", None)
