@@ -702,6 +702,19 @@ class TestMuonUnreadErrors(OnCPU):
         step = twins.optimizer.step
         self.assertRaisesEverywhere(step, RuntimeError, "parameter 0.*sparse", [1])
 
+    def test_gradient_that_only_its_own_rank_would_need(self):
+        """No other rank has the matrix. All have another one, whose gather would wait for this rank."""
+        shared = parameter(Spec((8, 8), mesh_of(4), (S0,)))
+        alone = nn.Parameter(torch.ones(4, 8))
+        optimizer = Muon([shared, alone], distributed_config="auto")
+        shared.grad, alone.grad = torch.ones_like(shared), torch.ones(4, 8)
+        if self.rank == 1:
+            alone._grad = torch.ones(4, 8).to_sparse()
+        before = snapshot([shared, alone])
+        text = "parameter 1 .*sparse" if self.rank == 1 else "that this rank does not"
+        self.assertRaisesEverywhere(optimizer.step, RuntimeError, text)
+        self.assertEqual(snapshot([shared, alone]), before)
+
     def test_partial_gradient_on_some_ranks_only(self):
         """DTensor's collective for the gradient waited for the rank without one."""
         spec = Spec((8, 8), mesh_of(4), (R,))

@@ -85,17 +85,19 @@ class Pipeline(Compute):
     def begin(self, step: int) -> str:
         """Starts the side channel of this rank's ``step``-th step.
 
-        On a CPU, nothing has moved yet when the result is known. A group tells a larger one of a mismatch,
-        because ranks of both groups end the step here.
+        On a CPU, nothing has moved yet when the result is known. A group tells a larger one of a mismatch, and a
+        rank all of its groups of a gradient that it cannot use, because ranks of all groups end the step here.
 
         Returns:
             How ranks differ; "" if they do not, and on accelerators, which do not wait for the result.
         """
         self._at = "statuses", [m for s in self.statuses for m in s.matrices]
         text = ""
+        # It may be in a matrix that no other rank has.
+        has_problem = any(param.problem for param in self.params)
         with self._drained():
             for statuses in self.statuses:
-                statuses.start(step, differs=bool(text))
+                statuses.start(step, differs=has_problem or bool(text))
                 if self.knows_before:
                     differs = statuses.mismatch()
                     text = text or differs

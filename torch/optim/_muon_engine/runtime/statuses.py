@@ -98,7 +98,7 @@ class Statuses(InFlight):
         """Starts the all-reduce of this rank's ``step``-th step.
 
         Args:
-            differs: whether this rank knows of a mismatch in another group.
+            differs: whether this rank knows of a problem elsewhere.
         """
         formulas = {id(m.param.formulas): m.param.formulas for m in self.matrices}
         digests = {key: options.digest for key, options in formulas.items()}

@@ -341,23 +341,19 @@ def check_assignments(
             )
     count = Counter(index for owned in assignments.values() for index in owned)
     indices = range(len(describe))
-    unknown = sorted(i for i in count if i not in indices)
-    if unknown:
-        raise AssertionError(
-            f"assign_fn names parameters {unknown}, but the indices are 0 to {len(describe) - 1}"
-        )
     wrong = {
+        "unknown": sorted(i for i in count if i not in indices),
         "missing": [i for i in indices if not count[i]],
         "assigned more than once": [i for i in indices if count[i] > 1],
     }
     problems = [
-        f"{verb} {bad}: {listed([describe[i] for i in bad])}"
+        f"{verb} {bad}: {listed([describe[i] for i in bad if i in indices])}"
         for verb, bad in wrong.items()
         if bad
     ]
     if problems:
         raise AssertionError(
-            f"assign_fn must give each parameter to exactly one rank; {'; '.join(problems)}"
+            f"assign_fn must give each of parameters 0 to {len(describe) - 1} to exactly one rank; {'; '.join(problems)}"
         )
 
 

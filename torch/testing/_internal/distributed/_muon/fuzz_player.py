@@ -169,6 +169,16 @@ class Plan(NamedTuple):
             sets = [(r,) for r in range(WORLD)]
         return next((tuple(sorted(s)) for s in sets if rank in s), ())
 
+    def share_all_matrices(self, matrix: Matrix) -> bool:
+        """Whether the ranks that share a parameter hold parts of the same matrices of a stack."""
+        if dict(matrix.form).get("flatten"):
+            return True
+        cut = [int(p[-1]) for p in map(str, matrix.placements) if p[-1].isdigit()]
+        if matrix.mesh is None:
+            cut += [0] * len(self.config.dims_of("fsdp"))
+            cut += [] if matrix.tp_dim is None else [matrix.tp_dim % len(matrix.shape)]
+        return min(cut, default=len(matrix.shape)) >= len(matrix.shape) - 2
+
     def links(self, matrices) -> list[tuple[int, ...]]:
         """The sets of ranks that compare what they build."""
         found = [self.sharing(m, r) for m in matrices for r in range(WORLD)]
