@@ -242,7 +242,7 @@ def detect_tp_dims_from_model(
     guessed = [index for index, dim in dims.items() if dim is None]
     if guessed:
         warnings.warn(
-            f"dimension 0 is a guess for parameters {guessed}; a tp_dim attribute says where TP cuts each, -1 for not at all",
+            f"nothing says how TP cuts parameters {guessed}; dimension 0 is a guess. Set a tp_dim on each, -1 for not at all",
             stacklevel=2,
         )
     return {i: 0 if dim is None else dim for i, dim in dims.items() if dim != -1}
