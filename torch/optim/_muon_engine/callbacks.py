@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim._muon_engine.config import DistributedConfig
 from torch.optim._muon_engine.layouts import dtensor, Layout, matrix_shape, process_rank
-from torch.optim._muon_engine.layouts.groups import ParallelGroups, Reader
+from torch.optim._muon_engine.layouts.groups import Reader
 from torch.optim._muon_engine.process_groups import counters_of, ranks_per_node
 from torch.optim._muon_engine.runtime import Param
 from torch.optim._muon_engine.runtime.compute import accumulate
@@ -52,7 +52,7 @@ def reader_of(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader | 
     """A new reader for a config's ``state``; None if the user wrote the config from scratch."""
     if state.get("reader") not in ("dtensor", "process_groups"):
         return None
-    return Reader(ParallelGroups(state, takes_stacks))
+    return Reader(state, takes_stacks)
 
 
 def choose_owners(
@@ -97,7 +97,7 @@ def redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Ten
     """This rank's piece of the whole ``tensor``; in ``step()``, of the owner's."""
     index, reader = state.get("current_param_idx", 0), _reader(state)
     if tensor is not None:
-        reader.groups.check_tp_dim(tensor, index)
+        reader.check_tp_dim(tensor, index)
     if _STEP in state:
         tensor = state[_STEP].broadcast(index, tensor, reader.shape_of(index))
     if tensor is None:
