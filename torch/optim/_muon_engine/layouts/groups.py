@@ -60,9 +60,8 @@ class Reader:
     def __init__(self, state: Mapping[str, Any], takes_stacks: bool = False) -> None:
         # Whether FSDP1 may have flattened stacks of matrices.
         self.takes_stacks = takes_stacks
-        self.of_kind: dict[str, ProcessGroup | None] = {
-            kind: state.get(f"{kind}_process_group") for kind in (*KINDS, "ep")
-        }
+        given = {k: state.get(f"{k}_process_group") for k in (*KINDS, "ep")}
+        self.of_kind: dict[str, Any] = {k: g for k, g in given.items() if g is not None}
         # Entry of a parameter -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
         self.tp_dim_default: int | None = state.get("tp_dim_default")
@@ -83,11 +82,8 @@ class Reader:
 
     def shared_over(self) -> dict[str, ProcessGroup]:
         """The groups of several ranks that share matrices. Experts and stages share none."""
-        return {
-            kind: group
-            for kind, group in self.of_kind.items()
-            if kind != "ep" and group is not None and dist.get_world_size(group) > 1
-        }
+        shared = {k: group for k, group in self.of_kind.items() if k != "ep"}
+        return {k: g for k, g in shared.items() if dist.get_world_size(g) > 1}
 
     def _entry(self, index: int) -> int:
         return self._entries[index] if index < len(self._entries) else index
@@ -290,7 +286,7 @@ class _LocalReader:
 
         Raises ``error``, or that of another rank.
         """
-        ep = self.reader.of_kind["ep"]
+        ep = self.reader.of_kind.get("ep")
         ranks = (process_rank(),) if ep is None else _ranks(ep)
         layouts, new = completed(self.layouts, self.group_of, ranks, self.values, error)
         self.warnings |= new
@@ -307,7 +303,7 @@ class _LocalReader:
         """Adds all matrices in ``param``."""
         self.reader.check_tp_dim(param, key.index)
         described = key.describe(param.shape)
-        has_group = self.reader.of_kind["fsdp"] is not None
+        has_group = "fsdp" in self.reader.of_kind
         view = fsdp1.view_of(param, described, self._views, has_group)
         if view is not None:
             takes_stacks = self.reader.takes_stacks
