@@ -49,7 +49,7 @@ def problem_with(
     if _storage_is_gone(param):
         return (
             f"{described}, of size {shape}, has no storage, because `param.data = dtensor` destroys a plain Parameter. Write "
-            "`module.weight = nn.Parameter(distribute_tensor(...))`, or use parallelize_module or fully_shard"
+            "`module.weight = nn.Parameter(distribute_tensor(...))`, or use distribute_module or fully_shard"
         )
     if flatten and not param.is_contiguous():
         return f"{described} of shape {shape} is not contiguous, so flatten=True would copy it; make it contiguous"

@@ -224,7 +224,7 @@ def _members(
         other = seen.setdefault(ep_ranks[r], r)
         if other != r:
             raise ValueError(
-                f"ranks {other} and {r} of one ep_process_group both hold expert {expert}; number the experts across that group"
+                f"ranks {other} and {r} of one ep_process_group both hold expert {expert}: expert_assignments must number all"
             )
     return holders
 
