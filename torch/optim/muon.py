@@ -195,11 +195,10 @@ def create_auto_config(
 def _config(
     state: dict[str, Any], async_gpu_parallelism: bool, prefetch_count: int
 ) -> DistributedConfig:
-    owners_per_matrix = state["owners_per_matrix"]
-    is_number = type(owners_per_matrix) is int and owners_per_matrix > 0
-    if not is_number and owners_per_matrix != "auto":
+    number = state["owners_per_matrix"]
+    if number != "auto" and (type(number) is not int or number < 1):
         raise ValueError(
-            f'owners_per_matrix must be an int >= 1 or "auto" but is {owners_per_matrix!r}'
+            f'owners_per_matrix must be an int >= 1 or "auto" but is {number!r}'
         )
     # These functions import torch.distributed.
     from torch.optim._muon_engine import callbacks
