@@ -253,14 +253,13 @@ class FunctionStep:
                 f"owner, rank {owner}, updates it, so replicas diverge: broadcast the update",
                 stacklevel=2,
             )
-        kind = type(piece).__name__
+        kind, shape = type(piece).__name__, tuple(param.local.shape)
         if isinstance(piece, Tensor):
             piece = dtensor.local_part(piece)
             kind = f"shape {tuple(piece.shape)}"
-        if not isinstance(piece, Tensor) or piece.shape != param.local.shape:
+        if not isinstance(piece, Tensor) or piece.shape != shape:
             raise RuntimeError(
-                f"redistribute_fn returned {kind} for {param.described}. It must return this rank's piece of the update, of "
-                f"shape {tuple(param.local.shape)}"
+                f"redistribute_fn returned {kind} for {param.described}, but this rank's piece of the update has shape {shape}"
             )
         return piece
 
@@ -269,10 +268,9 @@ class FunctionStep:
         owner, param = self.owners[index], self.params[index]
         if update is None or update.shape != shape:
             if owner == self.rank:
-                actual = "None" if update is None else tuple(update.shape)
-                raise RuntimeError(
-                    f"redistribute_fn was given {actual} for {param.described} on its owner"
-                )
+                given = "None" if update is None else tuple(update.shape)
+                text = f"redistribute_fn was given {given} for {param.described}"
+                raise RuntimeError(f"{text} on its owner")
             update = param.local.new_empty(shape, dtype=NS_DTYPE)
         group = self.groups[self.layouts[index][0].group]
         if group is not None:

@@ -78,7 +78,7 @@ class Reader:
         # Index -> the layouts in a parameter, and a tensor with its type and local shape.
         self._by_param: dict[int, tuple[list[Layout], Tensor]] = {}
 
-    # What the user said
+    # The groups and dimensions of the config
 
     def shared_over(self) -> dict[str, ProcessGroup]:
         """The groups of several ranks that share matrices. Experts and stages share none."""
