@@ -398,7 +398,7 @@ class _LocalReader:
         stacked = 0 if flatten else param.ndim - 2
         if flatten and (tp_dim or 0) > 1:
             raise ValueError(
-                f"{key.describe(param.shape)}: with flatten, tensor parallelism can cut dimension 0 or 1, but not {tp_dim}"
+                f"{key.describe(param.shape)}: tensor parallelism cuts dimension {tp_dim} of it; flatten takes only 0 or 1"
             )
         if stacked:
             # FSDP cuts a stack along its first dimension, so its ranks hold different matrices. A rank of
