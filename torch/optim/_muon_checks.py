@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")
 
-_KERNELS = (
-    "with allow_batched_matrices=True, a convolution is a stack of small matrices to Muon. flatten=True in its "
-    "parameter group makes it one matrix"
-)
+_KERNELS = "with allow_batched_matrices=True, a convolution is a stack of small matrices to Muon; flatten=True makes it one matrix"
 
 
 def _storage_is_gone(param: Tensor) -> bool:
@@ -50,9 +47,8 @@ def problem_with(
     flatten = flatten and param.ndim > 2
     if _storage_is_gone(param):
         return (
-            f"{described}, of size {shape}, has no storage, because `param.data = dtensor` destroys a plain "
-            "Parameter. Write `module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, placements))` "
-            "instead, or use distribute_module, parallelize_module or fully_shard"
+            f"{described}, of size {shape}, has no storage, because `param.data = dtensor` destroys a plain Parameter. Write "
+            "`module.weight = nn.Parameter(distribute_tensor(...))`, or use distribute_module or fully_shard"
         )
     if flatten and not param.is_contiguous():
         return f"{described} of shape {shape} is not contiguous, so flatten=True would copy it; make it contiguous"
@@ -66,10 +62,7 @@ def problem_with(
         elif param.ndim < 2:
             hint = ". Biases and norms belong to AdamW. DeepSpeed's ZeRO flattens parameters; use its stage 0, or FSDP2"
         else:
-            hint = (
-                ". flatten=True in its parameter group takes it as one matrix, dimension 0 by all others; "
-                "allow_batched_matrices=True as a stack of matrices of its last two dimensions"
-            )
+            hint = ". flatten=True in its parameter group takes it as one matrix, allow_batched_matrices=True as a stack of matrices"
         return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({described}){hint}"
     if reader is not None or not (split.sizes or flatten):
         return ""

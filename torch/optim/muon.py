@@ -169,8 +169,7 @@ def create_auto_config(
     tp_dim = _either(tp_dim_per_param=tp_dim_per_param, tp_shard_dim=tp_shard_dim)
     if ep_process_group is not None and expert_assignments is None:
         raise ValueError(
-            "ep_process_group needs expert_assignments, a dict of parameter index -> expert id ({} if this optimizer "
-            "holds no expert): without it, experts would be taken for replicas of each other"
+            "ep_process_group needs expert_assignments, a dict of parameter index -> expert id; {} if this optimizer has no expert"
         )
     state: dict[str, Any] = {
         "reader": "process_groups",
@@ -232,8 +231,7 @@ def detect_tp_dims_from_model(
     guessed = [index for index, dim in dims.items() if dim is None]
     if guessed:
         warnings.warn(
-            f"nothing says how tensor parallelism cuts parameters {guessed}; dimension 0 is a guess. Mark them with a "
-            "tp_dim attribute, -1 for those that it does not cut",
+            f"nothing says how TP cuts parameters {guessed}; dimension 0 is a guess. Set a tp_dim on each, -1 for not at all",
             stacklevel=2,
         )
     return {i: 0 if dim is None else dim for i, dim in dims.items() if dim != -1}

@@ -179,9 +179,8 @@ def _first_difference(
                 for (field, value), (_, other) in zip(one.fields, another.fields):
                     if (field in DERIVED) == derived and other != value:
                         return (
-                            f"ranks disagree about {one.description}: {field} is {value} on rank {ranks[0]} and {other} on "
-                            f"rank {rank}. Ranks that share parameters must build their Muon from the same ones, in the "
-                            "same order, with the same options"
+                            f"ranks disagree about {one.description}: {field} is {value} on rank {ranks[0]} and {other} on rank {rank}. "
+                            "Build Muon from the same parameters on all of them, in one order and with the same options"
                         )
             if len(others) != len(first):
                 extra = max(first, others, key=len)[min(len(first), len(others))]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim._muon_engine.config import DistributedConfig
 from torch.optim._muon_engine.layouts import dtensor, Layout, matrix_shape, process_rank
-from torch.optim._muon_engine.layouts.groups import ParallelGroups, Reader
+from torch.optim._muon_engine.layouts.groups import Reader
 from torch.optim._muon_engine.process_groups import counters_of, ranks_per_node
 from torch.optim._muon_engine.runtime import Param
 from torch.optim._muon_engine.runtime.compute import accumulate
@@ -52,7 +52,7 @@ def reader_of(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader | 
     """A new reader for a config's ``state``; None if the user wrote the config from scratch."""
     if state.get("reader") not in ("dtensor", "process_groups"):
         return None
-    return Reader(ParallelGroups(state, takes_stacks))
+    return Reader(state, takes_stacks)
 
 
 def choose_owners(
@@ -97,7 +97,7 @@ def redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Ten
     """This rank's piece of the whole ``tensor``; in ``step()``, of the owner's."""
     index, reader = state.get("current_param_idx", 0), _reader(state)
     if tensor is not None:
-        reader.groups.check_tp_dim(tensor, index)
+        reader.check_tp_dim(tensor, index)
     if _STEP in state:
         tensor = state[_STEP].broadcast(index, tensor, reader.shape_of(index))
     if tensor is None:
@@ -115,7 +115,7 @@ def factory_config(
 ) -> DistributedConfig:
     """A config with the factory's functions. Raises ValueError if an option of it is invalid."""
     number = state["owners_per_matrix"]
-    if not (type(number) is int and number > 0) and number != "auto":
+    if number != "auto" and (type(number) is not int or number < 1):
         raise ValueError(
             f'owners_per_matrix must be an int >= 1 or "auto" but is {number!r}'
         )
@@ -278,14 +278,13 @@ class FunctionStep:
                 f"owner, rank {owner}, updates it, so replicas diverge: broadcast the update",
                 stacklevel=2,
             )
-        kind = type(piece).__name__
+        kind, shape = type(piece).__name__, tuple(param.local.shape)
         if isinstance(piece, Tensor):
             piece = dtensor.local_part(piece)
             kind = f"shape {tuple(piece.shape)}"
-        if not isinstance(piece, Tensor) or piece.shape != param.local.shape:
+        if not isinstance(piece, Tensor) or piece.shape != shape:
             raise RuntimeError(
-                f"redistribute_fn returned {kind} for {param.described}. It must return this rank's piece of the update, of "
-                f"shape {tuple(param.local.shape)}"
+                f"redistribute_fn returned {kind} for {param.described}, but this rank's piece of the update has shape {shape}"
             )
         return piece
 
@@ -294,10 +293,9 @@ class FunctionStep:
         owner, param = self.owners[index], self.params[index]
         if update is None or update.shape != shape:
             if owner == self.rank:
-                actual = "None" if update is None else tuple(update.shape)
-                raise RuntimeError(
-                    f"redistribute_fn was given {actual} for {param.described} on its owner"
-                )
+                given = "None" if update is None else tuple(update.shape)
+                text = f"redistribute_fn was given {given} for {param.described}"
+                raise RuntimeError(f"{text} on its owner")
             update = param.local.new_empty(shape, dtype=NS_DTYPE)
         group = self.groups[self.layouts[index][0].group]
         if group is not None:

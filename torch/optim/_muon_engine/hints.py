@@ -11,9 +11,9 @@ from torch.optim._muon_engine.runtime import Param
 STEPS_WITHOUT_ANY = 3
 STEPS_WITHOUT_ONE = 20
 
-_BUILT_TOO_EARLY = (
-    "If the model was sharded after this Muon was built (fully_shard, parallelize_module, Fabric.setup), the model has "
-    "other parameters now: build Muon from these"
+_NO_GRADIENTS = (
+    "no parameter of this Muon has had a gradient. If the model was sharded after this Muon was built (fully_shard, "
+    "parallelize_module, Fabric.setup), the model has other parameters now: build Muon from these"
 )
 
 
@@ -44,12 +44,10 @@ class Hints:
             return
         text = ""
         if not self._trains and self.steps >= STEPS_WITHOUT_ANY:
-            text = f"no parameter of this Muon has had a gradient, so it trains nothing. {_BUILT_TOO_EARLY}"
+            text = _NO_GRADIENTS
         elif self._trains and self.steps >= STEPS_WITHOUT_ONE:
-            text = (
-                f"these parameters have had no gradient in {self.steps} steps, though others have. If that is "
-                f"intended, freeze them with requires_grad_(False): {listed([*self._without.values()])}"
-            )
+            names = listed([*self._without.values()])
+            text = f"these have had no gradient in {self.steps} steps; if intended, freeze them with requires_grad_(False): {names}"
         if text:
             self._without = {}
             warnings.warn(text, stacklevel=2)

@@ -109,11 +109,9 @@ def counters_of(ranks: tuple[int, ...]) -> Counters:
 
 def group_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
     """The longest timeout among ``groups``; None, the default, if they have none."""
-    timeouts = []
-    for group in groups:
-        for device in group._device_types:
-            options = getattr(group._get_backend(device), "options", None)
-            timeouts.append(getattr(options, "_timeout", None))
+    backends = [g._get_backend(device) for g in groups for device in g._device_types]
+    options = [getattr(backend, "options", None) for backend in backends]
+    timeouts = [getattr(of_backend, "_timeout", None) for of_backend in options]
     return max((t for t in timeouts if t is not None), default=None)
 
 

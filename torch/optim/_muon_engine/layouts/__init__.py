@@ -79,8 +79,7 @@ class Region(NamedTuple):
                 return self._replace(offset=offset).of_local(local[at])
         if self.end > local.numel():
             raise ValueError(
-                f"a local tensor of shape {tuple(local.shape)} does not hold {self}: it is not the one that the layout "
-                "was read from"
+                f"a local tensor of shape {tuple(local.shape)} does not hold {self}, which its layout was read from"
             )
         # A gradient may have any strides. One may have been expanded.
         strides = local.stride()
@@ -304,8 +303,7 @@ def larger_first(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def process_rank() -> int:
     """This process's global rank; 0 without process groups."""
-    is_alone = not dist.is_available() or not dist.is_initialized()
-    return 0 if is_alone else dist.get_rank()
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def check_cover(layout: Layout) -> None:

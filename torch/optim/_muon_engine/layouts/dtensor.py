@@ -128,9 +128,7 @@ class DTensorLayouts:
         shared: Sharing = {}
         if len(on_mesh) < len(params):
             shared[process_rank(),] = []
-        # By address: many parameters are on one mesh object.
-        meshes = {id(p.device_mesh): p.device_mesh for p in on_mesh}
-        for mesh in meshes.values():
+        for mesh in dict.fromkeys(p.device_mesh for p in on_mesh):
             groups = shared.setdefault(tuple(sorted(self.ranks_of(mesh))), [])
             of_mesh = [*mesh.get_all_groups(), *_flattened_groups(mesh)]
             groups += [group for group in of_mesh if group not in groups]

@@ -190,8 +190,7 @@ def _check_cuts(cuts: Sequence[Cut], cut: Cut, parts: Mapping[int, Layout]) -> N
         if _grid(part.cuts) != grid or cut not in part.cuts:
             raise ValueError(
                 f"the process groups contradict each other. Rank {rank} has {in_words(cuts, True)}, but rank {other} has "
-                f"{in_words(part.cuts, True)}. Pass groups of one grid of ranks, for example those "
-                "of a DeviceMesh's dimensions, and the same tp_dim_per_param on all ranks"
+                f"{in_words(part.cuts, True)}. Pass groups of one grid, as those of a DeviceMesh, and one tp_dim_per_param"
             )
 
 
@@ -211,9 +210,8 @@ def _members(
         missing = set(cut.ranks) - set(holders)
         if missing:
             raise ValueError(
-                f"ranks disagree about the number of parameters that they share: rank {rank} has this one, rank "
-                f"{min(missing)} of the same {cut.kind}_process_group does not. Ranks of a process group must build their "
-                "Muon from the same parameters in the same order; expert_assignments tells experts apart"
+                f"ranks disagree about the number of parameters that they share: rank {min(missing)} of the same "
+                f"{cut.kind}_process_group does not have this one. List the same on both; expert_assignments tells experts apart"
             )
         return holders
     if cut.cuts and len({ep_ranks[r] for r in holders}) == 1:
@@ -226,8 +224,7 @@ def _members(
         other = seen.setdefault(ep_ranks[r], r)
         if other != r:
             raise ValueError(
-                f"ranks {other} and {r} both hold expert {expert}, but are in one ep_process_group, whose ranks "
-                "hold different experts. Number the experts across that group in expert_assignments"
+                f"ranks {other} and {r} of one ep_process_group both hold expert {expert}: expert_assignments must number all"
             )
     return holders
 
@@ -240,8 +237,7 @@ def _together(layout: Layout, cut: Cut, parts: Sequence[Layout]) -> Layout:
         raise ValueError(f"{where} the ranks have different shapes: {shapes}")
     if dim is not None and len({shape[1 - dim] for shape in shapes}) > 1:
         raise ValueError(
-            f"{where} pieces of shapes {shapes} cannot be joined along dimension {dim}: they also differ in dimension "
-            f"{1 - dim}"
+            f"{where} shapes {shapes} cannot be joined along dimension {dim}: they also differ in dimension {1 - dim}"
         )
     holders: list[tuple[int, Regions]] = []
     shape = [0 if at == dim else size for at, size in enumerate(shapes[0])]

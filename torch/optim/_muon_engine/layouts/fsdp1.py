@@ -119,7 +119,7 @@ def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:
     """The matrices of a stack, each with its part of the interval that this rank holds."""
     if stack.tp is not None:
         raise ValueError(
-            f"{stack.name!r} of shape {stack.shape} is a stack that both tensor parallelism and FSDP1 have cut; use fully_shard"
+            f"{stack.name!r} of shape {stack.shape} is a stack that tensor parallelism has cut, too; use fully_shard"
         )
     start, end, offset = stack.interval
     shape = stack.shape[-2:]

@@ -4,7 +4,6 @@ With process groups, the user says which ranks share a parameter, and the ranks 
 their pieces. DTensors describe themselves. Groups can only add replicas of their whole mesh.
 """
 
-import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -49,38 +48,45 @@ from torch.optim._muon_split import Split
 Form = tuple[Split, bool]
 
 
-class ParallelGroups:
-    """This rank's process groups, and what the user said about them in a config's ``state``."""
+class Reader:
+    """Asks the framework where the shards of an optimizer's parameters are.
+
+    A plain tensor that no group shares is a whole matrix, which each rank updates by itself.
+
+    Args:
+        state: a config's. Without process groups, only DTensors are shared.
+    """
 
     def __init__(self, state: Mapping[str, Any], takes_stacks: bool = False) -> None:
         # Whether FSDP1 may have flattened stacks of matrices.
         self.takes_stacks = takes_stacks
-        self.of_kind: dict[str, ProcessGroup | None] = {
-            kind: state.get(f"{kind}_process_group") for kind in (*KINDS, "ep")
-        }
+        given = {k: state.get(f"{k}_process_group") for k in (*KINDS, "ep")}
+        self.of_kind: dict[str, Any] = {k: g for k, g in given.items() if g is not None}
         # Entry of a parameter -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
         self.tp_dim_default: int | None = state.get("tp_dim_default")
         self.experts: Mapping[int, int] = state.get("expert_assignments") or {}
-        # Parameter index -> its entry, the index that it had when the optimizer got it.
-        self.entries: Sequence[int] = ()
         # The FSDP1 model. Only it knows what its original parameters are slices of.
         self.module: nn.Module | None = state.get("module")
+        # Parameter index -> its entry, the index that it had when the optimizer got it; and its form.
+        self._entries: Sequence[int] = ()
+        self._forms: dict[int, Form] = {}
+        self.dtensors = dtensor.DTensorLayouts()
+        # From the parameters that were read last. If reading failed, only the ranks and groups that all
+        # ranks know without it.
+        self.sharing: dtensor.Sharing = {}
+        # Index -> the layouts in a parameter, and a tensor with its type and local shape.
+        self._by_param: dict[int, tuple[list[Layout], Tensor]] = {}
+
+    # The groups and dimensions of the config
 
     def shared_over(self) -> dict[str, ProcessGroup]:
         """The groups of several ranks that share matrices. Experts and stages share none."""
-        return {
-            kind: group
-            for kind, group in self.of_kind.items()
-            if kind != "ep" and group is not None and dist.get_world_size(group) > 1
-        }
+        shared = {k: group for k, group in self.of_kind.items() if k != "ep"}
+        return {k: g for k, g in shared.items() if dist.get_world_size(g) > 1}
 
     def _entry(self, index: int) -> int:
-        return self.entries[index] if index < len(self.entries) else index
-
-    def expert(self, index: int) -> int | None:
-        """The id of the expert that parameter ``index`` belongs to."""
-        return self.experts.get(self._entry(index))
+        return self._entries[index] if index < len(self._entries) else index
 
     def tp_dim(self, index: int) -> int | None:
         """The dimension along which TP cuts parameter ``index``; None if it does not."""
@@ -96,7 +102,7 @@ class ParallelGroups:
                 f"tp_dim_per_param says dimension {dim} of parameter {index}, which has {ndim} and shape {tuple(tensor.shape)}"
             )
 
-    def check_count(self, count: int) -> None:
+    def _check_count(self, count: int) -> None:
         """Raises ValueError if the user named parameters that do not exist."""
         tp_dims = self.tp_dims if "tp" in self.shared_over() else None
         dicts = {"expert_assignments": self.experts, "tp_dim_per_param": tp_dims or {}}
@@ -107,25 +113,7 @@ class ParallelGroups:
                     f"{name} names parameters {unknown}. Indices count the optimizer's parameters, 0 to {count - 1}, not the model's"
                 )
 
-
-class Reader:
-    """Asks the framework where the shards of an optimizer's parameters are.
-
-    A plain tensor that no group shares is a whole matrix, which each rank updates by itself.
-
-    Args:
-        groups: without any, only DTensors are shared.
-    """
-
-    def __init__(self, groups: ParallelGroups) -> None:
-        self.groups = groups
-        self.dtensors = dtensor.DTensorLayouts()
-        # From the parameters that were read last. If reading failed, only the ranks and groups that all
-        # ranks know without it.
-        self.sharing: dtensor.Sharing = {}
-        self._forms: dict[int, Form] = {}
-        # Index -> the layouts in a parameter, and a tensor with its type and local shape.
-        self._by_param: dict[int, tuple[list[Layout], Tensor]] = {}
+    # Reading
 
     def read(
         self,
@@ -144,20 +132,18 @@ class Reader:
             forms: ``split`` and ``flatten`` of each parameter (default: neither).
             entries: by which the dicts of the config name each parameter (default: its index).
         """
-        # A former engine may live on, with the groups that it has read.
-        self.groups = copy.copy(self.groups)
-        self._forms, self.groups.entries = dict(enumerate(forms)), entries
+        self._forms, self._entries = dict(enumerate(forms)), entries
         # Another mesh may get the address of a former one.
         self.dtensors = dtensor.DTensorLayouts()
         is_first, self._by_param = not self.sharing, {}
-        local = _LocalReader(self.groups, self.dtensors)
+        local = _LocalReader(self)
         try:
             self.sharing = self.dtensors.sharing(params)
             if error is None:
                 if is_first:
-                    self.groups.check_count(len(params))
+                    self._check_count(len(params))
                 for index, (param, name) in enumerate(zip(params, names, strict=True)):
-                    key = Key(index, 0, name, self.groups.expert(index))
+                    key = Key(index, 0, name, self.experts.get(self._entry(index)))
                     _, flatten = self._form(index)
                     local.add(key, param, flatten)
         except Exception as problem:
@@ -181,7 +167,7 @@ class Reader:
     ) -> dtensor.Sharing:
         of_meshes = self.sharing
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
-        sharing = {} if self.groups.shared_over() else dict(of_meshes)
+        sharing = {} if self.shared_over() else dict(of_meshes)
         for ranks, mesh in dict.fromkeys(
             (layout.group, self.dtensors.mesh_ranks(params[layout.key.index]))
             for layout in layouts
@@ -195,7 +181,7 @@ class Reader:
 
     def meeting(self, params: Sequence[Tensor]) -> dtensor.Sharing:
         """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
-        groups = self.groups.shared_over().values()
+        groups = self.shared_over().values()
         shared = {tuple(sorted(_ranks(group))): [group] for group in groups}
         return {**self.dtensors.sharing(params), **shared}
 
@@ -234,13 +220,13 @@ class Reader:
 
     def whole(self, tensor: Tensor, index: int) -> Tensor:
         """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
-        self.groups.check_tp_dim(tensor, index)
+        self.check_tp_dim(tensor, index)
         layouts, like = self._by_param.get(index, ([], tensor))
         _, flatten = self._form(index)
         if isinstance(tensor, DTensor):
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
         elif not layouts or (len(layouts) == 1 and like.shape != tensor.shape):
-            local = _LocalReader(self.groups, self.dtensors)
+            local = _LocalReader(self)
             local.add(Key(index), tensor, flatten)
             layouts = local.exchange(None)
         if len(layouts) > 1 and tensor.ndim < 3:
@@ -253,7 +239,7 @@ class Reader:
         if len(ranks) == 1:
             return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.
-        shared = [*self.groups.shared_over().values()]
+        shared = [*self.shared_over().values()]
         sharing = self.sharing or self.dtensors.sharing([tensor])
         group = process_groups.spanning_group(ranks, sharing.get(ranks, shared))
         flat = all_gather_uneven(piece.reshape(-1), group)
@@ -283,11 +269,9 @@ class Reader:
 class _LocalReader:
     """Collects what this rank knows by itself about one optimizer's matrices."""
 
-    def __init__(
-        self, groups: ParallelGroups, dtensors: dtensor.DTensorLayouts
-    ) -> None:
-        self.groups, self.dtensors = groups, dtensors
-        self.shared = groups.shared_over()
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.shared = reader.shared_over()
         # Kind and ranks -> the group. A unit of FSDP1 may have other groups than those that were given.
         self.group_of = {(kind, _ranks(g)): g for kind, g in self.shared.items()}
         self.layouts: list[Layout] = []
@@ -295,14 +279,14 @@ class _LocalReader:
         self.values: dict[Key, int] = {}
         # Text -> the matrices that it is about.
         self.warnings: dict[str, list[str]] = {}
-        self._views = None if groups.module is None else fsdp1.views(groups.module)
+        self._views = None if reader.module is None else fsdp1.views(reader.module)
 
     def exchange(self, error: BaseException | None) -> list[Layout]:
         """The layouts of all added matrices, completed by what the other ranks tell. Warns once for all.
 
         Raises ``error``, or that of another rank.
         """
-        ep = self.groups.of_kind["ep"]
+        ep = self.reader.of_kind.get("ep")
         ranks = (process_rank(),) if ep is None else _ranks(ep)
         layouts, new = completed(self.layouts, self.group_of, ranks, self.values, error)
         self.warnings |= new
@@ -317,12 +301,12 @@ class _LocalReader:
 
     def add(self, key: Key, param: Tensor, flatten: bool = False) -> None:
         """Adds all matrices in ``param``."""
-        self.groups.check_tp_dim(param, key.index)
+        self.reader.check_tp_dim(param, key.index)
         described = key.describe(param.shape)
-        has_group = self.groups.of_kind["fsdp"] is not None
+        has_group = "fsdp" in self.reader.of_kind
         view = fsdp1.view_of(param, described, self._views, has_group)
         if view is not None:
-            takes_stacks = self.groups.takes_stacks
+            takes_stacks = self.reader.takes_stacks
             matrices = fsdp1.matrices_only(view, described, takes_stacks, flatten)
             for sub, matrix in enumerate(matrices):
                 name = key.name or matrix.name
@@ -367,7 +351,7 @@ class _LocalReader:
 
     def _add_dtensor(self, key: Key, tensor: DTensor, flatten: bool) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
-        mesh_ranks = self.dtensors.ranks_of(tensor.device_mesh)
+        mesh_ranks = self.reader.dtensors.ranks_of(tensor.device_mesh)
         cuts = tuple(
             Cut(kind, _ranks(self.shared[kind]))
             for kind in ("ddp", "cp")
@@ -376,14 +360,14 @@ class _LocalReader:
         if any(placement.is_partial() for placement in tensor.placements):
             # The contributions to a sum are no replicas.
             cuts = ()
-        layouts = self.dtensors.of(key, tensor, flatten)
+        layouts = self.reader.dtensors.of(key, tensor, flatten)
         self.layouts += [replace(layout, cuts=cuts) for layout in layouts]
         for layout in layouts[:1]:
             self._compare_with_groups(layout, tensor)
 
     def _compare_with_groups(self, layout: Layout, tensor: DTensor) -> None:
         """Warns if a group or dimension contradicts the placements."""
-        mesh, config_dim = tensor.device_mesh, self.groups.tp_dim(layout.key.index)
+        mesh, config_dim = tensor.device_mesh, self.reader.tp_dim(layout.key.index)
         verdict = f"The DTensor's placements count: {layout.placement}"
         placed = dict(zip(map(_ranks, mesh.get_all_groups()), tensor.placements))
         tp_dim = None if config_dim is None else config_dim % tensor.ndim
@@ -407,14 +391,14 @@ class _LocalReader:
         groups = dict(self.shared)
         if self._views:
             # FSDP1 did not flatten it, so each rank has it whole. TP may have cut it nevertheless.
-            dim, mark = self.groups.tp_dim(key.index), dtensor.tp_mark_of(param)
+            dim, mark = self.reader.tp_dim(key.index), dtensor.tp_mark_of(param)
             is_cut = dim is not None or mark is not None
             groups = {k: g for k, g in groups.items() if k == "tp" and is_cut}
         tp_dim = self._tp_dim(key, param) if "tp" in groups else None
         stacked = 0 if flatten else param.ndim - 2
         if flatten and (tp_dim or 0) > 1:
             raise ValueError(
-                f"{key.describe(param.shape)}: with flatten, tensor parallelism can cut dimension 0 or 1, but not {tp_dim}"
+                f"{key.describe(param.shape)}: tensor parallelism cuts dimension {tp_dim} of it; flatten takes only 0 or 1"
             )
         if stacked:
             # FSDP cuts a stack along its first dimension, so its ranks hold different matrices. A rank of
@@ -432,11 +416,11 @@ class _LocalReader:
 
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
         """The dimension along which TP cuts ``param``, from the user or else from the framework's mark."""
-        dim = self.groups.tp_dim(key.index)
+        dim = self.reader.tp_dim(key.index)
         if dim is not None:
             return dim % max(2, param.ndim)
         mark = dtensor.tp_mark_of(param)
-        if self.groups.tp_dims is not None or mark == -1:
+        if self.reader.tp_dims is not None or mark == -1:
             return None
         if mark is None:
             raise ValueError(
@@ -477,7 +461,7 @@ class _LocalReader:
             raise ValueError(
                 f"{described}: FSDP1 over a mesh of {spec.mesh.ndim} dimensions is not supported; use fully_shard"
             )
-        (placement,), config_dim = spec.placements, self.groups.tp_dim(key.index)
+        (placement,), config_dim = spec.placements, self.reader.tp_dim(key.index)
         dim = getattr(placement, "dim", None)
         if config_dim is not None and config_dim % 2 != dim:
             text = f"tp_dim_per_param says dimension {config_dim}, but its placement is {placement}, which counts"
