@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import _muon, _muon_formulas, Muon
 from torch.optim._muon_engine.layouts import Region
+from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -44,6 +45,15 @@ class TestDistributedConfig(MuonTestCase):
             for wrong in (-1, 1.0, True, None, "2"):
                 with self.assertRaisesRegex(ValueError, f"prefetch_count.*{wrong!r}"):
                     make(prefetch_count=wrong)
+
+    def test_slots_of_the_schedule(self):
+        """With fewer gathers in flight, one bucket may be larger."""
+        make = buckets.make_schedule
+        for count in (0, 1, 3):
+            config = create_dtensor_config(prefetch_count=count)
+            with mock.patch.object(buckets, "make_schedule", wraps=make) as made:
+                Muon(make_params((4, 4)), distributed_config=config)
+            self.assertEqual(made.call_args.kwargs["slots"], count + 2)
 
     def test_assign_fn_coverage(self):
         params = make_params(*[(10, 10)] * 8)
