@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -84,27 +84,25 @@ class Worktree:
 
     def work(self, rels: list[str]) -> dict[str, bytes | None]:
         """The texts of the work tree, as git would store them."""
-        tagged = git.lines(self.root, "ls-files", "-tz", "--", *rels)
-        sparse = [line[2:] for line in tagged if line.startswith("S ")]
-        found, there = dict.fromkeys(rels) | self.texts("", sparse), []
-        for rel in rels:
-            path = self.root / rel
-            for folder in PurePosixPath(rel).parents:
-                if (self.root / folder).is_symlink():
-                    raise Refused(
-                        f"{self.root / folder} is a symbolic link, where the overlay "
-                        "has a folder"
-                    )
-            if path.is_symlink():
-                found[rel] = os.fsencode(os.readlink(path))
-            elif path.is_file():
-                there.append(rel)
+        for folder in {self.root / f for r in rels for f in PurePosixPath(r).parents}:
+            if folder.is_symlink():
+                raise Refused(
+                    f"{folder} is a symbolic link, where the overlay has a folder"
+                )
         with git.scratch() as scratch:
-            env = {"GIT_OBJECT_DIRECTORY": str(self._borrow(scratch))}
-            names = "".join(f"{rel}\n" for rel in there).encode()
-            command = ("hash-object", "-w", "--stdin-paths")
-            blobs = self.ask(*command, data=names, env=env, check=True).split()
-            return found | dict(zip(there, git.blobs(self.root, blobs, env=env)))
+            index = shutil.copy2(self.git_dir / "index", scratch)
+            objects = self._borrow(scratch / "objects")
+            env = {"GIT_INDEX_FILE": index, "GIT_OBJECT_DIRECTORY": str(objects)}
+            self._take(rels, env)
+            return git.texts(self.root, "", rels, env=env)
+
+    def _take(self, rels: Iterable[str], env: dict[str, str]) -> None:
+        """Put what the work tree has into the index that ``env`` names."""
+        names = "".join(f"{rel}\0" for rel in rels).encode()
+        # Not the entries of a sparse checkout, which are in the index alone.
+        kinds = ("--add", "--remove", "--ignore-skip-worktree-entries")
+        update = ("update-index", "-z", *kinds, "--stdin")
+        git.git(self.root, *update, data=names, env=env)
 
     def _borrow(self, folder: Path) -> Path:
         """An object directory that has this repository's objects, too."""
@@ -265,20 +263,10 @@ class Worktree:
 
     def _update(self, texts: files.Texts, env: dict[str, str]) -> None:
         """Put the texts into the index that ``env`` names."""
-        listed = git.lines(self.root, "ls-files", "-sz", "--", *texts, env=env)
-        mode = {ln.split("\t")[1]: ln.split()[0] for ln in listed}
-        there = {rel: text for rel, text in texts.items() if text is not None}
-        with git.scratch() as scratch:
-            git.put(scratch, there)
-            names = b"".join(os.fsencode(scratch / rel) + b"\n" for rel in there)
-            command = ("hash-object", "-w", "--no-filters", "--stdin-paths")
-            blobs = self.ask(*command, data=names, check=True).split()
-        none = "0" * len(self.resolve("HEAD"))
-        entries = "".join(f"0 {none}\t{rel}\0" for rel in texts.keys() - there.keys())
-        for rel, blob in zip(there, blobs, strict=True):
-            entries += f"{mode.get(rel, '100644')} {blob}\t{rel}\0"
-        update = ("update-index", "-z", "--index-info")
-        git.git(self.root, *update, data=entries.encode(), env=env)
+        before = git.texts(self.root, "", list(texts), env=env)
+        if patch := git.difference(before, texts, "--binary", "--full-index"):
+            apply = ("apply", "--cached", "--whitespace=nowarn")
+            git.git(self.root, *apply, data=patch, env=env)
 
     @contextlib.contextmanager
     def _locked_index(self) -> Iterator[dict[str, str]]:
@@ -320,11 +308,7 @@ class Worktree:
         else came there since.
         """
         with self._locked_index() as env:
-            names = "".join(f"{rel}\0" for rel in texts).encode()
-            # Not the entries of a sparse checkout, which are in the index alone.
-            kinds = ("--add", "--remove", "--ignore-skip-worktree-entries")
-            update = ("update-index", "-z", *kinds, "--stdin")
-            git.git(self.root, *update, data=names, env=env)
+            self._take(texts, env)
             old = self._write_tree(env)
             with git.scratch() as scratch:
                 copy = shutil.copy2(self._index, scratch)
