@@ -3,6 +3,7 @@
 import ast
 import fnmatch
 import inspect
+import re
 from importlib.util import resolve_name
 
 import pytest
@@ -30,6 +31,13 @@ def test_each_file_is_in_one_commit(commits):
         t for t, *_ in listed
     ]
     files = [rel for _, texts in commits for rel in texts]
+    for message, texts in commits:
+        plan = message.partition("\n\nTest plan:")[2]
+        tests = fnmatch.filter(texts, "test/*/test_*.py")
+        assert plan
+        assert all(f"\n    python {rel}" in plan for rel in tests)
+        for rel in re.findall(r"test/[\w/]+\.py", message):
+            assert rel in files
     assert len(files) == len(set(files))
     for _, _, paths in listed:
         for pattern in paths:

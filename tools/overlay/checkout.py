@@ -33,7 +33,7 @@ class Checkout(Target):
         version = (tree.root / "version.txt").read_text(errors="replace").strip()
         super().__init__(tree.root, version)
         self.words = f"PyTorch {version} checkout {tree.root}"
-        # Linked work trees share it, and with it info/exclude.
+        # Linked work trees share it.
         self.lock, self.option = tree.common, ("--checkout", str(tree.root))
 
     def _finish(self) -> bool:
@@ -135,24 +135,18 @@ class Checkout(Target):
         new = [r for r in rels if plan.now[r] and not staged[r]]
         here = [r for r in rels if not plan.now[r] == staged[r] == head[r]]
         if here:
-            lines = [f"add -f -- {shlex.join(new)}"] * bool(new)
-            lines.append(f"stash push -- {shlex.join(here)}")
-            ways.append("\n".join(["`git stash` keeps them:", *(f"  {where} {w}" for w in lines)]))  # fmt: skip
+            ways.append("`git stash` keeps them:")
+            ways += [f"  {where} add -f -- {shlex.join(new)}"] * bool(new)
+            ways.append(f"  {where} stash push -- {shlex.join(here)}")
         if not ways:
             ways.append(f"They are committed:\n  {where} log -p -- {shlex.join(rels)}")
         return "\n".join(ways)
 
-    def _bare(self, plan: CheckoutPlan, texts: files.Texts) -> dict[str, bytes | None]:
-        """The texts without the overlay's part."""
-        return plan.stock | {
-            rel: _parts(plan.stock[rel], plan.known[rel], texts[rel])[1]
-            for rel in plan.patched
-        }
-
     def _at_head(self, plan: CheckoutPlan, *, with_overlay: bool) -> files.Texts:
         """The changes that a commit on the branch would make."""
-        head = self.tree.texts("HEAD", list(plan.now))
-        want = self._bare(plan, head)
+        head, want = self.tree.texts("HEAD", list(plan.now)), dict(plan.stock)
+        for rel in plan.patched:
+            _, want[rel] = _parts(plan.stock[rel], plan.known[rel], head[rel])
         if with_overlay:
             want |= patches.overlay(plan.source, want, self.takes)[0]
         return {rel: text for rel, text in want.items() if text != head[rel]}

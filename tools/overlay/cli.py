@@ -254,17 +254,15 @@ def _rebuild(args: argparse.Namespace) -> None:
     with checkout.held():
         if args.mode == "source":
             parts.remove(tree)
-            python = str(find_interpreter(args.python or "python"))
-            command = [
-                python,
-                *shlex.split("-m pip install --no-build-isolation -v -e ."),
-            ]
-            env.run_long(command, "building PyTorch from source", tree.root)
+            python = find_interpreter(args.python or "python")
+            pip = "-m pip install --no-build-isolation -v -e ."
+            words = [str(python), *pip.split()]
+            env.run_long(words, "building PyTorch from source", tree.root)
             return
         python = args.python or env.existing_python(ROOT)
         wheel = find_wheel(python, with_path=bool(args.python))
-        here, there = checkout.version, wheel.version
-        if versions.release(there or "") != versions.release(here or ""):
+        here, there = map(str, (checkout.version, wheel.version))
+        if versions.release(there) != versions.release(here):
             raise WrongTarget(f"{wheel.words} is not of the same version: {here}")
         with wheel.held():
             print(f"import torch gives {parts.lend(tree, wheel)}\nuse it:")

@@ -54,51 +54,49 @@ def _prepare(path: Path, data: bytes, sibling: Path) -> None:
     _flush(new)
 
 
-def write(path: Path, data: bytes, sibling: Path) -> None:
+def write(path: Path, data: bytes | None, sibling: Path) -> None:
     """Write one file whole or not at all, with the mode and owner of ``sibling``."""
-    _prepare(path, data, sibling)
-    os.replace(scratch(path), path)
-    _flush(path.parent)
+    _write({path: data}, sibling)
+
+
+def _write(changes: Mapping[Path, bytes | None], sibling: Path) -> None:
+    """All new texts are on the disk before the first rename."""
+    for path, data in changes.items():
+        if data is not None:
+            _prepare(path, data, sibling)
+    for path, data in changes.items():
+        if data is None:
+            path.unlink(missing_ok=True)
+        else:
+            os.replace(scratch(path), path)
+    for folder in {path.parent for path in changes if path.parent.is_dir()}:
+        _flush(folder)
 
 
 def replace(changes: Mapping[Path, bytes | None], sibling: Path, top: Path) -> None:
     """Write all files (None: remove the file), or none if an error stops it.
 
-    All new texts are on the disk before the first rename. After a kill, the caller
-    decides whether the files that remain are renamed or removed.
+    After a kill, the caller decides whether the files that remain are renamed or removed.
     """
-    before = {path: path.read_bytes() if path.is_file() else None for path in changes}
-    begun: list[Path] = []
-
-    def put(path: Path, data: bytes | None) -> None:
-        if data is None:
-            path.unlink(missing_ok=True)
-        else:
-            os.replace(scratch(path), path)
-
+    before = {path: _read(path) for path in changes}
     try:
-        for path, data in changes.items():
-            if data is not None:
-                _prepare(path, data, sibling)
-        for path, data in changes.items():
-            begun.append(path)
-            put(path, data)
-        for folder in {path.parent for path in changes if path.parent.is_dir()}:
-            _flush(folder)
+        _write(changes, sibling)
     except BaseException as error:
-        for path in changes:
+        for path, text in before.items():
             with contextlib.suppress(OSError):
                 scratch(path).unlink()
-        for path in begun:
-            if (text := before[path]) is not None:
-                _prepare(path, text, sibling)
-            put(path, text)
+            if _read(path) != text:
+                write(path, text, sibling)
         if isinstance(error, OSError):
             raise WorkFailed(f"{error}. The target is as it was") from None
         raise
     finally:
         for path in changes:
             tidy(path, top)
+
+
+def _read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def tidy(path: Path, top: Path) -> None:

@@ -87,19 +87,14 @@ def texts(
     where: Path, commit: str, rels: list[str], **how: Any
 ) -> dict[str, bytes | None]:
     """The texts of those paths at a commit (empty: in the index; None: no file)."""
-    asked = [f"{commit or ':0'}:{rel}" for rel in rels]
-    return dict(zip(rels, blobs(where, asked, **how), strict=True))
-
-
-def blobs(where: Path, names: list[str], **how: Any) -> list[bytes | None]:
-    asked = "".join(f"{name}\n" for name in names).encode()
+    asked = "".join(f"{commit or ':0'}:{rel}\n" for rel in rels).encode()
     out = git(where, "cat-file", "--batch", data=asked, **how).stdout
-    found: list[bytes | None] = []
-    for _ in names:
+    found: dict[str, bytes | None] = {}
+    for rel in rels:
         head, _, out = out.partition(b"\n")
         kind, size = head.split()[-2:]
         is_blob = kind == b"blob" and size.isdigit()
-        found.append(out[: int(size)] if is_blob else None)
+        found[rel] = out[: int(size)] if is_blob else None
         out = out[int(size) + 1 :] if size.isdigit() else out
     return found
 

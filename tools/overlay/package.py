@@ -18,7 +18,6 @@ from .wheel import record_hash
 
 NAME = "distributed_muon"
 _HOME = "torch/optim/"
-_RELATIVE = re.compile(r"^(\s*from )(\.+)([\w.]*)(?= import )", re.MULTILINE)
 _EXPORTS = "__all__ = ["
 _METADATA = """\
 Metadata-Version: 2.1
@@ -37,27 +36,18 @@ Tag: py3-none-any
 """
 
 
-def _renamed(text: str, rel: str, private: Iterable[str]) -> str:
+def _renamed(text: str, place: str, private: Iterable[str]) -> str:
     """A module with the package's names for what is in the package, and torch's for the rest."""
-    names = ["Muon", *private]
-    inside = rf"\btorch\.optim\.(?=({'|'.join(names)})\b)"
-    home = rel.split("/")[:-1]
-
-    def absolute(found: re.Match[str]) -> str:
-        begin, dots, rest = found.groups()
-        above = home[: len(home) + 1 - len(dots)]
-        return begin + ".".join([*above, *[rest] * bool(rest)])
+    ours = rf"(?=({'|'.join(['Muon', *private])})\b)"
 
     def apart(found: re.Match[str]) -> str:
-        lines = []
-        for each in found[2].split(", "):
-            place = NAME if each.split()[0] in names else "torch.optim"
-            lines.append(f"{found[1]}from {place} import {each}")
-        return "\n".join(lines)
+        return "\n".join(found[1] + each for each in found[2].split(", "))
 
-    text = _RELATIVE.sub(absolute, text)
-    text = re.sub(r"(?m)^( *)from torch\.optim import ([^(\n]+)$", apart, text)
-    text = re.sub(inside, NAME + ".", text)
+    if "/" not in place:  # deeper, relative imports stay in the package
+        text = re.sub(r"(?m)^( *from )\.(?= import )", r"\1torch.optim", text)
+        text = re.sub(r"(?m)^( *from )\.(?=\w)", r"\1torch.optim.", text)
+    text = re.sub(r"(?m)^( *from torch\.optim import )([^(\n]+)$", apart, text)
+    text = re.sub(rf"\btorch\.optim(\.| import ){ours}", rf"{NAME}\1", text)
     return re.sub(r"\btorch\.optim\.muon\b", NAME, text)
 
 
@@ -75,7 +65,7 @@ def build(root: Path) -> tuple[str, bytes]:
     ours = {r.removeprefix(_HOME): r for r in source.whole if r.startswith(_HOME)}
     private = {place.split("/")[0].removesuffix(".py") for place in ours} - {"muon"}
     for place, rel in ours.items():
-        text = _renamed(source.whole[rel].decode(), rel, sorted(private))
+        text = _renamed(source.whole[rel].decode(), place, sorted(private))
         if place == "muon.py":
             place = "__init__.py"
             # Type checkers take no other name for exported.

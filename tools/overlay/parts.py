@@ -26,8 +26,8 @@ RECORD = "muon_overlay.json"
 def lend(tree: Worktree, wheel: Wheel) -> str:
     """Bring in what the checkout neither has nor tracks; what ``import torch`` gives then."""
     remove(tree)
-    for path in (tree.root / "torch").glob("_C*.so"):
-        raise Refused(f"{tree.root} has a build of its own: {path.name}")
+    if own := [*(tree.root / "torch").glob("_C*.so")]:
+        raise Refused(f"{tree.root} has a build of its own: {own[0].name}")
     skipped = wheel.added().union(git.lines(tree.root, "ls-files", "-z", "torch"))
     lent, code = {}, f"sys.path.insert(0, {str(tree.root)!r})\nimport torch.optim\n"
     for path in wheel.torch_dir.rglob("*"):
@@ -59,12 +59,11 @@ def remove(tree: Worktree) -> int:
     """Remove them again; files that were rebuilt since stay."""
     count, record = 0, tree.git_dir / RECORD
     lent = json.loads(record.read_bytes()) if record.is_file() else {}
-    lent = lent[0] if isinstance(lent, list) else lent  # an older version's
     for rel, stat in lent.items():
         path = tree.root / rel
         files.scratch(path).unlink(missing_ok=True)
         now = path.lstat() if os.path.lexists(path) else None
-        if now and [now.st_size, now.st_mtime_ns] == stat[:2]:
+        if now and [now.st_size, now.st_mtime_ns] == stat:
             path.unlink()
             count += 1
     for folder in {(tree.root / rel).parent for rel in lent}:

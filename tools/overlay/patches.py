@@ -93,9 +93,13 @@ def commits(
         if not found:
             raise WrongTarget(f"patches/stack.toml has no commit for {rel}")
         parts[patterns[max(found, key=len)]][rel] = text
-    found = [
-        (f"{title}\n\n{why}", parts[title]) for title, why, _ in listed if parts[title]
-    ]
+    made = []
+    for title, why, _ in listed:
+        tests = fnmatch.filter(parts[title], "test/*/test_*.py")
+        plan = "".join(f"\n    python {rel}" for rel in tests)
+        message = f"{title}\n\n{why}" + f"\n\nTest plan:\n{plan}" * bool(plan)
+        if parts[title]:
+            made.append((message, parts[title]))
     if stack:
-        return found
-    return [("\n\n* ".join([SUBJECT, *(m for m, _ in found)]), dict(texts))]
+        return made
+    return [("\n\n* ".join([SUBJECT, *(m for m, _ in made)]), dict(texts))]

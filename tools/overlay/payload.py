@@ -2,6 +2,7 @@
 
 import hashlib
 import shlex
+import shutil
 import sys
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -52,15 +53,11 @@ def at(root: Path, commit: str) -> Source | None:
     """The files at a commit; None if this repository does not have it."""
     if commit.endswith(DIRTY) or not _has(root, commit):
         return None
-    rels = git.lines(root, "ls-tree", "-rz", "--name-only", commit, *ROOTS, PATCHES)
-    top = PATCHES + "/"
-    rels = [rel for rel in rels if is_source(rel) or rel.startswith(top)]
-    found = git.texts(root, commit, rels)
-    texts = {rel: text for rel, text in found.items() if text is not None}
-    patches = {
-        r.removeprefix(top): texts.pop(r) for r in list(texts) if r.startswith(top)
-    }
-    return Source(texts, patches, commit)
+    with git.scratch() as folder:
+        packed = folder / "at.zip"
+        git.git(root, "archive", "-o", str(packed), commit, env=git.ALONE)
+        shutil.unpack_archive(packed, folder)
+        return read(folder)._replace(name=commit)
 
 
 def name(root: Path) -> str | None:
@@ -81,9 +78,6 @@ def is_newer(root: Path, here: str | None, there: str | None) -> bool:
     """Whether the overlay named ``there`` came after the one named ``here``."""
     if there is None or here is None:
         return False
-    commit, here = (text.removesuffix(DIRTY) for text in (there, here))
-    if not _has(root, commit):
-        return True
-    return here != commit and git.works(
-        root, "merge-base", "--is-ancestor", here, commit
-    )
+    old, new = (text.removesuffix(DIRTY) for text in (here, there))
+    later = git.works(root, "merge-base", "--is-ancestor", old, new)
+    return (later and old != new) or not _has(root, new)

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -84,27 +84,25 @@ class Worktree:
 
     def work(self, rels: list[str]) -> dict[str, bytes | None]:
         """The texts of the work tree, as git would store them."""
-        tagged = git.lines(self.root, "ls-files", "-tz", "--", *rels)
-        sparse = [line[2:] for line in tagged if line.startswith("S ")]
-        found, there = dict.fromkeys(rels) | self.texts("", sparse), []
-        for rel in rels:
-            path = self.root / rel
-            for folder in PurePosixPath(rel).parents:
-                if (self.root / folder).is_symlink():
-                    raise Refused(
-                        f"{self.root / folder} is a symbolic link, where the overlay "
-                        "has a folder"
-                    )
-            if path.is_symlink():
-                found[rel] = os.fsencode(os.readlink(path))
-            elif path.is_file():
-                there.append(rel)
+        for folder in {self.root / f for r in rels for f in PurePosixPath(r).parents}:
+            if folder.is_symlink():
+                raise Refused(
+                    f"{folder} is a symbolic link, where the overlay has a folder"
+                )
         with git.scratch() as scratch:
-            env = {"GIT_OBJECT_DIRECTORY": str(self._borrow(scratch))}
-            names = "".join(f"{rel}\n" for rel in there).encode()
-            command = ("hash-object", "-w", "--stdin-paths")
-            blobs = self.ask(*command, data=names, env=env, check=True).split()
-            return found | dict(zip(there, git.blobs(self.root, blobs, env=env)))
+            index = shutil.copy2(self.git_dir / "index", scratch)
+            objects = self._borrow(scratch / "objects")
+            env = {"GIT_INDEX_FILE": index, "GIT_OBJECT_DIRECTORY": str(objects)}
+            self._take(rels, env)
+            return git.texts(self.root, "", rels, env=env)
+
+    def _take(self, rels: Iterable[str], env: dict[str, str]) -> None:
+        """Put what the work tree has into the index that ``env`` names."""
+        names = "".join(f"{rel}\0" for rel in rels).encode()
+        # Not the entries of a sparse checkout, which are in the index alone.
+        kinds = ("--add", "--remove", "--ignore-skip-worktree-entries")
+        update = ("update-index", "-z", *kinds, "--stdin")
+        git.git(self.root, *update, data=names, env=env)
 
     def _borrow(self, folder: Path) -> Path:
         """An object directory that has this repository's objects, too."""
@@ -265,20 +263,10 @@ class Worktree:
 
     def _update(self, texts: files.Texts, env: dict[str, str]) -> None:
         """Put the texts into the index that ``env`` names."""
-        listed = git.lines(self.root, "ls-files", "-sz", "--", *texts, env=env)
-        mode = {ln.split("\t")[1]: ln.split()[0] for ln in listed}
-        there = {rel: text for rel, text in texts.items() if text is not None}
-        with git.scratch() as scratch:
-            git.put(scratch, there)
-            names = b"".join(os.fsencode(scratch / rel) + b"\n" for rel in there)
-            command = ("hash-object", "-w", "--no-filters", "--stdin-paths")
-            blobs = self.ask(*command, data=names, check=True).split()
-        none = "0" * len(self.resolve("HEAD"))
-        entries = "".join(f"0 {none}\t{rel}\0" for rel in texts.keys() - there.keys())
-        for rel, blob in zip(there, blobs, strict=True):
-            entries += f"{mode.get(rel, '100644')} {blob}\t{rel}\0"
-        update = ("update-index", "-z", "--index-info")
-        git.git(self.root, *update, data=entries.encode(), env=env)
+        before = git.texts(self.root, "", list(texts), env=env)
+        if patch := git.difference(before, texts, "--binary", "--full-index"):
+            apply = ("apply", "--cached", "--whitespace=nowarn")
+            git.git(self.root, *apply, data=patch, env=env)
 
     @contextlib.contextmanager
     def _locked_index(self) -> Iterator[dict[str, str]]:
@@ -307,51 +295,32 @@ class Worktree:
         if lock.is_file() and lock.read_bytes() == _LOCK:
             lock.unlink()
         locks = [Path(f"{name}.lock") for name in (self._index, LAID, NEXT, PULLED)]
-        exclude = files.scratch(self.common / "info" / "exclude")
-        for path in (self._index, *locks, exclude):
+        for path in (self._index, *locks):
             (self.git_dir / path).unlink(missing_ok=True)
 
-    def _bring(
-        self, texts: files.Texts, begin: Callable[[str, str], None] = lambda *_: None
-    ) -> None:
-        """Have git merge the texts into the index and the work tree.
+    def lay(self, texts: files.Texts, laid: str, head: str = "") -> None:
+        """Bring the texts there, and HEAD to that commit; ``laid`` is applied then.
 
         The caller knows what these paths have in the work tree. git refuses if anything
         else came there since.
         """
-        with self._locked_index() as env:
-            names = "".join(f"{rel}\0" for rel in texts).encode()
-            # Not the entries of a sparse checkout, which are in the index alone.
-            kinds = ("--add", "--remove", "--ignore-skip-worktree-entries")
-            update = ("update-index", "-z", *kinds, "--stdin")
-            git.git(self.root, *update, data=names, env=env)
-            old = self._write_tree(env)
-            with git.scratch() as scratch:
-                copy = shutil.copy2(self._index, scratch)
-                after = {"GIT_INDEX_FILE": str(copy)}
-                self._update(texts, after)
-                new = self._write_tree(after)
-            begin(old, new)
-            git.git(self.root, "read-tree", "-m", "-u", old, new, env=env)
-
-    def lay(self, texts: files.Texts, laid: str, head: str = "") -> None:
-        """Bring the texts there, and HEAD to that commit; ``laid`` is applied then."""
         was = self.resolve("HEAD")
-
-        def begin(old: str, new: str) -> None:
-            before = self._commit(old, [was], b"before", [], record=True)
-            parents = [laid, before, *[head] * bool(head)]
-            step = self._commit(new, parents, b"after", [], record=True)
-            refs = f"update {NEXT} {step}\n" + f"update HEAD {head} {was}\n" * bool(head)  # fmt: skip
-            self.update_refs(refs)
-
         try:
-            self._bring(texts, begin)
+            with self._locked_index() as env:
+                self._take(texts, env)
+                old = self._write_tree(env)
+                with git.scratch() as scratch:
+                    after = {"GIT_INDEX_FILE": shutil.copy2(self._index, scratch)}
+                    self._update(texts, after)
+                    new = self._write_tree(after)
+                before = self._commit(old, [was], b"before", [], record=True)
+                parents = [laid, before, *[head] * bool(head)]
+                step = self._commit(new, parents, b"after", [], record=True)
+                branch = f"update HEAD {head} {was}\n" * bool(head)
+                self.update_refs(f"update {NEXT} {step}\n{branch}")
+                git.git(self.root, "read-tree", "-m", "-u", old, new, env=env)
         except BaseException:
-            if self.resolve(NEXT):
-                if head:
-                    self.update_refs(f"update HEAD {was} {head}\n")
-                self.settle(back=True)
+            self.settle()
             raise
         self.record(laid)
 
@@ -364,39 +333,43 @@ class Worktree:
         lines = f"update {LAID} {laid}\n" * (laid not in ("", self.resolve(LAID)))
         self.update_refs(lines + f"delete {NEXT}\n" * bool(self.resolve(NEXT)))
 
-    def settle(self, *, back: bool = False) -> bool:
-        """Finish the step of a killed command, or take it back; whether there was one.
+    def settle(self) -> bool:
+        """Take back the step of a killed command; whether there was one.
 
-        It is taken back if HEAD has moved since. A file that was changed since is left.
+        If the index has it, only the record was missing. A file that was changed since
+        is left, and so is a branch.
         """
         step = self.resolve(NEXT)
         if not step:
             return False
-        laid, before, *heads = self.ask("rev-parse", f"{step}^@").split()
-        heads.append(self.resolve(f"{before}^"))
+        laid, before, *head = self.ask("rev-parse", f"{step}^@").split()
         rels = self.changed(before, step)
-        was, want, staged = (self.texts(c, rels) for c in (before, step, ""))
-        work, texts = self.work(rels), {}
-        back = back or self.resolve("HEAD") not in heads
-        for rel in rels:
-            # git was killed while it wrote: that is a beginning of the text.
-            text, new = work[rel] or b"", want[rel] or b""
-            begun = new.startswith(text.replace(b"\r", b""))
-            target = (staged if back else want)[rel]
-            here = (was[rel], want[rel])
-            if (begun or work[rel] in here) and staged[rel] in (*here, work[rel]):
-                if not work[rel] == staged[rel] == target:
-                    texts[rel] = target
-        if texts and not back:
-            self._bring(texts)
-        elif texts:  # the index is as before; on a full disk, space comes first
-            for rel in (rel for rel, text in texts.items() if text is None):
-                (self.root / rel).unlink(missing_ok=True)
-                files.tidy(self.root / rel, self.root)
-            names = "".join(f"{r}\0" for r, text in texts.items() if text is not None)
+        was, want = self.texts(before, rels), self.texts(step, rels)
+        if self.texts("", rels) == want:
+            self.record(laid)
+            return True
+        work = self.work(rels)
+        # git was killed while it wrote: that is a beginning of the text.
+        half = [
+            rel
+            for rel in rels
+            if work[rel] != was[rel]
+            and (want[rel] or b"").startswith((work[rel] or b"").replace(b"\r", b""))
+        ]
+        for rel in (
+            rel for rel in half if was[rel] is None
+        ):  # a full disk has space then
+            (self.root / rel).unlink(missing_ok=True)
+            files.tidy(self.root / rel, self.root)
+        with git.scratch() as scratch:
+            env = {"GIT_INDEX_FILE": str(scratch / "index")}
+            git.git(self.root, "read-tree", before, env=env)
+            names = "".join(f"{rel}\0" for rel in half if was[rel] is not None)
             out = ("checkout-index", "-f", "-z", "--stdin")
-            git.git(self.root, *out, data=names.encode())
-        self.record(self.resolve(LAID) if back else laid)
+            git.git(self.root, *out, data=names.encode(), env=env)
+        if head == [self.resolve("HEAD")]:
+            self.update_refs(f"update HEAD {before}^ {head[0]}\n")
+        self.record(self.resolve(LAID))
         return True
 
 
