@@ -66,48 +66,31 @@ def agree(
             continue
         counters, shared = counters_of(ranks), signatures[ranks]
         numbers[ranks] = counters.optimizers
+        described = [signature.description for signature in shared]
         try:
             group = groups[ranks] = spanning_group(ranks, sharing[ranks])
         except RuntimeError as failed:
-            described = listed([signature.description for signature in shared])
             raise error or RuntimeError(
-                f"could not make a process group of ranks {list(ranks)}, which share {described or 'parameters'}. "
+                f"could not make a process group of ranks {list(ranks)}, which share {listed(described) or 'parameters'}. "
                 f"One of them ended, failed, or did not build its Muon within the timeout: {failed}"
             ) from failed
-        numbers[ranks], difference = _compare(group, shared, numbers[ranks], error)
+        fields = repr([signature.fields for signature in shared])
+        mine = hashlib.sha256(fields.encode()).hexdigest(), numbers[ranks]
+        answers, error = exchange(group, mine, error, described)
+        digests, counted = zip(*answers)
+        # All ranks see the same digests, so all of them or none make the second exchange.
+        if error is None and len(set(digests)) > 1:
+            everyone, error = exchange(group, list(shared), None, described)
+            error = error or common(ValueError(_first_difference(ranks, everyone)))
+        # Ranks that built other optimizers before go on with the largest number.
+        numbers[ranks] = max(counted)
         counters.optimizers = numbers[ranks] + 1
-        if difference is None and is_lasting:
+        if error is None and is_lasting:
             # The next optimizer's owners start where those of this one stop.
             start = counters.first_owner + len(shared)
             counters.first_owner = start % len(ranks)
-        error = error or difference
     if error is not None:
         raise error
-
-
-def _compare(
-    group: ProcessGroup,
-    signatures: Sequence[Signature],
-    number: int,
-    error: BaseException | None,
-) -> tuple[int, BaseException | None]:
-    """Compares the signatures of all ranks of ``group``.
-
-    Returns:
-        The largest ``number`` of a rank, which all of them use from now on; and the first error of a
-        rank, or else how their signatures differ.
-    """
-    descriptions = [signature.description for signature in signatures]
-    fields = [signature.fields for signature in signatures]
-    digest = hashlib.sha256(repr(fields).encode()).hexdigest()
-    answers, error = exchange(group, (digest, number), error, descriptions)
-    digests, numbers = zip(*answers)
-    # All ranks see the same digests, so all of them or none make the second exchange.
-    if error is None and len(set(digests)) > 1:
-        everyone, error = exchange(group, list(signatures), None, descriptions)
-        ranks = dist.get_process_group_ranks(group)
-        error = error or common(ValueError(_first_difference(ranks, everyone)))
-    return max(numbers), error
 
 
 def common(error: BaseException) -> BaseException:

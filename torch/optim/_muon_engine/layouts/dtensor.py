@@ -4,7 +4,7 @@ A plain tensor takes the same functions. It is its own local tensor.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain, product
 from typing import Any
@@ -346,55 +346,38 @@ def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]
     Unless it is to be flattened, a tensor of three and more dimensions is a stack of matrices of its last
     two, numbered row-major.
     """
-    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    cuts = [_runs_along(dim, tensor) for dim in range(tensor.ndim)]
     # The dimension of the rows. Those before it number the matrices, those after it are columns.
-    first = 0 if flatten else tensor.ndim - 2
+    first, dims = 0 if flatten else tensor.ndim - 2, range(tensor.ndim)
+    parts = dims[:first], dims[first : first + 1], dims[first + 1 :]
+    cuts = [_runs_along(part, tensor) for part in parts]
     by_rank = []
     # Replicas share the result.
     matrices_at: dict[tuple, dict[int, Regions]] = {}
-    for coordinate in product(*(range(size) for size in mesh.shape)):
-        at = tuple(tuple(coordinate[d] for d in dims) for dims, _ in cuts)
+    for coordinate in product(*(range(size) for size in tensor.device_mesh.shape)):
+        at = tuple(tuple(coordinate[d] for d in mesh_dims) for mesh_dims, _ in cuts)
         if at not in matrices_at:
-            runs = [of_dim[here] for here, (_, of_dim) in zip(at, cuts)]
-            columns = _flattened(runs[first + 1 :], shape[first + 1 :])
-            subs = _indices(_flattened(runs[:first], shape[:first]))
+            subs, rows, columns = (runs[here] for here, (_, runs) in zip(at, cuts))
+            held = chain.from_iterable(range(start, start + n) for start, n in subs)
             matrices_at[at] = {
-                sub: _regions(runs[first], columns, number)
-                for number, sub in enumerate(subs)
+                sub: _regions(rows, columns, number) for number, sub in enumerate(held)
             }
         by_rank.append(matrices_at[at])
     return by_rank
 
 
-def _indices(runs: Runs) -> Iterator[int]:
-    return chain.from_iterable(range(start, start + n) for start, n in runs)
-
-
-def _flattened(runs: Sequence[Runs], shape: Sequence[int]) -> Runs:
-    """The runs of indices of several dimensions, as runs of the indices of all of them, row-major."""
-    flat, inner = [(0, 1)], 1
-    for of_dim, size in zip(reversed(runs), reversed(shape), strict=True):
-        if flat == [(0, inner)]:
-            flat = [(start * inner, length * inner) for start, length in of_dim]
-        else:
-            flat = [(i * inner + at, n) for i in _indices(of_dim) for at, n in flat]
-        inner *= size
-    return flat
-
-
 def _runs_along(
-    dim: int, tensor: DTensor
+    dims: range, tensor: DTensor
 ) -> tuple[list[int], dict[tuple[int, ...], Runs]]:
-    """The mesh dimensions that cut tensor dimension ``dim``, and the indices held at each coordinate there.
+    """The mesh dimensions that cut ``dims`` of a tensor, and the indices held at each coordinate there.
 
-    Indices are runs (start, length). The placements themselves cut an index vector, so this function does
-    not know the rules for uneven, empty and strided shards.
+    Indices count the elements of ``dims``, row-major, and are runs (start, length). The placements
+    themselves cut an index tensor, so this function does not know the rules for uneven, empty and
+    strided shards.
     """
-    sizes, shape = tensor.device_mesh.shape, [1] * tensor.ndim
-    shape[dim] = -1
-    indices_at = {(): torch.arange(tensor.shape[dim], device="cpu").reshape(shape)}
-    cuts = _order_of_cuts(tensor.placements, sizes, dim)
+    placements, sizes = tensor.placements, tensor.device_mesh.shape
+    shape = [size if dim in dims else 1 for dim, size in enumerate(tensor.shape)]
+    indices_at = {(): torch.arange(math.prod(shape), device="cpu").view(shape)}
+    cuts = [cut for dim in dims for cut in _order_of_cuts(placements, sizes, dim)]
     for mesh_dim, placement in cuts:
         finer = {}
         for at, indices in indices_at.items():
