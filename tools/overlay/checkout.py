@@ -33,7 +33,7 @@ class Checkout(Target):
         version = (tree.root / "version.txt").read_text(errors="replace").strip()
         super().__init__(tree.root, version)
         self.words = f"PyTorch {version} checkout {tree.root}"
-        # Linked work trees share it.
+        # Linked work trees share it, and with it info/exclude.
         self.lock, self.option = tree.common, ("--checkout", str(tree.root))
 
     def _finish(self) -> bool:

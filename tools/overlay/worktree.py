@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -295,32 +295,47 @@ class Worktree:
         if lock.is_file() and lock.read_bytes() == _LOCK:
             lock.unlink()
         locks = [Path(f"{name}.lock") for name in (self._index, LAID, NEXT, PULLED)]
-        for path in (self._index, *locks):
+        exclude = files.scratch(self.common / "info" / "exclude")
+        for path in (self._index, *locks, exclude):
             (self.git_dir / path).unlink(missing_ok=True)
 
-    def lay(self, texts: files.Texts, laid: str, head: str = "") -> None:
-        """Bring the texts there, and HEAD to that commit; ``laid`` is applied then.
+    def _bring(
+        self, texts: files.Texts, begin: Callable[[str, str], None] = lambda *_: None
+    ) -> None:
+        """Have git merge the texts into the index and the work tree.
 
         The caller knows what these paths have in the work tree. git refuses if anything
         else came there since.
         """
+        with self._locked_index() as env:
+            self._take(texts, env)
+            old = self._write_tree(env)
+            with git.scratch() as scratch:
+                copy = shutil.copy2(self._index, scratch)
+                after = {"GIT_INDEX_FILE": str(copy)}
+                self._update(texts, after)
+                new = self._write_tree(after)
+            begin(old, new)
+            git.git(self.root, "read-tree", "-m", "-u", old, new, env=env)
+
+    def lay(self, texts: files.Texts, laid: str, head: str = "") -> None:
+        """Bring the texts there, and HEAD to that commit; ``laid`` is applied then."""
         was = self.resolve("HEAD")
+
+        def begin(old: str, new: str) -> None:
+            before = self._commit(old, [was], b"before", [], record=True)
+            parents = [laid, before, *[head] * bool(head)]
+            step = self._commit(new, parents, b"after", [], record=True)
+            refs = f"update {NEXT} {step}\n" + f"update HEAD {head} {was}\n" * bool(head)  # fmt: skip
+            self.update_refs(refs)
+
         try:
-            with self._locked_index() as env:
-                self._take(texts, env)
-                old = self._write_tree(env)
-                with git.scratch() as scratch:
-                    after = {"GIT_INDEX_FILE": shutil.copy2(self._index, scratch)}
-                    self._update(texts, after)
-                    new = self._write_tree(after)
-                before = self._commit(old, [was], b"before", [], record=True)
-                parents = [laid, before, *[head] * bool(head)]
-                step = self._commit(new, parents, b"after", [], record=True)
-                branch = f"update HEAD {head} {was}\n" * bool(head)
-                self.update_refs(f"update {NEXT} {step}\n{branch}")
-                git.git(self.root, "read-tree", "-m", "-u", old, new, env=env)
+            self._bring(texts, begin)
         except BaseException:
-            self.settle()
+            if self.resolve(NEXT):
+                if head:
+                    self.update_refs(f"update HEAD {was} {head}\n")
+                self.settle(back=True)
             raise
         self.record(laid)
 
@@ -333,43 +348,39 @@ class Worktree:
         lines = f"update {LAID} {laid}\n" * (laid not in ("", self.resolve(LAID)))
         self.update_refs(lines + f"delete {NEXT}\n" * bool(self.resolve(NEXT)))
 
-    def settle(self) -> bool:
-        """Take back the step of a killed command; whether there was one.
+    def settle(self, *, back: bool = False) -> bool:
+        """Finish the step of a killed command, or take it back; whether there was one.
 
-        If the index has it, only the record was missing. A file that was changed since
-        is left, and so is a branch.
+        It is taken back if HEAD has moved since. A file that was changed since is left.
         """
         step = self.resolve(NEXT)
         if not step:
             return False
-        laid, before, *head = self.ask("rev-parse", f"{step}^@").split()
+        laid, before, *heads = self.ask("rev-parse", f"{step}^@").split()
+        heads.append(self.resolve(f"{before}^"))
         rels = self.changed(before, step)
-        was, want = self.texts(before, rels), self.texts(step, rels)
-        if self.texts("", rels) == want:
-            self.record(laid)
-            return True
-        work = self.work(rels)
-        # git was killed while it wrote: that is a beginning of the text.
-        half = [
-            rel
-            for rel in rels
-            if work[rel] != was[rel]
-            and (want[rel] or b"").startswith((work[rel] or b"").replace(b"\r", b""))
-        ]
-        for rel in (
-            rel for rel in half if was[rel] is None
-        ):  # a full disk has space then
-            (self.root / rel).unlink(missing_ok=True)
-            files.tidy(self.root / rel, self.root)
-        with git.scratch() as scratch:
-            env = {"GIT_INDEX_FILE": str(scratch / "index")}
-            git.git(self.root, "read-tree", before, env=env)
-            names = "".join(f"{rel}\0" for rel in half if was[rel] is not None)
+        was, want, staged = (self.texts(c, rels) for c in (before, step, ""))
+        work, texts = self.work(rels), {}
+        back = back or self.resolve("HEAD") not in heads
+        for rel in rels:
+            # git was killed while it wrote: that is a beginning of the text.
+            text, new = work[rel] or b"", want[rel] or b""
+            begun = new.startswith(text.replace(b"\r", b""))
+            target = (staged if back else want)[rel]
+            here = (was[rel], want[rel])
+            if (begun or work[rel] in here) and staged[rel] in (*here, work[rel]):
+                if not work[rel] == staged[rel] == target:
+                    texts[rel] = target
+        if texts and not back:
+            self._bring(texts)
+        elif texts:  # the index is as before; on a full disk, space comes first
+            for rel in (rel for rel, text in texts.items() if text is None):
+                (self.root / rel).unlink(missing_ok=True)
+                files.tidy(self.root / rel, self.root)
+            names = "".join(f"{r}\0" for r, text in texts.items() if text is not None)
             out = ("checkout-index", "-f", "-z", "--stdin")
-            git.git(self.root, *out, data=names.encode(), env=env)
-        if head == [self.resolve("HEAD")]:
-            self.update_refs(f"update HEAD {before}^ {head[0]}\n")
-        self.record(self.resolve(LAID))
+            git.git(self.root, *out, data=names.encode())
+        self.record(self.resolve(LAID) if back else laid)
         return True
 
 
