@@ -591,12 +591,16 @@ class Player:
         engine, order = self.optimizer._engine, self.order()
         if not engine.runs_on_engine:
             return []
-        owners = self.optimizer.matrix_owners.items()
-        owned = [order[i] for (i, _), owner in owners if owner == self.rank]
+        owners = zip(engine.schedule.layouts, engine.schedule.owners)
+        owned = [(order[l.key.index], l.shards) for l, r in owners if r == self.rank]
+        least = sum(held.single.grad is not None for held, _ in owned)
         # An owner whose shard is empty cannot know that a gradient is missing.
-        least = sum(held.single.grad is not None for held in owned)
-        unknown = [h for h in owned if h.single.grad is None and h.param.requires_grad]
-        most = least + sum(not local(held.param).numel() for held in unknown)
+        most = least + sum(
+            held.single.grad is None
+            and held.param.requires_grad
+            and shards.is_empty(self.rank)
+            for held, shards in owned
+        )
         found = []
         if not least <= count <= most:
             found.append(f"{count} matrices instead of {least} to {most}")
