@@ -121,6 +121,14 @@ def pytest_runtest_protocol(item):
         return (yield)
 
 
+def pytest_sessionfinish(session):
+    """Saves what a worker measured, because pytest-xdist kills one that takes ten seconds to end."""
+    coverage = sys.modules.get("coverage")
+    measured = coverage.Coverage.current() if coverage else None
+    if measured is not None and hasattr(session.config, "workerinput"):
+        measured.save()
+
+
 def pytest_collection_finish():
     """Has tests run on one thread, and ranks forked from servers that have imported torch.
 
