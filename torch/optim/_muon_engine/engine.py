@@ -20,11 +20,8 @@ from torch.optim._muon_engine.hints import Hints
 from torch.optim._muon_engine.layouts import larger_first, Layout, listed, process_rank
 from torch.optim._muon_engine.layouts.dtensor import count_version
 from torch.optim._muon_engine.process_groups import FailureNotes, spanning_group
-from torch.optim._muon_engine.runtime import Matrix, Param, transport
+from torch.optim._muon_engine.runtime import Param, transport
 from torch.optim._muon_engine.runtime.pipeline import Pipeline
-from torch.optim._muon_engine.runtime.relays import attach_relays
-from torch.optim._muon_engine.runtime.shared import SharedProducts
-from torch.optim._muon_engine.runtime.statuses import Statuses
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.owners import (
     check_assignments,
@@ -223,7 +220,7 @@ class Engine:
     def _pipeline(self) -> Pipeline:
         """The pipeline with the memory of all buckets. The first call makes it."""
         if not isinstance(self._runner, Pipeline):
-            self._runner = _make_pipeline(self)
+            self._runner = Pipeline(self)
         return self._runner
 
     # Parameters that change
@@ -438,49 +435,6 @@ def _signature(
         "owner": str(owner),
     }
     return Signature(layout.describe(), (*fields.items(), *options[param.group]))
-
-
-def _make_pipeline(engine: Engine) -> Pipeline:
-    """The live buckets, relays and statuses of this rank, and what runs them."""
-    schedule, groups, device = engine.schedule, engine.groups, engine.device
-    rank, prefetch_count = engine.rank, engine.config.prefetch_count
-    memory = transport.Memory(device, engine.config.state.get("keep_buffers", False))
-    by_group: dict[tuple[int, ...], list[Matrix]] = {}
-    matrices: dict[int, Matrix] = {}
-    for bucket in schedule.buckets:
-        for number in bucket.matrices if rank in bucket.group else ():
-            param = engine.params[schedule.layouts[number].key.index]
-            matrix = matrices[number] = Matrix(schedule, number, param, rank)
-            team = groups.get(schedule.team(number))
-            if matrix.layout.divided and matrix.owner == rank and team is not None:
-                matrix.products = SharedProducts(matrix.layout.divided, team)
-            by_group.setdefault(bucket.group, []).append(matrix)
-    # All buckets share one stream, whose temporary memory they can use again.
-    has_levels = device.type != "cpu" and any(b.node_size > 1 for b in schedule.buckets)
-    stream = torch.Stream(device) if has_levels else None
-    buckets = transport.local_buckets(
-        schedule, matrices, rank, groups, memory, stream, prefetch_count
-    )
-    attach_relays(buckets, groups, rank, memory)
-    # A group tells larger ones that contain it of a mismatch.
-    statuses = [
-        Statuses(by_group[ranks], ranks, group, engine.numbers[ranks], device)
-        for ranks in reversed(larger_first(by_group))
-        if (group := groups[ranks]) is not None
-    ]
-    # Ranks may list the same experts in different orders.
-    keys = [layout.key for layout in schedule.layouts]
-    experts = {key.index: key.expert for key in keys if key.expert is not None}
-    return Pipeline(
-        [bucket for bucket, _ in buckets],
-        sorted(engine.params, key=lambda param: experts.get(param.key.index, -1)),
-        statuses,
-        rank,
-        device,
-        memory,
-        prefetch_count,
-        one_at_a_time=schedule.one_owner_at_a_time and prefetch_count == 0,
-    )
 
 
 def _take_momentum(

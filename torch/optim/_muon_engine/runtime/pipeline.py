@@ -6,50 +6,68 @@ results of bucket k-1 are on their way back.
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
-from torch.optim._muon_engine.runtime import Param
+from torch.optim._muon_engine.layouts import larger_first
+from torch.optim._muon_engine.runtime import Matrix
 from torch.optim._muon_engine.runtime.compute import Compute, Move
-from torch.optim._muon_engine.runtime.relays import LocalRelay
+from torch.optim._muon_engine.runtime.relays import attach_relays, LocalRelay
+from torch.optim._muon_engine.runtime.shared import SharedProducts
 from torch.optim._muon_engine.runtime.statuses import Statuses
 from torch.optim._muon_engine.runtime.transport import (
     BoundPack,
     InFlight,
+    local_buckets,
     LocalBucket,
     Memory,
 )
-from torch.optim._muon_engine.schedule.packs import RELAYS_IN_FLIGHT
+from torch.optim._muon_engine.schedule.packs import RELAYS_IN_FLIGHT, slots_for
 
 
 class Pipeline(Compute):
     """Runs the buckets of one rank, step after step, over memory that keeps its addresses.
 
     Args:
-        buckets: this rank's buckets in their global order.
-        params: this rank's parameters, in the order of all ranks.
-        statuses: the side channels of this rank's groups, in the order of all ranks.
-        memory: of the slots and relays.
-        prefetch_count: gathers in flight ahead of the bucket that is orthogonalized.
-        one_at_a_time: for debugging: wait for each scatter before the next bucket.
+        engine: whose schedule, parameters, process groups and flags this takes.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[LocalBucket],
-        params: Sequence[Param],
-        statuses: Sequence[Statuses],
-        rank: int,
-        device: torch.device,
-        memory: Memory,
-        prefetch_count: int,
-        one_at_a_time: bool,
-    ) -> None:
-        super().__init__(rank, device, memory)
-        self.buckets = buckets
-        self.params = params
-        self.statuses = statuses
-        self.prefetch_count = prefetch_count
-        self.one_at_a_time = one_at_a_time
+    def __init__(self, engine: Any) -> None:
+        schedule, groups, rank = engine.schedule, engine.groups, engine.rank
+        keeps_memory = engine.config.state.get("keep_buffers", False)
+        memory = Memory(engine.device, keeps_memory)
+        super().__init__(rank, engine.device, memory)
+        self.prefetch_count = engine.config.prefetch_count
+        # For debugging: waits for each scatter before the next bucket.
+        is_serial = schedule.one_owner_at_a_time
+        self.one_at_a_time = is_serial and self.prefetch_count == 0
+        by_group: dict[tuple[int, ...], list[Matrix]] = {}
+        matrices: dict[int, Matrix] = {}
+        for bucket in schedule.buckets:
+            for number in bucket.matrices if rank in bucket.group else ():
+                param = engine.params[schedule.layouts[number].key.index]
+                matrix = matrices[number] = Matrix(schedule, number, param, rank)
+                whole, team = matrix.layout.divided, groups.get(schedule.team(number))
+                if whole and matrix.owner == rank and team is not None:
+                    matrix.products = SharedProducts(whole, team)
+                by_group.setdefault(bucket.group, []).append(matrix)
+        slots = slots_for(self.prefetch_count)
+        buckets = local_buckets(schedule, matrices, rank, groups, memory, slots)
+        attach_relays(buckets, groups, rank, memory)
+        # This rank's, in their global order.
+        self.buckets = [bucket for bucket, _ in buckets]
+        # A group tells larger ones that contain it of a mismatch.
+        self.statuses = [
+            Statuses(by_group[ranks], ranks, group, engine.numbers[ranks], self.device)
+            for ranks in reversed(larger_first(by_group))
+            if (group := groups[ranks]) is not None
+        ]
+        # Ranks may list the same experts in different orders.
+        keys = [layout.key for layout in schedule.layouts]
+        experts = {key.index: key.expert for key in keys if key.expert is not None}
+        self.params = sorted(
+            engine.params, key=lambda param: experts.get(param.key.index, -1)
+        )
 
     @property
     def knows_before(self) -> bool:

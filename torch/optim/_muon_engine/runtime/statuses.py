@@ -71,26 +71,22 @@ class Statuses(InFlight):
         device: torch.device,
     ) -> None:
         super().__init__(matrices, ranks)
-        self._group = group
-        self._device = device
+        self._group, self._device = group, device
         keys = [(m.layout.key, m.layout.shape) for m in matrices]
         # Ranks may name the modules of an expert differently.
         names = [(k.name if k.expert is None else k.expert, s) for k, s in keys]
         self._identity = zlib.crc32(repr((number, names)).encode())
         # Whole on every rank: the first step that moves them compares their values.
         self._replicated = [m for m in matrices if _is_replicated(m)]
-        self._compared: set[Matrix] = set()
-        # This rank's rows, what the group makes of them, and the result on the host. Only copies between
-        # a device and pinned memory do not wait.
+        # The table that the group reduces; on the host, this rank's rows before that and the result after
+        # it. Only copies between a device and pinned memory do not wait.
         shape = max(_ROWS, 1 + len(matrices)), 7
-        pins = device.type != "cpu" and torch.accelerator.is_available()
-        pinned = {"dtype": torch.int64, "device": "cpu", "pin_memory": pins}
-        self._rows = torch.zeros(shape, **pinned)
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
         self._host = self._table
         self._copied: torch.Event | None = None
         if device.type != "cpu":
-            self._host = torch.zeros(shape, **pinned)
+            pins = torch.accelerator.is_available()
+            self._host = torch.zeros_like(self._table, device="cpu", pin_memory=pins)
         # Whether ``_host`` has the result of a step that nothing has looked at.
         self._is_new = False
 
@@ -103,14 +99,14 @@ class Statuses(InFlight):
         formulas = {id(m.param.formulas): m.param.formulas for m in self.matrices}
         digests = {key: options.digest for key, options in formulas.items()}
         rows: list[tuple[int, ...]] = [
-            (step, -step, self._identity, -self._identity, differs)
+            (step, -step, self._identity, -self._identity, differs, 0, 0)
         ]
         for matrix in self.matrices:
             digest = digests[id(matrix.param.formulas)]
             status = matrix.status
-            rows.append((*(status == column for column in _SOME), digest, -digest))
-        self._rows[: len(rows), :5] = torch.tensor(rows, device="cpu")
-        self._table.copy_(self._rows, non_blocking=True)
+            rows.append((*(status == s for s in _SOME), digest, -digest, 0, 0))
+        self._host[: len(rows)] = torch.tensor(rows, device="cpu")
+        self._table.copy_(self._host, non_blocking=True)
         self._add_values()
         self._is_new = True
         self.reduce()
@@ -135,13 +131,12 @@ class Statuses(InFlight):
             values = torch.stack([_digest_of(m).to(self._device) for m in now])
             rows = [place[id(m)] for m in now]
             self._table[rows, 5], self._table[rows, 6] = values, -values
-        self._compared = set(now)
 
     def finish(self) -> None:
         """On accelerators: copies the result to the host without waiting for the device."""
         self.wait()
         # A step that raised has moved nothing, and the next one compares the values again.
-        self._replicated = [m for m in self._replicated if m not in self._compared]
+        self._replicated = [m for m in self._replicated if not m.param.formulas.moves]
         if self._host is not self._table and not is_dry_run():
             self._host.copy_(self._table, non_blocking=True)
             self._copied = self._copied or torch.Event(self._device)

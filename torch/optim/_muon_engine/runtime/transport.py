@@ -25,7 +25,6 @@ from torch.optim._muon_engine.schedule.packs import (
     Relay,
     Schedule,
     slot_sizes,
-    slots_for,
 )
 
 
@@ -37,7 +36,7 @@ class Memory:
     """
 
     def __init__(self, device: torch.device, keep: bool) -> None:
-        self._device = device
+        self.device = device
         self._is_freed = device.type != "cpu" and not keep
         # Each storage with its size in bytes.
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
@@ -46,7 +45,7 @@ class Memory:
 
     def empty(self, nbytes: int) -> Tensor:
         """A 1D tensor of ``nbytes`` bytes for packs, which lives as long as this object."""
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._storages.append((memory.untyped_storage(), nbytes))
         return memory
 
@@ -70,7 +69,7 @@ class Memory:
         # A collective that failed may still write.
         for storage, _ in self._storages if self._is_freed and error is None else ():
             storage.resize_(0)
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             self._scratch.clear()
 
 
@@ -319,21 +318,22 @@ def local_buckets(
     rank: int,
     groups: Mapping[tuple[int, ...], ProcessGroup | None],
     memory: Memory,
-    stream: torch.Stream | None,
-    prefetch_count: int,
+    slot_count: int,
 ) -> list[tuple[LocalBucket, tuple[Relay, ...]]]:
     """This rank's buckets in their global order, over one ring of slots per group; and their relays.
 
     Args:
         matrices: this rank's matrices by their index in the schedule.
         groups: process groups by their sorted ranks; None for a single rank.
-        stream: for exchanges in two levels; None on a CPU.
     """
     packs = {b: schedule.packs(b, rank) for b in schedule.buckets if rank in b.group}
+    # All buckets share one stream, whose temporary memory they can use again.
+    has_stream = memory.device.type != "cpu" and any(b.node_size > 1 for b in packs)
+    stream = torch.Stream(memory.device) if has_stream else None
     local: dict[Bucket, LocalBucket] = {}
     for group in dict.fromkeys(bucket.group for bucket in packs):
         ring = [bucket for bucket in packs if bucket.group == group]
-        sizes = slot_sizes([packs[b] for b in ring], slots_for(prefetch_count))
+        sizes = slot_sizes([packs[b] for b in ring], slot_count)
         slots = [(memory.empty(outer), memory.empty(inner)) for outer, inner in sizes]
         for bucket, slot in zip(ring, itertools.cycle(slots)):
             own = [matrices[number] for number in bucket.matrices]
