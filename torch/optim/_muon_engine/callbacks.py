@@ -202,6 +202,8 @@ class FunctionStep:
 
     def run(self) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
+        for param in self.params:
+            param.place_gradient()
         # Ranks of a group may also hold other parameters, so each group prefetches its own.
         tasks: dict[Any, list[Iterator[None]]] = {}
         order = []

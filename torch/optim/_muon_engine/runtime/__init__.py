@@ -47,7 +47,8 @@ class Param:
         self.grad: Tensor | None = None
         # Why this rank cannot use the gradient.
         self.problem = ""
-        self._accumulated = False
+        # Whether momentum has the gradient of this step.
+        self.is_accumulated = False
 
     @property
     def described(self) -> str:
@@ -91,7 +92,7 @@ class Param:
         state["momentum_buffer"] = buffer
         self.local = dtensor.local_part(self.tensor)
         self.momentum = dtensor.local_part(buffer)
-        self.user_grad, self.grad, self._accumulated = grad, None, False
+        self.user_grad, self.grad, self.is_accumulated = grad, None, False
         self.problem = (
             "" if grad is None else dtensor.problem_with_gradient(self.tensor, grad)
         )
@@ -106,23 +107,10 @@ class Param:
         return self.momentum if self.grad is None else self.grad
 
     def place_gradient(self) -> None:
-        """Brings a gradient of another placement to the parameter's, by a collective of DTensor's."""
+        """Sets ``grad``: the gradient, placed like the parameter, if need be by a collective of DTensor's."""
         if self.user_grad is not None and not self.problem:
-            if not dtensor.has_placements_of(self.tensor, self.user_grad):
-                self._take_local(self.user_grad)
-
-    def take_gradient(self) -> bool:
-        """Sets ``grad``. Returns True once per step if there is a gradient to accumulate."""
-        if self._accumulated or self.user_grad is None or self.problem:
-            return False
-        self._accumulated = True
-        if self.grad is None:
-            self._take_local(self.user_grad)
-        return True
-
-    def _take_local(self, grad: Tensor) -> None:
-        grad = dtensor.local_gradient(self.tensor, grad)
-        self.grad = grad.contiguous() if self.formulas.flatten else grad
+            grad = dtensor.local_gradient(self.tensor, self.user_grad)
+            self.grad = grad.contiguous() if self.formulas.flatten else grad
 
 
 class Matrix:

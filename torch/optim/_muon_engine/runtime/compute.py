@@ -83,17 +83,13 @@ class Compute:
         Without a gradient, that is momentum, so that the owner receives defined values.
         """
         for part in self._alike(targets, _prepare_key):
-            prepared = self._prepared([(m, region) for m, region, _ in part])
+            momenta = [region.of_local(m.param.momentum) for m, region, _ in part]
+            grads = [region.of_local(m.param.lookahead) for m, region, _ in part]
+            out = None
+            if self.device.type == "cpu":
+                out = self.memory.scratch("prepared", momenta[0].shape, momenta[0])
+            prepared = part[0][0].param.formulas.prepare(momenta, grads, out)
             copy_all([(t, made) for (_, _, t), made in zip(part, prepared)])
-
-    def _prepared(self, regions: Sequence[tuple[Matrix, Region]]) -> Sequence[Tensor]:
-        """For each region a tensor of its shape; on a CPU scratch memory, valid until the next call."""
-        momenta = [region.of_local(m.param.momentum) for m, region in regions]
-        grads = [region.of_local(m.param.lookahead) for m, region in regions]
-        out = None
-        if self.device.type == "cpu":
-            out = self.memory.scratch("prepared", momenta[0].shape, momenta[0])
-        return regions[0][0].param.formulas.prepare(momenta, grads, out)
 
     def batches(self, bucket: LocalBucket) -> list[list[Matrix]]:
         """This rank's matrices of one shape and equal options, as many as the formulas allow in a batch."""
@@ -177,8 +173,9 @@ class Compute:
         ]
         own = layout.shards.contribution_of(self.rank)
         for region in matrix.sent:
-            (prepared,) = self._prepared([(matrix, region)])
-            contributions.append((own, region, prepared.clone()))
+            prepared = torch.empty_like(matrix.local(region))
+            self.prepare([(matrix, region, prepared)])
+            contributions.append((own, region, prepared))
         for _, region, tensor in sorted(contributions, key=lambda part: part[0]):
             region.of_matrix(total).add_(tensor)
         out.copy_(total)
@@ -228,7 +225,8 @@ def accumulate(params: Iterable[Param]) -> None:
     """Takes each parameter's gradient into its momentum, once per step."""
     by_formulas: dict[int, list[Param]] = {}
     for param in params:
-        if param.take_gradient():
+        if param.grad is not None and not param.is_accumulated:
+            param.is_accumulated = True
             by_formulas.setdefault(id(param.formulas), []).append(param)
     for of_formulas in by_formulas.values():
         of_formulas[0].formulas.accumulate(
