@@ -196,11 +196,10 @@ class Muon(Optimizer):
         """(Parameter index, matrix in it) -> the global rank that orthogonalizes it, or its first block."""
         if self._engine is None:
             return {}
-        owners: dict[tuple[int, int], int] = {}
         schedule = self._engine.schedule
-        for layout, owner in zip(schedule.layouts, schedule.owners, strict=True):
-            owners.setdefault((layout.key.index, layout.key.sub), owner)
-        return owners
+        owners = zip(schedule.layouts, schedule.owners, strict=True)
+        keys = ((layout.key, owner) for layout, owner in owners)
+        return {(k.index, k.sub): owner for k, owner in keys if not k.block[0]}
 
     @property
     def current_rank(self) -> int:
