@@ -82,7 +82,7 @@ class Compute:
 
         Without a gradient, that is momentum, so that the owner receives defined values.
         """
-        for part in self._alike(targets, _prepare_key):
+        for part in self._alike(targets, lambda move: id(move[0].param.formulas)):
             momenta = [region.of_local(m.param.momentum) for m, region, _ in part]
             grads = [region.of_local(m.param.lookahead) for m, region, _ in part]
             out = None
@@ -182,7 +182,12 @@ class Compute:
 
     def apply(self, moves: Iterable[Move]) -> None:
         """Decays regions of parameters, and updates those that have an update."""
-        for part in self._alike(moves, _apply_key):
+
+        def key(move: Move) -> Hashable:
+            matrix, _, update = move
+            return id(matrix.param.formulas), matrix.layout.whole, update is None
+
+        for part in self._alike(moves, key):
             matrix, _, first = part[0]
             local = [m.local(region) for m, region, _ in part]
             updates = None
@@ -210,15 +215,6 @@ class Compute:
             by_key[value][-1].append(move)
         for lists in by_key.values():
             yield from lists
-
-
-def _prepare_key(move: Move) -> Hashable:
-    return id(move[0].param.formulas)
-
-
-def _apply_key(move: Move) -> Hashable:
-    matrix, _, update = move
-    return id(matrix.param.formulas), matrix.layout.whole, update is None
 
 
 def accumulate(params: Iterable[Param]) -> None:

@@ -283,8 +283,8 @@ def two_level_all_to_all(
     with stream or nullcontext():
         chunks = send.split(list(send_splits))
         by_rail = [chunks[at::width] for at in range(width)]
-        arriving = send.new_empty(sum(sum(row) for row in passed))
-        leaving = _cat([chunk for of_rail in by_rail for chunk in of_rail], send)
+        arriving = send.new_empty(sum(map(sum, passed)))
+        leaving = torch.cat([chunk for of_rail in by_rail for chunk in of_rail])
         first = all_to_all(
             arriving,
             leaving,
@@ -296,7 +296,7 @@ def two_level_all_to_all(
             first.wait()
         # One chunk per rank of the node and rank of the rail; the second all-to-all sends by rail.
         rows = arriving.split([size for row in passed for size in row])
-        passing = _cat([c for at in range(nodes) for c in rows[at::nodes]], send)
+        passing = torch.cat([c for at in range(nodes) for c in rows[at::nodes]])
         temporary += [arriving, leaving, passing]
         return all_to_all(
             recv,
@@ -305,11 +305,6 @@ def two_level_all_to_all(
             [sum(column) for column in zip(*passed)],
             rail,
         )
-
-
-def _cat(chunks: Sequence[Tensor], like: Tensor) -> Tensor:
-    filled = [chunk for chunk in chunks if chunk.numel()]
-    return torch.cat(filled) if filled else like.new_empty(0)
 
 
 def local_buckets(
