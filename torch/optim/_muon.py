@@ -388,7 +388,9 @@ class Muon(Optimizer):
             # Frameworks replace parameters, or the tensors behind them, after construction.
             engine.meet(self._tensors())
             engine = self._engine = _new_engine(self)
-        engine.step([MuonFormulas.of_group(g) for g in self.param_groups], self.state)
+        config: Any = self._distributed_config
+        formulas = [MuonFormulas.of_group(group) for group in self.param_groups]
+        engine.step(config, formulas, self.state)
 
 
 def _new_engine(muon: Muon) -> Engine:
@@ -502,7 +504,7 @@ def _distributed_muon(
     takes_stacks = any(p.ndim > 2 for p in params)
     engine = Engine(config, live, states, takes_stacks, is_lasting=False)
     engine.begin_step()
-    engine.step([formulas], states, grads)
+    engine.step(config, [formulas], states, grads)
     engine.synchronize()
 
 

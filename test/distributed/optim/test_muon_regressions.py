@@ -8,6 +8,7 @@ import gc
 import os
 import weakref
 from collections import Counter
+from unittest import mock
 
 import torch
 from torch.distributed import distributed_c10d
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
-from torch.optim.muon import create_dtensor_config
+from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import Run
@@ -28,6 +29,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     full,
     OnCPU,
     grid_of,
+    local,
     mesh_of,
     OnGPUs,
     ParityAssertions,
@@ -145,6 +147,41 @@ class TestMuonRegressions(OnCPU):
             for mesh in (swapped, usual):
                 self.assertTrainsAlike(Twins(specs(mesh, [(placement,)])), 1)
 
+    def test_experts_in_another_order(self):
+        """DTensor's collectives for one expert's gradient and momentum met those for another expert."""
+        mesh, order = mesh_of(4), (0, 1) if self.rank % 2 else (1, 0)
+        replicated = Spec((6, 4), mesh, (R,))
+        for names in ((), ("gather_fn",)):
+            singles = [torch.nn.Parameter(full(e, (6, 4))) for e in (0, 1)]
+            params = [
+                torch.nn.Parameter(place(full(e, (6, 4)), replicated)) for e in order
+            ]
+            config = create_auto_config(expert_assignments=dict(enumerate(order)))
+            wrap_functions(config, *names)
+            single = torch.optim.Muon(singles)
+            optimizer = torch.optim.Muon(params, distributed_config=config)
+            for param, e in zip(params, order):
+                singles[e].grad, momentum = full(2 + e, (6, 4)), full(4 + e, (6, 4))
+                term = singles[e].grad * (self.rank == 0)
+                param.grad = DTensor.from_local(term, mesh, [Partial()])
+                sharded = place(momentum, Spec((6, 4), mesh, (S0,)))
+                optimizer.state[param]["momentum_buffer"] = sharded
+                single.state[singles[e]]["momentum_buffer"] = momentum
+            single.step()
+            optimizer.step()
+            with self.everywhere(f"wrapped: {names}"):
+                for param, e in zip(params, order):
+                    self.assertEqual(local(param), singles[e], rtol=0, atol=0)
+
+    def test_out_of_memory_in_an_exchange(self):
+        """It was told as another rank's failure, so this rank left no note for those that wait."""
+        twins = Twins(specs(mesh_of(4), [(S0,)]))
+        error = torch.OutOfMemoryError("no memory")
+        with mock.patch("torch.distributed.all_to_all_single", side_effect=error):
+            self.assertRaisesEverywhere(
+                twins.optimizer.step, torch.OutOfMemoryError, "no memory"
+            )
+
     # Several optimizers
 
     def test_twenty_optimizers_of_one_matrix_share_the_work(self):
@@ -175,17 +212,23 @@ class TestMuonRegressions(OnCPU):
     # Bits and memory
 
     def test_gradients_are_freed(self):
-        """After the step and zero_grad(), nothing holds a gradient."""
+        """After the step, zero_grad() and an offload of the state, nothing holds a gradient or momentum."""
         for names in ((), ("gather_fn",)):
             config = create_dtensor_config()
             wrap_functions(config, *names)
             twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]), config)
             for _ in range(2):
                 twins.step()
+            states = twins.optimizer.state
+            momenta = [states[p]["momentum_buffer"]._local_tensor for p in twins.params]
             kept = [weakref.ref(param.grad) for param in twins.params]
+            kept += [weakref.ref(momentum.untyped_storage()) for momentum in momenta]
+            del momenta
             twins.optimizer.zero_grad()
+            for param in twins.params:
+                states[param]["momentum_buffer"] = None
             with self.everywhere():
-                self.assertEqual([ref() for ref in kept], [None] * 2)
+                self.assertEqual([ref() for ref in kept], [None] * 4)
 
     def test_as_many_threads_as_the_single_process(self):
         """With several threads, bfloat16 updates and small matrices in batches were rounded differently."""

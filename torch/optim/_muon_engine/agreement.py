@@ -8,7 +8,8 @@ the same conclusion and raise the same error.
 import ctypes
 import hashlib
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -60,23 +61,19 @@ def agree(
         ValueError: the signatures of the ranks differ.
         RuntimeError: ranks could not be reached.
     """
+    # If one group fails, this rank leaves a note for the ranks of all.
+    numbers |= {r: counters_of(r).optimizers for r in sharing if len(r) > 1}
     for ranks in larger_first(sharing):
         groups[ranks] = None
         if len(ranks) == 1:
             continue
         counters, shared = counters_of(ranks), signatures[ranks]
-        numbers[ranks] = counters.optimizers
         described = [signature.description for signature in shared]
-        try:
-            group = groups[ranks] = spanning_group(ranks, sharing[ranks])
-        except RuntimeError as failed:
-            raise error or RuntimeError(
-                f"could not make a process group of ranks {list(ranks)}, which share {listed(described) or 'parameters'}. "
-                f"One of them ended, failed, or did not build its Muon within the timeout: {failed}"
-            ) from failed
         fields = repr([signature.fields for signature in shared])
-        mine = hashlib.sha256(fields.encode()).hexdigest(), numbers[ranks]
-        answers, error = exchange(group, mine, error, described)
+        digest = hashlib.sha256(fields.encode()).hexdigest()
+        with _reaching(ranks, described, error):
+            group = groups[ranks] = spanning_group(ranks, sharing[ranks])
+        answers, error = exchange(group, (digest, numbers[ranks]), error, described)
         digests, counted = zip(*answers)
         # All ranks see the same digests, so all of them or none make the second exchange.
         if error is None and len(set(digests)) > 1:
@@ -115,19 +112,28 @@ def exchange(
         kind = type(error) if type(error) in _SAME_TYPE else RuntimeError
         is_common = hasattr(error, "_muon_common")
         report = kind, str(error) if is_common else f"rank {me} reports: {error}"
-    try:
+    with _reaching(dist.get_process_group_ranks(group), shared, error):
         answers = all_gather_object((report, value), group)
-    except RuntimeError as failed:
-        others = sorted(set(dist.get_process_group_ranks(group)) - {me})
-        raise error or RuntimeError(
-            f"could not reach ranks {others}, which share {listed(shared, 1) or 'parameters'} with this one. One of them "
-            f"ended, failed, or did not build its Muon within the timeout: {failed}"
-        ) from failed
     reports = [report for report, _ in answers if report is not None]
     if error is None and reports:
         kind, text = reports[0]
         error = common(kind(text))
     return [value for _, value in answers], error
+
+
+@contextmanager
+def _reaching(
+    ranks: Sequence[int], shared: Sequence[str], error: BaseException | None
+) -> Iterator[None]:
+    """Raises ``error``, or else a RuntimeError that names the other ranks, if a collective fails."""
+    try:
+        yield
+    except RuntimeError as failed:
+        others = sorted(set(ranks) - {dist.get_rank()})
+        raise error or RuntimeError(
+            f"could not reach ranks {others}, which share {listed(shared, 1) or 'parameters'} with this one. One of them "
+            f"ended, failed, or did not build its Muon within the timeout: {failed}"
+        ) from failed
 
 
 def all_gather_object(value: Any, group: ProcessGroup) -> list[Any]:

@@ -80,7 +80,7 @@ def assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, list[int]]:
     """Gives each parameter to a rank that holds a piece of it. Fills ``state["param_metadata"]``."""
     layouts = state.get(LAYOUTS)
     if layouts is None:
-        # A former one has read other parameters.
+        # An earlier reader describes other parameters.
         state.pop(_READER, None)
         reader = _reader(state)
         layouts = reader.read(params, [None] * len(params))
@@ -179,12 +179,13 @@ class FunctionStep:
             assignments, layouts and groups this step uses.
     """
 
-    # The other ranks wait for this one's calls, so it raises after them.
+    # This rank raises its own problem after all calls, because the other ranks wait for them.
     knows_before = False
 
     def __init__(self, engine: Any) -> None:
         self.config, self.reader = engine.config, engine.reader
-        self.params, self.groups, self.rank = engine.params, engine.groups, engine.rank
+        self.params, self.ordered = engine.params, engine.ordered
+        self.groups, self.rank = engine.groups, engine.rank
         self.world_size = engine.world_size
         # By parameter index. Without a reader, there are no layouts.
         self.owners = {i: r for r, owned in engine.assignments.items() for i in owned}
@@ -202,7 +203,8 @@ class FunctionStep:
 
     def run(self) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
-        for param in self.params:
+        for param in self.ordered:
+            self.where = f"placement of the gradient of {param.described}"
             param.place_gradient()
         # Ranks of a group may also hold other parameters, so each group prefetches its own.
         tasks: dict[Any, list[Iterator[None]]] = {}

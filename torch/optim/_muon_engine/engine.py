@@ -49,8 +49,8 @@ class Engine:
         states: the optimizer's. Parameters that replace others may inherit their momentum.
         takes_stacks: whether a parameter may be a stack of matrices.
         error: an error that this rank found already. The other ranks learn of it before it is raised.
-        former: the optimizer's engine before its parameters changed. An error of its last step that no
-            rank has read yet is raised here.
+        former: the optimizer's engine before its parameters changed. An error of its last step that this
+            rank has not read yet is raised here.
         is_lasting: whether the next optimizer's owners start where those of this one stop.
 
     Raises:
@@ -69,12 +69,13 @@ class Engine:
         former: "Engine | None" = None,
         is_lasting: bool = True,
     ) -> None:
-        self._user_config = config
         self.config = copy.copy(config)
         self.params = params
+        # In the order of all ranks, which may list the same experts in different orders.
+        self.ordered: Sequence[Param] = params
         self.reader = callbacks.reader_of(config.state, takes_stacks)
         self.steps = 0
-        # Why a step failed. After that, ranks may have different parts of it.
+        # Why a step failed half way. After that, the ranks' parameters may not belong together.
         self.failure = ""
         # Has all layouts. Its buckets lack the matrices of frozen parameters.
         self.schedule = Schedule((), (), ())
@@ -170,6 +171,8 @@ class Engine:
             if error is not None:
                 raise error
             return
+        experts = self.reader.experts
+        self.ordered = sorted(self.params, key=lambda p: experts.get(p.entry, -1))
         sharing = self.reader.sharing
         # All ranks must have replaced the same parameters.
         kept = {param.tensor for param in (former or self).params}
@@ -261,6 +264,7 @@ class Engine:
 
     def step(
         self,
+        config: DistributedConfig,
         formulas: Sequence[Any],
         states: States,
         grads: Sequence[Tensor | None] | None = None,
@@ -268,6 +272,7 @@ class Engine:
         """Makes one optimizer step.
 
         Args:
+            config: the user's, which must be the one of the build.
             formulas: the hyperparameters of each parameter group, with the phases that they define.
             states: the optimizer's. A parameter without a momentum buffer gets one.
             grads: the gradient of each parameter (default: its ``grad``).
@@ -282,10 +287,10 @@ class Engine:
                 f"together. Rebuild it, and load a checkpoint from before that step. What happened: {self.failure}"
             )
         self.synchronize()
-        # Whether ranks may have different parts of the step.
+        # Whether parameters may have changed on some ranks only.
         is_fatal = False
         try:
-            runner = self._begin(formulas, states, grads)
+            runner = self._begin(config, formulas, states, grads)
             is_fatal = True
             text = runner.begin(self.steps)
             problems = [f"{p.described}: {p.problem}" for p in self.params if p.problem]
@@ -314,6 +319,7 @@ class Engine:
 
     def _begin(
         self,
+        config: DistributedConfig,
         formulas: Sequence[Any],
         states: States,
         grads: Sequence[Tensor | None] | None,
@@ -322,8 +328,8 @@ class Engine:
 
         The first step makes every momentum buffer, so that checkpoints are the same on all ranks.
         """
-        self._user_config.check()
-        before, now = vars(self.config), vars(self._user_config)
+        config.check()
+        before, now = vars(self.config), vars(config)
         changed = [name for name in before if before[name] != now[name]]
         if changed:
             raise ValueError(
@@ -335,9 +341,9 @@ class Engine:
         for param in self.params:
             param.check_form(formulas[param.group])
         _check_data(self.params, is_shared=bool(self.numbers))
-        for index, param in enumerate(self.params):
+        for param in self.ordered:
             if not param.frozen:
-                grad = param.tensor.grad if grads is None else grads[index]
+                grad = param.tensor.grad if grads is None else grads[param.key.index]
                 param.begin(formulas[param.group], grad, states[param.tensor])
         self._hints.look(self.params)
         if self._hints.steps == 1:
@@ -351,6 +357,7 @@ class Engine:
         return self._runner
 
     def _fail(self, error: BaseException, is_fatal: bool) -> None:
+        """Records the failure, and leaves a note for the ranks that wait for this one."""
         where = self._runner.where if self._runner is not None else ""
         failure = f"{type(error).__name__}: {error}"
         is_own = not isinstance(error, transport.ExchangeError)
@@ -392,7 +399,7 @@ class Engine:
 
 
 def _check_data(params: Sequence[Param], is_shared: bool) -> None:
-    """Raises RuntimeError for parameters whose data Muon cannot take."""
+    """Raises RuntimeError for parameters that are complex or have no data."""
     if any(torch.is_complex(param.tensor) for param in params):
         raise RuntimeError("Muon does not support complex parameters")
     on_meta = [param.described for param in params if param.tensor.is_meta]

@@ -98,8 +98,10 @@ class Param:
         )
 
     def end(self) -> None:
-        """Drops the references to the gradient, so that the user can free its memory."""
+        """Drops what the user may free or replace between steps."""
         self.user_grad = self.grad = None
+        for name in ("local", "momentum"):
+            vars(self).pop(name, None)
 
     @property
     def lookahead(self) -> Tensor:
@@ -151,7 +153,7 @@ class Matrix:
 
     @property
     def is_orthogonalized(self) -> bool:
-        """Whether the owner orthogonalizes it. The other owners of a divided matrix wait for that."""
+        """Whether the owner orthogonalizes it; always if it is divided, because other owners take part."""
         return self.applies or self.products is not None
 
     def local(self, region: Region) -> Tensor:

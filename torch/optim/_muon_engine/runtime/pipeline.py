@@ -37,6 +37,7 @@ class Pipeline(Compute):
         keeps_memory = engine.config.state.get("keep_buffers", False)
         memory = Memory(engine.device, keeps_memory)
         super().__init__(rank, engine.device, memory)
+        self.params = engine.ordered
         self.prefetch_count = engine.config.prefetch_count
         # For debugging: waits for each scatter before the next bucket.
         is_serial = schedule.one_owner_at_a_time
@@ -56,18 +57,12 @@ class Pipeline(Compute):
         attach_relays(buckets, groups, rank, memory)
         # This rank's, in their global order.
         self.buckets = [bucket for bucket, _ in buckets]
-        # A group tells larger ones that contain it of a mismatch.
+        # Smaller groups first, so that a mismatch reaches the larger ones that contain them.
         self.statuses = [
             Statuses(by_group[ranks], ranks, group, engine.numbers[ranks], self.device)
             for ranks in reversed(larger_first(by_group))
             if (group := groups[ranks]) is not None
         ]
-        # Ranks may list the same experts in different orders.
-        keys = [layout.key for layout in schedule.layouts]
-        experts = {key.index: key.expert for key in keys if key.expert is not None}
-        self.params = sorted(
-            engine.params, key=lambda param: experts.get(param.key.index, -1)
-        )
 
     @property
     def knows_before(self) -> bool:
@@ -103,8 +98,8 @@ class Pipeline(Compute):
     def begin(self, step: int) -> str:
         """Starts the side channel of this rank's ``step``-th step.
 
-        On a CPU, nothing has moved yet when the result is known. A group tells a larger one of a mismatch, and a
-        rank all of its groups of a gradient that it cannot use, because ranks of all groups end the step here.
+        On a CPU, nothing has moved yet when the result is known. A group passes a mismatch on to larger groups. A
+        rank that cannot use a gradient tells all of its groups, because each of them must end the step here.
 
         Returns:
             How ranks differ; "" if they do not, and on accelerators, which do not wait for the result.
@@ -132,8 +127,6 @@ class Pipeline(Compute):
         try:
             yield
         except BaseException:
-            for statuses in self.statuses:
-                statuses.forget()
             buckets = [flight for b in self.buckets for flight in (b, *b.relays)]
             for flight in (*self.statuses, *buckets):
                 # The error that led here is the one to report.
@@ -142,7 +135,7 @@ class Pipeline(Compute):
             raise
 
     def _run(self) -> None:
-        # A collective of DTensor's may move a gradient. It precedes all gathers.
+        """Makes the step in the one order of all ranks. DTensor's collectives for gradients come first."""
         for param in self.params:
             param.place_gradient()
         tasks: dict[Hashable, list[Iterator[None]]] = {}
@@ -160,7 +153,8 @@ class Pipeline(Compute):
     def _process(self, bucket: LocalBucket, relaying: Iterator[None]) -> Iterator[None]:
         """Brings one bucket from gradients to parameters. Other buckets go on where it pauses.
 
-        ``relaying`` is the task of the group's bucket k-2. It awaits one relay each time it goes on.
+        ``relaying`` is the task of the group's bucket k-2, which has only relays left. It awaits one of them
+        each time it goes on.
         """
         self.gather(bucket)
         yield
@@ -250,7 +244,7 @@ def run_in_turn(
 
     Args:
         order: the group of each task, in the order of all ranks.
-        tasks: by group. A task pauses after the gather and after the scatter of a bucket.
+        tasks: by group. A task pauses after its gather, its scatter, the results and each relay.
     """
     turns = {
         group: _overlap(of_group, prefetch_count + 1, one_at_a_time)
@@ -260,7 +254,7 @@ def run_in_turn(
         next(turn)
     for group in order:
         next(turns[group])
-    # By the last bucket of each group, which keeps the one order of all ranks.
+    # In the order of the groups' last buckets, which is the same on all ranks.
     for group in reversed(dict.fromkeys(reversed(order))):
         _exhaust(turns[group])
 
@@ -282,7 +276,7 @@ def _overlap(
             _exhaust(task)
         elif k > 0:
             next(tasks[k - 1], None)
-        # Its slot was that of bucket k-1, whose results are applied now.
+        # It takes the slot of bucket k-1, whose results were applied above.
         if k + ahead < len(tasks):
             next(tasks[k + ahead])
         yield

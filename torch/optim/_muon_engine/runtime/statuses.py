@@ -123,13 +123,13 @@ class Statuses(InFlight):
         self.launch("all-reduce of statuses", start, rows)
 
     def _add_values(self) -> None:
-        """Adds digests of the values of replicated matrices, once."""
-        # A step that moves nothing (a checkpoint makes one) may come before the values are loaded.
+        """Adds digests of the values of replicated matrices, in the first step that moves them."""
+        # A checkpoint makes a step that moves nothing before it loads the values.
         now = [m for m in self._replicated if m.param.formulas.moves]
         if now:
-            place = {id(m): at for at, m in enumerate(self.matrices, 1)}
+            row_of = {id(m): at for at, m in enumerate(self.matrices, 1)}
             values = torch.stack([_digest_of(m).to(self._device) for m in now])
-            rows = [place[id(m)] for m in now]
+            rows = [row_of[id(m)] for m in now]
             self._table[rows, 5], self._table[rows, 6] = values, -values
 
     def finish(self) -> None:
@@ -141,10 +141,6 @@ class Statuses(InFlight):
             self._host.copy_(self._table, non_blocking=True)
             self._copied = self._copied or torch.Event(self._device)
             self._copied.record()
-
-    def forget(self) -> None:
-        """Drops the results of a step that failed."""
-        self._is_new = False
 
     def mismatch(self) -> str:
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before.
@@ -183,7 +179,7 @@ class Statuses(InFlight):
         return f"{text}. This rank's optimizer has {shared}"
 
 
-# Predicates on a matrix's columns after the all-reduce, the most telling first.
+# Predicates on a matrix's columns after the all-reduce, the most specific first.
 _MISMATCHES = (
     (lambda p, a, u, o, minus_o, v, minus_v: o + minus_o, _OTHER_OPTIONS),
     (lambda p, a, u, o, minus_o, v, minus_v: v + minus_v, _OTHER_VALUES),

@@ -29,7 +29,7 @@ from torch.optim._muon_engine.schedule.packs import (
 
 
 class Memory:
-    """Bytes for packs, and scratch memory. Unless ``keep``, a device has packs during a step only.
+    """Bytes for packs, and scratch memory. Unless ``keep``, packs take a device's memory in a step only.
 
     Entering this object allocates the storages of packs, and leaving it empties them, as FSDP2 does. So
     views of them stay valid.
@@ -127,6 +127,9 @@ def named(
     """Adds to a backend's error which collective failed and which matrices it carried."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        # It is this rank's own error, which its note tells the others.
+        raise
     except RuntimeError as error:
         carried = listed([matrix.layout.describe() for matrix in matrices])
         raise ExchangeError(
@@ -198,18 +201,17 @@ class LocalBucket(InFlight):
 
     def start_gather(self) -> None:
         """Starts to send this rank's shards to the owners, and to receive those of its matrices."""
-        self._start("gather", self.gather_recv, self.gather_send, self._levels[:1])
+        self._start("gather", self.gather_recv, self.gather_send)
 
     def start_scatter(self) -> None:
         """Starts to send the updates to the holders, and to receive those of this rank's shards."""
-        self._start("scatter", self.scatter_recv, self.scatter_send, self._levels[1:])
+        self._start("scatter", self.scatter_recv, self.scatter_send)
 
-    def _start(
-        self, phase: str, recv: BoundPack, send: BoundPack, levels: Sequence[Levels]
-    ) -> None:
+    def _start(self, phase: str, recv: BoundPack, send: BoundPack) -> None:
         start: Callable[..., Any] = partial(all_to_all, group=self._group)
-        if levels:
-            start = partial(two_level_all_to_all, levels=levels[0], temporary=[])
+        if self._levels:
+            levels = self._levels[phase == "scatter"]
+            start = partial(two_level_all_to_all, levels=levels, temporary=[])
         if self._group is not None:
             memory = recv.flat, send.flat, recv.splits, send.splits
             self.launch(f"{phase} of bucket {self.bucket.index}", start, *memory)
@@ -283,7 +285,7 @@ def two_level_all_to_all(
     with stream or nullcontext():
         chunks = send.split(list(send_splits))
         by_rail = [chunks[at::width] for at in range(width)]
-        arriving = send.new_empty(sum(map(sum, passed)))
+        arriving = send.new_empty(sum(sum(row) for row in passed))
         leaving = torch.cat([chunk for of_rail in by_rail for chunk in of_rail])
         first = all_to_all(
             arriving,
