@@ -386,7 +386,7 @@ class Muon(Optimizer):
     def _distributed_step(self, engine: Engine) -> None:
         if not engine.matches(self.param_groups):
             # Frameworks replace parameters, or the tensors behind them, after construction.
-            engine.meet(self._tensors())
+            engine.rendezvous(self._tensors())
             engine = self._engine = _new_engine(self)
         config: Any = self._distributed_config
         formulas = [MuonFormulas.of_group(group) for group in self.param_groups]

@@ -67,7 +67,7 @@ class Phase(NamedTuple):
 
 NAMED = r"parameter \d+ of shape \(8, 8\)"
 UNREACHED = rf"could not (reach|make a process group of) ranks .*share {NAMED}"
-EXCHANGE = rf"the (gather|scatter) of bucket \d, with {NAMED}.* failed"
+EXCHANGE = rf"the (gather|scatter) of bucket \d of \d ranks, with {NAMED}.* failed"
 RELAYED = rf"the (gather|scatter|relay|all-reduce) of .*, with {NAMED}.* failed"
 
 # "groups" comes last, because ranks count the groups that they made in the names of later ones.

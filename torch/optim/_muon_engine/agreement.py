@@ -157,9 +157,7 @@ def all_gather_uneven(flat: Tensor, group: ProcessGroup) -> list[Tensor]:
     return [row[:size] for row, size in zip(gathered, sizes.tolist())]
 
 
-def _first_difference(
-    ranks: Sequence[int], everyone: Sequence[Sequence[Signature]]
-) -> str:
+def _first_difference(ranks: Ranks, everyone: Sequence[Sequence[Signature]]) -> str:
     """The first difference. Primary fields (name, shape, placement) come before derived ones."""
     first = everyone[0]
     for derived in (False, True):

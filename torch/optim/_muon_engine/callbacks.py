@@ -135,7 +135,7 @@ def dtensor_config(
     return factory_config(state, async_gpu_parallelism, prefetch_count)
 
 
-def are_factorys(config: DistributedConfig, *names: str) -> bool:
+def are_from_factory(config: DistributedConfig, *names: str) -> bool:
     """Whether the functions ``names`` of ``config`` are those that a factory made."""
     return all(getattr(config, f"{name}_fn") is _FACTORYS[name] for name in names)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim._muon_engine import callbacks, process_groups
 from torch.optim._muon_engine.agreement import agree, Ranks, Signature
-from torch.optim._muon_engine.callbacks import are_factorys, FunctionStep
+from torch.optim._muon_engine.callbacks import are_from_factory, FunctionStep
 from torch.optim._muon_engine.config import DistributedConfig
 from torch.optim._muon_engine.hints import Hints
 from torch.optim._muon_engine.layouts import larger_first, Layout, listed, process_rank
@@ -138,7 +138,7 @@ class Engine:
     @property
     def runs_on_engine(self) -> bool:
         """Whether both functions that move data are the factory's."""
-        moves_by_us = are_factorys(self.config, "gather", "redistribute")
+        moves_by_us = are_from_factory(self.config, "gather", "redistribute")
         return self.reader is not None and moves_by_us
 
     # Building
@@ -157,7 +157,7 @@ class Engine:
                 layouts = self.reader.read(tensors, names, forms, error, entries)
             if error is None:
                 self.config.check()
-                if self.runs_on_engine and are_factorys(self.config, "assign"):
+                if self.runs_on_engine and are_from_factory(self.config, "assign"):
                     number = self.config.state.get("owners_per_matrix", 1)
                     per_node = process_groups.ranks_per_node()
                     of_layouts = [self.params[layout.key.index] for layout in layouts]
@@ -177,7 +177,7 @@ class Engine:
         # All ranks must have replaced the same parameters.
         kept = {param.tensor for param in (former or self).params}
         signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in sharing}
-        formulas_of = {param.group: param.formulas for param in self.params}
+        formulas_of = {param.param_group: param.formulas for param in self.params}
         of_config = _config_signature(self.config)
         options = {
             g: (*f.signature().items(), *of_config) for g, f in formulas_of.items()
@@ -209,7 +209,7 @@ class Engine:
             self.reader.describe_state(self.config.state)
             if not self.runs_on_engine:
                 callbacks.check_stacks(self.params, layouts)
-            if are_factorys(self.config, "assign"):
+            if are_from_factory(self.config, "assign"):
                 owners, self.assignments = callbacks.choose_owners(tensors, layouts)
                 return owners
             entries |= {"rank": self.rank, "world_size": self.world_size}
@@ -234,11 +234,11 @@ class Engine:
             (p, at) for at, group in enumerate(param_groups) for p in group["params"]
         ]
         return len(now) == len(self.params) and all(
-            param.group == at and param.is_unchanged(tensor)
+            param.param_group == at and param.is_unchanged(tensor)
             for param, (tensor, at) in zip(self.params, now)
         )
 
-    def meet(self, tensors: Sequence[Tensor]) -> None:
+    def rendezvous(self, tensors: Sequence[Tensor]) -> None:
         """Waits in ``step()`` until all ranks that share matrices have found that parameters changed."""
         if self.reader is None:
             return
@@ -311,7 +311,9 @@ class Engine:
                 raise
             # A launcher may end this process while it asks the others.
             log.error("%s", error)
-            reasons = filter(None, [str(error), self._notes().ask(error.ranks)])
+            reasons = filter(
+                None, [str(error), self._notes().wait_for_reason(error.ranks)]
+            )
             raise RuntimeError(". ".join(reasons)) from error
         finally:
             for param in self.params:
@@ -339,12 +341,12 @@ class Engine:
         for of_group in formulas:
             of_group.check()
         for param in self.params:
-            param.check_form(formulas[param.group])
+            param.check_form(formulas[param.param_group])
         _check_data(self.params, is_shared=bool(self.numbers))
         for param in self.ordered:
             if not param.frozen:
                 grad = param.tensor.grad if grads is None else grads[param.key.index]
-                param.begin(formulas[param.group], grad, states[param.tensor])
+                param.begin(formulas[param.param_group], grad, states[param.tensor])
         self._hints.look(self.params)
         if self._hints.steps == 1:
             # The error of a rank that shares no group with the ranks that this one agreed with.
@@ -413,7 +415,7 @@ def _check_data(params: Sequence[Param], is_shared: bool) -> None:
 def _config_signature(config: DistributedConfig) -> list[tuple[str, str]]:
     """The values of the config that ranks compare, for all matrices."""
     names = "gather", "redistribute"
-    own = [name for name in names if not are_factorys(config, name)]
+    own = [name for name in names if not are_from_factory(config, name)]
     return [
         ("prefetch_count", str(config.prefetch_count)),
         ("async_gpu_parallelism", str(bool(config.async_gpu_parallelism))),
@@ -441,7 +443,7 @@ def _signature(
         "replaced": str(param.tensor not in kept),
         "owner": str(owner),
     }
-    return Signature(layout.describe(), (*fields.items(), *options[param.group]))
+    return Signature(layout.describe(), (*fields.items(), *options[param.param_group]))
 
 
 def _take_momentum(
@@ -495,8 +497,8 @@ def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement
     """
     stayed = {param.tensor for param in former} & {param.tensor for param in now}
     replaced = []
-    for number in dict.fromkeys(param.group for param in now):
-        old, new = ([p for p in ps if p.group == number] for ps in (former, now))
+    for number in dict.fromkeys(param.param_group for param in now):
+        old, new = ([p for p in ps if p.param_group == number] for ps in (former, now))
         moved = [(a, b) for a, b in zip(old, new) if a.tensor is not b.tensor]
         pairs = [(a, b) for a, b in moved if not {a.tensor, b.tensor} & stayed]
         for a, b in pairs:

@@ -141,13 +141,13 @@ def is_dry_run() -> bool:
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def _absent(key: str, ranks: Sequence[int]) -> list[int]:
-    """Those of ``ranks`` that :func:`_arrive` was not called on."""
+def _missing(key: str, ranks: Sequence[int]) -> list[int]:
+    """Those of ``ranks`` that :func:`_check_in` has not counted."""
     return [rank for rank in ranks if not _store().check([f"{key}/{rank}"])]
 
 
-def _arrive(key: str) -> int:
-    """Notes that this rank has come to ``key``. Returns how many ranks have."""
+def _check_in(key: str) -> int:
+    """Counts this rank at ``key``. Returns how many ranks are there."""
     _store().set(f"{key}/{dist.get_rank()}", "=")
     return _store().add(key, 1)
 
@@ -165,12 +165,12 @@ def rendezvous(ranks: tuple[int, ...], timeout: timedelta | None, name: str) -> 
         return
     store, me, met = _store(), dist.get_rank(), _of_world("met")
     key = f"muon/met/{_short(ranks)}/{name}/{met.get((ranks, name), 0)}"
-    if _arrive(key) == len(ranks):
+    if _check_in(key) == len(ranks):
         store.set(f"{key}/all", "=")
     try:
         store.wait([f"{key}/all"], *([] if timeout is None else [timeout]))
     except RuntimeError as error:
-        missing = _absent(key, ranks)
+        missing = _missing(key, ranks)
         # Otherwise a later rendezvous would count this rank as present.
         store.delete_key(f"{key}/{me}")
         store.add(key, -1)
@@ -220,22 +220,24 @@ class FailureNotes:
                     return _store().get(f"{key}/answer").decode()[1:]
         return ""
 
-    def ask(self, among: Sequence[int]) -> str:
-        """After a failed collective: a reason of another rank, else which ranks did not fail with it."""
+    def wait_for_reason(self, among: Sequence[int]) -> str:
+        """After a failed collective of the ranks ``among``: another rank's reason, or which ranks are missing.
+
+        The first rank to come looks for the missing ranks, and tells the others.
+        """
         groups = [ranks for ranks in self._keys if set(among) <= set(ranks)]
         with suppress(*_GONE, IndexError):
             ranks, store = groups[0], _store()
             key = self._keys[ranks]
-            answer, number = f"{key}/answer", _arrive(key)
-            if number == len(ranks) and not store.check([answer]):
+            answer, count = f"{key}/answer", _check_in(key)
+            if count == len(ranks) and not store.check([answer]):
                 store.set(answer, "=")
             try:
-                # The first rank to fail looks for the missing ones, on behalf of all.
-                store.wait([answer], timedelta(seconds=PATIENCE + (number > 1)))
+                store.wait([answer], timedelta(seconds=PATIENCE + (count > 1)))
             except RuntimeError:
-                if number > 1:
+                if count > 1:
                     return ""
-                store.set(answer, "=" + _MISSING.format(_absent(key, ranks)))
+                store.set(answer, "=" + _MISSING.format(_missing(key, ranks)))
             return store.get(answer).decode()[1:]
         return ""
 

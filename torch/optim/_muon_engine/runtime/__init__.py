@@ -10,6 +10,10 @@ from torch.optim._muon_engine.schedule.packs import Schedule
 from torch.optim._muon_split import Split
 
 
+# The optimizer's state of one parameter.
+State = MutableMapping[str, Any]
+
+
 class Status(IntEnum):
     """The gradient of a matrix, as one of its holders sees it."""
 
@@ -36,7 +40,7 @@ class Param:
         # Its index when the optimizer got it, which the config's dicts count by.
         self.entry = index
         # The number of its parameter group.
-        self.group = group
+        self.param_group = group
         self.formulas = formulas
         # The properties that the layout is read from. Every step compares them.
         self.origin = dtensor.origin_of(tensor)
@@ -78,9 +82,7 @@ class Param:
                 "build a new Muon"
             )
 
-    def begin(
-        self, formulas: Any, grad: Tensor | None, state: MutableMapping[str, Any]
-    ) -> None:
+    def begin(self, formulas: Any, grad: Tensor | None, state: State) -> None:
         """Takes one step's hyperparameters and gradient. Makes a missing momentum buffer."""
         self.formulas = formulas
         buffer = state.get("momentum_buffer")
@@ -119,21 +121,19 @@ class Matrix:
     """A matrix on this rank: its layout, its owner, the regions that this rank holds, and its Param.
 
     Args:
-        number: the matrix's index in the schedule.
+        index: the matrix's index in the schedule.
     """
 
-    def __init__(
-        self, schedule: Schedule, number: int, param: Param, rank: int
-    ) -> None:
-        self.number = number
-        self.layout = schedule.layouts[number]
-        self.owner = schedule.owners[number]
+    def __init__(self, schedule: Schedule, index: int, param: Param, rank: int) -> None:
+        self.index = index
+        self.layout = schedule.layouts[index]
+        self.owner = schedule.owners[index]
         self.param = param
         self.shard = self.layout.shards.of(rank)
         self.is_empty = self.layout.shards.is_empty(rank)
         # One replica of each shard sends it; one contribution to a sum receives the update.
-        self.sent = self.shard if schedule.is_source(number, rank) else ()
-        self.receives = schedule.receives(number, rank)
+        self.sent = self.shard if schedule.is_source(index, rank) else ()
+        self.receives = schedule.receives(index, rank)
         # On the owners of a divided matrix: what they compute together.
         self.products: Any = None
 

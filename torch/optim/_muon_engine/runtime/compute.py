@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 from torch.optim._muon_engine.layouts import listed, Region
 from torch.optim._muon_engine.runtime import Matrix, Param
-from torch.optim._muon_engine.runtime.relays import LocalRelay
 from torch.optim._muon_engine.runtime.transport import (
     copy_all,
+    InFlight,
     LocalBucket,
     Memory,
     named,
@@ -50,10 +50,8 @@ class Compute:
         described = [matrix.layout.describe() for matrix in matrices]
         return f"{phase} of {listed(described)}" if phase else ""
 
-    def _phase(
-        self, phase: str, of: LocalBucket | LocalRelay
-    ) -> AbstractContextManager[Any]:
-        """Names a phase for error messages, and for a profiler."""
+    def _phase(self, phase: str, of: InFlight) -> AbstractContextManager[Any]:
+        """Names a phase for a profiler and for error messages, which may name fewer matrices later."""
         self._at = phase, of.matrices
         return _RecordFunctionFast(f"Muon {phase}, {of.name}")
 
@@ -74,7 +72,7 @@ class Compute:
             self.prepare(
                 (matrix, region, view)
                 for matrix in part
-                for _, region, view in bucket.gather_send.of(matrix.number)
+                for _, region, view in bucket.gather_send.of(matrix.index)
             )
 
     def prepare(self, targets: Iterable[Move]) -> None:
@@ -82,7 +80,7 @@ class Compute:
 
         Without a gradient, that is momentum, so that the owner receives defined values.
         """
-        for part in self._alike(targets, lambda move: id(move[0].param.formulas)):
+        for part in self._grouped(targets, lambda move: id(move[0].param.formulas)):
             momenta = [region.of_local(m.param.momentum) for m, region, _ in part]
             grads = [region.of_local(m.param.lookahead) for m, region, _ in part]
             out = None
@@ -99,7 +97,7 @@ class Compute:
                 continue
             formulas, shape = matrix.param.formulas, matrix.layout.shape
             # The blocks of a divided matrix come first in a bucket, and each is alone.
-            alone = matrix.number if matrix.products is not None else None
+            alone = matrix.index if matrix.products is not None else None
             batches = by_key.setdefault((alone, formulas.compute_key, shape), [[]])
             if len(batches[-1]) == formulas.batch_size(shape, self.device):
                 batches.append([])
@@ -133,7 +131,7 @@ class Compute:
                 [
                     (view, region.of_matrix(update))
                     for matrix, update in results
-                    for _, region, view in bucket.results_of(matrix.number)
+                    for _, region, view in bucket.results_of(matrix.index)
                 ]
             )
             # The owner's own part of an update is not sent.
@@ -156,7 +154,7 @@ class Compute:
                 self._add_contributions(bucket, matrix, out)
                 continue
             own += [(matrix, r, r.of_matrix(out)) for r in matrix.sent]
-            packed = bucket.gather_recv.of(matrix.number)
+            packed = bucket.gather_recv.of(matrix.index)
             received += [(region.of_matrix(out), view) for _, region, view in packed]
         self.prepare(own)
         copy_all(received)
@@ -169,7 +167,7 @@ class Compute:
         total = torch.zeros(layout.shape, dtype=layout.dtype, device=out.device)
         contributions = [
             (layout.shards.contribution_of(rank), region, view)
-            for rank, region, view in bucket.gather_recv.of(matrix.number)
+            for rank, region, view in bucket.gather_recv.of(matrix.index)
         ]
         own = layout.shards.contribution_of(self.rank)
         for region in matrix.sent:
@@ -187,7 +185,7 @@ class Compute:
             matrix, _, update = move
             return id(matrix.param.formulas), matrix.layout.whole, update is None
 
-        for part in self._alike(moves, key):
+        for part in self._grouped(moves, key):
             matrix, _, first = part[0]
             local = [m.local(region) for m, region, _ in part]
             updates = None
@@ -196,7 +194,7 @@ class Compute:
                 updates = [u.to(l.device) for (_, _, u), l in zip(part, local)]
             matrix.param.formulas.apply(local, updates, matrix.layout.whole)
 
-    def _alike(
+    def _grouped(
         self, moves: Iterable[Move], key: Callable[[Move], Hashable]
     ) -> Iterator[Sequence[Move]]:
         """Moves with equal keys: one by one on a CPU, up to ``PREPARED_BYTES`` at once elsewhere."""

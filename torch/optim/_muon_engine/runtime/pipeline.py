@@ -12,7 +12,7 @@ import torch
 from torch.optim._muon_engine.layouts import larger_first
 from torch.optim._muon_engine.runtime import Matrix
 from torch.optim._muon_engine.runtime.compute import Compute, Move
-from torch.optim._muon_engine.runtime.relays import attach_relays, LocalRelay
+from torch.optim._muon_engine.runtime.relays import attach_relays
 from torch.optim._muon_engine.runtime.shared import SharedProducts
 from torch.optim._muon_engine.runtime.statuses import Statuses
 from torch.optim._muon_engine.runtime.transport import (
@@ -181,7 +181,7 @@ class Pipeline(Compute):
                 with self._phase("apply", relay):
                     self.apply_received(relay, relay.packed)
 
-    def wait(self, flight: LocalBucket | LocalRelay, phase: str) -> None:
+    def wait(self, flight: InFlight, phase: str) -> None:
         """Waits for the collective that ``flight`` has started."""
         with self._phase(f"wait for {phase}", flight):
             flight.wait()
@@ -200,7 +200,7 @@ class Pipeline(Compute):
                 packed.view
                 for matrix in bucket.matrices
                 if matrix.owner == self.rank and not matrix.is_orthogonalized
-                for packed in bucket.results_of(matrix.number)
+                for packed in bucket.results_of(matrix.index)
             ]
             if zeros:
                 torch._foreach_zero_(zeros)
@@ -221,13 +221,11 @@ class Pipeline(Compute):
                 if relay.is_source:
                     relay.pack()
 
-    def apply_received(
-        self, flight: LocalBucket | LocalRelay, received: BoundPack
-    ) -> None:
+    def apply_received(self, flight: InFlight, received: BoundPack) -> None:
         """Applies the updates of other owners' matrices that are packed in ``received``."""
         moves: list[Move] = []
         for matrix in flight.matrices:
-            packed = received.of(matrix.number)
+            packed = received.of(matrix.index)
             if matrix.owner != self.rank and matrix.applies:
                 self._log("apply", [matrix] if packed or matrix.is_empty else [])
                 moves += [(matrix, region, view) for _, region, view in packed]

@@ -37,7 +37,7 @@ class LocalRelay(InFlight):
         rank: int,
     ) -> None:
         numbers = {entry.matrix for entry in relay.pack.regions}
-        matrices = [m for m in bucket.matrices if m.number in numbers]
+        matrices = [m for m in bucket.matrices if m.index in numbers]
         super().__init__(matrices, relay.replicas)
         self.bucket = bucket
         self.name = bucket.name
@@ -55,7 +55,7 @@ class LocalRelay(InFlight):
                 for matrix in self.matrices
                 for origin in origins
                 for target, source in zip(
-                    self.packed.of(matrix.number), origin.of(matrix.number)
+                    self.packed.of(matrix.index), origin.of(matrix.index)
                 )
             ]
         )
@@ -63,9 +63,9 @@ class LocalRelay(InFlight):
     def start(self) -> None:
         """Starts the broadcast, unless it is in flight."""
         if not self.works:
-            index, source, group = self.bucket.bucket.index, self._source, self._group
+            source, group = self._source, self._group
             start = partial(dist.broadcast, src=source, group=group, async_op=True)
-            name = f"relay of bucket {index} from rank {source}"
+            name = f"relay of {self.name} from rank {source}"
             self.launch(name, start, self.packed.flat)
 
 
@@ -80,8 +80,8 @@ def attach_relays(
     A source packs all results of a bucket, which frees the bucket's slot at once. Results from other
     sources arrive in a ring, whose memory the next but one relay uses again.
     """
-    for group in dict.fromkeys(bucket.bucket.group for bucket, _ in buckets):
-        pairs = [(b, relays) for b, relays in buckets if b.bucket.group == group]
+    for group in dict.fromkeys(bucket.ranks for bucket, _ in buckets):
+        pairs = [(b, relays) for b, relays in buckets if b.ranks == group]
         sent, received = relay_sizes((relays for _, relays in pairs), rank)
         outgoing = memory.empty(sent)
         incoming = [memory.empty(received) for _ in range(RELAYS_IN_FLIGHT)]

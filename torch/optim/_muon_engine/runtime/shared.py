@@ -22,7 +22,7 @@ class SharedProducts(Products):
 
     def __init__(self, shape: Sequence[int], group: ProcessGroup) -> None:
         super().__init__(shape)
-        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
         self._group = group
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
 

@@ -28,6 +28,11 @@ from torch.optim._muon_engine.schedule.packs import (
 )
 
 
+Ranks = tuple[int, ...]
+# Starts a collective over memory.
+Start = Callable[..., "dist.Work | None"]
+
+
 class Memory:
     """Bytes for packs, and scratch memory. Unless ``keep``, packs take a device's memory in a step only.
 
@@ -115,15 +120,13 @@ class BoundPack:
 class ExchangeError(RuntimeError):
     """A collective among ``ranks`` failed."""
 
-    def __init__(self, text: str, ranks: Sequence[int]) -> None:
+    def __init__(self, text: str, ranks: Ranks) -> None:
         super().__init__(text)
-        self.ranks = tuple(ranks)
+        self.ranks = ranks
 
 
 @contextmanager
-def named(
-    collective: str, matrices: Sequence[Matrix], ranks: Sequence[int]
-) -> Iterator[None]:
+def named(collective: str, matrices: Sequence[Matrix], ranks: Ranks) -> Iterator[None]:
     """Adds to a backend's error which collective failed and which matrices it carried."""
     try:
         yield
@@ -142,15 +145,16 @@ def named(
 class InFlight:
     """The collectives with ``matrices`` among ``ranks`` that have started and were not waited for."""
 
-    def __init__(self, matrices: Sequence[Matrix], ranks: Sequence[int]) -> None:
+    # For a profiler.
+    name = "statuses"
+
+    def __init__(self, matrices: Sequence[Matrix], ranks: Ranks) -> None:
         self.matrices = matrices
         self.ranks = ranks
         # The name of each for errors, its handle, and what refers to its memory until it is waited for.
         self.works: list[tuple[str, dist.Work, Any]] = []
 
-    def launch(
-        self, name: str, start: Callable[..., dist.Work | None], *memory: Any
-    ) -> None:
+    def launch(self, name: str, start: Start, *memory: Any) -> None:
         """Calls ``start(*memory)``. The memory must not be touched until :meth:`wait`."""
         with named(name, self.matrices, self.ranks):
             work = start(*memory)
@@ -188,7 +192,7 @@ class LocalBucket(InFlight):
         super().__init__(matrices, bucket.group)
         outer, inner = slot
         back = 0 if packs.in_place else packs.gather_recv.nbytes
-        self.bucket = bucket
+        self.name = f"bucket {bucket.index} of {len(bucket.group)} ranks"
         self.gather_send = BoundPack(packs.gather_send, outer)
         self.gather_recv = BoundPack(packs.gather_recv, inner)
         self.scatter_send = BoundPack(packs.scatter_send, inner, back)
@@ -208,17 +212,13 @@ class LocalBucket(InFlight):
         self._start("scatter", self.scatter_recv, self.scatter_send)
 
     def _start(self, phase: str, recv: BoundPack, send: BoundPack) -> None:
-        start: Callable[..., Any] = partial(all_to_all, group=self._group)
+        start: Start = partial(all_to_all, group=self._group)
         if self._levels:
             levels = self._levels[phase == "scatter"]
             start = partial(two_level_all_to_all, levels=levels, temporary=[])
         if self._group is not None:
             memory = recv.flat, send.flat, recv.splits, send.splits
-            self.launch(f"{phase} of bucket {self.bucket.index}", start, *memory)
-
-    @property
-    def name(self) -> str:
-        return f"bucket {self.bucket.index} of {len(self.bucket.group)} ranks"
+            self.launch(f"{phase} of {self.name}", start, *memory)
 
     def results_of(self, matrix: int) -> Iterator[PackedView]:
         """Where this owner packs each holder's regions of the update of ``matrix``."""
