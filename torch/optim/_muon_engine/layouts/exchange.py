@@ -113,17 +113,23 @@ def completed(
 
 
 def _checked(layouts: Sequence[Layout], joined: Iterable[Layout]) -> list[Layout]:
-    """The ``layouts``, each with the shape and shards of what was ``joined``."""
-    result = []
+    """The ``layouts``, those with cuts with the shape and shards of what was ``joined``.
+
+    Raises:
+        ValueError: the shards of one do not tile the matrix.
+    """
+    complete = [
+        replace(one, shape=whole.shape, shards=whole.shards, cuts=())
+        if one.cuts
+        else one
+        for one, whole in zip(layouts, joined, strict=True)
+    ]
     checked: set[Shards] = set()
-    for layout, whole in zip(layouts, joined, strict=True):
-        if layout.cuts:
-            layout = replace(layout, shape=whole.shape, shards=whole.shards, cuts=())
-            if layout.shards not in checked:
-                check_cover(layout)
-                checked.add(layout.shards)
-        result.append(layout)
-    return result
+    for layout in complete:
+        if layout.shards not in checked:
+            check_cover(layout)
+            checked.add(layout.shards)
+    return complete
 
 
 def _by_name(layouts: Sequence[Layout]) -> dict[Name, Layout]:

@@ -19,7 +19,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim._muon_engine import process_groups
 from torch.optim._muon_engine.agreement import all_gather_uneven
 from torch.optim._muon_engine.layouts import (
-    check_cover,
     Cut,
     dtensor,
     fsdp1,
@@ -341,8 +340,6 @@ class _LocalReader:
         shards = Shards((process_rank(),), (regions,))
         layout = Layout(key, shape, param.dtype, shards, in_words(cuts), cuts=cuts)
         self.layouts.append(layout)
-        if not cuts:
-            check_cover(layout)
         has_values = not param.is_meta and not process_groups.is_dry_run()
         if has_values and any(cut.cuts for cut in cuts):
             local = dtensor.local_part(param)
