@@ -246,12 +246,13 @@ class Reader:
         flat = all_gather_uneven(piece.reshape(-1), group)
         parts = dict(zip(ranks, flat, strict=True))
         # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
-        full = piece.new_zeros(len(layouts), *layouts[0].shape)
-        for number, layout in enumerate(layouts):
+        full = piece.new_zeros(shape)
+        for layout in layouts:
             for rank, *_ in layout.shards.replica_sets:
                 for region in layout.shards.of(rank):
-                    region.of_matrix(full[number]).add_(region.of_local(parts[rank]))
-        return full.view(shape)
+                    matrix = full.view(-1, *layout.shape)[layout.key.sub]
+                    region.of_matrix(matrix).add_(region.of_local(parts[rank]))
+        return full
 
     def piece(self, full: Tensor, index: int, owner: int) -> Tensor:
         """This rank's piece of the tensor ``full`` of ``owner``, cut without communication."""
