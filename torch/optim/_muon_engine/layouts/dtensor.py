@@ -24,7 +24,7 @@ from torch.optim._muon_engine.layouts import (
     Regions,
     Shards,
 )
-from torch.optim._muon_engine.process_groups import current_device
+from torch.optim._muon_engine.process_groups import current_device, device_of_group
 
 
 # Ranks that share a matrix -> the framework's groups among them.
@@ -133,18 +133,26 @@ class DTensorLayouts:
         return shared
 
 
-def device_of(params: Sequence[Tensor]) -> torch.device:
-    """Where collectives between the ranks of the parameters' meshes take their memory."""
+def device_of(
+    params: Sequence[Tensor], groups: Iterable[ProcessGroup] = ()
+) -> torch.device:
+    """Where collectives between the ranks that share ``params``, in ``groups`` of theirs, take their memory."""
     dtensors = [param for param in params if isinstance(param, DTensor)]
-    kinds = {p.device_mesh.device_type: p._local_tensor.device for p in dtensors}
-    if len(kinds) > 1:
+    meshes = {p.device_mesh.device_type: p._local_tensor.device for p in dtensors}
+    if len(meshes) > 1:
         raise ValueError(
-            f"the parameters are on meshes of different device types: {sorted(kinds)}; give each type its own Muon"
+            f"the parameters are on meshes of different device types: {sorted(meshes)}; give each type its own Muon"
         )
-    for kind, device in kinds.items():
+    device = params[0].device if len(params) else torch.device("cpu")
+    for kind, local in meshes.items():
         # Offloaded parameters are on the CPU, but their mesh communicates between accelerators.
-        return device if device.type == kind else current_device(kind)
-    return params[0].device if len(params) else torch.device("cpu")
+        device = local if local.type == kind else current_device(kind)
+    for group in groups:
+        kinds = [torch.device(kind).type for kind in group._device_types]
+        if device.type in ("cpu", "meta") and device.type not in kinds:
+            # Parameters on the CPU or on meta, in a group of accelerators only.
+            return device_of_group(group)
+    return device
 
 
 def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:

@@ -5,6 +5,7 @@ their groups in the reverse of the order in which the cuts were made. In each gr
 together, and tell the next group the result.
 """
 
+import warnings
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,24 +65,22 @@ def completed(
     groups: Groups,
     ep_ranks: tuple[int, ...],
     values: Mapping[Key, int],
+    hints: dict[str, list[str]],
     error: BaseException | None,
-) -> tuple[list[Layout], dict[str, list[str]]]:
+) -> list[Layout]:
     """Puts the ranks' parts of ``layouts`` together over all groups.
 
     Args:
         ep_ranks: the ranks of this rank's expert-parallel group.
         values: for each cut layout a digest of the values that this rank stores; 0 for zeros.
+        hints: texts to warn of, each with its matrices. Those that a group is said to cut, but of which all its
+            ranks hold equal values, are added.
         error: this rank's error so far. It is raised on every rank of the grid.
-
-    Returns:
-        The layouts; and warnings, each with its matrices: those that a group is said to cut, but of which
-        all its ranks hold equal values.
     """
     parts = _by_name(layouts)
     described = {name: l.describe() for name, l in zip(parts, layouts, strict=True)}
     digests = {name: values.get(l.key, 0) for name, l in zip(parts, layouts)}
     shared = list(described.values())
-    warnings: dict[str, list[str]] = {}
     complete: list[Layout] = []
     # The one order in which all ranks go through groups: by kind, then larger groups first.
     order = sorted(groups, key=lambda k: (KINDS.index(k[0]), -len(k[1]), sorted(k[1])))
@@ -95,7 +94,7 @@ def completed(
                 parts[name] = part
                 if len(of_ranks) > 1 and len({*of_ranks}) == 1 and of_ranks[0]:
                     text = _EQUAL_SHARDS[key[0]]
-                    warnings.setdefault(text, []).append(described[name])
+                    hints.setdefault(text, []).append(described[name])
                 # Each rank of another group has as many such parts.
                 digests[name] = hash(of_ranks) & DIGEST if any(of_ranks) else 0
         except Exception as problem:
@@ -118,7 +117,11 @@ def completed(
         _, error = exchange(groups[key], None, error, shared)
     if error is not None:
         raise error
-    return complete, warnings
+    # Only the first of the ranks speaks.
+    if all(min(ranks) == process_rank() for _, ranks in groups):
+        for text, named in hints.items():
+            warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
+    return complete
 
 
 def _by_name(layouts: Sequence[Layout]) -> dict[Name, Layout]:

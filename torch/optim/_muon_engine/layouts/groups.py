@@ -5,9 +5,9 @@ their pieces. DTensors describe themselves. Groups can only add replicas of thei
 """
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from torch.optim._muon_engine.layouts import (
     fsdp1,
     Key,
     Layout,
-    listed,
     matrix_shape,
     not_2d,
     process_rank,
@@ -103,9 +102,8 @@ class Reader:
 
     def _check_count(self, count: int) -> None:
         """Raises ValueError if the user named parameters that do not exist."""
-        dicts = {"expert_assignments": self.experts}
-        if "tp" in self.shared:
-            dicts["tp_dim_per_param"] = self.tp_dims or {}
+        tp_dims = self.tp_dims if "tp" in self.shared else None
+        dicts = {"expert_assignments": self.experts, "tp_dim_per_param": tp_dims or {}}
         for name, indices in dicts.items():
             unknown = sorted(i for i in indices if i >= count)
             if unknown:
@@ -147,14 +145,13 @@ class Reader:
             # The other ranks are on their way into the exchange, so they hear of it there.
             error = error or problem
         layouts = local.complete(error)
-        for layout in layouts:
-            index = layout.key.index
-            self._by_param.setdefault(index, ([], params[index]))[0].append(layout)
         self.sharing = self._sharing_of(params, layouts, local.group_of)
         cut_shards: CutShards = {}
         parts: list[Layout] = []
         for layout in layouts:
-            fused, _ = self.form(layout.key.index)
+            index = layout.key.index
+            self._by_param.setdefault(index, ([], params[index]))[0].append(layout)
+            fused, _ = self.form(index)
             parts += split(layout, fused, cut_shards)
         # Ranks may list the same experts in different orders, and must share one order.
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
@@ -185,13 +182,8 @@ class Reader:
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
         """Where collectives take their memory."""
-        device = dtensor.device_of(params)
-        for group in (g for groups in self.sharing.values() for g in groups):
-            kinds = [torch.device(kind).type for kind in group._device_types]
-            if device.type in ("cpu", "meta") and device.type not in kinds:
-                # Parameters on the CPU or on meta, in a group of accelerators only.
-                return process_groups.device_of_group(group)
-        return device
+        groups = chain.from_iterable(self.sharing.values())
+        return dtensor.device_of(params, groups)
 
     def describe_state(self, state: dict[str, Any]) -> None:
         """Writes the entries into a config's ``state`` that users are promised."""
@@ -289,12 +281,9 @@ class _LocalReader:
         """
         ep = self.reader.given.get("ep")
         ranks = (process_rank(),) if ep is None else _ranks(ep)
-        layouts, new = completed(self.layouts, self.group_of, ranks, self.values, error)
-        # Only the first of the ranks speaks.
-        if all(min(ranks) == process_rank() for _, ranks in self.group_of):
-            for text, named in (self.warnings | new).items():
-                warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
-        return layouts
+        return completed(
+            self.layouts, self.group_of, ranks, self.values, self.warnings, error
+        )
 
     def _warn(self, described: str, text: str) -> None:
         self.warnings.setdefault(text, []).append(described)
@@ -411,10 +400,9 @@ class _LocalReader:
 
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
         """The dimension along which TP cuts ``param``, from the user or else from the framework's mark."""
-        dim = self.reader.tp_dim(key.index)
+        dim, mark = self.reader.tp_dim(key.index), dtensor.tp_mark_of(param)
         if dim is not None:
             return dim % max(2, param.ndim)
-        mark = dtensor.tp_mark_of(param)
         if self.reader.tp_dims is not None or mark == -1:
             return None
         if mark is None:
