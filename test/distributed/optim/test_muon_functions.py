@@ -89,9 +89,12 @@ class TestMuonFunctions(OnCPU):
     def test_gather_of_another_tensor(self):
         """Only some ranks' pieces have another shape than before."""
         config = create_auto_config(fsdp_process_group=dist.group.WORLD)
-        for rows in (7, 8):
+        for rows in (7, 8, 6, 8):
             full = torch.arange(3.0 * rows).view(rows, 3)
-            whole = config.gather_fn(full.chunk(4)[self.rank], 0, config.state)
+            piece = full.tensor_split(4)[self.rank]
+            if rows == 6:
+                config.assign_fn([piece], config.state)
+            whole = config.gather_fn(piece, 0, config.state)
             with self.everywhere(f"{rows} rows"):
                 self.assertTrue(torch.equal(whole, full))
 

@@ -208,17 +208,18 @@ class Reader:
         outer, inner = ((), like.shape[2:]) if flatten else (like.shape[:-2], ())
         return torch.Size((*outer, rows, columns // math.prod(inner), *inner))
 
-    def whole(self, tensor: Tensor, index: int) -> Tensor:
-        """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
+    def whole(self, tensor: Tensor, index: int, in_step: bool) -> Tensor:
+        """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece.
+
+        Outside of a step the tensor may be another one than was read. Some ranks' pieces may have the former
+        shapes nevertheless, so all ranks tell each other their shapes.
+        """
         self.check_tp_dim(tensor, index)
         layouts, like = self._by_param.get(index, ([], tensor))
         _, flatten = self.form(index)
         if isinstance(tensor, DTensor):
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
-        elif not (layouts and self.sharing) or (
-            len(layouts) == 1 and like.shape != tensor.shape
-        ):
-            # Only a tensor that was read is the same one on all ranks.
+        elif not in_step or (len(layouts) == 1 and like.shape != tensor.shape):
             local = _LocalReader(self)
             local.add(index, tensor)
             layouts = local.complete()
@@ -230,7 +231,7 @@ class Reader:
         piece, shape = dtensor.local_part(tensor), self.shape_of(index)
         ranks = self.dtensors.mesh_ranks(tensor) or layouts[0].group
         if len(ranks) == 1:
-            return piece.reshape(shape)
+            return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.
         sharing = self.sharing or self.dtensors.sharing([tensor])
         candidates = sharing.get(ranks, self.shared.values())
@@ -255,7 +256,7 @@ class Reader:
             )
         if not isinstance(like, DTensor):
             if not layouts or len(layouts[0].group) == 1:
-                return full.reshape(like.shape)
+                return full if full.shape == like.shape else full.reshape(like.shape)
         local = full.new_zeros(dtensor.local_part(like).shape)
         return dtensor.like_param(like, dtensor.cut_out(layouts, full, local, owner))
 
