@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.muon import create_dtensor_config
+from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
@@ -85,6 +85,18 @@ class TestMuonFunctions(OnCPU):
             twins = strategy.twins(SHAPES[1:6:2], how)
             dims = {i: d for i, d in enumerate(strategy.dims) if d is not None}
             self.check_round_trips(twins, strategy.config(tp_dim_per_param=dims))
+
+    def test_gather_of_another_tensor(self):
+        """Only some ranks' pieces have another shape than before."""
+        config = create_auto_config(fsdp_process_group=dist.group.WORLD)
+        for rows in (7, 8, 6, 8):
+            full = torch.arange(3.0 * rows).view(rows, 3)
+            piece = full.tensor_split(4)[self.rank]
+            if rows == 6:
+                config.assign_fn([piece], config.state)
+            whole = config.gather_fn(piece, 0, config.state)
+            with self.everywhere(f"{rows} rows"):
+                self.assertTrue(torch.equal(whole, full))
 
     # Replaced and wrapped
 

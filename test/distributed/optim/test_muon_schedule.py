@@ -340,8 +340,8 @@ class TestMuonReports(TestCase):
         mine = list(self.matrices(0))
         groups = {("fsdp", tuple(range(SHARDS))): None}
         with mock.patch.object(exchange, "exchange", exchanged):
-            layouts, equal = exchange.completed(mine, groups, (0,), {}, None)
-        self.assertEqual(equal, {})
+            layouts = exchange.completed(mine, groups, (0,), {}, hints := {}, None)
+        self.assertEqual(hints, {})
         self.assertEqual([l.shape for l in layouts], MODELS["Llama 3 8B"].shapes)
         self.assertTrue(all(len(layout.group) == SHARDS for layout in layouts))
         kinds = len(set(MODELS["Llama 3 8B"].shapes))

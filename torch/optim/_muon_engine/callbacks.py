@@ -90,7 +90,8 @@ def assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, list[int]]:
 
 def gather(tensor: Tensor, rank: int, state: dict[str, Any]) -> Tensor | None:
     """The whole tensor of ``state["current_param_idx"]`` (default: 0) on every caller, whoever owns it."""
-    return _reader(state).whole(tensor, state.get("current_param_idx", 0))
+    index = state.get("current_param_idx", 0)
+    return _reader(state).whole(tensor, index, in_step=_STEP in state)
 
 
 def redistribute(tensor: Tensor | None, rank: int, state: dict[str, Any]) -> Tensor:

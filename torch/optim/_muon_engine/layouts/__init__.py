@@ -35,14 +35,6 @@ class Region(NamedTuple):
     def numel(self) -> int:
         return self.height * self.width
 
-    @property
-    def end(self) -> int:
-        """The element of the local tensor after the last one of this rectangle."""
-        (dim, count, apart), sizes = self.repeat, [self.height, self.width]
-        sizes[dim] //= count
-        last = (sizes[0] - 1) * self.stride + sizes[1] + (count - 1) * apart
-        return self.offset + last if self.numel else 0
-
     def span(self, dim: int) -> tuple[int, int]:
         """The first row (dim 0) or column (dim 1), and how many there are."""
         return (self.column, self.width) if dim else (self.row, self.height)
@@ -65,36 +57,38 @@ class Region(NamedTuple):
         if matrix.shape != (self.height, self.width):
             rows = slice(self.row, self.row + self.height)
             matrix = matrix[rows, self.column : self.column + self.width]
-        return matrix if self.repeat[1] == 1 else self.in_blocks(matrix)
+        return self.in_blocks(matrix)
 
     def of_local(self, local: Tensor) -> Tensor:
-        """The view, of shape (height, width), of the local tensor that holds this rectangle."""
+        """The view of the local tensor that holds this rectangle, of the shape that :meth:`of_matrix` has."""
         dim, count, apart = self.repeat
         if count == 1 and local.shape == (self.height, self.width):
             return local
+        sizes, steps = [self.height, self.width], [self.stride, 1]
+        if count > 1:
+            sizes[dim : dim + 1] = count, sizes[dim] // count
+            steps.insert(dim, apart)
+        last = self.offset + sum((n - 1) * step for n, step in zip(sizes, steps))
         if local.ndim > 2 and local.numel():
             at, offset = divmod(self.offset, local[0].numel())
-            if self.end <= (at + 1) * local[0].numel():
+            if last < (at + 1) * local[0].numel():
                 # The region is in one matrix of a stack.
                 return self._replace(offset=offset).of_local(local[at])
-        if self.end > local.numel():
+        if last >= local.numel():
             raise ValueError(
                 f"a local tensor of shape {tuple(local.shape)} does not hold {self}, which its layout was read from"
             )
         # A gradient may have any strides. One may have been expanded.
-        strides = local.stride()
-        if local.ndim != 2 or local.shape[1] != self.stride:
-            step = local.view(-1).stride(0)
-            strides = step * self.stride, step
-        row, column = divmod(self.offset, self.stride)
-        start = local.storage_offset() + row * strides[0] + column * strides[1]
-        sizes, steps = [self.height, self.width], list(strides)
-        if count > 1:
-            sizes[dim : dim + 1] = count, sizes[dim] // count
-            steps.insert(
-                dim, apart * strides[1] if dim else apart // self.stride * strides[0]
-            )
-        return local.as_strided(sizes, steps, start)
+        if local.ndim == 2 and local.shape[1] == self.stride:
+            row, column = local.stride()
+        else:
+            column = local.view(-1).stride(0)
+            row = column * self.stride
+        start, *strides = (
+            step // self.stride * row + step % self.stride * column
+            for step in (self.offset, *steps)
+        )
+        return local.as_strided(sizes, strides, local.storage_offset() + start)
 
 
 Regions = tuple[Region, ...]
@@ -182,13 +176,10 @@ class Shards:
         return max(map(len, stored), default=0)
 
     @cached_property
-    def _replica_number(self) -> dict[int, tuple[int, int]]:
-        """Rank -> its replica set, and its place in the set."""
-        return {
-            rank: (at, number)
-            for at, ranks in enumerate(self.replica_sets)
-            for number, rank in enumerate(ranks)
-        }
+    def _replicas(self) -> dict[int, tuple[tuple[int, ...], int]]:
+        """Rank -> the replicas of its shard, and its place among them."""
+        sets = self.replica_sets
+        return {rank: (ranks, n) for ranks in sets for n, rank in enumerate(ranks)}
 
     @cached_property
     def digest(self) -> str:
@@ -207,7 +198,7 @@ class Shards:
 
     def is_empty(self, rank: int) -> bool:
         """Whether ``rank`` shares the matrix, but stores no element of it."""
-        return not self.numels[self._place[rank]]
+        return not self.numel_of(rank)
 
     def numel_of(self, rank: int) -> int:
         return self.numels[self._place[rank]]
@@ -218,15 +209,15 @@ class Shards:
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
         """The replicas of ``rank``'s shard, including ``rank``."""
-        return self.replica_sets[self._replica_number[rank][0]]
+        return self._replicas[rank][0]
 
     def source(self, rank: int, owner: int) -> int:
         """The replica of ``rank``'s shard that exchanges it with ``owner``: the one in the owner's replica.
 
         The n-th ranks of all replica sets form the n-th replica.
         """
-        replicas = self.replicas_of(rank)
-        return replicas[min(self._replica_number[owner][1], len(replicas) - 1)]
+        replicas, (_, number) = self.replicas_of(rank), self._replicas[owner]
+        return replicas[min(number, len(replicas) - 1)]
 
 
 class Cut(NamedTuple):
@@ -308,35 +299,36 @@ def process_rank() -> int:
 
 def check_cover(layout: Layout) -> None:
     """Raises ValueError unless the distinct shards tile the matrix: no gap, no overlap."""
-    shards = layout.shards
+    shards, (rows, columns) = layout.shards, layout.shape
     by_contribution: dict[int, list[Region]] = {}
     for rank, *_ in shards.replica_sets:
         regions = by_contribution.setdefault(shards.contribution_of(rank), [])
         regions += (region for region in shards.of(rank) if region.numel)
     for regions in by_contribution.values():
-        _check_tiles(layout, regions)
+        overlap = _overlap(regions)
+        if overlap:
+            raise ValueError(
+                f"{layout.describe()}: pieces overlap in {overlap} ({layout.placement})"
+            )
+        numel = sum(region.numel for region in regions)
+        if numel != layout.numel or not all(
+            0 <= r.row <= rows - r.height and 0 <= r.column <= columns - r.width
+            for r in regions
+        ):
+            raise ValueError(
+                f"{layout.describe()}: its pieces hold {numel} of {layout.numel} elements ({layout.placement})"
+            )
 
 
-def _check_tiles(layout: Layout, regions: list[Region]) -> None:
-    """Raises ValueError unless ``regions`` tile the matrix."""
-    # Bands of rows from the top down. Each rectangle is looked at in its own bands only.
-    edges = sorted({edge for r in regions for edge in (r.row, r.row + r.height)})
-    waiting = sorted(regions, reverse=True)
+def _overlap(regions: list[Region]) -> str:
+    """Where two of ``regions`` overlap; "" if none do."""
+    # Only those that reach the row where others start can overlap these.
     band: list[Region] = []
-    for top, bottom in itertools.pairwise(edges):
-        band = [r for r in band if r.row + r.height > top]
-        while waiting and waiting[-1].row < bottom:
-            band.append(waiting.pop())
+    for top, starting in itertools.groupby(sorted(regions), key=lambda r: r.row):
+        band = [*(r for r in band if r.row + r.height > top), *starting]
         band.sort(key=lambda r: r.column)
         for left, right in itertools.pairwise(band):
             if left.column + left.width > right.column:
-                raise ValueError(
-                    f"{layout.describe()}: pieces overlap in rows {top} to {bottom}, column {right.column} ({layout.placement})"
-                )
-    numel = sum(region.numel for region in regions)
-    spans = [(r.span(dim), layout.shape[dim]) for r in regions for dim in (0, 1)]
-    inside = all(0 <= start <= size - extent for (start, extent), size in spans)
-    if numel != layout.numel or not inside:
-        raise ValueError(
-            f"{layout.describe()}: its pieces hold {numel} of {layout.numel} elements ({layout.placement})"
-        )
+                bottom = min(left.row + left.height, right.row + right.height)
+                return f"rows {top} to {bottom}, column {right.column}"
+    return ""

@@ -23,9 +23,9 @@ def split(layout: Layout, fused: Split, cut_shards: CutShards) -> Iterator[Layou
     problem = fused.problem_with(layout.shape)
     if problem:
         raise ValueError(f"{layout.describe()}: {problem}")
-    for number, (shape, shards) in enumerate(_pieces(layout, fused, cut_shards)):
+    for number, part in enumerate(_parts(layout, fused, cut_shards)):
         key = layout.key._replace(sub=layout.key.sub * len(fused.sizes) + number)
-        yield replace(layout, key=key, shape=shape, shards=shards)
+        yield replace(part, key=key)
 
 
 def divide(layout: Layout, owners: int, cut_shards: CutShards) -> Iterator[Layout]:
@@ -40,21 +40,19 @@ def divide(layout: Layout, owners: int, cut_shards: CutShards) -> Iterator[Layou
     rows, columns = layout.shape
     dim, long = (0, rows) if rows > columns else (1, columns)
     sizes = [long * (at + 1) // count - long * at // count for at in range(count)]
-    blocks = _pieces(layout, Split(tuple(sizes), 1, dim), cut_shards)
-    for number, (shape, shards) in enumerate(blocks):
+    blocks = _parts(layout, Split(tuple(sizes), 1, dim), cut_shards)
+    for number, block in enumerate(blocks):
         key = layout.key._replace(block=(number, count))
-        yield replace(layout, key=key, shape=shape, shards=shards, divided=layout.shape)
+        yield replace(block, key=key, divided=layout.shape)
 
 
-def _pieces(
-    layout: Layout, split: Split, cut_shards: CutShards
-) -> Iterator[tuple[tuple[int, int], Shards]]:
-    """The shape and shards of each part."""
+def _parts(layout: Layout, split: Split, cut_shards: CutShards) -> Iterator[Layout]:
+    """Each part, under the key of the whole."""
     (rows, columns), shards = layout.shape, layout.shards
     key = shards, split
     if key not in cut_shards:
         # Replicas share one tuple of regions, and its parts.
-        parts = {regions: _parts(regions, split) for regions in shards.regions}
+        parts = {regions: _regions(regions, split) for regions in shards.regions}
         by_rank = [parts[regions] for regions in shards.regions]
         cut_shards[key] = [
             Shards(shards.ranks, regions, shards.contributions)
@@ -62,52 +60,52 @@ def _pieces(
         ]
     for size, part in zip(split.sizes, cut_shards[key], strict=True):
         lines = size * split.repeats
-        yield (rows, lines) if split.dim else (lines, columns), part
+        shape = (rows, lines) if split.dim else (lines, columns)
+        yield replace(layout, shape=shape, shards=part)
 
 
-def _parts(regions: Regions, split: Split) -> list[Regions]:
+def _regions(regions: Regions, split: Split) -> list[Regions]:
     """For each part, the rectangles of ``regions`` in it, by the rows and columns of the part."""
-    parts: list[list[Region]] = []
+    parts: list[Regions] = []
     period, offset, dim = sum(split.sizes), 0, split.dim
     for size in split.sizes:
         inside: list[Region] = []
         for region in regions:
             start, extent = region.span(dim)
-            if split.repeats == 1:
-                first, last = max(0, offset - start), min(extent, offset + size - start)
-                inside += _lines(region.shifted(dim, -offset), dim, first, last)
-                continue
             # The part's lines before the region's first line, and before its end.
             first, last = (
                 at // period * size + min(max(at % period - offset, 0), size)
                 for at in (start, start + extent)
             )
-            # The whole part, of which the region has these lines.
-            unit = region.stride if dim == 0 else 1
-            part = region.shifted(dim, -start, size * split.repeats)._replace(
-                offset=region.offset + (offset - start) * unit,
-                repeat=(dim, split.repeats, period * unit),
-            )
+            if split.repeats == 1:
+                part = region.shifted(dim, -offset)
+            else:
+                # The whole part, of which the region has these lines.
+                unit = region.stride if dim == 0 else 1
+                part = region.shifted(dim, -start, size * split.repeats)._replace(
+                    offset=region.offset + (offset - start) * unit,
+                    repeat=(dim, split.repeats, period * unit),
+                )
             inside += _lines(part, dim, first, last)
-        parts.append(inside)
+        parts.append(tuple(inside))
         offset += size
-    return [tuple(inside) for inside in parts]
+    return parts
 
 
 def _lines(region: Region, dim: int, first: int, last: int) -> Iterator[Region]:
-    """The rows or columns ``first`` to ``last`` of a region: at most a tail, whole blocks and a head."""
+    """The part's rows or columns ``first`` to ``last`` of a region: at most a tail, whole blocks and a head."""
     along, count, apart = region.repeat
-    _, extent = region.span(dim)
+    start, extent = region.span(dim)
     size = extent // (count if along == dim else 1)
     while first < last:
-        block, inside = divmod(first, size)
+        block, inside = divmod(first - start, size)
         blocks = 1 if inside else max(1, (last - first) // size)
-        end = min(last, (block + blocks) * size)
+        end = min(last, start + (block + blocks) * size)
         offset = block * apart + inside * (region.stride if dim == 0 else 1)
         repeat = region.repeat
         if along == dim:
             repeat = (dim, blocks, apart) if blocks > 1 else (0, 1, 0)
-        yield region.shifted(dim, first, end - first)._replace(
+        yield region.shifted(dim, first - start, end - first)._replace(
             offset=region.offset + offset, repeat=repeat
         )
         first = end

@@ -4,7 +4,7 @@ A plain tensor takes the same functions. It is its own local tensor.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, product
 from typing import Any
@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim._muon_engine.layouts import (
-    check_cover,
     Key,
     Layout,
     matrix_shape,
@@ -25,13 +24,13 @@ from torch.optim._muon_engine.layouts import (
     Regions,
     Shards,
 )
-from torch.optim._muon_engine.process_groups import current_device
+from torch.optim._muon_engine.process_groups import current_device, device_of_group
 
 
 # Ranks that share a matrix -> the framework's groups among them.
 Sharing = dict[tuple[int, ...], list[ProcessGroup]]
 # Consecutive indices: the first one of each run, and how many.
-Runs = list[tuple[int, int]]
+Runs = tuple[tuple[int, int], ...]
 
 
 class DTensorLayouts:
@@ -56,24 +55,22 @@ class DTensorLayouts:
                 does not have the size that the placements give.
         """
         mesh, rank = tensor.device_mesh, process_rank()
-        described = key.describe(tensor.shape)
-        where = f"{described}, placements {tensor.placements} on {mesh}"
-        try:
-            shards_of = self._shards_of(tensor, flatten, everywhere)
-        except ValueError as problem:
-            raise ValueError(f"{where}: {problem}") from None
-        shape = matrix_shape(tensor.shape, flatten)
+        shape, local = matrix_shape(tensor.shape, flatten), tensor._local_tensor
         placement = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
-        layouts = [
-            Layout(key._replace(sub=sub), shape, tensor.dtype, shards, placement)
-            for sub, shards in shards_of.items()
-        ]
-        numel = sum(l.shards.numel_of(rank) for l in layouts if rank in l.shards.ranks)
-        local = tensor._local_tensor
-        if numel != local.numel():
+        try:
+            layouts = [
+                Layout(key._replace(sub=sub), shape, tensor.dtype, shards, placement)
+                for sub, shards in self._shards_of(tensor, flatten, everywhere).items()
+            ]
+            of_rank = [l.shards for l in layouts if rank in l.shards.ranks]
+            if sum(shards.numel_of(rank) for shards in of_rank) != local.numel():
+                raise ValueError(
+                    f"the local tensor has shape {tuple(local.shape)}, which the placements do not give"
+                )
+        except ValueError as problem:
             raise ValueError(
-                f"{where}: the local tensor has shape {tuple(local.shape)}, which the placements do not give"
-            )
+                f"{key.describe(tensor.shape)}, placements {tensor.placements} on {mesh}: {problem}"
+            ) from None
         return layouts
 
     def _shards_of(
@@ -87,13 +84,12 @@ class DTensorLayouts:
             )
         memo = (mesh, tensor.placements, flatten, everywhere, *tensor.shape)
         if memo not in self._shards:
-            ranks = self.ranks_of(mesh)
-            contributions = _contributions(tensor)
+            ranks, contributions = self.ranks_of(mesh), _contributions(tensor)
             by_rank = _matrices_by_rank(tensor, flatten)
             subs = by_rank[ranks.index(process_rank())].keys()
             if everywhere:
                 subs = sorted(set().union(*by_rank))
-            shards = {}
+            shards = self._shards[memo] = {}
             for sub in subs:
                 holders = [at for at, matrices in enumerate(by_rank) if sub in matrices]
                 shards[sub] = Shards(
@@ -101,9 +97,6 @@ class DTensorLayouts:
                     tuple(by_rank[at][sub] for at in holders),
                     tuple(contributions[at] for at in holders if contributions),
                 )
-                shape = matrix_shape(tensor.shape, flatten)
-                check_cover(Layout(Key(0), shape, tensor.dtype, shards[sub], str(mesh)))
-            self._shards[memo] = shards
         return self._shards[memo]
 
     def ranks_of(self, mesh: DeviceMesh) -> tuple[int, ...]:
@@ -130,8 +123,7 @@ class DTensorLayouts:
             shared[process_rank(),] = []
         for mesh in dict.fromkeys(p.device_mesh for p in on_mesh):
             groups = shared.setdefault(tuple(sorted(self.ranks_of(mesh))), [])
-            of_mesh = [*mesh.get_all_groups(), *_flattened_groups(mesh)]
-            groups += [group for group in of_mesh if group not in groups]
+            groups += [*mesh.get_all_groups(), *_flattened_groups(mesh)]
         for stack in (p for p in on_mesh if p.ndim > 2):
             mesh_groups = shared[self.mesh_ranks(stack)]
             # A stack that cannot be read is an error on every rank of its mesh.
@@ -141,18 +133,26 @@ class DTensorLayouts:
         return shared
 
 
-def device_of(params: Sequence[Tensor]) -> torch.device:
-    """Where collectives between the ranks of the parameters' meshes take their memory."""
+def device_of(
+    params: Sequence[Tensor], groups: Iterable[ProcessGroup] = ()
+) -> torch.device:
+    """Where collectives between the ranks that share ``params``, in ``groups`` of theirs, take their memory."""
     dtensors = [param for param in params if isinstance(param, DTensor)]
-    kinds = {p.device_mesh.device_type: p._local_tensor.device for p in dtensors}
-    if len(kinds) > 1:
+    meshes = {p.device_mesh.device_type: p._local_tensor.device for p in dtensors}
+    if len(meshes) > 1:
         raise ValueError(
-            f"the parameters are on meshes of different device types: {sorted(kinds)}; give each type its own Muon"
+            f"the parameters are on meshes of different device types: {sorted(meshes)}; give each type its own Muon"
         )
-    for kind, device in kinds.items():
+    device = params[0].device if len(params) else torch.device("cpu")
+    for kind, local in meshes.items():
         # Offloaded parameters are on the CPU, but their mesh communicates between accelerators.
-        return device if device.type == kind else current_device(kind)
-    return params[0].device if len(params) else torch.device("cpu")
+        device = local if local.type == kind else current_device(kind)
+    for group in groups:
+        kinds = [torch.device(kind).type for kind in group._device_types]
+        if device.type in ("cpu", "meta") and device.type not in kinds:
+            # Parameters on the CPU or on meta, in a group of accelerators only.
+            return device_of_group(group)
+    return device
 
 
 def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
@@ -173,11 +173,9 @@ def cut_out(
     for layout in (l for l in layouts if rank in l.shards.ranks):
         shards = layout.shards
         taker = shards.contribution_of(owner) if owner in layout.group else 0
-        if layout.numel and shards.contribution_of(rank) == taker:
-            stack = full.reshape(-1, *layout.shape)
-            for region in shards.of(rank):
-                source = region.of_matrix(stack[layout.key.sub])
-                region.of_local(local).copy_(source)
+        for region in shards.of(rank) if shards.contribution_of(rank) == taker else ():
+            matrix = full.reshape(-1, *layout.shape)[layout.key.sub]
+            region.of_local(local).copy_(region.of_matrix(matrix))
     return local
 
 
@@ -250,32 +248,22 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
     """Why ``grad`` cannot be used for ``param``; "" if it can."""
     if grad.layout != torch.strided:
         return "Muon does not support sparse gradients"
-    # A gradient of another placement is brought to the parameter's.
-    has_same = has_placements_of(param, grad)
-    own, other = (_properties(tensor, has_same) for tensor in (param, grad))
-    for words, value in own.items():
-        if value != other[words]:
-            return f"the parameter {words} {value}, but its gradient {other[words]}"
-    return ""
-
-
-def _properties(tensor: Tensor, with_local: bool) -> dict[str, Any]:
-    is_dtensor = isinstance(tensor, DTensor)
-    properties = {
-        "is a DTensor": is_dtensor,
-        "is complex": tensor.is_complex(),
-        "has shape": tuple(tensor.shape),
-        "is on the mesh": tensor.device_mesh if is_dtensor else None,
+    meshes = (getattr(tensor, "device_mesh", None) for tensor in (param, grad))
+    pairs: dict[str, Iterable[Any]] = {
+        "is a DTensor": (is_dtensor(param), is_dtensor(grad)),
+        "is complex": (param.is_complex(), grad.is_complex()),
+        "has shape": (tuple(param.shape), tuple(grad.shape)),
+        "is on the mesh": meshes,
     }
-    if with_local:
-        local = tensor._local_tensor if is_dtensor else tensor
-        properties |= {"is on": local.device, "here has shape": tuple(local.shape)}
-    return properties
-
-
-def has_placements_of(param: Tensor, grad: Tensor) -> bool:
-    """Whether both have the same placements; plain tensors have none."""
-    return getattr(param, "placements", None) == getattr(grad, "placements", None)
+    # A gradient of another placement is brought to the parameter's.
+    if placed_like(param, grad):
+        parts = [getattr(t, "_local_tensor", t) for t in (param, grad)]
+        pairs["is on"] = (local.device for local in parts)
+        pairs["here has shape"] = (tuple(local.shape) for local in parts)
+    for words, (value, other) in pairs.items():
+        if value != other:
+            return f"the parameter {words} {value}, but its gradient {other}"
+    return ""
 
 
 def like_param(param: Tensor, local: Tensor) -> Tensor:
@@ -349,26 +337,19 @@ def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]
     # The dimension of the rows. Those before it number the matrices, those after it are columns.
     first, dims = 0 if flatten else tensor.ndim - 2, range(tensor.ndim)
     parts = dims[:first], dims[first : first + 1], dims[first + 1 :]
-    cuts = [_runs_along(part, tensor) for part in parts]
-    by_rank = []
+    by_rank = list(zip(*(_runs_by_rank(part, tensor) for part in parts)))
     # Replicas share the result.
-    matrices_at: dict[tuple, dict[int, Regions]] = {}
-    for coordinate in product(*(range(size) for size in tensor.device_mesh.shape)):
-        at = tuple(tuple(coordinate[d] for d in mesh_dims) for mesh_dims, _ in cuts)
-        if at not in matrices_at:
-            subs, rows, columns = (runs[here] for here, (_, runs) in zip(at, cuts))
-            held = chain.from_iterable(range(start, start + n) for start, n in subs)
-            matrices_at[at] = {
-                sub: _regions(rows, columns, number) for number, sub in enumerate(held)
-            }
-        by_rank.append(matrices_at[at])
-    return by_rank
+    matrices: dict[tuple[Runs, ...], dict[int, Regions]] = {}
+    for subs, rows, columns in set(by_rank):
+        held = chain.from_iterable(range(start, start + n) for start, n in subs)
+        matrices[subs, rows, columns] = {
+            sub: _regions(rows, columns, number) for number, sub in enumerate(held)
+        }
+    return [matrices[runs] for runs in by_rank]
 
 
-def _runs_along(
-    dims: range, tensor: DTensor
-) -> tuple[list[int], dict[tuple[int, ...], Runs]]:
-    """The mesh dimensions that cut ``dims`` of a tensor, and the indices held at each coordinate there.
+def _runs_by_rank(dims: range, tensor: DTensor) -> list[Runs]:
+    """For each rank of the flattened mesh, the indices that it holds along ``dims`` of a tensor.
 
     Indices count the elements of ``dims``, row-major, and are runs (start, length). The placements
     themselves cut an index tensor, so this function does not know the rules for uneven, empty and
@@ -387,7 +368,8 @@ def _runs_along(
             finer |= {(*at, i): part for i, part in enumerate(parts)}
         indices_at = finer
     runs = {at: _runs(indices.flatten()) for at, indices in indices_at.items()}
-    return [mesh_dim for mesh_dim, _ in cuts], runs
+    coordinates = product(*map(range, sizes))
+    return [runs[tuple(at[mesh_dim] for mesh_dim, _ in cuts)] for at in coordinates]
 
 
 def _order_of_cuts(
@@ -418,10 +400,11 @@ def _order_of_cuts(
 
 def _runs(indices: Tensor) -> Runs:
     if not indices.numel():
-        return []
+        return ()
     starts = [0, *(indices.diff() != 1).nonzero().flatten().add(1).tolist()]
     ends = [*starts[1:], len(indices)]
-    return [(v, e - s) for v, s, e in zip(indices[starts].tolist(), starts, ends)]
+    firsts = indices[starts].tolist()
+    return tuple((v, e - s) for v, s, e in zip(firsts, starts, ends))
 
 
 def _regions(rows: Runs, columns: Runs, number: int) -> Regions:

@@ -5,9 +5,10 @@ their groups in the reverse of the order in which the cuts were made. In each gr
 together, and tell the next group the result.
 """
 
+import warnings
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch.distributed import ProcessGroup
@@ -64,24 +65,22 @@ def completed(
     groups: Groups,
     ep_ranks: tuple[int, ...],
     values: Mapping[Key, int],
+    hints: dict[str, list[str]],
     error: BaseException | None,
-) -> tuple[list[Layout], dict[str, list[str]]]:
+) -> list[Layout]:
     """Puts the ranks' parts of ``layouts`` together over all groups.
 
     Args:
         ep_ranks: the ranks of this rank's expert-parallel group.
         values: for each cut layout a digest of the values that this rank stores; 0 for zeros.
+        hints: texts to warn of, each with its matrices. Those that a group is said to cut, but of which all its
+            ranks hold equal values, are added.
         error: this rank's error so far. It is raised on every rank of the grid.
-
-    Returns:
-        The layouts; and warnings, each with its matrices: those that a group is said to cut, but of which
-        all its ranks hold equal values.
     """
     parts = _by_name(layouts)
     described = {name: l.describe() for name, l in zip(parts, layouts, strict=True)}
     digests = {name: values.get(l.key, 0) for name, l in zip(parts, layouts)}
     shared = list(described.values())
-    warnings: dict[str, list[str]] = {}
     complete: list[Layout] = []
     # The one order in which all ranks go through groups: by kind, then larger groups first.
     order = sorted(groups, key=lambda k: (KINDS.index(k[0]), -len(k[1]), sorted(k[1])))
@@ -95,13 +94,22 @@ def completed(
                 parts[name] = part
                 if len(of_ranks) > 1 and len({*of_ranks}) == 1 and of_ranks[0]:
                     text = _EQUAL_SHARDS[key[0]]
-                    warnings.setdefault(text, []).append(described[name])
+                    hints.setdefault(text, []).append(described[name])
                 # Each rank of another group has as many such parts.
                 digests[name] = hash(of_ranks) & DIGEST if any(of_ranks) else 0
         except Exception as problem:
             error = problem
     try:
-        complete = [] if error else _checked(layouts, parts.values())
+        if error is None:
+            complete = [
+                replace(l, shape=p.shape, shards=p.shards, cuts=()) if l.cuts else l
+                for l, p in zip(layouts, parts.values(), strict=True)
+            ]
+            first_of: dict[Shards, Layout] = {}
+            for layout in complete:
+                first_of.setdefault(layout.shards, layout)
+            for layout in first_of.values():
+                check_cover(layout)
     except Exception as problem:
         error = problem
     # Ranks of the grid may see different contradictions, or none. All of them must raise.
@@ -109,21 +117,11 @@ def completed(
         _, error = exchange(groups[key], None, error, shared)
     if error is not None:
         raise error
-    return complete, warnings
-
-
-def _checked(layouts: Sequence[Layout], joined: Iterable[Layout]) -> list[Layout]:
-    """The ``layouts``, each with the shape and shards of what was ``joined``."""
-    result = []
-    checked: set[Shards] = set()
-    for layout, whole in zip(layouts, joined, strict=True):
-        if layout.cuts:
-            layout = replace(layout, shape=whole.shape, shards=whole.shards, cuts=())
-            if layout.shards not in checked:
-                check_cover(layout)
-                checked.add(layout.shards)
-        result.append(layout)
-    return result
+    # Only the first of the ranks speaks.
+    if all(min(ranks) == process_rank() for _, ranks in groups):
+        for text, named in hints.items():
+            warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
+    return complete
 
 
 def _by_name(layouts: Sequence[Layout]) -> dict[Name, Layout]:
@@ -161,26 +159,26 @@ def _joined(
     """
     joined_of: dict[tuple, tuple[Layout, list[int]]] = {}
     layouts, digests, ep_ranks = zip(*answers)
+    ep_ranks_of = dict(zip(key[1], ep_ranks, strict=True))
     for name, part in parts.items():
         cut = next((c for c in part.cuts if (c.kind, c.ranks) == key), None)
         if cut is None:
             continue
-        expert, shared = name[0], [of_rank.get(name) for of_rank in layouts]
+        shared = [of_rank.get(name) for of_rank in layouts]
         # Pickle keeps equal parts of a rank one object.
-        alike = expert is None, *map(id, shared)
+        alike = name[0] is None, *map(id, shared)
         if alike not in joined_of:
             pieces = {r: piece for r, piece in zip(cut.ranks, shared) if piece}
-            ep_ranks_of = dict(zip(cut.ranks, ep_ranks))
             try:
                 _check_cuts(part.cuts, cut, pieces)
-                members = _members(cut, [*pieces], ep_ranks_of, expert)
+                members = _members(cut, [*pieces], ep_ranks_of, name[0])
                 joined = _together(part, cut, [pieces[r] for r in members])
             except ValueError as error:
                 raise common(ValueError(f"{described[name]}: {error}")) from None
             joined_of[alike] = joined, [cut.ranks.index(r) for r in members]
         joined, places = joined_of[alike]
-        places = places if cut.cuts else places[:1]
-        yield name, joined, tuple(digests[at][name] for at in places)
+        of_values = places if cut.cuts else places[:1]
+        yield name, joined, tuple(digests[at][name] for at in of_values)
 
 
 def _check_cuts(cuts: Sequence[Cut], cut: Cut, parts: Mapping[int, Layout]) -> None:
@@ -240,14 +238,15 @@ def _together(layout: Layout, cut: Cut, parts: Sequence[Layout]) -> Layout:
             f"{where} shapes {shapes} cannot be joined along dimension {dim}: they also differ in dimension {1 - dim}"
         )
     holders: list[tuple[int, Regions]] = []
-    shape = [0 if at == dim else size for at, size in enumerate(shapes[0])]
+    start = 0
     for part in parts:
         for rank, regions in zip(part.shards.ranks, part.shards.regions, strict=True):
             if dim is not None:
-                regions = tuple(r.shifted(dim, shape[dim]) for r in regions)
+                regions = tuple(r.shifted(dim, start) for r in regions)
             holders.append((rank, regions))
-        if dim is not None:
-            shape[dim] += part.shape[dim]
+        start += part.shape[dim or 0]
+    rows, columns = shapes[0]
+    shape = (start if dim == 0 else rows), (start if dim == 1 else columns)
     if cut.kind == "cp":
         # The ranks that share a context may be among those that FSDP shards over.
         holders = list(dict.fromkeys(holders))
@@ -259,4 +258,4 @@ def _together(layout: Layout, cut: Cut, parts: Sequence[Layout]) -> Layout:
         )
     # Ranks of one grid may put it together in different orders.
     ranks, regions = zip(*sorted(holders))
-    return replace(layout, shape=(shape[0], shape[1]), shards=Shards(ranks, regions))
+    return replace(layout, shape=shape, shards=Shards(ranks, regions))

@@ -41,17 +41,9 @@ class FlatMatrix(NamedTuple):
         return tuple(parts)
 
 
-class FlatView(NamedTuple):
-    """The matrices in one parameter of an FSDP1 model, and the groups that share it.
-
-    By kind, these are "fsdp" and "ddp"; none if only the module, which was not given, knows them.
-    """
-
-    matrices: tuple[FlatMatrix, ...]
-    groups: Mapping[str, ProcessGroup]
-
-
-# Parameters that FSDP1 manages -> the matrices in them.
+# Parameters that FSDP1 manages -> the matrices in them, and by kind ("fsdp" and "ddp") the groups that share
+# these; no groups if only the module, which was not given, knows them.
+FlatView = tuple[Sequence[FlatMatrix], Mapping[str, ProcessGroup]]
 Views = dict[Tensor, FlatView]
 
 
@@ -67,12 +59,11 @@ def views(module: nn.Module) -> Views:
         if getattr(unit, "_inter_node_pg", None) is not None:
             groups["ddp"] = unit._inter_node_pg
         matrices = _matrices(flat, clean_tensor_name(f"{name}." if name else ""))
-        by_param[flat] = FlatView(matrices, groups)
+        by_param[flat] = matrices, groups
         for matrix, param in zip(matrices, flat._params or ()):
             # An original parameter is the slice itself, not the unit's storage that it is cut from.
             start, end, _ = matrix.interval
-            matrix = matrix._replace(interval=(start, end, 0))
-            by_param[param] = FlatView((matrix,), groups)
+            by_param[param] = [matrix._replace(interval=(start, end, 0))], groups
     return by_param
 
 
@@ -94,7 +85,7 @@ def view_of(
         return flat_views[param]
     is_flat = getattr(param, "_is_flat_param", False)
     if is_flat and has_group:
-        return FlatView(_matrices(param), {})
+        return _matrices(param), {}
     which = "an" if flat_views is None else "another"
     group = "fsdp_process_group=model.process_group, or " * is_flat
     raise ValueError(
@@ -102,7 +93,7 @@ def view_of(
     )
 
 
-def _matrices(flat: Any, prefix: str = "") -> tuple[FlatMatrix, ...]:
+def _matrices(flat: Any, prefix: str = "") -> list[FlatMatrix]:
     matrices = []
     for number, info in enumerate(flat._shard_param_infos):
         interval = (0, 0, 0)
@@ -112,7 +103,7 @@ def _matrices(flat: Any, prefix: str = "") -> tuple[FlatMatrix, ...]:
         name, shape = prefix + flat._fqns[number], tuple(flat._shapes[number])
         tp, contiguous = flat._param_extensions[number], flat._contiguities[number]
         matrices.append(FlatMatrix(name, shape, tp, contiguous, interval))
-    return tuple(matrices)
+    return matrices
 
 
 def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:
@@ -131,19 +122,20 @@ def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:
 
 
 def matrices_only(
-    view: FlatView, described: str, takes_stacks: bool, flatten: bool
+    tensors: Sequence[FlatMatrix], described: str, takes_stacks: bool, flatten: bool
 ) -> Sequence[FlatMatrix]:
-    """The matrices of ``view``: those of stacks one by one, or each tensor flattened.
+    """The matrices in ``tensors``: those of stacks one by one, or each tensor flattened.
 
     Raises:
-        ValueError: it also holds something else.
+        ValueError: one of them is no matrix, or was not contiguous.
     """
     matrices: list[FlatMatrix] = []
-    for tensor in view.matrices:
-        if flatten and len(tensor.shape) > 2:
-            tensor = tensor._replace(shape=matrix_shape(tensor.shape, flatten))
-        is_stack = takes_stacks and len(tensor.shape) > 2
-        matrices += _unstacked(tensor) if is_stack else [tensor]
+    for tensor in tensors:
+        is_deep = len(tensor.shape) > 2
+        if is_deep and flatten:
+            matrices.append(tensor._replace(shape=matrix_shape(tensor.shape, flatten)))
+        else:
+            matrices += _unstacked(tensor) if is_deep and takes_stacks else [tensor]
     others = _others(matrices, described)
     if others:
         names = listed([m.name for m in others], 4)
@@ -177,6 +169,7 @@ def logical_matrices(
         name = clean_tensor_name(name)
         inside = [(name, tuple(param.shape))]
         if param in flat_views:
-            _others(flat_views[param].matrices, f"parameter {name!r}")
-            inside = [(m.name, m.shape) for m in flat_views[param].matrices]
+            tensors, _ = flat_views[param]
+            _others(tensors, f"parameter {name!r}")
+            inside = [(tensor.name, tensor.shape) for tensor in tensors]
         yield name, param, inside

@@ -5,9 +5,9 @@ their pieces. DTensors describe themselves. Groups can only add replicas of thei
 """
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,13 +19,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim._muon_engine import process_groups
 from torch.optim._muon_engine.agreement import all_gather_uneven
 from torch.optim._muon_engine.layouts import (
-    check_cover,
     Cut,
     dtensor,
     fsdp1,
     Key,
     Layout,
-    listed,
     matrix_shape,
     not_2d,
     process_rank,
@@ -61,7 +59,11 @@ class Reader:
         # Whether FSDP1 may have flattened stacks of matrices.
         self.takes_stacks = takes_stacks
         given = {k: state.get(f"{k}_process_group") for k in (*KINDS, "ep")}
-        self.of_kind: dict[str, Any] = {k: g for k, g in given.items() if g is not None}
+        self.given: dict[str, Any] = {k: g for k, g in given.items() if g is not None}
+        # Those of several ranks that share matrices. Experts and stages share none.
+        self.shared: dict[str, ProcessGroup] = {
+            k: g for k, g in self.given.items() if k != "ep" and g.size() > 1
+        }
         # Entry of a parameter -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
         self.tp_dim_default: int | None = state.get("tp_dim_default")
@@ -80,17 +82,13 @@ class Reader:
 
     # The groups and dimensions of the config
 
-    def shared_over(self) -> dict[str, ProcessGroup]:
-        """The groups of several ranks that share matrices. Experts and stages share none."""
-        shared = {k: group for k, group in self.of_kind.items() if k != "ep"}
-        return {k: g for k, g in shared.items() if dist.get_world_size(g) > 1}
-
-    def _entry(self, index: int) -> int:
+    def entry(self, index: int) -> int:
+        """The index by which the dicts of the config name parameter ``index``."""
         return self._entries[index] if index < len(self._entries) else index
 
     def tp_dim(self, index: int) -> int | None:
         """The dimension along which TP cuts parameter ``index``; None if it does not."""
-        return (self.tp_dims or {}).get(self._entry(index), self.tp_dim_default)
+        return (self.tp_dims or {}).get(self.entry(index), self.tp_dim_default)
 
     def check_tp_dim(self, tensor: Tensor, index: int) -> None:
         """Raises IndexError if ``tensor`` does not have its TP dimension."""
@@ -104,7 +102,7 @@ class Reader:
 
     def _check_count(self, count: int) -> None:
         """Raises ValueError if the user named parameters that do not exist."""
-        tp_dims = self.tp_dims if "tp" in self.shared_over() else None
+        tp_dims = self.tp_dims if "tp" in self.shared else None
         dicts = {"expert_assignments": self.experts, "tp_dim_per_param": tp_dims or {}}
         for name, indices in dicts.items():
             unknown = sorted(i for i in indices if i >= count)
@@ -139,25 +137,21 @@ class Reader:
         local = _LocalReader(self)
         try:
             self.sharing = self.dtensors.sharing(params)
-            if error is None:
-                if is_first:
-                    self._check_count(len(params))
-                for index, (param, name) in enumerate(zip(params, names, strict=True)):
-                    key = Key(index, 0, name, self.experts.get(self._entry(index)))
-                    _, flatten = self._form(index)
-                    local.add(key, param, flatten)
+            if error is None and is_first:
+                self._check_count(len(params))
+            for index, param in enumerate(params if error is None else ()):
+                local.add(index, param, names[index])
         except Exception as problem:
             # The other ranks are on their way into the exchange, so they hear of it there.
             error = error or problem
-        layouts = local.exchange(error)
-        for layout in layouts:
-            index = layout.key.index
-            self._by_param.setdefault(index, ([], params[index]))[0].append(layout)
+        layouts = local.complete(error)
         self.sharing = self._sharing_of(params, layouts, local.group_of)
         cut_shards: CutShards = {}
         parts: list[Layout] = []
         for layout in layouts:
-            fused, _ = self._form(layout.key.index)
+            index = layout.key.index
+            self._by_param.setdefault(index, ([], params[index]))[0].append(layout)
+            fused, _ = self.form(index)
             parts += split(layout, fused, cut_shards)
         # Ranks may list the same experts in different orders, and must share one order.
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
@@ -167,33 +161,29 @@ class Reader:
     ) -> dtensor.Sharing:
         of_meshes = self.sharing
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
-        sharing = {} if self.shared_over() else dict(of_meshes)
+        sharing = {} if self.shared else dict(of_meshes)
         for ranks, mesh in dict.fromkeys(
             (layout.group, self.dtensors.mesh_ranks(params[layout.key.index]))
             for layout in layouts
         ):
             # Replicas along other groups make a mesh one part of several. A mesh of other parameters does
             # not count: not all of these ranks may be on one.
-            inside = [g for (_, part), g in groups.items() if set(part) <= set(ranks)]
-            inside += [*sharing.get(ranks, []), *of_meshes.get(mesh, [])]
-            sharing[ranks] = list(dict.fromkeys(inside))
+            sharing[ranks] = [
+                *(g for (_, part), g in groups.items() if {*part} <= {*ranks}),
+                *sharing.get(ranks, []),
+                *of_meshes.get(mesh, []),
+            ]
         return sharing
 
     def meeting(self, params: Sequence[Tensor]) -> dtensor.Sharing:
         """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
-        groups = self.shared_over().values()
-        shared = {tuple(sorted(_ranks(group))): [group] for group in groups}
+        shared = {tuple(sorted(_ranks(g))): [g] for g in self.shared.values()}
         return {**self.dtensors.sharing(params), **shared}
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
         """Where collectives take their memory."""
-        device = dtensor.device_of(params)
-        for group in (g for groups in self.sharing.values() for g in groups):
-            kinds = [torch.device(kind).type for kind in group._device_types]
-            if device.type in ("cpu", "meta") and device.type not in kinds:
-                # Parameters on the CPU or on meta, in a group of accelerators only.
-                return process_groups.device_of_group(group)
-        return device
+        groups = chain.from_iterable(self.sharing.values())
+        return dtensor.device_of(params, groups)
 
     def describe_state(self, state: dict[str, Any]) -> None:
         """Writes the entries into a config's ``state`` that users are promised."""
@@ -203,7 +193,7 @@ class Reader:
             if isinstance(like, DTensor)
         }
 
-    def _form(self, index: int) -> Form:
+    def form(self, index: int) -> Form:
         return self._forms.get(index, (Split(), False))
 
     # The round trip
@@ -214,21 +204,25 @@ class Reader:
         if isinstance(like, DTensor):
             return like.shape
         rows, columns = layouts[0].shape
-        _, flatten = self._form(index)
+        _, flatten = self.form(index)
         outer, inner = ((), like.shape[2:]) if flatten else (like.shape[:-2], ())
         return torch.Size((*outer, rows, columns // math.prod(inner), *inner))
 
-    def whole(self, tensor: Tensor, index: int) -> Tensor:
-        """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
+    def whole(self, tensor: Tensor, index: int, in_step: bool) -> Tensor:
+        """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece.
+
+        Outside of a step the tensor may be another one than was read. Some ranks' pieces may have the former
+        shapes nevertheless, so all ranks tell each other their shapes.
+        """
         self.check_tp_dim(tensor, index)
         layouts, like = self._by_param.get(index, ([], tensor))
-        _, flatten = self._form(index)
+        _, flatten = self.form(index)
         if isinstance(tensor, DTensor):
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
-        elif not layouts or (len(layouts) == 1 and like.shape != tensor.shape):
+        elif not in_step or (len(layouts) == 1 and like.shape != tensor.shape):
             local = _LocalReader(self)
-            local.add(Key(index), tensor, flatten)
-            layouts = local.exchange(None)
+            local.add(index, tensor)
+            layouts = local.complete()
         if len(layouts) > 1 and tensor.ndim < 3:
             raise ValueError(
                 f"parameter {index} holds {len(layouts)} matrices, but gather_fn returns one: wrap each in an FSDP unit of its own"
@@ -239,18 +233,19 @@ class Reader:
         if len(ranks) == 1:
             return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.
-        shared = [*self.shared_over().values()]
         sharing = self.sharing or self.dtensors.sharing([tensor])
-        group = process_groups.spanning_group(ranks, sharing.get(ranks, shared))
+        candidates = sharing.get(ranks, self.shared.values())
+        group = process_groups.spanning_group(ranks, candidates)
         flat = all_gather_uneven(piece.reshape(-1), group)
         parts = dict(zip(ranks, flat, strict=True))
         # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
-        full = piece.new_zeros(len(layouts), *layouts[0].shape)
-        for number, layout in enumerate(layouts):
+        full = piece.new_zeros(shape)
+        for layout in layouts:
             for rank, *_ in layout.shards.replica_sets:
                 for region in layout.shards.of(rank):
-                    region.of_matrix(full[number]).add_(region.of_local(parts[rank]))
-        return full.view(shape)
+                    matrix = full.view(-1, *layout.shape)[layout.key.sub]
+                    region.of_matrix(matrix).add_(region.of_local(parts[rank]))
+        return full
 
     def piece(self, full: Tensor, index: int, owner: int) -> Tensor:
         """This rank's piece of the tensor ``full`` of ``owner``, cut without communication."""
@@ -267,11 +262,10 @@ class Reader:
 
 
 class _LocalReader:
-    """Collects what this rank knows by itself about one optimizer's matrices."""
+    """Collects what this rank knows by itself about the matrices of one ``reader``."""
 
     def __init__(self, reader: Reader) -> None:
-        self.reader = reader
-        self.shared = reader.shared_over()
+        self.reader, self.shared = reader, reader.shared
         # Kind and ranks -> the group. A unit of FSDP1 may have other groups than those that were given.
         self.group_of = {(kind, _ranks(g)): g for kind, g in self.shared.items()}
         self.layouts: list[Layout] = []
@@ -281,37 +275,34 @@ class _LocalReader:
         self.warnings: dict[str, list[str]] = {}
         self._views = None if reader.module is None else fsdp1.views(reader.module)
 
-    def exchange(self, error: BaseException | None) -> list[Layout]:
+    def complete(self, error: BaseException | None = None) -> list[Layout]:
         """The layouts of all added matrices, completed by what the other ranks tell. Warns once for all.
 
         Raises ``error``, or that of another rank.
         """
-        ep = self.reader.of_kind.get("ep")
+        ep = self.reader.given.get("ep")
         ranks = (process_rank(),) if ep is None else _ranks(ep)
-        layouts, new = completed(self.layouts, self.group_of, ranks, self.values, error)
-        self.warnings |= new
-        # Only the first of the ranks speaks.
-        if all(min(ranks) == process_rank() for _, ranks in self.group_of):
-            for text, named in self.warnings.items():
-                warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
-        return layouts
+        return completed(
+            self.layouts, self.group_of, ranks, self.values, self.warnings, error
+        )
 
     def _warn(self, described: str, text: str) -> None:
         self.warnings.setdefault(text, []).append(described)
 
-    def add(self, key: Key, param: Tensor, flatten: bool = False) -> None:
+    def add(self, index: int, param: Tensor, name: str | None = None) -> None:
         """Adds all matrices in ``param``."""
-        self.reader.check_tp_dim(param, key.index)
+        reader, (_, flatten) = self.reader, self.reader.form(index)
+        reader.check_tp_dim(param, index)
+        key = Key(index, 0, name, reader.experts.get(reader.entry(index)))
         described = key.describe(param.shape)
-        has_group = "fsdp" in self.reader.of_kind
-        view = fsdp1.view_of(param, described, self._views, has_group)
+        view = fsdp1.view_of(param, described, self._views, "fsdp" in reader.given)
         if view is not None:
-            takes_stacks = self.reader.takes_stacks
-            matrices = fsdp1.matrices_only(view, described, takes_stacks, flatten)
-            for sub, matrix in enumerate(matrices):
-                name = key.name or matrix.name
-                of_matrix = key._replace(sub=sub, name=name)
-                self._add_flat(of_matrix, param, matrix, view.groups)
+            tensors, groups = view
+            for sub, matrix in enumerate(
+                fsdp1.matrices_only(tensors, described, reader.takes_stacks, flatten)
+            ):
+                of_matrix = key._replace(sub=sub, name=name or matrix.name)
+                self._add_flat(of_matrix, param, matrix, groups)
         elif param.ndim < 2:
             raise not_2d(described)
         elif isinstance(param, DTensor):
@@ -332,17 +323,12 @@ class _LocalReader:
 
         ``dims`` are the dimensions along which groups of a kind cut it; without one, ranks hold replicas.
         """
-        cuts = tuple(
-            Cut(kind, _ranks(groups[kind]), dims.get(kind))
-            for kind in KINDS
-            if kind in groups and dist.get_world_size(groups[kind]) > 1
-        )
+        shared = [k for k in KINDS if k in groups and groups[k].size() > 1]
+        cuts = tuple(Cut(k, _ranks(groups[k]), dims.get(k)) for k in shared)
         self.group_of |= {(cut.kind, cut.ranks): groups[cut.kind] for cut in cuts}
         shards = Shards((process_rank(),), (regions,))
         layout = Layout(key, shape, param.dtype, shards, in_words(cuts), cuts=cuts)
         self.layouts.append(layout)
-        if not cuts:
-            check_cover(layout)
         has_values = not param.is_meta and not process_groups.is_dry_run()
         if has_values and any(cut.cuts for cut in cuts):
             local = dtensor.local_part(param)
@@ -352,18 +338,17 @@ class _LocalReader:
     def _add_dtensor(self, key: Key, tensor: DTensor, flatten: bool) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
         mesh_ranks = self.reader.dtensors.ranks_of(tensor.device_mesh)
+        # The contributions to a sum are no replicas.
+        is_sum = any(placement.is_partial() for placement in tensor.placements)
         cuts = tuple(
-            Cut(kind, _ranks(self.shared[kind]))
-            for kind in ("ddp", "cp")
-            if kind in self.shared and _only_me(self.shared[kind], mesh_ranks)
+            Cut(kind, _ranks(group))
+            for kind, group in self.shared.items()
+            if kind in ("ddp", "cp") and not is_sum and _only_me(group, mesh_ranks)
         )
-        if any(placement.is_partial() for placement in tensor.placements):
-            # The contributions to a sum are no replicas.
-            cuts = ()
         layouts = self.reader.dtensors.of(key, tensor, flatten)
         self.layouts += [replace(layout, cuts=cuts) for layout in layouts]
-        for layout in layouts[:1]:
-            self._compare_with_groups(layout, tensor)
+        if layouts:
+            self._compare_with_groups(layouts[0], tensor)
 
     def _compare_with_groups(self, layout: Layout, tensor: DTensor) -> None:
         """Warns if a group or dimension contradicts the placements."""
@@ -416,10 +401,9 @@ class _LocalReader:
 
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
         """The dimension along which TP cuts ``param``, from the user or else from the framework's mark."""
-        dim = self.reader.tp_dim(key.index)
+        dim, mark = self.reader.tp_dim(key.index), dtensor.tp_mark_of(param)
         if dim is not None:
             return dim % max(2, param.ndim)
-        mark = dtensor.tp_mark_of(param)
         if self.reader.tp_dims is not None or mark == -1:
             return None
         if mark is None:
