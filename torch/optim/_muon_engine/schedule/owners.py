@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from operator import itemgetter
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim._muon_engine.layouts import larger_first, Layout, listed, Shards
+from torch.optim._muon_engine.layouts import larger_first, Layout, listed
 from torch.optim._muon_engine.layouts.divide import CutShards, divide
 from torch.optim._newton_schulz import GRAM_RATIO
 
@@ -202,72 +202,6 @@ def flops_of(layout: Layout) -> int:
     return newton_schulz_flops(layout.whole) // layout.key.block[1]
 
 
-class _Loads:
-    """The work of the ranks of one group so far, of shape (2, ranks): FLOPs, elements to receive."""
-
-    def __init__(
-        self,
-        group: tuple[int, ...],
-        others: Iterable["_Loads"],
-        start: int,
-        ranks_per_node: int,
-    ) -> None:
-        self.group = group
-        self.start = start
-        self.ranks_per_node = ranks_per_node
-        self.before = torch.zeros(2, len(group), dtype=torch.int64, device="cpu")
-        for other in others:
-            place = {rank: i for i, rank in enumerate(other.group)}
-            if all(rank in place for rank in group):
-                places = [place[rank] for rank in group]
-                self.before += (other.load - other.before)[:, places]
-        self.load = self.before.clone()
-        self._teams: dict[int, Tensor] = {}
-
-    def give(
-        self, flops: int, blocks: Sequence[tuple[int, Tensor]], count: int
-    ) -> list[list[int]]:
-        """Gives some of ``count`` equal matrices to teams of one rank for each block, and returns these.
-
-        Teams of equal load: first those that receive fewest bytes, then those from ``start`` on.
-
-        Args:
-            flops: of a block.
-            blocks: the number of elements of each, and how many of them each rank holds.
-        """
-        teams = self._teams_of(len(blocks))
-        busy, received = self.load
-        load = busy[teams].amax(1)
-        teams = teams[load == load.min()]
-        apart = [received[t] - numels[t] for t, (_, numels) in zip(teams.T, blocks)]
-        teams = teams[torch.stack(apart).sum(0).argsort(stable=True)[:count]]
-        for places, (numel, numels) in zip(teams.T, blocks, strict=True):
-            busy[places] += flops
-            received[places] += numel - numels[places]
-        return [[self.group[place] for place in team] for team in teams.tolist()]
-
-    def _teams_of(self, size: int) -> Tensor:
-        """Places of neighbouring ranks, of shape (teams, size): of one node if a node has enough.
-
-        The team of ``start`` comes first, because ties go to the first team.
-        """
-        if size not in self._teams:
-            nodes: dict[int, list[int]] = {}
-            for place, rank in enumerate(self.group):
-                nodes.setdefault(rank // self.ranks_per_node, []).append(place)
-            parts = list(nodes.values())
-            if min(map(len, parts)) < size:
-                parts = [list(range(len(self.group)))]
-            teams = [
-                part[at : at + size]
-                for part in parts
-                for at in range(0, len(part) - size + 1, size)
-            ]
-            ordered = torch.tensor(teams, device="cpu")
-            self._teams[size] = ordered.roll(-(self.start // size), 0)
-        return self._teams[size]
-
-
 def assign_owners(
     layouts: Iterable[Layout],
     start: Callable[[tuple[int, ...]], int] = lambda group: 0,
@@ -295,39 +229,75 @@ def assign_owners(
             digests = tuple(block.shards.digest for block in layouts[i : i + count])
             alike = members.setdefault(layout.group, {})
             alike.setdefault((-flops_of(layout), digests), []).append(i)
-    groups: list[_Loads] = []
+    # For each rank of a group, the FLOPs and the elements to receive that its matrices add.
+    added: dict[tuple[int, ...], Tensor] = {}
     for group in larger_first(members):
-        loads = _Loads(group, groups, start(group), ranks_per_node)
-        groups.append(loads)
+        load = torch.zeros(2, len(group), dtype=torch.int64, device="cpu")
+        for wider, work in added.items():
+            place = {rank: at for at, rank in enumerate(wider)}
+            if place.keys() >= set(group):
+                load += work[:, [place[rank] for rank in group]]
+        before = load.clone()
+        teams_of: dict[int, Tensor] = {}
         for (minus_flops, digests), equal in sorted(
             members[group].items(), key=lambda item: item[0][0]
         ):
-            first = layouts[equal[0] : equal[0] + len(digests)]
-            blocks = [(block.numel, _numels_in_order(block.shards)) for block in first]
+            size = len(digests)
+            if size not in teams_of:
+                teams = _teams(group, size, ranks_per_node)
+                # Ties go to the first team.
+                teams_of[size] = teams.roll(-(start(group) // size), 0)
+            blocks = layouts[equal[0] : equal[0] + size]
+            numels = [[b.numel - n for n in b.shards.numels] for b in blocks]
+            order = torch.tensor(blocks[0].shards.ranks, device="cpu").argsort()
+            received = torch.tensor(numels, device="cpu")[:, order]
             while equal:
-                teams = loads.give(-minus_flops, blocks, len(equal))
-                for i, team in zip(equal, teams):
-                    owners[i : i + len(team)] = team
+                teams = _give(load, teams_of[size], -minus_flops, received, len(equal))
+                for i, team in zip(equal, teams.tolist()):
+                    owners[i : i + size] = [group[place] for place in team]
                 equal = equal[len(teams) :]
+        added[group] = load - before
     return owners
 
 
-def _numels_in_order(shards: Shards) -> Tensor:
-    """How many elements each rank of the group holds, in the group's order."""
-    by_rank = dict(zip(shards.ranks, shards.numels, strict=True))
-    numels = [by_rank[rank] for rank in shards.group]
-    return torch.tensor(numels, dtype=torch.int64, device="cpu")
+def _teams(group: Sequence[int], size: int, ranks_per_node: int) -> Tensor:
+    """Places of neighbouring ranks, of shape (teams, size): of one node if each node has enough."""
+    per_node = [*Counter(rank // ranks_per_node for rank in group).values()]
+    nodes = per_node if min(per_node) >= size else [len(group)]
+    parts = torch.arange(len(group), device="cpu").split(nodes)
+    return torch.cat([part.unfold(0, size, size) for part in parts])
+
+
+def _give(
+    load: Tensor, teams: Tensor, flops: int, received: Tensor, count: int
+) -> Tensor:
+    """Gives some of ``count`` equal matrices to the least loaded teams, and returns these.
+
+    Teams of equal load: first those that receive the fewest elements, then the first ones.
+
+    Args:
+        load: the FLOPs of each rank and the elements that it receives, of shape (2, ranks).
+        flops: of a block.
+        received: the elements that a rank would receive of each block, of shape (size, ranks).
+    """
+    busy = load[0, teams].amax(1)
+    teams = teams[busy == busy.min()]
+    rows = torch.arange(len(received), device="cpu")
+    elements = load[1, teams] + received[rows, teams]
+    teams = teams[elements.sum(1).argsort(stable=True)[:count]]
+    load[0, teams] += flops
+    load[1, teams] += received[rows, teams]
+    return teams
 
 
 def by_rank(indices: Sequence[int], owners: Sequence[int]) -> dict[int, list[int]]:
     """Global rank -> sorted parameter indices; a flat parameter counts for its first matrix."""
-    first: dict[int, int] = {}
-    for index, owner in zip(indices, owners, strict=True):
-        first.setdefault(index, owner)
-    result: dict[int, list[int]] = defaultdict(list)
-    for index, owner in first.items():
-        result[owner].append(index)
-    return {rank: sorted(result[rank]) for rank in sorted(result)}
+    # The first of equal indices comes last.
+    first = dict(zip(reversed(indices), reversed(owners), strict=True))
+    result: dict[int, list[int]] = {}
+    for index in sorted(first):
+        result.setdefault(first[index], []).append(index)
+    return result
 
 
 def check_assignments(
