@@ -144,21 +144,23 @@ def _division(engine: Any, group: tuple[int, ...]) -> list[str]:
     """The numbers of owners that differ from one, or that "auto" would choose; at most one line."""
     layouts = engine.schedule.layouts
     layouts = [l for l in layouts if l.group == group and l.key.block[0] == 0]
-    formulas = [engine.params[layout.key.index].formulas for layout in layouts]
-    members = Counter(owners.classes_of(layouts, [f.ns_algorithm for f in formulas]))
+    members = Counter(
+        owners.Class.of(l, engine.params[l.key.index].formulas.ns_algorithm)
+        for l in layouts
+    )
     # In a dry run, fake tensors have no values.
     with unset_fake_temporarily():
-        undivided = owners.best_division(members, group, 1)
-        best = owners.best_division(members, group, ranks_per_node())
+        _, slow = owners.best_division(members, group, 1)
+        best, fast = owners.best_division(members, group, ranks_per_node())
     counts = {layout.whole: layout.key.block[1] for layout in layouts}
     is_divided = max(counts.values()) > 1
     if not is_divided:
-        counts = {of.shape: count for of, count in best.owners.items()}
+        counts = {of.shape: count for of, count in best.items()}
     named = [f"{n} for {' x '.join(map(str, s))}" for s, n in counts.items() if n > 1]
     if not named:
         return []
     verb = "has" if is_divided else 'is 1; "auto" would have'
-    times = f"{1e3 * undivided.seconds:.3g} to {1e3 * best.seconds:.3g} ms"
+    times = f"{1e3 * slow:.3g} to {1e3 * fast:.3g} ms"
     return [
         f'  owners_per_matrix {verb} {listed(named, 4)}. On H100s, "auto" brings Newton-Schulz from {times}.'
     ]

@@ -1,11 +1,9 @@
 """Which rank orthogonalizes which matrix."""
 
 import math
-from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress
-from operator import itemgetter
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -47,7 +45,6 @@ FLOPS, NODE, NETWORK, LATENCY = 989e12 / 2, 450e9, 50e9, 0.47e-6
 WAIT = 0.02
 # A larger number of owners, which rounds differently, must save this part of the time.
 MIN_SAVED = 0.02
-_count = itemgetter(1)
 
 
 class Class(NamedTuple):
@@ -58,39 +55,42 @@ class Class(NamedTuple):
     # The number of distinct shards if they have replicas, else 1.
     shards: int = 1
 
-
-class Division(NamedTuple):
-    """How many owners the matrices of each class have, and the seconds that Newton-Schulz takes then."""
-
-    owners: dict[Class, int]
-    seconds: float
+    @classmethod
+    def of(cls, layout: Layout, algorithm: str = "quintic") -> "Class":
+        """The class of a matrix with this ``ns_algorithm``."""
+        shards = layout.shards
+        count = len(shards.replica_sets) if shards.replicas > 1 else 1
+        return cls(layout.whole, algorithm, count)
 
 
 def divided(
     layouts: Sequence[Layout],
     owners: int | str,
     ranks_per_node: int = 1,
-    algorithms: Sequence[str] = (),
-    frozen: Sequence[bool] = (),
+    algorithms: Sequence[str | None] = (),
 ) -> list[Layout]:
     """``layouts`` with several blocks for each matrix that is worth it.
 
     Args:
         owners: the number of blocks; "auto" for :func:`best_division`.
-        algorithms: ``ns_algorithm`` of each layout (default: "quintic").
-        frozen: layouts that take no time and stay whole.
+        algorithms: ``ns_algorithm`` of each layout (default: "quintic"); None for a frozen one, which
+            takes no time and stays whole.
     """
     if owners == 1:
         return list(layouts)
-    classes = classes_of(layouts, algorithms)
-    trains = [not is_frozen for is_frozen in frozen] or [True] * len(layouts)
+    classes = [
+        Class.of(layout, algorithm) if algorithm else None
+        for layout, algorithm in zip(layouts, algorithms or repeat("quintic"))
+    ]
     by_group: dict[tuple[int, ...], Counter[Class]] = {}
-    for layout, kind in compress(zip(layouts, classes), trains):
-        by_group.setdefault(layout.group, Counter())[kind] += 1
+    for layout, kind in zip(layouts, classes):
+        members = by_group.setdefault(layout.group, Counter())
+        if kind:
+            members[kind] += 1
     counts: dict[tuple[int, ...], dict[Class, int]] = {}
     for group, members in by_group.items():
         if owners == "auto":
-            counts[group] = best_division(members, group, ranks_per_node).owners
+            counts[group], _ = best_division(members, group, ranks_per_node)
             continue
         work = {kind: newton_schulz_flops(kind.shape) for kind in members}
         least = MIN_LOAD * sum(n * work[c] for c, n in members.items()) / len(group)
@@ -98,74 +98,61 @@ def divided(
         counts[group] = {kind: int(owners) for kind in large if work[kind] > least}
     blocks: list[Layout] = []
     cut_shards: CutShards = {}
-    for layout, kind, is_trained in zip(layouts, classes, trains):
-        count = counts[layout.group].get(kind, 1) if is_trained else 1
+    for layout, kind in zip(layouts, classes):
+        count = counts[layout.group].get(kind, 1) if kind else 1
         blocks += divide(layout, count, cut_shards)
     return blocks
 
 
-def classes_of(
-    layouts: Sequence[Layout], algorithms: Sequence[str] = ()
-) -> list[Class]:
-    """The class of each layout; ``algorithms`` as in :func:`divided`."""
-    classes = []
-    for layout, algorithm in zip(layouts, algorithms or ["quintic"] * len(layouts)):
-        shards = layout.shards
-        count = len(shards.replica_sets) if shards.replicas > 1 else 1
-        classes.append(Class(layout.whole, algorithm, count))
-    return classes
-
-
 def best_division(
     members: Mapping[Class, int], group: Sequence[int], ranks_per_node: int
-) -> Division:
+) -> tuple[dict[Class, int], float]:
     """The numbers of owners, within a node or of whole nodes, with which ``group`` is fastest.
 
     It compares one number for all classes with the smallest numbers that keep each matrix within a limit.
     The busiest rank decides, and the transfers of one matrix, which overlap with nothing.
+
+    Returns:
+        The number of each class, and the seconds that Newton-Schulz takes then.
     """
     ranks = len(group)
     # The group may have few of a node's ranks.
     near = min(Counter(rank // ranks_per_node for rank in group).values())
-    choices: dict[Class, list[tuple[float, int]]] = {}
+    # (seconds, number of owners) of each class, by the number.
+    choices: list[list[tuple[float, int]]] = []
     for kind in members:
         numbers = {1}
         if min(kind.shape) >= MIN_DIVIDED:
             # If blocks are no shards, the replicas of some shards have more to relay than others.
             numbers |= {kind.shards} if kind.shards > 1 else {2, 4, 8, 16, 32, 64}
-        choices[kind] = [
-            (_seconds(kind, count, near), count)
-            for count in sorted(numbers)
-            if count <= near or (count <= ranks and near > 1 and count % near == 0)
-        ]
-    every = [choice for times in choices.values() for choice in times]
-    # (seconds, count) of each class, under each limit of the count and of the seconds.
-    divisions = [
-        [times[bisect(times, n, key=_count) - 1] for times in choices.values()]
-        for n in {n for _, n in every}
-    ]
-    divisions += [
-        [
-            next((c for c in times if c[0] <= limit), min(times))
-            for times in choices.values()
-        ]
-        for limit in {seconds for seconds, _ in every}
-    ]
-    best, shortest = Division({}, math.inf), math.inf
-    # Several limits give the same division.
-    distinct = dict.fromkeys(map(tuple, divisions))
-    for taken in sorted(distinct, key=lambda taken: sum(map(_count, taken))):
-        by_class = dict(zip(choices, taken))
-        busy = _busiest(by_class, members, ranks)
-        bandwidth = NODE if ranks == near else NETWORK
-        largest = max(math.prod(kind.shape) / n for kind, (_, n) in by_class.items())
+        choices.append(
+            [
+                (_seconds(kind, count, near), count)
+                for count in sorted(numbers)
+                if count <= near or (count <= ranks and near > 1 and count % near == 0)
+            ]
+        )
+    divisions = set()
+    for limit, most in chain.from_iterable(choices):
+        divisions |= {
+            tuple([c for c in times if c[1] <= most][-1] for times in choices),
+            tuple(
+                next((c for c in times if c[0] <= limit), min(times))
+                for times in choices
+            ),
+        }
+    best: dict[Class, int] = {}
+    seconds = shortest = math.inf
+    for taken in sorted(divisions, key=lambda of: (sum(n for _, n in of), of)):
+        busy = _busiest(dict(zip(members, taken)), members, ranks)
+        counts = dict(zip(members, (count for _, count in taken)))
+        largest = max(math.prod(kind.shape) / n for kind, n in counts.items())
         # Both ways, in bfloat16. Owners wait for the slowest of them.
-        seconds = busy + 2 * 2 * largest / bandwidth
-        seconds *= 1 + WAIT * (max(map(_count, taken)) - 1)
-        if seconds < (1 - MIN_SAVED) * shortest:
-            counts = {kind: count for kind, (_, count) in by_class.items()}
-            best, shortest = Division(counts, busy), seconds
-    return best
+        total = busy + 2 * 2 * largest / (NODE if ranks == near else NETWORK)
+        total *= 1 + WAIT * (max(counts.values()) - 1)
+        if total < (1 - MIN_SAVED) * shortest:
+            best, seconds, shortest = counts, busy, total
+    return best, seconds
 
 
 def _seconds(kind: Class, count: int, ranks_per_node: int) -> float:
@@ -186,6 +173,8 @@ def _busiest(
     """Seconds of the busiest rank, if each matrix goes to the owners that are free first."""
     busy = torch.zeros(ranks, dtype=torch.float64, device="cpu")
     for kind, (seconds, count) in sorted(taken.items(), key=lambda item: -item[1][0]):
+        if not seconds:
+            continue  # Matrices without elements.
         teams = busy[: ranks // count * count].view(-1, count)
         free, places = teams.amax(1).sort(stable=True)
         free = free[: members[kind]]
@@ -309,11 +298,11 @@ def check_assignments(
             raise ValueError(
                 f"assign_fn names rank {rank}, but the ranks are 0 to {world_size - 1}"
             )
-    count = Counter(index for owned in assignments.values() for index in owned)
+    count = Counter(chain.from_iterable(assignments.values()))
     indices = range(len(describe))
     wrong = {
-        "unknown": sorted(i for i in count if i not in indices),
-        "missing": [i for i in indices if not count[i]],
+        "unknown": sorted(count.keys() - indices),
+        "missing": sorted(indices - count.keys()),
         "assigned more than once": [i for i in indices if count[i] > 1],
     }
     problems = [
