@@ -114,8 +114,9 @@ def _table(
     """One row per rank. FLOPs are those of five quintic steps, which also decide the owners."""
     buckets = [bucket for bucket in schedule.buckets if bucket.group == group]
     owned: dict[int, list[int]] = {r: [] for r in group}
-    for m in (m for bucket in buckets for m in bucket.matrices):
-        owned[schedule.owners[m]].append(m)
+    for bucket in buckets:
+        for r, matrices in schedule.owned(bucket).items():
+            owned[r] += matrices
     flops = [owners.flops_of(layout) for layout in schedule.layouts]
     loads = {r: sum(flops[m] for m in matrices) for r, matrices in owned.items()}
     mean = sum(loads.values()) / len(group) or 1
@@ -175,11 +176,10 @@ def bytes_of(
     sent = received = copied = 0
     for bucket, pack in zip(buckets, of_buckets):
         sides = pack.gather_send, pack.scatter_send
-        relayed = [(relay.source == rank, relay.pack.nbytes) for relay in pack.relays]
-        sent += sum(side.nbytes for side in sides)
-        sent += sum(size for own, size in relayed if own)
+        relayed = sum(r.pack.nbytes for r in pack.relays if r.source == rank)
+        sent += sum(side.nbytes for side in sides) + relayed
         received += pack.gather_recv.nbytes + pack.scatter_recv.nbytes
-        received += sum(size for own, size in relayed if not own)
+        received += sum(r.pack.nbytes for r in pack.relays) - relayed
         if bucket.node_size > 1:
             # Two levels copy what they send, and twice what they pass on.
             for side, passed in zip(sides, schedule.passed_on(bucket, rank)):
