@@ -181,11 +181,10 @@ def products_for(x: Tensor, ns_algorithm: str) -> Products:
         return _PLAIN
     if ns_algorithm != "quintic":
         return _SYMMETRIC
-    if x.device.type != "cpu" or x.ndim != 2:
-        return _PLAIN
+    is_measured = x.is_cpu and x.ndim == 2 and x.dtype == NS_DTYPE
     # With more threads, the library may cut the sums of small blocks.
-    is_measured = x.dtype == NS_DTYPE and torch.get_num_threads() <= 2
-    return _SYMMETRIC if is_measured and _has_same_bits() else _PLAIN
+    is_exact = is_measured and torch.get_num_threads() <= 2 and _has_same_bits()
+    return _SYMMETRIC if is_exact else _PLAIN
 
 
 def newton_schulz(

@@ -23,9 +23,9 @@ _HEADER = "rank", "owns", "TFLOP", "x mean", "MiB sent", "received", "memory", "
 def coverage(muon: Any, model: nn.Module | None, others: Sequence[Any]) -> str:
     """For a person: how much Muon has, its share of ``model``, and the matrices that no optimizer has."""
     group_of = {p: group for group in muon.param_groups for p in group["params"]}
-    inside: dict[Tensor, Any] = {p: [("", p.shape)] for p in group_of}
     of_model = [] if model is None else list(fsdp1.logical_matrices(model))
-    inside.update((p, tensors) for _, p, tensors in of_model)
+    inside: dict[Tensor, Any] = {p: [("", p.shape)] for p in group_of}
+    inside |= {p: tensors for _, p, tensors in of_model}
     numel = {p: sum(math.prod(s) for _, s in inside[p]) for p in inside}
     deep = [p for p in group_of if any(len(shape) > 2 for _, shape in inside[p])]
     flat = sum(bool(group_of[p]["flatten"]) for p in deep)
@@ -153,14 +153,14 @@ def _division(engine: Any, group: tuple[int, ...]) -> list[str]:
     with unset_fake_temporarily():
         _, slow = owners.best_division(members, group, 1)
         best, fast = owners.best_division(members, group, ranks_per_node())
+    verb = "has"
     counts = {layout.whole: layout.key.block[1] for layout in layouts}
-    is_divided = max(counts.values()) > 1
-    if not is_divided:
+    if max(counts.values()) == 1:
+        verb = 'is 1; "auto" would have'
         counts = {of.shape: count for of, count in best.items()}
     named = [f"{n} for {' x '.join(map(str, s))}" for s, n in counts.items() if n > 1]
     if not named:
         return []
-    verb = "has" if is_divided else 'is 1; "auto" would have'
     times = f"{1e3 * slow:.3g} to {1e3 * fast:.3g} ms"
     return [
         f'  owners_per_matrix {verb} {listed(named, 4)}. On H100s, "auto" brings Newton-Schulz from {times}.'

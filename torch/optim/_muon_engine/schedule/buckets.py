@@ -60,36 +60,26 @@ def make_schedule(
     ordered: list[tuple[tuple, torch.dtype, list[int]]] = []
     for (turn, group, dtype), members in families.items():
         limit = BUCKET_BYTES // dtype.itemsize
-        queues = _queues(members, layouts, owners)
+        # Divided matrices come first, in one order for all of their owners, who have collectives for each.
+        order = {
+            m: (layouts[m].divided is None, -flops_of(layouts[m])) for m in members
+        }
+        # Owner -> its matrices, heaviest first.
+        queues: dict[int, list[int]] = {}
+        for m in sorted(members, key=lambda m: (order[m], layouts[m].whole, m)):
+            queues.setdefault(owners[m], []).append(m)
         for at, part in enumerate(_cut(queues, layouts, most, limit, slots)):
             ordered.append(((turn, at, -len(group), group, str(dtype)), dtype, part))
     counts: Counter[tuple[int, ...]] = Counter()
     buckets = []
     for (*_, group, _), dtype, part in sorted(ordered, key=lambda entry: entry[0]):
         relayed = _is_relayed(part, layouts, BUCKET_BYTES // dtype.itemsize)
-        size = _node_size(group, _peers(part, relayed, layouts), ranks_per_node)
+        peers = _destinations(part, layouts) if relayed else len(group) - 1
+        size = _node_size(group, peers, ranks_per_node)
         index, matrices = counts[group], tuple(part)
         buckets.append(Bucket(group, index, matrices, dtype, wire_dtype, relayed, size))
         counts[group] += 1
     return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
-
-
-def _queues(
-    members: Sequence[int], layouts: Sequence[Layout], owners: Sequence[int]
-) -> dict[int, list[int]]:
-    """Owner -> its matrices, heaviest first.
-
-    Divided matrices come before the others. So all owners of one have it at the same place.
-    """
-    queues: dict[int, list[int]] = {}
-
-    def key(m: int) -> tuple:
-        layout = layouts[m]
-        return layout.divided is None, -flops_of(layout), layout.whole, m
-
-    for m in sorted(members, key=key):
-        queues.setdefault(owners[m], []).append(m)
-    return queues
 
 
 def _cut(
@@ -210,20 +200,17 @@ def _replicas(part: Sequence[int], layouts: Sequence[Layout]) -> int:
 def _is_relayed(part: Sequence[int], layouts: Sequence[Layout], limit: int) -> bool:
     """Whether one replica of each shard relays the results to the others."""
     replicas = _replicas(part, layouts)
-    # Without relays, an owner has memory for each replica's copy.
-    return replicas > MAX_REPLICAS or (
-        replicas > 1 and 3 * _load(part, layouts) > 2 * limit
-    )
+    if 1 < replicas <= MAX_REPLICAS:
+        # Without relays, an owner has memory for each replica's copy.
+        return 3 * _load(part, layouts) > 2 * limit
+    return replicas > MAX_REPLICAS
 
 
-def _peers(part: Sequence[int], relayed: bool, layouts: Sequence[Layout]) -> int:
-    """With how many ranks an owner exchanges something, at most."""
-    distinct = {layouts[m].shards for m in part}
-    if not relayed:
-        return max(len(shards.ranks) for shards in distinct) - 1
+def _destinations(part: Sequence[int], layouts: Sequence[Layout]) -> int:
+    """With how many ranks an owner in a relayed bucket exchanges something, at most."""
     return max(
         sum(not shards.is_empty(ranks[0]) for ranks in shards.replica_sets)
-        for shards in distinct
+        for shards in {layouts[m].shards for m in part}
     )
 
 

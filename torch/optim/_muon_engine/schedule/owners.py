@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -78,30 +78,26 @@ def divided(
     """
     if owners == 1:
         return list(layouts)
-    classes = [
-        Class.of(layout, algorithm) if algorithm else None
-        for layout, algorithm in zip(layouts, algorithms or repeat("quintic"))
-    ]
-    by_group: dict[tuple[int, ...], Counter[Class]] = {}
-    for layout, kind in zip(layouts, classes):
-        members = by_group.setdefault(layout.group, Counter())
-        if kind:
-            members[kind] += 1
-    counts: dict[tuple[int, ...], dict[Class, int]] = {}
-    for group, members in by_group.items():
+    by_group: dict[tuple[int, ...], dict[int, Class]] = {}
+    for i, algorithm in enumerate(algorithms or ["quintic"] * len(layouts)):
+        if algorithm:
+            classes = by_group.setdefault(layouts[i].group, {})
+            classes[i] = Class.of(layouts[i], algorithm)
+    numbers = [1] * len(layouts)
+    for group, classes in by_group.items():
+        members = Counter(classes.values())
         if owners == "auto":
-            counts[group], _ = best_division(members, group, ranks_per_node)
-            continue
-        work = {kind: newton_schulz_flops(kind.shape) for kind in members}
-        least = MIN_LOAD * sum(n * work[c] for c, n in members.items()) / len(group)
-        large = [kind for kind in members if min(kind.shape) >= MIN_DIVIDED]
-        counts[group] = {kind: int(owners) for kind in large if work[kind] > least}
-    blocks: list[Layout] = []
+            counts, _ = best_division(members, group, ranks_per_node)
+        else:
+            work = {kind: newton_schulz_flops(kind.shape) for kind in members}
+            mean = sum(n * work[kind] for kind, n in members.items()) / len(group)
+            heavy = (kind for kind in members if work[kind] > MIN_LOAD * mean)
+            counts = {c: int(owners) for c in heavy if min(c.shape) >= MIN_DIVIDED}
+        for i, kind in classes.items():
+            numbers[i] = counts.get(kind, 1)
     cut_shards: CutShards = {}
-    for layout, kind in zip(layouts, classes):
-        count = counts[layout.group].get(kind, 1) if kind else 1
-        blocks += divide(layout, count, cut_shards)
-    return blocks
+    blocks = (divide(l, n, cut_shards) for l, n in zip(layouts, numbers))
+    return list(chain.from_iterable(blocks))
 
 
 def best_division(

@@ -98,13 +98,9 @@ class Bucket:
 
     def node_and_rail(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ranks of the group on ``rank``'s node, and the ranks at its place of each node."""
-        place = self.group.index(rank)
-        at = place % self.node_size
-        start = place - at
-        return (
-            self.group[start : start + self.node_size],
-            self.group[at :: self.node_size],
-        )
+        place, size = self.group.index(rank), self.node_size
+        start = place - place % size
+        return self.group[start : start + size], self.group[place % size :: size]
 
 
 @dataclass(frozen=True)
@@ -132,12 +128,9 @@ class Schedule:
 
     def _receives_directly(self, matrix: int, rank: int) -> bool:
         # Empty shards look like replicas of each other, and a group may have thousands of them.
-        is_empty = self.layouts[matrix].shards.is_empty(rank)
-        return (
-            not is_empty
-            and self.is_source(matrix, rank)
-            and self.receives(matrix, rank)
-        )
+        if self.layouts[matrix].shards.is_empty(rank):
+            return False
+        return self.is_source(matrix, rank) and self.receives(matrix, rank)
 
     def packs(self, bucket: Bucket, rank: int) -> LocalPacks:
         """The packs of ``rank`` in ``bucket``."""
@@ -176,10 +169,8 @@ class Schedule:
         owned = self.owned(bucket)
         gathers = ([_between(h, o, owned) for o in rail] for h in node)
         scatters = ([_between(h, o, owned) for h in rail] for o in node)
-        return (
-            [self._gather(bucket, exchanged).splits for exchanged in gathers],
-            [self._scatter(bucket, exchanged).splits for exchanged in scatters],
-        )
+        gathered = [self._gather(bucket, exchanged).splits for exchanged in gathers]
+        return gathered, [self._scatter(bucket, ex).splits for ex in scatters]
 
     def further_groups(self, rank: int) -> dict[tuple[int, ...], str]:
         """Further sets of ranks with which ``rank`` has collectives, and what these ranks share."""
@@ -187,14 +178,11 @@ class Schedule:
         for bucket in self.buckets:
             if rank not in bucket.group:
                 continue
-            for matrix in bucket.matrices:
-                if self.owners[matrix] == rank and len(self.team(matrix)) > 1:
+            for matrix in self.owned(bucket).get(rank, ()):
+                if len(self.team(matrix)) > 1:
                     groups[self.team(matrix)] = "a matrix"
-                shards = self.layouts[matrix].shards
-                if bucket.relayed and not shards.is_empty(rank):
-                    replicas = shards.replicas_of(rank)
-                    if len(replicas) > 1:
-                        groups[tuple(sorted(replicas))] = "replicas"
+            for relay in self.relays(bucket, rank):
+                groups[relay.replicas] = "replicas"
             if bucket.node_size > 1:
                 node, rail = bucket.node_and_rail(rank)
                 groups |= {node: "node", rail: "rail"}
