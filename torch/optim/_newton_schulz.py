@@ -93,7 +93,7 @@ def _addmm(
 
 
 def _mirrored(
-    base: Tensor | None,
+    base: Tensor,
     left: Tensor,
     right: Tensor,
     beta: float,
@@ -103,23 +103,20 @@ def _mirrored(
 ) -> Tensor:
     """``beta * base + alpha * left @ right``, symmetric, of shape (..., rows, rows), for such a ``base``.
 
-    The blocks below the diagonal are copies. Without ``base``, the result is ``left @ right``.
+    The blocks below the diagonal are copies.
     """
     rows = left.size(-2)
     if not levels or rows < _MIN_SYMMETRIC:
-        if base is None:
-            return torch.matmul(left, right, out=out)
         return _addmm(base, left, right, beta, alpha, out)
-    out = left.new_empty(*left.shape[:-1], rows) if out is None else out
+    out = torch.empty_like(base) if out is None else out
     upper, lower = slice(None, rows // 2), slice(rows // 2, None)
     for down, along in ((upper, upper), (lower, lower), (upper, lower)):
-        of_base = None if base is None else base[..., down, along]
-        a, b = left[..., down, :], right[..., along]
+        a, b, c = base[..., down, along], left[..., down, :], right[..., along]
         if down == along:
-            _mirrored(of_base, a, b, beta, alpha, out[..., down, along], levels - 1)
+            _mirrored(a, b, c, beta, alpha, out[..., down, along], levels - 1)
         else:
             # A contiguous block is transposed four times as fast as a view of ``out``.
-            block = _mirrored(of_base, a, b, beta, alpha, levels=0)
+            block = _addmm(a, b, c, beta, alpha)
             out[..., upper, lower] = block
             out[..., lower, upper] = block.mT.contiguous()
     return out
@@ -155,7 +152,9 @@ class SymmetricProducts(Products):
 
     def gram(self, x: Tensor) -> Tensor:
         """``x`` times its transpose."""
-        return _mirrored(None, x, x.mT, 0, 1)
+        gram = x.new_empty(*x.shape[:-1], x.size(-2))
+        # With ``beta`` 0, the content of ``base`` does not count.
+        return _mirrored(gram, x, x.mT, 0, out=gram)
 
     combine = staticmethod(_mirrored)
 
@@ -182,11 +181,10 @@ def products_for(x: Tensor, ns_algorithm: str) -> Products:
         return _PLAIN
     if ns_algorithm != "quintic":
         return _SYMMETRIC
-    if x.device.type != "cpu" or x.ndim != 2:
-        return _PLAIN
+    is_measured = x.is_cpu and x.ndim == 2 and x.dtype == NS_DTYPE
     # With more threads, the library may cut the sums of small blocks.
-    is_measured = x.dtype == NS_DTYPE and torch.get_num_threads() <= 2
-    return _SYMMETRIC if is_measured and _has_same_bits() else _PLAIN
+    is_exact = is_measured and torch.get_num_threads() <= 2 and _has_same_bits()
+    return _SYMMETRIC if is_exact else _PLAIN
 
 
 def newton_schulz(

@@ -28,7 +28,6 @@ from torch.optim._muon_engine.schedule.owners import (
     assign_owners,
     best_division,
     Class,
-    classes_of,
     divided,
     newton_schulz_flops,
 )
@@ -139,18 +138,18 @@ class TestMuonDivision(TestCase):
         draw, found = random.Random(3), Counter()
         for _ in range(300):
             members, numbers, group, per_node, near = self.drawn(draw)
-            best = best_division(members, group, per_node)
+            best, seconds = best_division(members, group, per_node)
             where = members, len(group), near
             every = [
                 dict(zip(members, c)) for c in itertools.product(*numbers.values())
             ]
-            self.assertIn(best.owners, every)
-            busy, total = self.cost(best.owners, *where)
-            self.assertEqual(best.seconds, busy, atol=0, rtol=1e-12)
+            self.assertIn(best, every)
+            busy, total = self.cost(best, *where)
+            self.assertEqual(seconds, busy, atol=0, rtol=1e-12)
             self.assertLess(total, 1.03 * min(self.cost(c, *where)[1] for c in every))
-            if best.owners != every[0]:
+            if best != every[0]:
                 self.assertLess(total, 0.98 * self.cost(every[0], *where)[1])
-            found.update(best.owners.values())
+            found.update(best.values())
         self.assertGreater(len(found), 4, found)
 
     def test_classes_have_their_own_numbers(self):
@@ -173,7 +172,7 @@ class TestMuonDivision(TestCase):
         # A frozen matrix takes no time, and no rank.
         two = shards_of([shapes[0]] * 2, 2)
         with mock.patch.object(owners, "FLOPS", 1):
-            found = divided(two, "auto", 2, frozen=[False, True])
+            found = divided(two, "auto", 2, ["quintic", None])
             found = [layout.key.block[1] for layout in found]
         self.assertEqual(found, [2, 2, 1])
 
@@ -217,8 +216,13 @@ class TestMuonDivision(TestCase):
         self.assertEqual(
             newton_schulz_flops((8, 8), algorithm="gram"), 5 * 1024 * 18 // 8
         )
-        layouts = shards_of([shape], 8)
-        self.assertEqual([c.algorithm for c in classes_of(layouts, ["gram"])], ["gram"])
+        (layout,) = shards_of([shape], 8)
+        self.assertEqual(Class.of(layout, "gram").algorithm, "gram")
+
+    def test_matrices_without_elements(self):
+        """They were a division by zero."""
+        best = best_division({Class((8, 0)): 3, Class((8, 8)): 1}, range(2), 2)
+        self.assertEqual(best[0], {Class((8, 0)): 1, Class((8, 8)): 1})
 
 
 class TestMuonSchedule(TestCase):

@@ -23,9 +23,9 @@ _HEADER = "rank", "owns", "TFLOP", "x mean", "MiB sent", "received", "memory", "
 def coverage(muon: Any, model: nn.Module | None, others: Sequence[Any]) -> str:
     """For a person: how much Muon has, its share of ``model``, and the matrices that no optimizer has."""
     group_of = {p: group for group in muon.param_groups for p in group["params"]}
-    inside: dict[Tensor, Any] = {p: [("", p.shape)] for p in group_of}
     of_model = [] if model is None else list(fsdp1.logical_matrices(model))
-    inside.update((p, tensors) for _, p, tensors in of_model)
+    inside: dict[Tensor, Any] = {p: [("", p.shape)] for p in group_of}
+    inside |= {p: tensors for _, p, tensors in of_model}
     numel = {p: sum(math.prod(s) for _, s in inside[p]) for p in inside}
     deep = [p for p in group_of if any(len(shape) > 2 for _, shape in inside[p])]
     flat = sum(bool(group_of[p]["flatten"]) for p in deep)
@@ -114,8 +114,9 @@ def _table(
     """One row per rank. FLOPs are those of five quintic steps, which also decide the owners."""
     buckets = [bucket for bucket in schedule.buckets if bucket.group == group]
     owned: dict[int, list[int]] = {r: [] for r in group}
-    for m in (m for bucket in buckets for m in bucket.matrices):
-        owned[schedule.owners[m]].append(m)
+    for bucket in buckets:
+        for r, matrices in schedule.owned(bucket).items():
+            owned[r] += matrices
     flops = [owners.flops_of(layout) for layout in schedule.layouts]
     loads = {r: sum(flops[m] for m in matrices) for r, matrices in owned.items()}
     mean = sum(loads.values()) / len(group) or 1
@@ -144,21 +145,23 @@ def _division(engine: Any, group: tuple[int, ...]) -> list[str]:
     """The numbers of owners that differ from one, or that "auto" would choose; at most one line."""
     layouts = engine.schedule.layouts
     layouts = [l for l in layouts if l.group == group and l.key.block[0] == 0]
-    formulas = [engine.params[layout.key.index].formulas for layout in layouts]
-    members = Counter(owners.classes_of(layouts, [f.ns_algorithm for f in formulas]))
+    members = Counter(
+        owners.Class.of(l, engine.params[l.key.index].formulas.ns_algorithm)
+        for l in layouts
+    )
     # In a dry run, fake tensors have no values.
     with unset_fake_temporarily():
-        undivided = owners.best_division(members, group, 1)
-        best = owners.best_division(members, group, ranks_per_node())
+        _, slow = owners.best_division(members, group, 1)
+        best, fast = owners.best_division(members, group, ranks_per_node())
+    verb = "has"
     counts = {layout.whole: layout.key.block[1] for layout in layouts}
-    is_divided = max(counts.values()) > 1
-    if not is_divided:
-        counts = {of.shape: count for of, count in best.owners.items()}
+    if max(counts.values()) == 1:
+        verb = 'is 1; "auto" would have'
+        counts = {of.shape: count for of, count in best.items()}
     named = [f"{n} for {' x '.join(map(str, s))}" for s, n in counts.items() if n > 1]
     if not named:
         return []
-    verb = "has" if is_divided else 'is 1; "auto" would have'
-    times = f"{1e3 * undivided.seconds:.3g} to {1e3 * best.seconds:.3g} ms"
+    times = f"{1e3 * slow:.3g} to {1e3 * fast:.3g} ms"
     return [
         f'  owners_per_matrix {verb} {listed(named, 4)}. On H100s, "auto" brings Newton-Schulz from {times}.'
     ]
@@ -173,11 +176,10 @@ def bytes_of(
     sent = received = copied = 0
     for bucket, pack in zip(buckets, of_buckets):
         sides = pack.gather_send, pack.scatter_send
-        relayed = [(relay.source == rank, relay.pack.nbytes) for relay in pack.relays]
-        sent += sum(side.nbytes for side in sides)
-        sent += sum(size for own, size in relayed if own)
+        relayed = sum(r.pack.nbytes for r in pack.relays if r.source == rank)
+        sent += sum(side.nbytes for side in sides) + relayed
         received += pack.gather_recv.nbytes + pack.scatter_recv.nbytes
-        received += sum(size for own, size in relayed if not own)
+        received += sum(r.pack.nbytes for r in pack.relays) - relayed
         if bucket.node_size > 1:
             # Two levels copy what they send, and twice what they pass on.
             for side, passed in zip(sides, schedule.passed_on(bucket, rank)):

@@ -161,9 +161,11 @@ class Engine:
                     number = self.config.state.get("owners_per_matrix", 1)
                     per_node = process_groups.ranks_per_node()
                     of_layouts = [self.params[layout.key.index] for layout in layouts]
-                    algorithms = [param.formulas.ns_algorithm for param in of_layouts]
-                    frozen = [param.frozen for param in of_layouts]
-                    layouts = divided(layouts, number, per_node, algorithms, frozen)
+                    algorithms = [
+                        None if param.frozen else param.formulas.ns_algorithm
+                        for param in of_layouts
+                    ]
+                    layouts = divided(layouts, number, per_node, algorithms)
                 owners = self._assign(tensors, layouts)
         except Exception as raised:
             error = error or raised

@@ -6,8 +6,8 @@ have one global order, and each rank runs its subsequence.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch.optim._muon_engine.layouts import Layout
@@ -51,63 +51,35 @@ def make_schedule(
         if not (frozen and frozen[i]):
             # Contributions are summed before they are rounded.
             dtype = layout.dtype if layout.shards.partial else wire_dtype
-            families.setdefault((layout.group, dtype), []).append(i)
-    keyed: list[tuple[tuple, Bucket]] = []
-    for (group, dtype), members in families.items():
+            turn = 0, False
+            if one_owner_at_a_time:
+                # All owners of a divided matrix have the turn of the first.
+                turn = owners[i - layout.key.block[0]], layout.divided is None
+            families.setdefault((turn, layout.group, dtype), []).append(i)
+    most = 1 if one_owner_at_a_time else MAX_BUCKETS
+    ordered: list[tuple[tuple, torch.dtype, list[int]]] = []
+    for (turn, group, dtype), members in families.items():
         limit = BUCKET_BYTES // dtype.itemsize
-        queues = _queues(members, layouts, owners)
-        if one_owner_at_a_time:
-            parts = [
-                (rank, part)
-                for rank, turn in _turns(queues, layouts, owners)
-                for part in _cut(turn, layouts, 1, limit, slots)
-            ]
-        else:
-            parts = list(enumerate(_cut(queues, layouts, MAX_BUCKETS, limit, slots)))
-        for at, (turn, part) in enumerate(parts):
-            relayed = _is_relayed(part, layouts, limit)
-            peers = _peers(part, relayed, layouts)
-            size = _node_size(group, peers, ranks_per_node)
-            bucket = Bucket(group, 0, tuple(part), dtype, wire_dtype, relayed, size)
-            keyed.append(((turn, -len(group), group, at, str(dtype)), bucket))
+        # Divided matrices come first, in one order for all of their owners, who have collectives for each.
+        order = {
+            m: (layouts[m].divided is None, -flops_of(layouts[m])) for m in members
+        }
+        # Owner -> its matrices, heaviest first.
+        queues: dict[int, list[int]] = {}
+        for m in sorted(members, key=lambda m: (order[m], layouts[m].whole, m)):
+            queues.setdefault(owners[m], []).append(m)
+        for at, part in enumerate(_cut(queues, layouts, most, limit, slots)):
+            ordered.append(((turn, at, -len(group), group, str(dtype)), dtype, part))
     counts: Counter[tuple[int, ...]] = Counter()
     buckets = []
-    for _, bucket in sorted(keyed, key=lambda pair: pair[0]):
-        buckets.append(replace(bucket, index=counts[bucket.group]))
-        counts[bucket.group] += 1
+    for (*_, group, _), dtype, part in sorted(ordered, key=lambda entry: entry[0]):
+        relayed = _is_relayed(part, layouts, BUCKET_BYTES // dtype.itemsize)
+        peers = _destinations(part, layouts) if relayed else len(group) - 1
+        size = _node_size(group, peers, ranks_per_node)
+        index, matrices = counts[group], tuple(part)
+        buckets.append(Bucket(group, index, matrices, dtype, wire_dtype, relayed, size))
+        counts[group] += 1
     return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
-
-
-def _queues(
-    members: Sequence[int], layouts: Sequence[Layout], owners: Sequence[int]
-) -> dict[int, list[int]]:
-    """Owner -> its matrices, heaviest first.
-
-    Divided matrices come before the others. So all owners of one have it at the same place.
-    """
-    queues: dict[int, list[int]] = {}
-
-    def key(m: int) -> tuple:
-        layout = layouts[m]
-        return layout.divided is None, -flops_of(layout), layout.whole, m
-
-    for m in sorted(members, key=key):
-        queues.setdefault(owners[m], []).append(m)
-    return queues
-
-
-def _turns(
-    queues: dict[int, list[int]], layouts: Sequence[Layout], owners: Sequence[int]
-) -> Iterator[tuple[int, dict[int, list[int]]]]:
-    """Queues that work sequentially, for debugging: one owner, or those of the same divided matrices."""
-    for rank in sorted(queues):
-        together: dict[int, list[int]] = {}
-        for m in queues[rank]:
-            number, count = layouts[m].key.block
-            for block in range(m, m + count) if number == 0 and count > 1 else ():
-                together.setdefault(owners[block], []).append(block)
-        alone = {rank: [m for m in queues[rank] if layouts[m].divided is None]}
-        yield from ((rank, turn) for turn in (together, alone) if any(turn.values()))
 
 
 def _cut(
@@ -140,13 +112,16 @@ def _cut(
     best: list[list[int]] = []
     shortest = math.inf
     counts = *range(wanted, least - 1, -1), *more
-    for count, first in (*((c, limit) for c in counts), *((c, wide) for c in counts)):
+    for (first, rest), count in product(((limit, limit), (wide, narrow)), counts):
         if shortest <= MAX_STRETCH * busiest:
             break
-        rest = limit if first == limit else narrow
-        limits = [first if at % slots == 0 else rest for at in range(count)]
+        limits = [rest if at % slots else first for at in range(count)]
         parts, time = _spread(queues, layouts, work, limits)
-        if parts and time < shortest and _fits(parts, layouts, first):
+        # No holder sends more than twice the limit in a bucket without relays.
+        fits = all(
+            _replicas(p, layouts) > 1 or _load(p, layouts) <= 2 * first for p in parts
+        )
+        if parts and time < shortest and fits:
             best, shortest = parts, time
     if best:
         return best
@@ -187,21 +162,17 @@ def _spread(
     for _ in range(2):
         parts: list[list[int]] = [[] for _ in range(count)]
         busiest = [0] * count
-        # First block of a divided matrix -> the bucket of all its blocks.
-        shared: dict[int, int] = {}
+        # The first block of each matrix -> the bucket of all its blocks.
+        placed: dict[int, int] = {}
         for queue in queues.values():
             room, free = list(heights), list(limits)
             for m in queue:
-                size = layouts[m].numel
-                fitting = [at for at in range(count) if free[at] >= size]
-                first = m - layouts[m].key.block[0]
-                if first in shared:
-                    fitting = [at for at in fitting if at == shared[first]]
+                size, first = layouts[m].numel, m - layouts[m].key.block[0]
+                places = [placed[first]] if first in placed else range(count)
+                fitting = [at for at in places if free[at] >= size]
                 if not fitting:
                     return best
-                at = max(fitting, key=room.__getitem__)
-                if layouts[m].divided is not None:
-                    shared[first] = at
+                at = placed[first] = max(fitting, key=room.__getitem__)
                 room[at] -= work[m]
                 free[at] -= size
                 parts[at].append(m)
@@ -221,33 +192,25 @@ def _load(part: Sequence[int], layouts: Sequence[Layout]) -> int:
     return max(numels.values(), default=0)
 
 
-def _fits(
-    parts: Sequence[Sequence[int]], layouts: Sequence[Layout], limit: int
-) -> bool:
-    """Whether no holder sends more than twice the ``limit`` in a bucket without relays."""
-    return all(
-        _is_relayed(part, layouts, limit) or _load(part, layouts) <= 2 * limit
-        for part in parts
-    )
+def _replicas(part: Sequence[int], layouts: Sequence[Layout]) -> int:
+    """The largest number of replicas of a shard of a bucket's matrices."""
+    return max(layouts[m].shards.replicas for m in part)
 
 
 def _is_relayed(part: Sequence[int], layouts: Sequence[Layout], limit: int) -> bool:
     """Whether one replica of each shard relays the results to the others."""
-    replicas = max(layouts[m].shards.replicas for m in part)
-    if replicas > MAX_REPLICAS:
-        return True
-    # Without relays, an owner has memory for each replica's copy.
-    return replicas > 1 and 3 * _load(part, layouts) > 2 * limit
+    replicas = _replicas(part, layouts)
+    if 1 < replicas <= MAX_REPLICAS:
+        # Without relays, an owner has memory for each replica's copy.
+        return 3 * _load(part, layouts) > 2 * limit
+    return replicas > MAX_REPLICAS
 
 
-def _peers(part: Sequence[int], relayed: bool, layouts: Sequence[Layout]) -> int:
-    """With how many ranks an owner exchanges something, at most."""
-    distinct = {layouts[m].shards for m in part}
-    if not relayed:
-        return max(len(shards.ranks) for shards in distinct) - 1
+def _destinations(part: Sequence[int], layouts: Sequence[Layout]) -> int:
+    """With how many ranks an owner in a relayed bucket exchanges something, at most."""
     return max(
         sum(not shards.is_empty(ranks[0]) for ranks in shards.replica_sets)
-        for shards in distinct
+        for shards in {layouts[m].shards for m in part}
     )
 
 

@@ -1,16 +1,14 @@
 """Which rank orthogonalizes which matrix."""
 
 import math
-from bisect import bisect
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress
-from operator import itemgetter
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim._muon_engine.layouts import larger_first, Layout, listed, Shards
+from torch.optim._muon_engine.layouts import larger_first, Layout, listed
 from torch.optim._muon_engine.layouts.divide import CutShards, divide
 from torch.optim._newton_schulz import GRAM_RATIO
 
@@ -47,7 +45,6 @@ FLOPS, NODE, NETWORK, LATENCY = 989e12 / 2, 450e9, 50e9, 0.47e-6
 WAIT = 0.02
 # A larger number of owners, which rounds differently, must save this part of the time.
 MIN_SAVED = 0.02
-_count = itemgetter(1)
 
 
 class Class(NamedTuple):
@@ -58,114 +55,100 @@ class Class(NamedTuple):
     # The number of distinct shards if they have replicas, else 1.
     shards: int = 1
 
-
-class Division(NamedTuple):
-    """How many owners the matrices of each class have, and the seconds that Newton-Schulz takes then."""
-
-    owners: dict[Class, int]
-    seconds: float
+    @classmethod
+    def of(cls, layout: Layout, algorithm: str = "quintic") -> "Class":
+        """The class of a matrix with this ``ns_algorithm``."""
+        shards = layout.shards
+        count = len(shards.replica_sets) if shards.replicas > 1 else 1
+        return cls(layout.whole, algorithm, count)
 
 
 def divided(
     layouts: Sequence[Layout],
     owners: int | str,
     ranks_per_node: int = 1,
-    algorithms: Sequence[str] = (),
-    frozen: Sequence[bool] = (),
+    algorithms: Sequence[str | None] = (),
 ) -> list[Layout]:
     """``layouts`` with several blocks for each matrix that is worth it.
 
     Args:
         owners: the number of blocks; "auto" for :func:`best_division`.
-        algorithms: ``ns_algorithm`` of each layout (default: "quintic").
-        frozen: layouts that take no time and stay whole.
+        algorithms: ``ns_algorithm`` of each layout (default: "quintic"); None for a frozen one, which
+            takes no time and stays whole.
     """
     if owners == 1:
         return list(layouts)
-    classes = classes_of(layouts, algorithms)
-    trains = [not is_frozen for is_frozen in frozen] or [True] * len(layouts)
-    by_group: dict[tuple[int, ...], Counter[Class]] = {}
-    for layout, kind in compress(zip(layouts, classes), trains):
-        by_group.setdefault(layout.group, Counter())[kind] += 1
-    counts: dict[tuple[int, ...], dict[Class, int]] = {}
-    for group, members in by_group.items():
+    by_group: dict[tuple[int, ...], dict[int, Class]] = {}
+    for i, algorithm in enumerate(algorithms or ["quintic"] * len(layouts)):
+        if algorithm:
+            classes = by_group.setdefault(layouts[i].group, {})
+            classes[i] = Class.of(layouts[i], algorithm)
+    numbers = [1] * len(layouts)
+    for group, classes in by_group.items():
+        members = Counter(classes.values())
         if owners == "auto":
-            counts[group] = best_division(members, group, ranks_per_node).owners
-            continue
-        work = {kind: newton_schulz_flops(kind.shape) for kind in members}
-        least = MIN_LOAD * sum(n * work[c] for c, n in members.items()) / len(group)
-        large = [kind for kind in members if min(kind.shape) >= MIN_DIVIDED]
-        counts[group] = {kind: int(owners) for kind in large if work[kind] > least}
-    blocks: list[Layout] = []
+            counts, _ = best_division(members, group, ranks_per_node)
+        else:
+            work = {kind: newton_schulz_flops(kind.shape) for kind in members}
+            mean = sum(n * work[kind] for kind, n in members.items()) / len(group)
+            heavy = (kind for kind in members if work[kind] > MIN_LOAD * mean)
+            counts = {c: int(owners) for c in heavy if min(c.shape) >= MIN_DIVIDED}
+        for i, kind in classes.items():
+            numbers[i] = counts.get(kind, 1)
     cut_shards: CutShards = {}
-    for layout, kind, is_trained in zip(layouts, classes, trains):
-        count = counts[layout.group].get(kind, 1) if is_trained else 1
-        blocks += divide(layout, count, cut_shards)
-    return blocks
-
-
-def classes_of(
-    layouts: Sequence[Layout], algorithms: Sequence[str] = ()
-) -> list[Class]:
-    """The class of each layout; ``algorithms`` as in :func:`divided`."""
-    classes = []
-    for layout, algorithm in zip(layouts, algorithms or ["quintic"] * len(layouts)):
-        shards = layout.shards
-        count = len(shards.replica_sets) if shards.replicas > 1 else 1
-        classes.append(Class(layout.whole, algorithm, count))
-    return classes
+    blocks = (divide(l, n, cut_shards) for l, n in zip(layouts, numbers))
+    return list(chain.from_iterable(blocks))
 
 
 def best_division(
     members: Mapping[Class, int], group: Sequence[int], ranks_per_node: int
-) -> Division:
+) -> tuple[dict[Class, int], float]:
     """The numbers of owners, within a node or of whole nodes, with which ``group`` is fastest.
 
     It compares one number for all classes with the smallest numbers that keep each matrix within a limit.
     The busiest rank decides, and the transfers of one matrix, which overlap with nothing.
+
+    Returns:
+        The number of each class, and the seconds that Newton-Schulz takes then.
     """
     ranks = len(group)
     # The group may have few of a node's ranks.
     near = min(Counter(rank // ranks_per_node for rank in group).values())
-    choices: dict[Class, list[tuple[float, int]]] = {}
+    # (seconds, number of owners) of each class, by the number.
+    choices: list[list[tuple[float, int]]] = []
     for kind in members:
         numbers = {1}
         if min(kind.shape) >= MIN_DIVIDED:
             # If blocks are no shards, the replicas of some shards have more to relay than others.
             numbers |= {kind.shards} if kind.shards > 1 else {2, 4, 8, 16, 32, 64}
-        choices[kind] = [
-            (_seconds(kind, count, near), count)
-            for count in sorted(numbers)
-            if count <= near or (count <= ranks and near > 1 and count % near == 0)
-        ]
-    every = [choice for times in choices.values() for choice in times]
-    # (seconds, count) of each class, under each limit of the count and of the seconds.
-    divisions = [
-        [times[bisect(times, n, key=_count) - 1] for times in choices.values()]
-        for n in {n for _, n in every}
-    ]
-    divisions += [
-        [
-            next((c for c in times if c[0] <= limit), min(times))
-            for times in choices.values()
-        ]
-        for limit in {seconds for seconds, _ in every}
-    ]
-    best, shortest = Division({}, math.inf), math.inf
-    # Several limits give the same division.
-    distinct = dict.fromkeys(map(tuple, divisions))
-    for taken in sorted(distinct, key=lambda taken: sum(map(_count, taken))):
-        by_class = dict(zip(choices, taken))
-        busy = _busiest(by_class, members, ranks)
-        bandwidth = NODE if ranks == near else NETWORK
-        largest = max(math.prod(kind.shape) / n for kind, (_, n) in by_class.items())
+        choices.append(
+            [
+                (_seconds(kind, count, near), count)
+                for count in sorted(numbers)
+                if count <= near or (count <= ranks and near > 1 and count % near == 0)
+            ]
+        )
+    divisions = set()
+    for limit, most in chain.from_iterable(choices):
+        divisions |= {
+            tuple([c for c in times if c[1] <= most][-1] for times in choices),
+            tuple(
+                next((c for c in times if c[0] <= limit), min(times))
+                for times in choices
+            ),
+        }
+    best: dict[Class, int] = {}
+    seconds = shortest = math.inf
+    for taken in sorted(divisions, key=lambda of: (sum(n for _, n in of), of)):
+        busy = _busiest(dict(zip(members, taken)), members, ranks)
+        counts = dict(zip(members, (count for _, count in taken)))
+        largest = max(math.prod(kind.shape) / n for kind, n in counts.items())
         # Both ways, in bfloat16. Owners wait for the slowest of them.
-        seconds = busy + 2 * 2 * largest / bandwidth
-        seconds *= 1 + WAIT * (max(map(_count, taken)) - 1)
-        if seconds < (1 - MIN_SAVED) * shortest:
-            counts = {kind: count for kind, (_, count) in by_class.items()}
-            best, shortest = Division(counts, busy), seconds
-    return best
+        total = busy + 2 * 2 * largest / (NODE if ranks == near else NETWORK)
+        total *= 1 + WAIT * (max(counts.values()) - 1)
+        if total < (1 - MIN_SAVED) * shortest:
+            best, seconds, shortest = counts, busy, total
+    return best, seconds
 
 
 def _seconds(kind: Class, count: int, ranks_per_node: int) -> float:
@@ -186,6 +169,8 @@ def _busiest(
     """Seconds of the busiest rank, if each matrix goes to the owners that are free first."""
     busy = torch.zeros(ranks, dtype=torch.float64, device="cpu")
     for kind, (seconds, count) in sorted(taken.items(), key=lambda item: -item[1][0]):
+        if not seconds:
+            continue  # Matrices without elements.
         teams = busy[: ranks // count * count].view(-1, count)
         free, places = teams.amax(1).sort(stable=True)
         free = free[: members[kind]]
@@ -200,72 +185,6 @@ def _busiest(
 def flops_of(layout: Layout) -> int:
     """The work of one owner of a matrix."""
     return newton_schulz_flops(layout.whole) // layout.key.block[1]
-
-
-class _Loads:
-    """The work of the ranks of one group so far, of shape (2, ranks): FLOPs, elements to receive."""
-
-    def __init__(
-        self,
-        group: tuple[int, ...],
-        others: Iterable["_Loads"],
-        start: int,
-        ranks_per_node: int,
-    ) -> None:
-        self.group = group
-        self.start = start
-        self.ranks_per_node = ranks_per_node
-        self.before = torch.zeros(2, len(group), dtype=torch.int64, device="cpu")
-        for other in others:
-            place = {rank: i for i, rank in enumerate(other.group)}
-            if all(rank in place for rank in group):
-                places = [place[rank] for rank in group]
-                self.before += (other.load - other.before)[:, places]
-        self.load = self.before.clone()
-        self._teams: dict[int, Tensor] = {}
-
-    def give(
-        self, flops: int, blocks: Sequence[tuple[int, Tensor]], count: int
-    ) -> list[list[int]]:
-        """Gives some of ``count`` equal matrices to teams of one rank for each block, and returns these.
-
-        Teams of equal load: first those that receive fewest bytes, then those from ``start`` on.
-
-        Args:
-            flops: of a block.
-            blocks: the number of elements of each, and how many of them each rank holds.
-        """
-        teams = self._teams_of(len(blocks))
-        busy, received = self.load
-        load = busy[teams].amax(1)
-        teams = teams[load == load.min()]
-        apart = [received[t] - numels[t] for t, (_, numels) in zip(teams.T, blocks)]
-        teams = teams[torch.stack(apart).sum(0).argsort(stable=True)[:count]]
-        for places, (numel, numels) in zip(teams.T, blocks, strict=True):
-            busy[places] += flops
-            received[places] += numel - numels[places]
-        return [[self.group[place] for place in team] for team in teams.tolist()]
-
-    def _teams_of(self, size: int) -> Tensor:
-        """Places of neighbouring ranks, of shape (teams, size): of one node if a node has enough.
-
-        The team of ``start`` comes first, because ties go to the first team.
-        """
-        if size not in self._teams:
-            nodes: dict[int, list[int]] = {}
-            for place, rank in enumerate(self.group):
-                nodes.setdefault(rank // self.ranks_per_node, []).append(place)
-            parts = list(nodes.values())
-            if min(map(len, parts)) < size:
-                parts = [list(range(len(self.group)))]
-            teams = [
-                part[at : at + size]
-                for part in parts
-                for at in range(0, len(part) - size + 1, size)
-            ]
-            ordered = torch.tensor(teams, device="cpu")
-            self._teams[size] = ordered.roll(-(self.start // size), 0)
-        return self._teams[size]
 
 
 def assign_owners(
@@ -295,39 +214,75 @@ def assign_owners(
             digests = tuple(block.shards.digest for block in layouts[i : i + count])
             alike = members.setdefault(layout.group, {})
             alike.setdefault((-flops_of(layout), digests), []).append(i)
-    groups: list[_Loads] = []
+    # For each rank of a group, the FLOPs and the elements to receive that its matrices add.
+    added: dict[tuple[int, ...], Tensor] = {}
     for group in larger_first(members):
-        loads = _Loads(group, groups, start(group), ranks_per_node)
-        groups.append(loads)
+        load = torch.zeros(2, len(group), dtype=torch.int64, device="cpu")
+        for wider, work in added.items():
+            place = {rank: at for at, rank in enumerate(wider)}
+            if place.keys() >= set(group):
+                load += work[:, [place[rank] for rank in group]]
+        before = load.clone()
+        teams_of: dict[int, Tensor] = {}
         for (minus_flops, digests), equal in sorted(
             members[group].items(), key=lambda item: item[0][0]
         ):
-            first = layouts[equal[0] : equal[0] + len(digests)]
-            blocks = [(block.numel, _numels_in_order(block.shards)) for block in first]
+            size = len(digests)
+            if size not in teams_of:
+                teams = _teams(group, size, ranks_per_node)
+                # Ties go to the first team.
+                teams_of[size] = teams.roll(-(start(group) // size), 0)
+            blocks = layouts[equal[0] : equal[0] + size]
+            numels = [[b.numel - n for n in b.shards.numels] for b in blocks]
+            order = torch.tensor(blocks[0].shards.ranks, device="cpu").argsort()
+            received = torch.tensor(numels, device="cpu")[:, order]
             while equal:
-                teams = loads.give(-minus_flops, blocks, len(equal))
-                for i, team in zip(equal, teams):
-                    owners[i : i + len(team)] = team
+                teams = _give(load, teams_of[size], -minus_flops, received, len(equal))
+                for i, team in zip(equal, teams.tolist()):
+                    owners[i : i + size] = [group[place] for place in team]
                 equal = equal[len(teams) :]
+        added[group] = load - before
     return owners
 
 
-def _numels_in_order(shards: Shards) -> Tensor:
-    """How many elements each rank of the group holds, in the group's order."""
-    by_rank = dict(zip(shards.ranks, shards.numels, strict=True))
-    numels = [by_rank[rank] for rank in shards.group]
-    return torch.tensor(numels, dtype=torch.int64, device="cpu")
+def _teams(group: Sequence[int], size: int, ranks_per_node: int) -> Tensor:
+    """Places of neighbouring ranks, of shape (teams, size): of one node if each node has enough."""
+    per_node = [*Counter(rank // ranks_per_node for rank in group).values()]
+    nodes = per_node if min(per_node) >= size else [len(group)]
+    parts = torch.arange(len(group), device="cpu").split(nodes)
+    return torch.cat([part.unfold(0, size, size) for part in parts])
+
+
+def _give(
+    load: Tensor, teams: Tensor, flops: int, received: Tensor, count: int
+) -> Tensor:
+    """Gives some of ``count`` equal matrices to the least loaded teams, and returns these.
+
+    Teams of equal load: first those that receive the fewest elements, then the first ones.
+
+    Args:
+        load: the FLOPs of each rank and the elements that it receives, of shape (2, ranks).
+        flops: of a block.
+        received: the elements that a rank would receive of each block, of shape (size, ranks).
+    """
+    busy = load[0, teams].amax(1)
+    teams = teams[busy == busy.min()]
+    rows = torch.arange(len(received), device="cpu")
+    elements = load[1, teams] + received[rows, teams]
+    teams = teams[elements.sum(1).argsort(stable=True)[:count]]
+    load[0, teams] += flops
+    load[1, teams] += received[rows, teams]
+    return teams
 
 
 def by_rank(indices: Sequence[int], owners: Sequence[int]) -> dict[int, list[int]]:
     """Global rank -> sorted parameter indices; a flat parameter counts for its first matrix."""
-    first: dict[int, int] = {}
-    for index, owner in zip(indices, owners, strict=True):
-        first.setdefault(index, owner)
-    result: dict[int, list[int]] = defaultdict(list)
-    for index, owner in first.items():
-        result[owner].append(index)
-    return {rank: sorted(result[rank]) for rank in sorted(result)}
+    # The first of equal indices comes last.
+    first = dict(zip(reversed(indices), reversed(owners), strict=True))
+    result: dict[int, list[int]] = {}
+    for index in sorted(first):
+        result.setdefault(first[index], []).append(index)
+    return result
 
 
 def check_assignments(
@@ -339,11 +294,11 @@ def check_assignments(
             raise ValueError(
                 f"assign_fn names rank {rank}, but the ranks are 0 to {world_size - 1}"
             )
-    count = Counter(index for owned in assignments.values() for index in owned)
+    count = Counter(chain.from_iterable(assignments.values()))
     indices = range(len(describe))
     wrong = {
-        "unknown": sorted(i for i in count if i not in indices),
-        "missing": [i for i in indices if not count[i]],
+        "unknown": sorted(count.keys() - indices),
+        "missing": sorted(indices - count.keys()),
         "assigned more than once": [i for i in indices if count[i] > 1],
     }
     problems = [

@@ -17,6 +17,10 @@ RELAY_BYTES = 64 * 1024**2
 RELAYS_IN_FLIGHT = 2
 
 
+# A holder, and the matrices of which it exchanges its shards.
+Exchanged = tuple[int, Sequence[int]]
+
+
 class PackedRegion(NamedTuple):
     """A region of ``matrix`` in the shard of ``rank``, at element ``offset`` of a pack."""
 
@@ -94,13 +98,9 @@ class Bucket:
 
     def node_and_rail(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ranks of the group on ``rank``'s node, and the ranks at its place of each node."""
-        place = self.group.index(rank)
-        at = place % self.node_size
-        start = place - at
-        return (
-            self.group[start : start + self.node_size],
-            self.group[at :: self.node_size],
-        )
+        place, size = self.group.index(rank), self.node_size
+        start = place - place % size
+        return self.group[start : start + size], self.group[place % size :: size]
 
 
 @dataclass(frozen=True)
@@ -128,33 +128,24 @@ class Schedule:
 
     def _receives_directly(self, matrix: int, rank: int) -> bool:
         # Empty shards look like replicas of each other, and a group may have thousands of them.
-        is_empty = self.layouts[matrix].shards.is_empty(rank)
-        return (
-            not is_empty
-            and self.is_source(matrix, rank)
-            and self.receives(matrix, rank)
-        )
+        if self.layouts[matrix].shards.is_empty(rank):
+            return False
+        return self.is_source(matrix, rank) and self.receives(matrix, rank)
 
     def packs(self, bucket: Bucket, rank: int) -> LocalPacks:
         """The packs of ``rank`` in ``bucket``."""
         owned = self.owned(bucket)
-        own = owned.get(rank, [])
-        # A gather goes from holders to owners, a scatter from owners to holders.
-        as_holder = [
-            (rank, () if peer == rank else owned.get(peer, ())) for peer in bucket.group
-        ]
-        as_owner = [(peer, () if peer == rank else own) for peer in bucket.group]
-        gather, scatter = bucket.gather_dtype, bucket.scatter_dtype
-        receives = self._receives_directly if bucket.relayed else self.receives
+        as_holder = [_between(rank, peer, owned) for peer in bucket.group]
+        as_owner = [_between(peer, rank, owned) for peer in bucket.group]
         relays = self.relays(bucket, rank)
         relayed = {entry.matrix for relay in relays for entry in relay.pack.regions}
-        kept = [m for m in own if m in relayed]
+        kept = [m for m in owned.get(rank, ()) if m in relayed]
         return LocalPacks(
-            gather_send=self._pack(as_holder, gather, self.is_source),
-            gather_recv=self._pack(as_owner, gather, self.is_source),
-            scatter_send=self._pack(as_owner, scatter, receives),
-            scatter_recv=self._pack(as_holder, scatter, receives),
-            kept=self._pack([(rank, kept)], scatter, self.receives),
+            gather_send=self._gather(bucket, as_holder),
+            gather_recv=self._gather(bucket, as_owner),
+            scatter_send=self._scatter(bucket, as_owner),
+            scatter_recv=self._scatter(bucket, as_holder),
+            kept=self._pack([(rank, kept)], bucket.scatter_dtype, self.receives),
             relays=relays,
         )
 
@@ -167,7 +158,7 @@ class Schedule:
 
     def passed_on(
         self, bucket: Bucket, rank: int
-    ) -> tuple[list[list[int]], list[list[int]]]:
+    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Elements that ``rank`` passes on between the two levels of a gather and of a scatter.
 
         Returns:
@@ -176,18 +167,10 @@ class Schedule:
         """
         node, rail = bucket.node_and_rail(rank)
         owned = self.owned(bucket)
-        receives = self._receives_directly if bucket.relayed else self.receives
-
-        def elements(
-            holder: int, owner: int, travels: Callable[[int, int], bool]
-        ) -> int:
-            matrices = () if holder == owner else owned.get(owner, ())
-            sent = (m for m in matrices if travels(m, holder))
-            return sum(self.layouts[m].shards.numel_of(holder) for m in sent)
-
-        gathered = [[elements(h, o, self.is_source) for o in rail] for h in node]
-        scattered = [[elements(h, o, receives) for h in rail] for o in node]
-        return gathered, scattered
+        gathers = ([_between(h, o, owned) for o in rail] for h in node)
+        scatters = ([_between(h, o, owned) for h in rail] for o in node)
+        gathered = [self._gather(bucket, exchanged).splits for exchanged in gathers]
+        return gathered, [self._scatter(bucket, ex).splits for ex in scatters]
 
     def further_groups(self, rank: int) -> dict[tuple[int, ...], str]:
         """Further sets of ranks with which ``rank`` has collectives, and what these ranks share."""
@@ -195,14 +178,11 @@ class Schedule:
         for bucket in self.buckets:
             if rank not in bucket.group:
                 continue
-            for matrix in bucket.matrices:
-                if self.owners[matrix] == rank and len(self.team(matrix)) > 1:
+            for matrix in self.owned(bucket).get(rank, ()):
+                if len(self.team(matrix)) > 1:
                     groups[self.team(matrix)] = "a matrix"
-                shards = self.layouts[matrix].shards
-                if bucket.relayed and not shards.is_empty(rank):
-                    replicas = shards.replicas_of(rank)
-                    if len(replicas) > 1:
-                        groups[tuple(sorted(replicas))] = "replicas"
+            for relay in self.relays(bucket, rank):
+                groups[relay.replicas] = "replicas"
             if bucket.node_size > 1:
                 node, rail = bucket.node_and_rail(rank)
                 groups |= {node: "node", rail: "rail"}
@@ -234,9 +214,16 @@ class Schedule:
             for part in parts
         )
 
+    def _gather(self, bucket: Bucket, exchanged: Sequence[Exchanged]) -> Pack:
+        return self._pack(exchanged, bucket.gather_dtype, self.is_source)
+
+    def _scatter(self, bucket: Bucket, exchanged: Sequence[Exchanged]) -> Pack:
+        receives = self._receives_directly if bucket.relayed else self.receives
+        return self._pack(exchanged, bucket.scatter_dtype, receives)
+
     def _pack(
         self,
-        exchanged: Sequence[tuple[int, Sequence[int]]],
+        exchanged: Sequence[Exchanged],
         dtype: torch.dtype,
         travels: Callable[[int, int], bool],
     ) -> Pack:
@@ -255,6 +242,11 @@ class Schedule:
         return Pack(dtype, tuple(splits), tuple(regions))
 
 
+def _between(holder: int, owner: int, owned: dict[int, list[int]]) -> Exchanged:
+    """A gather goes from holders to owners, a scatter from owners to holders; neither to oneself."""
+    return holder, () if holder == owner else owned.get(owner, ())
+
+
 def slots_for(prefetch_count: int) -> int:
     """Slots of a group: one per prefetched gather, one to orthogonalize, one on its way back."""
     return prefetch_count + 2
@@ -266,15 +258,15 @@ def slot_sizes(packs: Sequence[LocalPacks], slots: int) -> list[tuple[int, int]]
     A slot is as large as the largest of the buckets that use it.
     """
     count = min(len(packs), slots)
-    sizes = [[pack.nbytes for pack in packs[at::count]] for at in range(count)]
-    return [(max(o for o, _ in slot), max(i for _, i in slot)) for slot in sizes]
+    rings = [zip(*(pack.nbytes for pack in packs[at::count])) for at in range(count)]
+    return [(max(outer), max(inner)) for outer, inner in rings]
 
 
 def relay_sizes(relays: Iterable[Sequence[Relay]], rank: int) -> tuple[int, int]:
     """Bytes of the results that ``rank`` relays in one bucket, and of the largest that it is sent."""
     sent = received = 0
     for of_bucket in relays:
-        sizes = [(relay.source == rank, relay.pack.nbytes) for relay in of_bucket]
-        sent = max(sent, sum(size for own, size in sizes if own))
-        received = max([received, *(size for own, size in sizes if not own)])
+        own = sum(relay.pack.nbytes for relay in of_bucket if relay.source == rank)
+        others = [relay.pack.nbytes for relay in of_bucket if relay.source != rank]
+        sent, received = max(sent, own), max([received, *others])
     return sent, received
