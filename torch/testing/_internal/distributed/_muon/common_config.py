@@ -56,6 +56,20 @@ def make_matrix(shape, dtype=torch.float32, generator=None, strided="contiguous"
     return torch.randn(rows, columns, generator=generator).to(dtype)
 
 
+def parts_of(tensor, split=None, flatten=False):
+    """The matrices of a fused or flattened weight, by hand."""
+    tensor = tensor.flatten(1) if flatten else tensor
+    stack = tensor.flatten(0, -3) if tensor.ndim > 2 else tensor[None]
+    if not isinstance(split, dict):
+        return [part for one in stack for part in one.split(split or len(one))]
+    dim, sizes = split.get("dim", 0), split["sizes"]
+    # The number of the part that each row or column belongs to.
+    of_part = [i for i, size in enumerate(sizes) for _ in range(size)]
+    of_part = torch.tensor(of_part * split.get("repeats", 1))
+    lines = [(of_part == i).nonzero().flatten() for i in range(len(sizes))]
+    return [one.index_select(dim, at) for one in stack for at in lines]
+
+
 def make_params(*shapes, dtype=torch.float32, seed=0):
     """Parameters with gradients."""
     generator = torch.Generator().manual_seed(seed)
