@@ -249,6 +249,17 @@ class TestMuonErrors(MuonTestCase):
         self.assertRegex(str(seen.exception), r"missing \[3\]")
         self.assertRegex(str(seen.exception), r"more than once \[0\]")
 
+    def test_assignments_of_what_does_not_exist(self):
+        for assignments, kind, pattern in (
+            ({0: [0, 1, 2]}, AssertionError, r"0 to 1.*unknown \[2\]"),
+            ({0: [0, 1, -1]}, AssertionError, r"\[-1\]"),
+            ({2: [], 0: [0, 1]}, ValueError, "rank 2.*0 to 1"),
+            ({-1: [0, 1]}, ValueError, "rank -1"),
+        ):
+            config = self.config_for_two(lambda params, state, given=assignments: given)
+            with self.assertRaisesRegex(kind, pattern):
+                Muon(make_params((2, 2), (3, 3)), distributed_config=config)
+
     def test_wrong_tp_dim_raises(self):
         param = torch.randn(10, 20)
         for options in (

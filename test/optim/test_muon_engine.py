@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch.optim._muon_engine.layouts import check_cover, Key, Layout, Region, Shards
 from torch.optim._muon_engine.schedule.owners import (
     assign_owners,
-    by_rank,
-    check_assignments,
     newton_schulz_flops,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
@@ -122,27 +120,6 @@ class TestOwners(TestCase):
         for start, owners in enumerate(([4, 6], [6, 8], [8, 4])):
             found = assign_owners(layouts, lambda group, start=start: start)
             self.assertEqual(found, owners)
-
-    def test_by_rank(self):
-        self.assertEqual(by_rank([0, 1, 2], [4, 2, 4]), {2: [1], 4: [0, 2]})
-        # A flat parameter of two matrices counts for the owner of its first one.
-        self.assertEqual(by_rank([0, 0, 1], [1, 0, 0]), {0: [1], 1: [0]})
-
-    def test_check_assignments(self):
-        names = [f"parameter {i}" for i in range(3)]
-        self.assertIsNone(check_assignments({0: [0, 2], 1: [1]}, names, 2))
-        self.assertIsNone(check_assignments({1: (1, 0, 2)}, names, 2))
-        for assignments, kind, pattern in [
-            ({0: [0]}, AssertionError, r"missing \[1, 2\].*parameter 1, parameter 2"),
-            ({0: [0, 1], 1: [1, 2]}, AssertionError, r"more than once \[1\]"),
-            ({0: [0, 1, 1, 2]}, AssertionError, r"more than once \[1\]"),
-            ({0: [0, 1, 2, 3]}, AssertionError, r"0 to 2.*unknown \[3\]"),
-            ({0: [0, 1, -1]}, AssertionError, r"\[-1\]"),
-            ({2: [], 0: [0, 1, 2]}, ValueError, "rank 2.*0 to 1"),
-            ({-1: [0, 1, 2]}, ValueError, "rank -1"),
-        ]:
-            with self.assertRaisesRegex(kind, pattern):
-                check_assignments(assignments, names, 2)
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")

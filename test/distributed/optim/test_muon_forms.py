@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import Shard
 from torch.optim import Muon
 from torch.optim._muon_engine import callbacks
 from torch.optim._muon_engine.runtime import shared
@@ -47,26 +46,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Twins,
     wrap_functions,
 )
-
-
-S2 = Shard(2)
-# Uneven shards, empty ones, and parts that no rank's piece contains. Without options, stacks and a matrix.
-FORMS = [
-    ((48, 16), {"split": (16, 20, 12)}),
-    ((7, 9), {"split": [3, 1, 3]}),
-    ((8, 6, 3, 5), {"flatten": True}),
-    ((3, 5, 2), {"flatten": True}),
-    ((12, 4, 3), {"flatten": True, "split": [4] * 3}),
-    ((4, 6, 8), {"split": (2, 4)}),
-    # Shards begin in the middle of a repeat.
-    ((21, 6), {"split": {"sizes": (4, 1, 2), "repeats": 3}}),
-    ((6, 22), {"split": {"sizes": (4, 7), "repeats": 2, "dim": 1}}),
-    ((3, 6, 10), {"split": {"sizes": (1, 1), "repeats": 5, "dim": 1}}),
-    ((5, 7, 3), {}),
-    ((1, 9, 4), {}),
-    ((2, 3, 4, 6), {}),
-    ((12, 8), {}),
-]
 
 
 class Experts(nn.Module):
@@ -108,34 +87,7 @@ def muon_of(model, config=None):
 
 class TestMuonForms(OnCPU):
     def twins(self, layout, config=None, **options):
-        forms = dict(FORMS)
-        groups = [([i], forms.get(each.shape, {})) for i, each in enumerate(layout)]
-        return Twins(layout, config, groups, allow_batched_matrices=True, **options)
-
-    def placed(self, mesh, *placements):
-        # Dimension 1 instead of one that the shape lacks.
-        fitting = [
-            [S1 if getattr(p, "dim", 0) >= len(shape) else p for p in placements]
-            for shape, _ in FORMS
-        ]
-        return [Spec(shape, mesh, p) for (shape, _), p in zip(FORMS, fitting)]
-
-    def check(self, layout, config=None, message="", **options):
-        self.assertTrainsAlike(self.twins(layout, config, **options), 2, message)
-
-    # Layouts
-
-    def test_process_groups(self):
-        for kinds in ("ddp", "ddp fsdp", "fsdp tp"):
-            mesh = grid_of(2, 2) if " " in kinds else mesh_of(4)
-            strategy = Strategy(mesh, *kinds.split())
-            for dim in (0, 1) if "tp" in kinds else (None,):
-                layout = [strategy.cut(shape, dim) for shape, _ in FORMS]
-                config = strategy.config(tp_dim_per_param=dim)
-                self.check(layout, config, f"{strategy} {dim}")
-        # Ranks that hold no matrix used to wait for ranks that compare nothing with them.
-        config = create_auto_config(ddp_process_group=dist.group.WORLD)
-        self.check(self.placed(mesh_of(4), S0)[6:8], config)
+        return Twins(layout, config, allow_batched_matrices=True, **options)
 
     def test_dtensors_without_a_config_have_plain_products(self):
         for placement in (S0, S1):
@@ -152,8 +104,6 @@ class TestMuonForms(OnCPU):
             # Sharded products add in another order.
             same = torch.allclose(alone.detach(), found, atol=1e-4)
             self.assertEverywhere([] if same else [f"{placement}"])
-
-    # Functions of the user
 
     # Modules
 

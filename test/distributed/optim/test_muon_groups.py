@@ -61,26 +61,6 @@ class TestMuonGroups(GroupParity):
         for how in HOWS:
             self.check(Strategy(grid_of(4), "tp").twins(how=how), message=how)
 
-    def test_parameter_keeps_its_entry_of_the_config(self):
-        """After a reversal, each parameter was cut along another one's dimension, without an error."""
-        shapes = [(8, 8), (8, 8), (6, 10), (8, 8)]
-        for change in ("reverse", "delete"):
-            twins = Strategy(grid_of(4), "tp").twins(shapes)
-            twins.step()
-            for optimizer in (twins.optimizer, twins.single):
-                (group,) = optimizer.param_groups
-                if change == "reverse":
-                    group["params"].reverse()
-                else:
-                    del group["params"][0]
-            if change == "reverse":
-                for rows in (twins.specs, twins.seeds, twins.params, twins.singles):
-                    rows.reverse()
-            else:
-                for rows in (twins.specs, twins.seeds, twins.params, twins.singles):
-                    del rows[0]
-            self.assertTrainsAlike(twins, 2, change)
-
     def test_inside_of_another_default_device(self):
         twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]))
         twins.set_gradients()

@@ -717,6 +717,9 @@ class Player:
             group = optimizer.param_groups[number]
             lists += [group[key] for key in ("params", "param_names") if key in group]
         gone = [each.pop(at) for each in lists]
+        saved = self.optimizer.state_dict()["state"]
+        if len(saved) > len(self.order()):
+            raise AssertionError(f"the momentum of another is saved: {saved.keys()}")
         self.step()
         for each, one in zip(lists, gone):
             each.insert(at, one)
