@@ -15,6 +15,7 @@ from torch.optim._muon_engine.runtime.transport import LocalBucket
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     as_on_an_accelerator,
@@ -23,7 +24,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
     local,
     mesh_of,
-    NewtonSchulzCalls,
     OnCPU,
     R,
     S0,

@@ -24,6 +24,7 @@ from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import wrap
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     Cut,
@@ -34,7 +35,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     held,
     local,
     mesh_of,
-    NewtonSchulzCalls,
     piece_of,
     place,
     R,

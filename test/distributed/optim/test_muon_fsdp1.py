@@ -28,13 +28,13 @@ from torch.testing._internal.distributed._muon.common_fsdp1 import (
     Tail,
     wrap,
 )
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     everyone,
     full,
     OnCPU,
     grid_of,
-    NewtonSchulzCalls,
     wrap_functions,
 )
 

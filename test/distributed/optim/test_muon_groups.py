@@ -11,6 +11,7 @@ from torch.optim import Muon
 from torch.optim._muon_engine.layouts import exchange
 from torch.optim.muon import create_auto_config
 from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     Cut,
@@ -19,7 +20,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     OnCPU,
     grid_of,
     mesh_of,
-    NewtonSchulzCalls,
     R,
     S0,
     S1,

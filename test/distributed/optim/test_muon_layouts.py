@@ -9,6 +9,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     everyone,
@@ -17,7 +18,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
     local,
     mesh_of,
-    NewtonSchulzCalls,
     piece_of,
     place,
     R,
@@ -128,9 +128,8 @@ class TestMuonPartial(OnCPU):
         for i, param in enumerate(params, 100):
             param.grad = placed(terms(i, param.shape, mine))
             if not summed:
-                param.grad = place(
-                    terms(i, param.shape, ()), Spec(param.shape, mesh, [R])
-                )
+                whole = Spec(param.shape, mesh, [R] * mesh.ndim)
+                param.grad = place(terms(i, param.shape, ()), whole)
         config = create_dtensor_config()
         if wrapped:
             wrap_functions(config, "redistribute_fn")
@@ -184,6 +183,7 @@ class TestMuonPartial(OnCPU):
             (grid, (P, _StridedShard(0, split_factor=2)), {}),
             # Backward may give a Partial parameter a Replicate gradient. The sum counts it once.
             (mesh_of(4), (P,), {"summed": False}),
+            (grid, (S1, P), {"summed": False}),
         ):
             self.check(mesh, placements, **options)
 

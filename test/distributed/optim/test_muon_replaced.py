@@ -23,6 +23,7 @@ from torch.testing._internal.common_utils import (
 from torch.testing._internal.distributed._muon.common_muon import (
     everyone,
     full,
+    grid_of,
     OnCPU,
     local,
     mesh_of,
@@ -83,6 +84,15 @@ class TestMuonReplaced(OnCPU):
             for i, param in enumerate(twins.params):
                 param.data = twins.replacement(i, specs[i]).detach()
             self.assertTrainsAlike(twins, 2)
+
+    def test_placements(self):
+        """Local shapes stay the same."""
+        grid = grid_of(2, 2)
+        twins = self.trained([Spec((8, 8), grid, (S0, S1))])
+        (param,), twins.specs = twins.params, [Spec((8, 8), grid, (S1, S0))]
+        other = place(twins.singles[0].detach(), twins.specs[0])
+        param._local_tensor, param._spec = other._local_tensor, other._spec
+        self.assertTrainsAlike(twins, 2)
 
     def test_dtypes(self):
         dtype = torch.bfloat16

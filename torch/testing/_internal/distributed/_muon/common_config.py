@@ -1,8 +1,11 @@
 """Helpers for tests of Muon on one process."""
 
+from typing import Any
+from unittest import mock
+
 import torch
 from torch import nn
-from torch.optim import Muon
+from torch.optim import _muon_formulas, Muon
 from torch.optim.muon import DistributedConfig
 from torch.testing._internal.common_utils import TestCase
 
@@ -79,6 +82,30 @@ def make_params(*shapes, dtype=torch.float32, seed=0):
         param.grad = make_matrix(shape, dtype, generator)
         params.append(param)
     return params
+
+
+class NewtonSchulzCalls:
+    """Counts the matrices that this rank orthogonalizes, and takes a batch apart, which rounds otherwise."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self._original = _muon_formulas.newton_schulz
+        self._patch = mock.patch.object(
+            _muon_formulas, "newton_schulz", side_effect=self._call
+        )
+
+    def _call(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        if x.ndim > 2:
+            return torch.stack([self._call(matrix, *args) for matrix in x])
+        self.shapes.append(tuple(x.shape))
+        return self._original(x, *args)
+
+    def __enter__(self):
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
 
 
 class MuonTestCase(TestCase):

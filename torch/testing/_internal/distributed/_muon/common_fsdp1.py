@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 from torch.optim.muon import create_auto_config, partition_parameters
 from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     device,
     equal,
     full,
     grid_of,
     moved_alike,
-    NewtonSchulzCalls,
 )
 
 

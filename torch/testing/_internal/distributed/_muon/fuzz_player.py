@@ -30,13 +30,15 @@ from torch.distributed.tensor.placement_types import _StridedShard, Placement
 from torch.optim import Muon
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_auto_config, create_dtensor_config
-from torch.testing._internal.distributed._muon.common_config import parts_of
+from torch.testing._internal.distributed._muon.common_config import (
+    NewtonSchulzCalls,
+    parts_of,
+)
 from torch.testing._internal.distributed._muon.common_muon import (
     equal,
     full,
     local,
     moved_alike,
-    NewtonSchulzCalls,
     placed,
     sizes_of,
 )
