@@ -6,10 +6,7 @@ import itertools
 import os
 from unittest import mock
 
-import torch
-import torch.distributed as dist
 from torch.optim import _muon_formulas, Muon
-from torch.optim._muon import MuonFormulas
 from torch.optim._muon_engine.runtime.pipeline import Pipeline
 from torch.optim._muon_engine.runtime.transport import LocalBucket
 from torch.optim._muon_engine.schedule import buckets, packs
@@ -31,7 +28,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Twins,
 )
-from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 ALL_TO_ALL = ("all_to_all_single", (0, 1, 2, 3))
@@ -227,96 +223,6 @@ class TestMuonExchange(OnCPU):
                 self.assertRegex(seen.output[0], named)
                 with self.assertRaisesRegex(RuntimeError, "Rebuild it"):
                     twins.optimizer.step()
-
-    def test_gradient_of_an_empty_shard_does_not_matter(self):
-        for accelerator, others_have_one in itertools.product((False, True), repeat=2):
-            message = f"{accelerator=} {others_have_one=}"
-            # Rank 3 has an empty shard of the first matrix.
-            layout = specs(mesh_of(4), [(S0,)], [(3, 9), (8, 8)])
-            twins = Twins(layout, foreach=False)
-            twins.step()
-            self.assertParity(twins)
-            if accelerator:
-                as_on_an_accelerator(twins.optimizer)
-            twins.set_gradients([] if others_have_one else [0])
-            if self.rank == 3:
-                empty = torch.zeros_like(twins.params[0])
-                twins.params[0].grad = None if others_have_one else empty
-            twins.single.step()
-            twins.optimizer.step()
-            self.assertParity(twins, message)
-            # On an accelerator, this looks at the statuses of the last step.
-            with self.assertNoLogs("torch.optim.muon", "WARNING"):
-                twins.optimizer.state_dict()
-            # That rank hears of a mismatch, too.
-            twins.set_gradients([0] if self.rank > 1 else [])
-            with self.everywhere(message):
-                if accelerator:
-                    twins.optimizer.step()
-                with self.assertRaisesRegex(RuntimeError, r"parameter 0 .*\(3, 9\)"):
-                    twins.optimizer.step()
-
-    # Errors in the middle of a step
-
-    def break_off(self, twins, phase, number, broken=False):
-        """On all ranks, call ``number`` of ``phase`` raises while all-to-alls are in flight.
-
-        With ``broken``, waiting for these all-to-alls also raises.
-        """
-        original, calls, in_flight = getattr(MuonFormulas, phase), [], []
-        seen = Recorder(moves=True)
-        waited = seen.waited
-
-        def lose(call):
-            waited(call)
-            raise RuntimeError("connection lost")
-
-        def fail(formulas, *args, **kwargs):
-            calls.append(phase)
-            if len(calls) == number:
-                in_flight.extend(seen.flying)
-                seen.waited = lose if broken else waited
-                raise LookupError(f"{phase} {number}")
-            return original(formulas, *args, **kwargs)
-
-        twins.set_gradients()
-        with seen, mock.patch.object(MuonFormulas, phase, fail):
-            with self.assertRaisesRegex(LookupError, f"^{phase} {number}$"):
-                twins.optimizer.step()
-        self.assertGreater(len(in_flight), 0)
-        # The engine has waited for each of them.
-        self.assertEqual(seen.problems, [])
-
-    def test_error_in_the_middle_of_a_step_leaves_nothing_in_flight(self):
-        for ahead, phase, number, broken, at in (
-            (2, "orthogonalize", 1, False, "orthogonalize"),
-            (2, "accumulate", 5, False, "accumulate"),
-            (2, "prepare", 5, False, "gather"),
-            (1, "prepare", 7, False, "assemble"),
-            (1, "apply", 3, False, "apply"),
-            (2, "orthogonalize", 3, True, "orthogonalize"),
-        ):
-            message = f"{ahead=} {phase} {number} {broken=}"
-            # In each of four buckets, each rank owns one matrix.
-            layout = specs(mesh_of(4), [(S0,)], [(8, 8)] * 16)
-            twins = Twins(layout, create_dtensor_config(prefetch_count=ahead))
-            twins.step()
-            self.assertParity(twins)
-            with self.everywhere(message):
-                self.break_off(twins, phase, number, broken)
-            # The group is free: other collectives do not pair up with those of the step.
-            sums = torch.full((3,), float(self.rank))
-            dist.all_reduce(sums, group=mesh_of(4).get_group())
-            with self.everywhere(message):
-                self.assertEqual(sums, torch.full((3,), 6.0))
-                # It says what was done, and with which matrix.
-                where = (
-                    rf"in {at} of parameter \d+ of shape \(8, 8\).*: {phase} {number}"
-                )
-                with self.assertRaisesRegex(RuntimeError, f"ebuild.*{where}"):
-                    twins.optimizer.step()
-        # A new Muon works.
-        self.assertTrainsAlike(Twins(layout), 1)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 
 import contextlib
 import copy
-import itertools
 import os
 import warnings
 import zlib
@@ -18,9 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Muon
-from torch.optim._muon_engine import callbacks
 from torch.optim._muon_engine.runtime import shared
-from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners, packs
+from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import wrap
@@ -363,37 +361,6 @@ class TestMuonDivided(OnCPU):
             self.assertRaisesEverywhere(
                 twins.optimizer.step, RuntimeError, "some have none"
             )
-
-    def test_relays_between_divided_matrices(self):
-        """Owners of a divided matrix that have other numbers of small ones do not wait in a circle."""
-        teams, small, large = (0, 2), itertools.cycle((2, 1)), itertools.cycle((3, 0))
-
-        def owners_of(layouts, *_):
-            divided = -1
-            for layout in layouts:
-                number, _ = layout.key.block
-                divided += layout.divided is not None and number == 0
-                if layout.divided is not None:
-                    yield teams[divided // 2 % 2] + number
-                else:
-                    yield next(small if layout.shape[1] == 80 else large)
-
-        shapes = [(64, 64)] * 12 + [(15, 80)] * 60 + [(15, 870)] * 6
-        layout = [Spec(shape, grid_of(2, 2), (R, S0)) for shape in shapes]
-        with (
-            self.small(max_replicas=1),
-            mock.patch.object(packs, "RELAY_BYTES", 1),
-            mock.patch.object(callbacks, "assign_owners", lambda *a: [*owners_of(*a)]),
-        ):
-            twins = Twins(layout, create_dtensor_config(owners_per_matrix=2))
-            twins.step()
-        differ = [
-            i
-            for i, single in enumerate(twins.singles)
-            if i >= 12
-            and not local(twins.params[i]).equal(piece_of(single.detach(), layout[i]))
-        ]
-        self.assertEverywhere(differ)
 
     def test_one_owner(self):
         """Small matrices, one rank, and functions of the user have the bits of a single process."""

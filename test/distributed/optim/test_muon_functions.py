@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
@@ -39,7 +40,7 @@ class TestMuonFunctions(OnCPU):
             spec
             for mesh in (grid_of(2, 2), mesh_of(2), mesh_of(1))
             for spec in specs(mesh, all_placements(mesh), [(7, 5)])
-        ]
+        ] + [Spec((8, 5), grid_of(2, 2), (_StridedShard(0, split_factor=2), S0))]
 
     # Outside of step()
 

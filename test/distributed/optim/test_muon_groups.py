@@ -80,6 +80,15 @@ class TestMuonGroups(GroupParity):
         pattern = "'weight'.*Build Muon after"
         self.assertRaisesEverywhere(optimizer.step, RuntimeError, pattern)
 
+    def test_ranks_tell_each_other_each_kind_of_matrix_once(self):
+        sizes = []
+        for count in (4, 64):
+            with Collectives() as seen:
+                Strategy(grid_of(4), "fsdp").twins([(8, 8)] * count)
+            sizes.append(sum(sum(c.sent) * c.itemsize for c in seen.calls))
+        # A few bytes for each matrix more. The shards of each would take hundreds.
+        self.assertLess((sizes[1] - sizes[0]) / 60, 50, f"{sizes}")
+
     def test_ddp_vs_single_device(self):
         self.check(Strategy(grid_of(4), "ddp").twins())
 

@@ -380,7 +380,9 @@ class Held:
             if kind == "zero":
                 whole = torch.zeros_like(whole)
             gradient = self.cut(whole, turned=kind == "turned")
-        self.param.grad = gradient
+        # A rank with an empty shard may have none.
+        if local(gradient).numel() or (step + self.rank) % 2:
+            self.param.grad = gradient
         # Stock Muon divides by the number of elements.
         self.single.grad = whole if whole.numel() else None
 
