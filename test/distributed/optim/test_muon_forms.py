@@ -2,7 +2,6 @@
 """Parameters that are not one matrix with one owner: stacks, fused and flattened weights, divided matrices."""
 
 import contextlib
-import copy
 import os
 import warnings
 import zlib
@@ -11,17 +10,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_state_dict,
-    StateDictOptions,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Muon
 from torch.optim._muon_engine.runtime import shared
 from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_fsdp1 import wrap
+from torch.testing._internal.distributed._muon.common_fsdp1 import Run
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
@@ -66,21 +61,19 @@ class Net(nn.Module):
         return self.qkv(self.experts(self.conv(x).relu().mean((2, 3))))
 
 
-def muon_of(model, config=None):
-    """Muon for a Net, whatever wraps the modules."""
+def groups_of(model):
+    """The groups of a Net, whatever wraps the modules."""
     forms = {
         "conv": {"flatten": True},
         "experts": {},
         "qkv": {"split": (12, 7, 5), "lr": 0.2},
     }
-    groups = [
+    return [
         {"params": [(which, param)], **form}
         for which, form in forms.items()
         for name, param in model.named_parameters()
         if which in name
     ]
-    options = {"distributed_config": config, "allow_batched_matrices": True}
-    return Muon(groups, lr=0.1, **options)
 
 
 class TestMuonForms(OnCPU):
@@ -103,51 +96,21 @@ class TestMuonForms(OnCPU):
             same = torch.allclose(alone.detach(), found, atol=1e-4)
             self.assertEverywhere([] if same else [f"{placement}"])
 
-    # Modules
-
-    def train(self, model, muon, single, alone, steps=2):
-        for step in range(steps):
-            for one in (model, single):
-                one(full(step, (4, 4, 6, 6))).pow(2).sum().backward()
-            muon.step()
-            alone.step()
-            model.zero_grad()
-            single.zero_grad()
-
-    def assertSame(self, model, muon, single, alone):
-        whole = StateDictOptions(full_state_dict=True)
-        params, mine = get_state_dict(model, muon, options=whole)
-        expected, its = get_state_dict(single, alone)
-        found = [k for k, v in expected.items() if not v.equal(params[k])]
-        for name, state in its["state"].items():
-            momentum = mine["state"][name]["momentum_buffer"]
-            if not state["momentum_buffer"].equal(momentum):
-                found.append(f"momentum of {name}")
-        self.assertEverywhere(found)
-
-    def check_module(self, wrapped, config=lambda model: "auto"):
-        torch.manual_seed(1)
-        single = Net()
-        model = wrapped(copy.deepcopy(single))
-        muon, alone = muon_of(model, config(model)), muon_of(single)
-        self.train(model, muon, single, alone)
-        self.assertSame(model, muon, single, alone)
-        return model, muon, single, alone
-
     def test_fsdp1(self):
-        units = nn.Conv2d, Experts, nn.Linear
+        every = nn.Conv2d, Experts, nn.Linear
         full, none = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
-        for orig, policy, strategy in (
+        for orig, units, strategy in (
             (True, None, full),
-            (True, units, full),
-            (False, units, full),
+            (True, every, full),
+            (False, every, full),
             # Its parameters keep their shapes.
-            (True, units, none),
+            (True, every, none),
         ):
-            self.check_module(
-                lambda model: wrap(model, orig, strategy, policy),
-                lambda model: create_auto_config(module=model),
-            )
+            wrapping = {"units": units, "strategy": strategy}
+            run = Run(orig, True, Net, groups_of, (4, 4, 6, 6), **wrapping)
+            for _ in range(2):
+                run.step()
+                self.assertEverywhere(run.problems(), f"{orig} {wrapping}")
 
     # Owners
 

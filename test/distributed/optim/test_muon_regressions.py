@@ -43,7 +43,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
 
 
 # Steps and optimizers of a long run. With MUON_TEST_LONG=1, they have a realistic number.
-STEPS, OPTIMIZERS = (1000, 200) if os.environ.get("MUON_TEST_LONG") == "1" else (20, 20)
+STEPS, OPTIMIZERS = (3000, 500) if os.environ.get("MUON_TEST_LONG") == "1" else (20, 20)
 # After that many of them, everything that is made once exists.
 WARM = 10
 

@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import re
+import time
 import traceback
 import warnings
 from datetime import timedelta
@@ -424,6 +425,14 @@ def received_bytes(seen: Recorder, rank: int) -> int:
     return received
 
 
+class Late(Recorder):
+    """A rank behind a slow wire comes to each collective late."""
+
+    def launched(self, call: Any) -> None:
+        time.sleep(0.003)
+        super().launched(call)
+
+
 class Player:
     """One rank of a plan."""
 
@@ -436,6 +445,7 @@ class Player:
 
     def run(self) -> list[str]:
         limits = {"MAX_PEERS": 512, **dict(self.plan.limits)}
+        self.is_late = limits.pop("late", None) == self.rank
         patches = [
             mock.patch.object(packs, "RELAY_BYTES", limits.pop("RELAY_BYTES", 2**20)),
             mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(limits.pop("node", 4))),
@@ -602,7 +612,8 @@ class Player:
     def step(self, gradients=STEP[1]):
         self.set_gradients(gradients)
         before = list(self.versions())
-        with Recorder(moves=True) as seen, NewtonSchulzCalls() as calls:
+        seen = Late(moves=True) if self.is_late else Recorder(moves=True)
+        with seen, NewtonSchulzCalls() as calls:
             self.optimizer.step()
         problems = seen.problems + self.unexpected(seen, len(calls.shapes))
         problems += [
