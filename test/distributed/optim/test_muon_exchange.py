@@ -6,9 +6,7 @@ import itertools
 import os
 from unittest import mock
 
-from torch.optim import _muon_formulas, Muon
-from torch.optim._muon_engine.runtime.pipeline import Pipeline
-from torch.optim._muon_engine.runtime.transport import LocalBucket
+from torch.optim import Muon
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
@@ -33,71 +31,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
 ALL_TO_ALL = ("all_to_all_single", (0, 1, 2, 3))
 STATUSES = ("all_reduce", ())
 SHAPES = [(16, 8), (9, 13), (3, 20), (5, 1)] * 2
-
-
-@contextlib.contextmanager
-def timeline():
-    """The order of one rank's step, one letter for each event.
-
-    G and S start a gather and a scatter, g and s wait for one, N orthogonalizes a matrix.
-    """
-    letters = []
-    with contextlib.ExitStack() as stack:
-        for of, name, letter in (
-            (LocalBucket, "start_gather", lambda bucket: "G"),
-            (LocalBucket, "start_scatter", lambda bucket: "S"),
-            (Pipeline, "wait", lambda pipeline, bucket, phase: phase[0]),
-            (_muon_formulas, "newton_schulz", lambda *given: "N"),
-        ):
-
-            def call(*given, run=getattr(of, name), letter=letter):
-                result = run(*given)
-                letters.append(letter(*given))
-                return result
-
-            stack.enter_context(mock.patch.object(of, name, call))
-        yield letters
-
-
-class TestMuonOrder(OnCPU):
-    """The flags decide the order of a step and nothing else."""
-
-    def timelines(self, *flags):
-        """Each rank's timeline of a step over 16 matrices, of which each rank owns four."""
-        twins = Twins(
-            specs(mesh_of(4), [(S0,)], [(8, 8)] * 16), create_dtensor_config(*flags)
-        )
-        twins.step()
-        twins.set_gradients()
-        with timeline() as letters:
-            twins.optimizer.step()
-        twins.single.step()
-        self.assertParity(twins, f"{flags}")
-        return everyone("".join(letters))
-
-    def expected(self, ahead, matrices):
-        """The timeline of buckets of which this rank owns ``matrices``."""
-        count = len(matrices)
-        letters = "G" * min(ahead + 1, count)
-        for k, owned in enumerate(matrices):
-            letters += "g" + "N" * owned + "S"
-            letters += "s" if k else ""
-            letters += "G" if k + ahead + 1 < count else ""
-        return letters + "s"
-
-    def test_prefetch_count_is_the_number_of_gathers_in_flight(self):
-        for ahead in range(4):
-            expected = self.expected(ahead, [1, 1, 1, 1])
-            self.assertEqual(self.timelines(True, ahead), [expected] * 4)
-
-    def test_without_async_gpu_parallelism_owners_take_turns(self):
-        turns = [[4 * (bucket == rank) for bucket in range(4)] for rank in range(4)]
-        for ahead in (1, 2):
-            expected = [self.expected(ahead, mine) for mine in turns]
-            self.assertEqual(self.timelines(False, ahead), expected)
-        # Debug mode: each owner finishes before the next one starts.
-        expected = ["".join("Gg" + "N" * n + "Ss" for n in mine) for mine in turns]
-        self.assertEqual(self.timelines(False, 0), expected)
 
 
 class TestMuonExchange(OnCPU):

@@ -61,6 +61,16 @@ class TestMuonGroups(GroupParity):
         for how in HOWS:
             self.check(Strategy(grid_of(4), "tp").twins(how=how), message=how)
 
+    def test_parameter_keeps_its_entry_of_the_config(self):
+        """After a reversal, each parameter was cut along another one's dimension, without an error."""
+        twins = Strategy(grid_of(4), "tp").twins([(8, 8), (8, 8), (6, 10), (8, 8)])
+        twins.step()
+        lists = [o.param_groups[0]["params"] for o in (twins.optimizer, twins.single)]
+        lists += [twins.specs, twins.seeds, twins.params, twins.singles]
+        for each in lists:
+            each.reverse()
+        self.assertTrainsAlike(twins, 2)
+
     def test_inside_of_another_default_device(self):
         twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]))
         twins.set_gradients()

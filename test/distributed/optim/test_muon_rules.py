@@ -4,6 +4,7 @@
 No rule needs an accelerator, nor other processes: each rank plays its part alone.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -181,6 +182,23 @@ class TestMuonRules(TestCase):
             for prefetch in range(4) if name in ("relayed", "divided") else (1,):
                 with self.subTest(f"{name} {prefetch}"):
                     self.check(play(program._replace(prefetch=prefetch)))
+
+    def test_flags_decide_the_order(self):
+        """One letter for each launch and wait of an exchange, of 16 matrices in buckets of four."""
+        program = Program(4, (Held(FOUR, (0,), count=16),))
+        for parallel, ahead in itertools.product((True, False), range(4)):
+            # Debug mode: each owner finishes before the next one starts.
+            expected = "lw" * 8
+            if parallel or ahead:
+                expected = "l" * (ahead + 1)
+                for k in range(4):
+                    # A gather is there, a scatter starts; the scatter before is there, and a slot is free.
+                    expected += "wl" + "w" * (k > 0) + "l" * (k + ahead + 1 < 4)
+                expected += "w"
+            parts = play(program._replace(parallel=parallel, prefetch=ahead))
+            for part in parts.values():
+                exchanges = [w[0] for w, c in part.log if c.name != "all_reduce"]
+                self.assertEqual("".join(exchanges), expected, f"{parallel} {ahead}")
 
     @fuzz(25)
     @given(programs())
