@@ -231,9 +231,7 @@ class TestDistributedConfig(MuonTestCase):
         options = {"distributed_config": "auto", "foreach": foreach}
         optimizer = Muon(make_params(*shapes), **options)
         with mock.patch.object(
-            _muon_formulas,
-            "newton_schulz",
-            side_effect=_muon_formulas.newton_schulz,
+            _muon_formulas, "newton_schulz", side_effect=_muon_formulas.newton_schulz
         ) as seen:
             optimizer.step()
         found = [tuple(call.args[0].shape) for call in seen.call_args_list]

@@ -5,10 +5,7 @@ import copy
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import Muon
 from torch.optim.muon import (
     create_auto_config,

@@ -12,12 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Muon
-from torch.optim._muon_engine.layouts import (
-    Key,
-    Layout,
-    Region,
-    Shards,
-)
+from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
 from torch.optim._muon_engine.layouts.divide import divide
 from torch.optim._muon_engine.schedule import buckets, owners
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
