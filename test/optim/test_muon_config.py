@@ -2,6 +2,7 @@
 """Muon's distributed_config on one process: what it takes, refuses and keeps."""
 
 import copy
+import functools
 import itertools
 import pickle
 from unittest import mock
@@ -27,6 +28,7 @@ from torch.testing._internal.distributed._muon.common_config import (
     local_config,
     make_params,
     MuonTestCase,
+    NewtonSchulzCalls,
 )
 
 
@@ -202,6 +204,26 @@ class TestDistributedConfig(MuonTestCase):
                 step()
                 self.assertNotEqual(param.detach(), before)
 
+    def test_groups_of_equal_shapes_keep_their_options(self):
+        options = [
+            {},
+            {"ns_algorithm": "gram"},
+            {"ns_algorithm": "symmetric"},
+            {"ns_steps": 3},
+            {"ns_coefficients": (2.0, -1.5, 0.5)},
+            {"eps": 100.0},
+            {"foreach": False},
+            {"lr": 0.5},
+            {"weight_decay": 0.5},
+            {"momentum": 0.5},
+            {"nesterov": False},
+            {"adjust_lr_fn": "match_rms_adamw"},
+        ]
+        groups = [{"params": [i], **given} for i, given in enumerate(options * 2)]
+        shapes = [(4, 9)] * len(groups)
+        with NewtonSchulzCalls():
+            self.assert_same_training(shapes, Muon, "auto", groups=groups, foreach=True)
+
     @parametrize("foreach", [None, False, True])
     def test_foreach_with_a_config(self, foreach):
         # Four buckets of four matrices.
@@ -209,9 +231,7 @@ class TestDistributedConfig(MuonTestCase):
         options = {"distributed_config": "auto", "foreach": foreach}
         optimizer = Muon(make_params(*shapes), **options)
         with mock.patch.object(
-            _muon_formulas,
-            "newton_schulz",
-            side_effect=_muon_formulas.newton_schulz,
+            _muon_formulas, "newton_schulz", side_effect=_muon_formulas.newton_schulz
         ) as seen:
             optimizer.step()
         found = [tuple(call.args[0].shape) for call in seen.call_args_list]
@@ -248,6 +268,17 @@ class TestMuonErrors(MuonTestCase):
         # Parameter 0 stands twice, and 3 nowhere.
         self.assertRegex(str(seen.exception), r"missing \[3\]")
         self.assertRegex(str(seen.exception), r"more than once \[0\]")
+
+    def test_assignments_of_what_does_not_exist(self):
+        for assignments, kind, pattern in (
+            ({0: [0, 1, 2]}, AssertionError, r"0 to 1.*unknown \[2\]"),
+            ({0: [0, 1, -1]}, AssertionError, r"\[-1\]"),
+            ({2: [], 0: [0, 1]}, ValueError, "rank 2.*0 to 1"),
+            ({-1: [0, 1]}, ValueError, "rank -1"),
+        ):
+            config = self.config_for_two(lambda params, state, given=assignments: given)
+            with self.assertRaisesRegex(kind, pattern):
+                Muon(make_params((2, 2), (3, 3)), distributed_config=config)
 
     def test_wrong_tp_dim_raises(self):
         param = torch.randn(10, 20)
@@ -394,6 +425,18 @@ class TestReplaced(MuonTestCase):
         for factory in FACTORIES:
             for change, before in itertools.product((replace, fill), (0, 1)):
                 self.train(factory, change, before)
+
+    def test_another_parameter(self):
+        """It inherits the momentum under the same name only."""
+
+        def replace(optimizer, params, name):
+            old, params[0] = params[0], nn.Parameter(matrix(7, 8, 8))
+            optimizer.param_groups[0]["param_names"][0] = name
+            if name == "w0" and not optimizer.assignments:
+                optimizer.state[params[0]] = optimizer.state[old]
+
+        for factory, name in itertools.product(FACTORIES, ("w0", "other")):
+            self.train(factory, functools.partial(replace, name=name))
 
     def test_moved_to_another_group(self):
         """The order of all parameters stays the same, but one of them gets other options."""

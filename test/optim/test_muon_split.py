@@ -18,6 +18,7 @@ from torch.optim._newton_schulz import (
 )
 from torch.optim.muon import DistributedConfig
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed._muon.common_config import parts_of
 
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
@@ -64,20 +65,6 @@ def randn(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def parts_of(tensor, split=None, flatten=False):
-    """The matrices of a fused or flattened weight, by hand."""
-    tensor = tensor.flatten(1) if flatten else tensor
-    stack = tensor.reshape(-1, *tensor.shape[-2:])
-    if not isinstance(split, dict):
-        return [part for one in stack for part in one.split(split or len(one))]
-    dim, sizes = split.get("dim", 0), split["sizes"]
-    # The number of the part that each row or column belongs to.
-    of_part = [i for i, size in enumerate(sizes) for _ in range(size)]
-    of_part = torch.tensor(of_part * split.get("repeats", 1))
-    lines = [(of_part == i).nonzero().flatten() for i in range(len(sizes))]
-    return [one.index_select(dim, at) for one in stack for at in lines]
-
-
 class TestMuonSplit(TestCase):
     def build(self, **options):
         """An optimizer of whole weights, and one of their parts as parameters of their own."""
@@ -114,7 +101,7 @@ class TestMuonSplit(TestCase):
             fused, alone = self.build(**options)
             for seed in range(3):
                 # Gradients of channels_last layers have other strides.
-                self.set_gradients(seed, turned=seed == 1)
+                self.set_gradients(seed, turned=seed != 1)
                 fused.step()
                 alone.step()
             self.assertSame(fused, alone, options)

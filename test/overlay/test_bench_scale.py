@@ -22,7 +22,7 @@ from torch.optim._muon_engine.layouts import check_cover
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
-from torch.testing._internal.distributed._muon.model_shapes import Model
+from tools.bench.models import Model
 
 
 # A 4 x 4 matrix takes a second, and so does its half on the wire; each message a quarter more.

@@ -19,12 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 from torch.optim import AdamW, Muon
-from torch.testing._internal.distributed._muon.common_muon import (
-    equal,
-    everyone,
-    OnCPU,
-    NewtonSchulzCalls,
-)
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
+from torch.testing._internal.distributed._muon.common_muon import equal, everyone, OnCPU
 
 
 CPU = torch.device("cpu")

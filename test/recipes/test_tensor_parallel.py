@@ -74,10 +74,13 @@ class TestTensorParallel(Recipe):
     def test_fsdp1_over_plan(self):
         """END_TO_END, TP + FSDP, and from FSDP: FSDP1 knows the plan by its mesh, and tells Muon."""
         mesh, fsdp, tp = self.grid()
-        model = parallelize(Transformer(), mesh["tp"])
-        model = FSDP(model, device_mesh=mesh["fsdp"], device_id=CPU)
-        config = create_auto_config(tp_process_group=tp, fsdp_process_group=fsdp)
-        self.check(Transformer(), model, config, fsdp=fsdp, tp=tp, data=[fsdp])
+        for orig in (False, True):
+            model = parallelize(Transformer(), mesh["tp"])
+            options = {"device_mesh": mesh["fsdp"], "device_id": CPU}
+            model = FSDP(model, use_orig_params=orig, **options)
+            source = {"module": model} if orig else {"fsdp_process_group": fsdp}
+            config = create_auto_config(tp_process_group=tp, **source)
+            self.check(Transformer(), model, config, fsdp=fsdp, tp=tp, data=[fsdp])
 
     def test_fsdp2_over_plan(self):
         """EXAMPLES 5, END_TO_END TP + FSDP, with ``fully_shard`` and without groups."""

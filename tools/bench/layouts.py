@@ -20,7 +20,7 @@ from torch.optim.muon import (
     create_dtensor_config,
     DistributedConfig,
 )
-from torch.testing._internal.distributed._muon.model_shapes import MODELS, Shape
+from tools.bench.models import MODELS, Shape
 
 
 MakeConfig = Callable[[int], DistributedConfig]

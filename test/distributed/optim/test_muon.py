@@ -50,6 +50,7 @@ from torch.testing._internal.distributed._muon.common_modules import (
     ModuleParity,
     tensor_parallel,
 )
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     device,
@@ -60,7 +61,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     local,
     mesh_of,
     moved_alike,
-    NewtonSchulzCalls,
     OnGPUs,
     R,
     S0,

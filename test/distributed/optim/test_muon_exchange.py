@@ -6,15 +6,11 @@ import itertools
 import os
 from unittest import mock
 
-import torch
-import torch.distributed as dist
-from torch.optim import _muon_formulas, Muon
-from torch.optim._muon import MuonFormulas
-from torch.optim._muon_engine.runtime.pipeline import Pipeline
-from torch.optim._muon_engine.runtime.transport import LocalBucket
+from torch.optim import Muon
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     as_on_an_accelerator,
@@ -23,88 +19,18 @@ from torch.testing._internal.distributed._muon.common_muon import (
     grid_of,
     local,
     mesh_of,
-    NewtonSchulzCalls,
     OnCPU,
     R,
     S0,
     S1,
     specs,
-    Strategy,
     Twins,
 )
-from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 ALL_TO_ALL = ("all_to_all_single", (0, 1, 2, 3))
 STATUSES = ("all_reduce", ())
 SHAPES = [(16, 8), (9, 13), (3, 20), (5, 1)] * 2
-# Muon.describe() says so.
-RELAYED, IN_TWO_LEVELS = "relayed along replicas", "in two levels"
-
-
-@contextlib.contextmanager
-def timeline():
-    """The order of one rank's step, one letter for each event.
-
-    G and S start a gather and a scatter, g and s wait for one, N orthogonalizes a matrix.
-    """
-    letters = []
-    with contextlib.ExitStack() as stack:
-        for of, name, letter in (
-            (LocalBucket, "start_gather", lambda bucket: "G"),
-            (LocalBucket, "start_scatter", lambda bucket: "S"),
-            (Pipeline, "wait", lambda pipeline, bucket, phase: phase[0]),
-            (_muon_formulas, "newton_schulz", lambda *given: "N"),
-        ):
-
-            def call(*given, run=getattr(of, name), letter=letter):
-                result = run(*given)
-                letters.append(letter(*given))
-                return result
-
-            stack.enter_context(mock.patch.object(of, name, call))
-        yield letters
-
-
-class TestMuonOrder(OnCPU):
-    """The flags decide the order of a step and nothing else."""
-
-    def timelines(self, *flags):
-        """Each rank's timeline of a step over 16 matrices, of which each rank owns four."""
-        twins = Twins(
-            specs(mesh_of(4), [(S0,)], [(8, 8)] * 16), create_dtensor_config(*flags)
-        )
-        twins.step()
-        twins.set_gradients()
-        with timeline() as letters:
-            twins.optimizer.step()
-        twins.single.step()
-        self.assertParity(twins, f"{flags}")
-        return everyone("".join(letters))
-
-    def expected(self, ahead, matrices):
-        """The timeline of buckets of which this rank owns ``matrices``."""
-        count = len(matrices)
-        letters = "G" * min(ahead + 1, count)
-        for k, owned in enumerate(matrices):
-            letters += "g" + "N" * owned + "S"
-            letters += "s" if k else ""
-            letters += "G" if k + ahead + 1 < count else ""
-        return letters + "s"
-
-    def test_prefetch_count_is_the_number_of_gathers_in_flight(self):
-        for ahead in range(4):
-            expected = self.expected(ahead, [1, 1, 1, 1])
-            self.assertEqual(self.timelines(True, ahead), [expected] * 4)
-
-    def test_without_async_gpu_parallelism_owners_take_turns(self):
-        turns = [[4 * (bucket == rank) for bucket in range(4)] for rank in range(4)]
-        for ahead in (1, 2):
-            expected = [self.expected(ahead, mine) for mine in turns]
-            self.assertEqual(self.timelines(False, ahead), expected)
-        # Debug mode: each owner finishes before the next one starts.
-        expected = ["".join("Gg" + "N" * n + "Ss" for n in mine) for mine in turns]
-        self.assertEqual(self.timelines(False, 0), expected)
 
 
 class TestMuonExchange(OnCPU):
@@ -139,8 +65,6 @@ class TestMuonExchange(OnCPU):
         with NewtonSchulzCalls() as calls:
             twins.optimizer.step()
         self.assertEqual(everyone(len(calls.shapes)), [1] * 4)
-
-    # Bytes
 
     # Collectives
 
@@ -177,8 +101,6 @@ class TestMuonExchange(OnCPU):
         self.assertEqual(seen.calls, usual.calls)
         with self.assertRaisesRegex(RuntimeError, "gradient"):
             twins.optimizer.synchronize()
-
-    # Memory
 
     # Gradients
 
@@ -235,96 +157,6 @@ class TestMuonExchange(OnCPU):
                 with self.assertRaisesRegex(RuntimeError, "Rebuild it"):
                     twins.optimizer.step()
 
-    def test_gradient_of_an_empty_shard_does_not_matter(self):
-        for accelerator, others_have_one in itertools.product((False, True), repeat=2):
-            message = f"{accelerator=} {others_have_one=}"
-            # Rank 3 has an empty shard of the first matrix.
-            layout = specs(mesh_of(4), [(S0,)], [(3, 9), (8, 8)])
-            twins = Twins(layout, foreach=False)
-            twins.step()
-            self.assertParity(twins)
-            if accelerator:
-                as_on_an_accelerator(twins.optimizer)
-            twins.set_gradients([] if others_have_one else [0])
-            if self.rank == 3:
-                empty = torch.zeros_like(twins.params[0])
-                twins.params[0].grad = None if others_have_one else empty
-            twins.single.step()
-            twins.optimizer.step()
-            self.assertParity(twins, message)
-            # On an accelerator, this looks at the statuses of the last step.
-            with self.assertNoLogs("torch.optim.muon", "WARNING"):
-                twins.optimizer.state_dict()
-            # That rank hears of a mismatch, too.
-            twins.set_gradients([0] if self.rank > 1 else [])
-            with self.everywhere(message):
-                if accelerator:
-                    twins.optimizer.step()
-                with self.assertRaisesRegex(RuntimeError, r"parameter 0 .*\(3, 9\)"):
-                    twins.optimizer.step()
-
-    # Errors in the middle of a step
-
-    def break_off(self, twins, phase, number, broken=False):
-        """On all ranks, call ``number`` of ``phase`` raises while all-to-alls are in flight.
-
-        With ``broken``, waiting for these all-to-alls also raises.
-        """
-        original, calls, in_flight = getattr(MuonFormulas, phase), [], []
-        seen = Recorder(moves=True)
-        waited = seen.waited
-
-        def lose(call):
-            waited(call)
-            raise RuntimeError("connection lost")
-
-        def fail(formulas, *args, **kwargs):
-            calls.append(phase)
-            if len(calls) == number:
-                in_flight.extend(seen.flying)
-                seen.waited = lose if broken else waited
-                raise LookupError(f"{phase} {number}")
-            return original(formulas, *args, **kwargs)
-
-        twins.set_gradients()
-        with seen, mock.patch.object(MuonFormulas, phase, fail):
-            with self.assertRaisesRegex(LookupError, f"^{phase} {number}$"):
-                twins.optimizer.step()
-        self.assertGreater(len(in_flight), 0)
-        # The engine has waited for each of them.
-        self.assertEqual(seen.problems, [])
-
-    def test_error_in_the_middle_of_a_step_leaves_nothing_in_flight(self):
-        for ahead, phase, number, broken, at in (
-            (2, "orthogonalize", 1, False, "orthogonalize"),
-            (2, "accumulate", 5, False, "accumulate"),
-            (2, "prepare", 5, False, "gather"),
-            (1, "prepare", 7, False, "assemble"),
-            (1, "apply", 3, False, "apply"),
-            (2, "orthogonalize", 3, True, "orthogonalize"),
-        ):
-            message = f"{ahead=} {phase} {number} {broken=}"
-            # In each of four buckets, each rank owns one matrix.
-            layout = specs(mesh_of(4), [(S0,)], [(8, 8)] * 16)
-            twins = Twins(layout, create_dtensor_config(prefetch_count=ahead))
-            twins.step()
-            self.assertParity(twins)
-            with self.everywhere(message):
-                self.break_off(twins, phase, number, broken)
-            # The group is free: other collectives do not pair up with those of the step.
-            sums = torch.full((3,), float(self.rank))
-            dist.all_reduce(sums, group=mesh_of(4).get_group())
-            with self.everywhere(message):
-                self.assertEqual(sums, torch.full((3,), 6.0))
-                # It says what was done, and with which matrix.
-                where = (
-                    rf"in {at} of parameter \d+ of shape \(8, 8\).*: {phase} {number}"
-                )
-                with self.assertRaisesRegex(RuntimeError, f"ebuild.*{where}"):
-                    twins.optimizer.step()
-        # A new Muon works.
-        self.assertTrainsAlike(Twins(layout), 1)
-
 
 @contextlib.contextmanager
 def relayed():
@@ -353,12 +185,6 @@ class TestMuonRelays(OnCPU):
     """
 
     world_size = 8
-
-    def check(self, twins, *words):
-        self.assertTrainsAlike(twins, 2, str(twins.specs))
-        page = twins.optimizer.describe()
-        for said in words:
-            self.assertTrue(any(everyone(said in page)), f"not {said}: {page}")
 
     def connections(self, twins):
         """The collectives that the constructor makes on accelerators, so that backends connect."""
@@ -404,16 +230,6 @@ class TestMuonRelays(OnCPU):
             names = {call.name for call in seen.calls}
             self.assertEqual(names, {"all_to_all_single", "all_reduce"})
 
-    @relayed()
-    def test_gradient_that_one_replica_cannot_use(self):
-        twins = Twins(specs(mesh_of(8), [(R,)], [(4, 6)] * 4))
-        twins.set_gradients()
-        if self.rank == 6:
-            twins.params[1].grad = local(twins.params[1].grad)
-        with self.everywhere():
-            with self.assertRaisesRegex(RuntimeError, "parameter 1"):
-                twins.optimizer.step()
-
     # Two levels
 
     def test_nodes_of_different_sizes(self):
@@ -424,14 +240,6 @@ class TestMuonRelays(OnCPU):
                 ValueError,
                 "LOCAL_WORLD_SIZE is 4 on rank 0 and 2 on rank 5",
             )
-
-    @in_two_levels(ranks_per_node=2)
-    def test_process_groups(self):
-        self.check(Strategy(mesh_of(8), "fsdp").twins(SHAPES), IN_TWO_LEVELS)
-        strategy = Strategy(grid_of(2, 2, 2), "ddp", "fsdp", "tp")
-        self.check(strategy.twins(SHAPES), IN_TWO_LEVELS)
-        with relayed():
-            self.check(strategy.twins(SHAPES), IN_TWO_LEVELS, RELAYED)
 
     @in_two_levels()
     def test_a_rank_exchanges_with_its_node_and_its_rail_only(self):

@@ -396,6 +396,12 @@ RAISING = {
         for name, phase in PHASES.items()
         if name != "orthogonalize"
     },
+    "relay": Case(
+        STEPPING["relay"],
+        fail,
+        "LookupError: out of luck",
+        reports("LookupError.*out of luck"),
+    ),
     "reading": Case(
         BUILDING["reading"],
         fail,

@@ -2,8 +2,6 @@
 """Parameters that are not one matrix with one owner: stacks, fused and flattened weights, divided matrices."""
 
 import contextlib
-import copy
-import itertools
 import os
 import warnings
 import zlib
@@ -12,19 +10,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_state_dict,
-    StateDictOptions,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import Shard
 from torch.optim import Muon
-from torch.optim._muon_engine import callbacks
 from torch.optim._muon_engine.runtime import shared
-from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners, packs
+from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_fsdp1 import wrap
+from torch.testing._internal.distributed._muon.common_fsdp1 import Run
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     Cut,
@@ -35,7 +28,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     held,
     local,
     mesh_of,
-    NewtonSchulzCalls,
     piece_of,
     place,
     R,
@@ -47,26 +39,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Twins,
     wrap_functions,
 )
-
-
-S2 = Shard(2)
-# Uneven shards, empty ones, and parts that no rank's piece contains. Without options, stacks and a matrix.
-FORMS = [
-    ((48, 16), {"split": (16, 20, 12)}),
-    ((7, 9), {"split": [3, 1, 3]}),
-    ((8, 6, 3, 5), {"flatten": True}),
-    ((3, 5, 2), {"flatten": True}),
-    ((12, 4, 3), {"flatten": True, "split": [4] * 3}),
-    ((4, 6, 8), {"split": (2, 4)}),
-    # Shards begin in the middle of a repeat.
-    ((21, 6), {"split": {"sizes": (4, 1, 2), "repeats": 3}}),
-    ((6, 22), {"split": {"sizes": (4, 7), "repeats": 2, "dim": 1}}),
-    ((3, 6, 10), {"split": {"sizes": (1, 1), "repeats": 5, "dim": 1}}),
-    ((5, 7, 3), {}),
-    ((1, 9, 4), {}),
-    ((2, 3, 4, 6), {}),
-    ((12, 8), {}),
-]
 
 
 class Experts(nn.Module):
@@ -89,53 +61,24 @@ class Net(nn.Module):
         return self.qkv(self.experts(self.conv(x).relu().mean((2, 3))))
 
 
-def muon_of(model, config=None):
-    """Muon for a Net, whatever wraps the modules."""
+def groups_of(model):
+    """The groups of a Net, whatever wraps the modules."""
     forms = {
         "conv": {"flatten": True},
         "experts": {},
         "qkv": {"split": (12, 7, 5), "lr": 0.2},
     }
-    groups = [
+    return [
         {"params": [(which, param)], **form}
         for which, form in forms.items()
         for name, param in model.named_parameters()
         if which in name
     ]
-    options = {"distributed_config": config, "allow_batched_matrices": True}
-    return Muon(groups, lr=0.1, **options)
 
 
 class TestMuonForms(OnCPU):
     def twins(self, layout, config=None, **options):
-        forms = dict(FORMS)
-        groups = [([i], forms.get(each.shape, {})) for i, each in enumerate(layout)]
-        return Twins(layout, config, groups, allow_batched_matrices=True, **options)
-
-    def placed(self, mesh, *placements):
-        # Dimension 1 instead of one that the shape lacks.
-        fitting = [
-            [S1 if getattr(p, "dim", 0) >= len(shape) else p for p in placements]
-            for shape, _ in FORMS
-        ]
-        return [Spec(shape, mesh, p) for (shape, _), p in zip(FORMS, fitting)]
-
-    def check(self, layout, config=None, message="", **options):
-        self.assertTrainsAlike(self.twins(layout, config, **options), 2, message)
-
-    # Layouts
-
-    def test_process_groups(self):
-        for kinds in ("ddp", "ddp fsdp", "fsdp tp"):
-            mesh = grid_of(2, 2) if " " in kinds else mesh_of(4)
-            strategy = Strategy(mesh, *kinds.split())
-            for dim in (0, 1) if "tp" in kinds else (None,):
-                layout = [strategy.cut(shape, dim) for shape, _ in FORMS]
-                config = strategy.config(tp_dim_per_param=dim)
-                self.check(layout, config, f"{strategy} {dim}")
-        # Ranks that hold no matrix used to wait for ranks that compare nothing with them.
-        config = create_auto_config(ddp_process_group=dist.group.WORLD)
-        self.check(self.placed(mesh_of(4), S0)[6:8], config)
+        return Twins(layout, config, allow_batched_matrices=True, **options)
 
     def test_dtensors_without_a_config_have_plain_products(self):
         for placement in (S0, S1):
@@ -153,53 +96,21 @@ class TestMuonForms(OnCPU):
             same = torch.allclose(alone.detach(), found, atol=1e-4)
             self.assertEverywhere([] if same else [f"{placement}"])
 
-    # Functions of the user
-
-    # Modules
-
-    def train(self, model, muon, single, alone, steps=2):
-        for step in range(steps):
-            for one in (model, single):
-                one(full(step, (4, 4, 6, 6))).pow(2).sum().backward()
-            muon.step()
-            alone.step()
-            model.zero_grad()
-            single.zero_grad()
-
-    def assertSame(self, model, muon, single, alone):
-        whole = StateDictOptions(full_state_dict=True)
-        params, mine = get_state_dict(model, muon, options=whole)
-        expected, its = get_state_dict(single, alone)
-        found = [k for k, v in expected.items() if not v.equal(params[k])]
-        for name, state in its["state"].items():
-            momentum = mine["state"][name]["momentum_buffer"]
-            if not state["momentum_buffer"].equal(momentum):
-                found.append(f"momentum of {name}")
-        self.assertEverywhere(found)
-
-    def check_module(self, wrapped, config=lambda model: "auto"):
-        torch.manual_seed(1)
-        single = Net()
-        model = wrapped(copy.deepcopy(single))
-        muon, alone = muon_of(model, config(model)), muon_of(single)
-        self.train(model, muon, single, alone)
-        self.assertSame(model, muon, single, alone)
-        return model, muon, single, alone
-
     def test_fsdp1(self):
-        units = nn.Conv2d, Experts, nn.Linear
+        every = nn.Conv2d, Experts, nn.Linear
         full, none = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
-        for orig, policy, strategy in (
+        for orig, units, strategy in (
             (True, None, full),
-            (True, units, full),
-            (False, units, full),
+            (True, every, full),
+            (False, every, full),
             # Its parameters keep their shapes.
-            (True, units, none),
+            (True, every, none),
         ):
-            self.check_module(
-                lambda model: wrap(model, orig, strategy, policy),
-                lambda model: create_auto_config(module=model),
-            )
+            wrapping = {"units": units, "strategy": strategy}
+            run = Run(orig, True, Net, groups_of, (4, 4, 6, 6), **wrapping)
+            for _ in range(2):
+                run.step()
+                self.assertEverywhere(run.problems(), f"{orig} {wrapping}")
 
     # Owners
 
@@ -413,37 +324,6 @@ class TestMuonDivided(OnCPU):
             self.assertRaisesEverywhere(
                 twins.optimizer.step, RuntimeError, "some have none"
             )
-
-    def test_relays_between_divided_matrices(self):
-        """Owners of a divided matrix that have other numbers of small ones do not wait in a circle."""
-        teams, small, large = (0, 2), itertools.cycle((2, 1)), itertools.cycle((3, 0))
-
-        def owners_of(layouts, *_):
-            divided = -1
-            for layout in layouts:
-                number, _ = layout.key.block
-                divided += layout.divided is not None and number == 0
-                if layout.divided is not None:
-                    yield teams[divided // 2 % 2] + number
-                else:
-                    yield next(small if layout.shape[1] == 80 else large)
-
-        shapes = [(64, 64)] * 12 + [(15, 80)] * 60 + [(15, 870)] * 6
-        layout = [Spec(shape, grid_of(2, 2), (R, S0)) for shape in shapes]
-        with (
-            self.small(max_replicas=1),
-            mock.patch.object(packs, "RELAY_BYTES", 1),
-            mock.patch.object(callbacks, "assign_owners", lambda *a: [*owners_of(*a)]),
-        ):
-            twins = Twins(layout, create_dtensor_config(owners_per_matrix=2))
-            twins.step()
-        differ = [
-            i
-            for i, single in enumerate(twins.singles)
-            if i >= 12
-            and not local(twins.params[i]).equal(piece_of(single.detach(), layout[i]))
-        ]
-        self.assertEverywhere(differ)
 
     def test_one_owner(self):
         """Small matrices, one rank, and functions of the user have the bits of a single process."""

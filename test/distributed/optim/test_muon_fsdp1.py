@@ -2,15 +2,10 @@
 """The distributed Muon under FullyShardedDataParallel, with flat and with original parameters."""
 
 import copy
-import warnings
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-    RowwiseParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import Muon
 from torch.optim.muon import (
     create_auto_config,
@@ -20,21 +15,18 @@ from torch.optim.muon import (
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import (
     Block,
-    clean,
-    flat_pieces,
-    give_flat_gradients,
     Model,
     Run,
     Tail,
     wrap,
 )
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     Collectives,
     everyone,
     full,
     OnCPU,
     grid_of,
-    NewtonSchulzCalls,
     wrap_functions,
 )
 
@@ -134,60 +126,6 @@ class TestMuonFSDP1(OnCPU):
             self.assertRefused(pattern, matrices, module=model)
 
     # Over tensor parallelism
-
-    def test_tensor_parallel(self):
-        grid = grid_of(2, 2)
-        for orig in (False, True):
-            torch.manual_seed(5)
-            single = Model()
-            model = copy.deepcopy(single)
-            for block in model.blocks:
-                plan = {"a": ColwiseParallel(), "b": RowwiseParallel()}
-                parallelize_module(block, grid["b"], plan)
-            model = wrap(model, orig, units=(Block,), device_mesh=grid["a"])
-            names = dict(single.named_parameters())
-            flats = {
-                clean(f"{name}."): unit._handle.flat_param
-                for name, unit in model.named_modules()
-                if isinstance(unit, FSDP)
-            }
-
-            def left_by_tp(prefix, value_of):
-                """This rank's part of each matrix of a unit, before FSDP1 cuts it."""
-                found = {}
-                for fqn in flats[prefix]._fqns:
-                    found[fqn] = value_of(names[prefix.lstrip(".") + fqn])
-                    dim = {"a": 0, "b": 1}.get(fqn.split(".")[0])
-                    if dim is not None:
-                        found[fqn] = found[fqn].chunk(2, dim)[grid.get_local_rank("b")]
-                return found
-
-            config = create_auto_config(
-                module=model,
-                # TP's replicas of what is not cut are known from the given group only.
-                tp_process_group=grid.get_group("b"),
-                tp_dim_per_param={0: 0, 1: -1, 3: -2, 4: 1} if orig else {},
-            )
-            params, _ = partition_parameters(model)
-            with warnings.catch_warnings():
-                # The dimensions are those of the DTensors that FSDP1 flattened.
-                warnings.simplefilter("error" if orig else "ignore", UserWarning)
-                optimizer = Muon(params, lr=0.1, distributed_config=config)
-            reference = Muon(single.parameters(), lr=0.1)
-            for step in range(2):
-                for i, param in enumerate(names.values()):
-                    param.grad = full(100 * step + i, param.shape)
-                for prefix, flat in flats.items():
-                    give_flat_gradients(flat, left_by_tp(prefix, lambda p: p.grad))
-                with NewtonSchulzCalls() as calls:
-                    optimizer.step()
-                reference.step()
-                self.assertEqual(sum(everyone(len(calls.shapes))), 8)
-                with self.everywhere(f"{orig=} step {step}"):
-                    for prefix, flat in flats.items():
-                        wholes = left_by_tp(prefix, torch.Tensor.detach)
-                        for _, place, elements in flat_pieces(flat, wholes):
-                            self.assertTrue(torch.equal(flat.data[place], elements))
 
     def test_matrix_that_tensor_parallelism_leaves_out(self):
         """An int dimension made halves of it, without an error or a warning that named it."""

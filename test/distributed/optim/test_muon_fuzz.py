@@ -13,7 +13,9 @@ from torch.testing._internal.distributed._muon.fuzz_player import (
     Config,
     Matrix,
     Mesh,
+    OTHER,
     Plan,
+    STEP,
     Workers,
     WORLD,
 )
@@ -74,7 +76,7 @@ def options(draw):
         "ns_steps": (1, 3, 0),
         "eps": (100.0,),
         "adjust_lr_fn": ("original", "match_rms_adamw", "spectral_unclamped"),
-        "foreach": (None, False, True),
+        "foreach": (True, True, False, None),
         "ns_algorithm": ("gram", "symmetric"),
         "ns_coefficients": ((2.0, -1.5, 0.5),),
     }
@@ -85,7 +87,7 @@ def options(draw):
 @st.composite
 def placements(draw, mesh, ndim):
     count = len(mesh.shape)
-    if count > 1 and draw(rarely()):
+    if count > 1 and draw(one_of(False, False, True)):
         dim = draw(st.integers(0, ndim - 1))
         between = [draw(one_of("R", dim)) for _ in range(count - 2)]
         return (f"/{dim}", *between, dim)
@@ -141,7 +143,7 @@ def plain(draw, batched, config, later=False):
     shape = draw(shapes(batched))
     tp_dim = None
     if config.dims_of("tp") and not later:
-        tp_dim = draw(st.none() | st.integers(-2, len(shape) - 1))
+        tp_dim = draw(one_of(None, *range(-2, len(shape))))
     form = draw(forms(shape, tp_dim))
     return Matrix(
         shape,
@@ -157,21 +159,23 @@ def plain(draw, batched, config, later=False):
 
 @st.composite
 def configs(draw):
-    kind = draw(one_of("dtensor", "dtensor", "groups", "groups", "auto"))
+    kinds = "fsdp", "tp", "ep", "ddp", "cp"
+    kind = draw(one_of("dtensor", "dtensor", "dtensor", "auto", *kinds))
     if kind == "auto":
         return Config(kind)
-    mesh, kinds = None, ()
-    if kind == "groups":
+    mesh, of_dims = None, ()
+    if kind != "dtensor":
         mesh = draw(one_of(*WHOLE, *PARTS))
-        names = ("fsdp", "tp", "ddp", "cp", "ep", None)
-        kinds = tuple(draw(st.permutations(names))[: len(mesh.sizes)])
+        others = draw(st.permutations([k for k in (*kinds, None) if k != kind]))
+        of_dims = (kind, *others)[: len(mesh.sizes)]
+        of_dims = of_dims[:: draw(one_of(1, -1))]
     return Config(
-        kind,
+        "dtensor" if mesh is None else "groups",
         draw(st.booleans()),
         draw(st.integers(0, 3)),
         draw(one_of("built", "built", "built", "assigned", "wrapped")),
         mesh,
-        kinds,
+        of_dims,
     )
 
 
@@ -195,24 +199,48 @@ def matrices(draw, config, batched, later=False):
     return draw(st.one_of(own, own, beside) if with_dtensors else own)
 
 
+# Those that take effect in a step, and must not come before another one does.
+CHANGES = "freeze", "replace"
+
+
 @st.composite
 def actions(draw, plan, batched):
     """The actions between construction and the last step."""
     present, config, found = list(plan.matrices), plan.config, []
     builders = {r for m in plan.matrices for r in range(WORLD) if plan.sharing(m, r)}
     for _ in range(draw(st.integers(0, 4))):
-        kind = draw(
-            one_of("step", "options", "freeze", "add", "load", "replace", "mismatch")
-        )
-        number = draw(st.integers(0, len(present) - 1))
-        matrix = present[number]
-        # A frozen or replaced parameter takes effect in a step.
+        numbers, groups = range(len(present)), range(len(plan.options))
+        changing = [n for n in numbers if plan.see([present[n]], present)]
+        possible = {
+            "step": (None,),
+            "change_options": groups,
+            "freeze": changing,
+            "add": (None,),
+            "reload": numbers,
+            "replace": [n for n in changing if present[n].mesh is not None],
+            "mismatch": [*mismatches(plan, present)],
+            "reverse": [
+                at
+                for at in groups
+                if plan.see([m for m in present if m.group == at], present, 2)
+            ],
+            # The config's dicts do not know a parameter that comes back.
+            "rest": [
+                n
+                for n in changing
+                if (present[n].tp_dim, present[n].expert) == (None, False)
+                and holders_have_others(plan, n, present)
+            ],
+        }
+        kind = draw(one_of(*(kind for kind, choices in possible.items() if choices)))
+        choice = draw(one_of(*possible[kind]))
         names = [name for name, *_ in found]
         last = max((i for i, name in enumerate(names) if name == "step"), default=-1)
-        settled = not {"freeze", "replace"} & set(names[last + 1 :])
+        if kind not in ("step", "change_options", "reload", "freeze"):
+            found += [STEP] * bool({*CHANGES} & {*names[last + 1 :]})
         if kind == "step":
             found.append(draw(steps(present)))
-        elif kind == "options":
+        elif kind == "change_options":
             changes = one_of(
                 ("lr", 0.05),
                 ("weight_decay", 0.25),
@@ -220,56 +248,58 @@ def actions(draw, plan, batched):
                 ("ns_steps", 2),
                 ("adjust_lr_fn", "match_rms_adamw"),
             )
-            at = draw(st.integers(0, len(plan.options) - 1))
-            found.append(("change_options", at, (draw(changes),)))
-        elif kind == "freeze" and plan.spans(matrix, present):
-            found.append(("freeze", number, draw(st.booleans())))
-        elif kind == "load":
-            moved = ()
+            found.append((kind, choice, (draw(changes),)))
+        elif kind == "freeze":
+            found.append((kind, choice, draw(st.booleans())))
+        elif kind == "reload":
+            moved, matrix = (), present[choice]
             if matrix.mesh is not None and matrix.mesh.in_order:
                 other = draw(placements(matrix.mesh, len(matrix.shape)))
-                moved = ((number, other),)
-            found.append(("reload", draw(one_of("same", "new", "whole")), moved))
-        elif kind == "mismatch" and config.functions != "wrapped":
-            # All ranks that compare something with this one hold the matrix.
-            culprit = draw(st.integers(0, WORLD - 1))
-            sharing = plan.sharing(matrix, culprit)
-            linked = plan.linked(culprit, present)
-            share = len(sharing) > 1 and plan.share_all_matrices(matrix)
-            if settled and share and linked == set(sharing):
-                found.append(
-                    ("mismatch", draw(one_of("none", "sparse")), number, culprit)
-                )
-        elif (
-            kind == "replace"
-            and settled
-            and matrix.mesh is not None
-            and plan.spans(matrix, present)
-        ):
-            mesh, placed = matrix.mesh, matrix.placements
+                moved = ((choice, other),)
+            found.append((kind, draw(one_of("same", "new", "whole")), moved))
+        elif kind == "mismatch":
+            found.append((kind, draw(one_of("none", "sparse", *OTHER)), *choice))
+        elif kind == "replace":
+            mesh, placed = present[choice].mesh, present[choice].placements
             if mesh.in_order:
-                same = (
-                    m for m in [mesh, *WHOLE, *PARTS] if set(m.ranks) == set(mesh.ranks)
-                )
-                mesh = draw(
-                    one_of(*(m for m in same if m.in_order and not mesh.kept), mesh)
-                )
-                placed = draw(placements(mesh, len(matrix.shape)))
-            present[number] = matrix._replace(mesh=mesh, placements=placed)
+                same = [m for m in WHOLE + PARTS if set(m.ranks) == set(mesh.ranks)]
+                same = [m for m in same if m.in_order and not mesh.kept]
+                mesh = draw(one_of(mesh, *same))
+                placed = draw(placements(mesh, len(present[choice].shape)))
+            present[choice] = present[choice]._replace(mesh=mesh, placements=placed)
             flags = draw(st.tuples(st.booleans(), st.booleans()))
-            found.append(("replace", number, mesh, placed, *flags))
-        elif kind == "add" and settled:
+            found.append((kind, choice, mesh, placed, *flags))
+        elif kind == "add":
             more = st.lists(
                 matrices(config, batched, later=True), min_size=1, max_size=2
             )
-            new = tuple(m._replace(form=()) for m in draw(more))
+            new = tuple(m._replace(form=(), group=-1) for m in draw(more))
             holders = {r for m in new for r in range(WORLD) if plan.sharing(m, r)}
             if holders <= builders and all(
-                plan.spans(m, present + [*new]) for m in new
+                plan.see([m], present + [*new]) for m in new
             ):
-                found.append(("add", new, draw(options())))
+                found.append((kind, new, draw(options())))
                 present += new
+        else:
+            found.append((kind, choice))
     return (*found, draw(steps(present)))
+
+
+def holders_have_others(plan, number, present):
+    """Whether each holder of a matrix holds another one."""
+    holders = [r for r in range(WORLD) if plan.sharing(present[number], r)]
+    return all(sum(bool(plan.sharing(m, r)) for m in present) > 1 for r in holders)
+
+
+def mismatches(plan, present):
+    """Matrices and ranks: all ranks that compare something with this one hold the matrix."""
+    for number, matrix in enumerate(present):
+        if plan.config.functions == "wrapped" or not plan.share_all_matrices(matrix):
+            continue
+        for culprit in range(WORLD):
+            sharing = plan.sharing(matrix, culprit)
+            if len(sharing) > 1 and plan.linked(culprit, present) == {*sharing}:
+                yield number, culprit
 
 
 @st.composite
@@ -290,7 +320,9 @@ def plans(draw):
     # Several matrices placed in the same way, so that an owner has more than one in a bucket.
     distinct = draw(st.lists(matrices(config, batched), min_size=1, max_size=4))
     given_now = draw(st.lists(one_of(*distinct), min_size=1, max_size=10))
-    of_groups = tuple(draw(st.lists(options(), min_size=1, max_size=3)))
+    # Groups have some options in common.
+    common, more = draw(options()), draw(st.lists(options(), min_size=1, max_size=3))
+    of_groups = tuple(tuple({**dict(common), **dict(own)}.items()) for own in more)
     groups = st.integers(0, len(of_groups) - 1)
     given_now = [m._replace(group=draw(groups)) for m in given_now]
     # Each form needs a group of its own. Dicts have no hash.
@@ -308,6 +340,7 @@ def plans(draw):
         "MAX_PEERS": draw(one_of(512, 512, 1, 2)),
         "RELAY_BYTES": draw(one_of(2**20, 40)),
         "node": draw(one_of(4, 1, 2)),
+        "late": draw(one_of(None, None, None, 0, 2)),
     }
     named = draw(st.booleans())
     plan = Plan(config, given_now, of_groups, batched, named, tuple(limits.items()))

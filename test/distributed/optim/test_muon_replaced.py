@@ -17,12 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Muon
-from torch.testing._internal.common_utils import (
-    run_tests,
-)
+from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
     everyone,
     full,
+    grid_of,
     OnCPU,
     local,
     mesh_of,
@@ -41,46 +40,21 @@ SHAPES = [(8, 8), (7, 5), (3, 9)]
 
 
 class Changing(Twins):
-    """Twins whose parameters are exchanged. A row is a spec, a seed, a parameter and its twin."""
+    """Twins of which parameters are exchanged, for others of the same momentum."""
 
     def __init__(self, specs, config=None):
         super().__init__(specs, config, lr=0.1)
 
-    @property
-    def rows(self):
-        return list(zip(self.specs, self.seeds, self.params, self.singles))
+    def replacement(self, index, spec):
+        """A parameter of other values for the place of number ``index``, which is ``spec`` from now on."""
+        self.specs[index], self.seeds[index] = spec, self.seeds[index] + 500
+        whole = full(self.seeds[index], spec.shape, spec.dtype)
+        self.singles[index].data.copy_(whole)
+        return nn.Parameter(place(whole, spec))
 
-    def set_rows(self, rows, in_place=False):
-        """Gives both optimizers these parameters instead of what they have."""
-        self.specs, self.seeds, self.params, self.singles = map(list, zip(*rows))
-        for optimizer, params in (
-            (self.optimizer, self.params),
-            (self.single, self.singles),
-        ):
-            group = optimizer.param_groups[0]
-            if in_place:
-                group["params"][:] = params
-            else:
-                group["params"] = list(params)
-
-    @staticmethod
-    def row(seed, spec):
-        whole = full(seed, spec.shape, spec.dtype)
-        return spec, seed, nn.Parameter(place(whole, spec)), nn.Parameter(whole)
-
-    def replacement(self, index, spec, restarts=False):
-        """A row of other values for the place of number ``index``."""
-        old, seed, _, single = self.rows[index]
-        new = self.row(seed + 500, spec)
-        if restarts or spec.shape != old.shape:
-            return new
-        # The single process keeps its own parameter, and with it the momentum.
-        single.data.copy_(new[-1])
-        return (*new[:-1], single)
-
-    def replace_all(self, specs, restarts=False):
-        new = [self.replacement(i, spec, restarts) for i, spec in enumerate(specs)]
-        self.set_rows(new)
+    def replace(self, index, spec):
+        self.params[index] = self.replacement(index, spec)
+        self.optimizer.param_groups[0]["params"] = list(self.params)
 
 
 class TestMuonReplaced(OnCPU):
@@ -96,44 +70,6 @@ class TestMuonReplaced(OnCPU):
         twins.step()
         return twins
 
-    # Other lists
-
-    def test_reordered_appended_and_shortened(self):
-        # Two have one shape. Momentum belongs to the parameter, not to its place.
-        twins = self.trained(self.specs(S0, shapes=[(8, 8), (7, 5), (8, 8), (3, 9)]))
-        twins.set_rows(twins.rows[::-1])
-        self.assertTrainsAlike(twins, 1, "reordered")
-        more = [twins.row(50, self.specs(S1)[0]), twins.row(51, self.specs()[1])]
-        twins.set_rows([*twins.rows, *more], in_place=True)
-        self.assertTrainsAlike(twins, 2, "appended")
-        gone = twins.params[1]
-        before = local(gone.detach()).clone()
-        twins.set_rows([twins.rows[0], *twins.rows[2:-1]])
-        self.assertTrainsAlike(twins, 2, "shortened")
-        with self.everywhere():
-            self.assertTrue(torch.equal(local(gone.detach()), before))
-
-    def test_saved_while_others_are_in_place(self):
-        """state_dict() moved the momentum, and the former parameters restarted."""
-        for others in ([nn.Parameter(full(9, SHAPES[0]))], []):
-            twins = self.trained(self.specs(S0))
-            group = twins.optimizer.param_groups[0]
-            params = group["params"]
-            group["params"] = [*others, *params[1:]]
-            with self.everywhere(f"{others}"):
-                # The new parameter has no momentum before its first step.
-                self.assertEqual(len(twins.optimizer.state_dict()["state"]), 2)
-            group["params"] = params
-            self.assertTrainsAlike(twins, 2, f"{others}")
-
-    def test_blocks_that_take_turns(self):
-        """Block-coordinate training: the momentum of a block that rests stays with it, as in stock."""
-        twins = Changing(self.specs(S0, shapes=[(8, 8)] * 4))
-        blocks = [twins.rows[:2], twins.rows[2:]]
-        for turn in range(4):
-            twins.set_rows(blocks[turn % 2])
-            self.assertTrainsAlike(twins, 2, f"turn {turn}")
-
     # The same parameters, changed
 
     def test_data_of_equal_shape(self):
@@ -144,9 +80,17 @@ class TestMuonReplaced(OnCPU):
         ]:
             twins = self.trained(specs, config)
             for i, param in enumerate(twins.params):
-                _, twins.seeds[i], new, _ = twins.replacement(i, specs[i])
-                param.data = new.detach()
+                param.data = twins.replacement(i, specs[i]).detach()
             self.assertTrainsAlike(twins, 2)
+
+    def test_placements(self):
+        """Local shapes stay the same."""
+        grid = grid_of(2, 2)
+        twins = self.trained([Spec((8, 8), grid, (S0, S1))])
+        (param,), twins.specs = twins.params, [Spec((8, 8), grid, (S1, S0))]
+        other = place(twins.singles[0].detach(), twins.specs[0])
+        param._local_tensor, param._spec = other._local_tensor, other._spec
+        self.assertTrainsAlike(twins, 2)
 
     def test_dtypes(self):
         dtype = torch.bfloat16
@@ -186,9 +130,7 @@ class TestMuonReplaced(OnCPU):
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("changed",))
         twins = self.trained(self.specs(S0, mesh=mesh))
         if self.rank == 3:
-            rows = twins.rows
-            rows[1] = twins.replacement(1, twins.specs[1])
-            twins.set_rows(rows)
+            twins.replace(1, twins.specs[1])
         before = [local(param.detach()).clone() for param in twins.params]
         dist.barrier()
         _set_pg_timeout(timedelta(seconds=2), group)
@@ -208,7 +150,7 @@ class TestMuonReplaced(OnCPU):
         requests = []
         for count in (2, 4):
             twins = self.trained([Spec((8, 8), mesh_of(count), (S0,))])
-            twins.replace_all([Spec((8, 8), mesh_of(count), (S1,))])
+            twins.replace(0, Spec((8, 8), mesh_of(count), (S1,)))
             store = mock.Mock(wraps=distributed_c10d._get_default_store())
             with mock.patch.object(
                 distributed_c10d, "_get_default_store", lambda store=store: store

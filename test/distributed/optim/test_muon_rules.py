@@ -4,6 +4,7 @@
 No rule needs an accelerator, nor other processes: each rank plays its part alone.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -166,9 +167,13 @@ class TestMuonRules(TestCase):
                 program(rank, groups)
         return found
 
-    def found(self, program):
-        """The problems of a program on an accelerator."""
-        return self.broken(program, Accelerator, device=LAZY)[0].problems
+    def assertFinds(self, *rows, on_device=True):
+        """Each row is the text of the first problem, "" for none, and a program that has it."""
+        recorder, device = (Accelerator, LAZY) if on_device else (Recorder, "cpu")
+        for text, program in rows:
+            problems = self.broken(program, recorder, device=device)[0].problems
+            self.assertEqual(bool(problems), bool(text), f"{problems}")
+            self.assertRegex("".join(problems[:1]), text or "^$")
 
     # Order
 
@@ -177,6 +182,23 @@ class TestMuonRules(TestCase):
             for prefetch in range(4) if name in ("relayed", "divided") else (1,):
                 with self.subTest(f"{name} {prefetch}"):
                     self.check(play(program._replace(prefetch=prefetch)))
+
+    def test_flags_decide_the_order(self):
+        """One letter for each launch and wait of an exchange, of 16 matrices in buckets of four."""
+        program = Program(4, (Held(FOUR, (0,), count=16),))
+        for parallel, ahead in itertools.product((True, False), range(4)):
+            # Debug mode: each owner finishes before the next one starts.
+            expected = "lw" * 8
+            if parallel or ahead:
+                expected = "l" * (ahead + 1)
+                for k in range(4):
+                    # A gather is there, a scatter starts; the scatter before is there, and a slot is free.
+                    expected += "wl" + "w" * (k > 0) + "l" * (k + ahead + 1 < 4)
+                expected += "w"
+            parts = play(program._replace(parallel=parallel, prefetch=ahead))
+            for part in parts.values():
+                exchanges = [w[0] for w, c in part.log if c.name != "all_reduce"]
+                self.assertEqual("".join(exchanges), expected, f"{parallel} {ahead}")
 
     @fuzz(25)
     @given(programs())
@@ -246,51 +268,30 @@ class TestMuonRules(TestCase):
         memory = torch.zeros(8)
         sent, received = memory[:4], memory[4:]
 
-        def launch(**group):
-            return dist.all_to_all_single(received, sent, async_op=True)
-
-        def reads_what_arrives(rank, groups):
-            work = launch()
-            received + 1
-            work.wait()
-
-        def writes_what_leaves(rank, groups):
-            work = launch()
-            memory.zero_()
-            work.wait()
-
-        def sends_what_arrives(rank, groups):
-            works = launch(), dist.broadcast(received, 0, async_op=True)
-            for work in works:
+        def exchange(meanwhile):
+            def program(*_):
+                work = dist.all_to_all_single(received, sent, async_op=True)
+                meanwhile()
                 work.wait()
+                memory.zero_()
 
-        def forgets(rank, groups):
-            launch()
+            return program
 
-        def frees(rank, groups):
+        def frees(*_):
             mine = torch.zeros(4)
             work = dist.all_reduce(mine, async_op=True)
             mine.untyped_storage().resize_(0)
             work.wait()
 
-        def is_careful(rank, groups):
-            work = launch()
-            sent + 1
-            received.view(2, 2).T
-            work.wait()
-            memory.zero_()
-
-        texts = {
-            reads_what_arrives: "add.Tensor touches",
-            writes_what_leaves: "zero_.default touches",
-            sends_what_arrives: "broadcast .* touches",
-            forgets: "nobody waits",
-            frees: "is freed",
-        }
-        for program, text in texts.items():
-            problems = self.broken(program)[0].problems
-            self.assertRegex(problems[0], text)
-        self.assertEqual(self.broken(is_careful)[0].problems, [])
+        self.assertFinds(
+            ("add.Tensor touches", exchange(lambda: received + 1)),
+            ("zero_.default touches", exchange(memory.zero_)),
+            ("broadcast .* touches", exchange(lambda: dist.broadcast(received, 0))),
+            ("nobody waits", lambda *_: dist.all_reduce(memory, async_op=True)),
+            ("is freed", frees),
+            ("", exchange(lambda: (sent + 1, received.view(2, 2).T))),
+            on_device=False,
+        )
 
     # Groups
 
@@ -356,52 +357,43 @@ class TestMuonRules(TestCase):
         def on_device():
             return torch.ones(4, device=LAZY)
 
-        def reads(rank, groups):
-            float(on_device().sum())
+        def pinned():
+            return torch.empty(4, pin_memory=True)
 
-        def copies(rank, groups):
-            torch.ones(4).to(LAZY)
-
-        def copies_pageable(rank, groups):
-            on_device().copy_(torch.ones(4), non_blocking=True)
-
-        def waits_for_the_copy(rank, groups):
-            torch.empty(4, pin_memory=True).copy_(on_device())
-
-        def reads_too_early(rank, groups):
-            table = torch.empty(4, pin_memory=True)
+        def reads_too_early(*_):
+            table = pinned()
             table.copy_(on_device(), non_blocking=True)
             table.tolist()
 
-        def waits_for_this_step(rank, groups):
+        def waits_for_this_step(*_):
             on_device()
             torch.accelerator.current_stream().record_event().synchronize()
 
-        def is_late(rank, groups):
-            works = [
-                dist.all_reduce(on_device(), group=group, async_op=True)
-                for group in (groups[0], groups[2])
-            ]
+        def first_uses(rank, groups, together=True):
+            works = []
+            for group in (groups[0], groups[2]):
+                works.append(dist.all_reduce(on_device(), group=group, async_op=True))
+                for work in () if together else works:
+                    work.wait()
             for work in works:
                 work.wait()
 
-        def is_careful(rank, groups):
-            torch.empty(4, pin_memory=True).copy_(on_device(), non_blocking=True)
-            for group in (groups[0], groups[2]):
-                dist.all_reduce(on_device(), group=group)
+        def copies(target, source, **how):
+            return lambda *_: target().copy_(source(), **how)
 
-        texts = {
-            reads: "host waits for aten._local_scalar",
-            copies: "host waits for aten._to_copy",
-            copies_pageable: "host waits for aten.copy_",
-            waits_for_the_copy: "host waits for aten.copy_",
-            reads_too_early: "touches the memory of aten.copy_",
-            waits_for_this_step: "host waits for an event",
-            is_late: "is the first, while",
-        }
-        for program, text in texts.items():
-            self.assertRegex(self.found(program)[0], text)
-        self.assertEqual(self.found(is_careful), [])
+        late = {"non_blocking": True}
+        pageable = partial(torch.ones, 4)
+        self.assertFinds(
+            ("host waits for aten._local_scalar", lambda *_: float(on_device().sum())),
+            ("host waits for aten._to_copy", lambda *_: torch.ones(4).to(LAZY)),
+            ("host waits for aten.copy_", copies(on_device, pageable, **late)),
+            ("host waits for aten.copy_", copies(pinned, on_device)),
+            ("touches the memory of aten.copy_", reads_too_early),
+            ("host waits for an event", waits_for_this_step),
+            ("is the first, while", first_uses),
+            ("", partial(first_uses, together=False)),
+            ("", copies(pinned, on_device, **late)),
+        )
 
     # Memory
 
@@ -506,18 +498,15 @@ class TestMuonRules(TestCase):
                 if wait:
                     copied.synchronize()
 
-        for program, text in (
-            (waits_for_no_one, "mul_.* touches the memory of aten.ones"),
-            (frees_too_early, "the memory of aten.add_.* is freed"),
-            (reads_before_it_arrives, "add.* touches the memory of all_reduce"),
-            (writes_a_table_again, "fill_.* touches the memory of aten.copy_"),
-        ):
-            self.assertRegex(self.found(program)[0], text)
-        self.assertEqual(self.found(partial(frees_too_early, record=True)), [])
-        # The host may not wait in a step, but while the engine is built.
-        waits = partial(writes_a_table_again, wait=True)
-        for problem in self.found(waits):
-            self.assertIn("the host waits for an event", problem)
+        self.assertFinds(
+            ("mul_.* touches the memory of aten.ones", waits_for_no_one),
+            ("the memory of aten.add_.* is freed", frees_too_early),
+            ("add.* touches the memory of all_reduce", reads_before_it_arrives),
+            ("fill_.* touches the memory of aten.copy_", writes_a_table_again),
+            ("", partial(frees_too_early, record=True)),
+            # The host may not wait in a step, but while the engine is built.
+            ("the host waits for an event", partial(writes_a_table_again, wait=True)),
+        )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 
 import itertools
 import math
-import pickle
 import random
 from collections import Counter
 from unittest import mock
@@ -13,14 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Muon
-from torch.optim._muon_engine.layouts import (
-    Cut,
-    exchange,
-    Key,
-    Layout,
-    Region,
-    Shards,
-)
+from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
 from torch.optim._muon_engine.layouts.divide import divide
 from torch.optim._muon_engine.schedule import buckets, owners
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
@@ -39,11 +31,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S0,
     specs,
 )
-from torch.testing._internal.distributed._muon.model_shapes import MODELS
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-
-SHARDS = 64
 
 
 def cut(length, parts):
@@ -69,33 +57,34 @@ def shards_of(shapes, fsdp, tp=1, replicas=1):
     ]
 
 
+# Of Llama 3 70B; of DeepSeek-V3, whose experts are an eighth.
+LLAMA = [(8192, 8192)] * 2 + [(1024, 8192)] * 2 + [(28672, 8192)] * 2 + [(8192, 28672)]
+ATTENTION = (1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)
+LARGE, EXPERT = ([(rows, 7168), (rows, 7168), (7168, rows)] for rows in (18432, 2048))
+DEEPSEEK = [*ATTENTION] * 61 + LARGE * 3 + [*EXPERT, (256, 7168)] * 58
+DEEPSEEK += EXPERT * 58 * 32
+
+
+def busiest(taken, members, ranks):
+    """Seconds of the busiest rank, one matrix after another, each to the owners that are free first."""
+    busy = [0.0] * ranks
+    for of in sorted(taken, key=lambda of: -taken[of][0]):
+        seconds, count = taken[of]
+        teams = [range(at, at + count) for at in range(0, ranks - count + 1, count)]
+        for _ in range(members[of]):
+            team = min(teams, key=lambda team: max(busy[rank] for rank in team))
+            end = max(busy[rank] for rank in team) + seconds
+            for rank in team:
+                busy[rank] = end
+    return max(busy)
+
+
 def scheduled(layouts, **options):
     return make_schedule(layouts, assign_owners(layouts), torch.bfloat16, **options)
 
 
 class TestMuonDivision(TestCase):
     """``owners_per_matrix="auto"``."""
-
-    def test_busiest_rank(self):
-        """The time of many owners at once is that of one matrix after another."""
-        draw = random.Random(3)
-        for _ in range(200):
-            ranks = draw.choice((1, 4, 8, 12))
-            members = {
-                Class((8, at), "quintic"): draw.randint(1, 30) for at in range(3)
-            }
-            count = draw.choice([n for n in (1, 2, 4) if ranks % n == 0])
-            taken = {of: (draw.randint(1, 9), count) for of in members}
-            busy = [0] * ranks
-            for of in sorted(taken, key=lambda of: -taken[of][0]):
-                seconds, _ = taken[of]
-                teams = [range(at, at + count) for at in range(0, ranks, count)]
-                for _ in range(members[of]):
-                    team = min(teams, key=lambda team: max(busy[r] for r in team))
-                    end = max(busy[r] for r in team) + seconds
-                    for rank in team:
-                        busy[rank] = end
-            self.assertEqual(owners._busiest(taken, members, ranks), max(busy))
 
     def drawn(self, draw):
         """Matrices, the ranks of a group on nodes that it fills or not, and the numbers of owners to choose from."""
@@ -128,7 +117,7 @@ class TestMuonDivision(TestCase):
             wire = min(450e9, 50e9 * near) if n > near else 450e9
             moved = (n - 1) / n * 10 * min(of.shape) ** 2 / wire
             taken[of] = work / n + 5 * (moved + 3 * (n - 1) * 0.47e-6), n
-        busy = owners._busiest(taken, members, ranks)
+        busy = busiest(taken, members, ranks)
         largest = max(math.prod(of.shape) / n for of, n in counts.items())
         alone = 4 * largest / (450e9 if ranks == near else 50e9)
         return busy, (busy + alone) * (1 + 0.02 * (max(counts.values()) - 1))
@@ -145,7 +134,7 @@ class TestMuonDivision(TestCase):
             ]
             self.assertIn(best, every)
             busy, total = self.cost(best, *where)
-            self.assertEqual(seconds, busy, atol=0, rtol=1e-12)
+            self.assertEqual(seconds, busy, atol=0, rtol=1e-6)
             self.assertLess(total, 1.03 * min(self.cost(c, *where)[1] for c in every))
             if best != every[0]:
                 self.assertLess(total, 0.98 * self.cost(every[0], *where)[1])
@@ -259,13 +248,11 @@ class TestMuonSchedule(TestCase):
         buckets of Llama 3 70B took 51 times as long on 64 ranks. One of 18432 x 7168 takes as long as 33
         experts, of which 13 fitted next to it: DeepSeek-V3's took 1.45 times as long on 1,024.
         """
-        shapes = MODELS["Llama 3 70B"].shapes
-        self.assertShort(shards_of(shapes, 64), 1.1)
-        self.assertShort(shards_of(shapes, 256, 64), 1.1)
+        self.assertShort(shards_of(LLAMA * 80, 64), 1.1)
+        self.assertShort(shards_of(LLAMA * 80, 256, 64), 1.1)
         # One pass over the owners does not pack DeepSeek-V3's experts next to its large matrices quite
         # as tightly (1.107 on 1,024 ranks). An eighth of the experts, over an eighth of 1,024 ranks.
-        model = MODELS["DeepSeek-V3"]
-        self.assertShort(shards_of(model.dense + model.expert * 32, 128), 1.2)
+        self.assertShort(shards_of(DEEPSEEK, 128), 1.2)
 
     def assertShort(self, layouts, most):
         schedule, largest = scheduled(layouts), max(layout.numel for layout in layouts)
@@ -314,44 +301,6 @@ class TestMuonDryRun(TestCase):
             if world > 4:
                 self.assertIn("other ranks are not shown", "".join(lines))
             dist.destroy_process_group()
-
-
-class TestMuonReports(TestCase):
-    """The data that ranks of process groups exchange: one process plays all ranks."""
-
-    def matrices(self, rank):
-        """The matrices as ``rank`` knows them by itself: its rows of each."""
-        cuts, shards = (Cut("fsdp", tuple(range(SHARDS)), 0),), {}
-        for i, (rows, columns) in enumerate(MODELS["Llama 3 8B"].shapes):
-            shape = rows // SHARDS, columns
-            held = Shards((rank,), ((Region(0, 0, *shape, 0, shape[1]),),))
-            held = shards.setdefault(shape, held)
-            yield Layout(Key(i), shape, torch.float32, held, cuts=cuts)
-
-    def test_each_kind_of_matrix_is_told_and_put_together_once(self):
-        """224 matrices on 64 ranks. The reader checks that the shards tile each of them."""
-        dist.init_process_group("fake", rank=0, world_size=SHARDS, store=FakeStore())
-        self.addCleanup(dist.destroy_process_group)
-        sizes = []
-
-        def exchanged(group, told, error, described):
-            self.assertIsNone(error)
-            sizes.append(len(pickle.dumps(told)))
-            every = [exchange._by_name([*self.matrices(r)]) for r in range(SHARDS)]
-            zeros = dict.fromkeys(every[0], 0)
-            return [(parts, zeros, (rank,)) for rank, parts in enumerate(every)], None
-
-        mine = list(self.matrices(0))
-        groups = {("fsdp", tuple(range(SHARDS))): None}
-        with mock.patch.object(exchange, "exchange", exchanged):
-            layouts = exchange.completed(mine, groups, (0,), {}, hints := {}, None)
-        self.assertEqual(hints, {})
-        self.assertEqual([l.shape for l in layouts], MODELS["Llama 3 8B"].shapes)
-        self.assertTrue(all(len(layout.group) == SHARDS for layout in layouts))
-        kinds = len(set(MODELS["Llama 3 8B"].shapes))
-        self.assertEqual(len({id(layout.shards) for layout in layouts}), kinds)
-        # A few bytes per matrix, and some per kind. Names of modules alone would be 6,000.
-        self.assertLess(sizes[0], 4000)
 
 
 if __name__ == "__main__":

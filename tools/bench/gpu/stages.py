@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim import _newton_schulz as ns, Muon
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
 from torch.profiler import profile
-from torch.testing._internal.distributed._muon.model_shapes import MODELS
+from tools.bench.models import MODELS
 
 from .. import contestants, engine_view, fleet, step, table, traffic
 from ..layouts import lay, local_of

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
-from torch.testing._internal.distributed._muon.model_shapes import Model, MODELS, Shape
+from tools.bench.models import Model, MODELS, Shape
 
 
 def cut(length: int, parts: int, part: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch
 from torch.optim._muon_engine.layouts import listed
 from torch.optim._newton_schulz import newton_schulz_bytes
 from torch.optim.muon import partition_named_parameters
-from torch.testing._internal.distributed._muon.model_shapes import Model
+from tools.bench.models import Model
 
 from ..engine_view import batch_size
 from .cases import Case

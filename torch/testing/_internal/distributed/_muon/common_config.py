@@ -1,8 +1,11 @@
 """Helpers for tests of Muon on one process."""
 
+from typing import Any
+from unittest import mock
+
 import torch
 from torch import nn
-from torch.optim import Muon
+from torch.optim import _muon_formulas, Muon
 from torch.optim.muon import DistributedConfig
 from torch.testing._internal.common_utils import TestCase
 
@@ -56,6 +59,20 @@ def make_matrix(shape, dtype=torch.float32, generator=None, strided="contiguous"
     return torch.randn(rows, columns, generator=generator).to(dtype)
 
 
+def parts_of(tensor, split=None, flatten=False):
+    """The matrices of a fused or flattened weight, by hand."""
+    tensor = tensor.flatten(1) if flatten else tensor
+    stack = tensor.flatten(0, -3) if tensor.ndim > 2 else tensor[None]
+    if not isinstance(split, dict):
+        return [part for one in stack for part in one.split(split or len(one))]
+    dim, sizes = split.get("dim", 0), split["sizes"]
+    # The number of the part that each row or column belongs to.
+    of_part = [i for i, size in enumerate(sizes) for _ in range(size)]
+    of_part = torch.tensor(of_part * split.get("repeats", 1))
+    lines = [(of_part == i).nonzero().flatten() for i in range(len(sizes))]
+    return [one.index_select(dim, at) for one in stack for at in lines]
+
+
 def make_params(*shapes, dtype=torch.float32, seed=0):
     """Parameters with gradients."""
     generator = torch.Generator().manual_seed(seed)
@@ -65,6 +82,30 @@ def make_params(*shapes, dtype=torch.float32, seed=0):
         param.grad = make_matrix(shape, dtype, generator)
         params.append(param)
     return params
+
+
+class NewtonSchulzCalls:
+    """Counts the matrices that this rank orthogonalizes, and takes a batch apart, which rounds otherwise."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self._original = _muon_formulas.newton_schulz
+        self._patch = mock.patch.object(
+            _muon_formulas, "newton_schulz", side_effect=self._call
+        )
+
+    def _call(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        if x.ndim > 2:
+            return torch.stack([self._call(matrix, *args) for matrix in x])
+        self.shapes.append(tuple(x.shape))
+        return self._original(x, *args)
+
+    def __enter__(self):
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
 
 
 class MuonTestCase(TestCase):

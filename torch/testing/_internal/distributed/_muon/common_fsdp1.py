@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 from torch.optim.muon import create_auto_config, partition_parameters
 from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     device,
     equal,
     full,
     grid_of,
     moved_alike,
-    NewtonSchulzCalls,
 )
 
 
@@ -118,12 +118,20 @@ def flat_parameters(model):
 
 
 class Run:
-    """An FSDP1 model and its plain twin, with an optimizer for their matrices and one for the rest."""
+    """An FSDP1 model and its plain twin, with an optimizer for their matrices and one for the rest.
 
-    def __init__(self, orig, bias=None, by_module=None, **wrapping):
+    Args:
+        model: by default a :class:`Model`, with biases next to original parameters.
+        groups: the parameter groups of a model's Muon, if it has all parameters.
+        x: the shape of inputs.
+    """
+
+    def __init__(
+        self, orig, by_module=None, model=None, groups=None, x=(5, 8), **wrapping
+    ):
         torch.manual_seed(5)
-        self.orig = orig
-        self.single = Model(orig if bias is None else bias).to(device())
+        self.orig, self.groups, self.x = orig, groups, x
+        self.single = (Model(orig) if model is None else model()).to(device())
         self.starts = copy.deepcopy(self.single.state_dict())
         self.model = wrap(copy.deepcopy(self.single), orig, **wrapping)
         by_module = orig if by_module is None else by_module
@@ -134,24 +142,26 @@ class Run:
         )
         self.config = create_auto_config(**source)
         self.build()
-        matrices, others = partition_parameters(self.single)
-        self.single_optimizers = self.optimizers(matrices, others)
+        _, self.single_optimizers = self.optimizers(self.single)
         self.steps = 0
 
     def build(self):
-        matrices, others = partition_parameters(self.model)
-        self.matrices = matrices
-        self.all = self.optimizers(matrices, others, distributed_config=self.config)
+        self.matrices, self.all = self.optimizers(self.model, self.config)
         self.optimizer = self.all[0]
 
-    def optimizers(self, matrices, others, **options):
-        made = [Muon(matrices, lr=0.1, weight_decay=0.1, **options)]
-        return made + ([torch.optim.SGD(others, lr=0.1)] if others else [])
+    def optimizers(self, model, config=None):
+        options = {"lr": 0.1, "weight_decay": 0.1, "distributed_config": config}
+        if self.groups is not None:
+            options["allow_batched_matrices"] = True
+            return [*model.parameters()], [Muon(self.groups(model), **options)]
+        matrices, others = partition_parameters(model)
+        made = [Muon(matrices, **options)]
+        return matrices, made + ([torch.optim.SGD(others, lr=0.1)] if others else [])
 
     def backward(self):
         self.steps += 1
         for model in (self.model, self.single):
-            model(full(100 * self.steps, (5, 8))).pow(2).sum().backward()
+            model(full(100 * self.steps, self.x)).pow(2).sum().backward()
         give_gradients(self.model, self.single)
 
     def update(self):

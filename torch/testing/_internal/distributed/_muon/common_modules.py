@@ -12,13 +12,13 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
 from torch.optim.muon import partition_parameters
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     device,
     equal,
     everyone,
     full,
     moved_alike,
-    NewtonSchulzCalls,
     ParityAssertions,
 )
 

@@ -19,13 +19,12 @@ import unittest
 import warnings
 from datetime import timedelta
 from typing import Any, NamedTuple, TYPE_CHECKING
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
-from torch.optim import _muon_formulas, Muon
+from torch.optim import Muon
 from torch.optim._muon_engine import process_groups
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import (
@@ -276,30 +275,6 @@ def as_on_an_accelerator(optimizer):
     of a bucket together.
     """
     optimizer._engine._runner.device = torch.device("cuda")
-
-
-class NewtonSchulzCalls:
-    """Counts the matrices that this rank orthogonalizes, and takes a batch apart, which rounds otherwise."""
-
-    def __init__(self) -> None:
-        self.shapes: list[tuple[int, ...]] = []
-        self._original = _muon_formulas.newton_schulz
-        self._patch = mock.patch.object(
-            _muon_formulas, "newton_schulz", side_effect=self._call
-        )
-
-    def _call(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
-        if x.ndim > 2:
-            return torch.stack([self._call(matrix, *args) for matrix in x])
-        self.shapes.append(tuple(x.shape))
-        return self._original(x, *args)
-
-    def __enter__(self):
-        self._patch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.stop()
 
 
 def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

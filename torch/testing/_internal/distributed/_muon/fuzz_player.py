@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import re
+import time
 import traceback
 import warnings
 from datetime import timedelta
@@ -28,15 +29,17 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard, Placement
 from torch.optim import Muon
-from torch.optim._muon_engine.describe import bytes_of
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_auto_config, create_dtensor_config
+from torch.testing._internal.distributed._muon.common_config import (
+    NewtonSchulzCalls,
+    parts_of,
+)
 from torch.testing._internal.distributed._muon.common_muon import (
     equal,
     full,
     local,
     moved_alike,
-    NewtonSchulzCalls,
     placed,
     sizes_of,
 )
@@ -125,6 +128,18 @@ class Config(NamedTuple):
         return tuple(i for i, kind in enumerate(self.kinds) if kind in kinds)
 
 
+# Values of options that groups hardly have.
+OTHER = {
+    "lr": 0.7,
+    "weight_decay": 0.7,
+    "momentum": 0.7,
+    "nesterov": 2,
+    "ns_coefficients": (3.0, -4.0, 2.0),
+    "ns_steps": 7,
+    "eps": 0.7,
+    "adjust_lr_fn": "other",
+    "ns_algorithm": "symmetric",
+}
 SHARING = ("fsdp", "tp", "ddp", "cp")
 
 
@@ -193,11 +208,13 @@ class Plan(NamedTuple):
             found.update(*(r for r in self.links(matrices) if found & set(r)))
         return found
 
-    def spans(self, matrix: Matrix, matrices) -> bool:
-        """Whether each rank linked with a holder of ``matrix`` holds it, too, and sees it change."""
-        holders = [rank for rank in range(WORLD) if self.sharing(matrix, rank)]
+    def see(self, changed, matrices, count: int = 1) -> bool:
+        """Whether each rank linked with a holder of one of ``changed`` holds ``count`` of them."""
+        holders = (r for r in range(WORLD) for m in changed if self.sharing(m, r))
         linked = set().union(*(self.linked(rank, matrices) for rank in holders))
-        return linked == set(holders)
+        return all(
+            sum(bool(self.sharing(m, r)) for m in changed) >= count for r in linked
+        )
 
 
 def strided_order(placements: tuple[int | str, ...]) -> list[tuple[int, int]]:
@@ -307,6 +324,13 @@ class Held:
         other.rank = rank
         return other.piece(torch.empty(self.matrix.shape, device="meta")).numel()
 
+    def elements_here(self) -> list[torch.Tensor]:
+        """For each matrix in the parameter, 1 where this rank holds an element, else 0."""
+        here = torch.zeros(self.matrix.shape)
+        numbers = torch.arange(here.numel()).view(here.shape)
+        here.view(-1)[self.piece(numbers).flatten()] = 1
+        return parts_of(here, **dict(self.matrix.form))
+
     def cut(self, whole: torch.Tensor, turned: bool = False) -> torch.Tensor:
         piece = self.piece(whole).mT if turned else self.piece(whole)
         piece = piece.clone(memory_format=torch.contiguous_format)
@@ -357,7 +381,9 @@ class Held:
             if kind == "zero":
                 whole = torch.zeros_like(whole)
             gradient = self.cut(whole, turned=kind == "turned")
-        self.param.grad = gradient
+        # A rank with an empty shard may have none.
+        if local(gradient).numel() or (step + self.rank) % 2:
+            self.param.grad = gradient
         # Stock Muon divides by the number of elements.
         self.single.grad = whole if whole.numel() else None
 
@@ -385,19 +411,26 @@ class Held:
         return wrong if alike else [*wrong, f"momentum {name}: {mine} instead of {its}"]
 
 
-def exchanged(seen: Recorder, rank: int) -> tuple[int, int]:
-    """The bytes that ``rank`` sent to other ranks and received in the exchanges that ``seen`` recorded."""
-    sent = received = 0
+def received_bytes(seen: Recorder, rank: int) -> int:
+    """What ``rank`` received from other ranks in the exchanges that ``seen`` recorded."""
+    received = 0
     for call in (call for what, call in seen.log if what == "launch"):
         if call.name == "all_to_all_single":
-            own = call.comm.ranks.index(rank)
-            out, back = (sum(s) - s[own] for s in call.splits)
-            sent, received = sent + out * call.itemsize, received + back * call.itemsize
-        elif call.name == "broadcast":
-            is_source = call.source == rank
-            sent += call.nbytes * is_source
-            received += call.nbytes * (not is_source)
-    return sent, received
+            _, sizes = call.splits
+            received += (
+                sum(sizes) - sizes[call.comm.ranks.index(rank)]
+            ) * call.itemsize
+        elif call.name == "broadcast" and call.source != rank:
+            received += call.nbytes
+    return received
+
+
+class Late(Recorder):
+    """A rank behind a slow wire comes to each collective late."""
+
+    def launched(self, call: Any) -> None:
+        time.sleep(0.003)
+        super().launched(call)
 
 
 class Player:
@@ -412,6 +445,7 @@ class Player:
 
     def run(self) -> list[str]:
         limits = {"MAX_PEERS": 512, **dict(self.plan.limits)}
+        self.is_late = limits.pop("late", None) == self.rank
         patches = [
             mock.patch.object(packs, "RELAY_BYTES", limits.pop("RELAY_BYTES", 2**20)),
             mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(limits.pop("node", 4))),
@@ -577,48 +611,70 @@ class Player:
 
     def step(self, gradients=STEP[1]):
         self.set_gradients(gradients)
-        with Recorder(moves=True) as seen, NewtonSchulzCalls() as calls:
+        before = list(self.versions())
+        seen = Late(moves=True) if self.is_late else Recorder(moves=True)
+        with seen, NewtonSchulzCalls() as calls:
             self.optimizer.step()
         problems = seen.problems + self.unexpected(seen, len(calls.shapes))
+        problems += [
+            f"{held.number} was {'not ' * is_written}written"
+            for held, tensor, version in before
+            if (is_written := held.single.grad is not None)
+            != (tensor._version > version)
+        ]
         if problems:
             raise AssertionError(f"{problems}")
         self.single.step()
         for held in self.order():
             held.after_single_step()
 
+    def versions(self):
+        """The counters by which autograd learns of a step's writes, of tensors that have elements here."""
+        for held in self.order():
+            state = self.optimizer.state.get(held.param, {})
+            # A checkpoint's momentum may have another placement, and makes room for a new tensor.
+            kept = () if held.is_new else state.values()
+            for tensor in (held.param, *kept):
+                if local(tensor).numel():
+                    yield held, tensor, tensor._version
+
     def unexpected(self, seen, count):
-        """Matrices that this rank orthogonalizes and bytes that it exchanges, unless it owns and says so."""
-        engine, order = self.optimizer._engine, self.order()
-        if not engine.runs_on_engine:
+        """Matrices that this rank orthogonalizes and bytes that it receives, beyond the lower bound."""
+        if self.plan.config.functions == "wrapped":
             return []
-        owners = zip(engine.schedule.layouts, engine.schedule.owners)
-        owned = [(order[l.key.index], l.shards) for l, r in owners if r == self.rank]
-        least = sum(held.single.grad is not None for held, _ in owned)
-        # An owner whose shard is empty cannot know that a gradient is missing.
-        most = least + sum(
-            held.single.grad is None
-            and held.param.requires_grad
-            and shards.is_empty(self.rank)
-            for held, shards in owned
-        )
+        owners, least, most, expected = self.optimizer.matrix_owners, 0, 0, 0
+        for index, held in enumerate(self.order()):
+            if not held.param.requires_grad:
+                continue
+            has_grad = held.single.grad is not None
+            for sub, here in enumerate(held.elements_here()):
+                owner, own = owners.get((index, sub)), int(here.sum())
+                if owner == self.rank:
+                    least += has_grad
+                    # With an empty shard, it cannot know that a gradient is missing.
+                    most += has_grad or not own
+                    # Each element once, and the update once to each holder; in bfloat16.
+                    expected += 2 * (here.numel() - own)
+                else:
+                    expected += 2 * own
         found = []
         if not least <= count <= most:
             found.append(f"{count} matrices instead of {least} to {most}")
-        ahead = engine.config.prefetch_count
-        mine = [b for b in engine.schedule.buckets if self.rank in b.group]
-        if any(bucket.node_size > 1 for bucket in mine):
-            return found  # Others' bytes pass through this rank.
-        sent, received = exchanged(seen, self.rank)
-        said = [
-            bytes_of(engine.schedule, group, self.rank, ahead)[:2]
-            for group in dict.fromkeys(bucket.group for bucket in mine)
-        ]
-        if (sent, received) != (sum(s for s, _ in said), sum(r for _, r in said)):
-            found.append(f"{sent} and {received} bytes, but describe() says {said}")
+        # In two levels, others' bytes pass through this rank.
+        if dict(self.plan.limits).get("MAX_PEERS", 512) == 512:
+            received = received_bytes(seen, self.rank)
+            if received != expected:
+                found.append(f"{received} bytes instead of {expected}")
         return found
 
+    def group_of(self, held: Held) -> int:
+        return next(i for i, group in enumerate(self.groups) if held in group)
+
     def mismatch(self, kind, number, culprit):
-        """The ranks that share a matrix learn that ``culprit`` has no gradient that fits. Nothing moves."""
+        """The ranks that share a matrix learn that ``culprit`` differs. Nothing moves.
+
+        It has no gradient, one that does not fit, or another value of the option ``kind``.
+        """
         held = self.held.get(number)
         others = set() if held is None else set(held.sharing) - {culprit}
         knows = (
@@ -629,25 +685,60 @@ class Player:
             self.step()
             return
         self.set_gradients(())
-        if self.rank == culprit:
+        options = self.optimizer.param_groups[self.group_of(held)]
+        own = {key: options[key] for key in OTHER}
+        if self.rank == culprit and kind in OTHER:
+            options[kind] = OTHER[kind] if own[kind] != OTHER[kind] else "gram"
+        elif self.rank == culprit:
             ones = torch.ones(held.param.shape, dtype=held.dtype)
             held.param._grad = None if kind == "none" else ones.to_sparse()
         index = self.order().index(held)
+        where = "expert" if held.matrix.expert else rf"parameter {index}\b"
         texts = {"none": "some have none", "sparse": "cannot use|sparse"}
         try:
             self.optimizer.step()
         except RuntimeError as error:
-            where = "expert" if held.matrix.expert else rf"parameter {index}\b"
-            if not re.search(f"(?=.*({texts[kind]})).*{where}", str(error)):
+            text = texts.get(kind)
+            # An option may differ for more matrices than are listed.
+            pattern = f"(?=.*({text})).*{where}" if text else "hyperparameters"
+            if not re.search(pattern, str(error)):
                 raise
         else:
             raise AssertionError("no error")
+        options.update(own)
 
     def freeze(self, number, frozen):
         held = self.held.get(number)
         if held is not None:
             held.param.requires_grad_(not frozen)
             held.param.grad = held.single.grad = None
+
+    def reverse(self, number):
+        self.groups[number].reverse()
+        for optimizer in (self.single, self.optimizer):
+            for key in ("params", "param_names"):
+                optimizer.param_groups[number].get(key, []).reverse()
+        self.step()
+
+    def rest(self, number):
+        """A parameter leaves its group for a step, and keeps its momentum."""
+        held = self.held.get(number)
+        if held is None:
+            return
+        number = self.group_of(held)
+        at = self.groups[number].index(held)
+        lists = [self.groups[number]]
+        for optimizer in (self.single, self.optimizer):
+            group = optimizer.param_groups[number]
+            lists += [group[key] for key in ("params", "param_names") if key in group]
+        gone = [each.pop(at) for each in lists]
+        saved = self.optimizer.state_dict()["state"]
+        if len(saved) > len(self.order()):
+            raise AssertionError(f"the momentum of another is saved: {saved.keys()}")
+        self.step()
+        for each, one in zip(lists, gone):
+            each.insert(at, one)
+        self.step()
 
     def change_options(self, group, options):
         for optimizer in (self.single, self.optimizer):
@@ -695,7 +786,7 @@ class Player:
         held = self.held.get(number)
         if held is None:
             return
-        number = next(i for i, group in enumerate(self.groups) if held in group)
+        number = self.group_of(held)
         at = self.groups[number].index(held)
         old, former = held.single, held.param
         held.placements, held.matrix = placements, held.matrix._replace(mesh=mesh)
