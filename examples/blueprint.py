@@ -74,9 +74,7 @@ import math
 import tempfile
 import zlib
 from collections import Counter
-from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -93,12 +91,10 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Muon
 from torch.optim._muon_engine.layouts import Key, Layout
 from torch.optim._muon_engine.layouts.dtensor import DTensorLayouts
-from torch.optim._muon_engine.runtime.pipeline import Pipeline
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, newton_schulz_flops
 from torch.optim._muon_engine.schedule.packs import Schedule
 from torch.optim._newton_schulz import newton_schulz, NS_DTYPE
-from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -369,9 +365,9 @@ if __name__ == "__main__":
 #
 # A rank takes steps 2 to 5 for each matrix of which its run has a part.
 #
-# The DP gather is bucketed, and the TP gather is not. Each call has a fixed cost, its latency. It is high
-# across machines, so many small messages share one call. It is low inside a machine, and with one call
-# per matrix only one whole matrix is in memory at a time.
+# The DP gather is bucketed, and the TP gather is not. Each call has a fixed cost, its latency. Across
+# machines the latency is high, so many small messages share one call. Inside a machine it is low, and
+# with one call per matrix only one whole matrix is in memory at a time.
 #
 # Momentum, learning rate and the rest are those of the Muon here, so that both ways can be compared.
 
@@ -446,17 +442,12 @@ class LongWay:
 # %% [markdown]
 # ## 6. Eight processes
 #
-# In each process, a job takes three steps with the same gradients, four times over: alone, with the
-# whole matrices; with the engine, at two settings; and by the long way. All of them must end with the
-# same bits as the process alone.
-#
-# `overheard` wraps two methods of the engine from outside, and notes when it calls them. `SentBytes`
-# counts the bytes of its collectives.
+# In each process, a job takes three steps with the same gradients, three times over: alone, with the
+# whole matrices; with the engine; and by the long way. All of them must end with the same bits as the
+# process alone. `SentBytes` counts the bytes of the engine's collectives.
 
 # %%
 STEPS = 3
-AHEAD = (0, 1)  # values of prefetch_count
-SIGNS = {"gather": "G", "wait for gather": "g", "scatter": "S", "wait for scatter": "s"}
 
 
 class SentBytes(TorchDispatchMode):
@@ -467,25 +458,6 @@ class SentBytes(TorchDispatchMode):
             packed, splits = args[1], args[4]
             self.count += (sum(splits) - splits[dist.get_rank()]) * packed.itemsize
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def overheard(events: list[str]):
-    """Notes G0 (gather 0 starts), g0 (wait for it), S0 and s0 (scatter), <name> (Newton-Schulz)."""
-    begin, on_owner = Pipeline._phase, Pipeline.orthogonalize
-
-    def phase(pipeline: Pipeline, name: str, bucket: Any) -> Any:
-        if name in SIGNS:
-            events.append(f"{SIGNS[name]}{bucket.bucket.index}")
-        return begin(pipeline, name, bucket)
-
-    def orthogonalizes(pipeline: Pipeline, bucket: Any, batch: Any) -> None:
-        events.extend(f"<{matrix.layout.key.name}>" for matrix in batch)
-        on_owner(pipeline, bucket, batch)
-
-    listeners = {"_phase": phase, "orthogonalize": orthogonalizes}
-    with mock.patch.multiple(Pipeline, **listeners):
-        yield
 
 
 def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
@@ -530,21 +502,17 @@ def report_of(mesh: DeviceMesh) -> dict[str, Any]:
     start = {name: p.detach().clone() for name, p in matrices_of(alone).items()}
     train(alone)
     expected = values_of(alone)
-    report: dict[str, Any] = {"differing": {}, "events": {}, "sent": {}}
-    for ahead in AHEAD:
-        config = create_dtensor_config(prefetch_count=ahead)
-        muon = Muon(build(mesh), distributed_config=config)
-        events: list[str] = []
-        with overheard(events), SentBytes() as sent:
-            train(muon)
-        report["events"][ahead] = events[: len(events) // STEPS]
-        report["sent"][ahead] = sent.count // STEPS
-        report["differing"][f"the engine, prefetch_count={ahead}"] = [
-            name
-            for name, pair in values_of(muon).items()
-            for mine, whole in zip(pair, expected[name])
-            if not torch.equal(mine.to_local(), like(whole, mine).to_local())
-        ]
+    muon = Muon(build(mesh), distributed_config="auto")
+    with SentBytes() as sent:
+        train(muon)
+    differing = [
+        name
+        for name, pair in values_of(muon).items()
+        for mine, whole in zip(pair, expected[name])
+        if not torch.equal(mine.to_local(), like(whole, mine).to_local())
+    ]
+    report: dict[str, Any] = {"differing": {"the engine": differing}}
+    report["sent"] = sent.count // STEPS
     report["owned"] = muon.assignments[dist.get_rank()]
 
     entries = master_schedule(list(muon._engine.schedule.layouts))
@@ -606,11 +574,10 @@ if __name__ == "__main__":
     print(" -> ".join(map("{} {}".format, names, reports[0]["journey"])))
     least = sum(least_bytes(schedule, rank) for rank in RANKS)
     long = [report["long calls"] for report in reports]
-    events = [report["events"][1] for report in reports]
     rows = {
         "the engine": (
-            [sum(event.startswith("<") for event in each) for each in events],
-            sum(report["sent"][1] for report in reports),
+            [len(report["owned"]) for report in reports],
+            sum(report["sent"] for report in reports),
             2 * len(schedule.buckets),
         ),
         "the long way": (
@@ -626,25 +593,7 @@ if __name__ == "__main__":
         print(f"{name:14}" + "".join(f"{cell:>14}" for cell in cells))
 
 # %% [markdown]
-# ## 8. A step of the engine
-#
-# `prefetch_count` is the number of later gathers in flight while the owners orthogonalize a bucket. With
-# 0, the next gather starts only after a bucket's results were sent. With 1, bucket 1 is on its way
-# while the owners compute bucket 0.
-#
-# G0 means that gather 0 starts, g0 that the rank waits for it. S0 and s0 are the scatter. <0.up> is
-# Newton-Schulz.
-
-
-# %%
-if __name__ == "__main__":
-    for ahead in AHEAD:
-        print(f"\nA step of the engine, prefetch_count={ahead}\n")
-        for rank, report in enumerate(reports):
-            print(f"  rank {rank}  {' '.join(report['events'][ahead])}")
-
-# %% [markdown]
-# ## 9. The proof
+# ## 8. The proof
 #
 # Equal gradients must give equal bits, although the ranks cut and sent so much. Four facts make it so:
 #
@@ -667,21 +616,13 @@ def prove(reports: list[dict], schedule: Schedule) -> list[str]:
         wrong = {name for report in reports for name in report["differing"][way]}
         print(f"  {way:28} bitwise equal: {'NO' if wrong else 'yes'}")
         problems += [f"{way}: {name} differs" for name in sorted(wrong)]
-    for ahead in AHEAD:
-        orders = set()
-        for rank, report in enumerate(reports):
-            owned = [i for i, owner in enumerate(schedule.owners) if owner == rank]
-            names = {f"<{schedule.layouts[i].key.name}>" for i in owned}
-            groups, sends = [dp_group(rank), tp_group(rank)], sent_by(schedule, rank)
-            events, sent = report["events"][ahead], report["sent"][ahead]
-            found = {event for event in events if event[0] == "<"}
-            if (report["groups"], report["owned"], found) != (groups, owned, names):
-                problems.append(f"rank {rank}: other groups or owners")
-            if sent != sends:
-                problems.append(f"rank {rank}: sends {sent} bytes")
-            orders.add(tuple(event for event in events if event[0] in "GS"))
-        if len(orders) > 1:
-            problems.append("the ranks start their collectives in different orders")
+    for rank, report in enumerate(reports):
+        owned = [i for i, owner in enumerate(schedule.owners) if owner == rank]
+        groups, sends = [dp_group(rank), tp_group(rank)], sent_by(schedule, rank)
+        if (report["groups"], report["owned"]) != (groups, owned):
+            problems.append(f"rank {rank}: other groups or owners")
+        if report["sent"] != sends:
+            problems.append(f"rank {rank}: sends {report['sent']} bytes")
     outcome = "NO" if problems else "yes"
     print(f"  the ranks did what chapters 1 to 4 calculated: {outcome}")
     return problems
@@ -692,7 +633,7 @@ if __name__ == "__main__":
         raise RuntimeError("; ".join(problems))
 
 # %% [markdown]
-# ## 10. The blueprint's words and ours
+# ## 9. The blueprint's words and ours
 #
 # The files are in `torch/optim/_muon_engine/`. "There" is the [proof of concept][poc] that the blueprint
 # explains and repairs.
@@ -711,7 +652,7 @@ if __name__ == "__main__":
 #
 # [poc]: https://github.com/NVIDIA/Megatron-LM/pull/1428
 #
-# ## 11. The blueprint's bugs
+# ## 10. The blueprint's bugs
 #
 # Its README lists five bugs. Everyone who writes such an optimizer meets them.
 #

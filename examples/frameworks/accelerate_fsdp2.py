@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/frameworks/accelerate_fsdp2.py
 
-``accelerate launch`` and a config file do as well: with a plugin in the file, write
+``accelerate launch`` with a config file works too. The plugin is then in the file, so write
 ``Accelerator()`` here.
 """
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 
 def main() -> None:
-    # In the place of a model's name on the hub.
+    # Instead of a model's name on the hub.
     with tempfile.TemporaryDirectory() as name:
         torch.manual_seed(0)
         llama().save_pretrained(name)

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 
 def main() -> None:
-    # First of all: it makes the process group.
+    # It makes the process group, so it comes first.
     arguments = TrainingArguments(
         output_dir=tempfile.gettempdir(),
         per_device_train_batch_size=4,

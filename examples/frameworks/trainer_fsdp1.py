@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/frameworks/trainer_fsdp1.py
 
-Transformers calls FSDP1 deprecated: what is new begins better with trainer_fsdp2.py.
+Transformers calls FSDP1 deprecated. For new code, see trainer_fsdp2.py.
 """
 
 import tempfile

@@ -42,14 +42,28 @@ SIZES = {
 }
 QKV = ("query", "key", "value")
 ATTENTION = "query_key_value.weight"
-# A model, its options, and its fused weights with the tensors that are computed from their parts. The
-# other part of a gated layer is the rest.
+# A model, its options, and its fused weights with the tensors that are computed from their parts. With one
+# tensor, the other part is the rest; without one, the weight is cut like the one before it.
 MODELS = [
     ("GPT2LMHeadModel", {}, {"attn.c_attn.weight": QKV}),
     (
         "GPT2LMHeadModel",
         {"add_cross_attention": True},
         {"attn.c_attn.weight": QKV, "crossattention.c_attn.weight": QKV[1:]},
+    ),
+    ("ImageGPTForCausalImageModeling", {}, {"attn.c_attn.weight": QKV}),
+    ("OpenAIGPTLMHeadModel", {}, {"attn.c_attn.weight": QKV}),
+    ("GPTBigCodeForCausalLM", {"multi_query": True}, {"attn.c_attn.weight": QKV}),
+    ("GPTBigCodeForCausalLM", {"multi_query": False}, {"attn.c_attn.weight": QKV}),
+    ("MptForCausalLM", {}, {"Wqkv.weight": QKV}),
+    (
+        "DbrxForCausalLM",
+        {
+            "d_model": 24,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 1e4},
+            "ffn_config": {"ffn_hidden_size": 10, "moe_num_experts": 2},
+        },
+        {"Wqkv.weight": QKV, "mlp.w1": ("gate",), "mlp.v1": (), "mlp.w2": ()},
     ),
     ("GPTNeoXForCausalLM", {}, {ATTENTION: QKV}),
     (
@@ -68,6 +82,11 @@ MODELS = [
     ("Glm4ForCausalLM", {}, {"gate_up_proj.weight": ("gate",)}),
     ("GptOssForCausalLM", {}, {"gate_up_proj": ("gate",)}),
     ("Qwen3MoeForCausalLM", {}, {"gate_up_proj": ("gate",)}),
+    (
+        "Qwen3NextForCausalLM",
+        {"layer_types": ["full_attention"]},
+        {"q_proj.weight": ("query",), "gate_up_proj": ("gate",)},
+    ),
     ("MixtralForCausalLM", {}, {"gate_up_proj": ("gate",)}),
     ("Llama4ForCausalLM", {"moe_layers": [0]}, {"gate_up_proj": ("gate",)}),
     (
@@ -79,6 +98,17 @@ MODELS = [
         "DeepseekV3ForCausalLM",
         {"num_key_value_heads": 6, "head_dim": 2},
         {"kv_b_proj.weight": QKV[1:], "gate_up_proj": ("gate",)},
+    ),
+    (
+        "LongcatFlashForCausalLM",
+        {
+            "head_dim": 2,
+            "num_key_value_heads": 6,
+            "num_hidden_layers": 2,
+            "ffn_hidden_size": 10,
+            "expert_ffn_hidden_size": 10,
+        },
+        {"kv_b_proj.weight": QKV[1:]},
     ),
 ]
 
@@ -99,7 +129,11 @@ class Spy(TorchFunctionMode):
             self.keep(*args[:3], *(kwargs[n] for n in QKV[len(args) :]))
         elif function in (F.silu, torch.sigmoid):
             self.keep(args[0])
-        return function(*args, **kwargs)
+        found = function(*args, **kwargs)
+        # Some models multiply by themselves.
+        if function in (torch.Tensor.chunk, torch.Tensor.split) and len(found) == 3:
+            self.keep(*found)
+        return found
 
     def reshape(self, original, fused):
         """BLOOM multiplies by itself, after this method of its attention."""
@@ -166,6 +200,8 @@ def test_parts_are_what_the_forward_slices(name, options, weights):
     found = spied(model, **inputs)
     for full, kind in kinds.items():
         weight, names = params[full], weights[kind]
+        if not names:
+            continue
         tried = (
             [used(operands[n], weight) for n in names]
             for operands in found
@@ -174,7 +210,7 @@ def test_parts_are_what_the_forward_slices(name, options, weights):
         # Later ones depend on the weight through the result of the layer.
         masks = next(each for each in tried if each[0].any())
         parts = elements(splits[full], weight)
-        if names == ("gate",):
+        if len(names) == 1:
             masks.append(~masks[0])
         assert len(parts) == len(masks)
         for part, mask in zip(parts, masks):

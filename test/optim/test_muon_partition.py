@@ -63,12 +63,12 @@ class Bare(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, **config):
+    def __init__(self, rows=40, **config):
         super().__init__()
         self.config = SimpleNamespace(
             num_attention_heads=6, num_query_groups=2, kv_channels=4, **config
         )
-        self.linear_qkv = linear(40)
+        self.linear_qkv = linear(rows)
 
 
 class MLP(nn.Module):
@@ -82,8 +82,11 @@ class MLP(nn.Module):
 
 
 class TEGroupedMLP(MLP):
-    def __init__(self):
+    num_local_experts = 2
+
+    def __init__(self, block=None):
         super().__init__(True, SimpleNamespace(size=lambda: 3))
+        self.config.moe_mlp_glu_interleave_size = block
         self.linear_fc1 = Bare(weight0=(12, 8), weight1=(12, 8))
 
 
@@ -293,25 +296,31 @@ class TestSplits(TestCase):
         wrapped = type("FSDPSelfAttention", (SelfAttention,), {})()
         parts = {
             "attention": wrapped,
-            "gated": SelfAttention(attention_output_gate=True),
+            "gated": SelfAttention(64, attention_output_gate=True),
             "mlp": MLP(True),
             "plain": MLP(False),
             "experts": TEGroupedMLP(),
+            "blocks": TEGroupedMLP(2),
             "torch": nn.MultiheadAttention(8, 2),
             "no": {"kv_b_proj": linear(8)},
         }
         expected = {
             "attention.linear_qkv.weight": ((12, 4, 4), 2, 0),
+            "gated.linear_qkv.weight": ((12, 12, 4, 4), 2, 0),
             # Each of two ranks of tensor parallelism has 12 rows.
             "mlp.linear_fc1.weight": ((6, 6), 2, 0),
             "experts.linear_fc1.weight0": ((6, 6), 3, 0),
             "experts.linear_fc1.weight1": ((6, 6), 3, 0),
+            "blocks.linear_fc1.weight0": ((2, 2), 9, 0),
+            "blocks.linear_fc1.weight1": ((2, 2), 9, 0),
             "torch.in_proj_weight": (8, 8, 8),
         }
         qkv = "query_key_value.weight"
         falcon = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
-        heads = {"num_key_value_heads": 2, "head_dim": 4}
-        latent = {"qk_nope_head_dim": 6, "v_head_dim": 4, "num_heads": 2}
+        heads = {"num_key_value_heads": 2, "head_dim": 4, "num_key_value_groups": 3}
+        gate = {"head_dim": 4, "o_proj": SimpleNamespace(in_features=12)}
+        many = {"num_heads": 8, "head_dim": 4}
+        latent = {"qk_nope_head_dim": 6, "v_head_dim": 4}
         # Class, weight, its shape, its split, and the attributes that the rule reads.
         for at, (kind, weight, shape, split, attributes) in enumerate((
             ("GptOssExperts", "gate_up_proj", (2, 8, 6), ((1, 1), 3, 1), {}),
@@ -327,9 +336,17 @@ class TestSplits(TestCase):
             ("FalconAttention", qkv, (40, 8), ((12, 4, 4), 2, 0), falcon | new(0, 1)),
             ("FalconAttention", qkv, (40, 8), ((12, 4, 4), 2, 0), falcon | new(1, 0)),
             ("Phi3Attention", "qkv_proj.weight", (40, 8), (24, 8, 8), heads),
+            ("DbrxAttention", "Wqkv.weight", (40, 8), (24, 8, 8), heads),
+            ("DbrxExpertGLU", "w2", (12, 8), (4, 4, 4), {"moe_num_experts": 3}),
+            ("MptAttention", "Wqkv.weight", (24, 8), (8, 8, 8), {}),
+            ("GPTBigCodeAttention", "c_attn.weight", (40, 8), (32, 4, 4), many | {"multi_query": True}),
+            ("GPTBigCodeAttention", "c_attn.weight", (24, 8), ((4, 4, 4), 2, 0), many | {"multi_query": False}),
+            ("QwenAttention", "q_proj.weight", (24, 8), ((4, 4), 3, 0), gate),
             ("QuickMLP", "gate_up_proj.weight", (10, 8), (5, 5), {}),
             ("OtherAttention", "kv_b_proj.weight", (20, 8), ((6, 4), 2, 0), latent),
             ("FusedQKVLinear", "wqkv.weight", (40, 8), ((12, 4, 4), 2, 0), {"heads_per_kv": 3, "head_dim": 4}),
+            ("torchtitan.Attention", "wkv_b.weight", (20, 8), ((6, 4), 2, 0), latent),
+            ("torchtitan.Experts", "mlp1_weight_EGD", (3, 10, 8), ((1, 1), 5, 0), {}),
             ("FusedSwiGLU", "w13", (8, 2, 5), ((5, 5), 1, 1), {}),
             ("torchtitan.FeedForward", "w13.weight", (10, 8), ((1, 1), 5, 0), {}),
             ("MLP", "linear_fc1.weight", (12, 8), (6, 6), {"config": SimpleNamespace(gated_linear_unit=True)}),

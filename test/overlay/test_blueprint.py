@@ -15,7 +15,7 @@ EXAMPLES = ROOT / "examples"
 SCRIPT, NOTEBOOK = EXAMPLES / "blueprint.py", EXAMPLES / "blueprint.ipynb"
 ENGINE = ROOT / "torch" / "optim" / "_muon_engine"
 MATRICES, RANKS = 24, range(8)
-WAYS = ("the engine, prefetch_count=0", "the engine, prefetch_count=1", "the long way")
+WAYS = ("the engine", "the long way")
 
 
 def cells():
@@ -40,7 +40,7 @@ mp.spawn = functools.partial(mp.start_processes, start_method="forkserver")
 # The proof notices reports with mistakes.
 WRONG = """
 reports[3]["differing"]["the long way"] = ["0.qkv"]
-reports[5]["sent"][1] += 2
+reports[5]["sent"] += 2
 first, second = prove(reports, schedule)
 assert first == "the long way: 0.qkv differs"
 assert second.startswith("rank 5: sends ")
@@ -66,21 +66,13 @@ def test_notebook(tmp_path):
     assert "chapters 1 to 4 calculated: yes" in out
     assert max(map(len, out.splitlines())) <= 100
 
-    # Chapters 3, 4 and 8 have the same owners.
+    # Chapters 3 and 4 have the same owners.
     owned = rows_of(out, r"(\d)  ((?:\d\.\w+ )+) +[\d.]+  #+")
     planned = rows_of(out, r"(\d)  ((?:\d\.\w+ +)+)(\d+) +(\d+)")
-    events = rows_of(out, r"rank (\d)  (G0 .*)")
     assert len(owned) == len(planned) == len(RANKS)
-    for (rank, names), (_, plan, sent, least) in zip(owned, planned):
+    for (_, names), (_, plan, sent, least) in zip(owned, planned):
         assert sent == least
-        taken = [each for r, each in events if r == rank]
-        assert len(taken) == 2
-        for each in taken:
-            assert re.findall(r"<(.*?)>", each) == plan.split()
         assert sorted(plan.split()) == sorted(names.split())
-        # With prefetch_count=1, one more gather is in flight during Newton-Schulz.
-        assert re.match(r"G0 g0 <\S+> S0 G1 g1", taken[0])
-        assert re.match(r"G0 G1 g0 <\S+> S0 G2 g1", taken[1])
     names = [name for _, names in owned for name in names.split()]
     assert len(names) == len(set(names)) == MATRICES
 

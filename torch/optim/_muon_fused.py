@@ -14,9 +14,9 @@ def _equal(parts: int, lines: int, dim: int = 0) -> Split:
     return Split((lines // parts,) * parts, 1, dim)
 
 
-def _grouped(lines: int, queries: int, size: int) -> Split:
+def _grouped(rows: int, queries: int, size: int) -> Split:
     """For each group of heads, its queries, its key and its value."""
-    return Split((queries * size, size, size), lines // (queries * size + 2 * size))
+    return Split((queries * size, size, size), rows // (queries * size + 2 * size))
 
 
 def _falcon(m: Any, shape: tuple[int, ...]) -> Split:
@@ -25,46 +25,60 @@ def _falcon(m: Any, shape: tuple[int, ...]) -> Split:
     return _grouped(shape[0], queries, m.head_dim)
 
 
-def _phi3(m: Any, shape: tuple[int, ...]) -> Split:
-    key = m.num_key_value_heads * m.head_dim
-    return Split((shape[0] - 2 * key, key, key))
+def _by_heads(m: Any, shape: tuple[int, ...]) -> Split:
+    """All queries, all keys, all values."""
+    keys = m.num_key_value_heads * m.head_dim
+    return _grouped(shape[0], m.num_key_value_groups, keys)
+
+
+def _gated_queries(m: Any, shape: tuple[int, ...]) -> Split:
+    """For each head, its queries and their gate."""
+    is_gated = shape[0] == 2 * m.o_proj.in_features
+    return Split((m.head_dim,) * 2 * is_gated, shape[0] // m.head_dim // 2)
 
 
 def _experts(m: Any, shape: tuple[int, ...]) -> Split:
-    dim = int(m.is_transposed)
-    lines = shape[dim - 2]
-    return (
-        _equal(2, lines, dim) if m.is_concatenated else Split((1, 1), lines // 2, dim)
-    )
+    half = shape[m.is_transposed - 2] // 2
+    size = half if m.is_concatenated else 1
+    return Split((size, size), half // size, int(m.is_transposed))
 
 
 def _megatron_qkv(m: Any, shape: tuple[int, ...]) -> Split:
     c = m.config
-    if getattr(c, "attention_output_gate", False):
-        return Split()
-    groups, size = c.num_query_groups, c.kv_channels
-    return Split((c.num_attention_heads // groups * size, size, size), groups)
+    queries = c.num_attention_heads // c.num_query_groups * c.kv_channels
+    # The gate of the attention follows the queries, with as many rows.
+    kinds = 1 + bool(getattr(c, "attention_output_gate", False))
+    return Split((queries,) * kinds + (c.kv_channels,) * 2, c.num_query_groups)
 
 
 def _megatron_fc1(m: Any, shape: tuple[int, ...]) -> Split:
     """Each rank of tensor parallelism has rows of the gate, then rows of the other part."""
     c, group = m.config, getattr(m, "tp_group", None)
     ranks = group.size() if group else getattr(c, "tensor_model_parallel_size", 1)
-    return Split((shape[0] // 2,) * 2, ranks) if c.gated_linear_unit else Split()
+    size = half = shape[-2] // 2
+    if hasattr(m, "num_local_experts"):  # may alternate between blocks of both
+        size = getattr(c, "moe_mlp_glu_interleave_size", None) or half
+    return Split((size, size) * c.gated_linear_unit, half // size * ranks)
 
 
 # The module and class that has a weight, the weight's name there, and its split by the module and the shape.
 _Rule = tuple[str, str, Callable[[Any, tuple[int, ...]], Split]]
 _KNOWN: tuple[_Rule, ...] = (
     ("torch.nn.*.MultiheadAttention", "in_proj_weight", lambda m, s: _equal(3, s[0])),
-    # Columns; cross-attention has no query.
-    ("*GPT2Attention", "c_attn.weight", lambda m, s: _equal(s[1] // s[0], s[1], 1)),
+    ("*.GPTBigCodeAttention", "c_attn.weight", lambda m, s: _grouped(s[0], m.num_heads if m.multi_query else 1, m.head_dim)),
+    # GPT-2 and others: columns; cross-attention has no query.
+    ("*Attention", "c_attn.weight", lambda m, s: _equal(s[1] // s[0], s[1], 1)),
     ("*.GPTNeoXAttention", "query_key_value.weight", lambda m, s: _grouped(s[0], 1, m.head_size)),
     ("*.BloomAttention", "query_key_value.weight", lambda m, s: _grouped(s[0], 1, m.head_dim)),
     ("*.FalconAttention", "query_key_value.weight", _falcon),
-    ("*.Phi3Attention", "qkv_proj.weight", _phi3),
+    ("*.Phi3Attention", "qkv_proj.weight", _by_heads),
+    ("*.MptAttention", "Wqkv.weight", lambda m, s: _equal(3, s[0])),
+    ("*.DbrxAttention", "Wqkv.weight", _by_heads),
+    # All experts in one matrix.
+    ("*.DbrxExpertGLU", "[vw][12]", lambda m, s: _equal(m.moe_num_experts, s[0])),
+    ("*.Qwen*Attention", "q_proj.weight", _gated_queries),
     ("*MLP", "gate_up_proj.weight", lambda m, s: _equal(2, s[0])),
-    ("*Attention", "kv_b_proj.weight", lambda m, s: Split((m.qk_nope_head_dim, m.v_head_dim), m.num_heads)),
+    ("*", "*kv_b*.weight", lambda m, s: Split(mla := (m.qk_nope_head_dim, m.v_head_dim), s[0] // sum(mla))),
     ("*.GptOssExperts", "gate_up_proj", lambda m, s: Split((1, 1), s[2] // 2, 1)),
     ("*.Llama4TextExperts", "gate_up_proj", lambda m, s: _equal(2, s[2], 1)),
     ("*Experts", "gate_up_proj", _experts),
@@ -72,6 +86,7 @@ _KNOWN: tuple[_Rule, ...] = (
     # (width, 2, in) is flattened to (width, 2 x in).
     ("*.FusedSwiGLU", "w13", lambda m, s: _equal(2, 2 * s[2], 1)),
     ("torchtitan.*", "w13.weight", lambda m, s: Split((1, 1), s[0] // 2)),
+    ("torchtitan.*", "mlp1_weight*", lambda m, s: Split((1, 1), s[1] // 2)),
     ("*.SelfAttention", "linear_qkv.weight", _megatron_qkv),
     ("*MLP", "linear_fc1.weight*", _megatron_fc1),
 )  # fmt: skip

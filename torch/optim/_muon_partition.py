@@ -25,7 +25,7 @@ _HEAD_OUTSIDE = r"(?i)heads|head_\w+|\w+_(heads?|classifier)|\w*logits(_proj)?"
 # Of parameters without a linear layer: tables of positions and tokens, biases of a stack, Mamba's A_log.
 _TABLE = r"(^|_)(pos(?!t)|table|tokens?$|latents$)|embed|bias|_log$"
 # Layers that have several matrices in one.
-_FUSED = r"kv|key_value|c_attn|gate_up|w13|\bin_proj"
+_FUSED = r"kv|key_value|c_attn|att_proj|gate_up|input_linear|mlp1_weight|w1[23]|\bWi\b|\bin_proj"
 _EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
 _GATED = nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell
 
@@ -89,11 +89,7 @@ def _described(name: str, split: Split, flatten: bool) -> str:
 
 
 def _matches(pattern: str, names: Mapping[str, object]) -> set[str]:
-    """The names that a pattern matches, with or without torch.compile's part of them.
-
-    Raises:
-        ValueError: a pattern matches no name.
-    """
+    """The names that a pattern matches, with or without torch.compile's part of them."""
     if pattern in names:
         return {pattern}
     plain = {name: name.replace("_orig_mod.", "") for name in names}
