@@ -26,12 +26,14 @@ from torch.testing._internal.distributed._muon.common_modules import (
 )
 from torch.testing._internal.distributed._muon.common_muon import (
     device,
-    OnCPU,
+    full,
     grid_of,
     local,
     mesh_of,
+    OnCPU,
     OnGPUs,
     ParityAssertions,
+    place,
     R,
     S0,
     S1,
