@@ -173,9 +173,9 @@ def checked_config(config: DistributedConfig | str | None) -> DistributedConfig 
     if config is None:
         return None
     if config == "auto":
-        from torch.optim._muon_engine.callbacks import dtensor_config
+        from torch.optim._muon_engine.callbacks import factory_config
 
-        return dtensor_config()
+        return factory_config({})
     if not isinstance(config, DistributedConfig):
         actual = repr(config) if isinstance(config, str) else type(config).__name__
         raise TypeError(

@@ -74,10 +74,10 @@ def create_dtensor_config(
         >>> optimizer = Muon(matrices, distributed_config=create_dtensor_config())
     """
     # It imports torch.distributed.
-    from torch.optim._muon_engine.callbacks import dtensor_config
+    from torch.optim._muon_engine.callbacks import factory_config
 
-    return dtensor_config(
-        async_gpu_parallelism, prefetch_count, owners_per_matrix, keep_buffers
+    return factory_config(
+        {}, async_gpu_parallelism, prefetch_count, owners_per_matrix, keep_buffers
     )
 
 
@@ -174,7 +174,6 @@ def create_auto_config(
     state: dict[str, Any] = {
         "reader": "process_groups",
         "is_dtensor": False,
-        "param_metadata": {},
         "fsdp_process_group": fsdp,
         "tp_process_group": tp_process_group,
         "ddp_process_group": ddp,
@@ -185,8 +184,6 @@ def create_auto_config(
         "pp_stage_id": pp_stage_id,
         "pp_num_stages": pp_num_stages,
         "module": module,
-        "owners_per_matrix": owners_per_matrix,
-        "keep_buffers": keep_buffers,
     }
     if isinstance(tp_dim, int):
         state["tp_dim_default"] = tp_dim
@@ -194,7 +191,9 @@ def create_auto_config(
         state["tp_dim_per_param"] = dict(tp_dim)
     from torch.optim._muon_engine.callbacks import factory_config
 
-    return factory_config(state, async_gpu_parallelism, prefetch_count)
+    return factory_config(
+        state, async_gpu_parallelism, prefetch_count, owners_per_matrix, keep_buffers
+    )
 
 
 def _either(**spellings: Any) -> Any:

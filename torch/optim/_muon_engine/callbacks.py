@@ -112,28 +112,26 @@ _FACTORYS = {"assign": assign, "gather": gather, "redistribute": redistribute}
 
 
 def factory_config(
-    state: dict[str, Any], async_gpu_parallelism: bool = True, prefetch_count: int = 1
-) -> DistributedConfig:
-    """A config with the factory's functions. Raises ValueError if an option of it is invalid."""
-    number = state["owners_per_matrix"]
-    if number != "auto" and (type(number) is not int or number < 1):
-        raise ValueError(
-            f'owners_per_matrix must be an int >= 1 or "auto" but is {number!r}'
-        )
-    flags = async_gpu_parallelism, prefetch_count
-    return DistributedConfig(assign, gather, redistribute, state, *flags)
-
-
-def dtensor_config(
+    state: dict[str, Any],
     async_gpu_parallelism: bool = True,
     prefetch_count: int = 1,
     owners_per_matrix: int | str = 1,
     keep_buffers: bool = False,
 ) -> DistributedConfig:
-    """A config for DTensors: :func:`torch.optim.muon.create_dtensor_config`."""
-    state = {"reader": "dtensor", "is_dtensor": True, "param_metadata": {}}
-    state |= {"owners_per_matrix": owners_per_matrix, "keep_buffers": keep_buffers}
-    return factory_config(state, async_gpu_parallelism, prefetch_count)
+    """A config with the factory's functions; for DTensors unless ``state`` names another reader.
+
+    Raises:
+        ValueError: an option is invalid.
+    """
+    owners = owners_per_matrix
+    if owners != "auto" and (type(owners) is not int or owners < 1):
+        raise ValueError(
+            f'owners_per_matrix must be an int >= 1 or "auto" but is {owners!r}'
+        )
+    state = {"reader": "dtensor", "is_dtensor": True, "param_metadata": {}, **state}
+    state |= {"owners_per_matrix": owners, "keep_buffers": keep_buffers}
+    flags = async_gpu_parallelism, prefetch_count
+    return DistributedConfig(assign, gather, redistribute, state, *flags)
 
 
 def are_from_factory(config: DistributedConfig, *names: str) -> bool:

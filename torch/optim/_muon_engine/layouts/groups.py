@@ -62,7 +62,9 @@ class Reader:
         self.given: dict[str, Any] = {k: g for k, g in given.items() if g is not None}
         # Those of several ranks that share matrices. Experts and stages share none.
         self.shared: dict[str, ProcessGroup] = {
-            k: g for k, g in self.given.items() if k != "ep" and g.size() > 1
+            k: g
+            for k, g in self.given.items()
+            if k != "ep" and dist.get_world_size(g) > 1
         }
         # Entry of a parameter -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
@@ -212,14 +214,16 @@ class Reader:
         """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece.
 
         Outside of a step the tensor may be another one than was read. Some ranks' pieces may have the former
-        shapes nevertheless, so all ranks tell each other their shapes.
+        shapes nevertheless, so all ranks tell each other their shapes. Only a flat piece of FSDP1 cannot tell.
         """
         self.check_tp_dim(tensor, index)
         layouts, like = self._by_param.get(index, ([], tensor))
         _, flatten = self.form(index)
         if isinstance(tensor, DTensor):
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
-        elif not in_step or (len(layouts) == 1 and like.shape != tensor.shape):
+        elif not (layouts and (in_step or tensor.ndim == 1)) or (
+            len(layouts) == 1 and like.shape != tensor.shape
+        ):
             local = _LocalReader(self)
             local.add(index, tensor)
             layouts = local.complete()
