@@ -16,12 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim._muon_engine.layouts import larger_first, listed
-from torch.optim._muon_engine.process_groups import (
-    counters_of,
-    device_of_group,
-    spanning_group,
-)
+
+from .layouts import larger_first, listed
+from .process_groups import counters_of, device_of_group, spanning_group
 
 
 # Sorted global ranks that share matrices.

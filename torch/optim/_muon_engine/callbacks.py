@@ -16,15 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim._muon_engine.config import DistributedConfig
-from torch.optim._muon_engine.layouts import dtensor, Layout, matrix_shape, process_rank
-from torch.optim._muon_engine.layouts.groups import Reader
-from torch.optim._muon_engine.process_groups import counters_of, ranks_per_node
-from torch.optim._muon_engine.runtime import Param
-from torch.optim._muon_engine.runtime.compute import accumulate
-from torch.optim._muon_engine.runtime.pipeline import run_in_turn
-from torch.optim._muon_engine.schedule.owners import assign_owners, by_rank
-from torch.optim._newton_schulz import NS_DTYPE
+
+from .._newton_schulz import NS_DTYPE
+from .config import DistributedConfig
+from .layouts import dtensor, Layout, matrix_shape, process_rank
+from .layouts.groups import Reader
+from .process_groups import counters_of, ranks_per_node
+from .runtime import Param
+from .runtime.compute import accumulate
+from .runtime.pipeline import run_in_turn
+from .schedule.owners import assign_owners, by_rank
 
 
 # Entries of a config's state: the layouts while an engine calls an ``assign_fn``, the step that calls the

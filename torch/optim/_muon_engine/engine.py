@@ -12,24 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.optim._muon_engine import callbacks, process_groups
-from torch.optim._muon_engine.agreement import agree, Ranks, Signature
-from torch.optim._muon_engine.callbacks import are_from_factory, FunctionStep
-from torch.optim._muon_engine.config import DistributedConfig
-from torch.optim._muon_engine.hints import Hints
-from torch.optim._muon_engine.layouts import larger_first, Layout, listed, process_rank
-from torch.optim._muon_engine.layouts.dtensor import count_version
-from torch.optim._muon_engine.process_groups import FailureNotes, spanning_group
-from torch.optim._muon_engine.runtime import Param, transport
-from torch.optim._muon_engine.runtime.pipeline import Pipeline
-from torch.optim._muon_engine.schedule import buckets
-from torch.optim._muon_engine.schedule.owners import (
-    check_assignments,
-    divided,
-    owners_of,
-)
-from torch.optim._muon_engine.schedule.packs import Schedule, slots_for
-from torch.optim._newton_schulz import NS_DTYPE
+
+from .._newton_schulz import NS_DTYPE
+from . import callbacks, process_groups
+from .agreement import agree, Ranks, Signature
+from .callbacks import are_from_factory, FunctionStep
+from .config import DistributedConfig
+from .hints import Hints
+from .layouts import larger_first, Layout, listed, process_rank
+from .layouts.dtensor import count_version
+from .process_groups import FailureNotes, spanning_group
+from .runtime import Param, transport
+from .runtime.pipeline import Pipeline
+from .schedule import buckets
+from .schedule.owners import check_assignments, divided, owners_of
+from .schedule.packs import Schedule, slots_for
 
 
 States = MutableMapping[Tensor, MutableMapping[str, Any]]

@@ -3,8 +3,8 @@
 import warnings
 from collections.abc import Sequence
 
-from torch.optim._muon_engine.layouts import Layout, listed
-from torch.optim._muon_engine.runtime import Param
+from .layouts import Layout, listed
+from .runtime import Param
 
 
 # Warn after this many steps without any gradient, or without one parameter's.

@@ -5,9 +5,10 @@ from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
-from torch.optim._muon_engine.layouts import dtensor, Key, Region
-from torch.optim._muon_engine.schedule.packs import Schedule
-from torch.optim._muon_split import Split
+
+from ..._muon_split import Split
+from ..layouts import dtensor, Key, Region
+from ..schedule.packs import Schedule
 
 
 # The optimizer's state of one parameter.

@@ -10,15 +10,10 @@ from torch import Tensor
 
 # The public profiler range costs tens of microseconds even when no profiler runs.
 from torch._C._profiler import _RecordFunctionFast
-from torch.optim._muon_engine.layouts import listed, Region
-from torch.optim._muon_engine.runtime import Matrix, Param
-from torch.optim._muon_engine.runtime.transport import (
-    copy_all,
-    InFlight,
-    LocalBucket,
-    Memory,
-    named,
-)
+
+from ..layouts import listed, Region
+from . import Matrix, Param
+from .transport import copy_all, InFlight, LocalBucket, Memory, named
 
 
 log = logging.getLogger("torch.optim.muon")

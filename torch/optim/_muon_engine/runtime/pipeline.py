@@ -9,20 +9,15 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch.optim._muon_engine.layouts import larger_first
-from torch.optim._muon_engine.runtime import Matrix
-from torch.optim._muon_engine.runtime.compute import Compute, Move
-from torch.optim._muon_engine.runtime.relays import attach_relays
-from torch.optim._muon_engine.runtime.shared import SharedProducts
-from torch.optim._muon_engine.runtime.statuses import Statuses
-from torch.optim._muon_engine.runtime.transport import (
-    BoundPack,
-    InFlight,
-    local_buckets,
-    LocalBucket,
-    Memory,
-)
-from torch.optim._muon_engine.schedule.packs import RELAYS_IN_FLIGHT, slots_for
+
+from ..layouts import larger_first
+from ..schedule.packs import RELAYS_IN_FLIGHT, slots_for
+from . import Matrix
+from .compute import Compute, Move
+from .relays import attach_relays
+from .shared import SharedProducts
+from .statuses import Statuses
+from .transport import BoundPack, InFlight, local_buckets, LocalBucket, Memory
 
 
 class Pipeline(Compute):

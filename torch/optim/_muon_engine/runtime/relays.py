@@ -9,14 +9,9 @@ from functools import partial
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.optim._muon_engine.runtime.transport import (
-    BoundPack,
-    copy_all,
-    InFlight,
-    LocalBucket,
-    Memory,
-)
-from torch.optim._muon_engine.schedule.packs import Relay, relay_sizes, RELAYS_IN_FLIGHT
+
+from ..schedule.packs import Relay, relay_sizes, RELAYS_IN_FLIGHT
+from .transport import BoundPack, copy_all, InFlight, LocalBucket, Memory
 
 
 class LocalRelay(InFlight):

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim._newton_schulz import _addmm, Products, products_for
+
+from ..._newton_schulz import _addmm, Products, products_for
 
 
 # A Gram matrix is the float32 sum of at least this many products in the matrix's dtype. With fewer, their

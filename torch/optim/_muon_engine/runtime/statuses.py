@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim._muon_engine.layouts import listed
-from torch.optim._muon_engine.process_groups import is_dry_run
-from torch.optim._muon_engine.runtime import Matrix, Status
-from torch.optim._muon_engine.runtime.transport import InFlight
+
+from ..layouts import listed
+from ..process_groups import is_dry_run
+from . import Matrix, Status
+from .transport import InFlight
 
 
 # Some present, some absent, some unusable: the first columns of each matrix's row.

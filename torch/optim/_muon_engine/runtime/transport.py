@@ -15,17 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim._muon_engine.layouts import listed, Region
-from torch.optim._muon_engine.process_groups import is_dry_run
-from torch.optim._muon_engine.runtime import Matrix
-from torch.optim._muon_engine.schedule.packs import (
-    Bucket,
-    LocalPacks,
-    Pack,
-    Relay,
-    Schedule,
-    slot_sizes,
-)
+
+from ..layouts import listed, Region
+from ..process_groups import is_dry_run
+from ..schedule.packs import Bucket, LocalPacks, Pack, Relay, Schedule, slot_sizes
+from . import Matrix
 
 
 Ranks = tuple[int, ...]
