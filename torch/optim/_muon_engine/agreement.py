@@ -18,11 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .layouts import larger_first, listed
-from .process_groups import counters_of, device_of_group, spanning_group
+from .process_groups import counters_of, device_of_group, Ranks, spanning_group
 
 
-# Sorted global ranks that share matrices.
-Ranks = tuple[int, ...]
 # Fields that follow from other fields, of this parameter or of another one.
 DERIVED = ("shards", "owner")
 # Errors that the other ranks raise with the same type.

@@ -7,7 +7,7 @@ the reader's round trip.
 
 import math
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
@@ -175,25 +175,19 @@ class FunctionStep:
     and by their ids.
 
     Args:
-        engine: whose config, reader (None if the user wrote the config from scratch), parameters,
-            assignments, layouts and groups this step uses.
+        engine: whose reader is None if the user wrote the config from scratch.
     """
 
     # This rank raises its own problem after all calls, because the other ranks wait for them.
     knows_before = False
 
     def __init__(self, engine: Any) -> None:
-        self.config, self.reader = engine.config, engine.reader
-        self.params, self.ordered = engine.params, engine.ordered
-        self.groups, self.rank = engine.groups, engine.rank
-        self.world_size = engine.world_size
+        self.engine, self.config, self.rank = engine, engine.config, engine.rank
         # By parameter index. Without a reader, there are no layouts.
         self.owners = {i: r for r, owned in engine.assignments.items() for i in owned}
-        self.layouts: dict[int, list[Layout]] = {}
+        self.layouts: dict[int, list[Layout]] = defaultdict(list)
         for layout in engine.schedule.layouts:
-            self.layouts.setdefault(layout.key.index, []).append(layout)
-        if self.reader is None:
-            self.layouts = {index: [] for index in range(len(self.params))}
+            self.layouts[layout.key.index].append(layout)
         # The phase that is running or failed.
         self.where = ""
 
@@ -203,45 +197,43 @@ class FunctionStep:
 
     def run(self) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
-        for param in self.ordered:
-            self.where = f"placement of the gradient of {param.described}"
-            param.place_gradient()
         # Ranks of a group may also hold other parameters, so each group prefetches its own.
         tasks: dict[Any, list[Iterator[None]]] = {}
-        order = []
-        for index, layouts in self.layouts.items():
-            if not self.params[index].frozen:
+        order, reader = [], self.engine.reader
+        for param in self.engine.ordered:
+            self.where = f"placement of the gradient of {param.described}"
+            param.place_gradient()
+            layouts = self.layouts[param.key.index]
+            if not param.frozen and (layouts or reader is None):
                 order.append(layouts[0].group if layouts else None)
-                tasks.setdefault(order[-1], []).append(self._process(index))
+                tasks.setdefault(order[-1], []).append(self._process(param))
         entries = {_STEP: self, "current_owner": None, "current_param_idx": None}
-        if self.reader is not None:
-            ranks = {"rank": self.rank, "world_size": self.world_size}
-            entries = {**entries, **ranks, _READER: self.reader}
+        if reader is not None:
+            ranks = {"rank": self.rank, "world_size": self.engine.world_size}
+            entries = {**entries, **ranks, _READER: reader}
         with lent(self.config.state, entries):
             run_in_turn(order, tasks, self.config.prefetch_count)
         self.where = ""
 
-    def _process(self, index: int) -> Iterator[None]:
+    def _process(self, param: Param) -> Iterator[None]:
         """Brings one parameter from its gradient to its update, as the pipeline does for a bucket."""
-        param = self.params[index]
         self.where = f"accumulate of {param.described}"
         accumulate([param])
-        whole = self.gather(index)
+        whole = self.gather(param)
         yield
-        piece = self.redistribute(index, self.orthogonalized(index, whole))
+        piece = self.redistribute(param, self.orthogonalized(param, whole))
         yield
         if param.user_grad is not None and not param.problem:
-            self.apply(index, piece, whole)
+            self.apply(param, piece, whole)
 
-    def _call(self, function: str, tensor: Tensor | None, index: int) -> Any:
-        self.where = f"{function} of {self.params[index].described}"
-        state, owner = self.config.state, self.owners[index]
-        state["current_param_idx"], state["current_owner"] = index, owner
+    def _call(self, function: str, tensor: Tensor | None, param: Param) -> Any:
+        self.where = f"{function} of {param.described}"
+        state, owner = self.config.state, self.owners[param.key.index]
+        state["current_param_idx"], state["current_owner"] = param.key.index, owner
         return getattr(self.config, function)(tensor, owner, state)
 
-    def gather(self, index: int) -> Tensor | None:
+    def gather(self, param: Param) -> Tensor | None:
         """Calls ``gather_fn`` with this rank's piece: zeros without a gradient."""
-        param = self.params[index]
         # A copy, so that a function that writes to its piece does not change the momentum.
         if param.grad is None:
             piece = torch.zeros_like(param.local)
@@ -249,20 +241,20 @@ class FunctionStep:
             (piece,) = param.formulas.prepare([param.momentum], [param.grad])
             piece = piece.clone() if piece is param.momentum else piece
         piece = dtensor.like_param(param.tensor, piece)
-        whole = self._call("gather_fn", piece, index)
-        if whole is None and self.owners[index] == self.rank:
+        whole = self._call("gather_fn", piece, param)
+        if whole is None and self.owners[param.key.index] == self.rank:
             raise RuntimeError(
                 f"gather_fn returned None for {param.described} on its owner, which needs the whole matrix"
             )
         return whole
 
-    def orthogonalized(self, index: int, whole: Tensor | None) -> Tensor | None:
+    def orthogonalized(self, param: Param, whole: Tensor | None) -> Tensor | None:
         """The update, of the shape of ``whole``, on its owner; elsewhere zeros of this shape, or None."""
         if whole is None:
             return None
-        self.where = f"orthogonalize of {self.params[index].described}"
-        formulas = self.params[index].formulas
-        if self.owners[index] != self.rank:
+        self.where = f"orthogonalize of {param.described}"
+        formulas = param.formulas
+        if self.owners[param.key.index] != self.rank:
             return whole.new_zeros(whole.shape, dtype=NS_DTYPE)
         # Some versions gather uneven shards into a view of padded memory.
         whole = dtensor.local_part(whole).contiguous()
@@ -271,10 +263,10 @@ class FunctionStep:
             out.copy_(formulas.update_of(matrix))
         return update
 
-    def redistribute(self, index: int, update: Tensor | None) -> Tensor:
+    def redistribute(self, param: Param, update: Tensor | None) -> Tensor:
         """This rank's piece of the update, of the parameter's local shape."""
-        owner, param = self.owners[index], self.params[index]
-        piece = self._call("redistribute_fn", update, index)
+        owner = self.owners[param.key.index]
+        piece = self._call("redistribute_fn", update, param)
         is_same = update is not None and piece is update
         if is_same and owner != self.rank and not update.any():
             warnings.warn(
@@ -294,50 +286,48 @@ class FunctionStep:
 
     def broadcast(self, index: int, update: Tensor | None, shape: torch.Size) -> Tensor:
         """The owner's ``update`` of ``shape`` on every holder, for a factory's ``redistribute_fn``."""
-        owner, param = self.owners[index], self.params[index]
+        owner, param = self.owners[index], self.engine.params[index]
         if update is None or update.shape != shape:
             if owner == self.rank:
                 given = "None" if update is None else tuple(update.shape)
                 text = f"redistribute_fn was given {given} for {param.described}"
                 raise RuntimeError(f"{text} on its owner")
             update = param.local.new_empty(shape, dtype=NS_DTYPE)
-        group = self.groups[self.layouts[index][0].group]
+        group = self.engine.groups[self.layouts[index][0].group]
         if group is not None:
             update = update.contiguous()
             dist.broadcast(update, owner, group=group)
         return update
 
-    def apply(self, index: int, update: Tensor, whole: Tensor | None) -> None:
+    def apply(self, param: Param, update: Tensor, whole: Tensor | None) -> None:
         """Applies this rank's piece of the update, of the parameter's local shape."""
-        param = self.params[index]
         self.where = f"apply of {param.described}"
         if not param.local.numel():
             # The learning rate of a matrix without columns cannot be scaled.
             return
         update = update.to(param.local.device).contiguous()
-        formulas = param.formulas
-        for layout in self.layouts[index]:
+        formulas, layouts = param.formulas, self.layouts[param.key.index]
+        for layout in layouts:
             for region in layout.shards.of(self.rank):
                 local, part = region.of_local(param.local), region.of_local(update)
                 formulas.apply([local], [part], layout.whole)
-        if not self.layouts[index]:
+        if not layouts:
             split, flatten = param.form
-            shape = matrix_shape(self._global_shape(index, whole), flatten)
+            shape = matrix_shape(self._global_shape(param, whole), flatten)
             pieces = map(formulas.matrices, (param.local, update))
             for local, part in zip(*pieces):
                 joined = split.joined_shape(local.shape) if split.sizes else shape
                 formulas.apply([local], [part], joined)
 
-    def _global_shape(self, index: int, whole: Tensor | None) -> Sequence[int]:
+    def _global_shape(self, param: Param, whole: Tensor | None) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""
-        tensor = self.params[index].tensor
         if whole is not None:
             return whole.shape
-        shapes = self.config.state.get("global_shapes", {})
-        if index not in shapes and not dtensor.is_dtensor(tensor):
+        index, shapes = param.key.index, self.config.state.get("global_shapes", {})
+        if index not in shapes and not dtensor.is_dtensor(param.tensor):
             warnings.warn(
-                f"gather_fn returned None for {self.params[index].described}, so the shape of the local tensor scales the learning "
+                f"gather_fn returned None for {param.described}, so the shape of the local tensor scales the learning "
                 f"rate. If that is a shard, put the whole shape into config.state['global_shapes'][{index}]",
                 stacklevel=2,
             )
-        return shapes.get(index, tensor.shape)
+        return shapes.get(index, param.tensor.shape)

@@ -15,13 +15,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .._newton_schulz import NS_DTYPE
 from . import callbacks, process_groups
-from .agreement import agree, Ranks, Signature
+from .agreement import agree, Signature
 from .callbacks import are_from_factory, FunctionStep
 from .config import DistributedConfig
 from .hints import Hints
 from .layouts import larger_first, Layout, listed, process_rank
 from .layouts.dtensor import count_version
-from .process_groups import FailureNotes, spanning_group
+from .process_groups import FailureNotes, Ranks, spanning_group
 from .runtime import Param, transport
 from .runtime.pipeline import Pipeline
 from .schedule import buckets

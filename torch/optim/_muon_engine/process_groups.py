@@ -14,6 +14,8 @@ from torch.distributed import distributed_c10d, ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 
+# Global ranks in ascending order.
+Ranks = tuple[int, ...]
 # One dict per default group: a new world starts without groups and counts. (In a multi-threaded test,
 # each thread has its own default group.) A group outlives the optimizers that asked for it, because
 # backends free their resources only with the default group.
@@ -36,7 +38,7 @@ def _of_world(kind: str) -> dict[Any, Any]:
 
 
 def spanning_group(
-    ranks: tuple[int, ...], candidates: Iterable[ProcessGroup], shared: str = "shards"
+    ranks: Ranks, candidates: Iterable[ProcessGroup], shared: str = "shards"
 ) -> ProcessGroup:
     """The group of exactly ``ranks``: the framework's if it has one, else one that its members make.
 
@@ -69,7 +71,7 @@ def spanning_group(
 
 
 @contextmanager
-def _by_members_alone(ranks: tuple[int, ...]) -> Iterator[None]:
+def _by_members_alone(ranks: Ranks) -> Iterator[None]:
     """Lets the members of a group make it without the other ranks.
 
     While the default group is bound to a device, c10d makes groups by ``ncclCommSplit`` of the world. All
@@ -102,7 +104,7 @@ class Counters:
     first_owner: int = 0
 
 
-def counters_of(ranks: tuple[int, ...]) -> Counters:
+def counters_of(ranks: Ranks) -> Counters:
     """The counters of the optimizers over exactly ``ranks`` in this world."""
     return _of_world("counters").setdefault(ranks, Counters())
 
@@ -118,9 +120,7 @@ def group_timeout(groups: Iterable[ProcessGroup]) -> timedelta | None:
 def ranks_per_node() -> int:
     """Number of consecutive ranks on a node, from the launcher or else from the accelerators here."""
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if here.isdecimal():
-        return max(1, int(here))
-    return max(1, torch.accelerator.device_count())
+    return max(1, int(here) if here.isdecimal() else torch.accelerator.device_count())
 
 
 def current_device(kind: str) -> torch.device:
@@ -152,7 +152,7 @@ def _check_in(key: str) -> int:
     return _store().add(key, 1)
 
 
-def rendezvous(ranks: tuple[int, ...], timeout: timedelta | None, name: str) -> None:
+def rendezvous(ranks: Ranks, timeout: timedelta | None, name: str) -> None:
     """Waits over the store until all of ``ranks`` have come to ``name``.
 
     A collective would pair up with whichever collective the other ranks start next. A counter in the
@@ -192,7 +192,7 @@ class FailureNotes:
             that another optimizer's failure is not taken for this one's.
     """
 
-    def __init__(self, numbers: Mapping[tuple[int, ...], int], step: int) -> None:
+    def __init__(self, numbers: Mapping[Ranks, int], step: int) -> None:
         self._keys = {
             ranks: f"muon/failed/{_short(ranks)}/{number}/{step}"
             for ranks, number in numbers.items()
@@ -246,5 +246,5 @@ def _store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
-def _short(ranks: tuple[int, ...]) -> str:
+def _short(ranks: Ranks) -> str:
     return hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]

@@ -37,7 +37,7 @@ class Pipeline(Compute):
         # For debugging: waits for each scatter before the next bucket.
         is_serial = schedule.one_owner_at_a_time
         self.one_at_a_time = is_serial and self.prefetch_count == 0
-        by_group: dict[tuple[int, ...], list[Matrix]] = {}
+        by_group: dict[Any, list[Matrix]] = {}
         matrices: dict[int, Matrix] = {}
         for bucket in schedule.buckets:
             for number in bucket.matrices if rank in bucket.group else ():

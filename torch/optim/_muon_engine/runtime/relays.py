@@ -10,6 +10,7 @@ from functools import partial
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ..process_groups import Ranks
 from ..schedule.packs import Relay, relay_sizes, RELAYS_IN_FLIGHT
 from .transport import BoundPack, copy_all, InFlight, LocalBucket, Memory
 
@@ -66,7 +67,7 @@ class LocalRelay(InFlight):
 
 def attach_relays(
     buckets: Sequence[tuple[LocalBucket, Sequence[Relay]]],
-    groups: Mapping[tuple[int, ...], ProcessGroup | None],
+    groups: Mapping[Ranks, ProcessGroup | None],
     rank: int,
     memory: Memory,
 ) -> None:

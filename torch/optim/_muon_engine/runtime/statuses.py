@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..layouts import listed
-from ..process_groups import is_dry_run
+from ..process_groups import is_dry_run, Ranks
 from . import Matrix, Status
 from .transport import InFlight
 
@@ -66,7 +66,7 @@ class Statuses(InFlight):
     def __init__(
         self,
         matrices: Sequence[Matrix],
-        ranks: tuple[int, ...],
+        ranks: Ranks,
         group: ProcessGroup,
         number: int,
         device: torch.device,
@@ -161,14 +161,23 @@ class Statuses(InFlight):
             self._reduce(self._table[_ROWS:])
             self.wait()
             rows = self._host[1 : len(self.matrices) + 1].tolist()
-        for differs, reason in _MISMATCHES:
-            differing = [
-                matrix.layout.describe()
-                for matrix, row in zip(self.matrices, rows, strict=True)
-                if differs(*row)
-            ]
-            if differing and not text:
-                text = f"{reason}: {listed(differing, 4)}"
+        differing: dict[str, list[str]] = {}
+        for matrix, row in zip(self.matrices, rows, strict=True):
+            present, absent, unusable, options, minus_options, values, minus_values = (
+                row
+            )
+            if options + minus_options:
+                reason = _OTHER_OPTIONS
+            elif values + minus_values:
+                reason = _OTHER_VALUES
+            elif unusable or (present and absent):
+                reason = _UNUSABLE if unusable else _SOME_ABSENT
+            else:
+                continue
+            differing.setdefault(reason, []).append(matrix.layout.describe())
+        for reason in (_OTHER_OPTIONS, _OTHER_VALUES, _UNUSABLE, _SOME_ABSENT):
+            if reason in differing and not text:
+                text = f"{reason}: {listed(differing[reason], 4)}"
         return text or (_OTHER_GROUP if header[4] else "")
 
     def _other_step(self, header: Sequence[int]) -> str:
@@ -178,15 +187,6 @@ class Statuses(InFlight):
         text = _OTHER_OPTIMIZER if identity + minus_identity else _OTHER_STEP
         shared = listed([matrix.layout.describe() for matrix in self.matrices], 4)
         return f"{text}. This rank's optimizer has {shared}"
-
-
-# Predicates on a matrix's columns after the all-reduce, the most specific first.
-_MISMATCHES = (
-    (lambda p, a, u, o, minus_o, v, minus_v: o + minus_o, _OTHER_OPTIONS),
-    (lambda p, a, u, o, minus_o, v, minus_v: v + minus_v, _OTHER_VALUES),
-    (lambda p, a, u, *_: u, _UNUSABLE),
-    (lambda p, a, u, *_: p and a, _SOME_ABSENT),
-)
 
 
 def _is_replicated(matrix: Matrix) -> bool:

@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..layouts import listed, Region
-from ..process_groups import is_dry_run
+from ..process_groups import is_dry_run, Ranks
 from ..schedule.packs import Bucket, LocalPacks, Pack, Relay, Schedule, slot_sizes
 from . import Matrix
 
 
-Ranks = tuple[int, ...]
 # Starts a collective over memory.
 Start = Callable[..., "dist.Work | None"]
 
@@ -307,7 +306,7 @@ def local_buckets(
     schedule: Schedule,
     matrices: Mapping[int, Matrix],
     rank: int,
-    groups: Mapping[tuple[int, ...], ProcessGroup | None],
+    groups: Mapping[Ranks, ProcessGroup | None],
     memory: Memory,
     slot_count: int,
 ) -> list[tuple[LocalBucket, tuple[Relay, ...]]]:
