@@ -53,9 +53,7 @@ def _per_step(ns_coefficients: Sequence[Any]) -> bool:
     return bool(ns_coefficients) and not isinstance(ns_coefficients[0], (float, int))
 
 
-def check_newton_schulz(
-    ns_coefficients: Sequence[Any], ns_steps: int, ns_algorithm: str = "quintic"
-) -> None:
+def check_newton_schulz(ns_coefficients, ns_steps: int, ns_algorithm: str) -> None:
     """Raises ValueError if the options of Newton-Schulz are invalid."""
     if ns_steps >= 100:
         raise ValueError(
@@ -80,28 +78,14 @@ def check_ns_algorithm(ns_algorithm: str) -> None:
         )
 
 
-def _addmm(
-    base: Tensor,
-    left: Tensor,
-    right: Tensor,
-    beta: float,
-    alpha: float = 1,
-    out: Tensor | None = None,
-) -> Tensor:
+def _addmm(base, left, right, beta, alpha=1, out=None) -> Tensor:
+    """``beta * base + alpha * left @ right``, of matrices or of batches."""
     addmm = torch.addmm if left.ndim == 2 else torch.baddbmm
     return addmm(base, left, right, beta=beta, alpha=alpha, out=out)
 
 
-def _mirrored(
-    base: Tensor,
-    left: Tensor,
-    right: Tensor,
-    beta: float,
-    alpha: float = 1,
-    out: Tensor | None = None,
-    levels: int = _SYMMETRIC_LEVELS,
-) -> Tensor:
-    """``beta * base + alpha * left @ right``, symmetric, of shape (..., rows, rows), for such a ``base``.
+def _mirrored(base, left, right, beta, alpha=1, out=None, levels=_SYMMETRIC_LEVELS):
+    """Like :func:`_addmm`, for a symmetric ``base`` and result of shape (..., rows, rows).
 
     The blocks below the diagonal are copies.
     """
@@ -143,7 +127,6 @@ class Products:
         """``x`` times its transpose."""
         return x @ x.mT
 
-    # ``beta * base + alpha * left @ right``, of (base, left, right, beta, alpha).
     combine: Any = staticmethod(_addmm)
 
 
@@ -257,9 +240,7 @@ def _gram_blocks(steps: Sequence[Coefficients]) -> list[list[Coefficients]]:
     return blocks
 
 
-def _gram_factor(
-    x: Tensor, steps: Sequence[Coefficients], products: Products
-) -> Tensor:
+def _gram_factor(x: Tensor, steps: list[Coefficients], products: Products) -> Tensor:
     """Returns the factor, of shape (..., rows, rows), by which ``steps`` multiply ``x``.
 
     Each step multiplies ``x`` by a polynomial of its Gram matrix, and the next Gram matrix is a

@@ -121,8 +121,7 @@ def factory_config(
 ) -> DistributedConfig:
     """A config with the factory's functions; for DTensors unless ``state`` names another reader.
 
-    Raises:
-        ValueError: an option is invalid.
+    Raises ValueError if an option is invalid.
     """
     owners = owners_per_matrix
     if owners != "auto" and (type(owners) is not int or owners < 1):
@@ -173,9 +172,6 @@ class FunctionStep:
     Each rank makes the same calls: a parameter without a gradient brings a zero piece, and its update is
     not applied. Ranks that share parameters go through them in one order: ascending, but experts last
     and by their ids.
-
-    Args:
-        engine: whose reader is None if the user wrote the config from scratch.
     """
 
     # This rank raises its own problem after all calls, because the other ranks wait for them.

@@ -3,7 +3,7 @@
 import copy
 import logging
 import warnings
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, count
 from typing import Any
@@ -125,7 +125,7 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where collectives take their memory."""
+        """The device of the communication buffers."""
         if isinstance(self._runner, Pipeline):
             return self._runner.device
         if self.reader is None:
@@ -145,6 +145,7 @@ class Engine:
     ) -> None:
         """Reads, assigns, agrees with the other ranks, and makes the schedule."""
         tensors = [param.tensor for param in self.params]
+        per_node = process_groups.ranks_per_node()
         layouts, owners = [], []
         try:
             if self.reader is not None:
@@ -156,7 +157,6 @@ class Engine:
                 self.config.check()
                 if self.runs_on_engine and are_from_factory(self.config, "assign"):
                     number = self.config.state.get("owners_per_matrix", 1)
-                    per_node = process_groups.ranks_per_node()
                     of_layouts = [self.params[layout.key.index] for layout in layouts]
                     algorithms = [
                         None if param.frozen else param.formulas.ns_algorithm
@@ -173,16 +173,11 @@ class Engine:
         experts = self.reader.experts
         self.ordered = sorted(self.params, key=lambda p: experts.get(p.entry, -1))
         sharing = self.reader.sharing
-        # All ranks must have replaced the same parameters.
-        kept = {param.tensor for param in (former or self).params}
         signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in sharing}
-        formulas_of = {param.param_group: param.formulas for param in self.params}
-        of_config = _config_signature(self.config)
-        options = {
-            g: (*f.signature().items(), *of_config) for g, f in formulas_of.items()
-        }
-        for layout, owner in zip(layouts, owners):
-            signature = _signature(layout, owner, self, kept, options)
+        # All ranks must have replaced the same parameters.
+        before = {param.tensor for param in (former or self).params}
+        of_layouts = _signatures(self, layouts, owners, before)
+        for layout, signature in zip(layouts, of_layouts):
             signatures[layout.group].append(signature)
         agree(sharing, signatures, error, is_lasting, self.groups, self.numbers)
         self.schedule = buckets.make_schedule(
@@ -191,7 +186,7 @@ class Engine:
             NS_DTYPE,
             frozen=[self.params[l.key.index].frozen for l in layouts],
             one_owner_at_a_time=not self.config.async_gpu_parallelism,
-            ranks_per_node=process_groups.ranks_per_node(),
+            ranks_per_node=per_node,
             slots=slots_for(self.config.prefetch_count),
         )
         if self.runs_on_engine:
@@ -229,19 +224,18 @@ class Engine:
 
     def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
         """Whether this engine was built for the parameters of these groups, and they are unchanged."""
-        now = [
-            (p, at) for at, group in enumerate(param_groups) for p in group["params"]
-        ]
+        groups = enumerate(param_groups)
+        now = [(at, tensor) for at, group in groups for tensor in group["params"]]
         return len(now) == len(self.params) and all(
             param.param_group == at and param.is_unchanged(tensor)
-            for param, (tensor, at) in zip(self.params, now)
+            for param, (at, tensor) in zip(self.params, now)
         )
 
     def rendezvous(self, tensors: Sequence[Tensor]) -> None:
         """Waits in ``step()`` until all ranks that share matrices have found that parameters changed."""
         if self.reader is None:
             return
-        groups: dict[Any, list[Any]] = {r: [self.groups[r]] for r in self.numbers}
+        groups: dict[Any, Any] = {ranks: [self.groups[ranks]] for ranks in self.numbers}
         groups |= self.reader.meeting(tensors)
         # Ranks that are in the step already find this note after their collective failed.
         self._notes().leave(
@@ -411,42 +405,42 @@ def _check_data(params: Sequence[Param], is_shared: bool) -> None:
         )
 
 
-def _config_signature(config: DistributedConfig) -> list[tuple[str, str]]:
-    """The values of the config that ranks compare, for all matrices."""
-    names = "gather", "redistribute"
-    own = [name for name in names if not are_from_factory(config, name)]
-    return [
-        ("prefetch_count", str(config.prefetch_count)),
-        ("async_gpu_parallelism", str(bool(config.async_gpu_parallelism))),
-        ("functions of your own", str(own)),
-    ]
-
-
-def _signature(
-    layout: Layout, owner: int, engine: Engine, kept: set, options: dict[int, tuple]
-) -> Signature:
-    """``kept`` are the parameters before a change, ``options`` what all matrices of a parameter group share."""
-    key, param = layout.key, engine.params[layout.key.index]
-    each = engine.config.state.get("owners_per_matrix", 1)
-    is_near = each != 1 or len(layout.group) > buckets.MAX_PEERS
-    fields = {
-        # No index: ranks that also hold other experts or stages count differently.
-        "name": f"expert {key.expert}" if key.expert is not None else str(key.name),
-        "owners_per_matrix": f"{each}, {key.block[1]} here",
-        "LOCAL_WORLD_SIZE": str(process_groups.ranks_per_node() if is_near else ""),
-        "shape": str(layout.shape),
-        "dtype": str(layout.dtype),
-        "placement": layout.placement,
-        "shards": layout.shards.digest,
-        "requires_grad": str(not param.frozen),
-        "replaced": str(param.tensor not in kept),
-        "owner": str(owner),
+def _signatures(
+    engine: Engine, layouts: Sequence[Layout], owners: Sequence[int], before: set
+) -> Iterator[Signature]:
+    """The values of each matrix that ranks compare. ``before`` are the parameters before a change."""
+    config, per_node = engine.config, process_groups.ranks_per_node()
+    own = [n for n in ("gather", "redistribute") if not are_from_factory(config, n)]
+    of_config = {
+        "prefetch_count": str(config.prefetch_count),
+        "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
+        "functions of your own": str(own),
     }
-    return Signature(layout.describe(), (*fields.items(), *options[param.param_group]))
+    formulas_of = {param.param_group: param.formulas for param in engine.params}
+    options = {g: f.signature() | of_config for g, f in formulas_of.items()}
+    each = config.state.get("owners_per_matrix", 1)
+    for layout, owner in zip(layouts, owners):
+        key, param = layout.key, engine.params[layout.key.index]
+        is_near = each != 1 or len(layout.group) > buckets.MAX_PEERS
+        fields = {
+            # No index: ranks that also hold other experts or stages count differently.
+            "name": str(key.name) if key.expert is None else f"expert {key.expert}",
+            "owners_per_matrix": f"{each}, {key.block[1]} here",
+            "LOCAL_WORLD_SIZE": str(per_node if is_near else ""),
+            "shape": str(layout.shape),
+            "dtype": str(layout.dtype),
+            "placement": layout.placement,
+            "shards": layout.shards.digest,
+            "requires_grad": str(not param.frozen),
+            "replaced": str(param.tensor not in before),
+            "owner": str(owner),
+        }
+        fields |= options[param.param_group]
+        yield Signature(layout.describe(), tuple(fields.items()))
 
 
 def _take_momentum(
-    replaced: list[Replacement], params: Sequence[Param], states: States, speaks: bool
+    replaced: list[Replacement], params: Sequence[Param], states: States, warns: bool
 ) -> None:
     """Gives momentum to parameters that replace others, and restarts it if it does not fit.
 
@@ -467,7 +461,7 @@ def _take_momentum(
             del state["momentum_buffer"]
         elif buffer is not None:
             state["momentum_buffer"] = buffer.to(tensor.device, tensor.dtype)
-    if restarted and speaks:
+    if restarted and warns:
         warnings.warn(
             "the momentum of these starts at zero, because they took the place of other parameters: "
             f"{listed(restarted)}",

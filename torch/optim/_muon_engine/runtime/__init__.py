@@ -119,13 +119,10 @@ class Param:
 
 
 class Matrix:
-    """A matrix on this rank: its layout, its owner, the regions that this rank holds, and its Param.
-
-    Args:
-        index: the matrix's index in the schedule.
-    """
+    """A matrix on this rank: its layout, its owner, the regions that this rank holds, and its Param."""
 
     def __init__(self, schedule: Schedule, index: int, param: Param, rank: int) -> None:
+        # In the schedule.
         self.index = index
         self.layout = schedule.layouts[index]
         self.owner = schedule.owners[index]

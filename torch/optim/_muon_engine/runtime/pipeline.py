@@ -21,11 +21,7 @@ from .transport import BoundPack, InFlight, local_buckets, LocalBucket, Memory
 
 
 class Pipeline(Compute):
-    """Runs the buckets of one rank, step after step, over memory that keeps its addresses.
-
-    Args:
-        engine: whose schedule, parameters, process groups and flags this takes.
-    """
+    """Runs an engine's buckets of one rank, step after step, over memory that keeps its addresses."""
 
     def __init__(self, engine: Any) -> None:
         schedule, groups, rank = engine.schedule, engine.groups, engine.rank
@@ -112,38 +108,21 @@ class Pipeline(Compute):
         return text
 
     def run(self) -> None:
-        """Makes a step with the gradients that the parameters have now."""
+        """Makes a step in the one order of all ranks. DTensor's collectives for gradients come first."""
         with self.memory, self._drained():
-            self._run()
-
-    @contextmanager
-    def _drained(self) -> Iterator[None]:
-        """After an error, waits for everything in flight."""
-        try:
-            yield
-        except BaseException:
-            buckets = [flight for b in self.buckets for flight in (b, *b.relays)]
-            for flight in (*self.statuses, *buckets):
-                # The error that led here is the one to report.
-                with suppress(Exception):
-                    flight.wait()
-            raise
-
-    def _run(self) -> None:
-        """Makes the step in the one order of all ranks. DTensor's collectives for gradients come first."""
-        for param in self.params:
-            param.place_gradient()
-        tasks: dict[Hashable, list[Iterator[None]]] = {}
-        for bucket in self.buckets:
-            of_group = tasks.setdefault(bucket.ranks, [])
-            relaying = of_group[-2] if len(of_group) > 1 else iter(())
-            of_group.append(self._process(bucket, relaying))
-        order = [bucket.ranks for bucket in self.buckets]
-        run_in_turn(order, tasks, self.prefetch_count, self.one_at_a_time)
-        self._at = "statuses", [m for s in self.statuses for m in s.matrices]
-        for statuses in self.statuses:
-            statuses.finish()
-        self._at = "", ()
+            for param in self.params:
+                param.place_gradient()
+            tasks: dict[Hashable, list[Iterator[None]]] = {}
+            for bucket in self.buckets:
+                of_group = tasks.setdefault(bucket.ranks, [])
+                relaying = of_group[-2] if len(of_group) > 1 else iter(())
+                of_group.append(self._process(bucket, relaying))
+            order = [bucket.ranks for bucket in self.buckets]
+            run_in_turn(order, tasks, self.prefetch_count, self.one_at_a_time)
+            self._at = "statuses", [m for s in self.statuses for m in s.matrices]
+            for statuses in self.statuses:
+                statuses.finish()
+            self._at = "", ()
 
     def _process(self, bucket: LocalBucket, relaying: Iterator[None]) -> Iterator[None]:
         """Brings one bucket from gradients to parameters. Other buckets go on where it pauses.
@@ -175,6 +154,19 @@ class Pipeline(Compute):
             if not relay.is_source:
                 with self._phase("apply", relay):
                     self.apply_received(relay, relay.packed)
+
+    @contextmanager
+    def _drained(self) -> Iterator[None]:
+        """After an error, waits for everything in flight."""
+        try:
+            yield
+        except BaseException:
+            buckets = [flight for b in self.buckets for flight in (b, *b.relays)]
+            for flight in (*self.statuses, *buckets):
+                # The error that led here is the one to report.
+                with suppress(Exception):
+                    flight.wait()
+            raise
 
     def wait(self, flight: InFlight, phase: str) -> None:
         """Waits for the collective that ``flight`` has started."""

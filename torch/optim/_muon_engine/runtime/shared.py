@@ -43,9 +43,7 @@ class SharedProducts(Products):
         dist.all_reduce(total, group=self._group)
         return total.to(x.dtype)
 
-    def combine(
-        self, base: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1
-    ) -> Tensor:
+    def combine(self, base, left, right, beta, alpha=1) -> Tensor:
         """``beta * base + alpha * left @ right``, all of shape (short, short): some rows on each rank."""
         rows = len(left)
         height = -(-rows // self._count)
