@@ -102,29 +102,29 @@ def find_problem(muon: Any, first_group: int = 0) -> ValueError | None:
     stacks = muon._allow_batched_matrices
     forms = [MuonFormulas.of_group(group).form for group in groups]
     seen: dict[Tensor, str] = {}
-    for index, (number, name, param) in enumerate(named(groups)):
-        if number < first_group:
+    for index, (group, name, param) in enumerate(named(groups)):
+        if group < first_group:
             continue
         described = f"parameter {index}" + (f" {name!r}" if name else "")
         other = seen.setdefault(param, described)
         if other != described and config is not None:
             text = f"{other} and {described} are the same tensor; pass tied weights to Muon once"
         else:
-            text = problem_with(param, described, forms[number], reader, stacks)
+            text = problem_with(param, described, forms[group], reader, stacks)
         if text:
             return ValueError(text)
     return None
 
 
 def named(groups: Sequence[dict]) -> Iterator[tuple[int, str | None, Tensor]]:
-    """The group, the name if known, and the tensor of each parameter."""
-    for number, group in enumerate(groups):
+    """The index of the group, the name if known, and the tensor of each parameter."""
+    for at, group in enumerate(groups):
         names, params = group.get("param_names"), group["params"]
         if names is None or len(names) != len(params):
             # The list of parameters changed without the names.
             names = [None] * len(params)
         for name, param in zip(names, params, strict=True):
-            yield number, name, param
+            yield at, name, param
 
 
 def warn_about_last_group(muon: Any) -> None:

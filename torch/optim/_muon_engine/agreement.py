@@ -40,7 +40,7 @@ def agree(
     error: BaseException | None,
     is_lasting: bool,
     groups: dict[Ranks, ProcessGroup | None],
-    numbers: dict[Ranks, int],
+    serials: dict[Ranks, int],
 ) -> None:
     """Makes the process group of all ranks that share matrices, and compares their signatures in it.
 
@@ -50,14 +50,14 @@ def agree(
         error: this rank's error so far. The other ranks raise it, too.
         is_lasting: whether the next optimizer's owners start where those of this one stop.
         groups: gets a group for each key of ``sharing``; None for this rank alone.
-        numbers: gets the number of this optimizer among those over the same ranks.
+        serials: gets the serial number of this optimizer among those over the same ranks.
 
     Raises:
         ValueError: the signatures of the ranks differ.
         RuntimeError: ranks could not be reached.
     """
     # If one group fails, this rank leaves a note for the ranks of all.
-    numbers |= {r: counters_of(r).optimizers for r in sharing if len(r) > 1}
+    serials |= {r: counters_of(r).optimizers for r in sharing if len(r) > 1}
     for ranks in larger_first(sharing):
         groups[ranks] = None
         if len(ranks) == 1:
@@ -68,15 +68,15 @@ def agree(
         digest = hashlib.sha256(fields.encode()).hexdigest()
         with _reaching(ranks, described, error):
             group = groups[ranks] = spanning_group(ranks, sharing[ranks])
-        answers, error = exchange(group, (digest, numbers[ranks]), error, described)
+        answers, error = exchange(group, (digest, serials[ranks]), error, described)
         digests, counted = zip(*answers)
         # All ranks see the same digests, so all of them or none make the second exchange.
         if error is None and len(set(digests)) > 1:
             everyone, error = exchange(group, list(shared), None, described)
             error = error or common(ValueError(_first_difference(ranks, everyone)))
         # Ranks that built other optimizers before go on with the largest number.
-        numbers[ranks] = max(counted)
-        counters.optimizers = numbers[ranks] + 1
+        serials[ranks] = max(counted)
+        counters.optimizers = serials[ranks] + 1
         if error is None and is_lasting:
             # The next optimizer's owners start where those of this one stop.
             start = counters.first_owner + len(shared)

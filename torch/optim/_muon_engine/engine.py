@@ -78,8 +78,8 @@ class Engine:
         self.schedule = Schedule((), (), ())
         self.assignments: dict[int, list[int]] = {}
         self.groups: dict[Ranks, dist.ProcessGroup | None] = {}
-        # Ranks that share matrices -> the number of this optimizer among those over these ranks.
-        self.numbers: dict[Ranks, int] = {}
+        # Ranks that share matrices -> the serial number of this optimizer among those over these ranks.
+        self.serials: dict[Ranks, int] = {}
         self._runner: Pipeline | FunctionStep | None = None
         replaced: list[Replacement] = []
         if former is not None:
@@ -156,13 +156,13 @@ class Engine:
             if error is None:
                 self.config.check()
                 if self.runs_on_engine and are_from_factory(self.config, "assign"):
-                    number = self.config.state.get("owners_per_matrix", 1)
+                    each = self.config.state.get("owners_per_matrix", 1)
                     of_layouts = [self.params[layout.key.index] for layout in layouts]
                     algorithms = [
                         None if param.frozen else param.formulas.ns_algorithm
                         for param in of_layouts
                     ]
-                    layouts = divided(layouts, number, per_node, algorithms)
+                    layouts = divided(layouts, each, per_node, algorithms)
                 owners = self._assign(tensors, layouts)
         except Exception as raised:
             error = error or raised
@@ -179,7 +179,7 @@ class Engine:
         of_layouts = _signatures(self, layouts, owners, before)
         for layout, signature in zip(layouts, of_layouts):
             signatures[layout.group].append(signature)
-        agree(sharing, signatures, error, is_lasting, self.groups, self.numbers)
+        agree(sharing, signatures, error, is_lasting, self.groups, self.serials)
         self.schedule = buckets.make_schedule(
             layouts,
             owners,
@@ -235,7 +235,7 @@ class Engine:
         """Waits in ``step()`` until all ranks that share matrices have found that parameters changed."""
         if self.reader is None:
             return
-        groups: dict[Any, Any] = {ranks: [self.groups[ranks]] for ranks in self.numbers}
+        groups: dict[Any, Any] = {ranks: [self.groups[ranks]] for ranks in self.serials}
         groups |= self.reader.meeting(tensors)
         # Ranks that are in the step already find this note after their collective failed.
         self._notes().leave(
@@ -243,7 +243,7 @@ class Engine:
         )
         for ranks in larger_first(groups):
             timeout = process_groups.group_timeout(groups[ranks])
-            name = str(self.numbers.get(ranks, "new"))
+            name = str(self.serials.get(ranks, "new"))
             process_groups.rendezvous(ranks, timeout, name)
         self._notes().take_back()
 
@@ -335,7 +335,7 @@ class Engine:
             of_group.check()
         for param in self.params:
             param.check_form(formulas[param.param_group])
-        _check_data(self.params, is_shared=bool(self.numbers))
+        _check_data(self.params, is_shared=bool(self.serials))
         for param in self.ordered:
             if not param.frozen:
                 grad = param.tensor.grad if grads is None else grads[param.key.index]
@@ -370,7 +370,7 @@ class Engine:
             self.failure = self.failure or failure
 
     def _notes(self, step: int | None = None) -> FailureNotes:
-        return FailureNotes(self.numbers, self.steps if step is None else step)
+        return FailureNotes(self.serials, self.steps if step is None else step)
 
     def new_failure(self) -> RuntimeError | None:
         """On accelerators: the error of the last step, which the host has not read before.
@@ -490,8 +490,8 @@ def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement
     """
     stayed = {param.tensor for param in former} & {param.tensor for param in now}
     replaced = []
-    for number in dict.fromkeys(param.param_group for param in now):
-        old, new = ([p for p in ps if p.param_group == number] for ps in (former, now))
+    for group in dict.fromkeys(param.param_group for param in now):
+        old, new = ([p for p in ps if p.param_group == group] for ps in (former, now))
         moved = [(a, b) for a, b in zip(old, new) if a.tensor is not b.tensor]
         pairs = [(a, b) for a, b in moved if not {a.tensor, b.tensor} & stayed]
         for a, b in pairs:

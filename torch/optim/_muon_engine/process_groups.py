@@ -98,7 +98,7 @@ def _by_members_alone(ranks: Ranks) -> Iterator[None]:
 
 @dataclass
 class Counters:
-    """The number of the next optimizer over some ranks, and the place where its owners start."""
+    """The serial number of the next optimizer over some ranks, and the place where its owners start."""
 
     optimizers: int = 0
     first_owner: int = 0
@@ -188,14 +188,14 @@ class FailureNotes:
     of ranks; only the first rank to fail looks for each of the others.
 
     Args:
-        numbers: ranks of each group -> the number of this optimizer among those over these ranks, so
+        serials: ranks of each group -> the serial number of this optimizer among those over these ranks, so
             that another optimizer's failure is not taken for this one's.
     """
 
-    def __init__(self, numbers: Mapping[Ranks, int], step: int) -> None:
+    def __init__(self, serials: Mapping[Ranks, int], step: int) -> None:
         self._keys = {
-            ranks: f"muon/failed/{_short(ranks)}/{number}/{step}"
-            for ranks, number in numbers.items()
+            ranks: f"muon/failed/{_short(ranks)}/{serial}/{step}"
+            for ranks, serial in serials.items()
         }
 
     def leave(self, reason: str) -> None:

@@ -40,7 +40,7 @@ class Param:
         self.key = Key(index, 0, name)
         # Its index when the optimizer got it, which the config's dicts count by.
         self.entry = index
-        # The number of its parameter group.
+        # The index of its parameter group.
         self.param_group = group
         self.formulas = formulas
         # The properties that the layout is read from. Every step compares them.

@@ -36,10 +36,10 @@ class Pipeline(Compute):
         by_group: dict[Any, list[Matrix]] = {}
         matrices: dict[int, Matrix] = {}
         for bucket in schedule.buckets:
-            for number in bucket.matrices if rank in bucket.group else ():
-                param = engine.params[schedule.layouts[number].key.index]
-                matrix = matrices[number] = Matrix(schedule, number, param, rank)
-                whole, team = matrix.layout.divided, groups.get(schedule.team(number))
+            for index in bucket.matrices if rank in bucket.group else ():
+                param = engine.params[schedule.layouts[index].key.index]
+                matrix = matrices[index] = Matrix(schedule, index, param, rank)
+                whole, team = matrix.layout.divided, groups.get(schedule.team(index))
                 if whole and matrix.owner == rank and team is not None:
                     matrix.products = SharedProducts(whole, team)
                 by_group.setdefault(bucket.group, []).append(matrix)
@@ -50,7 +50,7 @@ class Pipeline(Compute):
         self.buckets = [bucket for bucket, _ in buckets]
         # Smaller groups first, so that a mismatch reaches the larger ones that contain them.
         self.statuses = [
-            Statuses(by_group[ranks], ranks, group, engine.numbers[ranks], self.device)
+            Statuses(by_group[ranks], ranks, group, engine.serials[ranks], self.device)
             for ranks in reversed(larger_first(by_group))
             if (group := groups[ranks]) is not None
         ]

@@ -32,8 +32,8 @@ class LocalRelay(InFlight):
         group: ProcessGroup | None,
         rank: int,
     ) -> None:
-        numbers = {entry.matrix for entry in relay.pack.regions}
-        matrices = [m for m in bucket.matrices if m.index in numbers]
+        indices = {entry.matrix for entry in relay.pack.regions}
+        matrices = [m for m in bucket.matrices if m.index in indices]
         super().__init__(matrices, relay.replicas)
         self.bucket = bucket
         self.name = bucket.name

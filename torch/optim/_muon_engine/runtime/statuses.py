@@ -60,7 +60,7 @@ class Statuses(InFlight):
 
     Args:
         matrices: those that the group shares, in the order of all ranks.
-        number: of this optimizer among those over the same ranks.
+        serial: number of this optimizer among those over the same ranks.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Statuses(InFlight):
         matrices: Sequence[Matrix],
         ranks: Ranks,
         group: ProcessGroup,
-        number: int,
+        serial: int,
         device: torch.device,
     ) -> None:
         super().__init__(matrices, ranks)
@@ -76,7 +76,7 @@ class Statuses(InFlight):
         keys = [(m.layout.key, m.layout.shape) for m in matrices]
         # Ranks may name the modules of an expert differently.
         names = [(k.name if k.expert is None else k.expert, s) for k, s in keys]
-        self._identity = zlib.crc32(repr((number, names)).encode())
+        self._identity = zlib.crc32(repr((serial, names)).encode())
         # Whole on every rank: the first step that moves them compares their values.
         self._replicated = [m for m in matrices if _is_replicated(m)]
         # The table that the group reduces; on the host, this rank's rows before that and the result after

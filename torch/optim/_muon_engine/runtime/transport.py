@@ -326,7 +326,7 @@ def local_buckets(
         sizes = slot_sizes([packs[b] for b in ring], slot_count)
         slots = [(memory.empty(outer), memory.empty(inner)) for outer, inner in sizes]
         for bucket, slot in zip(ring, itertools.cycle(slots)):
-            own = [matrices[number] for number in bucket.matrices]
+            own = [matrices[index] for index in bucket.matrices]
             levels: list[Levels] = []
             if bucket.node_size > 1:
                 node, rail = (groups[r] for r in bucket.node_and_rail(rank))
