@@ -1,7 +1,7 @@
 """Ranks check that they are about to build the same engine before anything moves.
 
 If one rank raised an error alone, its peers would wait for it in a collective. So each rank brings its
-error and a digest of its signatures to one exchange per group. All ranks see the same digests, come to
+error and a digest of its signatures to one all-gather per group. All ranks see the same digests, come to
 the same conclusion and raise the same error.
 """
 
@@ -68,11 +68,12 @@ def agree(
         digest = hashlib.sha256(fields.encode()).hexdigest()
         with _reaching(ranks, described, error):
             group = groups[ranks] = spanning_group(ranks, sharing[ranks])
-        answers, error = exchange(group, (digest, serials[ranks]), error, described)
+        own = digest, serials[ranks]
+        answers, error = gather_reports(group, own, error, described)
         digests, counted = zip(*answers)
-        # All ranks see the same digests, so all of them or none make the second exchange.
+        # All ranks see the same digests, so all of them or none compare their fields.
         if error is None and len(set(digests)) > 1:
-            everyone, error = exchange(group, list(shared), None, described)
+            everyone, error = gather_reports(group, list(shared), None, described)
             error = error or common(ValueError(_first_difference(ranks, everyone)))
         # Ranks that built other optimizers before go on with the largest number.
         serials[ranks] = max(counted)
@@ -91,7 +92,7 @@ def common(error: BaseException) -> BaseException:
     return error
 
 
-def exchange(
+def gather_reports(
     group: ProcessGroup,
     value: Any,
     error: BaseException | None,

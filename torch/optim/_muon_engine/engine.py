@@ -300,7 +300,7 @@ class Engine:
                 raise RuntimeError(text)
         except BaseException as error:
             self._fail(error, is_fatal)
-            if not isinstance(error, transport.ExchangeError):
+            if not isinstance(error, transport.CollectiveError):
                 raise
             # A launcher may end this process while it asks the others.
             log.error("%s", error)
@@ -355,7 +355,7 @@ class Engine:
         """Records the failure, and leaves a note for the ranks that wait for this one."""
         where = self._runner.where if self._runner is not None else ""
         failure = f"{type(error).__name__}: {error}"
-        is_own = not isinstance(error, transport.ExchangeError)
+        is_own = not isinstance(error, transport.CollectiveError)
         if is_fatal and where and is_own:
             failure = f"{type(error).__name__} in {where}: {error}"
             # The type and text stay the same, because the user's code may catch them.

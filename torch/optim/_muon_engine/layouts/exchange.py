@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch.distributed import ProcessGroup
-from torch.optim._muon_engine.agreement import common, exchange
+from torch.optim._muon_engine.agreement import common, gather_reports
 from torch.optim._muon_engine.layouts import (
     check_cover,
     Cut,
@@ -86,7 +86,7 @@ def completed(
     order = sorted(groups, key=lambda k: (KINDS.index(k[0]), -len(k[1]), sorted(k[1])))
     for key in order:
         message: Message = parts, digests, ep_ranks
-        answers, error = exchange(groups[key], message, error, shared)
+        answers, error = gather_reports(groups[key], message, error, shared)
         if error is not None:
             continue
         try:
@@ -114,7 +114,7 @@ def completed(
         error = problem
     # Ranks of the grid may see different contradictions, or none. All of them must raise.
     for key in order:
-        _, error = exchange(groups[key], None, error, shared)
+        _, error = gather_reports(groups[key], None, error, shared)
     if error is not None:
         raise error
     # Only the first of the ranks speaks.

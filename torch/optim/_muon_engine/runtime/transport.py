@@ -110,7 +110,7 @@ class BoundPack:
         return self._views.get(matrix, ())
 
 
-class ExchangeError(RuntimeError):
+class CollectiveError(RuntimeError):
     """A collective among ``ranks`` failed."""
 
     def __init__(self, text: str, ranks: Ranks) -> None:
@@ -128,7 +128,7 @@ def named(collective: str, matrices: Sequence[Matrix], ranks: Ranks) -> Iterator
         raise
     except RuntimeError as error:
         carried = listed([matrix.layout.describe() for matrix in matrices])
-        raise ExchangeError(
+        raise CollectiveError(
             f"the {collective}, with {carried}, among ranks {list(ranks)} failed. One of these ranks ended, failed before it, did "
             f"not call step(), or changed its parameters alone: {error}",
             ranks,
@@ -155,7 +155,7 @@ class InFlight:
             self.works.append((name, work, (start, memory)))
 
     def wait(self) -> None:
-        """Waits for all of them. Raises ExchangeError if one failed."""
+        """Waits for all of them. Raises CollectiveError if one failed."""
         while self.works:
             name, work, _ = self.works.pop(0)
             with named(name, self.matrices, self.ranks):
