@@ -167,13 +167,14 @@ class TestMuonSplit(TestCase):
 
     def test_options_that_change(self):
         qkv = nn.Parameter(randn(0, 48, 16))
-        muon = Muon([{"params": [qkv], "split": (16, 32)}], distributed_config="auto")
+        muon = Muon([{"params": [qkv], "split": [16, 32]}], distributed_config="auto")
         qkv.grad = randn(1, 48, 16)
-        muon.param_groups[0]["split"] = (32, 16)
-        with self.assertRaisesRegex(ValueError, "split .* when this Muon was built"):
+        # A list that changes in place went unnoticed.
+        muon.param_groups[0]["split"].reverse()
+        with self.assertRaisesRegex(ValueError, r"split .*\(16, 32\).* when this Muon"):
             muon.step()
         self.assertTrue(torch.equal(qkv, randn(0, 48, 16)))
-        muon.param_groups[0]["split"] = [16, 32]
+        muon.param_groups[0]["split"] = (16, 32)
         muon.step()
 
     def test_memory_order_that_changes(self):

@@ -72,6 +72,8 @@ class MuonFormulas(NamedTuple):
         """The options of a parameter group. Raises KeyError if it lacks one."""
         values = {name: group[name] for name in cls._fields}
         values["ns_coefficients"] = as_tuples(values["ns_coefficients"])
+        # A list may change in place, which every step must notice.
+        values["split"] = Split.of(values["split"])
         return cls(**{**values, "lr": _to_scalar(values["lr"])})
 
     @property
@@ -105,7 +107,8 @@ class MuonFormulas(NamedTuple):
     @property
     def form(self) -> tuple[Split, bool]:
         """How a parameter becomes matrices: ``split``, ``flatten``."""
-        return Split.of(self.split), bool(self.flatten)
+        split = self.split if isinstance(self.split, Split) else Split.of(self.split)
+        return split, bool(self.flatten)
 
     def matrices(self, tensor: Tensor) -> Sequence[Tensor]:
         """The matrices in a parameter, as views; of three dimensions if ``split`` has repeats.

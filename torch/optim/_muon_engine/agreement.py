@@ -23,6 +23,8 @@ from .process_groups import counters_of, device_of_group, Ranks, spanning_group
 
 # Fields that follow from other fields, of this parameter or of another one.
 DERIVED = ("shards", "owner")
+_SAME_PARAMETERS = "Build Muon from the same parameters on all of them, in one order and with the same options"
+_ONE_GRID = "Pass process groups of one grid, as those of a DeviceMesh, and an assign_fn that returns the same on all of them"
 # Errors that the other ranks raise with the same type.
 _SAME_TYPE = (AssertionError, IndexError, TypeError, ValueError)
 
@@ -163,7 +165,7 @@ def _first_difference(ranks: Ranks, everyone: Sequence[Sequence[Signature]]) -> 
                     if (field in DERIVED) == derived and other != value:
                         return (
                             f"ranks disagree about {one.description}: {field} is {value} on rank {ranks[0]} and {other} on rank {rank}. "
-                            "Build Muon from the same parameters on all of them, in one order and with the same options"
+                            f"{_ONE_GRID if derived else _SAME_PARAMETERS}"
                         )
             if len(others) != len(first):
                 extra = max(first, others, key=len)[min(len(first), len(others))]

@@ -49,11 +49,13 @@ def lent(state: dict[str, Any], entries: Mapping[str, Any]) -> Iterator[None]:
         state.update(before)
 
 
-def reader_of(state: Mapping[str, Any], takes_stacks: bool = False) -> Reader | None:
-    """A new reader for a config's ``state``; None if the user wrote the config from scratch."""
-    if state.get("reader") not in ("dtensor", "process_groups"):
+def reader_of(config: DistributedConfig, takes_stacks: bool = False) -> Reader | None:
+    """A new reader; None if the user wrote the config from scratch, or for another framework."""
+    names = [name for name in _FACTORYS if are_from_factory(config, name)]
+    is_elsewhere = "rank" in config.state and not dist.is_initialized()
+    if not _is_factorys(config.state) or (is_elsewhere and names in ([], ["assign"])):
         return None
-    return Reader(state, takes_stacks)
+    return Reader(config.state, takes_stacks)
 
 
 def choose_owners(
@@ -139,14 +141,17 @@ def are_from_factory(config: DistributedConfig, *names: str) -> bool:
     return all(getattr(config, f"{name}_fn") is _FACTORYS[name] for name in names)
 
 
+def _is_factorys(state: Mapping[str, Any]) -> bool:
+    return state.get("reader") in ("dtensor", "process_groups")
+
+
 def _reader(state: dict[str, Any]) -> Reader:
     if _READER not in state:
-        reader = reader_of(state)
-        if reader is None:
+        if not _is_factorys(state):
             raise RuntimeError(
                 "the functions of a factory's config need the state of that config: pass it on"
             )
-        state[_READER] = reader
+        state[_READER] = Reader(state)
     return state[_READER]
 
 
@@ -290,8 +295,9 @@ class FunctionStep:
                 raise RuntimeError(f"{text} on its owner")
             update = param.local.new_empty(shape, dtype=NS_DTYPE)
         group = self.engine.groups[self.layouts[index][0].group]
+        # A wrapper may have changed the owner's dtype. The other ranks receive this one.
+        update = update.to(NS_DTYPE).contiguous()
         if group is not None:
-            update = update.contiguous()
             dist.broadcast(update, owner, group=group)
         return update
 

@@ -36,6 +36,8 @@ Replacement = tuple[Param, Param, bool]
 
 log = logging.getLogger("torch.optim.muon")
 
+_FAILED_BEFORE = "another rank failed before this step. "
+
 
 class Engine:
     """The layouts, owners, schedule and memory for one list of parameters.
@@ -70,7 +72,7 @@ class Engine:
         self.params = params
         # In the order of all ranks, which may list the same experts in different orders.
         self.ordered: Sequence[Param] = params
-        self.reader = callbacks.reader_of(config.state, takes_stacks)
+        self.reader = callbacks.reader_of(config, takes_stacks)
         self.steps = 0
         # Why a step failed half way. After that, the ranks' parameters may not belong together.
         self.failure = ""
@@ -345,7 +347,9 @@ class Engine:
             # The error of a rank that shares no group with the ranks that this one agreed with.
             reason = self._notes().read()
             if reason:
-                raise RuntimeError(f"another rank failed before this step. {reason}")
+                # Through ranks between, a reason may come with this text already.
+                reason = reason.rpartition(_FAILED_BEFORE)[2]
+                raise RuntimeError(f"{_FAILED_BEFORE}{reason}")
         if self.runs_on_engine:
             return self._pipeline()
         self._runner = FunctionStep(self)
