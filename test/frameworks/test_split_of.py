@@ -1,9 +1,10 @@
-"""split_of() against the forwards of transformers and torchtitan: which lines become which tensor."""
+"""split_of() against the forwards of transformers, torchtitan and Megatron: which lines become which tensor."""
 
 import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from torch.optim import Muon
 from torch.optim._muon_split import Split
@@ -274,3 +275,62 @@ def test_torchtitan_gated_layer():
     splits = split_of(model := torch.nn.Sequential(module))
     ((group, _), _) = partition_named_parameters(model, split=splits)
     assert group["flatten"] and group["split"] == splits["0.w13"]
+
+
+@pytest.fixture
+def megatron():
+    state = pytest.importorskip("megatron.core.parallel_state", reason=HOW)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    state.initialize_model_parallel()
+    yield
+    state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def megatron_module(part, **options):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes = {"hidden_size": 24, "num_layers": 1, "ffn_hidden_size": 10}
+    heads = {"num_attention_heads": 6, "kv_channels": 4}
+    plain = {"use_cpu_initialization": True, "add_bias_linear": False}
+    config = TransformerConfig(**sizes, **heads, **plain, **options)
+    number = {"layer_number": 1} if part == "self_attention" else {}
+    spec = getattr(get_gpt_layer_local_spec().submodules, part)
+    return build_module(spec, config=config, **number)
+
+
+def assert_parts(module, weight, tensors):
+    param = module.get_parameter(weight)
+    split = split_of(torch.nn.ModuleList([module]))[f"0.{weight}"]
+    for part, tensor in zip(elements(split, param), tensors, strict=True):
+        assert torch.equal(part, used(tensor, param))
+
+
+@pytest.mark.parametrize("groups", [2, 6])
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_megatron_attention(megatron, groups, has_gate):
+    options = {"num_query_groups": groups, "attention_output_gate": has_gate}
+    module = megatron_module("self_attention", **options)
+    hidden = torch.randn(3, 2, 24)
+    query, *others = module.get_query_key_value_tensors(hidden, output_gate=has_gate)
+    gate = [others.pop()] if has_gate else []
+    assert_parts(module, "linear_qkv.weight", [query, *gate, *others])
+
+
+def test_megatron_gated_layer(megatron):
+    found = []
+
+    def activation(gate):
+        found.append(gate)
+        return F.silu(gate)
+
+    options = {"gated_linear_unit": True, "activation_func": activation}
+    module = megatron_module("mlp", **options)
+    module(torch.randn(3, 2, 24))
+    weight = module.linear_fc1.weight
+    gate = used(*found, weight)
+    split = split_of(torch.nn.ModuleList([module]))["0.linear_fc1.weight"]
+    first, second = elements(split, weight)
+    assert torch.equal(first, gate) and torch.equal(second, ~gate)
