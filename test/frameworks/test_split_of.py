@@ -119,10 +119,10 @@ class Spy(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.calls = []
 
     def keep(self, *tensors):
-        self.found.append(dict(zip(QKV if len(tensors) > 1 else ["gate"], tensors)))
+        self.calls.append(dict(zip(QKV if len(tensors) > 1 else ["gate"], tensors)))
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -130,11 +130,11 @@ class Spy(TorchFunctionMode):
             self.keep(*args[:3], *(kwargs[n] for n in QKV[len(args) :]))
         elif function in (F.silu, torch.sigmoid):
             self.keep(args[0])
-        found = function(*args, **kwargs)
+        result = function(*args, **kwargs)
         # Some models multiply by themselves.
-        if function in (torch.Tensor.chunk, torch.Tensor.split) and len(found) == 3:
-            self.keep(*found)
-        return found
+        if function in (torch.Tensor.chunk, torch.Tensor.split) and len(result) == 3:
+            self.keep(*result)
+        return result
 
     def reshape(self, original, fused):
         """BLOOM multiplies by itself, after this method of its attention."""
@@ -144,9 +144,9 @@ class Spy(TorchFunctionMode):
 
 def tiny(name, options):
     cls = getattr(transformers, name)
-    known = cls.config_class()
-    sizes = {k: v for k, v in SIZES.items() if hasattr(known, k)}
-    if isinstance(getattr(type(known), "head_dim", None), property):
+    default = cls.config_class()
+    sizes = {k: v for k, v in SIZES.items() if hasattr(default, k)}
+    if isinstance(getattr(type(default), "head_dim", None), property):
         del sizes["head_dim"]
     torch.manual_seed(0)
     config = cls.config_class(**{**sizes, **options})
@@ -163,10 +163,10 @@ def spied(model, **inputs):
     with pytest.MonkeyPatch.context() as patch, Spy() as spy:
         for module in model.modules():
             if hasattr(module, "_reshape"):
-                how = functools.partial(spy.reshape, module._reshape)
-                patch.setattr(module, "_reshape", how)
+                reshape = functools.partial(spy.reshape, module._reshape)
+                patch.setattr(module, "_reshape", reshape)
         model(torch.arange(12).view(2, 6), use_cache=False, **inputs)
-    return spy.found
+    return spy.calls
 
 
 def used(tensor, weight):
@@ -198,14 +198,14 @@ def test_parts_are_what_the_forward_slices(name, options, weights):
     }
     assert kinds.keys() == splits.keys()
     assert set(kinds.values()) == weights.keys()
-    found = spied(model, **inputs)
+    calls = spied(model, **inputs)
     for full, kind in kinds.items():
         weight, names = params[full], weights[kind]
         if not names:
             continue
         tried = (
             [used(operands[n], weight) for n in names]
-            for operands in found
+            for operands in calls
             if names[0] in operands
         )
         # Later ones depend on the weight through the result of the layer.
@@ -320,17 +320,17 @@ def test_megatron_attention(megatron, groups, has_gate):
 
 
 def test_megatron_gated_layer(megatron):
-    found = []
+    gates = []
 
     def activation(gate):
-        found.append(gate)
+        gates.append(gate)
         return F.silu(gate)
 
     options = {"gated_linear_unit": True, "activation_func": activation}
     module = megatron_module("mlp", **options)
     module(torch.randn(3, 2, 24))
     weight = module.linear_fc1.weight
-    gate = used(*found, weight)
+    gate = used(*gates, weight)
     split = split_of(torch.nn.ModuleList([module]))["0.linear_fc1.weight"]
     first, second = elements(split, weight)
     assert torch.equal(first, gate) and torch.equal(second, ~gate)
