@@ -88,7 +88,17 @@ MODELS = [
         {"layer_types": ["full_attention"]},
         {"q_proj.weight": ("query",), "gate_up_proj": ("gate",)},
     ),
+    (
+        "Qwen3_5ForCausalLM",
+        {"layer_types": ["full_attention"]},
+        {"q_proj.weight": ("query",)},
+    ),
     ("MixtralForCausalLM", {}, {"gate_up_proj": ("gate",)}),
+    (
+        "AriaTextForCausalLM",
+        {"moe_num_experts": 3, "moe_topk": 2},
+        {"gate_up_proj": ("gate",)},
+    ),
     ("Llama4ForCausalLM", {"moe_layers": [0]}, {"gate_up_proj": ("gate",)}),
     (
         "DeepseekV2ForCausalLM",
