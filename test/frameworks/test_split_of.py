@@ -1,9 +1,10 @@
-"""split_of() against the forwards of transformers and torchtitan: which lines become which tensor."""
+"""split_of() against the forwards of transformers, torchtitan and Megatron: which lines become which tensor."""
 
 import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from torch.optim import Muon
 from torch.optim._muon_split import Split
@@ -87,7 +88,17 @@ MODELS = [
         {"layer_types": ["full_attention"]},
         {"q_proj.weight": ("query",), "gate_up_proj": ("gate",)},
     ),
+    (
+        "Qwen3_5ForCausalLM",
+        {"layer_types": ["full_attention"]},
+        {"q_proj.weight": ("query",)},
+    ),
     ("MixtralForCausalLM", {}, {"gate_up_proj": ("gate",)}),
+    (
+        "AriaTextForCausalLM",
+        {"moe_num_experts": 3, "moe_topk": 2},
+        {"gate_up_proj": ("gate",)},
+    ),
     ("Llama4ForCausalLM", {"moe_layers": [0]}, {"gate_up_proj": ("gate",)}),
     (
         "DeepseekV2ForCausalLM",
@@ -118,10 +129,10 @@ class Spy(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.calls = []
 
     def keep(self, *tensors):
-        self.found.append(dict(zip(QKV if len(tensors) > 1 else ["gate"], tensors)))
+        self.calls.append(dict(zip(QKV if len(tensors) > 1 else ["gate"], tensors)))
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -129,11 +140,11 @@ class Spy(TorchFunctionMode):
             self.keep(*args[:3], *(kwargs[n] for n in QKV[len(args) :]))
         elif function in (F.silu, torch.sigmoid):
             self.keep(args[0])
-        found = function(*args, **kwargs)
+        result = function(*args, **kwargs)
         # Some models multiply by themselves.
-        if function in (torch.Tensor.chunk, torch.Tensor.split) and len(found) == 3:
-            self.keep(*found)
-        return found
+        if function in (torch.Tensor.chunk, torch.Tensor.split) and len(result) == 3:
+            self.keep(*result)
+        return result
 
     def reshape(self, original, fused):
         """BLOOM multiplies by itself, after this method of its attention."""
@@ -143,9 +154,9 @@ class Spy(TorchFunctionMode):
 
 def tiny(name, options):
     cls = getattr(transformers, name)
-    known = cls.config_class()
-    sizes = {k: v for k, v in SIZES.items() if hasattr(known, k)}
-    if isinstance(getattr(type(known), "head_dim", None), property):
+    default = cls.config_class()
+    sizes = {k: v for k, v in SIZES.items() if hasattr(default, k)}
+    if isinstance(getattr(type(default), "head_dim", None), property):
         del sizes["head_dim"]
     torch.manual_seed(0)
     config = cls.config_class(**{**sizes, **options})
@@ -162,10 +173,10 @@ def spied(model, **inputs):
     with pytest.MonkeyPatch.context() as patch, Spy() as spy:
         for module in model.modules():
             if hasattr(module, "_reshape"):
-                how = functools.partial(spy.reshape, module._reshape)
-                patch.setattr(module, "_reshape", how)
+                reshape = functools.partial(spy.reshape, module._reshape)
+                patch.setattr(module, "_reshape", reshape)
         model(torch.arange(12).view(2, 6), use_cache=False, **inputs)
-    return spy.found
+    return spy.calls
 
 
 def used(tensor, weight):
@@ -197,14 +208,14 @@ def test_parts_are_what_the_forward_slices(name, options, weights):
     }
     assert kinds.keys() == splits.keys()
     assert set(kinds.values()) == weights.keys()
-    found = spied(model, **inputs)
+    calls = spied(model, **inputs)
     for full, kind in kinds.items():
         weight, names = params[full], weights[kind]
         if not names:
             continue
         tried = (
             [used(operands[n], weight) for n in names]
-            for operands in found
+            for operands in calls
             if names[0] in operands
         )
         # Later ones depend on the weight through the result of the layer.
@@ -274,3 +285,62 @@ def test_torchtitan_gated_layer():
     splits = split_of(model := torch.nn.Sequential(module))
     ((group, _), _) = partition_named_parameters(model, split=splits)
     assert group["flatten"] and group["split"] == splits["0.w13"]
+
+
+@pytest.fixture
+def megatron():
+    state = pytest.importorskip("megatron.core.parallel_state", reason=HOW)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    state.initialize_model_parallel()
+    yield
+    state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def megatron_module(part, **options):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    sizes = {"hidden_size": 24, "num_layers": 1, "ffn_hidden_size": 10}
+    heads = {"num_attention_heads": 6, "kv_channels": 4}
+    plain = {"use_cpu_initialization": True, "add_bias_linear": False}
+    config = TransformerConfig(**sizes, **heads, **plain, **options)
+    number = {"layer_number": 1} if part == "self_attention" else {}
+    spec = getattr(get_gpt_layer_local_spec().submodules, part)
+    return build_module(spec, config=config, **number)
+
+
+def assert_parts(module, weight, tensors):
+    param = module.get_parameter(weight)
+    split = split_of(torch.nn.ModuleList([module]))[f"0.{weight}"]
+    for part, tensor in zip(elements(split, param), tensors, strict=True):
+        assert torch.equal(part, used(tensor, param))
+
+
+@pytest.mark.parametrize("groups", [2, 6])
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_megatron_attention(megatron, groups, has_gate):
+    options = {"num_query_groups": groups, "attention_output_gate": has_gate}
+    module = megatron_module("self_attention", **options)
+    hidden = torch.randn(3, 2, 24)
+    query, *others = module.get_query_key_value_tensors(hidden, output_gate=has_gate)
+    gate = [others.pop()] if has_gate else []
+    assert_parts(module, "linear_qkv.weight", [query, *gate, *others])
+
+
+def test_megatron_gated_layer(megatron):
+    gates = []
+
+    def activation(gate):
+        gates.append(gate)
+        return F.silu(gate)
+
+    options = {"gated_linear_unit": True, "activation_func": activation}
+    module = megatron_module("mlp", **options)
+    module(torch.randn(3, 2, 24))
+    weight = module.linear_fc1.weight
+    gate = used(*gates, weight)
+    split = split_of(torch.nn.ModuleList([module]))["0.linear_fc1.weight"]
+    first, second = elements(split, weight)
+    assert torch.equal(first, gate) and torch.equal(second, ~gate)

@@ -366,10 +366,17 @@ class TestSplits(TestCase):
     def test_class_of_the_same_name(self):
         for wrong in ({"num_attention_heads": 9}, {"kv_channels": None}):
             module = SelfAttention()
-            module.config = SimpleNamespace(**{**vars(module.config), **wrong})
-            if wrong.get("kv_channels", 0) is None:
-                del module.config.kv_channels
+            vars(module.config).update(wrong)
             self.assertEqual(split_of(module), {})
+        del module.config.kv_channels
+        self.assertEqual(split_of(module), {})
+        # A linear layer (out, in), columns that are no third, and fewer rows than a group of heads has.
+        for kind, weight, shape in (
+            ("SelfAttention", "c_attn.weight", (24, 8)),
+            ("SelfAttention", "c_attn.weight", (8, 20)),
+            ("BloomAttention", "query_key_value.weight", (8, 8)),
+        ):
+            self.assertEqual(split_of(known(kind, weight, shape, head_dim=4)), {})
 
     def groups(self, parts, split, **options):
         groups, others = partition_named_parameters(tree(parts), split=split, **options)

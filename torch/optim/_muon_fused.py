@@ -68,7 +68,7 @@ _KNOWN: tuple[_Rule, ...] = (
     ("torch.nn.*.MultiheadAttention", "in_proj_weight", lambda m, s: _equal(3, s[0])),
     ("*.GPTBigCodeAttention", "c_attn.weight", lambda m, s: _grouped(s[0], m.num_heads if m.multi_query else 1, m.head_dim)),
     # GPT-2 and others: columns; cross-attention has no query.
-    ("*Attention", "c_attn.weight", lambda m, s: _equal(s[1] // s[0], s[1], 1)),
+    ("*Attention", "c_attn.weight", lambda m, s: Split((s[0],) * (s[1] // s[0]), 1, 1)),
     ("*.GPTNeoXAttention", "query_key_value.weight", lambda m, s: _grouped(s[0], 1, m.head_size)),
     ("*.BloomAttention", "query_key_value.weight", lambda m, s: _grouped(s[0], 1, m.head_dim)),
     ("*.FalconAttention", "query_key_value.weight", _falcon),
@@ -118,9 +118,9 @@ def _split_of(module: nn.Module | None, leaf: str, shape: tuple[int, ...]) -> Sp
             try:
                 split = rule(module, shape)
             # A class of the same name in another package, or a shard of a weight.
-            except (AttributeError, IndexError, ZeroDivisionError):
+            except (AttributeError, IndexError, TypeError, ZeroDivisionError):
                 continue
             # Shards of tensor parallelism have fewer lines.
-            if split.lines % shape[split.dim - 2] == 0:
+            if split.lines and split.lines % shape[split.dim - 2] == 0:
                 return split
     return Split()
