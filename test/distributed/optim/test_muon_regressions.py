@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
-from torch.optim.muon import create_auto_config, create_dtensor_config
+from torch.optim.muon import create_auto_config, create_dtensor_config, Muon
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import Run
@@ -33,6 +33,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     OnCPU,
     OnGPUs,
     ParityAssertions,
+    piece_of,
     place,
     R,
     S0,
@@ -157,6 +158,31 @@ class TestMuonRegressions(OnCPU):
             with self.everywhere(f"wrapped: {names}"):
                 for param, e in zip(params, order):
                     self.assertEqual(local(param), singles[e], rtol=0, atol=0)
+
+    def test_mesh_whose_ranks_do_not_ascend(self):
+        """DTensor's redistribute() mixes up shards there, so gradients and momentum were those of others."""
+        mesh = DeviceMesh(device().type, [3, 1, 0, 2])
+        torch.manual_seed(0)
+        whole, grad = torch.rand(2, 8, 8)
+        for placement, of_grad in ((S0, S1), (R, S0), (S0, R)):
+            spec, moved = (Spec((8, 8), mesh, (p,)) for p in (placement, of_grad))
+            param, alone = (
+                torch.nn.Parameter(t) for t in (place(whole, spec), whole.clone())
+            )
+            param.grad, alone.grad = place(grad, moved), grad.clone()
+            muon, single = Muon([param], distributed_config="auto"), Muon([alone])
+            if of_grad == R:
+                muon.step()
+                single.step()
+                with self.everywhere():
+                    self.assertTrue(torch.equal(local(param), piece_of(alone, spec)))
+                continue
+            self.assertRaisesEverywhere(muon.step, RuntimeError, "gradient's .*ascend")
+            param.grad = place(grad, spec)
+            muon.state[param]["momentum_buffer"] = place(grad, moved)
+            self.assertRaisesEverywhere(
+                muon.step, ValueError, "momentum buffer.*ascend"
+            )
 
     def test_out_of_memory_in_an_exchange(self):
         """It was told as another rank's failure, so this rank left no note for those that wait."""

@@ -232,6 +232,26 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
     for words, (value, other) in pairs.items():
         if value != other:
             return f"the parameter {words} {value}, but its gradient {other}"
+    if isinstance(param, DTensor) and isinstance(grad, DTensor):
+        problem = _problem_with_move(grad, param.placements)
+        return problem and f"its gradient's {problem}"
+    return ""
+
+
+def _problem_with_move(tensor: DTensor, placements: Sequence[Placement]) -> str:
+    """Why DTensor cannot bring ``tensor`` to ``placements``; "" if it can."""
+    moves = zip(tensor.placements, placements)
+    for dim, (old, new) in enumerate(moves):
+        sums = old.is_partial() and (new.is_partial() or new.is_replicate())
+        if old == new or old.is_replicate() or sums:
+            continue
+        with unset_fake_temporarily():
+            ascends = bool((tensor.device_mesh.mesh.diff(dim=dim) > 0).all())
+        if not ascends:
+            return (
+                f"placements {tensor.placements} cannot become {tuple(placements)}: the mesh's ranks do not ascend, so DTensor's "
+                "redistribute() would mix up the shards. Make the mesh of ascending ranks"
+            )
     return ""
 
 
@@ -262,8 +282,14 @@ def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
             f"the momentum buffer of {description} has shape {tuple(buffer.shape)}: load the whole one, or a DTensor of it"
         )
     if isinstance(buffer, DTensor):
-        if isinstance(param, DTensor) and param.device_mesh == buffer.device_mesh:
-            return buffer.redistribute(param.device_mesh, param.placements)
+        mesh = buffer.device_mesh
+        near: Any = param if getattr(param, "device_mesh", None) == mesh else None
+        placements = [Replicate()] * mesh.ndim if near is None else near.placements
+        problem = _problem_with_move(buffer, placements)
+        if problem:
+            raise ValueError(f"the momentum buffer of {description}: {problem}")
+        if near is not None:
+            return buffer.redistribute(mesh, placements)
         buffer = buffer.full_tensor()
     if not isinstance(param, DTensor):
         return buffer

@@ -175,12 +175,19 @@ class Reader:
         self.check_tp_dim(tensor, index)
         layouts, like = self._by_param.get(index, ([], tensor))
         _, flatten = self.info(index).form
-        # Outside of a step, the shapes of some ranks may have changed. A flat piece of FSDP1 cannot tell its shape.
-        ranks, is_as_read = (), layouts and (in_step or tensor.ndim == 1)
+        # Outside of a step, the shapes of some ranks may have changed. A copy of a flat piece of FSDP1
+        # cannot tell its shape.
+        is_copy = tensor.ndim == 1 and not hasattr(tensor, "_fsdp_flattened")
+        ranks, is_as_read = (), layouts and (in_step or is_copy)
         if isinstance(tensor, DTensor):
             ranks = dtensor.mesh_ranks(tensor.device_mesh)
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
         elif not is_as_read or (len(layouts) == 1 and like.shape != tensor.shape):
+            if tensor.ndim > 2 and not flatten and "fsdp" in self.shared:
+                raise ValueError(
+                    f"gather_fn cannot put together parameter {index} outside of step(): ranks of fsdp_process_group hold other "
+                    "matrices of a stack. Call it with a DTensor"
+                )
             local = _LocalReader(self)
             local.add(index, tensor)
             layouts = local.complete()
@@ -205,7 +212,9 @@ class Reader:
             for rank, *_ in layout.shards.replica_sets:
                 for region in layout.shards.of(rank):
                     matrix = full.view(-1, *layout.shape)[layout.key.sub]
-                    region.of_matrix(matrix).add_(region.of_local(parts[rank]))
+                    part, out = region.of_local(parts[rank]), region.of_matrix(matrix)
+                    # Adding to zeros would lose the sign of a zero.
+                    out.add_(part) if layout.shards.partial else out.copy_(part)
         return full
 
     def piece(self, full: Tensor, index: int, owner: int) -> Tensor:
@@ -214,6 +223,10 @@ class Reader:
         if not layouts and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"redistribute_fn does not know which piece of parameter {index} is this rank's: call gather_fn before"
+            )
+        if layouts and full.shape != self.shape_of(index):
+            raise ValueError(
+                f"redistribute_fn takes the whole parameter {index} of shape {tuple(self.shape_of(index))}, not {tuple(full.shape)}"
             )
         if not isinstance(like, DTensor):
             if not layouts or len(layouts[0].group) == 1:

@@ -247,6 +247,10 @@ def owners_of(
     world_size: int,
 ) -> list[int]:
     """The owner of each layout. Raises AssertionError unless each index has one rank, ValueError if that lacks a piece."""
+    if not isinstance(assignments, Mapping):
+        raise TypeError(
+            f"assign_fn must return a dict of rank -> indices, not {assignments!r}"
+        )
     for rank in assignments:
         if not 0 <= rank < world_size:
             raise ValueError(
@@ -260,7 +264,9 @@ def owners_of(
         "assigned more than once": [i for i in indices if count[i] > 1],
     }
     problems = [
-        f"{verb} {bad}: {listed([described[i] for i in bad if i in indices])}"
+        f"{verb} {bad}: {listed([described[i] for i in bad if i in indices])}".rstrip(
+            ": "
+        )
         for verb, bad in wrong.items()
         if bad
     ]
