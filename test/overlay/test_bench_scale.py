@@ -252,6 +252,7 @@ def test_a_model_of_names_and_shapes(tmp_path, capsys):
         ([], "--active-experts K"),
         (["--layout", "hsdp:8x9", "--active-experts", "1"], "A x B = 64"),
         (["--model", "json:lost"], "json:lost is not .* AttributeError"),
+        (["--model", "json"], "json is not .*no function is named after a colon"),
         (["--model", str(ROOT / "README.md")], "README.md is not a JSON of names"),
     ):
         assert cli.main(["scale", "--model", str(path), *words]) == 1

@@ -44,6 +44,8 @@ def read(source: str, active: int | None) -> tuple[Model, str]:
     try:
         if path.suffix != ".json":
             make = resolve_name(source)
+            if not callable(make):
+                raise TypeError("no function is named after a colon")
         elif "model_type" in (content := json.loads(path.read_bytes())):
             import transformers
 
