@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 if not hasattr(Muon, "describe"):
     raise ImportError(
-        "torch.optim.Muon takes no distributed_config: torch was installed again under the "
-        "patch that added torch.optim.muon; apply it again"
+        "torch.optim.Muon takes no distributed_config: torch was installed again under the patch that added torch.optim.muon; apply it again"
     )
 
 __all__ = [

@@ -325,8 +325,7 @@ class Engine:
         changed = [name for name in before if before[name] != now[name]]
         if changed:
             raise ValueError(
-                f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon, or "
-                "build a new one"
+                f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon, or build a new one"
             )
         for of_group in formulas:
             of_group.check()
@@ -462,8 +461,7 @@ def _take_momentum(
             state["momentum_buffer"] = buffer.to(tensor.device, tensor.dtype)
     if restarted and warns:
         warnings.warn(
-            "the momentum of these starts at zero, because they took the place of other parameters: "
-            f"{listed(restarted)}",
+            f"the momentum of these starts at zero, because they took the place of other parameters: {listed(restarted)}",
             stacklevel=2,
         )
 

@@ -79,8 +79,7 @@ class Param:
         is_same = (before.split, before.flatten) == (now.split, now.flatten)
         if not is_same and before.form != now.form:
             raise ValueError(
-                f"split and flatten of {self.described} were {before.form} when this Muon was built and are {now.form} now; "
-                "build a new Muon"
+                f"split and flatten of {self.described} were {before.form} when this Muon was built and are {now.form} now; build a new Muon"
             )
 
     def begin(self, formulas: Any, grad: Tensor | None, state: State) -> None:

@@ -279,7 +279,6 @@ def owners_of(
     for layout, owner in zip(layouts, owners, strict=True):
         if owner not in layout.group:
             raise ValueError(
-                f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; the ranks that "
-                f"do are {list(layout.group)}"
+                f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; the ranks that do are {list(layout.group)}"
             )
     return owners
