@@ -86,7 +86,7 @@ def assign(params: list[Tensor], state: dict[str, Any]) -> dict[int, list[int]]:
         # An earlier reader describes other parameters.
         state.pop(_READER, None)
         reader = _reader(state)
-        layouts = reader.read(params, [None] * len(params))
+        layouts = reader.read(params)
         reader.describe_state(state)
     return choose_owners(params, layouts)[1]
 

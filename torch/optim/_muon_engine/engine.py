@@ -21,6 +21,7 @@ from .config import DistributedConfig
 from .hints import Hints
 from .layouts import larger_first, Layout, listed, process_rank
 from .layouts.dtensor import count_version
+from .layouts.groups import ParamInfo
 from .process_groups import FailureNotes, Ranks, spanning_group
 from .runtime import Param, transport
 from .runtime.pipeline import Pipeline
@@ -151,10 +152,8 @@ class Engine:
         layouts, owners = [], []
         try:
             if self.reader is not None:
-                names = [param.key.name for param in self.params]
-                forms = [param.form for param in self.params]
-                entries = [param.entry for param in self.params]
-                layouts = self.reader.read(tensors, names, forms, error, entries)
+                infos = [ParamInfo(p.entry, p.key.name, p.form) for p in self.params]
+                layouts = self.reader.read(tensors, infos, error)
             if error is None:
                 self.config.check()
                 if self.runs_on_engine and are_from_factory(self.config, "assign"):
@@ -238,7 +237,7 @@ class Engine:
         if self.reader is None:
             return
         groups: dict[Any, Any] = {ranks: [self.groups[ranks]] for ranks in self.serials}
-        groups |= self.reader.meeting(tensors)
+        groups |= self.reader.rendezvous_groups(tensors)
         # Ranks that are in the step already find this note after their collective failed.
         self._notes().leave(
             "it found changed parameters in step(), and waits for the other ranks to change them too"

@@ -91,7 +91,10 @@ class Region(NamedTuple):
         return local.as_strided(sizes, strides, local.storage_offset() + start)
 
 
+# Aliases for signatures. Ranks are global.
 Regions = tuple[Region, ...]
+Ranks = tuple[int, ...]
+Shape = tuple[int, int]
 
 
 class Key(NamedTuple):
@@ -236,6 +239,9 @@ class Cut(NamedTuple):
         return self.kind == "fsdp" or self.dim is not None
 
 
+Cuts = tuple[Cut, ...]
+
+
 @dataclass(frozen=True)
 class Layout:
     """One matrix, or a block of a divided one: its global shape, and which rank stores what of it.
@@ -251,7 +257,7 @@ class Layout:
     shards: Shards
     placement: str = ""
     divided: tuple[int, int] | None = None
-    cuts: tuple[Cut, ...] = ()
+    cuts: Cuts = ()
 
     @property
     def whole(self) -> tuple[int, int]:

@@ -7,7 +7,7 @@ together, and tell the next group the result.
 
 import warnings
 from bisect import bisect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -65,7 +65,7 @@ def completed(
     groups: Groups,
     ep_ranks: tuple[int, ...],
     values: Mapping[Key, int],
-    hints: dict[str, list[str]],
+    hints: defaultdict[str, list[str]],
     error: BaseException | None,
 ) -> list[Layout]:
     """Puts the ranks' parts of ``layouts`` together over all groups.
@@ -94,7 +94,7 @@ def completed(
                 parts[name] = part
                 if len(of_ranks) > 1 and len({*of_ranks}) == 1 and of_ranks[0]:
                     text = _EQUAL_SHARDS[key[0]]
-                    hints.setdefault(text, []).append(described[name])
+                    hints[text].append(described[name])
                 # Each rank of another group has as many such parts.
                 digests[name] = hash(of_ranks) & DIGEST if any(of_ranks) else 0
         except Exception as problem:
@@ -105,11 +105,11 @@ def completed(
                 replace(l, shape=p.shape, shards=p.shards, cuts=()) if l.cuts else l
                 for l, p in zip(layouts, parts.values(), strict=True)
             ]
-            first_of: dict[Shards, Layout] = {}
+            covered: set[Shards] = set()
             for layout in complete:
-                first_of.setdefault(layout.shards, layout)
-            for layout in first_of.values():
-                check_cover(layout)
+                if layout.shards not in covered:
+                    check_cover(layout)
+                covered.add(layout.shards)
     except Exception as problem:
         error = problem
     # Ranks of the grid may see different contradictions, or none. All of them must raise.

@@ -12,26 +12,33 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim._muon_engine.layouts import listed, matrix_shape, not_2d, Region
 
 
-class FlatMatrix(NamedTuple):
-    """One original parameter: its shape before FSDP cut it, and what this rank's storage holds of it."""
+class FlatTensor(NamedTuple):
+    """An original parameter, and which of its elements this rank stores.
+
+    ``tp`` says how tensor parallelism had cut it before FSDP did; None where it had not. FSDP flattened a
+    ``contiguous`` one row by row, another one in another order of its memory.
+    """
 
     name: str
     shape: tuple[int, ...]
-    # How tensor parallelism had cut it before; None where it had not.
     tp: DTensorSpec | None
-    # Whether FSDP flattened it row by row, and not in another order of its memory.
     contiguous: bool
-    # The elements of it that are held, counted row by row: the first, the one after the last, and the
-    # first one's offset in the local tensor.
-    interval: tuple[int, int, int] = (0, 0, 0)
+    # FSDP's ShardParamInfo. Its indices count the elements in the order of flattening.
+    shard: Any
 
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """At most three rectangles: the end of one row, whole rows, the beginning of another."""
-        start, end, offset = self.interval
-        columns, at, parts = self.shape[1], start, []
+    def regions(self, shape: tuple[int, int], number: int) -> tuple[Region, ...]:
+        """The stored part of the ``number``-th matrix of ``shape`` in the tensor.
+
+        It is at most three rectangles: the end of one row, whole rows, the beginning of another row.
+        """
+        if not self.shard.in_shard:
+            return ()
+        (rows, columns), start = shape, self.shard.intra_param_start_idx
+        first, offset = number * rows * columns, self.shard.offset_in_shard
+        end = min(self.shard.intra_param_end_idx + 1, first + rows * columns)
+        at, parts = max(start, first), []
         while at < end:
-            row, column = divmod(at, columns)
+            row, column = divmod(at - first, columns)
             if column == 0 and end - at >= columns:
                 height, width = (end - at) // columns, columns
             else:
@@ -41,9 +48,11 @@ class FlatMatrix(NamedTuple):
         return tuple(parts)
 
 
-# Parameters that FSDP1 manages -> the matrices in them, and by kind ("fsdp" and "ddp") the groups that share
+# A matrix in a flat tensor: the tensor, the matrix's shape, and what this rank stores of it.
+FlatMatrix = tuple[FlatTensor, tuple[int, int], tuple[Region, ...]]
+# Parameters that FSDP1 manages -> the tensors in them, and by kind ("fsdp" and "ddp") the groups that share
 # these; no groups if only the module, which was not given, knows them.
-FlatView = tuple[Sequence[FlatMatrix], Mapping[str, ProcessGroup]]
+FlatView = tuple[Sequence[FlatTensor], Mapping[str, ProcessGroup]]
 Views = dict[Tensor, FlatView]
 
 
@@ -54,16 +63,16 @@ def views(module: nn.Module) -> Views:
         # A unit whose parameters all went to nested units has none of its own.
         if not isinstance(unit, FullyShardedDataParallel) or unit._handle is None:
             continue
-        handle, flat = unit._handle, unit._handle.flat_param
-        groups = {"fsdp": handle.process_group}
+        flat = unit._handle.flat_param
+        groups = {"fsdp": unit._handle.process_group}
         if getattr(unit, "_inter_node_pg", None) is not None:
             groups["ddp"] = unit._inter_node_pg
-        matrices = _matrices(flat, clean_tensor_name(f"{name}." if name else ""))
-        by_param[flat] = matrices, groups
-        for matrix, param in zip(matrices, flat._params or ()):
+        tensors = _tensors(flat, clean_tensor_name(f"{name}." if name else ""))
+        by_param[flat] = tensors, groups
+        for tensor, param in zip(tensors, flat._params or ()):
             # An original parameter is the slice itself, not the unit's storage that it is cut from.
-            start, end, _ = matrix.interval
-            by_param[param] = [matrix._replace(interval=(start, end, 0))], groups
+            shard = tensor.shard._replace(offset_in_shard=0)
+            by_param[param] = [tensor._replace(shard=shard)], groups
     return by_param
 
 
@@ -85,7 +94,7 @@ def view_of(
         return flat_views[param]
     is_flat = getattr(param, "_is_flat_param", False)
     if is_flat and has_group:
-        return _matrices(param), {}
+        return _tensors(param), {}
     which = "an" if flat_views is None else "another"
     group = "fsdp_process_group=model.process_group, or " * is_flat
     raise ValueError(
@@ -93,68 +102,51 @@ def view_of(
     )
 
 
-def _matrices(flat: Any, prefix: str = "") -> list[FlatMatrix]:
-    matrices = []
-    for number, info in enumerate(flat._shard_param_infos):
-        interval = (0, 0, 0)
-        if info.in_shard:
-            first, end = info.intra_param_start_idx, info.intra_param_end_idx + 1
-            interval = first, end, info.offset_in_shard
-        name, shape = prefix + flat._fqns[number], tuple(flat._shapes[number])
-        tp, contiguous = flat._param_extensions[number], flat._contiguities[number]
-        matrices.append(FlatMatrix(name, shape, tp, contiguous, interval))
-    return matrices
+def _tensors(flat: Any, prefix: str = "") -> list[FlatTensor]:
+    shapes = map(tuple, flat._shapes)
+    tps, shards = flat._param_extensions, flat._shard_param_infos
+    names = [prefix + name for name in flat._fqns]
+    columns = names, shapes, tps, flat._contiguities, shards
+    return list(map(FlatTensor, *columns))
 
 
-def _unstacked(stack: FlatMatrix) -> Iterator[FlatMatrix]:
-    """The matrices of a stack, each with its part of the interval that this rank holds."""
-    if stack.tp is not None:
-        raise ValueError(
-            f"{stack.name!r} of shape {stack.shape} is a stack that tensor parallelism has cut, too; use fully_shard"
-        )
-    start, end, offset = stack.interval
-    shape = stack.shape[-2:]
-    numel = math.prod(shape)
-    for sub in range(math.prod(stack.shape[:-2])):
-        first, last = max(start, sub * numel), min(end, (sub + 1) * numel)
-        interval = first - sub * numel, last - sub * numel, offset + first - start
-        yield stack._replace(shape=shape, interval=interval)
-
-
-def matrices_only(
-    tensors: Sequence[FlatMatrix], described: str, takes_stacks: bool, flatten: bool
-) -> Sequence[FlatMatrix]:
+def matrices_of(
+    tensors: Sequence[FlatTensor], described: str, takes_stacks: bool, flatten: bool
+) -> Iterator[FlatMatrix]:
     """The matrices in ``tensors``: those of stacks one by one, or each tensor flattened.
 
     Raises:
-        ValueError: one of them is no matrix, or was not contiguous.
+        ValueError: a tensor holds no matrix, was not contiguous, or is a stack that TP cuts.
     """
-    matrices: list[FlatMatrix] = []
-    for tensor in tensors:
-        is_deep = len(tensor.shape) > 2
-        if is_deep and flatten:
-            matrices.append(tensor._replace(shape=matrix_shape(tensor.shape, flatten)))
-        else:
-            matrices += _unstacked(tensor) if is_deep and takes_stacks else [tensor]
-    others = _others(matrices, described)
+    others = _others(tensors, described, math.inf if takes_stacks or flatten else 2)
     if others:
-        names = listed([m.name for m in others], 4)
+        names = listed([tensor.name for tensor in others], 4)
         raise not_2d(f"{described}, which is {names} of shape {others[0].shape}")
-    for matrix in matrices:
-        if not matrix.contiguous:
+    for tensor in tensors:
+        named = f"{tensor.name!r} of shape {tensor.shape}"
+        stacked = () if flatten else tensor.shape[:-2]
+        if stacked and tensor.tp is not None:
             raise ValueError(
-                f"{matrix.name!r} of shape {matrix.shape} was not contiguous; make it contiguous before FSDP1 flattens it"
+                f"{named} is a stack that tensor parallelism has cut, too; use fully_shard"
             )
-    return matrices
+        if not tensor.contiguous:
+            raise ValueError(
+                f"{named} was not contiguous; make it contiguous before FSDP1 flattens it"
+            )
+        shape = matrix_shape(tensor.shape, flatten)
+        for number in range(math.prod(stacked)):
+            yield tensor, shape, tensor.regions(shape, number)
 
 
-def _others(tensors: Sequence[FlatMatrix], described: str) -> list[FlatMatrix]:
-    """Those of ``tensors`` that are no matrices. Raises ValueError if only some of them are."""
-    others = [m for m in tensors if len(m.shape) != 2]
+def _others(
+    tensors: Sequence[FlatTensor], described: str, most_dims: float = 2
+) -> list[FlatTensor]:
+    """Those of ``tensors`` that hold no matrix. Raises ValueError if only some of them do."""
+    others = [t for t in tensors if not 2 <= len(t.shape) <= most_dims]
     if 0 < len(others) < len(tensors):
-        matrices = listed([m.name for m in tensors if len(m.shape) == 2], 4)
+        matrices = listed([t.name for t in tensors if t not in others], 4)
         raise ValueError(
-            f"{described} is a flat parameter that mixes matrices ({matrices}) with {listed([m.name for m in others], 4)}. Pass "
+            f"{described} is a flat parameter that mixes matrices ({matrices}) with {listed([t.name for t in others], 4)}. Pass "
             "use_orig_params=True and module=model, or wrap the others in units of their own"
         )
     return others

@@ -5,10 +5,11 @@ their pieces. DTensors describe themselves. Groups can only add replicas of thei
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.optim._muon_engine import process_groups
 from torch.optim._muon_engine.agreement import all_gather_uneven
 from torch.optim._muon_engine.layouts import (
     Cut,
+    Cuts,
     dtensor,
     fsdp1,
     Key,
@@ -27,8 +29,10 @@ from torch.optim._muon_engine.layouts import (
     matrix_shape,
     not_2d,
     process_rank,
+    Ranks,
     Region,
     Regions,
+    Shape,
     Shards,
 )
 from torch.optim._muon_engine.layouts.divide import CutShards, split
@@ -42,8 +46,16 @@ from torch.optim._muon_engine.layouts.exchange import (
 from torch.optim._muon_split import Split
 
 
-# How a parameter is cut, and whether dimension 0 by all others is one matrix.
-Form = tuple[Split, bool]
+class ParamInfo(NamedTuple):
+    """What an optimizer knows about a parameter.
+
+    The dicts of the config name the parameter by ``config_index``. ``form`` says how it is split, and
+    whether dimension 0 by all others is one matrix (``flatten``).
+    """
+
+    config_index: int
+    name: str | None = None
+    form: tuple[Split, bool] = (Split(), False)
 
 
 class Reader:
@@ -53,10 +65,10 @@ class Reader:
 
     Args:
         state: a config's. Without process groups, only DTensors are shared.
+        takes_stacks: whether FSDP1 may have flattened stacks of matrices.
     """
 
     def __init__(self, state: Mapping[str, Any], takes_stacks: bool = False) -> None:
-        # Whether FSDP1 may have flattened stacks of matrices.
         self.takes_stacks = takes_stacks
         given = {k: state.get(f"{k}_process_group") for k in (*KINDS, "ep")}
         self.given: dict[str, Any] = {k: g for k, g in given.items() if g is not None}
@@ -66,15 +78,13 @@ class Reader:
             for k, g in self.given.items()
             if k != "ep" and dist.get_world_size(g) > 1
         }
-        # Entry of a parameter -> the dimension that TP cuts; None if the user said nothing.
+        # Config index -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
         self.tp_dim_default: int | None = state.get("tp_dim_default")
         self.experts: Mapping[int, int] = state.get("expert_assignments") or {}
         # The FSDP1 model. Only it knows what its original parameters are slices of.
         self.module: nn.Module | None = state.get("module")
-        # Parameter index -> its entry, the index that it had when the optimizer got it; and its form.
-        self._entries: Sequence[int] = ()
-        self._forms: dict[int, Form] = {}
+        self._infos: Sequence[ParamInfo] = ()
         self.dtensors = dtensor.DTensorLayouts()
         # From the parameters that were read last. If reading failed, only the ranks and groups that all
         # ranks know without it.
@@ -84,13 +94,14 @@ class Reader:
 
     # The groups and dimensions of the config
 
-    def entry(self, index: int) -> int:
-        """The index by which the dicts of the config name parameter ``index``."""
-        return self._entries[index] if index < len(self._entries) else index
+    def info(self, index: int) -> ParamInfo:
+        """What was said about parameter ``index`` when it was read."""
+        return self._infos[index] if index < len(self._infos) else ParamInfo(index)
 
     def tp_dim(self, index: int) -> int | None:
         """The dimension along which TP cuts parameter ``index``; None if it does not."""
-        return (self.tp_dims or {}).get(self.entry(index), self.tp_dim_default)
+        dims = self.tp_dims or {}
+        return dims.get(self.info(index).config_index, self.tp_dim_default)
 
     def check_tp_dim(self, tensor: Tensor, index: int) -> None:
         """Raises IndexError if ``tensor`` does not have its TP dimension."""
@@ -118,10 +129,8 @@ class Reader:
     def read(
         self,
         params: Sequence[Tensor],
-        names: Sequence[str | None],
-        forms: Sequence[Form] = (),
+        infos: Sequence[ParamInfo] = (),
         error: BaseException | None = None,
-        entries: Sequence[int] = (),
     ) -> list[Layout]:
         """The layouts of all matrices in ``params``, in an order that all ranks share.
 
@@ -129,10 +138,9 @@ class Reader:
         and raise it.
 
         Args:
-            forms: ``split`` and ``flatten`` of each parameter (default: neither).
-            entries: by which the dicts of the config name each parameter (default: its index).
+            infos: about each parameter (default: its index is its config index).
         """
-        self._forms, self._entries = dict(enumerate(forms)), entries
+        self._infos = infos
         # Another mesh may get the address of a former one.
         self.dtensors = dtensor.DTensorLayouts()
         is_first, self._by_param = not self.sharing, {}
@@ -142,7 +150,7 @@ class Reader:
             if error is None and is_first:
                 self._check_count(len(params))
             for index, param in enumerate(params if error is None else ()):
-                local.add(index, param, names[index])
+                local.add(index, param)
         except Exception as problem:
             # The other ranks are on their way into the exchange, so they hear of it there.
             error = error or problem
@@ -153,7 +161,7 @@ class Reader:
         for layout in layouts:
             index = layout.key.index
             self._by_param.setdefault(index, ([], params[index]))[0].append(layout)
-            fused, _ = self.form(index)
+            fused, _ = self.info(index).form
             parts += split(layout, fused, cut_shards)
         # Ranks may list the same experts in different orders, and must share one order.
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
@@ -177,13 +185,13 @@ class Reader:
             ]
         return sharing
 
-    def meeting(self, params: Sequence[Tensor]) -> dtensor.Sharing:
+    def rendezvous_groups(self, params: Sequence[Tensor]) -> dtensor.Sharing:
         """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
         shared = {tuple(sorted(_ranks(g))): [g] for g in self.shared.values()}
         return {**self.dtensors.sharing(params), **shared}
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
-        """Where collectives take their memory."""
+        """The device of the communication buffers."""
         groups = chain.from_iterable(self.sharing.values())
         return dtensor.device_of(params, groups)
 
@@ -195,9 +203,6 @@ class Reader:
             if isinstance(like, DTensor)
         }
 
-    def form(self, index: int) -> Form:
-        return self._forms.get(index, (Split(), False))
-
     # The round trip
 
     def shape_of(self, index: int) -> torch.Size:
@@ -206,7 +211,7 @@ class Reader:
         if isinstance(like, DTensor):
             return like.shape
         rows, columns = layouts[0].shape
-        _, flatten = self.form(index)
+        _, flatten = self.info(index).form
         outer, inner = ((), like.shape[2:]) if flatten else (like.shape[:-2], ())
         return torch.Size((*outer, rows, columns // math.prod(inner), *inner))
 
@@ -218,7 +223,7 @@ class Reader:
         """
         self.check_tp_dim(tensor, index)
         layouts, like = self._by_param.get(index, ([], tensor))
-        _, flatten = self.form(index)
+        _, flatten = self.info(index).form
         if isinstance(tensor, DTensor):
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
         elif not (layouts and (in_step or tensor.ndim == 1)) or (
@@ -276,7 +281,7 @@ class _LocalReader:
         # Digests of the values that this rank stores of cut matrices.
         self.values: dict[Key, int] = {}
         # Text -> the matrices that it is about.
-        self.warnings: dict[str, list[str]] = {}
+        self.warnings: defaultdict[str, list[str]] = defaultdict(list)
         self._views = None if reader.module is None else fsdp1.views(reader.module)
 
     def complete(self, error: BaseException | None = None) -> list[Layout]:
@@ -290,23 +295,18 @@ class _LocalReader:
             self.layouts, self.group_of, ranks, self.values, self.warnings, error
         )
 
-    def _warn(self, described: str, text: str) -> None:
-        self.warnings.setdefault(text, []).append(described)
-
-    def add(self, index: int, param: Tensor, name: str | None = None) -> None:
+    def add(self, index: int, param: Tensor) -> None:
         """Adds all matrices in ``param``."""
-        reader, (_, flatten) = self.reader, self.reader.form(index)
+        reader, info = self.reader, self.reader.info(index)
         reader.check_tp_dim(param, index)
-        key = Key(index, 0, name, reader.experts.get(reader.entry(index)))
-        described = key.describe(param.shape)
+        key = Key(index, 0, info.name, reader.experts.get(info.config_index))
+        described, (_, flatten) = key.describe(param.shape), info.form
         view = fsdp1.view_of(param, described, self._views, "fsdp" in reader.given)
         if view is not None:
             tensors, groups = view
-            for sub, matrix in enumerate(
-                fsdp1.matrices_only(tensors, described, reader.takes_stacks, flatten)
-            ):
-                of_matrix = key._replace(sub=sub, name=name or matrix.name)
-                self._add_flat(of_matrix, param, matrix, groups)
+            of_param = tensors, described, reader.takes_stacks, flatten
+            for sub, matrix in enumerate(fsdp1.matrices_of(*of_param)):
+                self._add_flat(key._replace(sub=sub), param, matrix, groups)
         elif param.ndim < 2:
             raise not_2d(described)
         elif isinstance(param, DTensor):
@@ -314,22 +314,19 @@ class _LocalReader:
         else:
             self._add_plain(key, param, flatten)
 
-    def _add(
-        self,
-        key: Key,
-        param: Tensor,
-        shape: tuple[int, int],
-        regions: Regions,
-        groups: Mapping[str, ProcessGroup],
-        dims: Mapping[str, int | None],
-    ) -> None:
-        """Adds one matrix: this rank's ``regions`` of its piece of ``shape``, which the ``groups`` share.
+    def _cuts(
+        self, groups: Mapping[str, ProcessGroup], dims: Mapping[str, int | None]
+    ) -> Cuts:
+        """How ``groups``, by kind, share a matrix. Those with a dimension in ``dims`` cut it."""
+        shared = {k: groups[k] for k in KINDS if k in groups and groups[k].size() > 1}
+        cuts = tuple(Cut(k, _ranks(g), dims.get(k)) for k, g in shared.items())
+        self.group_of |= {(cut.kind, cut.ranks): shared[cut.kind] for cut in cuts}
+        return cuts
 
-        ``dims`` are the dimensions along which groups of a kind cut it; without one, ranks hold replicas.
-        """
-        shared = [k for k in KINDS if k in groups and groups[k].size() > 1]
-        cuts = tuple(Cut(k, _ranks(groups[k]), dims.get(k)) for k in shared)
-        self.group_of |= {(cut.kind, cut.ranks): groups[cut.kind] for cut in cuts}
+    def _add(
+        self, key: Key, param: Tensor, shape: Shape, regions: Regions, cuts: Cuts
+    ) -> None:
+        """Adds a matrix of which this rank has a piece of ``shape``, and stores ``regions`` of the piece."""
         shards = Shards((process_rank(),), (regions,))
         layout = Layout(key, shape, param.dtype, shards, in_words(cuts), cuts=cuts)
         self.layouts.append(layout)
@@ -341,15 +338,16 @@ class _LocalReader:
 
     def _add_dtensor(self, key: Key, tensor: DTensor, flatten: bool) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
+        groups = {k: g for k, g in self.shared.items() if k in ("ddp", "cp")}
         mesh_ranks = self.reader.dtensors.ranks_of(tensor.device_mesh)
         # The contributions to a sum are no replicas.
-        is_sum = any(placement.is_partial() for placement in tensor.placements)
-        cuts = tuple(
-            Cut(kind, _ranks(group))
-            for kind, group in self.shared.items()
-            if kind in ("ddp", "cp") and not is_sum and _only_me(group, mesh_ranks)
+        if any(placement.is_partial() for placement in tensor.placements):
+            groups = {}
+        groups = {k: g for k, g in groups.items() if _only_me(g, mesh_ranks)}
+        cuts, layouts = (
+            self._cuts(groups, {}),
+            self.reader.dtensors.of(key, tensor, flatten),
         )
-        layouts = self.reader.dtensors.of(key, tensor, flatten)
         self.layouts += [replace(layout, cuts=cuts) for layout in layouts]
         if layouts:
             self._compare_with_groups(layouts[0], tensor)
@@ -368,12 +366,12 @@ class _LocalReader:
                 along = f" along dimension {config_dim}" if kind == "tp" else ""
                 actual = placed.get(ranks, f"on {mesh}")
                 text = f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement is {actual}"
-                self._warn(layout.describe(), f"{text}. {verdict}")
+                self.warnings[f"{text}. {verdict}"].append(layout.describe())
         replicas = _ranks(self.shared["ddp"]) if "ddp" in self.shared else ()
         inside = sorted({*replicas} & {*layout.group})
         if len({layout.shards.of(rank) for rank in inside}) > 1:
             text = f"ddp_process_group says that ranks {list(replicas)} hold replicas, but ranks {inside} hold different shards"
-            self._warn(layout.describe(), f"{text}. {verdict}")
+            self.warnings[f"{text}. {verdict}"].append(layout.describe())
 
     def _add_plain(self, key: Key, param: Tensor, flatten: bool) -> None:
         """Adds the matrices in a plain tensor. Raises ValueError if they cannot be told from its cut."""
@@ -397,11 +395,12 @@ class _LocalReader:
             if tp_dim is not None and tp_dim < stacked:
                 groups.pop("tp", None)
         dims = {"fsdp": 0, "tp": None if tp_dim is None else tp_dim - stacked}
-        rows, columns = matrix_shape(param.shape, flatten)
+        cuts, shape = self._cuts(groups, dims), matrix_shape(param.shape, flatten)
+        whole = Region(0, 0, *shape, 0, shape[1])
         for sub in range(math.prod(param.shape[:stacked])):
-            region = Region(0, 0, rows, columns, sub * rows * columns, columns)
-            regions, key = (region,) if region.numel else (), key._replace(sub=sub)
-            self._add(key, param, (rows, columns), regions, groups, dims)
+            region = whole._replace(offset=sub * whole.numel)
+            regions = (region,) if whole.numel else ()
+            self._add(key._replace(sub=sub), param, shape, regions, cuts)
 
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
         """The dimension along which TP cuts ``param``, from the user or else from the framework's mark."""
@@ -425,9 +424,11 @@ class _LocalReader:
         groups: Mapping[str, ProcessGroup],
     ) -> None:
         """Adds a matrix that FSDP1 flattened. Its own ``groups`` count, not other ones of the config."""
-        described, tp_dim = key.describe(matrix.shape), None
-        if matrix.tp is not None:
-            group, tp_dim = self._tp_of_spec(key, described, matrix.tp)
+        tensor, shape, regions = matrix
+        key, tp_dim = key._replace(name=key.name or tensor.name), None
+        described = key.describe(shape)
+        if tensor.tp is not None:
+            group, tp_dim = self._tp_of_spec(key, described, tensor.tp)
             groups = {**groups, "tp": group}
         elif "tp" in self.shared:
             tp_dim = self._tp_dim(key, param)
@@ -435,11 +436,10 @@ class _LocalReader:
             given, ranks = _ranks(self.shared[kind]), _ranks(groups[kind])
             if given != ranks:
                 text = f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count"
-                self._warn(described, text)
+                self.warnings[text].append(described)
         # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
-        (rows, columns), dims = matrix.shape, {"tp": tp_dim}
-        groups = {**self.shared, **groups}
-        self._add(key, param, (rows, columns), matrix.regions, groups, dims)
+        cuts = self._cuts({**self.shared, **groups}, {"tp": tp_dim})
+        self._add(key, param, shape, regions, cuts)
 
     def _tp_of_spec(
         self, key: Key, described: str, spec: DTensorSpec
@@ -453,7 +453,7 @@ class _LocalReader:
         dim = getattr(placement, "dim", None)
         if config_dim is not None and config_dim % 2 != dim:
             text = f"tp_dim_per_param says dimension {config_dim}, but its placement is {placement}, which counts"
-            self._warn(described, text)
+            self.warnings[text].append(described)
         return spec.mesh.get_group(), dim
 
 
@@ -462,7 +462,7 @@ def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:
     return not set(_ranks(group)) & (set(ranks) - {process_rank()})
 
 
-def _ranks(group: ProcessGroup) -> tuple[int, ...]:
+def _ranks(group: ProcessGroup) -> Ranks:
     return tuple(dist.get_process_group_ranks(group))
 
 
