@@ -154,7 +154,7 @@ class TestMuonDivision(TestCase):
         ):
             every = [s for s, n in zip(shapes, counts) for _ in range(n)]
             blocks = divided(shards_of(every, 64) + others, number, 8)
-            found = Counter((layout.whole, len(layout.group)) for layout in blocks)
+            found = Counter((layout.full_shape, len(layout.group)) for layout in blocks)
             totals = [n * k for n, k in zip(counts, expected)]
             self.assertEqual([found[s, 64] for s in shapes[: len(totals)]], totals)
             self.assertEqual(found[shapes[0], 32], 64)
@@ -173,10 +173,10 @@ class TestMuonDivision(TestCase):
                 (8 * draw.randint(1, 6), 8 * draw.randint(1, 2))
                 for _ in range(draw.randint(2, 30))
             ]
-            layouts, known, blocks = shards_of(shapes, 4), {}, []
+            layouts, blocks = shards_of(shapes, 4), []
             counts = {shape: draw.choice((1, 2, 3, 4)) for shape in shapes}
             for layout in layouts:
-                blocks += divide(layout, counts[layout.shape], known)
+                blocks += divide(layout, counts[layout.shape])
             options = {"one_owner_at_a_time": draw.choice((False, True))}
             options["slots"] = draw.choice((2, 3, 4))
             with mock.patch.object(buckets, "BUCKET_BYTES", draw.choice((64, 256))):

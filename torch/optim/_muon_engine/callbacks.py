@@ -312,7 +312,7 @@ class FunctionStep:
         for layout in layouts:
             for region in layout.shards.of(self.rank):
                 local, part = region.of_local(param.local), region.of_local(update)
-                formulas.apply([local], [part], layout.whole)
+                formulas.apply([local], [part], layout.full_shape)
         if not layouts:
             split, flatten = param.form
             shape = matrix_shape(self._global_shape(param, whole), flatten)

@@ -90,7 +90,7 @@ def _memory(engine: Any) -> str:
             most = formulas.batch_size(layout.shape, engine.device)
             count = batches[alike] = min(batches[alike] + 1, most)
             algorithm, blocks = formulas.ns_algorithm, layout.key.block[1]
-            nbytes = newton_schulz_bytes(layout.whole, algorithm, blocks)
+            nbytes = newton_schulz_bytes(layout.full_shape, algorithm, blocks)
             iterates = max(iterates, count * nbytes)
             wholes = max(wholes, count * layout.numel * NS_DTYPE.itemsize)
             moved.append(count * layout.shards.numel_of(rank))
@@ -154,7 +154,7 @@ def _division(engine: Any, group: tuple[int, ...]) -> list[str]:
         _, slow = owners.best_division(members, group, 1)
         best, fast = owners.best_division(members, group, ranks_per_node())
     verb = "has"
-    counts = {layout.whole: layout.key.block[1] for layout in layouts}
+    counts = {layout.full_shape: layout.key.block[1] for layout in layouts}
     if max(counts.values()) == 1:
         verb = 'is 1; "auto" would have'
         counts = {of.shape: count for of, count in best.items()}

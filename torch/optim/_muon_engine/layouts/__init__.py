@@ -91,9 +91,10 @@ class Region(NamedTuple):
         return local.as_strided(sizes, strides, local.storage_offset() + start)
 
 
-# Aliases for signatures. Ranks are global.
 Regions = tuple[Region, ...]
+# Global ranks.
 Ranks = tuple[int, ...]
+# Of a matrix.
 Shape = tuple[int, int]
 
 
@@ -145,14 +146,19 @@ class Shards:
     Derived properties are computed once, because no loop may go over both all ranks and all matrices.
     """
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
     regions: tuple[Regions, ...]
     contributions: tuple[int, ...] = ()
 
     @cached_property
-    def group(self) -> tuple[int, ...]:
+    def group(self) -> Ranks:
         """The ranks that share the matrix, in the order that all of them agree on."""
         return tuple(sorted(self.ranks))
+
+    @cached_property
+    def parts(self) -> dict[Any, list["Shards"]]:
+        """How matrices with these shards were cut -> the shards of each part, which they share."""
+        return {}
 
     @cached_property
     def _place(self) -> dict[int, int]:
@@ -164,7 +170,7 @@ class Shards:
         return tuple(sum(r.numel for r in regions) for regions in self.regions)
 
     @cached_property
-    def replica_sets(self) -> tuple[tuple[int, ...], ...]:
+    def replica_sets(self) -> tuple[Ranks, ...]:
         """The ranks that store one (contribution, shard), for each distinct one, in the group's order."""
         sets: dict[tuple[int, Regions], list[int]] = {}
         contributions = self.contributions or itertools.repeat(0)
@@ -179,7 +185,7 @@ class Shards:
         return max(map(len, stored), default=0)
 
     @cached_property
-    def _replicas(self) -> dict[int, tuple[tuple[int, ...], int]]:
+    def _replicas(self) -> dict[int, tuple[Ranks, int]]:
         """Rank -> the replicas of its shard, and its place among them."""
         sets = self.replica_sets
         return {rank: (ranks, n) for ranks in sets for n, rank in enumerate(ranks)}
@@ -210,7 +216,7 @@ class Shards:
         """The contribution to a sum that ``rank`` has a shard of; 0 if the matrix is not a sum."""
         return self.contributions[self._place[rank]] if self.contributions else 0
 
-    def replicas_of(self, rank: int) -> tuple[int, ...]:
+    def replicas_of(self, rank: int) -> Ranks:
         """The replicas of ``rank``'s shard, including ``rank``."""
         return self._replicas[rank][0]
 
@@ -230,7 +236,7 @@ class Cut(NamedTuple):
     """
 
     kind: str
-    ranks: tuple[int, ...]
+    ranks: Ranks
     dim: int | None = None
 
     @property
@@ -252,16 +258,16 @@ class Layout:
     """
 
     key: Key
-    shape: tuple[int, int]
+    shape: Shape
     dtype: torch.dtype
     shards: Shards
     placement: str = ""
-    divided: tuple[int, int] | None = None
+    divided: Shape | None = None
     cuts: Cuts = ()
 
     @property
-    def whole(self) -> tuple[int, int]:
-        """The shape that Newton-Schulz and the learning rate go by."""
+    def full_shape(self) -> Shape:
+        """The shape of the matrix; of a block, that of the matrix that it is from."""
         return self.divided or self.shape
 
     @property
@@ -269,7 +275,7 @@ class Layout:
         return self.shape[0] * self.shape[1]
 
     @property
-    def group(self) -> tuple[int, ...]:
+    def group(self) -> Ranks:
         """The ranks that share the matrix, in the order that all of them agree on."""
         return self.shards.group
 
@@ -283,7 +289,7 @@ def listed(names: Sequence[Any], most: int = 8) -> str:
     return ", ".join(map(str, names[:most])) + more
 
 
-def matrix_shape(shape: Sequence[int], flatten: bool) -> tuple[int, int]:
+def matrix_shape(shape: Sequence[int], flatten: bool) -> Shape:
     """The shape of a matrix in a parameter: dimension 0 by all others, or else the last two."""
     return (shape[0], math.prod(shape[1:])) if flatten else (shape[-2], shape[-1])
 
@@ -293,7 +299,7 @@ def not_2d(described: str) -> ValueError:
     return ValueError(f"Muon only supports 2D parameters whereas we found {described}")
 
 
-def larger_first(groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def larger_first(groups: Iterable[Ranks]) -> list[Ranks]:
     """The one order in which all ranks go through their groups: by size, then by rank."""
     return sorted(groups, key=lambda ranks: (-len(ranks), ranks))
 

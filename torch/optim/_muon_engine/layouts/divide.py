@@ -7,11 +7,7 @@ from torch.optim._muon_engine.layouts import Layout, Region, Regions, Shards
 from torch.optim._muon_split import Split
 
 
-# Equal shards that are cut in the same way share one result.
-CutShards = dict[tuple[Shards, Split], list[Shards]]
-
-
-def split(layout: Layout, fused: Split, cut_shards: CutShards) -> Iterator[Layout]:
+def split(layout: Layout, fused: Split) -> Iterator[Layout]:
     """The parts of a fused weight, which are matrices of their own; without sizes the whole weight.
 
     Raises:
@@ -23,12 +19,12 @@ def split(layout: Layout, fused: Split, cut_shards: CutShards) -> Iterator[Layou
     problem = fused.problem_with(layout.shape)
     if problem:
         raise ValueError(f"{layout.describe()}: {problem}")
-    for number, part in enumerate(_parts(layout, fused, cut_shards)):
+    for number, part in enumerate(_parts(layout, fused)):
         key = layout.key._replace(sub=layout.key.sub * len(fused.sizes) + number)
         yield replace(part, key=key)
 
 
-def divide(layout: Layout, owners: int, cut_shards: CutShards) -> Iterator[Layout]:
+def divide(layout: Layout, owners: int) -> Iterator[Layout]:
     """``owners`` blocks along the long side, which as many ranks orthogonalize together.
 
     A group of fewer ranks divides a matrix among all of them.
@@ -40,25 +36,23 @@ def divide(layout: Layout, owners: int, cut_shards: CutShards) -> Iterator[Layou
     rows, columns = layout.shape
     dim, long = (0, rows) if rows > columns else (1, columns)
     sizes = [long * (at + 1) // count - long * at // count for at in range(count)]
-    blocks = _parts(layout, Split(tuple(sizes), 1, dim), cut_shards)
-    for number, block in enumerate(blocks):
+    for number, block in enumerate(_parts(layout, Split(tuple(sizes), 1, dim))):
         key = layout.key._replace(block=(number, count))
         yield replace(block, key=key, divided=layout.shape)
 
 
-def _parts(layout: Layout, split: Split, cut_shards: CutShards) -> Iterator[Layout]:
-    """Each part, under the key of the whole."""
+def _parts(layout: Layout, split: Split) -> Iterator[Layout]:
+    """Each part, under the key of the layout."""
     (rows, columns), shards = layout.shape, layout.shards
-    key = shards, split
-    if key not in cut_shards:
+    if split not in shards.parts:
         # Replicas share one tuple of regions, and its parts.
         parts = {regions: _regions(regions, split) for regions in shards.regions}
         by_rank = [parts[regions] for regions in shards.regions]
-        cut_shards[key] = [
+        shards.parts[split] = [
             Shards(shards.ranks, regions, shards.contributions)
             for regions in zip(*by_rank, strict=True)
         ]
-    for size, part in zip(split.sizes, cut_shards[key], strict=True):
+    for size, part in zip(split.sizes, shards.parts[split], strict=True):
         lines = size * split.repeats
         shape = (rows, lines) if split.dim else (lines, columns)
         yield replace(layout, shape=shape, shards=part)

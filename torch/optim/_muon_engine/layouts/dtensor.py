@@ -1,7 +1,4 @@
-"""DTensors: where their shards are, and this rank's part of them as plain tensors.
-
-A plain tensor takes the same functions. It is its own local tensor.
-"""
+"""DTensors: where their shards are, and this rank's part of them; a plain tensor is its own local part."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -20,6 +17,7 @@ from torch.optim._muon_engine.layouts import (
     Layout,
     matrix_shape,
     process_rank,
+    Ranks,
     Region,
     Regions,
     Shards,
@@ -28,7 +26,7 @@ from torch.optim._muon_engine.process_groups import current_device, device_of_gr
 
 
 # Ranks that share a matrix -> the framework's groups among them.
-Sharing = dict[tuple[int, ...], list[ProcessGroup]]
+Sharing = dict[Ranks, list[ProcessGroup]]
 # Consecutive indices: the first one of each run, and how many.
 Runs = tuple[tuple[int, int], ...]
 
@@ -39,7 +37,7 @@ class DTensorLayouts:
     def __init__(self) -> None:
         # Matrix in a stack -> its shards, by everything that they depend on.
         self._shards: dict[tuple, dict[int, Shards]] = {}
-        self._ranks: dict[DeviceMesh, tuple[int, ...]] = {}
+        self._ranks: dict[DeviceMesh, Ranks] = {}
 
     def of(
         self, key: Key, tensor: DTensor, flatten: bool = False, everywhere: bool = False
@@ -54,16 +52,11 @@ class DTensorLayouts:
             ValueError: the mesh lacks this rank, a placement is of an unknown kind, or the local tensor
                 does not have the size that the placements give.
         """
-        mesh, rank = tensor.device_mesh, process_rank()
-        shape, local = matrix_shape(tensor.shape, flatten), tensor._local_tensor
-        placement = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
+        mesh, rank, local = tensor.device_mesh, process_rank(), tensor._local_tensor
         try:
-            layouts = [
-                Layout(key._replace(sub=sub), shape, tensor.dtype, shards, placement)
-                for sub, shards in self._shards_of(tensor, flatten, everywhere).items()
-            ]
-            of_rank = [l.shards for l in layouts if rank in l.shards.ranks]
-            if sum(shards.numel_of(rank) for shards in of_rank) != local.numel():
+            shards_of = self._shards_of(tensor, flatten, everywhere)
+            own = [shards for shards in shards_of.values() if rank in shards.ranks]
+            if sum(shards.numel_of(rank) for shards in own) != local.numel():
                 raise ValueError(
                     f"the local tensor has shape {tuple(local.shape)}, which the placements do not give"
                 )
@@ -71,7 +64,12 @@ class DTensorLayouts:
             raise ValueError(
                 f"{key.describe(tensor.shape)}, placements {tensor.placements} on {mesh}: {problem}"
             ) from None
-        return layouts
+        placement = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
+        shape, dtype = matrix_shape(tensor.shape, flatten), tensor.dtype
+        return [
+            Layout(key._replace(sub=sub), shape, dtype, shards, placement)
+            for sub, shards in shards_of.items()
+        ]
 
     def _shards_of(
         self, tensor: DTensor, flatten: bool = False, everywhere: bool = False
@@ -99,13 +97,13 @@ class DTensorLayouts:
                 )
         return self._shards[memo]
 
-    def ranks_of(self, mesh: DeviceMesh) -> tuple[int, ...]:
+    def ranks_of(self, mesh: DeviceMesh) -> Ranks:
         """The ranks of ``mesh``, flattened; one tuple for all matrices on it."""
         if mesh not in self._ranks:
             self._ranks[mesh] = tuple(mesh.mesh.flatten().tolist())
         return self._ranks[mesh]
 
-    def mesh_ranks(self, param: Tensor) -> tuple[int, ...]:
+    def mesh_ranks(self, param: Tensor) -> Ranks:
         """The sorted ranks of a DTensor's mesh; () for a plain tensor."""
         if not isinstance(param, DTensor):
             return ()
@@ -116,11 +114,9 @@ class DTensorLayouts:
 
         The result is the same on all ranks of a mesh, even if one of them cannot read its parameters.
         """
-        on_mesh = [p for p in params if isinstance(p, DTensor)]
-        on_mesh = [p for p in on_mesh if p.device_mesh.get_coordinate()]
-        shared: Sharing = {}
-        if len(on_mesh) < len(params):
-            shared[process_rank(),] = []
+        dtensors = [p for p in params if isinstance(p, DTensor)]
+        on_mesh = [p for p in dtensors if p.device_mesh.get_coordinate()]
+        shared: Sharing = {} if len(on_mesh) == len(params) else {(process_rank(),): []}
         for mesh in dict.fromkeys(p.device_mesh for p in on_mesh):
             groups = shared.setdefault(tuple(sorted(self.ranks_of(mesh))), [])
             groups += [*mesh.get_all_groups(), *_flattened_groups(mesh)]
@@ -136,7 +132,7 @@ class DTensorLayouts:
 def device_of(
     params: Sequence[Tensor], groups: Iterable[ProcessGroup] = ()
 ) -> torch.device:
-    """Where collectives between the ranks that share ``params``, in ``groups`` of theirs, take their memory."""
+    """The device of the communication buffers of the ranks that share ``params``, in ``groups`` of theirs."""
     dtensors = [param for param in params if isinstance(param, DTensor)]
     meshes = {p.device_mesh.device_type: p._local_tensor.device for p in dtensors}
     if len(meshes) > 1:
@@ -163,20 +159,21 @@ def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
 
 
 def cut_out(
-    layouts: Sequence[Layout], full: Tensor, local: Tensor, owner: int = -1
+    layouts: Sequence[Layout], full: Tensor, like: Tensor, owner: int = -1
 ) -> Tensor:
-    """Fills ``local`` with this rank's shards of ``full``.
+    """This rank's shards of ``full``, in the type and placement of ``like``.
 
-    The contribution of ``owner`` to a sum gets them, or the first one.
+    If the matrix is a sum, the contribution of ``owner``, or the first one, gets them, and others get zeros.
     """
-    rank = process_rank()
+    rank, part = process_rank(), local_part(like)
+    local = full.new_zeros(part.shape, device=part.device)
     for layout in (l for l in layouts if rank in l.shards.ranks):
         shards = layout.shards
         taker = shards.contribution_of(owner) if owner in layout.group else 0
         for region in shards.of(rank) if shards.contribution_of(rank) == taker else ():
             matrix = full.reshape(-1, *layout.shape)[layout.key.sub]
             region.of_local(local).copy_(region.of_matrix(matrix))
-    return local
+    return like_param(like, local)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -230,7 +227,7 @@ def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
     gives the contributions to a sum (a Partial parameter) one replicated gradient. It is the gradient of
     the sum, so the first contribution takes it and the others take zeros.
     """
-    counts = True
+    takes = True
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
         if grad.placements != param.placements:
             placements = list(param.placements)
@@ -238,10 +235,10 @@ def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
             for dim, placement in enumerate(grad.placements):
                 if placements[dim].is_partial() and not placement.is_partial():
                     placements[dim] = Replicate()
-                    counts = counts and coordinate[dim] == 0
+                    takes = takes and coordinate[dim] == 0
             grad = grad.redistribute(param.device_mesh, placements)
     local = local_part(grad).to(param.dtype)
-    return local if counts else torch.zeros_like(local)
+    return local if takes else torch.zeros_like(local)
 
 
 def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
@@ -308,9 +305,7 @@ def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
         buffer = buffer.full_tensor()
     if not isinstance(param, DTensor):
         return buffer
-    layouts = DTensorLayouts().of(Key(0), param)
-    local = torch.zeros_like(local_part(param), dtype=buffer.dtype)
-    return like_param(param, cut_out(layouts, buffer, local))
+    return cut_out(DTensorLayouts().of(Key(0), param), buffer, param)
 
 
 def _contributions(tensor: DTensor) -> tuple[int, ...]:

@@ -16,10 +16,12 @@ from torch.optim._muon_engine.agreement import common, gather_reports
 from torch.optim._muon_engine.layouts import (
     check_cover,
     Cut,
+    Cuts,
     Key,
     Layout,
     listed,
     process_rank,
+    Ranks,
     Regions,
     Shards,
 )
@@ -43,13 +45,13 @@ _EQUAL_SHARDS = {
 # hold different numbers of a stack's matrices.)
 Name = tuple["int | None", int, int]
 # By kind and ranks.
-Groups = Mapping[tuple[str, tuple[int, ...]], ProcessGroup]
+Groups = Mapping[tuple[str, Ranks], ProcessGroup]
 # The message of a rank to a group: its layouts so far, digests of their values (0 for zeros), and its
 # expert-parallel group.
-Message = tuple[Mapping[Name, Layout], Mapping[Name, int], tuple[int, ...]]
+Message = tuple[Mapping[Name, Layout], Mapping[Name, int], Ranks]
 
 
-def in_words(cuts: Sequence[Cut], with_ranks: bool = False) -> str:
+def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
     """How the process groups cut or replicate a matrix, for error messages."""
     words = [
         cut.kind
@@ -63,7 +65,7 @@ def in_words(cuts: Sequence[Cut], with_ranks: bool = False) -> str:
 def completed(
     layouts: Sequence[Layout],
     groups: Groups,
-    ep_ranks: tuple[int, ...],
+    ep_ranks: Ranks,
     values: Mapping[Key, int],
     hints: defaultdict[str, list[str]],
     error: BaseException | None,
@@ -144,7 +146,7 @@ def _by_name(layouts: Sequence[Layout]) -> dict[Name, Layout]:
 
 
 def _joined(
-    key: tuple[str, tuple[int, ...]],
+    key: tuple[str, Ranks],
     parts: Mapping[Name, Layout],
     answers: Sequence[Message],
     described: Mapping[Name, str],
@@ -181,26 +183,21 @@ def _joined(
         yield name, joined, tuple(digests[at][name] for at in of_values)
 
 
-def _check_cuts(cuts: Sequence[Cut], cut: Cut, parts: Mapping[int, Layout]) -> None:
+def _check_cuts(cuts: Cuts, cut: Cut, parts: Mapping[int, Layout]) -> None:
     """Raises ValueError if the ranks of a group have groups that contradict each other."""
-    rank, grid = process_rank(), _grid(cuts)
     for other, part in parts.items():
-        if _grid(part.cuts) != grid or cut not in part.cuts:
+        grids = [
+            [(c.kind, len(c.ranks), c.dim) for c in of] for of in (cuts, part.cuts)
+        ]
+        if grids[0] != grids[1] or cut not in part.cuts:
             raise ValueError(
-                f"the process groups contradict each other. Rank {rank} has {in_words(cuts, True)}, but rank {other} has "
+                f"the process groups contradict each other. Rank {process_rank()} has {in_words(cuts, True)}, but rank {other} has "
                 f"{in_words(part.cuts, True)}. Pass groups of one grid, as those of a DeviceMesh, and one tp_dim_per_param"
             )
 
 
-def _grid(cuts: Sequence[Cut]) -> list[tuple[str, int, int | None]]:
-    return [(cut.kind, len(cut.ranks), cut.dim) for cut in cuts]
-
-
 def _members(
-    cut: Cut,
-    holders: Sequence[int],
-    ep_ranks: Mapping[int, tuple[int, ...]],
-    expert: int | None,
+    cut: Cut, holders: Sequence[int], ep_ranks: Mapping[int, Ranks], expert: int | None
 ) -> Sequence[int]:
     """Those of ``holders``, ranks of a group, that hold a part or a replica of this rank's matrix."""
     rank = process_rank()
@@ -217,7 +214,7 @@ def _members(
     if not cut.cuts:
         # Ranks of one expert-parallel group never hold replicas of an expert.
         holders = [r for r in holders if r == rank or r not in ep_ranks[rank]]
-    seen: dict[tuple[int, ...], int] = {}
+    seen: dict[Ranks, int] = {}
     for r in holders:
         other = seen.setdefault(ep_ranks[r], r)
         if other != r:

@@ -35,7 +35,7 @@ from torch.optim._muon_engine.layouts import (
     Shape,
     Shards,
 )
-from torch.optim._muon_engine.layouts.divide import CutShards, split
+from torch.optim._muon_engine.layouts.divide import split
 from torch.optim._muon_engine.layouts.exchange import (
     completed,
     DIGEST,
@@ -70,14 +70,13 @@ class Reader:
 
     def __init__(self, state: Mapping[str, Any], takes_stacks: bool = False) -> None:
         self.takes_stacks = takes_stacks
-        given = {k: state.get(f"{k}_process_group") for k in (*KINDS, "ep")}
-        self.given: dict[str, Any] = {k: g for k, g in given.items() if g is not None}
-        # Those of several ranks that share matrices. Experts and stages share none.
+        given = {k: state.get(f"{k}_process_group") for k in KINDS}
+        self.has_fsdp_group = given["fsdp"] is not None
+        # By kind, those of several ranks.
         self.shared: dict[str, ProcessGroup] = {
-            k: g
-            for k, g in self.given.items()
-            if k != "ep" and dist.get_world_size(g) > 1
+            k: g for k, g in given.items() if g and dist.get_world_size(g) > 1
         }
+        self.ep_group: ProcessGroup | None = state.get("ep_process_group")
         # Config index -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
         self.tp_dim_default: int | None = state.get("tp_dim_default")
@@ -156,13 +155,12 @@ class Reader:
             error = error or problem
         layouts = local.complete(error)
         self.sharing = self._sharing_of(params, layouts, local.group_of)
-        cut_shards: CutShards = {}
         parts: list[Layout] = []
         for layout in layouts:
             index = layout.key.index
             self._by_param.setdefault(index, ([], params[index]))[0].append(layout)
             fused, _ = self.info(index).form
-            parts += split(layout, fused, cut_shards)
+            parts += split(layout, fused)
         # Ranks may list the same experts in different orders, and must share one order.
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
@@ -240,7 +238,7 @@ class Reader:
         piece, shape = dtensor.local_part(tensor), self.shape_of(index)
         ranks = self.dtensors.mesh_ranks(tensor) or layouts[0].group
         if len(ranks) == 1:
-            return piece if piece.shape == shape else piece.reshape(shape)
+            return piece.reshape(shape)
         # The engine's group, if it has read this parameter.
         sharing = self.sharing or self.dtensors.sharing([tensor])
         candidates = sharing.get(ranks, self.shared.values())
@@ -265,9 +263,8 @@ class Reader:
             )
         if not isinstance(like, DTensor):
             if not layouts or len(layouts[0].group) == 1:
-                return full if full.shape == like.shape else full.reshape(like.shape)
-        local = full.new_zeros(dtensor.local_part(like).shape)
-        return dtensor.like_param(like, dtensor.cut_out(layouts, full, local, owner))
+                return full.reshape(like.shape)
+        return dtensor.cut_out(layouts, full, like, owner)
 
 
 class _LocalReader:
@@ -289,11 +286,10 @@ class _LocalReader:
 
         Raises ``error``, or that of another rank.
         """
-        ep = self.reader.given.get("ep")
-        ranks = (process_rank(),) if ep is None else _ranks(ep)
-        return completed(
-            self.layouts, self.group_of, ranks, self.values, self.warnings, error
-        )
+        ep, groups = self.reader.ep_group, self.group_of
+        ep_ranks = (process_rank(),) if ep is None else _ranks(ep)
+        values, hints = self.values, self.warnings
+        return completed(self.layouts, groups, ep_ranks, values, hints, error)
 
     def add(self, index: int, param: Tensor) -> None:
         """Adds all matrices in ``param``."""
@@ -301,11 +297,12 @@ class _LocalReader:
         reader.check_tp_dim(param, index)
         key = Key(index, 0, info.name, reader.experts.get(info.config_index))
         described, (_, flatten) = key.describe(param.shape), info.form
-        view = fsdp1.view_of(param, described, self._views, "fsdp" in reader.given)
+        view = fsdp1.view_of(param, described, self._views, reader.has_fsdp_group)
         if view is not None:
             tensors, groups = view
-            of_param = tensors, described, reader.takes_stacks, flatten
-            for sub, matrix in enumerate(fsdp1.matrices_of(*of_param)):
+            takes_stacks = reader.takes_stacks
+            matrices = fsdp1.matrices_of(tensors, described, takes_stacks, flatten)
+            for sub, matrix in enumerate(matrices):
                 self._add_flat(key._replace(sub=sub), param, matrix, groups)
         elif param.ndim < 2:
             raise not_2d(described)

@@ -178,7 +178,7 @@ class Compute:
 
         def key(move: Move) -> Hashable:
             matrix, _, update = move
-            return id(matrix.param.formulas), matrix.layout.whole, update is None
+            return id(matrix.param.formulas), matrix.layout.full_shape, update is None
 
         for part in self._grouped(moves, key):
             matrix, _, first = part[0]
@@ -187,7 +187,7 @@ class Compute:
             if first is not None:
                 # Parameters may be offloaded to a CPU.
                 updates = [u.to(l.device) for (_, _, u), l in zip(part, local)]
-            matrix.param.formulas.apply(local, updates, matrix.layout.whole)
+            matrix.param.formulas.apply(local, updates, matrix.layout.full_shape)
 
     def _grouped(
         self, moves: Iterable[Move], key: Callable[[Move], Hashable]

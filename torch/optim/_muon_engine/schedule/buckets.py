@@ -1,16 +1,16 @@
 """Which matrices are processed together: a pure function of layouts and owners.
 
-Every rank computes it for the groups that it is in, without a process group. The buckets of all groups
-have one global order, and each rank runs its subsequence.
+The buckets of all groups have one global order. Each rank computes and runs its subsequence.
 """
 
 import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
+from operator import itemgetter
 
 import torch
-from torch.optim._muon_engine.layouts import Layout
+from torch.optim._muon_engine.layouts import Layout, Ranks
 from torch.optim._muon_engine.schedule.owners import flops_of
 from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
 
@@ -26,6 +26,9 @@ MAX_REPLICAS = 4
 # With more connections of a rank, which cost memory and queues of its network adapter, an exchange takes
 # two levels.
 MAX_PEERS = 512
+
+# Owner -> its matrices, in the order in which it works on them.
+Queues = dict[int, list[int]]
 
 
 def make_schedule(
@@ -48,31 +51,33 @@ def make_schedule(
     """
     families: dict[tuple, list[int]] = {}
     for i, layout in enumerate(layouts):
-        if not (frozen and frozen[i]):
-            # Contributions are summed before they are rounded.
-            dtype = layout.dtype if layout.shards.partial else wire_dtype
-            turn = 0, False
-            if one_owner_at_a_time:
-                # All owners of a divided matrix have the turn of the first.
-                turn = owners[i - layout.key.block[0]], layout.divided is None
-            families.setdefault((turn, layout.group, dtype), []).append(i)
+        if frozen and frozen[i]:
+            continue
+        # Contributions are summed before they are rounded.
+        dtype = layout.dtype if layout.shards.partial else wire_dtype
+        turn = 0, False
+        if one_owner_at_a_time:
+            # All owners of a divided matrix have the turn of the first.
+            turn = owners[i - layout.key.block[0]], layout.divided is None
+        families.setdefault((turn, layout.group, dtype), []).append(i)
+
+    # Divided matrices come first, in one order for all of their owners, who have collectives for each.
+    def order(m: int) -> tuple:
+        layout = layouts[m]
+        return layout.divided is None, -flops_of(layout), layout.full_shape, m
+
     most = 1 if one_owner_at_a_time else MAX_BUCKETS
     ordered: list[tuple[tuple, torch.dtype, list[int]]] = []
     for (turn, group, dtype), members in families.items():
-        limit = BUCKET_BYTES // dtype.itemsize
-        # Divided matrices come first, in one order for all of their owners, who have collectives for each.
-        order = {
-            m: (layouts[m].divided is None, -flops_of(layouts[m])) for m in members
-        }
-        # Owner -> its matrices, heaviest first.
-        queues: dict[int, list[int]] = {}
-        for m in sorted(members, key=lambda m: (order[m], layouts[m].whole, m)):
+        queues: Queues = {}
+        for m in sorted(members, key=order):
             queues.setdefault(owners[m], []).append(m)
-        for at, part in enumerate(_cut(queues, layouts, most, limit, slots)):
+        parts = _cut(queues, layouts, most, BUCKET_BYTES // dtype.itemsize, slots)
+        for at, part in enumerate(parts):
             ordered.append(((turn, at, -len(group), group, str(dtype)), dtype, part))
-    counts: Counter[tuple[int, ...]] = Counter()
+    counts: Counter[Ranks] = Counter()
     buckets = []
-    for (*_, group, _), dtype, part in sorted(ordered, key=lambda entry: entry[0]):
+    for (*_, group, _), dtype, part in sorted(ordered, key=itemgetter(0)):
         relayed = _is_relayed(part, layouts, BUCKET_BYTES // dtype.itemsize)
         peers = _destinations(part, layouts) if relayed else len(group) - 1
         size = _node_size(group, peers, ranks_per_node)
@@ -83,11 +88,7 @@ def make_schedule(
 
 
 def _cut(
-    queues: dict[int, list[int]],
-    layouts: Sequence[Layout],
-    max_buckets: int,
-    limit: int,
-    slots: int,
+    queues: Queues, layouts: Sequence[Layout], most: int, limit: int, slots: int
 ) -> list[list[int]]:
     """Distributes the owners' matrices over buckets, whose owners work at the same time.
 
@@ -95,23 +96,23 @@ def _cut(
     owner of each. The fewest buckets win that keep this close to the busiest owner's own work.
 
     Args:
+        most: buckets, unless the limit requires more.
         limit: elements that an owner gathers in a bucket, unless one matrix is larger.
     """
-    work = {m: flops_of(layouts[m]) for q in queues.values() for m in q}
+    work = {m: flops_of(layouts[m]) for queue in queues.values() for m in queue}
     largest = max(layouts[m].numel for m in work)
     # One slot may be larger if the others stay at the limit: small matrices fill the time of a large one.
     wide, narrow = limit + slots * largest, limit
     limit = max(limit, min(limit + largest, largest * 3 // 2))
     longest = max(map(len, queues.values()))
-    least = max(
-        -(-sum(layouts[m].numel for m in queue) // limit) for queue in queues.values()
-    )
-    wanted = max(least, min(max_buckets, longest))
+    gathered = max(sum(layouts[m].numel for m in queue) for queue in queues.values())
     busiest = max(sum(work[m] for m in queue) for queue in queues.values())
+    least = -(-gathered // limit)
+    wanted = max(least, min(most, longest))
     more = [wanted + i * -(-wanted // 16) for i in (1, 2)]
+    counts = *range(wanted, least - 1, -1), *more
     best: list[list[int]] = []
     shortest = math.inf
-    counts = *range(wanted, least - 1, -1), *more
     for (first, rest), count in product(((limit, limit), (wide, narrow)), counts):
         if shortest <= MAX_STRETCH * busiest:
             break
@@ -135,10 +136,7 @@ def _cut(
 
 
 def _spread(
-    queues: dict[int, list[int]],
-    layouts: Sequence[Layout],
-    work: dict[int, int],
-    limits: Sequence[int],
+    queues: Queues, layouts: Sequence[Layout], work: dict[int, int], limits: list[int]
 ) -> tuple[list[list[int]], int]:
     """All matrices in buckets, and the sum of the busiest owners' work; [] if they do not fit.
 
@@ -214,7 +212,7 @@ def _destinations(part: Sequence[int], layouts: Sequence[Layout]) -> int:
     )
 
 
-def _node_size(group: tuple[int, ...], peers: int, ranks_per_node: int) -> int:
+def _node_size(group: Ranks, peers: int, ranks_per_node: int) -> int:
     """How many ranks of ``group`` count as one node; 1 if all ranks exchange directly.
 
     It is one node, or as many nodes as it takes for a rank to have ``MAX_PEERS`` peers in both levels.
@@ -225,7 +223,6 @@ def _node_size(group: tuple[int, ...], peers: int, ranks_per_node: int) -> int:
     per_node = Counter(rank // ranks_per_node for rank in group)
     fewest = min(per_node.values())
     step = fewest if fewest == max(per_node.values()) else 1
-    sizes = [s for s in range(step, count, step) if count % s == 0]
-    return min(
-        sizes, key=lambda s: (max(0, s + count // s - 2 - MAX_PEERS), s), default=1
-    )
+    # How many peers a rank has on its node and its rail, by the size of a node.
+    sizes = [(s + count // s - 2, s) for s in range(step, count, step) if not count % s]
+    return min(((max(p, MAX_PEERS), s) for p, s in sizes), default=(0, 1))[1]

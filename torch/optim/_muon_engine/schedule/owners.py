@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim._muon_engine.layouts import larger_first, Layout, listed
-from torch.optim._muon_engine.layouts.divide import CutShards, divide
+from torch.optim._muon_engine.layouts import larger_first, Layout, listed, Ranks, Shape
+from torch.optim._muon_engine.layouts.divide import divide
 from torch.optim._newton_schulz import GRAM_RATIO
 
 
@@ -48,11 +48,13 @@ MIN_SAVED = 0.02
 
 
 class Class(NamedTuple):
-    """Matrices that have the same number of owners."""
+    """Matrices that have the same number of owners.
 
-    shape: tuple[int, int]
+    ``shards`` is the number of distinct shards if they have replicas, else 1.
+    """
+
+    shape: Shape
     algorithm: str = "quintic"
-    # The number of distinct shards if they have replicas, else 1.
     shards: int = 1
 
     @classmethod
@@ -60,7 +62,7 @@ class Class(NamedTuple):
         """The class of a matrix with this ``ns_algorithm``."""
         shards = layout.shards
         count = len(shards.replica_sets) if shards.replicas > 1 else 1
-        return cls(layout.whole, algorithm, count)
+        return cls(layout.full_shape, algorithm, count)
 
 
 def divided(
@@ -78,7 +80,7 @@ def divided(
     """
     if owners == 1:
         return list(layouts)
-    by_group: dict[tuple[int, ...], dict[int, Class]] = {}
+    by_group: dict[Ranks, dict[int, Class]] = {}
     for i, algorithm in enumerate(algorithms or ["quintic"] * len(layouts)):
         if algorithm:
             classes = by_group.setdefault(layouts[i].group, {})
@@ -95,15 +97,13 @@ def divided(
             counts = {c: int(owners) for c in heavy if min(c.shape) >= MIN_DIVIDED}
         for i, kind in classes.items():
             numbers[i] = counts.get(kind, 1)
-    cut_shards: CutShards = {}
-    blocks = (divide(l, n, cut_shards) for l, n in zip(layouts, numbers))
-    return list(chain.from_iterable(blocks))
+    return list(chain.from_iterable(map(divide, layouts, numbers)))
 
 
 def best_division(
     members: Mapping[Class, int], group: Sequence[int], ranks_per_node: int
 ) -> tuple[dict[Class, int], float]:
-    """The numbers of owners, within a node or of whole nodes, with which ``group`` is fastest.
+    """The numbers of owners with which ``group`` is fastest.
 
     It compares one number for all classes with the smallest numbers that keep each matrix within a limit.
     The busiest rank decides, and the transfers of one matrix, which overlap with nothing.
@@ -112,8 +112,11 @@ def best_division(
         The number of each class, and the seconds that Newton-Schulz takes then.
     """
     ranks = len(group)
-    # The group may have few of a node's ranks.
+    # Owners are ranks of one node, of which the group may have few, or whole nodes.
     near = min(Counter(rank // ranks_per_node for rank in group).values())
+    possible = {*range(1, near + 1)}
+    if near > 1:
+        possible |= {*range(near, ranks + 1, near)}
     # (seconds, number of owners) of each class, by the number.
     choices: list[list[tuple[float, int]]] = []
     for kind in members:
@@ -121,13 +124,8 @@ def best_division(
         if min(kind.shape) >= MIN_DIVIDED:
             # If blocks are no shards, the replicas of some shards have more to relay than others.
             numbers |= {kind.shards} if kind.shards > 1 else {2, 4, 8, 16, 32, 64}
-        choices.append(
-            [
-                (_seconds(kind, count, near), count)
-                for count in sorted(numbers)
-                if count <= near or (count <= ranks and near > 1 and count % near == 0)
-            ]
-        )
+        numbers = sorted(numbers & possible)
+        choices.append([(_seconds(kind, count, near), count) for count in numbers])
     divisions = set()
     for limit, most in chain.from_iterable(choices):
         divisions |= {
@@ -184,12 +182,12 @@ def _busiest(
 
 def flops_of(layout: Layout) -> int:
     """The work of one owner of a matrix."""
-    return newton_schulz_flops(layout.whole) // layout.key.block[1]
+    return newton_schulz_flops(layout.full_shape) // layout.key.block[1]
 
 
 def assign_owners(
     layouts: Iterable[Layout],
-    start: Callable[[tuple[int, ...]], int] = lambda group: 0,
+    start: Callable[[Ranks], int] = lambda group: 0,
     ranks_per_node: int = 1,
 ) -> list[int]:
     """One owner for each layout, out of all ranks of its group.
@@ -207,7 +205,7 @@ def assign_owners(
     layouts = list(layouts)
     owners = [0] * len(layouts)
     # Group -> equal matrices, by their work and by the shards of their blocks.
-    members: dict[tuple[int, ...], dict[tuple, list[int]]] = {}
+    members: dict[Ranks, dict[tuple, list[int]]] = {}
     for i, layout in enumerate(layouts):
         number, count = layout.key.block
         if number == 0:
@@ -215,7 +213,7 @@ def assign_owners(
             alike = members.setdefault(layout.group, {})
             alike.setdefault((-flops_of(layout), digests), []).append(i)
     # For each rank of a group, the FLOPs and the elements to receive that its matrices add.
-    added: dict[tuple[int, ...], Tensor] = {}
+    added: dict[Ranks, Tensor] = {}
     for group in larger_first(members):
         load = torch.zeros(2, len(group), dtype=torch.int64, device="cpu")
         for wider, work in added.items():
@@ -223,29 +221,25 @@ def assign_owners(
             if place.keys() >= set(group):
                 load += work[:, [place[rank] for rank in group]]
         before = load.clone()
-        teams_of: dict[int, Tensor] = {}
-        for (minus_flops, digests), equal in sorted(
-            members[group].items(), key=lambda item: item[0][0]
-        ):
+        kinds = sorted(members[group].items(), key=lambda item: item[0][0])
+        for (minus_flops, digests), equal in kinds:
             size = len(digests)
-            if size not in teams_of:
-                teams = _teams(group, size, ranks_per_node)
-                # Ties go to the first team.
-                teams_of[size] = teams.roll(-(start(group) // size), 0)
+            # Ties go to the first team.
+            teams = _teams(group, size, ranks_per_node).roll(-(start(group) // size), 0)
             blocks = layouts[equal[0] : equal[0] + size]
             numels = [[b.numel - n for n in b.shards.numels] for b in blocks]
             order = torch.tensor(blocks[0].shards.ranks, device="cpu").argsort()
             received = torch.tensor(numels, device="cpu")[:, order]
             while equal:
-                teams = _give(load, teams_of[size], -minus_flops, received, len(equal))
-                for i, team in zip(equal, teams.tolist()):
+                chosen = _give(load, teams, -minus_flops, received, len(equal))
+                for i, team in zip(equal, chosen.tolist()):
                     owners[i : i + size] = [group[place] for place in team]
-                equal = equal[len(teams) :]
+                equal = equal[len(chosen) :]
         added[group] = load - before
     return owners
 
 
-def _teams(group: Sequence[int], size: int, ranks_per_node: int) -> Tensor:
+def _teams(group: Ranks, size: int, ranks_per_node: int) -> Tensor:
     """Places of neighbouring ranks, of shape (teams, size): of one node if each node has enough."""
     per_node = [*Counter(rank // ranks_per_node for rank in group).values()]
     nodes = per_node if min(per_node) >= size else [len(group)]

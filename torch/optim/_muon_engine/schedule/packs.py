@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.optim._muon_engine.layouts import Layout, Region
+from torch.optim._muon_engine.layouts import Layout, Ranks, Region
 
 
 # Maximum size of one relay, unless a single shard is larger.
@@ -17,8 +17,10 @@ RELAY_BYTES = 64 * 1024**2
 RELAYS_IN_FLIGHT = 2
 
 
-# A holder, and the matrices of which it exchanges its shards.
+# A holder, and the matrices whose shards it exchanges.
 Exchanged = tuple[int, Sequence[int]]
+# Elements for each peer.
+Splits = tuple[int, ...]
 
 
 class PackedRegion(NamedTuple):
@@ -35,7 +37,7 @@ class Pack:
     """One side of a gather or scatter on one rank: the split for each peer, and the packed regions."""
 
     dtype: torch.dtype
-    splits: tuple[int, ...]
+    splits: Splits
     regions: tuple[PackedRegion, ...]
 
     @property
@@ -46,7 +48,7 @@ class Pack:
 class Relay(NamedTuple):
     """A broadcast along ``replicas`` of the results that ``source``, one of them, received."""
 
-    replicas: tuple[int, ...]
+    replicas: Ranks
     source: int
     pack: Pack
 
@@ -88,7 +90,7 @@ class Bucket:
     ``node_size`` consecutive ranks of the group are one node.
     """
 
-    group: tuple[int, ...]
+    group: Ranks
     index: int
     matrices: tuple[int, ...]
     gather_dtype: torch.dtype
@@ -96,7 +98,7 @@ class Bucket:
     relayed: bool = False
     node_size: int = 1
 
-    def node_and_rail(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def node_and_rail(self, rank: int) -> tuple[Ranks, Ranks]:
         """The ranks of the group on ``rank``'s node, and the ranks at its place of each node."""
         place, size = self.group.index(rank), self.node_size
         start = place - place % size
@@ -112,7 +114,7 @@ class Schedule:
     buckets: tuple[Bucket, ...]
     one_owner_at_a_time: bool = False
 
-    def team(self, matrix: int) -> tuple[int, ...]:
+    def team(self, matrix: int) -> Ranks:
         """The owners of all blocks of a divided matrix, in the order of the blocks."""
         number, count = self.layouts[matrix].key.block
         return self.owners[matrix - number : matrix - number + count]
@@ -127,9 +129,6 @@ class Schedule:
         return shards.contribution_of(rank) == shards.contribution_of(owner)
 
     def _receives_directly(self, matrix: int, rank: int) -> bool:
-        # Empty shards look like replicas of each other, and a group may have thousands of them.
-        if self.layouts[matrix].shards.is_empty(rank):
-            return False
         return self.is_source(matrix, rank) and self.receives(matrix, rank)
 
     def packs(self, bucket: Bucket, rank: int) -> LocalPacks:
@@ -156,25 +155,22 @@ class Schedule:
             by_owner.setdefault(self.owners[matrix], []).append(matrix)
         return by_owner
 
-    def passed_on(
-        self, bucket: Bucket, rank: int
-    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    def passed_on(self, bucket: Bucket, rank: int) -> tuple[list[Splits], list[Splits]]:
         """Elements that ``rank`` passes on between the two levels of a gather and of a scatter.
 
         Returns:
             For the gather, one row per holder on the node and one column per owner on the rail. For the
             scatter, one row per owner on the node and one column per holder on the rail.
         """
-        node, rail = bucket.node_and_rail(rank)
-        owned = self.owned(bucket)
+        (node, rail), owned = bucket.node_and_rail(rank), self.owned(bucket)
         gathers = ([_between(h, o, owned) for o in rail] for h in node)
         scatters = ([_between(h, o, owned) for h in rail] for o in node)
         gathered = [self._gather(bucket, exchanged).splits for exchanged in gathers]
         return gathered, [self._scatter(bucket, ex).splits for ex in scatters]
 
-    def further_groups(self, rank: int) -> dict[tuple[int, ...], str]:
+    def further_groups(self, rank: int) -> dict[Ranks, str]:
         """Further sets of ranks with which ``rank`` has collectives, and what these ranks share."""
-        groups: dict[tuple[int, ...], str] = {}
+        groups: dict[Ranks, str] = {}
         for bucket in self.buckets:
             if rank not in bucket.group:
                 continue
@@ -190,27 +186,26 @@ class Schedule:
 
     def relays(self, bucket: Bucket, rank: int) -> tuple[Relay, ...]:
         """The relays along the replicas of ``rank``'s shards, in an order that all replicas share."""
-        routes: dict[tuple[tuple[int, ...], int], list[list[int]]] = {}
-        room: dict[tuple[tuple[int, ...], int], int] = {}
+        # (replicas, source) -> the matrices of each relay, and the bytes for which the last one has room.
+        routes: dict[tuple[Ranks, int], list[list[int]]] = {}
+        room: dict[tuple[Ranks, int], int] = {}
+        dtype = bucket.scatter_dtype
         for matrix in bucket.matrices if bucket.relayed else ():
             shards = self.layouts[matrix].shards
             replicas = shards.replicas_of(rank)
             if len(replicas) == 1 or shards.is_empty(rank):
                 continue
-            route = replicas, shards.source(rank, self.owners[matrix])
-            size = shards.numel_of(rank) * bucket.scatter_dtype.itemsize
+            source = shards.source(rank, self.owners[matrix])
+            route = tuple(sorted(replicas)), source
+            size = shards.numel_of(rank) * dtype.itemsize
             if room.get(route, -1) < size:
                 routes.setdefault(route, []).append([])
                 room[route] = RELAY_BYTES
             room[route] -= size
             routes[route][-1].append(matrix)
         return tuple(
-            Relay(
-                tuple(sorted(replicas)),
-                source,
-                self._pack([(rank, part)], bucket.scatter_dtype, self.receives),
-            )
-            for (replicas, source), parts in sorted(routes.items())
+            Relay(ranks, source, self._pack([(rank, part)], dtype, self.receives))
+            for (ranks, source), parts in sorted(routes.items())
             for part in parts
         )
 
