@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Split(NamedTuple):
-    """The ``split`` of a parameter group: how a fused weight is cut into matrices; no sizes for no cut.
+    """How a fused weight is cut into matrices; without sizes not at all.
 
     Along ``dim``, the lines of the parts repeat: ``sizes[0]`` lines of the first part, ``sizes[1]`` of the
     second and so on, ``repeats`` times. A part is all of its lines, joined in order.
@@ -28,9 +28,9 @@ class Split(NamedTuple):
             if is_known and option.get("sizes") is not None:
                 sizes = cls.of(option["sizes"]).sizes
             return cls(sizes, option.get("repeats", 1), option.get("dim", 0))
-        if option is None or hasattr(option, "__iter__"):
-            return cls(() if option is None else tuple(option))
-        return cls((option,))
+        if option is None:
+            return cls()
+        return cls(tuple(option) if hasattr(option, "__iter__") else (option,))
 
     @property
     def option(self) -> tuple[int, ...] | dict[str, Any]:
@@ -62,9 +62,8 @@ class Split(NamedTuple):
             return [matrix]
         if self.repeats == 1:
             return matrix.split(self.sizes, self.dim)
-        return matrix.unflatten(self.dim, (self.repeats, -1)).split(
-            self.sizes, self.dim + 1
-        )
+        repeats = matrix.unflatten(self.dim, (self.repeats, -1))
+        return repeats.split(self.sizes, self.dim + 1)
 
     def joined(self, part: Tensor) -> Tensor:
         """A part as a matrix; a copy if its lines are apart."""

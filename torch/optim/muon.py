@@ -1,10 +1,8 @@
 r"""Distributed Muon: one owner rank for each matrix.
 
 Muon orthogonalizes whole momentum matrices, but FSDP, TP and others leave each rank with a piece. With a
-:class:`DistributedConfig`, :class:`torch.optim.Muon` gathers each matrix to exactly one owner rank, which
-orthogonalizes it once and sends every rank its piece of the update.
-
-Importing this module does not import ``torch.distributed``. Its functions import it.
+:class:`DistributedConfig`, :class:`torch.optim.Muon` gathers each matrix to one owner rank, which
+orthogonalizes it and sends every rank its piece of the update.
 """
 
 from __future__ import annotations
@@ -48,20 +46,18 @@ def create_dtensor_config(
 ) -> DistributedConfig:
     r"""Makes the config for parameters that are DTensors: FSDP2, TP, ``distribute_tensor`` and mixes.
 
-    The placements of the DTensors say where the pieces are. Each rank takes a plain tensor for a whole
-    matrix and updates it by itself.
+    Each rank takes a plain tensor for a whole matrix and updates it by itself.
 
     Args:
         async_gpu_parallelism (bool, optional): see :class:`DistributedConfig` (default: True)
         prefetch_count (int, optional): see :class:`DistributedConfig` (default: 1)
         owners_per_matrix (int or "auto", optional): number of ranks that orthogonalize a large matrix
-            together. With fewer matrices than ranks, one owner's Newton-Schulz takes the whole step. "auto"
-            chooses up to 64 neighbouring ranks, of one node or of whole nodes, for the matrices of each shape,
-            by the FLOPs and links of H100s; :meth:`Muon.describe` shows the choice. Only 1 gives the bits of a single
-            process. A config with a function of yours has one owner per matrix. (default: 1)
+            together, for fewer matrices than ranks. "auto" chooses up to 64 neighbouring ranks, of one
+            node or of whole nodes, for the matrices of each shape, by the FLOPs and links of H100s;
+            :meth:`Muon.describe` shows the choice. Only 1 gives the bits of a single process. A config
+            with a function of yours has one owner per matrix (default: 1)
         keep_buffers (bool, optional): whether accelerators keep the memory for the exchange between steps,
-            at the same addresses. By default it exists during a step only, and CPUs always keep it
-            (default: False)
+            at the same addresses. CPUs always do (default: False)
 
     Returns:
         DistributedConfig: its ``state["is_dtensor"]`` is True. Once the optimizer is built,
@@ -104,53 +100,48 @@ def create_auto_config(
 ) -> DistributedConfig:
     r"""Makes the config for parameters that process groups share: DDP, FSDP1, tensors cut by hand.
 
-    The groups say which ranks share a matrix. When the optimizer is built, the ranks exchange the sizes
-    of their pieces over these groups. Together the groups must form a grid, as the dimensions of a
+    The groups must form a grid, as the dimensions of a
     :class:`~torch.distributed.device_mesh.DeviceMesh` do: TP cuts a matrix first, FSDP cuts the rows of
-    the TP piece, and DDP and CP replicate the result.
+    the TP piece, and DDP and CP replicate the result. The ranks exchange the sizes of their pieces.
 
-    DTensors among the parameters describe themselves, as under :func:`create_dtensor_config`. A group or
-    dimension that contradicts a placement is a warning. ``ddp_process_group`` and ``cp_process_group``
-    add replicas of a DTensor's whole mesh.
+    DTensors describe themselves, and a group or dimension that contradicts a placement is a warning. DDP
+    and CP groups add replicas of a DTensor's whole mesh.
 
     Args:
         fsdp_process_group (ProcessGroup, optional): the ranks that shard a matrix; for FSDP1
             ``model.process_group`` (default: None)
-        tp_process_group (ProcessGroup, optional): the ranks over which tensor parallelism cuts a matrix
-            (default: None)
+        tp_process_group (ProcessGroup, optional): the ranks of tensor parallelism (default: None)
         ddp_process_group (ProcessGroup, optional): the ranks that hold replicas (default: None)
         ep_process_group (ProcessGroup, optional): the ranks that hold different experts. Muon never
             communicates over it (default: None)
         cp_process_group (ProcessGroup, optional): the ranks of context parallelism, which hold replicas
             (default: None)
-        tp_dim_per_param (dict[int, int] or int, optional): parameter index -> the dimension that TP cuts.
-            TP does not cut a parameter that the dict lacks. An int is for all parameters. None looks for
-            a ``tp_dim`` or ``partition_dim`` attribute of each parameter (default: None)
+        tp_dim_per_param (dict[int, int] or int, optional): parameter index -> the dimension that TP cuts,
+            without the parameters that it does not cut; or an int for all. None looks for a ``tp_dim`` or
+            ``partition_dim`` attribute of each parameter (default: None)
         expert_assignments (dict[int, int], optional): parameter index -> id of its expert. Along the
             other groups, ranks with the same id share the expert. Ranks of one ``ep_process_group``
             never share one (default: None)
         async_gpu_parallelism (bool, optional): see :class:`DistributedConfig` (default: True)
         prefetch_count (int, optional): see :class:`DistributedConfig` (default: 1)
-        tp_shard_dim (int, optional): another spelling of an int ``tp_dim_per_param`` (default: None)
-        shard_process_group (ProcessGroup, optional): another spelling of ``fsdp_process_group``
-            (default: None)
-        replicate_process_group (ProcessGroup, optional): another spelling of ``ddp_process_group``
-            (default: None)
-        pp_process_group (ProcessGroup, optional): kept in ``state``. Pipeline stages share no matrix
-            (default: None)
-        pp_stage_id (int, optional): kept in ``state`` (default: None)
-        pp_num_stages (int, optional): kept in ``state`` (default: None)
+        tp_shard_dim (int, optional): an int ``tp_dim_per_param`` (default: None)
+        shard_process_group (ProcessGroup, optional): ``fsdp_process_group`` (default: None)
+        replicate_process_group (ProcessGroup, optional): ``ddp_process_group`` (default: None)
+        pp_process_group (ProcessGroup, optional): kept in ``state``, as the next two. Pipeline stages
+            share no matrix (default: None)
+        pp_stage_id (int, optional): (default: None)
+        pp_num_stages (int, optional): (default: None)
         module (nn.Module, optional): the FSDP1-wrapped model. It knows the shapes that
             ``use_orig_params=True`` hides, and the groups of ``HYBRID_SHARD`` (default: None)
-        owners_per_matrix (int, optional): as in :func:`create_dtensor_config` (default: 1)
+        owners_per_matrix (int or "auto", optional): as in :func:`create_dtensor_config` (default: 1)
         keep_buffers (bool, optional): as in :func:`create_dtensor_config` (default: False)
 
     Returns:
         DistributedConfig: its ``state`` holds the arguments.
 
     Raises:
-        ValueError: ``owners_per_matrix`` is not an int of at least 1; two spellings of one argument are
-            given; or ``ep_process_group`` is given without ``expert_assignments``.
+        ValueError: an option is invalid, two spellings of one argument are given, or ``ep_process_group``
+            is given without ``expert_assignments``.
 
     Example:
         >>> # xdoctest: +SKIP
@@ -215,8 +206,8 @@ def detect_tp_dims_from_model(
     shard. Otherwise dimension 0 is a guess, with a warning.
 
     Args:
-        module_or_params (nn.Module or iterable of Tensor): the parameters of the optimizer, in its order,
-            so that the indices are the optimizer's. For a model with biases, pass the list of matrices.
+        module_or_params (nn.Module or iterable of Tensor): the parameters in the optimizer's order, so
+            that the indices are the optimizer's.
 
     Returns:
         dict[int, int]: parameter index -> dimension, for ``tp_dim_per_param``. It lacks parameters that
@@ -241,8 +232,8 @@ def partition_parameters(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     r"""Splits a model's parameters into the matrices, for Muon, and the others.
 
-    It goes by the logical, unsharded shape, which FSDP1 hides. Embeddings and output heads are matrices
-    too, but belong to another optimizer.
+    It goes by the unsharded shape. Embeddings and output heads are matrices too, but belong to another
+    optimizer: see :func:`partition_named_parameters`.
 
     Args:
         module (nn.Module): plain, or wrapped by DDP, FSDP1, FSDP2 or tensor parallelism.
@@ -273,14 +264,13 @@ def partition_named_parameters(
 
     To the rest go
 
-    - everything that is not 2D: biases, norms, convolutions, stacks of experts; matrices of one row or
-      column, such as the gains of ``weight_norm``;
+    - everything that is not 2D, and matrices of one row or column;
     - embeddings, also if they are tied to the output head, and 2D parameters that are named like a table
       (of positions, tokens) or a bias;
     - output heads: layers with as many rows as an embedding, unless hidden layers have this size; layers
-      that are named like a head (``lm_head``, ``classifier``, ``score``, ``qa_outputs`` and others), all
-      layers in a module with such a name, and an ``fc`` at the end of the model;
-    - routers: layers with "router" in their name, or with one row for each of the experts beside them;
+      that are named like a head (``lm_head``, ``classifier``, ``score`` and others), all layers in a module
+      with such a name, and an ``fc`` at the end of the model;
+    - routers: layers with "router" in their name, or with one row for each of the experts next to them;
     - the weights of LSTM and GRU, which are several gates in one.
 
     Adapters, such as LoRA's, go where their layer goes.
@@ -289,19 +279,17 @@ def partition_named_parameters(
         module (nn.Module): plain, or wrapped by DDP, FSDP1, FSDP2 or tensor parallelism.
         exclude (str or sequence of str, optional): patterns of names, as in :mod:`fnmatch`, that go to
             the rest. They match with and without ``_orig_mod.`` (default: ())
-        verbose (bool, optional): prints on rank 0 where each parameter goes, and why
-            (default: False)
-        split (mapping, optional): names or patterns of fused weights, and the ``split`` of each, such as
-            :func:`split_of` returns. The last that matches a name decides. The matrices are then
-            parameter groups, one for each split. A split that fits a parameter of more dimensions when it
-            is flattened, such as a convolution, gives it to Muon with ``flatten`` (default: None)
-        allow_batched_matrices (bool, optional): gives stacks of experts to Muon, which needs its argument of
-            the same name. They are 3D, and a router has a row for each matrix (default: False)
+        verbose (bool, optional): prints on rank 0 where each parameter goes, and why (default: False)
+        split (mapping, optional): names or patterns of fused weights, and the ``split`` of each, as
+            :func:`split_of` returns them. The last that matches a name decides. One that only fits the
+            flattened parameter, such as a convolution, gives it to Muon with ``flatten`` (default: None)
+        allow_batched_matrices (bool, optional): gives 3D stacks of experts to Muon, which needs its
+            argument of the same name (default: False)
 
     Returns:
-        tuple of two lists: matrices and the rest, as (name, Parameter), or with ``split`` the matrices as
-        parameter groups. Each parameter is in one of them, under its name without the prefixes of FSDP1
-        and of activation checkpointing.
+        tuple of two lists: matrices and the rest, as (name, Parameter). With ``split``, the matrices are
+        parameter groups, one for each split. Names lack the prefixes of FSDP1 and of activation
+        checkpointing.
 
     Raises:
         ValueError: a flat FSDP1 parameter holds parameters for both or of different splits, or a pattern
@@ -320,9 +308,8 @@ def partition_named_parameters(
 def split_of(module: nn.Module) -> dict[str, Any]:
     r"""Finds how the fused weights of a well-known model are cut into matrices.
 
-    It knows the attention, MLP and experts of transformers (GPT-2, GPT-NeoX, Falcon, BLOOM, Phi-3,
-    DeepSeek and others), torchtitan and Megatron, and :class:`torch.nn.MultiheadAttention`, by the names
-    and attributes of their classes. Fused weights of other classes are not in the result.
+    It knows layers of transformers, torchtitan and Megatron, and :class:`torch.nn.MultiheadAttention`, by the
+    names and attributes of their classes. The result lacks fused weights of other classes.
 
     Args:
         module (nn.Module): plain, or wrapped by DDP, FSDP1, FSDP2 or tensor parallelism.

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn, Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.optim._muon_engine.layouts import fsdp1, listed
+from torch.optim._muon_engine.layouts import fsdp1, listed, Ranks
 from torch.optim._muon_engine.process_groups import ranks_per_node
 from torch.optim._muon_engine.runtime.compute import PREPARED_BYTES
 from torch.optim._muon_engine.schedule import owners, packs
+from torch.optim._muon_engine.schedule.packs import Schedule
 from torch.optim._newton_schulz import newton_schulz_bytes, NS_DTYPE
 
 
@@ -21,32 +22,30 @@ _HEADER = "rank", "owns", "TFLOP", "x mean", "MiB sent", "received", "memory", "
 
 
 def coverage(muon: Any, model: nn.Module | None, others: Sequence[Any]) -> str:
-    """For a person: how much Muon has, its share of ``model``, and the matrices that no optimizer has."""
+    """How much Muon has, its share of ``model``, and the matrices that no optimizer has."""
     group_of = {p: group for group in muon.param_groups for p in group["params"]}
-    of_model = [] if model is None else list(fsdp1.logical_matrices(model))
-    inside: dict[Tensor, Any] = {p: [("", p.shape)] for p in group_of}
-    inside |= {p: tensors for _, p, tensors in of_model}
+    logical = [] if model is None else list(fsdp1.logical_matrices(model))
+    of_model = {p: tensors for _, p, tensors in logical}
+    inside: dict[Tensor, Any] = {p: [("", p.shape)] for p in group_of} | of_model
     numel = {p: sum(math.prod(s) for _, s in inside[p]) for p in inside}
     deep = [p for p in group_of if any(len(shape) > 2 for _, shape in inside[p])]
     flat = sum(bool(group_of[p]["flatten"]) for p in deep)
     split = sum(bool(group["split"]) for group in group_of.values())
-    text = (
-        f"Muon has {len(group_of)} parameters of {sum(numel[p] for p in group_of):,} elements: {split} split, {flat} flattened, "
-        f"{len(deep) - flat} stacks"
-    )
+    own = sum(numel[p] for p in group_of)
+    text = f"Muon has {len(group_of)} parameters of {own:,} elements: {split} split, {flat} flattened, {len(deep) - flat} stacks"
     if of_model:
-        total = sum(numel[p] for _, p, _ in of_model)
-        part = sum(numel[p] for _, p, _ in of_model if p in group_of) / max(1, total)
+        total = sum(numel[p] for p in of_model)
+        part = sum(numel[p] for p in of_model if p in group_of) / max(1, total)
         text += f". That is {part:.1%} of the model's {total:,} elements"
     trained = {p for o in (muon, *others) for g in o.param_groups for p in g["params"]}
-    left = [t for _, p, tensors in of_model if p not in trained for t in tensors]
+    left = [t for p, tensors in of_model.items() if p not in trained for t in tensors]
     names = [name for name, shape in left if len(shape) > 1]
     return text + f"\nNo optimizer given here has {listed(names)}" * bool(names)
 
 
 def in_full(engine: Any) -> str:
-    """For a person: who owns what, what a step costs, and which rank is the busiest."""
-    count = len(engine.params)
+    """Who owns what, what a step costs, and which rank is the busiest."""
+    count, schedule = len(engine.params), engine.schedule
     first = f"Muon on rank {engine.rank} of {engine.world_size}, {count} parameters, "
     if not engine.runs_on_engine:
         lines = [first + "exchanged by the user's functions"]
@@ -54,9 +53,8 @@ def in_full(engine: Any) -> str:
             names = [engine.params[i].described for i in owned]
             lines.append(f"  rank {rank} owns {listed(names, 3)}")
     else:
-        schedule, ahead = engine.schedule, engine.config.prefetch_count
-        parallel = engine.config.async_gpu_parallelism
-        turns = "all owners at once" if parallel else "one owner at a time (debugging)"
+        serial, ahead = schedule.one_owner_at_a_time, engine.config.prefetch_count
+        turns = "one owner at a time (debugging)" if serial else "all owners at once"
         lines = [f"{first}{turns}, prefetch_count {ahead}", _memory(engine)]
         for group in dict.fromkeys(bucket.group for bucket in schedule.buckets):
             lines += ["", *_table(schedule, group, engine.rank, ahead)]
@@ -69,10 +67,9 @@ def in_full(engine: Any) -> str:
 
 def _memory(engine: Any) -> str:
     """The memory of this rank, without parameters, gradients and momentum."""
-    schedule, rank = engine.schedule, engine.rank
-    ahead = engine.config.prefetch_count
-    buckets = [b for b in schedule.buckets if rank in b.group]
-    groups = dict.fromkeys(bucket.group for bucket in buckets)
+    schedule, rank, ahead = engine.schedule, engine.rank, engine.config.prefetch_count
+    buckets = [bucket for bucket in schedule.buckets if rank in bucket.group]
+    groups = {bucket.group for bucket in buckets}
     exchange = sum(bytes_of(schedule, group, rank, ahead)[2] for group in groups)
     # What Newton-Schulz needs at once, the whole matrices of a batch, and regions in their own dtype.
     iterates = wholes = regions = 0
@@ -108,32 +105,29 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.4g}"
 
 
-def _table(
-    schedule: packs.Schedule, group: tuple[int, ...], rank: int, prefetch_count: int
-) -> list[str]:
+def _table(schedule: Schedule, group: Ranks, rank: int, ahead: int) -> list[str]:
     """One row per rank. FLOPs are those of five quintic steps, which also decide the owners."""
     buckets = [bucket for bucket in schedule.buckets if bucket.group == group]
     owned: dict[int, list[int]] = {r: [] for r in group}
-    for bucket in buckets:
-        for r, matrices in schedule.owned(bucket).items():
-            owned[r] += matrices
+    for matrix in (matrix for bucket in buckets for matrix in bucket.matrices):
+        owned[schedule.owners[matrix]].append(matrix)
     flops = [owners.flops_of(layout) for layout in schedule.layouts]
     loads = {r: sum(flops[m] for m in matrices) for r, matrices in owned.items()}
     mean = sum(loads.values()) / len(group) or 1
     busiest = sorted(group, key=lambda r: (-loads[r], r))
     heaviest = max(flops[m] for matrices in owned.values() for m in matrices)
-    ways = ", relayed along replicas" if any(b.relayed for b in buckets) else ""
-    ways += ", in two levels" if any(b.node_size > 1 for b in buckets) else ""
+    ways = ", relayed along replicas" * any(b.relayed for b in buckets)
+    ways += ", in two levels" * any(b.node_size > 1 for b in buckets)
     shown = {rank, *busiest[:3]} if len(group) > MOST_RANKS else group
     lines = [
-        f"{len(group)} ranks ({listed([str(r) for r in group])}), {sum(map(len, owned.values()))} matrices, "
+        f"{len(group)} ranks ({listed(group)}), {sum(map(len, owned.values()))} matrices, "
         f"{len(buckets)} buckets{ways}. Rank {busiest[0]} is the busiest, with {loads[busiest[0]] / mean:.2f} times the "
         f"mean work. The largest matrix is {heaviest / mean:.2f} times the mean work.",
         _ROW.format(*_HEADER),
     ]
     for r in sorted(shown):
         work = f"{loads[r] / 1e12:.3g}", f"{loads[r] / mean:.2f}"
-        sizes = map(_mib, bytes_of(schedule, group, r, prefetch_count))
+        sizes = map(_mib, bytes_of(schedule, group, r, ahead))
         names = listed([schedule.layouts[m].key.short for m in owned[r]], 3)
         lines.append(_ROW.format(r, len(owned[r]), *work, *sizes, names).rstrip())
     if len(shown) < len(group):
@@ -141,14 +135,12 @@ def _table(
     return lines
 
 
-def _division(engine: Any, group: tuple[int, ...]) -> list[str]:
+def _division(engine: Any, group: Ranks) -> list[str]:
     """The numbers of owners that differ from one, or that "auto" would choose; at most one line."""
     layouts = engine.schedule.layouts
     layouts = [l for l in layouts if l.group == group and l.key.block[0] == 0]
-    members = Counter(
-        owners.Class.of(l, engine.params[l.key.index].formulas.ns_algorithm)
-        for l in layouts
-    )
+    algorithms = (engine.params[l.key.index].formulas.ns_algorithm for l in layouts)
+    members = Counter(map(owners.Class.of, layouts, algorithms))
     # In a dry run, fake tensors have no values.
     with unset_fake_temporarily():
         _, slow = owners.best_division(members, group, 1)
@@ -168,9 +160,13 @@ def _division(engine: Any, group: tuple[int, ...]) -> list[str]:
 
 
 def bytes_of(
-    schedule: packs.Schedule, group: tuple[int, ...], rank: int, prefetch_count: int
+    schedule: Schedule, group: Ranks, rank: int, ahead: int
 ) -> tuple[int, int, int]:
-    """Bytes that ``rank`` sends, receives and has memory for, in the buckets of ``group``."""
+    """Bytes that ``rank`` sends, receives and has memory for, in the buckets of ``group``.
+
+    Args:
+        ahead: the config's ``prefetch_count``.
+    """
     buckets = [b for b in schedule.buckets if b.group == group]
     of_buckets = [schedule.packs(b, rank) for b in buckets]
     sent = received = copied = 0
@@ -186,9 +182,8 @@ def bytes_of(
                 through = sum(sum(row) for row in passed) * side.dtype.itemsize
                 copied = max(copied, side.nbytes + 2 * through)
     passing, arriving = packs.relay_sizes((pack.relays for pack in of_buckets), rank)
-    slots = packs.slots_for(prefetch_count)
-    sizes = packs.slot_sizes(of_buckets, slots)
-    memory = sum(outer + inner for outer, inner in sizes)
+    slots = packs.slots_for(ahead)
+    memory = sum(out + own for out, own in packs.slot_sizes(of_buckets, slots))
     # Each prefetched gather and a scatter may be in flight.
     memory += min(slots, len(buckets)) * copied
     return sent, received, memory + passing + packs.RELAYS_IN_FLIGHT * arriving
