@@ -17,10 +17,8 @@ class Region(NamedTuple):
     """A rectangle of a matrix, and where a rank's local storage holds it.
 
     Element (i, j) of the rectangle is element (row + i, column + j) of the matrix, and element
-    ``offset + i * stride + j`` of the local tensor.
-
-    ``repeat`` is (dim, count, apart). If ``count`` is more than 1, the rows (dim 0) or columns (dim 1) are
-    as many equal blocks, of which each is ``apart`` elements of the local tensor after the one before.
+    ``offset + i * stride + j`` of the local tensor. With a ``repeat`` of (dim, count, apart), the rows
+    (dim 0) or columns (dim 1) are ``count`` equal blocks, which begin ``apart`` elements from each other.
     """
 
     row: int
@@ -48,7 +46,7 @@ class Region(NamedTuple):
         return self._replace(row=start + by, height=size)
 
     def in_blocks(self, view: Tensor) -> Tensor:
-        """A ``view`` of shape (height, width), with a dimension more if there are several blocks."""
+        """A ``view`` of shape (height, width), with one more dimension for several blocks."""
         dim, count, _ = self.repeat
         return view if count == 1 else view.unflatten(dim, (count, -1))
 
@@ -92,17 +90,15 @@ class Region(NamedTuple):
 
 
 Regions = tuple[Region, ...]
-# Global ranks.
 Ranks = tuple[int, ...]
-# Of a matrix.
 Shape = tuple[int, int]
 
 
 class Key(NamedTuple):
-    """Names one matrix: the parameter's index, its place among the parameter's matrices, its name if known.
+    """Names the ``sub``-th matrix of parameter ``index``.
 
-    ``expert`` is the id of the expert that it belongs to, under expert parallelism. ``block`` is the place
-    of a block of a divided matrix, and the number of its blocks.
+    ``expert`` is the id of the expert that it belongs to. ``block`` is the place of a block of a divided
+    matrix, and the number of its blocks.
     """
 
     # pyrefly: ignore [bad-override]
@@ -114,7 +110,7 @@ class Key(NamedTuple):
 
     @property
     def short(self) -> str:
-        """The name, as short as tables need it."""
+        """The name for tables."""
         name = self.name if self.name is not None else f"parameter {self.index}"
         name += f"[{self.sub}]" if self.sub else ""
         number, count = self.block
@@ -136,14 +132,15 @@ class Key(NamedTuple):
 class Shards:
     """The shards of all ranks of a group, of one matrix or of many with equal shards.
 
+    Derived properties are computed once, because no loop may go over both all ranks and all matrices.
+    Methods that take a rank raise KeyError for ranks that hold no shard.
+
     Args:
         ranks: global ranks, in the framework's order.
         regions: for each of ``ranks`` the rectangles that it stores, in storage order. Replicas hold
             equal rectangles.
         contributions: for each of ``ranks``, to which contribution to a sum (Partial) its shard belongs;
             empty if the matrix is not a sum.
-
-    Derived properties are computed once, because no loop may go over both all ranks and all matrices.
     """
 
     ranks: Ranks
@@ -202,7 +199,7 @@ class Shards:
         return len(set(self.contributions)) > 1
 
     def of(self, rank: int) -> Regions:
-        """The shard of ``rank``. Like all methods that take one, raises KeyError for other ranks."""
+        """The shard of ``rank``."""
         return self.regions[self._place[rank]]
 
     def is_empty(self, rank: int) -> bool:
@@ -213,7 +210,7 @@ class Shards:
         return self.numels[self._place[rank]]
 
     def contribution_of(self, rank: int) -> int:
-        """The contribution to a sum that ``rank`` has a shard of; 0 if the matrix is not a sum."""
+        """The contribution to a sum to which the shard of ``rank`` belongs."""
         return self.contributions[self._place[rank]] if self.contributions else 0
 
     def replicas_of(self, rank: int) -> Ranks:
@@ -221,10 +218,8 @@ class Shards:
         return self._replicas[rank][0]
 
     def source(self, rank: int, owner: int) -> int:
-        """The replica of ``rank``'s shard that exchanges it with ``owner``: the one in the owner's replica.
-
-        The n-th ranks of all replica sets form the n-th replica.
-        """
+        """The replica of ``rank``'s shard that exchanges it with ``owner``: the one in the owner's replica."""
+        # The n-th ranks of all replica sets form the n-th replica.
         replicas, (_, number) = self.replicas_of(rank), self._replicas[owner]
         return replicas[min(number, len(replicas) - 1)]
 
@@ -232,7 +227,7 @@ class Shards:
 class Cut(NamedTuple):
     """A process group over which a matrix is cut along ``dim``, or replicated if ``dim`` is None.
 
-    The regions of FSDP1 already count in the whole matrix. Its cut has no dimension either.
+    FSDP1's cut has no ``dim`` either, because its regions count in the whole matrix.
     """
 
     kind: str
@@ -252,9 +247,8 @@ Cuts = tuple[Cut, ...]
 class Layout:
     """One matrix, or a block of a divided one: its global shape, and which rank stores what of it.
 
-    ``placement`` names the placements or groups that say so, for error messages. ``divided`` is the shape of the
-    matrix that a block is from. While ranks read, a layout is the part of a matrix that a rank knows, and
-    the ranks of ``cuts`` know the rest.
+    ``placement`` names the placements or groups, for error messages. ``divided`` is the shape of the matrix
+    that a block is from. While ranks read, a layout is what a rank knows, and the ranks of ``cuts`` know the rest.
     """
 
     key: Key
@@ -300,7 +294,7 @@ def not_2d(described: str) -> ValueError:
 
 
 def larger_first(groups: Iterable[Ranks]) -> list[Ranks]:
-    """The one order in which all ranks go through their groups: by size, then by rank."""
+    """The order in which all ranks go through their groups: by size, then by rank."""
     return sorted(groups, key=lambda ranks: (-len(ranks), ranks))
 
 
@@ -317,23 +311,19 @@ def check_cover(layout: Layout) -> None:
         regions = by_contribution.setdefault(shards.contribution_of(rank), [])
         regions += (region for region in shards.of(rank) if region.numel)
     for regions in by_contribution.values():
-        overlap = _overlap(regions)
-        if overlap:
-            raise ValueError(
-                f"{layout.describe()}: pieces overlap in {overlap} ({layout.placement})"
-            )
-        numel = sum(region.numel for region in regions)
-        if numel != layout.numel or not all(
+        problem, numel = _overlap(regions), sum(region.numel for region in regions)
+        are_inside = all(
             0 <= r.row <= rows - r.height and 0 <= r.column <= columns - r.width
             for r in regions
-        ):
-            raise ValueError(
-                f"{layout.describe()}: its pieces hold {numel} of {layout.numel} elements ({layout.placement})"
-            )
+        )
+        if not problem and (numel != layout.numel or not are_inside):
+            problem = f"its pieces hold {numel} of {layout.numel} elements"
+        if problem:
+            raise ValueError(f"{layout.describe()}: {problem} ({layout.placement})")
 
 
 def _overlap(regions: list[Region]) -> str:
-    """Where two of ``regions`` overlap; "" if none do."""
+    """Where two of ``regions`` overlap, for an error message; "" if none do."""
     # Only those that reach the row where others start can overlap these.
     band: list[Region] = []
     for top, starting in itertools.groupby(sorted(regions), key=lambda r: r.row):
@@ -342,5 +332,7 @@ def _overlap(regions: list[Region]) -> str:
         for left, right in itertools.pairwise(band):
             if left.column + left.width > right.column:
                 bottom = min(left.row + left.height, right.row + right.height)
-                return f"rows {top} to {bottom}, column {right.column}"
+                return (
+                    f"pieces overlap in rows {top} to {bottom}, column {right.column}"
+                )
     return ""

@@ -37,7 +37,6 @@ class DTensorLayouts:
     def __init__(self) -> None:
         # Matrix in a stack -> its shards, by everything that they depend on.
         self._shards: dict[tuple, dict[int, Shards]] = {}
-        self._ranks: dict[DeviceMesh, Ranks] = {}
 
     def of(
         self, key: Key, tensor: DTensor, flatten: bool = False, everywhere: bool = False
@@ -82,7 +81,7 @@ class DTensorLayouts:
             )
         memo = (mesh, tensor.placements, flatten, everywhere, *tensor.shape)
         if memo not in self._shards:
-            ranks, contributions = self.ranks_of(mesh), _contributions(tensor)
+            ranks, contributions = _flattened(mesh), _contributions(tensor)
             by_rank = _matrices_by_rank(tensor, flatten)
             subs = by_rank[ranks.index(process_rank())].keys()
             if everywhere:
@@ -97,18 +96,6 @@ class DTensorLayouts:
                 )
         return self._shards[memo]
 
-    def ranks_of(self, mesh: DeviceMesh) -> Ranks:
-        """The ranks of ``mesh``, flattened; one tuple for all matrices on it."""
-        if mesh not in self._ranks:
-            self._ranks[mesh] = tuple(mesh.mesh.flatten().tolist())
-        return self._ranks[mesh]
-
-    def mesh_ranks(self, param: Tensor) -> Ranks:
-        """The sorted ranks of a DTensor's mesh; () for a plain tensor."""
-        if not isinstance(param, DTensor):
-            return ()
-        return tuple(sorted(self.ranks_of(param.device_mesh)))
-
     def sharing(self, params: Sequence[Tensor]) -> Sharing:
         """Sorted ranks that share one of ``params`` -> the mesh's groups for it.
 
@@ -117,16 +104,25 @@ class DTensorLayouts:
         dtensors = [p for p in params if isinstance(p, DTensor)]
         on_mesh = [p for p in dtensors if p.device_mesh.get_coordinate()]
         shared: Sharing = {} if len(on_mesh) == len(params) else {(process_rank(),): []}
+        of_mesh: dict[DeviceMesh, list[ProcessGroup]] = {}
         for mesh in dict.fromkeys(p.device_mesh for p in on_mesh):
-            groups = shared.setdefault(tuple(sorted(self.ranks_of(mesh))), [])
-            groups += [*mesh.get_all_groups(), *_flattened_groups(mesh)]
+            of_mesh[mesh] = shared.setdefault(mesh_ranks(mesh), [])
+            of_mesh[mesh] += [*mesh.get_all_groups(), *_flattened_groups(mesh)]
         for stack in (p for p in on_mesh if p.ndim > 2):
-            mesh_groups = shared[self.mesh_ranks(stack)]
             # A stack that cannot be read is an error on every rank of its mesh.
             with suppress(ValueError):
                 for shards in self._shards_of(stack).values():
-                    shared.setdefault(shards.group, list(mesh_groups))
+                    shared.setdefault(shards.group, list(of_mesh[stack.device_mesh]))
         return shared
+
+
+def _flattened(mesh: DeviceMesh) -> Ranks:
+    return tuple(mesh.mesh.flatten().tolist())
+
+
+def mesh_ranks(mesh: DeviceMesh) -> Ranks:
+    """The sorted ranks of ``mesh``."""
+    return tuple(sorted(_flattened(mesh)))
 
 
 def device_of(

@@ -11,6 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim._muon_engine.agreement import common, gather_reports
 from torch.optim._muon_engine.layouts import (
@@ -23,12 +26,15 @@ from torch.optim._muon_engine.layouts import (
     process_rank,
     Ranks,
     Regions,
+    Shape,
     Shards,
 )
+from torch.optim._muon_engine.layouts.dtensor import local_part
+from torch.optim._muon_engine.process_groups import is_dry_run
 
 
 # Bits of a digest of values.
-DIGEST = 2**31 - 1
+_DIGEST = 2**31 - 1
 
 # The order in which cuts are undone. FSDP cuts last, the shard that TP left. DDP and CP replicate.
 KINDS = ("fsdp", "tp", "ddp", "cp")
@@ -45,7 +51,7 @@ _EQUAL_SHARDS = {
 # hold different numbers of a stack's matrices.)
 Name = tuple["int | None", int, int]
 # By kind and ranks.
-Groups = Mapping[tuple[str, Ranks], ProcessGroup]
+Groups = dict[tuple[str, Ranks], ProcessGroup]
 # The message of a rank to a group: its layouts so far, digests of their values (0 for zeros), and its
 # expert-parallel group.
 Message = tuple[Mapping[Name, Layout], Mapping[Name, int], Ranks]
@@ -62,68 +68,105 @@ def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
     return f"process groups: {', '.join(words)}" if words else "no process groups"
 
 
-def completed(
-    layouts: Sequence[Layout],
-    groups: Groups,
-    ep_ranks: Ranks,
-    values: Mapping[Key, int],
-    hints: defaultdict[str, list[str]],
-    error: BaseException | None,
-) -> list[Layout]:
-    """Puts the ranks' parts of ``layouts`` together over all groups.
+def group_ranks(group: ProcessGroup) -> Ranks:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+class Exchange:
+    """What this rank knows by itself about matrices, and what other ranks tell it.
 
     Args:
-        ep_ranks: the ranks of this rank's expert-parallel group.
-        values: for each cut layout a digest of the values that this rank stores; 0 for zeros.
-        hints: texts to warn of, each with its matrices. Those that a group is said to cut, but of which all its
-            ranks hold equal values, are added.
-        error: this rank's error so far. It is raised on every rank of the grid.
+        shared: by kind, the groups of ranks that share matrices.
+        ep_group: the ranks that hold other experts.
     """
-    parts = _by_name(layouts)
-    described = {name: l.describe() for name, l in zip(parts, layouts, strict=True)}
-    digests = {name: values.get(l.key, 0) for name, l in zip(parts, layouts)}
-    shared = list(described.values())
-    complete: list[Layout] = []
-    # The one order in which all ranks go through groups: by kind, then larger groups first.
-    order = sorted(groups, key=lambda k: (KINDS.index(k[0]), -len(k[1]), sorted(k[1])))
-    for key in order:
-        message: Message = parts, digests, ep_ranks
-        answers, error = gather_reports(groups[key], message, error, shared)
-        if error is not None:
-            continue
+
+    def __init__(
+        self, shared: Mapping[str, ProcessGroup], ep_group: ProcessGroup | None
+    ) -> None:
+        # A unit of FSDP1 may have other groups than those that were given.
+        self.group_of: Groups = {
+            (kind, group_ranks(g)): g for kind, g in shared.items()
+        }
+        self.ep_ranks = (process_rank(),) if ep_group is None else group_ranks(ep_group)
+        self.layouts: list[Layout] = []
+        # Digests of the values that this rank stores of cut matrices; 0 for zeros.
+        self.values: dict[Key, int] = {}
+        # Text -> the matrices that it is about.
+        self.warnings: defaultdict[str, list[str]] = defaultdict(list)
+
+    def cuts(
+        self, groups: Mapping[str, ProcessGroup], dims: Mapping[str, int | None]
+    ) -> Cuts:
+        """How ``groups``, by kind, share a matrix. Those with a dimension in ``dims`` cut it."""
+        shared = {k: groups[k] for k in KINDS if k in groups and groups[k].size() > 1}
+        cuts = tuple(Cut(k, group_ranks(g), dims.get(k)) for k, g in shared.items())
+        self.group_of |= {(cut.kind, cut.ranks): shared[cut.kind] for cut in cuts}
+        return cuts
+
+    def add_part(
+        self, key: Key, param: Tensor, shape: Shape, regions: Regions, cuts: Cuts
+    ) -> None:
+        """Adds a matrix of which this rank has a piece of ``shape``, and stores ``regions`` of the piece."""
+        shards = Shards((process_rank(),), (regions,))
+        layout = Layout(key, shape, param.dtype, shards, in_words(cuts), cuts=cuts)
+        self.layouts.append(layout)
+        has_values = not param.is_meta and not is_dry_run()
+        if has_values and any(cut.cuts for cut in cuts):
+            local = local_part(param)
+            sums = (r.of_local(local).abs().sum(dtype=torch.float64) for r in regions)
+            self.values[key] = hash(sum(part.item() for part in sums)) & _DIGEST
+
+    def complete(self, error: BaseException | None = None) -> list[Layout]:
+        """The layouts, with the parts of all ranks put together over all groups. Warns once for all.
+
+        Raises ``error``, or that of another rank of the grid, on every rank of the grid.
+        """
+        layouts, parts = self.layouts, _by_name(self.layouts)
+        described = {name: l.describe() for name, l in zip(parts, layouts, strict=True)}
+        digests = {name: self.values.get(l.key, 0) for name, l in zip(parts, layouts)}
+        shared = list(described.values())
+        complete: list[Layout] = []
+        # The one order in which all ranks go through groups: by kind, then larger groups first.
+        order = sorted(
+            self.group_of, key=lambda k: (KINDS.index(k[0]), -len(k[1]), sorted(k[1]))
+        )
+        for key in order:
+            message: Message = parts, digests, self.ep_ranks
+            answers, error = gather_reports(self.group_of[key], message, error, shared)
+            if error is not None:
+                continue
+            try:
+                for name, part, of_ranks in _joined(key, parts, answers, described):
+                    parts[name] = part
+                    if len(of_ranks) > 1 and len({*of_ranks}) == 1 and of_ranks[0]:
+                        self.warnings[_EQUAL_SHARDS[key[0]]].append(described[name])
+                    # Each rank of another group has as many such parts.
+                    digests[name] = hash(of_ranks) & _DIGEST if any(of_ranks) else 0
+            except Exception as problem:
+                error = problem
         try:
-            for name, part, of_ranks in _joined(key, parts, answers, described):
-                parts[name] = part
-                if len(of_ranks) > 1 and len({*of_ranks}) == 1 and of_ranks[0]:
-                    text = _EQUAL_SHARDS[key[0]]
-                    hints[text].append(described[name])
-                # Each rank of another group has as many such parts.
-                digests[name] = hash(of_ranks) & DIGEST if any(of_ranks) else 0
+            if error is None:
+                complete = [
+                    replace(l, shape=p.shape, shards=p.shards, cuts=()) if l.cuts else l
+                    for l, p in zip(layouts, parts.values(), strict=True)
+                ]
+                covered: set[Shards] = set()
+                for layout in complete:
+                    if layout.shards not in covered:
+                        check_cover(layout)
+                    covered.add(layout.shards)
         except Exception as problem:
             error = problem
-    try:
-        if error is None:
-            complete = [
-                replace(l, shape=p.shape, shards=p.shards, cuts=()) if l.cuts else l
-                for l, p in zip(layouts, parts.values(), strict=True)
-            ]
-            covered: set[Shards] = set()
-            for layout in complete:
-                if layout.shards not in covered:
-                    check_cover(layout)
-                covered.add(layout.shards)
-    except Exception as problem:
-        error = problem
-    # Ranks of the grid may see different contradictions, or none. All of them must raise.
-    for key in order:
-        _, error = gather_reports(groups[key], None, error, shared)
-    if error is not None:
-        raise error
-    # Only the first of the ranks speaks.
-    if all(min(ranks) == process_rank() for _, ranks in groups):
-        for text, named in hints.items():
-            warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
-    return complete
+        # Ranks of the grid may see different contradictions, or none. All of them must raise.
+        for key in order:
+            _, error = gather_reports(self.group_of[key], None, error, shared)
+        if error is not None:
+            raise error
+        # Only the first of the ranks speaks.
+        if all(min(ranks) == process_rank() for _, ranks in order):
+            for text, named in self.warnings.items():
+                warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
+        return complete
 
 
 def _by_name(layouts: Sequence[Layout]) -> dict[Name, Layout]:

@@ -5,7 +5,6 @@ their pieces. DTensors describe themselves. Groups can only add replicas of thei
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -20,8 +19,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim._muon_engine import process_groups
 from torch.optim._muon_engine.agreement import all_gather_uneven
 from torch.optim._muon_engine.layouts import (
-    Cut,
-    Cuts,
     dtensor,
     fsdp1,
     Key,
@@ -29,18 +26,13 @@ from torch.optim._muon_engine.layouts import (
     matrix_shape,
     not_2d,
     process_rank,
-    Ranks,
     Region,
-    Regions,
-    Shape,
-    Shards,
 )
 from torch.optim._muon_engine.layouts.divide import split
 from torch.optim._muon_engine.layouts.exchange import (
-    completed,
-    DIGEST,
+    Exchange,
+    group_ranks,
     Groups,
-    in_words,
     KINDS,
 )
 from torch.optim._muon_split import Split
@@ -170,22 +162,19 @@ class Reader:
         of_meshes = self.sharing
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
         sharing = {} if self.shared else dict(of_meshes)
-        for ranks, mesh in dict.fromkeys(
-            (layout.group, self.dtensors.mesh_ranks(params[layout.key.index]))
-            for layout in layouts
-        ):
+        tensors = (params[layout.key.index] for layout in layouts)
+        meshes = (getattr(tensor, "device_mesh", None) for tensor in tensors)
+        for ranks, mesh in dict.fromkeys(zip((l.group for l in layouts), meshes)):
             # Replicas along other groups make a mesh one part of several. A mesh of other parameters does
             # not count: not all of these ranks may be on one.
-            sharing[ranks] = [
-                *(g for (_, part), g in groups.items() if {*part} <= {*ranks}),
-                *sharing.get(ranks, []),
-                *of_meshes.get(mesh, []),
-            ]
+            of_mesh = of_meshes.get(dtensor.mesh_ranks(mesh), []) if mesh else []
+            within = [g for (_, part), g in groups.items() if {*part} <= {*ranks}]
+            sharing[ranks] = [*within, *sharing.get(ranks, []), *of_mesh]
         return sharing
 
     def rendezvous_groups(self, params: Sequence[Tensor]) -> dtensor.Sharing:
         """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
-        shared = {tuple(sorted(_ranks(g))): [g] for g in self.shared.values()}
+        shared = {tuple(sorted(group_ranks(g))): [g] for g in self.shared.values()}
         return {**self.dtensors.sharing(params), **shared}
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
@@ -222,7 +211,9 @@ class Reader:
         self.check_tp_dim(tensor, index)
         layouts, like = self._by_param.get(index, ([], tensor))
         _, flatten = self.info(index).form
+        ranks = ()
         if isinstance(tensor, DTensor):
+            ranks = dtensor.mesh_ranks(tensor.device_mesh)
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
         elif not (layouts and (in_step or tensor.ndim == 1)) or (
             len(layouts) == 1 and like.shape != tensor.shape
@@ -236,7 +227,7 @@ class Reader:
             )
         self._by_param[index] = layouts, tensor
         piece, shape = dtensor.local_part(tensor), self.shape_of(index)
-        ranks = self.dtensors.mesh_ranks(tensor) or layouts[0].group
+        ranks = ranks or layouts[0].group
         if len(ranks) == 1:
             return piece.reshape(shape)
         # The engine's group, if it has read this parameter.
@@ -267,29 +258,13 @@ class Reader:
         return dtensor.cut_out(layouts, full, like, owner)
 
 
-class _LocalReader:
+class _LocalReader(Exchange):
     """Collects what this rank knows by itself about the matrices of one ``reader``."""
 
     def __init__(self, reader: Reader) -> None:
+        super().__init__(reader.shared, reader.ep_group)
         self.reader, self.shared = reader, reader.shared
-        # Kind and ranks -> the group. A unit of FSDP1 may have other groups than those that were given.
-        self.group_of = {(kind, _ranks(g)): g for kind, g in self.shared.items()}
-        self.layouts: list[Layout] = []
-        # Digests of the values that this rank stores of cut matrices.
-        self.values: dict[Key, int] = {}
-        # Text -> the matrices that it is about.
-        self.warnings: defaultdict[str, list[str]] = defaultdict(list)
         self._views = None if reader.module is None else fsdp1.views(reader.module)
-
-    def complete(self, error: BaseException | None = None) -> list[Layout]:
-        """The layouts of all added matrices, completed by what the other ranks tell. Warns once for all.
-
-        Raises ``error``, or that of another rank.
-        """
-        ep, groups = self.reader.ep_group, self.group_of
-        ep_ranks = (process_rank(),) if ep is None else _ranks(ep)
-        values, hints = self.values, self.warnings
-        return completed(self.layouts, groups, ep_ranks, values, hints, error)
 
     def add(self, index: int, param: Tensor) -> None:
         """Adds all matrices in ``param``."""
@@ -311,38 +286,16 @@ class _LocalReader:
         else:
             self._add_plain(key, param, flatten)
 
-    def _cuts(
-        self, groups: Mapping[str, ProcessGroup], dims: Mapping[str, int | None]
-    ) -> Cuts:
-        """How ``groups``, by kind, share a matrix. Those with a dimension in ``dims`` cut it."""
-        shared = {k: groups[k] for k in KINDS if k in groups and groups[k].size() > 1}
-        cuts = tuple(Cut(k, _ranks(g), dims.get(k)) for k, g in shared.items())
-        self.group_of |= {(cut.kind, cut.ranks): shared[cut.kind] for cut in cuts}
-        return cuts
-
-    def _add(
-        self, key: Key, param: Tensor, shape: Shape, regions: Regions, cuts: Cuts
-    ) -> None:
-        """Adds a matrix of which this rank has a piece of ``shape``, and stores ``regions`` of the piece."""
-        shards = Shards((process_rank(),), (regions,))
-        layout = Layout(key, shape, param.dtype, shards, in_words(cuts), cuts=cuts)
-        self.layouts.append(layout)
-        has_values = not param.is_meta and not process_groups.is_dry_run()
-        if has_values and any(cut.cuts for cut in cuts):
-            local = dtensor.local_part(param)
-            sums = (r.of_local(local).abs().sum(dtype=torch.float64) for r in regions)
-            self.values[key] = hash(sum(part.item() for part in sums)) & DIGEST
-
     def _add_dtensor(self, key: Key, tensor: DTensor, flatten: bool) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
         groups = {k: g for k, g in self.shared.items() if k in ("ddp", "cp")}
-        mesh_ranks = self.reader.dtensors.ranks_of(tensor.device_mesh)
+        mesh_ranks = dtensor.mesh_ranks(tensor.device_mesh)
         # The contributions to a sum are no replicas.
         if any(placement.is_partial() for placement in tensor.placements):
             groups = {}
         groups = {k: g for k, g in groups.items() if _only_me(g, mesh_ranks)}
         cuts, layouts = (
-            self._cuts(groups, {}),
+            self.cuts(groups, {}),
             self.reader.dtensors.of(key, tensor, flatten),
         )
         self.layouts += [replace(layout, cuts=cuts) for layout in layouts]
@@ -353,10 +306,10 @@ class _LocalReader:
         """Warns if a group or dimension contradicts the placements."""
         mesh, config_dim = tensor.device_mesh, self.reader.tp_dim(layout.key.index)
         verdict = f"The DTensor's placements count: {layout.placement}"
-        placed = dict(zip(map(_ranks, mesh.get_all_groups()), tensor.placements))
+        placed = dict(zip(map(group_ranks, mesh.get_all_groups()), tensor.placements))
         tp_dim = None if config_dim is None else config_dim % tensor.ndim
         for kind in self.shared.keys() & {"fsdp", "tp"}:
-            ranks = _ranks(self.shared[kind])
+            ranks = group_ranks(self.shared[kind])
             dim = getattr(placed.get(ranks), "dim", None)
             agrees = dim is not None if kind == "fsdp" else dim == tp_dim
             if ranks not in placed or not agrees:
@@ -364,7 +317,7 @@ class _LocalReader:
                 actual = placed.get(ranks, f"on {mesh}")
                 text = f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement is {actual}"
                 self.warnings[f"{text}. {verdict}"].append(layout.describe())
-        replicas = _ranks(self.shared["ddp"]) if "ddp" in self.shared else ()
+        replicas = group_ranks(self.shared["ddp"]) if "ddp" in self.shared else ()
         inside = sorted({*replicas} & {*layout.group})
         if len({layout.shards.of(rank) for rank in inside}) > 1:
             text = f"ddp_process_group says that ranks {list(replicas)} hold replicas, but ranks {inside} hold different shards"
@@ -387,17 +340,17 @@ class _LocalReader:
         if stacked:
             # FSDP cuts a stack along its first dimension, so its ranks hold different matrices. A rank of
             # its group is no replica, whichever other group the rank is in.
-            cutting = _ranks(groups["fsdp"]) if "fsdp" in groups else ()
+            cutting = group_ranks(groups["fsdp"]) if "fsdp" in groups else ()
             groups = {k: g for k, g in groups.items() if _only_me(g, cutting)}
             if tp_dim is not None and tp_dim < stacked:
                 groups.pop("tp", None)
         dims = {"fsdp": 0, "tp": None if tp_dim is None else tp_dim - stacked}
-        cuts, shape = self._cuts(groups, dims), matrix_shape(param.shape, flatten)
+        cuts, shape = self.cuts(groups, dims), matrix_shape(param.shape, flatten)
         whole = Region(0, 0, *shape, 0, shape[1])
         for sub in range(math.prod(param.shape[:stacked])):
             region = whole._replace(offset=sub * whole.numel)
             regions = (region,) if whole.numel else ()
-            self._add(key._replace(sub=sub), param, shape, regions, cuts)
+            self.add_part(key._replace(sub=sub), param, shape, regions, cuts)
 
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
         """The dimension along which TP cuts ``param``, from the user or else from the framework's mark."""
@@ -430,13 +383,13 @@ class _LocalReader:
         elif "tp" in self.shared:
             tp_dim = self._tp_dim(key, param)
         for kind in groups.keys() & self.shared.keys():
-            given, ranks = _ranks(self.shared[kind]), _ranks(groups[kind])
+            given, ranks = group_ranks(self.shared[kind]), group_ranks(groups[kind])
             if given != ranks:
                 text = f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count"
                 self.warnings[text].append(described)
         # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
-        cuts = self._cuts({**self.shared, **groups}, {"tp": tp_dim})
-        self._add(key, param, shape, regions, cuts)
+        cuts = self.cuts({**self.shared, **groups}, {"tp": tp_dim})
+        self.add_part(key, param, shape, regions, cuts)
 
     def _tp_of_spec(
         self, key: Key, described: str, spec: DTensorSpec
@@ -456,11 +409,7 @@ class _LocalReader:
 
 def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:
     """Whether ``group`` has no other rank of ``ranks`` than this one."""
-    return not set(_ranks(group)) & (set(ranks) - {process_rank()})
-
-
-def _ranks(group: ProcessGroup) -> Ranks:
-    return tuple(dist.get_process_group_ranks(group))
+    return not set(group_ranks(group)) & (set(ranks) - {process_rank()})
 
 
 def tp_dim_of(param: Tensor) -> int | None:
