@@ -67,10 +67,11 @@ def partition(
             print(f"{n} {tuple(shape)} -> {why}")
     if split is None:
         return [pair for group in groups.values() for pair in group], others
-    return [
-        {"params": params, "split": one.option or None, "flatten": flatten}
-        for (one, flatten), params in groups.items()
-    ], others
+    matrices = [
+        {"params": params, "split": of_group.option or None, "flatten": flatten}
+        for (of_group, flatten), params in groups.items()
+    ]
+    return matrices, others
 
 
 def _form(split: Split, shape: tuple[int, ...]) -> tuple[Split, bool]:
@@ -118,11 +119,14 @@ class _Param(NamedTuple):
     name: str
     shape: tuple[int, ...]
     module: nn.Module | None
-    # Its layer, and the module around it: one of the two holds the experts of a router.
     layer: str
-    above: str
     # The name of the layer, for its adapters as well, because they go where their layer goes.
     unit: str
+
+    @property
+    def places(self) -> set[str]:
+        """The layer and the module around it: one of the two holds the experts of a router."""
+        return {self.layer, self.layer.rpartition(".")[0]}
 
 
 class _Model:
@@ -150,11 +154,9 @@ class _Model:
                 experts[len(submodule)].add(name.rpartition(".")[0])
         for p in layers:
             if len(p.shape) == 3 and not _is_conv(p.module):
-                experts[p.shape[0]] |= {p.layer, p.above}
+                experts[p.shape[0]] |= p.places
         wide = [p for p in matrices if p.shape[0] < p.shape[1]]
-        self.routers = {
-            p.unit for p in wide if experts[p.shape[0]] & {p.layer, p.above}
-        }
+        self.routers = {p.unit for p in wide if experts[p.shape[0]] & p.places}
         # With expert parallelism, a stack may have a part of the experts.
         routers = [p for p in matrices if p.unit in self.routers or _is_router(p.unit)]
         self.expert_counts = {p.shape[0] for p in routers}
@@ -174,12 +176,11 @@ class _Model:
         adapted = [layer[:end] for end in ends if layer[:end] in self.adapted]
         if adapted:
             unit = layer = adapted[0]
-        module, above = self.modules.get(layer), layer.rpartition(".")[0]
-        return _Param(name, shape, module, layer, above, unit)
+        return _Param(name, shape, self.modules.get(layer), layer, unit)
 
     def why_not(self, name: str, flatten: bool) -> str:
         """Why a parameter is not for Muon; "" if it is."""
-        _, shape, module, layer, _, unit = self.params[name]
+        _, shape, module, layer, unit = self.params[name]
         leaf = name.split(".")[-1]
         # A module that is not a linear layer may be a table that calls itself a weight.
         if leaf == "weight" and not hasattr(module, "in_features"):

@@ -46,9 +46,7 @@ class Split(NamedTuple):
         """Why a matrix of ``shape`` cannot be cut; "" if it can. ``dim`` is named for a stack."""
         numbers = *self.sizes, self.repeats
         if any(type(n) is not int or n < 1 for n in numbers) or self.dim not in (0, 1):
-            more = f", {self.repeats} times along dimension {self.dim}"
-            more = more if self.repeats != 1 or self.dim else ""
-            return f"split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim', but is {self.sizes}{more}"
+            return f"split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim', but is {self.option}"
         length = shape[self.dim]
         if self.lines == length:
             return ""

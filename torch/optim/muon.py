@@ -62,14 +62,8 @@ def create_dtensor_config(
     Returns:
         DistributedConfig: its ``state["is_dtensor"]`` is True. Once the optimizer is built,
         ``state["param_metadata"][i]`` has ``device_mesh`` and ``placements`` of each DTensor.
-
-    Example:
-        >>> # xdoctest: +SKIP
-        >>> fully_shard(model)
-        >>> matrices = [(n, p) for n, p in model.named_parameters() if p.ndim == 2]
-        >>> optimizer = Muon(matrices, distributed_config=create_dtensor_config())
     """
-    # It imports torch.distributed.
+    # These modules import torch.distributed, as this one must not.
     from torch.optim._muon_engine.callbacks import factory_config
 
     return factory_config(
@@ -265,11 +259,10 @@ def partition_named_parameters(
     To the rest go
 
     - everything that is not 2D, and matrices of one row or column;
-    - embeddings, also if they are tied to the output head, and 2D parameters that are named like a table
-      (of positions, tokens) or a bias;
+    - embeddings, tied ones too, and 2D parameters that are named like a table (of positions) or a bias;
     - output heads: layers with as many rows as an embedding, unless hidden layers have this size; layers
-      that are named like a head (``lm_head``, ``classifier``, ``score`` and others), all layers in a module
-      with such a name, and an ``fc`` at the end of the model;
+      that are named like a head (``lm_head``, ``classifier``, ``score`` and others) or are in a module with
+      such a name; and an ``fc`` at the end of the model;
     - routers: layers with "router" in their name, or with one row for each of the experts next to them;
     - the weights of LSTM and GRU, which are several gates in one.
 
@@ -288,8 +281,7 @@ def partition_named_parameters(
 
     Returns:
         tuple of two lists: matrices and the rest, as (name, Parameter). With ``split``, the matrices are
-        parameter groups, one for each split. Names lack the prefixes of FSDP1 and of activation
-        checkpointing.
+        parameter groups, one for each split. Names lack the prefixes of wrappers.
 
     Raises:
         ValueError: a flat FSDP1 parameter holds parameters for both or of different splits, or a pattern

@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -159,9 +160,9 @@ class TestMuonDivision(TestCase):
             self.assertEqual([found[s, 64] for s in shapes[: len(totals)]], totals)
             self.assertEqual(found[shapes[0], 32], 64)
         # A frozen matrix takes no time, and no rank.
-        two = shards_of([shapes[0]] * 2, 2)
+        one, other = shards_of([shapes[0]] * 2, 2)
         with mock.patch.object(owners, "FLOPS", 1):
-            found = divided(two, "auto", 2, ["quintic", None])
+            found = divided([one, replace(other, frozen=True)], "auto", 2)
             found = [layout.key.block[1] for layout in found]
         self.assertEqual(found, [2, 2, 1])
 

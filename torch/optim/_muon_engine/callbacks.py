@@ -10,7 +10,6 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from .process_groups import counters_of, ranks_per_node
 from .runtime import Param
 from .runtime.compute import accumulate
 from .runtime.pipeline import run_in_turn
-from .schedule.owners import assign_owners, by_rank
+from .schedule.owners import assign_owners
 
 
 # Entries of a config's state: the layouts while an engine calls an ``assign_fn``, the step that calls the
@@ -62,20 +61,17 @@ def choose_owners(
     params: Sequence[Tensor], layouts: Sequence[Layout]
 ) -> tuple[list[int], dict[int, list[int]]]:
     """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
-    # Frozen parameters take no time. They must not move the owners of the others.
-    trains = [not dtensor.is_frozen(params[layout.key.index]) for layout in layouts]
-    trained, per_node = compress(layouts, trains), ranks_per_node()
-    chosen = iter(
-        assign_owners(trained, lambda g: counters_of(g).first_owner, per_node)
+    owners = assign_owners(
+        layouts, lambda g: counters_of(g).first_owner, ranks_per_node()
     )
-    owners = [next(chosen) if t else l.group[0] for l, t in zip(layouts, trains)]
     groups = {layout.group for layout in layouts}
     owned: dict[int, list[int]] = {rank: [] for group in groups for rank in group}
-    indices = [layout.key.index for layout in layouts]
-    # A rank that holds no matrix of a stack lists the stack as its own.
-    empty = sorted(set(range(len(params))).difference(indices))
-    own = [process_rank()] * len(empty)
-    owned |= by_rank([*indices, *empty], [*owners, *own])
+    # A parameter counts for its first matrix. A rank that holds no matrix of a stack lists it as its own.
+    owner_of: dict[int, int] = {}
+    for layout, owner in zip(layouts, owners, strict=True):
+        owner_of.setdefault(layout.key.index, owner)
+    for index in range(len(params)):
+        owned.setdefault(owner_of.get(index, process_rank()), []).append(index)
     return owners, dict(sorted(owned.items()))
 
 

@@ -162,11 +162,7 @@ def _division(engine: Any, group: Ranks) -> list[str]:
 def bytes_of(
     schedule: Schedule, group: Ranks, rank: int, ahead: int
 ) -> tuple[int, int, int]:
-    """Bytes that ``rank`` sends, receives and has memory for, in the buckets of ``group``.
-
-    Args:
-        ahead: the config's ``prefetch_count``.
-    """
+    """Bytes that ``rank`` sends, receives and has memory for, with ``ahead`` prefetched buckets of ``group``."""
     buckets = [b for b in schedule.buckets if b.group == group]
     of_buckets = [schedule.packs(b, rank) for b in buckets]
     sent = received = copied = 0

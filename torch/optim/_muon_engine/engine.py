@@ -26,7 +26,7 @@ from .process_groups import FailureNotes, Ranks, spanning_group
 from .runtime import Param, transport
 from .runtime.pipeline import Pipeline
 from .schedule import buckets
-from .schedule.owners import check_assignments, divided, owners_of
+from .schedule.owners import divided, owners_of
 from .schedule.packs import Schedule, slots_for
 
 
@@ -159,10 +159,7 @@ class Engine:
                 if self.runs_on_engine and are_from_factory(self.config, "assign"):
                     each = self.config.state.get("owners_per_matrix", 1)
                     of_layouts = [self.params[layout.key.index] for layout in layouts]
-                    algorithms = [
-                        None if param.frozen else param.formulas.ns_algorithm
-                        for param in of_layouts
-                    ]
+                    algorithms = [param.formulas.ns_algorithm for param in of_layouts]
                     layouts = divided(layouts, each, per_node, algorithms)
                 owners = self._assign(tensors, layouts)
         except Exception as raised:
@@ -185,7 +182,6 @@ class Engine:
             layouts,
             owners,
             NS_DTYPE,
-            frozen=[self.params[l.key.index].frozen for l in layouts],
             one_owner_at_a_time=not self.config.async_gpu_parallelism,
             ranks_per_node=per_node,
             slots=slots_for(self.config.prefetch_count),
@@ -211,9 +207,9 @@ class Engine:
         with callbacks.lent(self.config.state, entries):
             assignments = self.config.assign_fn(list(tensors), self.config.state)
         described = [param.described for param in self.params]
-        check_assignments(assignments, described, self.world_size)
+        owners = owners_of(assignments, layouts, described, self.world_size)
         self.assignments = {rank: list(owned) for rank, owned in assignments.items()}
-        return owners_of(assignments, layouts)
+        return owners
 
     def _pipeline(self) -> Pipeline:
         """The pipeline with the memory of all buckets. The first call makes it."""

@@ -225,10 +225,7 @@ class Shards:
 
 
 class Cut(NamedTuple):
-    """A process group over which a matrix is cut along ``dim``, or replicated if ``dim`` is None.
-
-    FSDP1's cut has no ``dim`` either, because its regions count in the whole matrix.
-    """
+    """A process group over which a matrix is cut along ``dim``; None for replicas and for FSDP1's regions."""
 
     kind: str
     ranks: Ranks
@@ -247,8 +244,9 @@ Cuts = tuple[Cut, ...]
 class Layout:
     """One matrix, or a block of a divided one: its global shape, and which rank stores what of it.
 
-    ``placement`` names the placements or groups, for error messages. ``divided`` is the shape of the matrix
-    that a block is from. While ranks read, a layout is what a rank knows, and the ranks of ``cuts`` know the rest.
+    ``placement`` names the placements or groups, for error messages. A ``frozen`` one is not in the schedule.
+    While ranks read, a layout is what a rank knows, and the ranks of ``cuts`` know the rest. ``divided`` is
+    the shape of the matrix that a block is from.
     """
 
     key: Key
@@ -256,8 +254,9 @@ class Layout:
     dtype: torch.dtype
     shards: Shards
     placement: str = ""
-    divided: Shape | None = None
+    frozen: bool = False
     cuts: Cuts = ()
+    divided: Shape | None = None
 
     @property
     def full_shape(self) -> Shape:
@@ -332,7 +331,5 @@ def _overlap(regions: list[Region]) -> str:
         for left, right in itertools.pairwise(band):
             if left.column + left.width > right.column:
                 bottom = min(left.row + left.height, right.row + right.height)
-                return (
-                    f"pieces overlap in rows {top} to {bottom}, column {right.column}"
-                )
+                return f"pieces overlap: rows {top} to {bottom}, column {right.column}"
     return ""

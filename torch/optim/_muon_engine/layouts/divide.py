@@ -8,11 +8,7 @@ from torch.optim._muon_split import Split
 
 
 def split(layout: Layout, fused: Split) -> Iterator[Layout]:
-    """The parts of a fused weight, which are matrices of their own; without sizes the whole weight.
-
-    Raises:
-        ValueError: the sizes do not add up to the rows or columns of the matrix.
-    """
+    """The parts of a ``fused`` weight. Raises ValueError if they do not add up to its rows or columns."""
     if not fused.sizes:
         yield layout
         return
@@ -25,10 +21,7 @@ def split(layout: Layout, fused: Split) -> Iterator[Layout]:
 
 
 def divide(layout: Layout, owners: int) -> Iterator[Layout]:
-    """``owners`` blocks along the long side, which as many ranks orthogonalize together.
-
-    A group of fewer ranks divides a matrix among all of them.
-    """
+    """``owners`` blocks along the long side, or one for each rank of a smaller group."""
     count = min(owners, len(layout.group))
     if count == 1:
         yield layout

@@ -48,8 +48,7 @@ class DTensorLayouts:
             everywhere: whether to return all matrices of a stack.
 
         Raises:
-            ValueError: the mesh lacks this rank, a placement is of an unknown kind, or the local tensor
-                does not have the size that the placements give.
+            ValueError: for an unknown placement, a mesh without this rank, or a local tensor of another size.
         """
         mesh, rank, local = tensor.device_mesh, process_rank(), tensor._local_tensor
         try:
@@ -65,8 +64,9 @@ class DTensorLayouts:
             ) from None
         placement = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
         shape, dtype = matrix_shape(tensor.shape, flatten), tensor.dtype
+        frozen = is_frozen(tensor)
         return [
-            Layout(key._replace(sub=sub), shape, dtype, shards, placement)
+            Layout(key._replace(sub=sub), shape, dtype, shards, placement, frozen)
             for sub, shards in shards_of.items()
         ]
 
@@ -81,7 +81,7 @@ class DTensorLayouts:
             )
         memo = (mesh, tensor.placements, flatten, everywhere, *tensor.shape)
         if memo not in self._shards:
-            ranks, contributions = _flattened(mesh), _contributions(tensor)
+            ranks, contributions = mesh.mesh.flatten().tolist(), _contributions(tensor)
             by_rank = _matrices_by_rank(tensor, flatten)
             subs = by_rank[ranks.index(process_rank())].keys()
             if everywhere:
@@ -89,18 +89,15 @@ class DTensorLayouts:
             shards = self._shards[memo] = {}
             for sub in subs:
                 holders = [at for at, matrices in enumerate(by_rank) if sub in matrices]
+                regions = tuple(by_rank[at][sub] for at in holders)
+                of_sum = tuple(contributions[at] for at in holders if contributions)
                 shards[sub] = Shards(
-                    tuple(ranks[at] for at in holders),
-                    tuple(by_rank[at][sub] for at in holders),
-                    tuple(contributions[at] for at in holders if contributions),
+                    tuple(ranks[at] for at in holders), regions, of_sum
                 )
         return self._shards[memo]
 
     def sharing(self, params: Sequence[Tensor]) -> Sharing:
-        """Sorted ranks that share one of ``params`` -> the mesh's groups for it.
-
-        The result is the same on all ranks of a mesh, even if one of them cannot read its parameters.
-        """
+        """Sorted ranks that share one of ``params`` -> groups; the same on a mesh, even if one rank cannot read."""
         dtensors = [p for p in params if isinstance(p, DTensor)]
         on_mesh = [p for p in dtensors if p.device_mesh.get_coordinate()]
         shared: Sharing = {} if len(on_mesh) == len(params) else {(process_rank(),): []}
@@ -116,13 +113,9 @@ class DTensorLayouts:
         return shared
 
 
-def _flattened(mesh: DeviceMesh) -> Ranks:
-    return tuple(mesh.mesh.flatten().tolist())
-
-
 def mesh_ranks(mesh: DeviceMesh) -> Ranks:
     """The sorted ranks of ``mesh``."""
-    return tuple(sorted(_flattened(mesh)))
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 def device_of(
@@ -157,10 +150,7 @@ def _flattened_groups(mesh: DeviceMesh) -> list[ProcessGroup]:
 def cut_out(
     layouts: Sequence[Layout], full: Tensor, like: Tensor, owner: int = -1
 ) -> Tensor:
-    """This rank's shards of ``full``, in the type and placement of ``like``.
-
-    If the matrix is a sum, the contribution of ``owner``, or the first one, gets them, and others get zeros.
-    """
+    """This rank's shards of ``full``, placed like ``like``; of a sum, those of ``owner``'s contribution."""
     rank, part = process_rank(), local_part(like)
     local = full.new_zeros(part.shape, device=part.device)
     for layout in (l for l in layouts if rank in l.shards.ranks):
@@ -191,13 +181,13 @@ def is_frozen(param: Tensor) -> bool:
 
 def origin_of(param: Tensor) -> tuple:
     """The properties from which the layout of ``param`` is read, for a later comparison."""
-    origin = (is_frozen(param), param.shape, param.dtype, param.device)
     # Only a contiguous parameter can be flattened.
-    origin += (param.is_contiguous(),)
+    tensor = param.shape, param.dtype, param.device, param.is_contiguous()
+    placed: tuple = ()
     if isinstance(param, DTensor):
         local = param._local_tensor
-        origin += (local.shape, local.device, param.device_mesh, param.placements)
-    return origin
+        placed = local.shape, local.device, param.device_mesh, param.placements
+    return is_frozen(param), *tensor, *placed
 
 
 def count_version(*tensors: Tensor) -> None:
@@ -219,9 +209,8 @@ def tp_mark_of(param: Tensor) -> int | None:
 def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
     """``grad`` on this rank, with the placement and dtype of ``param``.
 
-    Changing the placement is the framework's collective, which every rank of the mesh must join. Autograd
-    gives the contributions to a sum (a Partial parameter) one replicated gradient. It is the gradient of
-    the sum, so the first contribution takes it and the others take zeros.
+    Changing the placement is the framework's collective, which every rank of the mesh must join. The
+    contributions to a sum may have one replicated gradient, that of the sum. The first one takes it.
     """
     takes = True
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
@@ -241,12 +230,11 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
     """Why ``grad`` cannot be used for ``param``; "" if it can."""
     if grad.layout != torch.strided:
         return "Muon does not support sparse gradients"
-    meshes = (getattr(tensor, "device_mesh", None) for tensor in (param, grad))
     pairs: dict[str, Iterable[Any]] = {
         "is a DTensor": (is_dtensor(param), is_dtensor(grad)),
         "is complex": (param.is_complex(), grad.is_complex()),
         "has shape": (tuple(param.shape), tuple(grad.shape)),
-        "is on the mesh": meshes,
+        "is on the mesh": [getattr(t, "device_mesh", None) for t in (param, grad)],
     }
     # A gradient of another placement is brought to the parameter's.
     if placed_like(param, grad):
@@ -263,14 +251,9 @@ def like_param(param: Tensor, local: Tensor) -> Tensor:
     """``local`` as a tensor of ``param``'s own type and placement."""
     if not isinstance(param, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    mesh, placements = param.device_mesh, param.placements
+    whole = {"shape": param.shape, "stride": param.stride()}
+    return DTensor.from_local(local, mesh, placements, run_check=False, **whole)
 
 
 def new_momentum_buffer(param: Tensor) -> Tensor:
@@ -287,10 +270,7 @@ def placed_like(param: Tensor, buffer: Tensor) -> bool:
 
 
 def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
-    """A momentum ``buffer`` of another placement, in ``param``'s type and placement.
-
-    All ranks come here or none, because they have loaded the same state or changed the same parameters.
-    """
+    """A momentum ``buffer`` of another placement, placed like ``param``. All ranks must make this call."""
     if param.shape != buffer.shape:
         raise ValueError(
             f"the momentum buffer of {description} has shape {tuple(buffer.shape)}: load the whole one, or a DTensor of it"
@@ -320,12 +300,8 @@ def _contributions(tensor: DTensor) -> tuple[int, ...]:
 
 
 def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]]:
-    """For each rank of the flattened mesh, the matrices that it holds a part of, and their regions.
-
-    Unless it is to be flattened, a tensor of three and more dimensions is a stack of matrices of its last
-    two, numbered row-major.
-    """
-    # The dimension of the rows. Those before it number the matrices, those after it are columns.
+    """For each rank of the flattened mesh, the matrices that it holds a part of, and their regions."""
+    # The dimension of the rows. Those before it number the matrices of a stack, those after it are columns.
     first, dims = 0 if flatten else tensor.ndim - 2, range(tensor.ndim)
     parts = dims[:first], dims[first : first + 1], dims[first + 1 :]
     by_rank = list(zip(*(_runs_by_rank(part, tensor) for part in parts)))
@@ -340,11 +316,10 @@ def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]
 
 
 def _runs_by_rank(dims: range, tensor: DTensor) -> list[Runs]:
-    """For each rank of the flattened mesh, the indices that it holds along ``dims`` of a tensor.
+    """For each rank of the flattened mesh, the row-major indices that it holds along ``dims`` of a tensor.
 
-    Indices count the elements of ``dims``, row-major, and are runs (start, length). The placements
-    themselves cut an index tensor, so this function does not know the rules for uneven, empty and
-    strided shards.
+    The placements themselves cut an index tensor, so this function does not know the rules for uneven,
+    empty and strided shards.
     """
     placements, sizes = tensor.placements, tensor.device_mesh.shape
     shape = [size if dim in dims else 1 for dim, size in enumerate(tensor.shape)]
@@ -368,9 +343,8 @@ def _order_of_cuts(
 ) -> list[tuple[int, Any]]:
     """The mesh dimensions that cut tensor dimension ``dim``, in their order, with their placements.
 
-    The order is left to right, except for a strided shard whose split factor is the number of pieces of
-    the dimensions to its right (FSDP over TP). It cuts each of their pieces after them, which for uneven
-    sizes differs from cutting strides.
+    A strided shard whose split factor is the number of pieces of the dimensions to its right (FSDP over TP)
+    cuts each of their pieces after them, which for uneven sizes differs from cutting strides.
     """
     order: list[tuple[int, Any]] = []
     pieces = 1

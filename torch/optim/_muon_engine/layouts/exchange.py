@@ -1,8 +1,7 @@
 """The data that ranks exchange about tensors that process groups share, and the layouts that follow.
 
-A group does not say how a matrix was cut, so each rank tells the others its part. The ranks go through
-their groups in the reverse of the order in which the cuts were made. In each group they put their pieces
-together, and tell the next group the result.
+A group does not say how a matrix was cut, so each rank tells the others its part. In each group, ranks put
+their pieces together, and tell the next group the result.
 """
 
 import warnings
@@ -29,7 +28,7 @@ from torch.optim._muon_engine.layouts import (
     Shape,
     Shards,
 )
-from torch.optim._muon_engine.layouts.dtensor import local_part
+from torch.optim._muon_engine.layouts.dtensor import is_frozen, local_part
 from torch.optim._muon_engine.process_groups import is_dry_run
 
 
@@ -50,6 +49,7 @@ _EQUAL_SHARDS = {
 # None, the number of its parameter among those of no expert, and its number in the parameter. (Ranks may
 # hold different numbers of a stack's matrices.)
 Name = tuple["int | None", int, int]
+KindGroups = Mapping[str, ProcessGroup]
 # By kind and ranks.
 Groups = dict[tuple[str, Ranks], ProcessGroup]
 # The message of a rank to a group: its layouts so far, digests of their values (0 for zeros), and its
@@ -73,20 +73,11 @@ def group_ranks(group: ProcessGroup) -> Ranks:
 
 
 class Exchange:
-    """What this rank knows by itself about matrices, and what other ranks tell it.
+    """What this rank knows by itself about matrices that groups share, and what other ranks tell it."""
 
-    Args:
-        shared: by kind, the groups of ranks that share matrices.
-        ep_group: the ranks that hold other experts.
-    """
-
-    def __init__(
-        self, shared: Mapping[str, ProcessGroup], ep_group: ProcessGroup | None
-    ) -> None:
+    def __init__(self, shared: KindGroups, ep_group: ProcessGroup | None) -> None:
         # A unit of FSDP1 may have other groups than those that were given.
-        self.group_of: Groups = {
-            (kind, group_ranks(g)): g for kind, g in shared.items()
-        }
+        self.group_of: Groups = {(k, group_ranks(g)): g for k, g in shared.items()}
         self.ep_ranks = (process_rank(),) if ep_group is None else group_ranks(ep_group)
         self.layouts: list[Layout] = []
         # Digests of the values that this rank stores of cut matrices; 0 for zeros.
@@ -94,9 +85,7 @@ class Exchange:
         # Text -> the matrices that it is about.
         self.warnings: defaultdict[str, list[str]] = defaultdict(list)
 
-    def cuts(
-        self, groups: Mapping[str, ProcessGroup], dims: Mapping[str, int | None]
-    ) -> Cuts:
+    def cuts(self, groups: KindGroups, dims: Mapping[str, int | None]) -> Cuts:
         """How ``groups``, by kind, share a matrix. Those with a dimension in ``dims`` cut it."""
         shared = {k: groups[k] for k in KINDS if k in groups and groups[k].size() > 1}
         cuts = tuple(Cut(k, group_ranks(g), dims.get(k)) for k, g in shared.items())
@@ -108,7 +97,8 @@ class Exchange:
     ) -> None:
         """Adds a matrix of which this rank has a piece of ``shape``, and stores ``regions`` of the piece."""
         shards = Shards((process_rank(),), (regions,))
-        layout = Layout(key, shape, param.dtype, shards, in_words(cuts), cuts=cuts)
+        words, frozen = in_words(cuts), is_frozen(param)
+        layout = Layout(key, shape, param.dtype, shards, words, frozen, cuts)
         self.layouts.append(layout)
         has_values = not param.is_meta and not is_dry_run()
         if has_values and any(cut.cuts for cut in cuts):
@@ -117,10 +107,7 @@ class Exchange:
             self.values[key] = hash(sum(part.item() for part in sums)) & _DIGEST
 
     def complete(self, error: BaseException | None = None) -> list[Layout]:
-        """The layouts, with the parts of all ranks put together over all groups. Warns once for all.
-
-        Raises ``error``, or that of another rank of the grid, on every rank of the grid.
-        """
+        """The layouts, with the parts of all ranks put together. Raises the error of any rank of the grid."""
         layouts, parts = self.layouts, _by_name(self.layouts)
         described = {name: l.describe() for name, l in zip(parts, layouts, strict=True)}
         digests = {name: self.values.get(l.key, 0) for name, l in zip(parts, layouts)}
@@ -194,13 +181,9 @@ def _joined(
     answers: Sequence[Message],
     described: Mapping[Name, str],
 ) -> Iterator[tuple[Name, Layout, tuple[int, ...]]]:
-    """Those of ``parts`` that a group shares, put together from what its ranks told.
+    """Those of ``parts`` that a group shares, put together: names, layouts and the digests of their values.
 
-    Yields:
-        The name and layout of each, and the digests of its parts' values: one for replicas.
-
-    Raises:
-        ValueError: the ranks' parts or groups contradict each other.
+    Raises ValueError if the ranks' parts or groups contradict each other.
     """
     joined_of: dict[tuple, tuple[Layout, list[int]]] = {}
     layouts, digests, ep_ranks = zip(*answers)
@@ -230,7 +213,7 @@ def _check_cuts(cuts: Cuts, cut: Cut, parts: Mapping[int, Layout]) -> None:
     """Raises ValueError if the ranks of a group have groups that contradict each other."""
     for other, part in parts.items():
         grids = [
-            [(c.kind, len(c.ranks), c.dim) for c in of] for of in (cuts, part.cuts)
+            [(c.kind, len(c.ranks), c.dim) for c in cs] for cs in (cuts, part.cuts)
         ]
         if grids[0] != grids[1] or cut not in part.cuts:
             raise ValueError(

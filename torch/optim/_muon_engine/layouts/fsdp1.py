@@ -13,24 +13,18 @@ from torch.optim._muon_engine.layouts import listed, matrix_shape, not_2d, Regio
 
 
 class FlatTensor(NamedTuple):
-    """An original parameter, and which of its elements this rank stores.
-
-    ``tp`` says how tensor parallelism had cut it before FSDP did; None where it had not. FSDP flattened a
-    ``contiguous`` one row by row, another one in another order of its memory.
-    """
+    """An original parameter, how ``tp`` had cut it before FSDP did, and which elements this rank stores."""
 
     name: str
     shape: tuple[int, ...]
     tp: DTensorSpec | None
+    # Whether FSDP flattened it row by row, and not in another order of its memory.
     contiguous: bool
     # FSDP's ShardParamInfo. Its indices count the elements in the order of flattening.
     shard: Any
 
     def regions(self, shape: tuple[int, int], number: int) -> tuple[Region, ...]:
-        """The stored part of the ``number``-th matrix of ``shape`` in the tensor.
-
-        It is at most three rectangles: the end of one row, whole rows, the beginning of another row.
-        """
+        """What is stored of the ``number``-th matrix of ``shape``: the end of a row, whole rows, the start of one."""
         if not self.shard.in_shard:
             return ()
         (rows, columns), start = shape, self.shard.intra_param_start_idx
@@ -54,6 +48,8 @@ FlatMatrix = tuple[FlatTensor, tuple[int, int], tuple[Region, ...]]
 # these; no groups if only the module, which was not given, knows them.
 FlatView = tuple[Sequence[FlatTensor], Mapping[str, ProcessGroup]]
 Views = dict[Tensor, FlatView]
+# The name and unsharded shape of each tensor in a parameter.
+Inside = list[tuple[str, tuple[int, ...]]]
 
 
 def views(module: nn.Module) -> Views:
@@ -79,14 +75,11 @@ def views(module: nn.Module) -> Views:
 def view_of(
     param: Tensor, described: str, flat_views: Views | None, has_group: bool
 ) -> FlatView | None:
-    """The view of ``param``; None if FSDP1 did not flatten it.
+    """The view of ``param``; None if FSDP1 did not flatten it. Raises ValueError if the user must say more.
 
     Args:
         flat_views: the :func:`views` of the user's module; None without a module.
         has_group: whether the user gave the group that shares flat parameters.
-
-    Raises:
-        ValueError: the user must say more about this parameter.
     """
     if not getattr(param, "_fsdp_flattened", False):
         return None
@@ -113,11 +106,7 @@ def _tensors(flat: Any, prefix: str = "") -> list[FlatTensor]:
 def matrices_of(
     tensors: Sequence[FlatTensor], described: str, takes_stacks: bool, flatten: bool
 ) -> Iterator[FlatMatrix]:
-    """The matrices in ``tensors``: those of stacks one by one, or each tensor flattened.
-
-    Raises:
-        ValueError: a tensor holds no matrix, was not contiguous, or is a stack that TP cuts.
-    """
+    """The matrices in ``tensors``, those of stacks one by one. Raises ValueError for what is none."""
     others = _others(tensors, described, math.inf if takes_stacks or flatten else 2)
     if others:
         names = listed([tensor.name for tensor in others], 4)
@@ -152,14 +141,12 @@ def _others(
     return others
 
 
-def logical_matrices(
-    module: nn.Module,
-) -> Iterator[tuple[str, nn.Parameter, list[tuple[str, tuple[int, ...]]]]]:
-    """Each parameter of ``module``: its name, itself, and the name and unsharded shape of all tensors in it."""
+def logical_matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Inside]]:
+    """The name of each parameter of ``module``, the parameter, and what is in it."""
     flat_views = views(module)
     for name, param in module.named_parameters():
         name = clean_tensor_name(name)
-        inside = [(name, tuple(param.shape))]
+        inside: Inside = [(name, tuple(param.shape))]
         if param in flat_views:
             tensors, _ = flat_views[param]
             _others(tensors, f"parameter {name!r}")

@@ -1,8 +1,4 @@
-"""The reader: where an optimizer's parameters are, by their placements or over process groups.
-
-With process groups, the user says which ranks share a parameter, and the ranks exchange the shapes of
-their pieces. DTensors describe themselves. Groups can only add replicas of their whole mesh.
-"""
+"""The reader: where an optimizer's parameters are, by their placements or over process groups."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,17 +29,14 @@ from torch.optim._muon_engine.layouts.exchange import (
     Exchange,
     group_ranks,
     Groups,
+    KindGroups,
     KINDS,
 )
 from torch.optim._muon_split import Split
 
 
 class ParamInfo(NamedTuple):
-    """What an optimizer knows about a parameter.
-
-    The dicts of the config name the parameter by ``config_index``. ``form`` says how it is split, and
-    whether dimension 0 by all others is one matrix (``flatten``).
-    """
+    """A parameter's index in the dicts of the config, its name, and its options ``split`` and ``flatten``."""
 
     config_index: int
     name: str | None = None
@@ -53,10 +46,8 @@ class ParamInfo(NamedTuple):
 class Reader:
     """Asks the framework where the shards of an optimizer's parameters are.
 
-    A plain tensor that no group shares is a whole matrix, which each rank updates by itself.
-
     Args:
-        state: a config's. Without process groups, only DTensors are shared.
+        state: a config's. A plain tensor that none of its groups shares is a whole matrix of each rank.
         takes_stacks: whether FSDP1 may have flattened stacks of matrices.
     """
 
@@ -125,11 +116,8 @@ class Reader:
     ) -> list[Layout]:
         """The layouts of all matrices in ``params``, in an order that all ranks share.
 
-        The ranks of the groups exchange what they hold. They learn of an ``error`` of this rank there,
-        and raise it.
-
-        Args:
-            infos: about each parameter (default: its index is its config index).
+        The ranks of the groups exchange what they hold, and raise an ``error`` of this rank. ``infos`` are
+        about each parameter (default: its index is its config index).
         """
         self._infos = infos
         # Another mesh may get the address of a former one.
@@ -205,19 +193,17 @@ class Reader:
     def whole(self, tensor: Tensor, index: int, in_step: bool) -> Tensor:
         """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece.
 
-        Outside of a step the tensor may be another one than was read. Some ranks' pieces may have the former
-        shapes nevertheless, so all ranks tell each other their shapes. Only a flat piece of FSDP1 cannot tell.
+        Outside of a step, it may be another tensor than was read, with other shapes on some ranks only. So
+        the ranks read again, except for a flat piece of FSDP1, which cannot tell its shape.
         """
         self.check_tp_dim(tensor, index)
         layouts, like = self._by_param.get(index, ([], tensor))
         _, flatten = self.info(index).form
-        ranks = ()
+        ranks, is_as_read = (), layouts and (in_step or tensor.ndim == 1)
         if isinstance(tensor, DTensor):
             ranks = dtensor.mesh_ranks(tensor.device_mesh)
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
-        elif not (layouts and (in_step or tensor.ndim == 1)) or (
-            len(layouts) == 1 and like.shape != tensor.shape
-        ):
+        elif not is_as_read or (len(layouts) == 1 and like.shape != tensor.shape):
             local = _LocalReader(self)
             local.add(index, tensor)
             layouts = local.complete()
@@ -229,7 +215,7 @@ class Reader:
         piece, shape = dtensor.local_part(tensor), self.shape_of(index)
         ranks = ranks or layouts[0].group
         if len(ranks) == 1:
-            return piece.reshape(shape)
+            return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.
         sharing = self.sharing or self.dtensors.sharing([tensor])
         candidates = sharing.get(ranks, self.shared.values())
@@ -254,12 +240,12 @@ class Reader:
             )
         if not isinstance(like, DTensor):
             if not layouts or len(layouts[0].group) == 1:
-                return full.reshape(like.shape)
+                return full if full.shape == like.shape else full.reshape(like.shape)
         return dtensor.cut_out(layouts, full, like, owner)
 
 
 class _LocalReader(Exchange):
-    """Collects what this rank knows by itself about the matrices of one ``reader``."""
+    """Collects what this rank knows about the matrices of one ``reader``."""
 
     def __init__(self, reader: Reader) -> None:
         super().__init__(reader.shared, reader.ep_group)
@@ -290,14 +276,12 @@ class _LocalReader(Exchange):
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
         groups = {k: g for k, g in self.shared.items() if k in ("ddp", "cp")}
         mesh_ranks = dtensor.mesh_ranks(tensor.device_mesh)
+        groups = {k: g for k, g in groups.items() if _only_me(g, mesh_ranks)}
         # The contributions to a sum are no replicas.
         if any(placement.is_partial() for placement in tensor.placements):
             groups = {}
-        groups = {k: g for k, g in groups.items() if _only_me(g, mesh_ranks)}
-        cuts, layouts = (
-            self.cuts(groups, {}),
-            self.reader.dtensors.of(key, tensor, flatten),
-        )
+        cuts = self.cuts(groups, {})
+        layouts = self.reader.dtensors.of(key, tensor, flatten)
         self.layouts += [replace(layout, cuts=cuts) for layout in layouts]
         if layouts:
             self._compare_with_groups(layouts[0], tensor)
@@ -367,11 +351,7 @@ class _LocalReader(Exchange):
         return mark
 
     def _add_flat(
-        self,
-        key: Key,
-        param: Tensor,
-        matrix: fsdp1.FlatMatrix,
-        groups: Mapping[str, ProcessGroup],
+        self, key: Key, param: Tensor, matrix: fsdp1.FlatMatrix, groups: KindGroups
     ) -> None:
         """Adds a matrix that FSDP1 flattened. Its own ``groups`` count, not other ones of the config."""
         tensor, shape, regions = matrix
@@ -413,10 +393,7 @@ def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:
 
 
 def tp_dim_of(param: Tensor) -> int | None:
-    """The dimension along which TP cuts ``param``, from its mark or its placement.
-
-    -1 if TP does not cut it, as Megatron marks it; None if nothing says how.
-    """
+    """The dimension along which TP cuts ``param``; -1, as Megatron marks it, for none; None if nothing says so."""
     marked = dtensor.tp_mark_of(param)
     if marked is not None or not isinstance(param, DTensor):
         return marked

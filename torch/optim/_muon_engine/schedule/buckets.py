@@ -10,12 +10,12 @@ from itertools import product
 from operator import itemgetter
 
 import torch
-from torch.optim._muon_engine.layouts import Layout, Ranks
+from torch.optim._muon_engine.layouts import Layout, Ranks, Shards
 from torch.optim._muon_engine.schedule.owners import flops_of
 from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
 
 
-# Enough buckets to hide transfers behind orthogonalization. More would only add latency.
+# Enough buckets to hide transfers behind orthogonalization.
 MAX_BUCKETS = 4
 # Maximum size of what an owner gathers in a bucket, unless one matrix of the group is larger.
 BUCKET_BYTES = 256 * 1024**2
@@ -36,7 +36,6 @@ def make_schedule(
     owners: Sequence[int],
     wire_dtype: torch.dtype,
     *,
-    frozen: Sequence[bool] = (),
     one_owner_at_a_time: bool = False,
     ranks_per_node: int = 1,
     slots: int = 3,
@@ -45,13 +44,12 @@ def make_schedule(
 
     Args:
         wire_dtype: what ranks exchange; contributions to a sum travel in their own dtype.
-        frozen: layouts that are in no bucket.
         ranks_per_node: this many consecutive ranks are near each other.
         slots: buckets of a group that have memory at the same time.
     """
     families: dict[tuple, list[int]] = {}
     for i, layout in enumerate(layouts):
-        if frozen and frozen[i]:
+        if layout.frozen:
             continue
         # Contributions are summed before they are rounded.
         dtype = layout.dtype if layout.shards.partial else wire_dtype
@@ -78,8 +76,9 @@ def make_schedule(
     counts: Counter[Ranks] = Counter()
     buckets = []
     for (*_, group, _), dtype, part in sorted(ordered, key=itemgetter(0)):
-        relayed = _is_relayed(part, layouts, BUCKET_BYTES // dtype.itemsize)
-        peers = _destinations(part, layouts) if relayed else len(group) - 1
+        shards = Counter(layouts[m].shards for m in part)
+        relayed = _is_relayed(shards, BUCKET_BYTES // dtype.itemsize)
+        peers = max(map(_destinations, shards)) if relayed else len(group) - 1
         size = _node_size(group, peers, ranks_per_node)
         index, matrices = counts[group], tuple(part)
         buckets.append(Bucket(group, index, matrices, dtype, wire_dtype, relayed, size))
@@ -92,8 +91,8 @@ def _cut(
 ) -> list[list[int]]:
     """Distributes the owners' matrices over buckets, whose owners work at the same time.
 
-    A rank waits for a bucket's results, so the buckets, run sequentially, take as long as the busiest
-    owner of each. The fewest buckets win that keep this close to the busiest owner's own work.
+    A rank waits for a bucket's results, so a bucket takes as long as its busiest owner. The fewest buckets
+    win whose sum is close to the busiest owner's own work.
 
     Args:
         most: buckets, unless the limit requires more.
@@ -118,10 +117,9 @@ def _cut(
             break
         limits = [rest if at % slots else first for at in range(count)]
         parts, time = _spread(queues, layouts, work, limits)
+        of_parts = [Counter(layouts[m].shards for m in part) for part in parts]
         # No holder sends more than twice the limit in a bucket without relays.
-        fits = all(
-            _replicas(p, layouts) > 1 or _load(p, layouts) <= 2 * first for p in parts
-        )
+        fits = all(_replicas(s) > 1 or _load(s) <= 2 * first for s in of_parts)
         if parts and time < shortest and fits:
             best, shortest = parts, time
     if best:
@@ -141,7 +139,7 @@ def _spread(
     """All matrices in buckets, and the sum of the busiest owners' work; [] if they do not fit.
 
     The busiest owner's matrices, cut into parts of equal work, give each bucket a height. Every owner
-    puts its matrices, heaviest first, where it has most room. The heights that result are filled again.
+    puts its matrices, heaviest first, where it has most room. The resulting heights are filled again.
     """
     leader = max(queues.values(), key=lambda queue: sum(work[m] for m in queue))
     count = len(limits)
@@ -181,42 +179,34 @@ def _spread(
     return best
 
 
-def _load(part: Sequence[int], layouts: Sequence[Layout]) -> int:
-    """Elements that the busiest holder of a bucket's matrices sends or receives."""
+def _load(counts: Counter[Shards]) -> int:
+    """Elements that the busiest holder sends or receives, of as many matrices of each shards."""
     numels: Counter[int] = Counter()
-    for shards, count in Counter(layouts[m].shards for m in part).items():
+    for shards, count in counts.items():
         for rank, numel in zip(shards.ranks, shards.numels, strict=True):
             numels[rank] += count * numel
     return max(numels.values(), default=0)
 
 
-def _replicas(part: Sequence[int], layouts: Sequence[Layout]) -> int:
-    """The largest number of replicas of a shard of a bucket's matrices."""
-    return max(layouts[m].shards.replicas for m in part)
+def _replicas(counts: Counter[Shards]) -> int:
+    return max(shards.replicas for shards in counts)
 
 
-def _is_relayed(part: Sequence[int], layouts: Sequence[Layout], limit: int) -> bool:
+def _is_relayed(counts: Counter[Shards], limit: int) -> bool:
     """Whether one replica of each shard relays the results to the others."""
-    replicas = _replicas(part, layouts)
-    if 1 < replicas <= MAX_REPLICAS:
+    if 1 < _replicas(counts) <= MAX_REPLICAS:
         # Without relays, an owner has memory for each replica's copy.
-        return 3 * _load(part, layouts) > 2 * limit
-    return replicas > MAX_REPLICAS
+        return 3 * _load(counts) > 2 * limit
+    return _replicas(counts) > MAX_REPLICAS
 
 
-def _destinations(part: Sequence[int], layouts: Sequence[Layout]) -> int:
-    """With how many ranks an owner in a relayed bucket exchanges something, at most."""
-    return max(
-        sum(not shards.is_empty(ranks[0]) for ranks in shards.replica_sets)
-        for shards in {layouts[m].shards for m in part}
-    )
+def _destinations(shards: Shards) -> int:
+    """How many ranks exchange their shards with the owner if there are relays."""
+    return sum(not shards.is_empty(ranks[0]) for ranks in shards.replica_sets)
 
 
 def _node_size(group: Ranks, peers: int, ranks_per_node: int) -> int:
-    """How many ranks of ``group`` count as one node; 1 if all ranks exchange directly.
-
-    It is one node, or as many nodes as it takes for a rank to have ``MAX_PEERS`` peers in both levels.
-    """
+    """How many ranks of ``group`` count as one node, so that a rank has few peers; 1 for a direct exchange."""
     if peers <= MAX_PEERS:
         return 1
     count = len(group)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -13,22 +13,18 @@ from torch.optim._muon_engine.layouts.divide import divide
 from torch.optim._newton_schulz import GRAM_RATIO
 
 
-def newton_schulz_flops(
-    shape: Sequence[int], ns_steps: int = 5, algorithm: str = "quintic"
-) -> int:
-    """Multiply-adds, doubled, of ``ns_steps`` iterations: three products on the short side.
+def newton_schulz_flops(shape: Sequence[int], algorithm: str = "quintic") -> int:
+    """Multiply-adds, doubled, of five iterations: three products on the short side.
 
-    "gram" has two long products in each block of three steps, and its others are symmetric, of which
-    five eighths are computed.
+    Five eighths of a symmetric product are computed. "gram" has four long products in all.
     """
     short, long = sorted(shape)
     wide, square = 2 * short * short * long, 2 * short**3
     if algorithm == "gram" and long >= GRAM_RATIO * short:
-        blocks = -(-ns_steps // 3)
-        return (13 * blocks * wide + 5 * (4 * ns_steps - 3 * blocks) * square) // 8
+        return (2 * 13 * wide + 14 * 5 * square) // 8
     if algorithm == "quintic":
-        return ns_steps * (2 * wide + square)
-    return ns_steps * (13 * wide + 5 * square) // 8
+        return 5 * (2 * wide + square)
+    return 5 * (13 * wide + 5 * square) // 8
 
 
 # A matrix with a shorter side is not divided: the collectives of its owners take longer than they save.
@@ -48,10 +44,7 @@ MIN_SAVED = 0.02
 
 
 class Class(NamedTuple):
-    """Matrices that have the same number of owners.
-
-    ``shards`` is the number of distinct shards if they have replicas, else 1.
-    """
+    """Matrices that have the same number of owners; ``shards`` is 1 unless the distinct shards have replicas."""
 
     shape: Shape
     algorithm: str = "quintic"
@@ -59,7 +52,6 @@ class Class(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, algorithm: str = "quintic") -> "Class":
-        """The class of a matrix with this ``ns_algorithm``."""
         shards = layout.shards
         count = len(shards.replica_sets) if shards.replicas > 1 else 1
         return cls(layout.full_shape, algorithm, count)
@@ -69,22 +61,22 @@ def divided(
     layouts: Sequence[Layout],
     owners: int | str,
     ranks_per_node: int = 1,
-    algorithms: Sequence[str | None] = (),
+    algorithms: Sequence[str] = (),
 ) -> list[Layout]:
     """``layouts`` with several blocks for each matrix that is worth it.
 
     Args:
         owners: the number of blocks; "auto" for :func:`best_division`.
-        algorithms: ``ns_algorithm`` of each layout (default: "quintic"); None for a frozen one, which
-            takes no time and stays whole.
+        algorithms: ``ns_algorithm`` of each layout (default: "quintic").
     """
     if owners == 1:
         return list(layouts)
     by_group: dict[Ranks, dict[int, Class]] = {}
-    for i, algorithm in enumerate(algorithms or ["quintic"] * len(layouts)):
-        if algorithm:
-            classes = by_group.setdefault(layouts[i].group, {})
-            classes[i] = Class.of(layouts[i], algorithm)
+    for i, layout in enumerate(layouts):
+        if not layout.frozen:
+            algorithm = algorithms[i] if algorithms else "quintic"
+            classes = by_group.setdefault(layout.group, {})
+            classes[i] = Class.of(layout, algorithm)
     numbers = [1] * len(layouts)
     for group, classes in by_group.items():
         members = Counter(classes.values())
@@ -128,13 +120,9 @@ def best_division(
         choices.append([(_seconds(kind, count, near), count) for count in numbers])
     divisions = set()
     for limit, most in chain.from_iterable(choices):
-        divisions |= {
-            tuple([c for c in times if c[1] <= most][-1] for times in choices),
-            tuple(
-                next((c for c in times if c[0] <= limit), min(times))
-                for times in choices
-            ),
-        }
+        few = tuple([c for c in of if c[1] <= most][-1] for of in choices)
+        fast = tuple(next((c for c in of if c[0] <= limit), min(of)) for of in choices)
+        divisions |= {few, fast}
     best: dict[Class, int] = {}
     seconds = shortest = math.inf
     for taken in sorted(divisions, key=lambda of: (sum(n for _, n in of), of)):
@@ -186,29 +174,27 @@ def flops_of(layout: Layout) -> int:
 
 
 def assign_owners(
-    layouts: Iterable[Layout],
+    layouts: Sequence[Layout],
     start: Callable[[Ranks], int] = lambda group: 0,
     ranks_per_node: int = 1,
 ) -> list[int]:
-    """One owner for each layout, out of all ranks of its group.
+    """One owner for each layout, out of all ranks of its group; the first one for a frozen layout.
 
     Heaviest first, each to the rank with the fewest FLOPs so far, then the fewest bytes to receive. A
     group counts the work of its ranks in groups that contain all of them (dense matrices, for a group
-    that shares experts). It counts no other work, because its ranks must come to the same result and
-    differ in their other groups. The blocks of a matrix, which follow each other, go to neighbours.
+    that shares experts). It counts no other work, in which its ranks differ. The blocks of a matrix,
+    which follow each other, go to neighbours.
 
     Args:
-        start: the place in a group from which ties are broken. Without it, many optimizers of few
-            matrices would all choose the first rank.
+        start: the place in a group from which ties are broken.
         ranks_per_node: this many consecutive ranks are near each other.
     """
-    layouts = list(layouts)
-    owners = [0] * len(layouts)
+    owners = [layout.group[0] for layout in layouts]
     # Group -> equal matrices, by their work and by the shards of their blocks.
     members: dict[Ranks, dict[tuple, list[int]]] = {}
     for i, layout in enumerate(layouts):
         number, count = layout.key.block
-        if number == 0:
+        if number == 0 and not layout.frozen:
             digests = tuple(block.shards.digest for block in layouts[i : i + count])
             alike = members.setdefault(layout.group, {})
             alike.setdefault((-flops_of(layout), digests), []).append(i)
@@ -221,11 +207,16 @@ def assign_owners(
             if place.keys() >= set(group):
                 load += work[:, [place[rank] for rank in group]]
         before = load.clone()
+        per_node = [*Counter(rank // ranks_per_node for rank in group).values()]
         kinds = sorted(members[group].items(), key=lambda item: item[0][0])
         for (minus_flops, digests), equal in kinds:
             size = len(digests)
+            # Places of neighbours, of shape (teams, size): of one node if each node has enough.
+            nodes = per_node if min(per_node) >= size else [len(group)]
+            parts = torch.arange(len(group), device="cpu").split(nodes)
+            teams = torch.cat([part.unfold(0, size, size) for part in parts])
             # Ties go to the first team.
-            teams = _teams(group, size, ranks_per_node).roll(-(start(group) // size), 0)
+            teams = teams.roll(-(start(group) // size), 0)
             blocks = layouts[equal[0] : equal[0] + size]
             numels = [[b.numel - n for n in b.shards.numels] for b in blocks]
             order = torch.tensor(blocks[0].shards.ranks, device="cpu").argsort()
@@ -239,25 +230,13 @@ def assign_owners(
     return owners
 
 
-def _teams(group: Ranks, size: int, ranks_per_node: int) -> Tensor:
-    """Places of neighbouring ranks, of shape (teams, size): of one node if each node has enough."""
-    per_node = [*Counter(rank // ranks_per_node for rank in group).values()]
-    nodes = per_node if min(per_node) >= size else [len(group)]
-    parts = torch.arange(len(group), device="cpu").split(nodes)
-    return torch.cat([part.unfold(0, size, size) for part in parts])
-
-
 def _give(
     load: Tensor, teams: Tensor, flops: int, received: Tensor, count: int
 ) -> Tensor:
     """Gives some of ``count`` equal matrices to the least loaded teams, and returns these.
 
-    Teams of equal load: first those that receive the fewest elements, then the first ones.
-
-    Args:
-        load: the FLOPs of each rank and the elements that it receives, of shape (2, ranks).
-        flops: of a block.
-        received: the elements that a rank would receive of each block, of shape (size, ranks).
+    Teams that receive the fewest elements come first. ``load`` is the FLOPs of each rank and the elements
+    that it receives, of shape (2, ranks), and ``received`` the elements of each block, of shape (size, ranks).
     """
     busy = load[0, teams].amax(1)
     teams = teams[busy == busy.min()]
@@ -269,47 +248,42 @@ def _give(
     return teams
 
 
-def by_rank(indices: Sequence[int], owners: Sequence[int]) -> dict[int, list[int]]:
-    """Global rank -> sorted parameter indices; a flat parameter counts for its first matrix."""
-    # The first of equal indices comes last.
-    first = dict(zip(reversed(indices), reversed(owners), strict=True))
-    result: dict[int, list[int]] = {}
-    for index in sorted(first):
-        result.setdefault(first[index], []).append(index)
-    return result
+def owners_of(
+    assignments: Mapping[int, Sequence[int]],
+    layouts: Sequence[Layout],
+    described: Sequence[str],
+    world_size: int,
+) -> list[int]:
+    """The owner of each layout, by the ``assignments`` of a user's ``assign_fn``.
 
+    Args:
+        described: all parameters in words.
 
-def check_assignments(
-    assignments: Mapping[int, Sequence[int]], describe: Sequence[str], world_size: int
-) -> None:
-    """Raises AssertionError unless each index is assigned exactly once; ValueError for unknown ranks."""
+    Raises:
+        AssertionError: an index is not assigned exactly once.
+        ValueError: a rank does not exist, or holds no piece of the parameter.
+    """
     for rank in assignments:
         if not 0 <= rank < world_size:
             raise ValueError(
                 f"assign_fn names rank {rank}, but the ranks are 0 to {world_size - 1}"
             )
     count = Counter(chain.from_iterable(assignments.values()))
-    indices = range(len(describe))
+    indices = range(len(described))
     wrong = {
         "unknown": sorted(count.keys() - indices),
         "missing": sorted(indices - count.keys()),
         "assigned more than once": [i for i in indices if count[i] > 1],
     }
     problems = [
-        f"{verb} {bad}: {listed([describe[i] for i in bad if i in indices])}"
+        f"{verb} {bad}: {listed([described[i] for i in bad if i in indices])}"
         for verb, bad in wrong.items()
         if bad
     ]
     if problems:
         raise AssertionError(
-            f"assign_fn must give each of parameters 0 to {len(describe) - 1} to exactly one rank; {'; '.join(problems)}"
+            f"assign_fn must give each of parameters 0 to {len(described) - 1} to exactly one rank; {'; '.join(problems)}"
         )
-
-
-def owners_of(
-    assignments: Mapping[int, Sequence[int]], layouts: Sequence[Layout]
-) -> list[int]:
-    """The owner of each layout. Raises ValueError for one that holds no piece of it."""
     by_index = {index: rank for rank, owned in assignments.items() for index in owned}
     owners = [by_index[layout.key.index] for layout in layouts]
     for layout, owner in zip(layouts, owners, strict=True):

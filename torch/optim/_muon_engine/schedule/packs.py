@@ -1,7 +1,4 @@
-"""The schedule of a step, and each rank's packs: what it sends to whom, and where each region is.
-
-The split for a peer holds the regions of each matrix in order, row-major and without padding.
-"""
+"""The schedule of a step, and each rank's packs: what it sends to whom, and where each region is."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,14 +14,16 @@ RELAY_BYTES = 64 * 1024**2
 RELAYS_IN_FLIGHT = 2
 
 
-# A holder, and the matrices whose shards it exchanges.
-Exchanged = tuple[int, Sequence[int]]
+# Holders, each with the matrices whose shards it exchanges.
+Exchanged = Sequence[tuple[int, Sequence[int]]]
+# Whether the shard of a matrix on a rank is sent.
+Travels = Callable[[int, int], bool]
 # Elements for each peer.
 Splits = tuple[int, ...]
 
 
 class PackedRegion(NamedTuple):
-    """A region of ``matrix`` in the shard of ``rank``, at element ``offset`` of a pack."""
+    """A region of ``matrix`` in the shard of ``rank``, row-major, at element ``offset`` of a pack."""
 
     matrix: int
     rank: int
@@ -56,8 +55,7 @@ class Relay(NamedTuple):
 class LocalPacks(NamedTuple):
     """All packs of one rank in one bucket.
 
-    ``kept`` holds the results that the rank computed itself and relays to its replicas. ``relays`` are
-    the relays of this rank's replica sets, in their global order.
+    ``kept`` holds the results that the rank computed itself and relays to its replicas.
     """
 
     gather_send: Pack
@@ -76,8 +74,7 @@ class LocalPacks(NamedTuple):
     def nbytes(self) -> tuple[int, int]:
         """Bytes of the holder's and of the owner's memory."""
         inner = self.scatter_send.nbytes + self.kept.nbytes
-        if not self.in_place:
-            inner += self.gather_recv.nbytes
+        inner += 0 if self.in_place else self.gather_recv.nbytes
         return max(self.gather_send.nbytes, self.scatter_recv.nbytes), inner
 
 
@@ -85,9 +82,8 @@ class LocalPacks(NamedTuple):
 class Bucket:
     """Matrices of one group that are processed together; ``index`` counts the group's buckets.
 
-    In a ``relayed`` bucket, only one replica of each shard exchanges it with the owner, and the ranks
-    with an empty shard take no part. If ``node_size`` is more than 1, the exchange has two levels, and
-    ``node_size`` consecutive ranks of the group are one node.
+    In a ``relayed`` bucket, only one replica of each shard exchanges it with the owner. With a ``node_size``
+    of more than 1, the exchange has two levels, and as many consecutive ranks of the group are one node.
     """
 
     group: Ranks
@@ -128,9 +124,6 @@ class Schedule:
         shards, owner = self.layouts[matrix].shards, self.owners[matrix]
         return shards.contribution_of(rank) == shards.contribution_of(owner)
 
-    def _receives_directly(self, matrix: int, rank: int) -> bool:
-        return self.is_source(matrix, rank) and self.receives(matrix, rank)
-
     def packs(self, bucket: Bucket, rank: int) -> LocalPacks:
         """The packs of ``rank`` in ``bucket``."""
         owned = self.owned(bucket)
@@ -156,12 +149,7 @@ class Schedule:
         return by_owner
 
     def passed_on(self, bucket: Bucket, rank: int) -> tuple[list[Splits], list[Splits]]:
-        """Elements that ``rank`` passes on between the two levels of a gather and of a scatter.
-
-        Returns:
-            For the gather, one row per holder on the node and one column per owner on the rail. For the
-            scatter, one row per owner on the node and one column per holder on the rail.
-        """
+        """Elements that ``rank`` passes on in a gather and in a scatter, from each of its node to each of its rail."""
         (node, rail), owned = bucket.node_and_rail(rank), self.owned(bucket)
         gathers = ([_between(h, o, owned) for o in rail] for h in node)
         scatters = ([_between(h, o, owned) for h in rail] for o in node)
@@ -171,9 +159,7 @@ class Schedule:
     def further_groups(self, rank: int) -> dict[Ranks, str]:
         """Further sets of ranks with which ``rank`` has collectives, and what these ranks share."""
         groups: dict[Ranks, str] = {}
-        for bucket in self.buckets:
-            if rank not in bucket.group:
-                continue
+        for bucket in (bucket for bucket in self.buckets if rank in bucket.group):
             for matrix in self.owned(bucket).get(rank, ()):
                 if len(self.team(matrix)) > 1:
                     groups[self.team(matrix)] = "a matrix"
@@ -209,19 +195,17 @@ class Schedule:
             for part in parts
         )
 
-    def _gather(self, bucket: Bucket, exchanged: Sequence[Exchanged]) -> Pack:
+    def _gather(self, bucket: Bucket, exchanged: Exchanged) -> Pack:
         return self._pack(exchanged, bucket.gather_dtype, self.is_source)
 
-    def _scatter(self, bucket: Bucket, exchanged: Sequence[Exchanged]) -> Pack:
-        receives = self._receives_directly if bucket.relayed else self.receives
+    def _scatter(self, bucket: Bucket, exchanged: Exchanged) -> Pack:
+        def receives(matrix: int, rank: int) -> bool:
+            is_direct = not bucket.relayed or self.is_source(matrix, rank)
+            return is_direct and self.receives(matrix, rank)
+
         return self._pack(exchanged, bucket.scatter_dtype, receives)
 
-    def _pack(
-        self,
-        exchanged: Sequence[Exchanged],
-        dtype: torch.dtype,
-        travels: Callable[[int, int], bool],
-    ) -> Pack:
+    def _pack(self, exchanged: Exchanged, dtype: torch.dtype, travels: Travels) -> Pack:
         """One split per (holder, matrices); ``travels`` says whether a matrix goes from or to a holder."""
         splits: list[int] = []
         regions: list[PackedRegion] = []
@@ -237,8 +221,10 @@ class Schedule:
         return Pack(dtype, tuple(splits), tuple(regions))
 
 
-def _between(holder: int, owner: int, owned: dict[int, list[int]]) -> Exchanged:
-    """A gather goes from holders to owners, a scatter from owners to holders; neither to oneself."""
+def _between(
+    holder: int, owner: int, owned: dict[int, list[int]]
+) -> tuple[int, Sequence[int]]:
+    """What ``holder`` exchanges with ``owner``: nothing if they are one rank."""
     return holder, () if holder == owner else owned.get(owner, ())
 
 
@@ -248,10 +234,7 @@ def slots_for(prefetch_count: int) -> int:
 
 
 def slot_sizes(packs: Sequence[LocalPacks], slots: int) -> list[tuple[int, int]]:
-    """Bytes of each slot, as in :attr:`LocalPacks.nbytes`, for one rank's buckets of one group.
-
-    A slot is as large as the largest of the buckets that use it.
-    """
+    """Bytes of each slot, as in :attr:`LocalPacks.nbytes`, for the ``packs`` of a group's buckets in turn."""
     count = min(len(packs), slots)
     rings = [zip(*(pack.nbytes for pack in packs[at::count])) for at in range(count)]
     return [(max(outer), max(inner)) for outer, inner in rings]
