@@ -266,7 +266,7 @@ def partition_named_parameters(
     - routers: layers with "router" in their name, or with one row for each of the experts next to them;
     - the weights of LSTM and GRU, which are several gates in one.
 
-    Adapters, such as LoRA's, go where their layer goes.
+    Adapters go where their layer goes.
 
     Args:
         module (nn.Module): plain, or wrapped by DDP, FSDP1, FSDP2 or tensor parallelism.
@@ -286,11 +286,6 @@ def partition_named_parameters(
     Raises:
         ValueError: a flat FSDP1 parameter holds parameters for both or of different splits, or a pattern
             matches no name.
-
-    Example:
-        >>> # xdoctest: +SKIP
-        >>> matrices, others = partition_named_parameters(model, split=split_of(model))
-        >>> optimizers = Muon(matrices, lr=0.02), AdamW(others, lr=3e-4)
     """
     from torch.optim._muon_partition import partition
 

@@ -137,10 +137,8 @@ class Shards:
 
     Args:
         ranks: global ranks, in the framework's order.
-        regions: for each of ``ranks`` the rectangles that it stores, in storage order. Replicas hold
-            equal rectangles.
-        contributions: for each of ``ranks``, to which contribution to a sum (Partial) its shard belongs;
-            empty if the matrix is not a sum.
+        regions: what each of ``ranks`` stores, in storage order. Replicas hold equal rectangles.
+        contributions: to which contribution to a sum (Partial) the shard of each belongs; empty for no sum.
     """
 
     ranks: Ranks
@@ -297,6 +295,10 @@ def larger_first(groups: Iterable[Ranks]) -> list[Ranks]:
     return sorted(groups, key=lambda ranks: (-len(ranks), ranks))
 
 
+def group_ranks(group: dist.ProcessGroup) -> Ranks:
+    return tuple(dist.get_process_group_ranks(group))
+
+
 def process_rank() -> int:
     """This process's global rank; 0 without process groups."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -311,11 +313,9 @@ def check_cover(layout: Layout) -> None:
         regions += (region for region in shards.of(rank) if region.numel)
     for regions in by_contribution.values():
         problem, numel = _overlap(regions), sum(region.numel for region in regions)
-        are_inside = all(
-            0 <= r.row <= rows - r.height and 0 <= r.column <= columns - r.width
-            for r in regions
-        )
-        if not problem and (numel != layout.numel or not are_inside):
+        bottom = max((r.row + r.height for r in regions), default=rows)
+        right = max((r.column + r.width for r in regions), default=columns)
+        if not problem and (numel, bottom, right) != (layout.numel, rows, columns):
             problem = f"its pieces hold {numel} of {layout.numel} elements"
         if problem:
             raise ValueError(f"{layout.describe()}: {problem} ({layout.placement})")

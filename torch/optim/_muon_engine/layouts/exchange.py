@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim._muon_engine.agreement import common, gather_reports
@@ -19,6 +18,7 @@ from torch.optim._muon_engine.layouts import (
     check_cover,
     Cut,
     Cuts,
+    group_ranks,
     Key,
     Layout,
     listed,
@@ -46,14 +46,12 @@ _EQUAL_SHARDS = {
 }
 
 # How ranks name a matrix that they share: its expert's id and its number among the expert's matrices, or
-# None, the number of its parameter among those of no expert, and its number in the parameter. (Ranks may
-# hold different numbers of a stack's matrices.)
+# None, the number of its parameter among those of no expert, and its number in the parameter.
 Name = tuple["int | None", int, int]
 KindGroups = Mapping[str, ProcessGroup]
 # By kind and ranks.
 Groups = dict[tuple[str, Ranks], ProcessGroup]
-# The message of a rank to a group: its layouts so far, digests of their values (0 for zeros), and its
-# expert-parallel group.
+# A rank's layouts so far, digests of their values (0 for zeros), and its expert-parallel group.
 Message = tuple[Mapping[Name, Layout], Mapping[Name, int], Ranks]
 
 
@@ -66,10 +64,6 @@ def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
         for cut in cuts
     ]
     return f"process groups: {', '.join(words)}" if words else "no process groups"
-
-
-def group_ranks(group: ProcessGroup) -> Ranks:
-    return tuple(dist.get_process_group_ranks(group))
 
 
 class Exchange:

@@ -17,6 +17,7 @@ from torch.optim._muon_engine.agreement import all_gather_uneven
 from torch.optim._muon_engine.layouts import (
     dtensor,
     fsdp1,
+    group_ranks,
     Key,
     Layout,
     matrix_shape,
@@ -25,13 +26,7 @@ from torch.optim._muon_engine.layouts import (
     Region,
 )
 from torch.optim._muon_engine.layouts.divide import split
-from torch.optim._muon_engine.layouts.exchange import (
-    Exchange,
-    group_ranks,
-    Groups,
-    KindGroups,
-    KINDS,
-)
+from torch.optim._muon_engine.layouts.exchange import Exchange, KindGroups, KINDS
 from torch.optim._muon_split import Split
 
 
@@ -134,7 +129,7 @@ class Reader:
             # The other ranks are on their way into the exchange, so they hear of it there.
             error = error or problem
         layouts = local.complete(error)
-        self.sharing = self._sharing_of(params, layouts, local.group_of)
+        self.sharing = self._sharing_of(params, layouts, local)
         parts: list[Layout] = []
         for layout in layouts:
             index = layout.key.index
@@ -145,9 +140,9 @@ class Reader:
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
     def _sharing_of(
-        self, params: Sequence[Tensor], layouts: Sequence[Layout], groups: Groups
+        self, params: Sequence[Tensor], layouts: Sequence[Layout], local: Exchange
     ) -> dtensor.Sharing:
-        of_meshes = self.sharing
+        of_meshes, groups = self.sharing, local.group_of.items()
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
         sharing = {} if self.shared else dict(of_meshes)
         tensors = (params[layout.key.index] for layout in layouts)
@@ -156,7 +151,7 @@ class Reader:
             # Replicas along other groups make a mesh one part of several. A mesh of other parameters does
             # not count: not all of these ranks may be on one.
             of_mesh = of_meshes.get(dtensor.mesh_ranks(mesh), []) if mesh else []
-            within = [g for (_, part), g in groups.items() if {*part} <= {*ranks}]
+            within = [g for (_, part), g in groups if {*part} <= {*ranks}]
             sharing[ranks] = [*within, *sharing.get(ranks, []), *of_mesh]
         return sharing
 
@@ -274,12 +269,12 @@ class _LocalReader(Exchange):
 
     def _add_dtensor(self, key: Key, tensor: DTensor, flatten: bool) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
-        groups = {k: g for k, g in self.shared.items() if k in ("ddp", "cp")}
         mesh_ranks = dtensor.mesh_ranks(tensor.device_mesh)
-        groups = {k: g for k, g in groups.items() if _only_me(g, mesh_ranks)}
+        replicating = {k: g for k, g in self.shared.items() if k in ("ddp", "cp")}
         # The contributions to a sum are no replicas.
         if any(placement.is_partial() for placement in tensor.placements):
-            groups = {}
+            replicating = {}
+        groups = {k: g for k, g in replicating.items() if _only_me(g, mesh_ranks)}
         cuts = self.cuts(groups, {})
         layouts = self.reader.dtensors.of(key, tensor, flatten)
         self.layouts += [replace(layout, cuts=cuts) for layout in layouts]

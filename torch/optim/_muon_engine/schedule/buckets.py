@@ -1,7 +1,4 @@
-"""Which matrices are processed together: a pure function of layouts and owners.
-
-The buckets of all groups have one global order. Each rank computes and runs its subsequence.
-"""
+"""Which matrices are processed together: a pure function of layouts and owners."""
 
 import math
 from collections import Counter
@@ -23,8 +20,7 @@ BUCKET_BYTES = 256 * 1024**2
 MAX_STRETCH = 1.1
 # With more replicas of a shard, an owner sends its result to one of them, which relays it.
 MAX_REPLICAS = 4
-# With more connections of a rank, which cost memory and queues of its network adapter, an exchange takes
-# two levels.
+# With more connections of a rank, which cost memory, an exchange takes two levels.
 MAX_PEERS = 512
 
 # Owner -> its matrices, in the order in which it works on them.
@@ -42,10 +38,8 @@ def make_schedule(
 ) -> Schedule:
     """Cuts the work of each group into buckets, whose owners work at the same time.
 
-    Args:
-        wire_dtype: what ranks exchange; contributions to a sum travel in their own dtype.
-        ranks_per_node: this many consecutive ranks are near each other.
-        slots: buckets of a group that have memory at the same time.
+    Ranks exchange ``wire_dtype``, but contributions to a sum in their own dtype. As many buckets of a group
+    as ``slots`` have memory at the same time. ``ranks_per_node`` consecutive ranks are near each other.
     """
     families: dict[tuple, list[int]] = {}
     for i, layout in enumerate(layouts):
@@ -92,11 +86,8 @@ def _cut(
     """Distributes the owners' matrices over buckets, whose owners work at the same time.
 
     A rank waits for a bucket's results, so a bucket takes as long as its busiest owner. The fewest buckets
-    win whose sum is close to the busiest owner's own work.
-
-    Args:
-        most: buckets, unless the limit requires more.
-        limit: elements that an owner gathers in a bucket, unless one matrix is larger.
+    win whose sum is close to the busiest owner's own work: at ``most`` so many, unless owners would gather
+    more than ``limit`` elements in one.
     """
     work = {m: flops_of(layouts[m]) for queue in queues.values() for m in queue}
     largest = max(layouts[m].numel for m in work)

@@ -30,7 +30,6 @@ def newton_schulz_flops(shape: Sequence[int], algorithm: str = "quintic") -> int
 # A matrix with a shorter side is not divided: the collectives of its owners take longer than they save.
 MIN_DIVIDED = 2048
 # A matrix is divided if its work is more than this many times the mean work of the group's ranks.
-# Dividing others would only add collectives.
 MIN_LOAD = 1.0
 
 
@@ -63,11 +62,9 @@ def divided(
     ranks_per_node: int = 1,
     algorithms: Sequence[str] = (),
 ) -> list[Layout]:
-    """``layouts`` with several blocks for each matrix that is worth it.
+    """``layouts`` with as many blocks as ``owners`` for each matrix that is worth it.
 
-    Args:
-        owners: the number of blocks; "auto" for :func:`best_division`.
-        algorithms: ``ns_algorithm`` of each layout (default: "quintic").
+    "auto" takes the numbers of :func:`best_division`, by the ``ns_algorithm`` of each (default: "quintic").
     """
     if owners == 1:
         return list(layouts)
@@ -98,10 +95,8 @@ def best_division(
     """The numbers of owners with which ``group`` is fastest.
 
     It compares one number for all classes with the smallest numbers that keep each matrix within a limit.
-    The busiest rank decides, and the transfers of one matrix, which overlap with nothing.
-
-    Returns:
-        The number of each class, and the seconds that Newton-Schulz takes then.
+    The busiest rank decides, and the transfers of one matrix, which overlap with nothing. Also returns the
+    seconds that Newton-Schulz takes then.
     """
     ranks = len(group)
     # Owners are ranks of one node, of which the group may have few, or whole nodes.
@@ -180,14 +175,10 @@ def assign_owners(
 ) -> list[int]:
     """One owner for each layout, out of all ranks of its group; the first one for a frozen layout.
 
-    Heaviest first, each to the rank with the fewest FLOPs so far, then the fewest bytes to receive. A
-    group counts the work of its ranks in groups that contain all of them (dense matrices, for a group
-    that shares experts). It counts no other work, in which its ranks differ. The blocks of a matrix,
-    which follow each other, go to neighbours.
-
-    Args:
-        start: the place in a group from which ties are broken.
-        ranks_per_node: this many consecutive ranks are near each other.
+    Heaviest first, each to the rank with the fewest FLOPs so far, then the fewest bytes to receive. Ties go
+    to the first rank from place ``start`` in the group. A group counts the work of its ranks in groups that
+    contain all of them (dense matrices, for a group that shares experts). It counts no other work, in which
+    its ranks differ. The blocks of a matrix, which follow each other, go to neighbours.
     """
     owners = [layout.group[0] for layout in layouts]
     # Group -> equal matrices, by their work and by the shards of their blocks.
@@ -211,11 +202,10 @@ def assign_owners(
         kinds = sorted(members[group].items(), key=lambda item: item[0][0])
         for (minus_flops, digests), equal in kinds:
             size = len(digests)
-            # Places of neighbours, of shape (teams, size): of one node if each node has enough.
+            # Places of neighbours, of shape (teams, size), on one node if each node has enough.
             nodes = per_node if min(per_node) >= size else [len(group)]
             parts = torch.arange(len(group), device="cpu").split(nodes)
             teams = torch.cat([part.unfold(0, size, size) for part in parts])
-            # Ties go to the first team.
             teams = teams.roll(-(start(group) // size), 0)
             blocks = layouts[equal[0] : equal[0] + size]
             numels = [[b.numel - n for n in b.shards.numels] for b in blocks]
@@ -254,14 +244,9 @@ def owners_of(
     described: Sequence[str],
     world_size: int,
 ) -> list[int]:
-    """The owner of each layout, by the ``assignments`` of a user's ``assign_fn``.
+    """The owner of each layout, by the ``assignments`` of a user; all parameters are ``described`` for errors.
 
-    Args:
-        described: all parameters in words.
-
-    Raises:
-        AssertionError: an index is not assigned exactly once.
-        ValueError: a rank does not exist, or holds no piece of the parameter.
+    Raises AssertionError unless each index is assigned once, and ValueError for a rank that holds no piece.
     """
     for rank in assignments:
         if not 0 <= rank < world_size:

@@ -53,15 +53,13 @@ class Relay(NamedTuple):
 
 
 class LocalPacks(NamedTuple):
-    """All packs of one rank in one bucket.
-
-    ``kept`` holds the results that the rank computed itself and relays to its replicas.
-    """
+    """All packs of one rank in one bucket."""
 
     gather_send: Pack
     gather_recv: Pack
     scatter_send: Pack
     scatter_recv: Pack
+    # The results that the rank computed itself and relays to its replicas.
     kept: Pack
     relays: tuple[Relay, ...]
 
@@ -80,18 +78,16 @@ class LocalPacks(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices of one group that are processed together; ``index`` counts the group's buckets.
-
-    In a ``relayed`` bucket, only one replica of each shard exchanges it with the owner. With a ``node_size``
-    of more than 1, the exchange has two levels, and as many consecutive ranks of the group are one node.
-    """
+    """Matrices of one group that are processed together; ``index`` counts the group's buckets."""
 
     group: Ranks
     index: int
     matrices: tuple[int, ...]
     gather_dtype: torch.dtype
     scatter_dtype: torch.dtype
+    # Whether only one replica of each shard exchanges it with the owner.
     relayed: bool = False
+    # As many consecutive ranks of the group are one node. With more than 1, an exchange has two levels.
     node_size: int = 1
 
     def node_and_rail(self, rank: int) -> tuple[Ranks, Ranks]:
