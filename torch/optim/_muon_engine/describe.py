@@ -57,8 +57,8 @@ def in_full(engine: Any) -> str:
         turns = "one owner at a time (debugging)" if serial else "all owners at once"
         lines = [f"{first}{turns}, prefetch_count {ahead}", _memory(engine)]
         for group in dict.fromkeys(bucket.group for bucket in schedule.buckets):
-            lines += ["", *_table(schedule, group, engine.rank, ahead)]
-            lines += _division(engine, group)
+            table = _table(schedule, group, engine.rank, ahead)
+            lines += ["", *table, *_division(engine, group)]
     frozen = [param.described for param in engine.params if param.frozen]
     if frozen:
         lines.append(f"Frozen, and not in the schedule: {listed(frozen)}")
@@ -153,10 +153,9 @@ def _division(engine: Any, group: Ranks) -> list[str]:
     named = [f"{n} for {' x '.join(map(str, s))}" for s, n in counts.items() if n > 1]
     if not named:
         return []
-    times = f"{1e3 * slow:.3g} to {1e3 * fast:.3g} ms"
-    return [
-        f'  owners_per_matrix {verb} {listed(named, 4)}. On H100s, "auto" brings Newton-Schulz from {times}.'
-    ]
+    text = f"  owners_per_matrix {verb} {listed(named, 4)}. On H100s, "
+    text += f'"auto" brings Newton-Schulz from {1e3 * slow:.3g} to {1e3 * fast:.3g} ms.'
+    return [text]
 
 
 def bytes_of(

@@ -263,10 +263,8 @@ def new_momentum_buffer(param: Tensor) -> Tensor:
 
 def placed_like(param: Tensor, buffer: Tensor) -> bool:
     """Whether ``buffer`` has ``param``'s type, shape and placement."""
-    return all(
-        getattr(param, name, None) == getattr(buffer, name, None)
-        for name in ("shape", "placements", "device_mesh")
-    )
+    names = ("shape", "placements", "device_mesh")
+    return all(getattr(param, n, None) == getattr(buffer, n, None) for n in names)
 
 
 def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
@@ -307,11 +305,11 @@ def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]
     by_rank = list(zip(*(_runs_by_rank(part, tensor) for part in parts)))
     # Replicas share the result.
     matrices: dict[tuple[Runs, ...], dict[int, Regions]] = {}
-    for subs, rows, columns in set(by_rank):
-        held = chain.from_iterable(range(start, start + n) for start, n in subs)
-        matrices[subs, rows, columns] = {
-            sub: _regions(rows, columns, number) for number, sub in enumerate(held)
-        }
+    for runs in set(by_rank):
+        subs, rows, columns = runs
+        stored = chain.from_iterable(range(start, start + n) for start, n in subs)
+        numbered = enumerate(stored)
+        matrices[runs] = {sub: _regions(rows, columns, n) for n, sub in numbered}
     return [matrices[runs] for runs in by_rank]
 
 

@@ -96,17 +96,15 @@ def view_of(
 
 
 def _tensors(flat: Any, prefix: str = "") -> list[FlatTensor]:
-    shapes = map(tuple, flat._shapes)
+    names, shapes = (prefix + name for name in flat._fqns), map(tuple, flat._shapes)
     tps, shards = flat._param_extensions, flat._shard_param_infos
-    names = [prefix + name for name in flat._fqns]
-    columns = names, shapes, tps, flat._contiguities, shards
-    return list(map(FlatTensor, *columns))
+    return list(map(FlatTensor, names, shapes, tps, flat._contiguities, shards))
 
 
 def matrices_of(
     tensors: Sequence[FlatTensor], described: str, takes_stacks: bool, flatten: bool
 ) -> Iterator[FlatMatrix]:
-    """The matrices in ``tensors``, those of stacks one by one. Raises ValueError for what is none."""
+    """The matrices in ``tensors``, those of stacks one by one. Raises ValueError for a tensor without any."""
     others = _others(tensors, described, math.inf if takes_stacks or flatten else 2)
     if others:
         names = listed([tensor.name for tensor in others], 4)

@@ -16,7 +16,8 @@ from torch.optim._newton_schulz import GRAM_RATIO
 def newton_schulz_flops(shape: Sequence[int], algorithm: str = "quintic") -> int:
     """Multiply-adds, doubled, of five iterations: three products on the short side.
 
-    Five eighths of a symmetric product are computed. "gram" has four long products in all.
+    Five eighths of a symmetric product are computed: with "gram", of two of the four long products, and of
+    all square ones.
     """
     short, long = sorted(shape)
     wide, square = 2 * short * short * long, 2 * short**3
@@ -31,8 +32,6 @@ def newton_schulz_flops(shape: Sequence[int], algorithm: str = "quintic") -> int
 MIN_DIVIDED = 2048
 # A matrix is divided if its work is more than this many times the mean work of the group's ranks.
 MIN_LOAD = 1.0
-
-
 # ``owners_per_matrix="auto"``: an H100's FLOP/s in Newton-Schulz, bytes/s in a node and between nodes, and
 # the seconds of a hop in a node. Ranks must choose the same numbers, so these are constants.
 FLOPS, NODE, NETWORK, LATENCY = 989e12 / 2, 450e9, 50e9, 0.47e-6
@@ -43,7 +42,7 @@ MIN_SAVED = 0.02
 
 
 class Class(NamedTuple):
-    """Matrices that have the same number of owners; ``shards`` is 1 unless the distinct shards have replicas."""
+    """Matrices that have the same number of owners; ``shards`` counts distinct shards with replicas, else 1."""
 
     shape: Shape
     algorithm: str = "quintic"
