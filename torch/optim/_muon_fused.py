@@ -5,9 +5,10 @@ from fnmatch import fnmatch
 from typing import Any
 
 from torch import nn
-from torch.optim._muon_engine.layouts import fsdp1
-from torch.optim._muon_partition import unwrapped
-from torch.optim._muon_split import Split
+
+from ._muon_engine.layouts import fsdp1
+from ._muon_partition import unwrapped
+from ._muon_split import Split
 
 
 def _equal(parts: int, lines: int, dim: int = 0) -> Split:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.optim._muon_engine.layouts import fsdp1, matrix_shape, process_rank
-from torch.optim._muon_split import Split
+
+from ._muon_engine.layouts import fsdp1, matrix_shape, process_rank
+from ._muon_split import Split
 
 
 # Names that torch.compile and PEFT put between a model and its layers, and weight_norm before a parameter.

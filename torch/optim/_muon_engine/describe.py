@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import nn, Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.optim._muon_engine.layouts import fsdp1, listed, Ranks
-from torch.optim._muon_engine.process_groups import ranks_per_node
-from torch.optim._muon_engine.runtime.compute import PREPARED_BYTES
-from torch.optim._muon_engine.schedule import owners, packs
-from torch.optim._muon_engine.schedule.packs import Schedule
-from torch.optim._newton_schulz import newton_schulz_bytes, NS_DTYPE
+
+from .._newton_schulz import newton_schulz_bytes, NS_DTYPE
+from .layouts import fsdp1, listed, Ranks
+from .process_groups import ranks_per_node
+from .runtime.compute import PREPARED_BYTES
+from .schedule import owners, packs
+from .schedule.packs import Schedule
 
 
 # A group of more ranks shows only its busiest ranks and this one.

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..process_groups import Ranks
+
 
 class Region(NamedTuple):
     """A rectangle of a matrix, and where a rank's local storage holds it.
@@ -90,7 +92,6 @@ class Region(NamedTuple):
 
 
 Regions = tuple[Region, ...]
-Ranks = tuple[int, ...]
 Shape = tuple[int, int]
 
 

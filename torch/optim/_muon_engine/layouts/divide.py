@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torch.optim._muon_engine.layouts import Layout, Region, Regions, Shards
-from torch.optim._muon_split import Split
+from ..._muon_split import Split
+from . import Layout, Region, Regions, Shards
 
 
 def split(layout: Layout, fused: Split) -> Iterator[Layout]:

@@ -12,17 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim._muon_engine.layouts import (
-    Key,
-    Layout,
-    matrix_shape,
-    process_rank,
-    Ranks,
-    Region,
-    Regions,
-    Shards,
-)
-from torch.optim._muon_engine.process_groups import current_device, device_of_group
+
+from ..process_groups import current_device, device_of_group
+from . import Key, Layout, matrix_shape, process_rank, Ranks, Region, Regions, Shards
 
 
 # Ranks that share a matrix -> the framework's groups among them.

@@ -13,8 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim._muon_engine.agreement import common, gather_reports
-from torch.optim._muon_engine.layouts import (
+
+from ..agreement import common, gather_reports
+from ..process_groups import is_dry_run
+from . import (
     check_cover,
     Cut,
     Cuts,
@@ -28,8 +30,7 @@ from torch.optim._muon_engine.layouts import (
     Shape,
     Shards,
 )
-from torch.optim._muon_engine.layouts.dtensor import is_frozen, local_part
-from torch.optim._muon_engine.process_groups import is_dry_run
+from .dtensor import is_frozen, local_part
 
 
 # Bits of a digest of values.

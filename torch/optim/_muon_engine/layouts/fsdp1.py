@@ -9,7 +9,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.optim._muon_engine.layouts import listed, matrix_shape, not_2d, Region
+
+from . import listed, matrix_shape, not_2d, Region
 
 
 class FlatTensor(NamedTuple):

@@ -12,22 +12,13 @@ from torch import nn, Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.optim._muon_engine import process_groups
-from torch.optim._muon_engine.agreement import all_gather_uneven
-from torch.optim._muon_engine.layouts import (
-    dtensor,
-    fsdp1,
-    group_ranks,
-    Key,
-    Layout,
-    matrix_shape,
-    not_2d,
-    process_rank,
-    Region,
-)
-from torch.optim._muon_engine.layouts.divide import split
-from torch.optim._muon_engine.layouts.exchange import Exchange, KindGroups, KINDS
-from torch.optim._muon_split import Split
+
+from ..._muon_split import Split
+from ..agreement import all_gather_uneven
+from ..process_groups import spanning_group
+from . import dtensor, fsdp1, group_ranks, Key, Layout, matrix_shape, not_2d, Region
+from .divide import split
+from .exchange import Exchange, KindGroups, KINDS
 
 
 class ParamInfo(NamedTuple):
@@ -214,7 +205,7 @@ class Reader:
         # The engine's group, if it has read this parameter.
         sharing = self.sharing or self.dtensors.sharing([tensor])
         candidates = sharing.get(ranks, self.shared.values())
-        group = process_groups.spanning_group(ranks, candidates)
+        group = spanning_group(ranks, candidates)
         flat = all_gather_uneven(piece.reshape(-1), group)
         parts = dict(zip(ranks, flat, strict=True))
         # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
@@ -384,7 +375,7 @@ class _LocalReader(Exchange):
 
 def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:
     """Whether ``group`` has no other rank of ``ranks`` than this one."""
-    return not set(group_ranks(group)) & (set(ranks) - {process_rank()})
+    return not set(group_ranks(group)) & (set(ranks) - {dist.get_rank()})
 
 
 def tp_dim_of(param: Tensor) -> int | None:

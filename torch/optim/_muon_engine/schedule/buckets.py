@@ -7,9 +7,10 @@ from itertools import product
 from operator import itemgetter
 
 import torch
-from torch.optim._muon_engine.layouts import Layout, Ranks, Shards
-from torch.optim._muon_engine.schedule.owners import flops_of
-from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
+
+from ..layouts import Layout, Ranks, Shards
+from .owners import flops_of
+from .packs import Bucket, Schedule
 
 
 # Enough buckets to hide transfers behind orthogonalization.

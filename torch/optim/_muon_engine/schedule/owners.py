@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim._muon_engine.layouts import larger_first, Layout, listed, Ranks, Shape
-from torch.optim._muon_engine.layouts.divide import divide
-from torch.optim._newton_schulz import GRAM_RATIO
+
+from ..._newton_schulz import GRAM_RATIO
+from ..layouts import larger_first, Layout, listed, Ranks, Shape
+from ..layouts.divide import divide
 
 
 def newton_schulz_flops(shape: Sequence[int], algorithm: str = "quintic") -> int:

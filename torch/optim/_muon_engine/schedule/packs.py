@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.optim._muon_engine.layouts import Layout, Ranks, Region
+
+from ..layouts import Layout, Ranks, Region
 
 
 # Maximum size of one relay, unless a single shard is larger.
