@@ -150,7 +150,7 @@ class TestMuonSplit(TestCase):
                 {"split": {"sizes": (4, 2), "repeats": 3}},
                 r"split \(4, 2\) x 3 adds up to 18, but dimension 0 has 48",
             ),
-            (qkv, {"split": {"sizes": (16,), "dim": 2}}, "positive ints.*dimension 2"),
+            (qkv, {"split": {"sizes": (16,), "dim": 2}}, "positive ints.*'dim': 2"),
         ):
             group = {"params": [("w", nn.Parameter(tensor))], **form}
             options = {"allow_batched_matrices": tensor.ndim == 3}

@@ -167,8 +167,8 @@ class _Model:
         sizes = {m.num_embeddings for m in embeddings}
         sizes -= {size for p in layers for size in p.shape[1:]}
         candidates = {(p.unit, p.shape) for p in matrices if p.shape[0] in sizes}
-        alike = Counter((_NUMBER.sub("*", unit), shape) for unit, shape in candidates)
-        self.heads = {u for u, s in candidates if alike[_NUMBER.sub("*", u), s] == 1}
+        blocks = Counter((_NUMBER.sub("*", unit), shape) for unit, shape in candidates)
+        self.heads = {u for u, s in candidates if blocks[_NUMBER.sub("*", u), s] == 1}
 
     def _param(self, name: str, shape: tuple[int, ...]) -> _Param:
         unit = unwrapped(name)

@@ -99,7 +99,7 @@ def create_auto_config(
     the TP piece, and DDP and CP replicate the result. The ranks exchange the sizes of their pieces.
 
     DTensors describe themselves, and a group or dimension that contradicts a placement is a warning. DDP
-    and CP groups add replicas of a DTensor's whole mesh.
+    and CP groups add replicas of their whole mesh.
 
     Args:
         fsdp_process_group (ProcessGroup, optional): the ranks that shard a matrix; for FSDP1
@@ -136,13 +136,6 @@ def create_auto_config(
     Raises:
         ValueError: an option is invalid, two spellings of one argument are given, or ``ep_process_group``
             is given without ``expert_assignments``.
-
-    Example:
-        >>> # xdoctest: +SKIP
-        >>> model = FullyShardedDataParallel(model, use_orig_params=True)
-        >>> matrices, others = partition_parameters(model)
-        >>> config = create_auto_config(model.process_group, module=model)
-        >>> optimizer = Muon(matrices, lr=0.02, distributed_config=config)
     """
     fsdp = _either(
         fsdp_process_group=fsdp_process_group, shard_process_group=shard_process_group

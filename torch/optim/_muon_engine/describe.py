@@ -84,9 +84,9 @@ def _memory(engine: Any) -> str:
         for m in schedule.owned(bucket).get(rank, ()):
             layout = schedule.layouts[m]
             formulas = engine.params[layout.key.index].formulas
-            alike = formulas.compute_key, layout.shape
+            batch = formulas.compute_key, layout.shape
             most = formulas.batch_size(layout.shape, engine.device)
-            count = batches[alike] = min(batches[alike] + 1, most)
+            count = batches[batch] = min(batches[batch] + 1, most)
             algorithm, blocks = formulas.ns_algorithm, layout.key.block[1]
             nbytes = newton_schulz_bytes(layout.full_shape, algorithm, blocks)
             iterates = max(iterates, count * nbytes)

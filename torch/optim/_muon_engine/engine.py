@@ -92,7 +92,7 @@ class Engine:
             # Two sets of slots may not fit.
             former._runner = None
             replaced = _replaced(former.params, params)
-            _keep_entries(former.params, params, replaced)
+            _keep_config_indices(former.params, params, replaced)
         try:
             # Indices and loads need values, in a dry run with fake tensors, too.
             with unset_fake_temporarily():
@@ -147,12 +147,12 @@ class Engine:
         self, error: BaseException | None, former: "Engine | None", is_lasting: bool
     ) -> None:
         """Reads, assigns, agrees with the other ranks, and makes the schedule."""
-        tensors = [param.tensor for param in self.params]
+        params, tensors = self.params, [param.tensor for param in self.params]
         per_node = process_groups.ranks_per_node()
         layouts, owners = [], []
         try:
             if self.reader is not None:
-                infos = [ParamInfo(p.entry, p.key.name, p.form) for p in self.params]
+                infos = [ParamInfo(p.config_index, p.key.name, p.form) for p in params]
                 layouts = self.reader.read(tensors, infos, error)
             if error is None:
                 self.config.check()
@@ -169,7 +169,7 @@ class Engine:
                 raise error
             return
         experts = self.reader.experts
-        self.ordered = sorted(self.params, key=lambda p: experts.get(p.entry, -1))
+        self.ordered = sorted(params, key=lambda p: experts.get(p.config_index, -1))
         sharing = self.reader.sharing
         signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in sharing}
         # All ranks must have replaced the same parameters.
@@ -468,16 +468,16 @@ def _take_momentum(
         )
 
 
-def _keep_entries(
+def _keep_config_indices(
     former: Sequence[Param], now: Sequence[Param], replaced: list[Replacement]
 ) -> None:
-    """Gives each parameter the entry that it has had, or that of the parameter that it replaces."""
-    entries = {param.tensor: param.entry for param in former}
-    entries |= {new.tensor: old.entry for old, new, _ in replaced}
-    following = count(max(entries.values(), default=-1) + 1)
+    """Gives each parameter the config index that it has had, or that of the parameter that it replaces."""
+    indices = {param.tensor: param.config_index for param in former}
+    indices |= {new.tensor: old.config_index for old, new, _ in replaced}
+    following = count(max(indices.values(), default=-1) + 1)
     for param in now:
-        entry = entries.get(param.tensor)
-        param.entry = next(following) if entry is None else entry
+        index = indices.get(param.tensor)
+        param.config_index = next(following) if index is None else index
 
 
 def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement]:

@@ -198,7 +198,6 @@ class Shards:
         return len(set(self.contributions)) > 1
 
     def of(self, rank: int) -> Regions:
-        """The shard of ``rank``."""
         return self.regions[self._place[rank]]
 
     def is_empty(self, rank: int) -> bool:
@@ -231,7 +230,7 @@ class Cut(NamedTuple):
     dim: int | None = None
 
     @property
-    def cuts(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the ranks hold different shards, and not replicas."""
         return self.kind == "fsdp" or self.dim is not None
 
@@ -268,7 +267,6 @@ class Layout:
 
     @property
     def group(self) -> Ranks:
-        """The ranks that share the matrix, in the order that all of them agree on."""
         return self.shards.group
 
     def describe(self) -> str:

@@ -33,14 +33,9 @@ class DTensorLayouts:
     def of(
         self, key: Key, tensor: DTensor, flatten: bool = False, everywhere: bool = False
     ) -> list[Layout]:
-        """The layouts of the matrices of ``tensor`` of which this rank has a part.
+        """The layouts of the matrices of ``tensor`` of which this rank has a part, or ``everywhere`` of all.
 
-        Args:
-            flatten: whether dimension 0 by all others is one matrix.
-            everywhere: whether to return all matrices of a stack.
-
-        Raises:
-            ValueError: for an unknown placement, a mesh without this rank, or a local tensor of another size.
+        Raises ValueError for an unknown placement, a mesh without this rank, or a local tensor of another size.
         """
         mesh, rank, local = tensor.device_mesh, process_rank(), tensor._local_tensor
         try:
@@ -106,7 +101,6 @@ class DTensorLayouts:
 
 
 def mesh_ranks(mesh: DeviceMesh) -> Ranks:
-    """The sorted ranks of ``mesh``."""
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 

@@ -49,8 +49,8 @@ _EQUAL_SHARDS = {
 # How ranks name a matrix that they share: its expert's id and its number among the expert's matrices, or
 # None, the number of its parameter among those of no expert, and its number in the parameter.
 Name = tuple["int | None", int, int]
+# By kind; by kind and ranks.
 KindGroups = Mapping[str, ProcessGroup]
-# By kind and ranks.
 Groups = dict[tuple[str, Ranks], ProcessGroup]
 # A rank's layouts so far, digests of their values (0 for zeros), and its expert-parallel group.
 Message = tuple[Mapping[Name, Layout], Mapping[Name, int], Ranks]
@@ -67,8 +67,8 @@ def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
     return f"process groups: {', '.join(words)}" if words else "no process groups"
 
 
-class Exchange:
-    """What this rank knows by itself about matrices that groups share, and what other ranks tell it."""
+class LocalParts:
+    """This rank's parts of matrices that groups share. The other ranks know the rest."""
 
     def __init__(self, shared: KindGroups, ep_group: ProcessGroup | None) -> None:
         # A unit of FSDP1 may have other groups than those that were given.
@@ -76,11 +76,11 @@ class Exchange:
         self.ep_ranks = (process_rank(),) if ep_group is None else group_ranks(ep_group)
         self.layouts: list[Layout] = []
         # Digests of the values that this rank stores of cut matrices; 0 for zeros.
-        self.values: dict[Key, int] = {}
+        self.digests: dict[Key, int] = {}
         # Text -> the matrices that it is about.
         self.warnings: defaultdict[str, list[str]] = defaultdict(list)
 
-    def cuts(self, groups: KindGroups, dims: Mapping[str, int | None]) -> Cuts:
+    def cuts_of(self, groups: KindGroups, dims: Mapping[str, int | None]) -> Cuts:
         """How ``groups``, by kind, share a matrix. Those with a dimension in ``dims`` cut it."""
         shared = {k: groups[k] for k in KINDS if k in groups and groups[k].size() > 1}
         cuts = tuple(Cut(k, group_ranks(g), dims.get(k)) for k, g in shared.items())
@@ -96,16 +96,16 @@ class Exchange:
         layout = Layout(key, shape, param.dtype, shards, words, frozen, cuts)
         self.layouts.append(layout)
         has_values = not param.is_meta and not is_dry_run()
-        if has_values and any(cut.cuts for cut in cuts):
+        if has_values and any(cut.is_sharded for cut in cuts):
             local = local_part(param)
             sums = (r.of_local(local).abs().sum(dtype=torch.float64) for r in regions)
-            self.values[key] = hash(sum(part.item() for part in sums)) & _DIGEST
+            self.digests[key] = hash(sum(part.item() for part in sums)) & _DIGEST
 
     def complete(self, error: BaseException | None = None) -> list[Layout]:
         """The layouts, with the parts of all ranks put together. Raises the error of any rank of the grid."""
         layouts, parts = self.layouts, _by_name(self.layouts)
         described = {name: l.describe() for name, l in zip(parts, layouts, strict=True)}
-        digests = {name: self.values.get(l.key, 0) for name, l in zip(parts, layouts)}
+        digests = {name: self.digests.get(l.key, 0) for name, l in zip(parts, layouts)}
         shared = list(described.values())
         complete: list[Layout] = []
         # The one order in which all ranks go through groups: by kind, then larger groups first.
@@ -189,8 +189,8 @@ def _joined(
             continue
         shared = [of_rank.get(name) for of_rank in layouts]
         # Pickle keeps equal parts of a rank one object.
-        alike = name[0] is None, *map(id, shared)
-        if alike not in joined_of:
+        content = name[0] is None, *map(id, shared)
+        if content not in joined_of:
             pieces = {r: piece for r, piece in zip(cut.ranks, shared) if piece}
             try:
                 _check_cuts(part.cuts, cut, pieces)
@@ -198,9 +198,9 @@ def _joined(
                 joined = _together(part, cut, [pieces[r] for r in members])
             except ValueError as error:
                 raise common(ValueError(f"{described[name]}: {error}")) from None
-            joined_of[alike] = joined, [cut.ranks.index(r) for r in members]
-        joined, places = joined_of[alike]
-        of_values = places if cut.cuts else places[:1]
+            joined_of[content] = joined, [cut.ranks.index(r) for r in members]
+        joined, places = joined_of[content]
+        of_values = places if cut.is_sharded else places[:1]
         yield name, joined, tuple(digests[at][name] for at in of_values)
 
 
@@ -230,9 +230,9 @@ def _members(
                 f"{cut.kind}_process_group does not have this one. List the same on both; expert_assignments tells experts apart"
             )
         return holders
-    if cut.cuts and len({ep_ranks[r] for r in holders}) == 1:
+    if cut.is_sharded and len({ep_ranks[r] for r in holders}) == 1:
         return holders
-    if not cut.cuts:
+    if not cut.is_sharded:
         # Ranks of one expert-parallel group never hold replicas of an expert.
         holders = [r for r in holders if r == rank or r not in ep_ranks[rank]]
     seen: dict[Ranks, int] = {}

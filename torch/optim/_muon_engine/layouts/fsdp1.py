@@ -25,7 +25,7 @@ class FlatTensor(NamedTuple):
     shard: Any
 
     def regions(self, shape: tuple[int, int], number: int) -> tuple[Region, ...]:
-        """What is stored of the ``number``-th matrix of ``shape``: the end of a row, whole rows, the start of one."""
+        """The stored part of the ``number``-th matrix of ``shape``: the end of a row, whole rows, the start of one."""
         if not self.shard.in_shard:
             return ()
         (rows, columns), start = shape, self.shard.intra_param_start_idx
@@ -78,9 +78,8 @@ def view_of(
 ) -> FlatView | None:
     """The view of ``param``; None if FSDP1 did not flatten it. Raises ValueError if the user must say more.
 
-    Args:
-        flat_views: the :func:`views` of the user's module; None without a module.
-        has_group: whether the user gave the group that shares flat parameters.
+    ``flat_views`` are those of the user's module, if there is one. ``has_group`` is whether the user gave the
+    group that shares flat parameters.
     """
     if not getattr(param, "_fsdp_flattened", False):
         return None

@@ -18,7 +18,7 @@ from ..agreement import all_gather_uneven
 from ..process_groups import spanning_group
 from . import dtensor, fsdp1, group_ranks, Key, Layout, matrix_shape, not_2d, Region
 from .divide import split
-from .exchange import Exchange, KindGroups, KINDS
+from .exchange import KindGroups, KINDS, LocalParts
 
 
 class ParamInfo(NamedTuple):
@@ -60,10 +60,8 @@ class Reader:
         # Index -> the layouts in a parameter, and a tensor with its type and local shape.
         self._by_param: dict[int, tuple[list[Layout], Tensor]] = {}
 
-    # The groups and dimensions of the config
-
     def info(self, index: int) -> ParamInfo:
-        """What was said about parameter ``index`` when it was read."""
+        """The info with which parameter ``index`` was read, or its default."""
         return self._infos[index] if index < len(self._infos) else ParamInfo(index)
 
     def tp_dim(self, index: int) -> int | None:
@@ -92,8 +90,6 @@ class Reader:
                     f"{name} names parameters {unknown}. Indices count the optimizer's parameters, 0 to {count - 1}, not the model's"
                 )
 
-    # Reading
-
     def read(
         self,
         params: Sequence[Tensor],
@@ -102,8 +98,8 @@ class Reader:
     ) -> list[Layout]:
         """The layouts of all matrices in ``params``, in an order that all ranks share.
 
-        The ranks of the groups exchange what they hold, and raise an ``error`` of this rank. ``infos`` are
-        about each parameter (default: its index is its config index).
+        The ranks of the groups exchange their parts, and all of them raise an ``error`` of this rank. ``infos``
+        are about each parameter (default: its index is its config index).
         """
         self._infos = infos
         # Another mesh may get the address of a former one.
@@ -131,7 +127,7 @@ class Reader:
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
     def _sharing_of(
-        self, params: Sequence[Tensor], layouts: Sequence[Layout], local: Exchange
+        self, params: Sequence[Tensor], layouts: Sequence[Layout], local: LocalParts
     ) -> dtensor.Sharing:
         of_meshes, groups = self.sharing, local.group_of.items()
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
@@ -163,8 +159,6 @@ class Reader:
             for index, (_, like) in self._by_param.items()
             if isinstance(like, DTensor)
         }
-
-    # The round trip
 
     def shape_of(self, index: int) -> torch.Size:
         """The shape of the tensor that :meth:`whole` returns for parameter ``index``."""
@@ -230,7 +224,7 @@ class Reader:
         return dtensor.cut_out(layouts, full, like, owner)
 
 
-class _LocalReader(Exchange):
+class _LocalReader(LocalParts):
     """Collects what this rank knows about the matrices of one ``reader``."""
 
     def __init__(self, reader: Reader) -> None:
@@ -239,7 +233,6 @@ class _LocalReader(Exchange):
         self._views = None if reader.module is None else fsdp1.views(reader.module)
 
     def add(self, index: int, param: Tensor) -> None:
-        """Adds all matrices in ``param``."""
         reader, info = self.reader, self.reader.info(index)
         reader.check_tp_dim(param, index)
         key = Key(index, 0, info.name, reader.experts.get(info.config_index))
@@ -266,7 +259,7 @@ class _LocalReader(Exchange):
         if any(placement.is_partial() for placement in tensor.placements):
             replicating = {}
         groups = {k: g for k, g in replicating.items() if _only_me(g, mesh_ranks)}
-        cuts = self.cuts(groups, {})
+        cuts = self.cuts_of(groups, {})
         layouts = self.reader.dtensors.of(key, tensor, flatten)
         self.layouts += [replace(layout, cuts=cuts) for layout in layouts]
         if layouts:
@@ -315,7 +308,7 @@ class _LocalReader(Exchange):
             if tp_dim is not None and tp_dim < stacked:
                 groups.pop("tp", None)
         dims = {"fsdp": 0, "tp": None if tp_dim is None else tp_dim - stacked}
-        cuts, shape = self.cuts(groups, dims), matrix_shape(param.shape, flatten)
+        cuts, shape = self.cuts_of(groups, dims), matrix_shape(param.shape, flatten)
         whole = Region(0, 0, *shape, 0, shape[1])
         for sub in range(math.prod(param.shape[:stacked])):
             region = whole._replace(offset=sub * whole.numel)
@@ -354,7 +347,7 @@ class _LocalReader(Exchange):
                 text = f"{kind}_process_group has ranks {list(given)}, but FSDP1 has {list(ranks)}, which count"
                 self.warnings[text].append(described)
         # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
-        cuts = self.cuts({**self.shared, **groups}, {"tp": tp_dim})
+        cuts = self.cuts_of({**self.shared, **groups}, {"tp": tp_dim})
         self.add_part(key, param, shape, regions, cuts)
 
     def _tp_of_spec(

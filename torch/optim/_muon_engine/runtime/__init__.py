@@ -39,7 +39,7 @@ class Param:
         self.tensor = tensor
         self.key = Key(index, 0, name)
         # Its index when the optimizer got it, which the config's dicts count by.
-        self.entry = index
+        self.config_index = index
         # The index of its parameter group.
         self.param_group = group
         self.formulas = formulas

@@ -44,7 +44,7 @@ class LocalRelay(InFlight):
 
     def pack(self) -> None:
         """On the source: copies the results that it received and those that it computed itself."""
-        origins = (self.bucket.scatter_recv, self.bucket.kept)
+        origins = (self.bucket.scatter_recv, self.bucket.own_results)
         copy_all(
             [
                 (target.view, source.view)

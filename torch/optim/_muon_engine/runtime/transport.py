@@ -190,7 +190,9 @@ class LocalBucket(InFlight):
         self.gather_recv = BoundPack(packs.gather_recv, inner)
         self.scatter_send = BoundPack(packs.scatter_send, inner, back)
         self.scatter_recv = BoundPack(packs.scatter_recv, outer)
-        self.kept = BoundPack(packs.kept, inner, back + packs.scatter_send.nbytes)
+        self.own_results = BoundPack(
+            packs.own_results, inner, back + packs.scatter_send.nbytes
+        )
         # The LocalRelays that follow its scatter.
         self.relays: list[Any] = []
         self._group = group
@@ -216,7 +218,7 @@ class LocalBucket(InFlight):
     def results_of(self, matrix: int) -> Iterator[PackedView]:
         """Where this owner packs each holder's regions of the update of ``matrix``."""
         yield from self.scatter_send.of(matrix)
-        yield from self.kept.of(matrix)
+        yield from self.own_results.of(matrix)
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

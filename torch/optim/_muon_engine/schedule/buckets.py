@@ -59,13 +59,14 @@ def make_schedule(
         layout = layouts[m]
         return layout.divided is None, -flops_of(layout), layout.full_shape, m
 
-    most = 1 if one_owner_at_a_time else MAX_BUCKETS
+    max_buckets = 1 if one_owner_at_a_time else MAX_BUCKETS
     ordered: list[tuple[tuple, torch.dtype, list[int]]] = []
     for (turn, group, dtype), members in families.items():
         queues: Queues = {}
         for m in sorted(members, key=order):
             queues.setdefault(owners[m], []).append(m)
-        parts = _cut(queues, layouts, most, BUCKET_BYTES // dtype.itemsize, slots)
+        limit = BUCKET_BYTES // dtype.itemsize
+        parts = _cut(queues, layouts, max_buckets, limit, slots)
         for at, part in enumerate(parts):
             ordered.append(((turn, at, -len(group), group, str(dtype)), dtype, part))
     counts: Counter[Ranks] = Counter()
@@ -82,13 +83,13 @@ def make_schedule(
 
 
 def _cut(
-    queues: Queues, layouts: Sequence[Layout], most: int, limit: int, slots: int
+    queues: Queues, layouts: Sequence[Layout], max_buckets: int, limit: int, slots: int
 ) -> list[list[int]]:
     """Distributes the owners' matrices over buckets, whose owners work at the same time.
 
     A rank waits for a bucket's results, so a bucket takes as long as its busiest owner. The fewest buckets
-    win whose sum is close to the busiest owner's own work: at ``most`` so many, unless owners would gather
-    more than ``limit`` elements in one.
+    win whose sum is close to the busiest owner's own work. There are more than ``max_buckets`` only if owners
+    would gather more than ``limit`` elements in one.
     """
     work = {m: flops_of(layouts[m]) for queue in queues.values() for m in queue}
     largest = max(layouts[m].numel for m in work)
@@ -99,7 +100,7 @@ def _cut(
     gathered = max(sum(layouts[m].numel for m in queue) for queue in queues.values())
     busiest = max(sum(work[m] for m in queue) for queue in queues.values())
     least = -(-gathered // limit)
-    wanted = max(least, min(most, longest))
+    wanted = max(least, min(max_buckets, longest))
     more = [wanted + i * -(-wanted // 16) for i in (1, 2)]
     counts = *range(wanted, least - 1, -1), *more
     best: list[list[int]] = []
@@ -172,7 +173,7 @@ def _spread(
 
 
 def _load(counts: Counter[Shards]) -> int:
-    """Elements that the busiest holder sends or receives, of as many matrices of each shards."""
+    """Elements that the busiest holder of a bucket sends or receives. ``counts`` are of its matrices."""
     numels: Counter[int] = Counter()
     for shards, count in counts.items():
         for rank, numel in zip(shards.ranks, shards.numels, strict=True):

@@ -187,8 +187,8 @@ def assign_owners(
         number, count = layout.key.block
         if number == 0 and not layout.frozen:
             digests = tuple(block.shards.digest for block in layouts[i : i + count])
-            alike = members.setdefault(layout.group, {})
-            alike.setdefault((-flops_of(layout), digests), []).append(i)
+            of_group = members.setdefault(layout.group, {})
+            of_group.setdefault((-flops_of(layout), digests), []).append(i)
     # For each rank of a group, the FLOPs and the elements to receive that its matrices add.
     added: dict[Ranks, Tensor] = {}
     for group in larger_first(members):

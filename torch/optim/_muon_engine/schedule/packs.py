@@ -61,7 +61,7 @@ class LocalPacks(NamedTuple):
     scatter_send: Pack
     scatter_recv: Pack
     # The results that the rank computed itself and relays to its replicas.
-    kept: Pack
+    own_results: Pack
     relays: tuple[Relay, ...]
 
     @property
@@ -72,7 +72,7 @@ class LocalPacks(NamedTuple):
     @property
     def nbytes(self) -> tuple[int, int]:
         """Bytes of the holder's and of the owner's memory."""
-        inner = self.scatter_send.nbytes + self.kept.nbytes
+        inner = self.scatter_send.nbytes + self.own_results.nbytes
         inner += 0 if self.in_place else self.gather_recv.nbytes
         return max(self.gather_send.nbytes, self.scatter_recv.nbytes), inner
 
@@ -122,19 +122,18 @@ class Schedule:
         return shards.contribution_of(rank) == shards.contribution_of(owner)
 
     def packs(self, bucket: Bucket, rank: int) -> LocalPacks:
-        """The packs of ``rank`` in ``bucket``."""
         owned = self.owned(bucket)
         as_holder = [_between(rank, peer, owned) for peer in bucket.group]
         as_owner = [_between(peer, rank, owned) for peer in bucket.group]
         relays = self.relays(bucket, rank)
-        relayed = {entry.matrix for relay in relays for entry in relay.pack.regions}
-        kept = [m for m in owned.get(rank, ()) if m in relayed]
+        relayed = {region.matrix for relay in relays for region in relay.pack.regions}
+        own = [matrix for matrix in owned.get(rank, ()) if matrix in relayed]
         return LocalPacks(
             gather_send=self._gather(bucket, as_holder),
             gather_recv=self._gather(bucket, as_owner),
             scatter_send=self._scatter(bucket, as_owner),
             scatter_recv=self._scatter(bucket, as_holder),
-            kept=self._pack([(rank, kept)], bucket.scatter_dtype, self.receives),
+            own_results=self._pack([(rank, own)], bucket.scatter_dtype, self.receives),
             relays=relays,
         )
 
@@ -221,7 +220,7 @@ class Schedule:
 def _between(
     holder: int, owner: int, owned: dict[int, list[int]]
 ) -> tuple[int, Sequence[int]]:
-    """What ``holder`` exchanges with ``owner``: nothing if they are one rank."""
+    """The matrices whose shards ``holder`` exchanges with ``owner``; none if they are one rank."""
     return holder, () if holder == owner else owned.get(owner, ())
 
 
