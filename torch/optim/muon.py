@@ -108,8 +108,7 @@ def create_auto_config(
         ddp_process_group (ProcessGroup, optional): the ranks that hold replicas (default: None)
         ep_process_group (ProcessGroup, optional): the ranks that hold different experts. Muon never
             communicates over it (default: None)
-        cp_process_group (ProcessGroup, optional): the ranks of context parallelism, which hold replicas
-            (default: None)
+        cp_process_group (ProcessGroup, optional): replicas, by context parallelism (default: None)
         tp_dim_per_param (dict[int, int] or int, optional): parameter index -> the dimension that TP cuts,
             without the parameters that it does not cut; or an int for all. None looks for a ``tp_dim`` or
             ``partition_dim`` attribute of each parameter (default: None)
@@ -118,13 +117,12 @@ def create_auto_config(
             never share one (default: None)
         async_gpu_parallelism (bool, optional): see :class:`DistributedConfig` (default: True)
         prefetch_count (int, optional): see :class:`DistributedConfig` (default: 1)
-        tp_shard_dim (int, optional): an int ``tp_dim_per_param`` (default: None)
-        shard_process_group (ProcessGroup, optional): ``fsdp_process_group`` (default: None)
-        replicate_process_group (ProcessGroup, optional): ``ddp_process_group`` (default: None)
-        pp_process_group (ProcessGroup, optional): kept in ``state``, as the next two. Pipeline stages
-            share no matrix (default: None)
-        pp_stage_id (int, optional): (default: None)
-        pp_num_stages (int, optional): (default: None)
+        tp_shard_dim (int, optional): alias of an int ``tp_dim_per_param`` (default: None)
+        shard_process_group (ProcessGroup, optional): alias of ``fsdp_process_group`` (default: None)
+        replicate_process_group (ProcessGroup, optional): alias of ``ddp_process_group`` (default: None)
+        pp_process_group (ProcessGroup, optional): kept in ``state``. Stages share no matrix (default: None)
+        pp_stage_id (int, optional): kept in ``state`` (default: None)
+        pp_num_stages (int, optional): kept in ``state`` (default: None)
         module (nn.Module, optional): the FSDP1-wrapped model. It knows the shapes that
             ``use_orig_params=True`` hides, and the groups of ``HYBRID_SHARD`` (default: None)
         owners_per_matrix (int or "auto", optional): as in :func:`create_dtensor_config` (default: 1)
@@ -197,8 +195,7 @@ def detect_tp_dims_from_model(
             that the indices are the optimizer's.
 
     Returns:
-        dict[int, int]: parameter index -> dimension, for ``tp_dim_per_param``. It lacks parameters that
-        are not cut.
+        dict[int, int]: parameter index -> dimension, without parameters that are not cut.
     """
     from torch.optim._muon_engine.layouts.groups import tp_dim_of
 

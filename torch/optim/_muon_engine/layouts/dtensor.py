@@ -78,9 +78,8 @@ class DTensorLayouts:
                 holders = [at for at, matrices in enumerate(by_rank) if sub in matrices]
                 regions = tuple(by_rank[at][sub] for at in holders)
                 of_sum = tuple(contributions[at] for at in holders if contributions)
-                shards[sub] = Shards(
-                    tuple(ranks[at] for at in holders), regions, of_sum
-                )
+                members = tuple(ranks[at] for at in holders)
+                shards[sub] = Shards(members, regions, of_sum)
         return self._shards[memo]
 
     def sharing(self, params: Sequence[Tensor]) -> Sharing:

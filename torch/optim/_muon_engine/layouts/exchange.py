@@ -35,7 +35,6 @@ from .dtensor import is_frozen, local_part
 
 # Bits of a digest of values.
 _DIGEST = 2**31 - 1
-
 # The order in which cuts are undone. FSDP cuts last, the shard that TP left. DDP and CP replicate.
 KINDS = ("fsdp", "tp", "ddp", "cp")
 
@@ -176,10 +175,7 @@ def _joined(
     answers: Sequence[Message],
     described: Mapping[Name, str],
 ) -> Iterator[tuple[Name, Layout, tuple[int, ...]]]:
-    """Those of ``parts`` that a group shares, put together: names, layouts and the digests of their values.
-
-    Raises ValueError if the ranks' parts or groups contradict each other.
-    """
+    """Names, joined layouts and value digests of those ``parts`` that a group shares. Raises ValueError if they differ."""
     joined_of: dict[tuple, tuple[Layout, list[int]]] = {}
     layouts, digests, ep_ranks = zip(*answers)
     ep_ranks_of = dict(zip(key[1], ep_ranks, strict=True))

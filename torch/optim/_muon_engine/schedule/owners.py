@@ -244,7 +244,7 @@ def owners_of(
     described: Sequence[str],
     world_size: int,
 ) -> list[int]:
-    """The owner of each layout, by the ``assignments`` of a user; all parameters are ``described`` for errors.
+    """The owner of each layout, by the ``assignments`` of a user. Errors name parameters as ``described``.
 
     Raises AssertionError unless each index is assigned once, and ValueError for a rank that holds no piece.
     """
