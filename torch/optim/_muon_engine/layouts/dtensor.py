@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -100,7 +101,9 @@ class DTensorLayouts:
 
 
 def mesh_ranks(mesh: DeviceMesh) -> Ranks:
-    return tuple(sorted(mesh.mesh.flatten().tolist()))
+    # In a dry run with fake tensors, too, a mesh has values.
+    with unset_fake_temporarily():
+        return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
 def device_of(
