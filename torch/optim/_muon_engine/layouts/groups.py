@@ -253,12 +253,13 @@ class _LocalReader(LocalParts):
 
     def _add_dtensor(self, key: Key, tensor: DTensor, flatten: bool) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
-        mesh_ranks = dtensor.mesh_ranks(tensor.device_mesh)
-        replicating = {k: g for k, g in self.shared.items() if k in ("ddp", "cp")}
+        groups = {k: g for k, g in self.shared.items() if k in ("ddp", "cp")}
         # The contributions to a sum are no replicas.
         if any(placement.is_partial() for placement in tensor.placements):
-            replicating = {}
-        groups = {k: g for k, g in replicating.items() if _only_me(g, mesh_ranks)}
+            groups = {}
+        if groups:
+            ranks = dtensor.mesh_ranks(tensor.device_mesh)
+            groups = {k: g for k, g in groups.items() if _only_me(g, ranks)}
         cuts = self.cuts_of(groups, {})
         layouts = self.reader.dtensors.of(key, tensor, flatten)
         self.layouts += [replace(layout, cuts=cuts) for layout in layouts]

@@ -198,21 +198,23 @@ def assign_owners(
             if place.keys() >= set(group):
                 load += work[:, [place[rank] for rank in group]]
         before = load.clone()
+        # By size, the places of neighbours, of shape (teams, size), on one node if each node has enough.
+        teams_of: dict[int, Tensor] = {}
         per_node = [*Counter(rank // ranks_per_node for rank in group).values()]
         kinds = sorted(members[group].items(), key=lambda item: item[0][0])
         for (minus_flops, digests), equal in kinds:
             size = len(digests)
-            # Places of neighbours, of shape (teams, size), on one node if each node has enough.
-            nodes = per_node if min(per_node) >= size else [len(group)]
-            parts = torch.arange(len(group), device="cpu").split(nodes)
-            teams = torch.cat([part.unfold(0, size, size) for part in parts])
-            teams = teams.roll(-(start(group) // size), 0)
+            if size not in teams_of:
+                nodes = per_node if min(per_node) >= size else [len(group)]
+                parts = torch.arange(len(group), device="cpu").split(nodes)
+                teams = torch.cat([part.unfold(0, size, size) for part in parts])
+                teams_of[size] = teams.roll(-(start(group) // size), 0)
             blocks = layouts[equal[0] : equal[0] + size]
             numels = [[b.numel - n for n in b.shards.numels] for b in blocks]
             order = torch.tensor(blocks[0].shards.ranks, device="cpu").argsort()
             received = torch.tensor(numels, device="cpu")[:, order]
             while equal:
-                chosen = _give(load, teams, -minus_flops, received, len(equal))
+                chosen = _give(load, teams_of[size], -minus_flops, received, len(equal))
                 for i, team in zip(equal, chosen.tolist()):
                     owners[i : i + size] = [group[place] for place in team]
                 equal = equal[len(chosen) :]
