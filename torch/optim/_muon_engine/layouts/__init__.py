@@ -96,17 +96,15 @@ Shape = tuple[int, int]
 
 
 class Key(NamedTuple):
-    """Names the ``sub``-th matrix of parameter ``index``.
-
-    ``expert`` is the id of the expert that it belongs to. ``block`` is the place of a block of a divided
-    matrix, and the number of its blocks.
-    """
+    """Names the ``sub``-th matrix of parameter ``index``, and of a divided one the block."""
 
     # pyrefly: ignore [bad-override]
     index: int
     sub: int = 0
     name: str | None = None
+    # The id of the expert that it belongs to.
     expert: int | None = None
+    # The place of a block, and the number of blocks.
     block: tuple[int, int] = (0, 1)
 
     @property

@@ -1,8 +1,4 @@
-"""The data that ranks exchange about tensors that process groups share, and the layouts that follow.
-
-A group does not say how a matrix was cut, so each rank tells the others its part. In each group, ranks put
-their pieces together, and tell the next group the result.
-"""
+"""The data that ranks exchange about tensors that process groups share, and the layouts that follow."""
 
 import warnings
 from bisect import bisect
@@ -67,7 +63,10 @@ def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
 
 
 class LocalParts:
-    """This rank's parts of matrices that groups share. The other ranks know the rest."""
+    """This rank's parts of matrices that groups share. A group does not say how they were cut.
+
+    So in each group, ranks tell each other their parts, put them together, and tell the next group the result.
+    """
 
     def __init__(self, shared: KindGroups, ep_group: ProcessGroup | None) -> None:
         # A unit of FSDP1 may have other groups than those that were given.

@@ -171,14 +171,11 @@ class Reader:
         return torch.Size((*outer, rows, columns // math.prod(inner), *inner))
 
     def whole(self, tensor: Tensor, index: int, in_step: bool) -> Tensor:
-        """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece.
-
-        Outside of a step, it may be another tensor than was read, with other shapes on some ranks only. So
-        the ranks read again, except for a flat piece of FSDP1, which cannot tell its shape.
-        """
+        """The full tensor of parameter ``index``, of which ``tensor`` is this rank's piece."""
         self.check_tp_dim(tensor, index)
         layouts, like = self._by_param.get(index, ([], tensor))
         _, flatten = self.info(index).form
+        # Outside of a step, the shapes of some ranks may have changed. A flat piece of FSDP1 cannot tell its shape.
         ranks, is_as_read = (), layouts and (in_step or tensor.ndim == 1)
         if isinstance(tensor, DTensor):
             ranks = dtensor.mesh_ranks(tensor.device_mesh)

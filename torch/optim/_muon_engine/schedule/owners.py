@@ -246,10 +246,7 @@ def owners_of(
     described: Sequence[str],
     world_size: int,
 ) -> list[int]:
-    """The owner of each layout, by the ``assignments`` of a user. Errors name parameters as ``described``.
-
-    Raises AssertionError unless each index is assigned once, and ValueError for a rank that holds no piece.
-    """
+    """The owner of each layout. Raises AssertionError unless each index has one rank, ValueError if that lacks a piece."""
     for rank in assignments:
         if not 0 <= rank < world_size:
             raise ValueError(
