@@ -174,7 +174,7 @@ def _joined(
     answers: Sequence[Message],
     described: Mapping[Name, str],
 ) -> Iterator[tuple[Name, Layout, tuple[int, ...]]]:
-    """Names, joined layouts and value digests of those ``parts`` that a group shares. Raises ValueError if they differ."""
+    """Names, joined layouts and value digests of those ``parts`` that a group shares. Raises ValueError if they do not fit."""
     joined_of: dict[tuple, tuple[Layout, list[int]]] = {}
     layouts, digests, ep_ranks = zip(*answers)
     ep_ranks_of = dict(zip(key[1], ep_ranks, strict=True))

@@ -79,8 +79,7 @@ class Reader:
                 f"tp_dim_per_param says dimension {dim} of parameter {index}, which has {ndim} and shape {tuple(tensor.shape)}"
             )
 
-    def _check_count(self, count: int) -> None:
-        """Raises ValueError if the user named parameters that do not exist."""
+    def _check_indices(self, count: int) -> None:
         tp_dims = self.tp_dims if "tp" in self.shared else None
         dicts = {"expert_assignments": self.experts, "tp_dim_per_param": tp_dims or {}}
         for name, indices in dicts.items():
@@ -109,7 +108,7 @@ class Reader:
         try:
             self.sharing = self.dtensors.sharing(params)
             if error is None and is_first:
-                self._check_count(len(params))
+                self._check_indices(len(params))
             for index, param in enumerate(params if error is None else ()):
                 local.add(index, param)
         except Exception as problem:
@@ -178,9 +177,8 @@ class Reader:
         # Outside of a step, the shapes of some ranks may have changed. A copy of a flat piece of FSDP1
         # cannot tell its shape.
         is_copy = tensor.ndim == 1 and not hasattr(tensor, "_fsdp_flattened")
-        ranks, is_as_read = (), layouts and (in_step or is_copy)
+        is_as_read = layouts and (in_step or is_copy)
         if isinstance(tensor, DTensor):
-            ranks = dtensor.mesh_ranks(tensor.device_mesh)
             layouts = self.dtensors.of(Key(index), tensor, flatten, everywhere=True)
         elif not is_as_read or (len(layouts) == 1 and like.shape != tensor.shape):
             if tensor.ndim > 2 and not flatten and "fsdp" in self.shared:
@@ -197,13 +195,16 @@ class Reader:
             )
         self._by_param[index] = layouts, tensor
         piece, shape = dtensor.local_part(tensor), self.shape_of(index)
-        ranks = ranks or layouts[0].group
+        if isinstance(tensor, DTensor):
+            # They may have different matrices of a stack.
+            ranks = dtensor.mesh_ranks(tensor.device_mesh)
+        else:
+            ranks = layouts[0].group
         if len(ranks) == 1:
             return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.
         sharing = self.sharing or self.dtensors.sharing([tensor])
-        candidates = sharing.get(ranks, self.shared.values())
-        group = spanning_group(ranks, candidates)
+        group = spanning_group(ranks, sharing.get(ranks, self.shared.values()))
         flat = all_gather_uneven(piece.reshape(-1), group)
         parts = dict(zip(ranks, flat, strict=True))
         # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.

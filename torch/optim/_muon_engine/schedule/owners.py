@@ -264,9 +264,7 @@ def owners_of(
         "assigned more than once": [i for i in indices if count[i] > 1],
     }
     problems = [
-        f"{verb} {bad}: {listed([described[i] for i in bad if i in indices])}".rstrip(
-            ": "
-        )
+        f"{verb} {bad}: {listed([described[i] for i in bad if i in indices])}"
         for verb, bad in wrong.items()
         if bad
     ]
