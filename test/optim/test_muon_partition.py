@@ -59,6 +59,10 @@ class Bare(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
 
+class Router(nn.Linear):
+    """Told by its class."""
+
+
 # Stand-ins for classes of Megatron: the names and attributes that split_of reads.
 
 
@@ -258,6 +262,11 @@ class TestPartition(TestCase):
             "stacked": {"gate": lora(linear(4)), "experts": stacks},
             "own": own,
             "named": {"router": {"layer": linear(3)}},
+            # It has rows for two shared experts, too.
+            "shared": {
+                "gate": Router(8, 6, bias=False),
+                "experts": Bare(up=(4, 12, 8)),
+            },
             # Adapters of rank 2 beside two layers.
             "two": {"layers": [linear(16), linear(16)], "hidden": lora(linear(8))},
             # The gate of a gated MLP, next to a convolution with as many channels.
@@ -268,7 +277,10 @@ class TestPartition(TestCase):
         parts = "base_layer", "lora_A.default", "lora_B.default"
         adapted = [f"stacked.gate.{part}.weight" for part in parts]
         expected = ["listed.gate.weight", *adapted, "own.gating"]
-        self.assertEqual(routers, [*expected, "named.router.layer.weight"])
+        expected += ["named.router.layer.weight", "shared.gate.weight"]
+        self.assertEqual(routers, expected)
+        found = self.reasons(model, allow_batched_matrices=True)
+        self.assertEqual(found["shared.experts.up"], "")
         self.assertEqual(found["mlp.gate.weight"], "")
         self.assertEqual(found["listed.experts.0.weight"], "")
         biases = found["stacked.experts.gate_up_proj_bias"]

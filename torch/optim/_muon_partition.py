@@ -158,6 +158,10 @@ class _Model:
                 experts[p.shape[0]] |= p.places
         wide = [p for p in matrices if p.shape[0] < p.shape[1]]
         self.routers = {p.unit for p in wide if experts[p.shape[0]] & p.places}
+        # One with rows for shared experts, too, has another number of them.
+        self.routers |= {
+            p.unit for p in wide if type(p.module).__name__.endswith("Router")
+        }
         # With expert parallelism, a stack may have a part of the experts.
         routers = [p for p in matrices if p.unit in self.routers or _is_router(p.unit)]
         self.expert_counts = {p.shape[0] for p in routers}
@@ -187,7 +191,8 @@ class _Model:
         if leaf == "weight" and not hasattr(module, "in_features"):
             leaf = layer.split(".")[-1]
         is_stack = self.takes_stacks and len(shape) == 3 and not _is_conv(module)
-        is_stack &= any(count % shape[0] == 0 for count in self.expert_counts)
+        counts = self.expert_counts
+        is_stack &= any(n % shape[0] == 0 or "expert" in layer for n in counts)
         if len(shape) != 2 and not flatten and not is_stack:
             return f"{len(shape)}D"
         if isinstance(module, _EMBEDDINGS):
