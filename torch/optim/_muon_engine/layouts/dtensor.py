@@ -264,11 +264,6 @@ def like_param(param: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, **whole)
 
 
-def new_momentum_buffer(param: Tensor) -> Tensor:
-    """Zeros of ``param``'s type, placement and dtype."""
-    return like_param(param, torch.zeros_like(local_part(param)))
-
-
 def placed_like(param: Tensor, buffer: Tensor) -> bool:
     """Whether ``buffer`` has ``param``'s type, shape and placement."""
     names = ("shape", "placements", "device_mesh")

@@ -4,6 +4,7 @@ from collections.abc import MutableMapping
 from enum import IntEnum
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..._muon_split import Split
@@ -87,7 +88,8 @@ class Param:
         self.formulas = formulas
         buffer = state.get("momentum_buffer")
         if buffer is None:
-            buffer = dtensor.new_momentum_buffer(self.tensor)
+            zeros = torch.zeros_like(dtensor.local_part(self.tensor))
+            buffer = dtensor.like_param(self.tensor, zeros)
         elif not dtensor.placed_like(self.tensor, buffer):
             # A checkpoint or a changed parameter left it in another placement.
             buffer = dtensor.place_like(self.tensor, buffer, self.described)

@@ -30,18 +30,9 @@ _SOME = Status.PRESENT, Status.ABSENT, Status.UNUSABLE
 # error instead of another size. Few optimizers need a second one.
 _ROWS = 256
 
-_OTHER_STEP = (
-    "the ranks are not in the same step(): a step() of one of them raised before it met the others, in its closure or "
-    "in a check, and the caller went on"
-)
-_OTHER_OPTIMIZER = (
-    "the ranks step different optimizers. All ranks must build and step their optimizers in the same order; a set of "
-    "optimizers has a different order in each process"
-)
-_OTHER_OPTIONS = (
-    "the ranks have different hyperparameters for these. A scheduler or a checkpoint changed lr, momentum or another "
-    "option on some ranks only; compare param_groups of all ranks"
-)
+_OTHER_STEP = "the ranks are not in the same step(): a closure or a check raised on some of them, and the caller went on"
+_OTHER_OPTIMIZER = "the ranks step different optimizers. Build and step them in the same order; a set has another order on each rank"
+_OTHER_OPTIONS = "the ranks have different hyperparameters for these. A scheduler or a checkpoint changed param_groups on some ranks only"
 _OTHER_VALUES = (
     "the ranks hold different values of these, so they are not replicas. Broadcast the parameters before the first "
     "step, as DistributedDataParallel does. If each rank has parameters of its own (ZeroRedundancyOptimizer, layers or "
@@ -49,8 +40,8 @@ _OTHER_VALUES = (
 )
 _UNUSABLE = "a rank has a gradient for these that it cannot use. The error on that rank says why"
 _SOME_ABSENT = (
-    "some of the ranks that hold these have a gradient and some have none. All holders need a gradient, zeros if need "
-    "be (an unused expert, a branch that one rank skips), or none of them"
+    "some of the ranks that hold these have a gradient and some have none. All need one, or none of them: zeros for an "
+    "unused expert or a branch that one rank skips"
 )
 _OTHER_GROUP = "ranks that share matrices with this one differ in others that this rank does not hold. The error on those ranks says how"
 
@@ -78,7 +69,9 @@ class Statuses(InFlight):
         names = [(k.name if k.expert is None else k.expert, s) for k, s in keys]
         self._identity = zlib.crc32(repr((serial, names)).encode())
         # Whole on every rank: the first step that moves them compares their values.
-        self._replicated = [m for m in matrices if _is_replicated(m)]
+        self._replicated = [
+            m for m in matrices if len(m.layout.shards.replica_sets) == 1
+        ]
         # The table that the group reduces; on the host, this rank's rows before that and the result after
         # it. Only copies between a device and pinned memory do not wait.
         shape = max(_ROWS, 1 + len(matrices)), 7
@@ -187,11 +180,6 @@ class Statuses(InFlight):
         text = _OTHER_OPTIMIZER if identity + minus_identity else _OTHER_STEP
         shared = listed([matrix.layout.describe() for matrix in self.matrices], 4)
         return f"{text}. This rank's optimizer has {shared}"
-
-
-def _is_replicated(matrix: Matrix) -> bool:
-    shards = matrix.layout.shards
-    return len(shards.replica_sets) == 1 and not shards.partial
 
 
 def _digest_of(matrix: Matrix) -> Tensor:
