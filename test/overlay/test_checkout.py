@@ -1,6 +1,5 @@
 """`apply`, `revert`, `status`, `diff` and `export` on a PyTorch git checkout."""
 
-import json
 import os
 import re
 import shlex
@@ -56,7 +55,7 @@ def test_apply_and_revert(checkout, on):
     # It is staged, and HEAD stays.
     assert {line[:3] for line in git_status(checkout).splitlines()} == {"A  ", "M  "}
     assert "nothing to do" in on("apply")
-    found = json.loads(on("status", "--json"))
+    found = Checkout(checkout).status(ROOT)
     assert (found["state"], found["overlay"]) == ("current", payload.name(ROOT))
     assert set(found["files"].values()) == {"current"}
     on("revert")
@@ -271,7 +270,7 @@ def test_stashed_and_cleaned_overlay_is_found_again(checkout, on):
     git(checkout, "stash", "pop", "-q")
     assert state(checkout) == "current"
     (checkout / OWN).unlink()
-    found = json.loads(on("status", "--json"))
+    found = Checkout(checkout).status(ROOT)
     assert (found["state"], found["files"][OWN]) == ("changed", "missing")
     on("revert")
     assert git_status(checkout) == ""

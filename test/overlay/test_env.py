@@ -63,19 +63,17 @@ def test_interrupted_made_found_and_updated(overlay, tool, offline, tmp_path):
     command = [sys.executable, "-u", overlay / "setup_overlay.py", "env"]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=offline, **how) as process:
-        while process.stdout.readline() != "making .venv ...\n":
+        while process.stdout.readline() != f"venv {venv} ...\n":
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
     assert process.returncode == 130
-    assert env._state(venv) == "partial"
     assert "no environment" in tool("status", root=overlay, env=offline).err
 
     made = tool("env", root=overlay, env=offline)
     assert made.code == 0, made.out + made.err
     # It says where and how large, before pip begins, and no list of packages.
-    words = ["half made", f"making {venv}: torch 2.13.0", "0.3 GB"]
-    words += ["pip install torch==2.13.0", "install torch==2.13.0: done"]
+    words = [f"making {venv}: torch 2.13.0", "0.3 GB", "pip install ...", "torch-2.13"]
     places = [made.out.index(word) for word in words]
     assert places == sorted(places)
     assert "hypothesis" not in made.out
@@ -100,8 +98,8 @@ def test_interrupted_made_found_and_updated(overlay, tool, offline, tmp_path):
     done = tool("env", root=overlay, env={**offline, **nowhere})
     assert done.code == 1
     assert "No matching distribution found for torch==2.13.0" in done.err
-    assert "pip install torch==2.13.0 failed with exit code 1" in done.err
-    assert env._state(venv) == "partial"
+    assert "pip install failed with exit code 1" in done.err
+    assert not env.is_ready(venv)
 
 
 def test_somebody_elses_folder_is_left_alone(overlay, face):
@@ -172,7 +170,7 @@ def test_status_defaults_to_the_environment_and_revert_does_not(
     face("env", root=ready)
     for command in ("apply", "revert"):
         fails(face(command, root=ready), 2, "--checkout DIR or --python EXE")
-    assert '"state": "current"' in face("status", "--json", root=ready).out
+    assert "as in this repository" in face("status", root=ready).out
 
 
 def test_environment_that_its_user_upgraded(ready, face, installed):
@@ -240,7 +238,7 @@ def test_help_says_what_and_the_codes(face):
 
 def test_reader_that_leaves_early(ready, tool):
     tool("env", root=ready)
-    command = f"'{sys.executable}' '{ready}/setup_overlay.py' status --verbose | true"
+    command = f"'{sys.executable}' '{ready}/setup_overlay.py' status | true"
     assert run("sh", "-c", command).err == ""
 
 

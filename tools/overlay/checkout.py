@@ -228,7 +228,7 @@ class Checkout(Target):
                 changes[place] = new
         if not dry:
             for rel, text in changes.items():
-                files.write(root / rel, text, root / payload.PATCHES / "series")
+                files.write({root / rel: text}, root / payload.PATCHES / "series", root)
             if changes:
                 texts = {**laid} | {r: t for r, t in there.items() if t != plan.stock.get(r)}  # fmt: skip
                 made = tree.build(tree.base(), [("pulled", texts)], None, record=True)

@@ -1,7 +1,6 @@
 """The commands. The docstring of each is its help."""
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -67,8 +66,6 @@ OPTIONS = {
     "--force": _flag("go on with a torch that is not supported"),
     "--coverage": _flag("show how much of the optimizer the given tests execute"),
     "--frameworks": _flag("with the frameworks of docs/frameworks.md"),
-    "--json": _flag("for programs"),
-    "--verbose": _flag("name every file"),
     "--dry-run": _flag("say what would be done, write nothing"),
 }
 COMMANDS: dict[str, tuple[Callable, tuple[str, ...]]] = {}
@@ -117,8 +114,8 @@ def _target(args: argparse.Namespace, *, environment: bool = False) -> Checkout 
     raise WrongTarget("name the target: --checkout DIR or --python EXE")
 
 
-def _show(rels: list[str], done: str, *, verbose: bool) -> None:
-    if len(rels) > FEW and not verbose:
+def _show(rels: list[str], done: str) -> None:
+    if len(rels) > FEW:
         folders = Counter(rel.split("/")[0] for rel in rels)
         where = ", ".join(f"{number} in {name}/" for name, number in folders.items())
         rels = [f"{len(rels)} files: {where}"]
@@ -132,20 +129,33 @@ def _env(args: argparse.Namespace) -> None:
     env.ensure(ROOT, args.torch, dry=args.dry_run)
 
 
+def _start(args: argparse.Namespace, words: list[str], where: Path = ROOT) -> int:
+    """Have the interpreter of --python run these words, or the environment's."""
+    given = vars(args)
+    elsewhere, frameworks = given.get("python"), given.get("frameworks", False)
+    how = {"frameworks": frameworks, "dry": args.dry_run}
+    python = elsewhere or env.ensure(ROOT, given.get("torch"), **how)
+    if args.dry_run:
+        print(f"would run {shlex.join([str(python), *words])}")
+        return 0
+    if elsewhere:
+        return tests.run_elsewhere(elsewhere, words, ROOT)
+    if given.get("coverage"):
+        return tests.run_measured(python, args.extra, ROOT)
+    return env.run_in(python, words, where)
+
+
 @command("--torch", "--dry-run")
 def _verify(args: argparse.Namespace) -> int:
     """Train a small GPT with 4 processes against one.
 
     Other options go to examples/compare_gpt.py, for instance --steps and --processes.
     """
-    python = env.ensure(ROOT, args.torch, dry=args.dry_run)
     words = ["-u", str(ROOT / "examples" / "compare_gpt.py"), *args.extra]
-    if args.dry_run:
-        print(f"would run {shlex.join([str(python), *words])}")
-        return 0
-    code = env.run_in(python, words, Path.cwd())
+    code = _start(args, words, Path.cwd())
     passed = "passed: training with distributed Muon agrees with one process"
-    print(f"verify {f'failed with exit code {code}' if code else passed}")
+    if not args.dry_run:
+        print(f"verify {f'failed with exit code {code}' if code else passed}")
     return code
 
 
@@ -157,20 +167,16 @@ def _test(args: argparse.Namespace) -> int:
     --python: the optimizer's tests on the torch of EXE with the overlay, which changes no file there.
     --frameworks: the tests of examples/frameworks, in an environment of their own.
     """
-    alone = args.python or args.frameworks
+    alone, extra = args.python or args.frameworks, args.extra
     if alone and (args.torch or args.coverage or (args.python and args.frameworks)):
         raise WrongTarget("--python and --frameworks go without other options of ours")
-    how = {"frameworks": args.frameworks, "dry": args.dry_run}
-    python = args.python or env.ensure(ROOT, args.torch, **how)
-    if args.dry_run:
-        print(f"would run {shlex.join([str(python), '-m', 'pytest', *args.extra])}")
-        return 0
-    if args.frameworks:
-        return tests.run_frameworks(python, args.extra, ROOT)
     if args.python:
-        return tests.run_elsewhere(python, args.extra, ROOT)
-    measure = args.coverage or not args.extra
-    return tests.run(python, args.extra, ROOT, measure=measure)
+        extra = extra or tests.ELSEWHERE
+    elif args.frameworks:
+        named = any(word.startswith("test/frameworks") for word in extra)
+        extra = extra if named else ["test/frameworks", *extra]
+    args.coverage |= not extra
+    return _start(args, ["-m", "pytest", *extra])
 
 
 @command("--python", "--out", "--dry-run")
@@ -181,18 +187,12 @@ def _gpu(args: argparse.Namespace) -> int:
     options go to tools/bench/gpu, for instance --only with names of stages.
     --python: on the torch of EXE with the overlay, which changes no file there.
     """
-    python = args.python or env.ensure(ROOT, None, dry=args.dry_run)
     out = Path(args.out or "out").expanduser().resolve()
-    if args.dry_run:
-        print(f"would measure with {python} and write {out}")
-        return 0
     name = ["--overlay", payload.name(ROOT) or "(no git)"]
-    words = ["-m", "tools.bench.gpu", str(out), *name, *args.extra]
-    do = tests.run_with if args.python else env.run_in
-    return do(python, words, ROOT)
+    return _start(args, ["-m", "tools.bench.gpu", str(out), *name, *args.extra])
 
 
-@command("--checkout", "--python", "--commit", "--force", "--dry-run", "--verbose")
+@command("--checkout", "--python", "--commit", "--force", "--dry-run")
 def _apply(args: argparse.Namespace) -> None:
     """Apply the overlay to a checkout or an installed torch.
 
@@ -201,7 +201,7 @@ def _apply(args: argparse.Namespace) -> None:
     _change(args, "applied to", "has the overlay already", force=args.force)
 
 
-@command("--checkout", "--python", "--commit", "--dry-run", "--verbose")
+@command("--checkout", "--python", "--commit", "--dry-run")
 def _revert(args: argparse.Namespace) -> None:
     """Restore the stock files.
 
@@ -222,7 +222,7 @@ def _change(args: argparse.Namespace, done: str, nothing: str, **more: bool) -> 
         print(f"warning: {line}", file=sys.stderr)
     verbs = ("would write", "would remove") if args.dry_run else ("wrote", "removed")
     for verb, rels in zip(verbs, (report.written, report.removed)):
-        _show(rels, verb, verbose=args.verbose)
+        _show(rels, verb)
     if report.parts:
         print(f"removed {report.parts} compiled parts that a wheel had lent")
     if report.commits:
@@ -255,9 +255,8 @@ def _rebuild(args: argparse.Namespace) -> None:
         if args.mode == "source":
             parts.remove(tree)
             python = find_interpreter(args.python or "python")
-            pip = "-m pip install --no-build-isolation -v -e ."
-            words = [str(python), *pip.split()]
-            env.run_long(words, "building PyTorch from source", tree.root)
+            pip = "pip install --no-build-isolation -v -e ."
+            env.run_tool(python, pip.split(), tree.root)
             return
         python = args.python or env.existing_python(ROOT)
         wheel = find_wheel(python, with_path=bool(args.python))
@@ -271,11 +270,10 @@ def _rebuild(args: argparse.Namespace) -> None:
         print(f"  cd {tree.quoted} && PYTHONPATH={tree.quoted} {python}{test}")
 
 
-@command("--checkout", "--python", "--json", "--verbose")
+@command("--checkout", "--python")
 def _status(args: argparse.Namespace) -> None:
     """Say which overlay a target (default: the environment) has, and what differs."""
-    found = _target(args, environment=True).status(ROOT)
-    print(json.dumps(found) if args.json else words(found, verbose=args.verbose))
+    print(words(_target(args, environment=True).status(ROOT)))
 
 
 @command("--checkout", "--python")
@@ -296,7 +294,8 @@ def _pull(args: argparse.Namespace) -> int:
     target = Checkout(args.checkout or ".")
     with target.held(), files.held(ROOT):
         taken, both, missing = target.pull(ROOT, dry=args.dry_run)
-    _show(taken, "would take" if args.dry_run else "took", verbose=True)
+    for rel in taken:
+        print("would take" if args.dry_run else "took", rel)
     if target.version and any(rel.startswith(payload.PATCHES) for rel in taken):
         print(
             f"the patch fits torch {target.version}; `env --torch` tries other versions"

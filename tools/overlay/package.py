@@ -95,5 +95,5 @@ def build(root: Path) -> tuple[str, bytes]:
 def write(root: Path, out: Path, *, dry: bool = False) -> Path:
     name, text = build(root)
     if not dry:
-        files.write(out / name, text, root / "LICENSE")
+        files.write({out / name: text}, root / "LICENSE", out)
     return out / name

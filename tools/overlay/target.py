@@ -223,16 +223,16 @@ class Target:
         return "" if there else "none", ""
 
 
-def words(status: Mapping[str, Any], *, verbose: bool = False) -> str:
-    """Counts the files that are as in this repository; ``verbose`` names them too."""
+def words(status: Mapping[str, Any]) -> str:
+    """Counts the files that are as in this repository."""
     lines = [f"{status['kind']} {status['target']}"]
     lines.append(f"torch {status['torch'] or 'uninstalled'}")
     lines.append(f"holds {WORDS[status['state']]}{status['note']}")
     if status["overlay"]:
         lines.append(f"overlay of commit {status['overlay']}")
     for rel, word in sorted(status["files"].items()):
-        if verbose or word != "current":
+        if word != "current":
             lines.append(f"  {word:9} {rel}")
     if current := list(status["files"].values()).count("current"):
-        lines.append(f"files as in this repository: {current} (--verbose names them)")
+        lines.append(f"files as in this repository: {current}")
     return "\n".join(lines)

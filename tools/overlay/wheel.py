@@ -6,6 +6,7 @@ after a kill, the manifest says which ones the next command finishes.
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -34,9 +35,9 @@ class Entry(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    torch: str | None
-    overlay: str | None  # this repository's commit
-    files: dict[str, Entry]
+    torch: str | None = None
+    overlay: str | None = None  # this repository's commit
+    files: dict[str, Entry] = {}
 
 
 class Wheel(Target):
@@ -59,14 +60,14 @@ class Wheel(Target):
 
     def _manifest(self) -> Manifest:
         """Empty also if it is damaged: RECORD and the copies' hashes tell enough."""
-        try:
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError, AttributeError
+        ):
             data = json.loads(self._path.read_bytes())
             if data.pop("format") == FORMAT:
                 entries = {rel: Entry(*entry) for rel, entry in data["files"].items()}
                 return Manifest(**data | {"files": entries})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass
-        return Manifest(None, None, {})
+        return Manifest()
 
     def added(self) -> set[str]:
         """The files that the overlay added."""
@@ -74,8 +75,7 @@ class Wheel(Target):
         return {rel for rel, entry in entries.items() if entry.stock is None}
 
     def read(self, rel: str) -> bytes | None:
-        path = self.root / rel
-        return path.read_bytes() if path.is_file() else None
+        return files.read(self.root / rel)
 
     @property
     def _sibling(self) -> Path:
@@ -91,9 +91,10 @@ class Wheel(Target):
         """The next command knows the files that a killed one wrote: the manifest has both."""
         places = [self.root / rel for rel in self._manifest().files]
         scrap = [*self._path.parent.rglob("*.muon-new"), *map(files.scratch, places)]
-        found = [path.unlink() for path in scrap if path.exists()]
-        for place in places if found else ():
-            files.tidy(place, self.root)
+        found = [path for path in scrap if path.exists()]
+        for path in found:
+            path.unlink()
+            files.tidy(path, self.root)
         return bool(found)
 
     def _stock(self, found: Manifest, rels: list[str]) -> dict[str, bytes | None]:
@@ -105,8 +106,7 @@ class Wheel(Target):
         again = all(have != e.new for have, e in replaced.values())
         again = again and any(have not in e for have, e in replaced.values())
         for rel in rels:
-            copy, entry = self.copy_of(rel), found.files.get(rel)
-            kept = copy.read_bytes() if copy.is_file() else None
+            kept, entry = files.read(self.copy_of(rel)), found.files.get(rel)
             texts: list[bytes | None] = [now[rel], kept, None]
             if self.version is None:
                 texts = [None]
@@ -170,48 +170,44 @@ class Wheel(Target):
         return f"Reinstall torch {self.version}, with the program and from the index it is from"
 
     def way_out(self, plan: Plan, rels: list[str]) -> str:
-        places = {r: shlex.quote(str(self.root / r)) for r in rels}
-        lines = [f"  rm {places[r]}" for r in rels if plan.base.get(r, b"") is None]
+        lines = ["Keep a copy of your changes. There is no git there; these drop them:"]
         for rel in rels:
-            copy = self.copy_of(rel)
-            if copy.is_file() and copy.read_bytes() == plan.base.get(rel):
-                lines.append(f"  cp {shlex.quote(str(copy))} {places[rel]}")
-        if len(lines) < len(rels):
+            place, base = shlex.quote(str(self.root / rel)), plan.base.get(rel, b"")
+            if base is None:
+                lines.append(f"  rm {place}")
+            elif files.read(copy := self.copy_of(rel)) == base:
+                lines.append(f"  cp {shlex.quote(str(copy))} {place}")
+        if len(lines) <= len(rels):
             lines.append(f"  {self._reinstall()}")
-        words = "Keep a copy of your changes. There is no git there; these drop them:"
-        return "\n".join([words, *lines])
+        return "\n".join(lines)
 
     def _apply(self, plan: Plan, report: Report, commit: bool) -> None:
-        for rel in plan.new:
-            path, text = self.copy_of(rel), plan.base[rel]
-            if text is not None and not (path.is_file() and path.read_bytes() == text):
-                files.write(path, text, self._sibling)
-        self._write(plan, plan.wanted, report.changes, plan.source.name)
+        texts = {self.copy_of(rel): plan.base[rel] for rel in plan.new}
+        kept = {path: text for path, text in texts.items() if text is not None}
+        self._write(plan, plan.wanted, report.changes, plan.source.name, kept)
 
     def _revert(self, plan: Plan, report: Report, commit: bool) -> None:
         if report.changes:
-            self._write(plan, plan.base, report.changes, plan.laid_name)
+            self._write(plan, plan.base, report.changes, plan.laid_name, {})
         shutil.rmtree(self._path.parent, ignore_errors=True)
         if self.version is None:
             files.remove_empty_folders(self.torch_dir, self.root)
 
     def _write(
-        self, plan: Plan, want: files.Texts, changes: files.Texts, name: str | None
-    ) -> None:
+        self, plan: Plan, want: files.Texts, changes: files.Texts, name: str | None,
+        kept: dict[Path, bytes],
+    ) -> None:  # fmt: skip
         found = self._manifest()
         if (found.torch, found.overlay) == (self.version, name) and not changes:
             return
-        entries = {
-            rel: Entry(*map(sha256, (plan.base[rel], plan.now[rel], text)))
-            for rel, text in want.items()
-        }
-        entries = {rel: entry for rel, entry in entries.items() if len(set(entry)) > 1}
+        hashes = {r: [*map(sha256, (plan.base[r], plan.now[r], want[r]))] for r in want}
+        entries = {rel: Entry(*of) for rel, of in hashes.items() if len(set(of)) > 1}
         new = {"format": FORMAT, **Manifest(self.version, name, entries)._asdict()}
         text = json.dumps(new, indent=1, sort_keys=True).encode()
+        places = {self.root / rel: text for rel, text in changes.items()}
         try:
-            files.write(self._path, text, self._sibling)
-            places = {self.root / rel: text for rel, text in changes.items()}
-            files.replace(places, self._sibling, self.root)
+            files.write({**kept, self._path: text}, self._sibling, self.root)
+            files.write(places, self._sibling, self.root)
         except BaseException:
             if plan.now == plan.base:  # no overlay was there
                 shutil.rmtree(self._path.parent, ignore_errors=True)
