@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from . import files, git, parts, patches, payload, worktree
-from .errors import WrongTarget
+from .errors import Refused, WrongTarget
 from .target import Plan, Report, Target
 from .worktree import Worktree
 
@@ -264,11 +264,20 @@ class Checkout(Target):
         )
         if misfits:
             raise WrongTarget(next(iter(misfits.values())))
+        if any(out.glob("*.patch")):  # `git am out/*` would take them, too
+            raise Refused(f"{out} has mails already: name another folder")
         if dry:
             return [], base, plan.edited
         commits = patches.commits(plan.source, texts, stack=stack)
         tip = self.tree.build(base, commits, plan.source.name)
-        return worktree.write_series(self.tree, base, tip, out), base, plan.edited
+        out.mkdir(parents=True, exist_ok=True)
+        with git.scratch() as scratch:  # away from every setting of the user
+            git.git(scratch, "init", "-q", "--bare", env=git.ALONE)
+            self.tree.borrow(scratch / "objects")
+            command = ("format-patch", "--no-renames", "--full-index", "--binary")
+            more = ("--signature=overlay", "-o", str(out), f"{base}..{tip}")
+            mails = git.text(scratch, *command, *more, env=git.ALONE, check=True)
+        return [Path(mail) for mail in mails.splitlines()], base, plan.edited
 
 
 def _parts(
