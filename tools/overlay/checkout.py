@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import shlex
+from itertools import chain
 from pathlib import Path
 
 from . import files, git, parts, patches, payload, worktree
@@ -44,8 +45,8 @@ class Checkout(Target):
     def plan(self, root: Path) -> CheckoutPlan:
         tree, source = self.tree, payload.read(root)
         overlays = self._overlays(root, source)
-        applied = [rel for _, texts in overlays for rel in texts]
-        rels = list(dict.fromkeys([*patches.paths(source), *applied]))
+        every = [texts for _, texts in overlays]
+        rels = list(dict.fromkeys(chain(patches.paths(source), *every)))
         stock, now, staged = tree.stock(rels), tree.work(rels), tree.texts("", rels)
         fresh, misfits = patches.overlay(source, stock, self.takes)
 
@@ -53,7 +54,7 @@ class Checkout(Target):
             return sum(t == now[r] != stock[r] for r, t in found[1].items())
 
         name, laid = max([(None, {}), *overlays], key=score)
-        every = [texts for _, texts in overlays] + [fresh]
+        every.append(fresh)
         known = {r: [t for of in every if (t := of.get(r)) is not None] for r in rels}
         patched = [r for r in rels if r not in source.whole and stock[r]]
         owned, base = dict(now), dict(stock)
@@ -87,42 +88,33 @@ class Checkout(Target):
 
     def _overlays(
         self, root: Path, source: payload.Source
-    ) -> list[tuple[str | None, dict[str, bytes | None]]]:
-        """Each overlay that was applied: its name, and its texts on today's base."""
-        tree, found, base = self.tree, [], self.tree.base()
-        laid = tree.laid()
-        named = tree.named("--no-walk", *laid) if laid else {}
-        for commit in filter(named.get, laid):
-            name, before = named[commit], tree.base(commit)
-            rels = tree.changed(before, commit)
-            was, texts = tree.texts(before, rels), tree.texts(commit, rels)
-            stock = was if before == base else tree.stock(rels)
-            for rel, text in texts.items():
-                if text and was[rel] and stock[rel] and was[rel] != stock[rel]:
-                    # A patched file; a whole one is found by its own text.
-                    moved, clean = git.merged(stock[rel], was[rel], text)
-                    texts[rel] = moved if clean and rel not in source.whole else text
-            found.append((None if name == "unknown" else name, texts))
+    ) -> list[tuple[str | None, files.Texts]]:
+        """Each overlay that was applied here or is committed: its name and texts."""
+        tree, base, laid = self.tree, self.tree.base(), self.tree.laid()
+        records = tree.named("--no-walk", *laid) if laid else {}
+        found = [(records[c], self._texts_of([c])) for c in laid if c in records]
         # A clone, or a rebased branch: the commits name the overlay.
         ours = tree.named(f"{base}..HEAD")
         name = next(iter(ours.values()), None)
-        at = payload.at(root, name) if name else None
-        if at:
+        if at := payload.at(root, name) if name else None:
             stock = tree.stock(patches.paths(at))
-            found.append((name, {**patches.overlay(at, stock, self.takes)[0]}))
-        elif ours and all(tree.base(commit) != base for commit in named):
+            found.append((name, patches.overlay(at, stock, self.takes)[0]))
+        elif all(tree.base(commit) != base for commit in records):
             # Not known here: its commits have its texts.
-            mine, texts = set(patches.paths(source)), {}
-            for commit in reversed(ours):
-                rels = tree.changed(f"{commit}^", commit)
-                rels = [r for r in rels if r in mine or _is_muons(r)]
-                new = tree.texts(commit, rels)
-                # Later, a patched file may have changes of somebody's.
-                texts |= {
-                    r: t for r, t in new.items() if _is_muons(r) or r not in texts
-                }
-            found.append((None if name == "unknown" else name, texts))
+            texts, mine = self._texts_of([*reversed(ours)]), {*patches.paths(source)}
+            texts = {r: t for r, t in texts.items() if r in mine or _is_muons(r)}
+            found.append((name, texts))
         return found
+
+    def _texts_of(self, commits: list[str]) -> files.Texts:
+        """The texts that these commits brought, oldest first."""
+        texts: dict[str, bytes | None] = {}
+        for commit in commits:
+            rels = self.tree.changed(f"{commit}^", commit)
+            new = self.tree.texts(commit, rels).items()
+            # Later, a patched file may have changes of somebody's.
+            texts |= {r: t for r, t in new if _is_muons(r) or r not in texts}
+        return texts
 
     def way_out(self, plan: Plan, rels: list[str]) -> str:
         where, ways = f"git -C {self.tree.quoted}", []
@@ -202,8 +194,8 @@ class Checkout(Target):
         laid, whole = plan.laid, plan.source.whole
         if not laid:
             return [], {}, []
-        there = {rel: text for rel, text in plan.owned.items() if text}
-        there |= {r: t for r, t in tree.work(self._added(plan)).items() if t}
+        edits = {rel: plan.owned[rel] for rel in plan.edited}
+        there = {r: t for r, t in [*edits.items(), *self._added(plan).items()] if t}
         before = tree.resolve(worktree.PULLED)
         pulled = tree.texts(before, list(there)) if before else {}
         changes: dict[str, bytes] = {}
@@ -212,30 +204,26 @@ class Checkout(Target):
             stock = plan.stock.get(rel)
             mine = plan.fresh.get(rel, stock) or b""
             was = laid.get(rel, stock) or b""
-            if theirs in (stock, was, mine, *plan.known.get(rel, ())):
-                continue
-            if (last := pulled.get(rel)) and git.merged(mine, was, last) == (
-                mine,
-                True,
-            ):
+            last = pulled.get(rel)
+            if last and git.merged(mine, was, last) == (mine, True):
                 was = last  # still here: an edit of the same lines may follow
             text, clean = git.merged(mine, was, theirs)
             if clean and text == mine:
                 continue
-            place, new = _patch_to(plan, rel, text) if rel in plan.patched else (rel, text)  # fmt: skip
+            place = rel
+            if rel in plan.patched:
+                place, text = _patch_to(plan, rel, text)
             both |= {} if clean else {place: rel}
             if MARKER not in mine:  # of an earlier conflict
-                changes[place] = new
-        if not dry:
+                changes[place] = text
+        if changes and not dry:
             for rel, text in changes.items():
                 files.write({root / rel: text}, root / payload.PATCHES / "series", root)
-            if changes:
-                texts = {**laid} | {r: t for r, t in there.items() if t != plan.stock.get(r)}  # fmt: skip
-                made = tree.build(tree.base(), [("pulled", texts)], None, record=True)
-                tree.update_refs(f"update {worktree.PULLED} {made}\n")
-        missing = [
-            r for r, t in laid.items() if t and r in whole and plan.now[r] is None
-        ]
+            made = tree.build(
+                tree.base(), [("pulled", {**laid, **there})], None, record=True
+            )
+            tree.update_refs(f"update {worktree.PULLED} {made}\n")
+        missing = [r for r, t in laid.items() if t and r in whole and not plan.now[r]]
         return sorted(changes), both, missing
 
     def dropping(self, rels: list[str]) -> str:
@@ -247,12 +235,13 @@ class Checkout(Target):
             f"  git -C {self.tree.quoted} restore --source={laid} --staged --worktree -- {named}"
         )
 
-    def _added(self, plan: CheckoutPlan) -> list[str]:
+    def _added(self, plan: CheckoutPlan) -> files.Texts:
         """Files of Muon that the checkout has, and neither its base nor the overlay."""
         kinds = ("--cached", "--others", "--exclude-standard")
         found = git.lines(self.root, "ls-files", "-z", *kinds, "--", *payload.ROOTS)
         new = [r for r in dict.fromkeys(found) if _is_muons(r) and r not in plan.now]
-        return [rel for rel, text in self.tree.stock(new).items() if text is None]
+        stock = self.tree.stock(new)
+        return self.tree.work([rel for rel in new if stock[rel] is None])
 
     def export(
         self, root: Path, out: Path, *, stack: bool = False, dry: bool = False
@@ -315,4 +304,5 @@ def _patch_to(plan: CheckoutPlan, rel: str, text: bytes) -> tuple[str, bytes]:
 
 def _is_muons(rel: str) -> bool:
     tops = tuple(f"{top}/" for top in payload.ROOTS)
-    return rel.startswith(tops) and "muon" in rel and payload.is_source(rel)
+    named = rel.startswith(tops) and "muon" in rel and payload.is_source(rel)
+    return named or rel in worktree.ADDED

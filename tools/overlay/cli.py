@@ -19,13 +19,8 @@ from .wheel import find_interpreter, find_wheel, Wheel
 
 
 CODES = """\
-exit codes:
-  0  done (also: there was nothing to do)
-  1  the work failed: a test, a build, an installation, a write
-  2  wrong usage, or a wrong target
-  3  refused, because a user's work would be lost
-  130  interrupted by Ctrl-C
-  143  ended by SIGTERM
+exit codes: 0 done, or nothing to do; 1 the work failed; 2 wrong usage or target;
+3 refused, because a user's work would be lost; 130 Ctrl-C; 143 SIGTERM
 """
 ABOUT = f"""\
 Distributed training for torch.optim.Muon, as an overlay over PyTorch
@@ -46,20 +41,25 @@ def _given(text: str) -> str:
     return text
 
 
+def _folder(text: str) -> Path:
+    return Path(_given(text)).expanduser().resolve()
+
+
 def _value(metavar: str, words: str, **more: Any) -> dict[str, Any]:
-    return {"metavar": metavar, "type": _given, "help": words, **more}
+    return {"metavar": metavar, "type": _given, "help": words} | more
 
 
 def _flag(words: str) -> dict[str, Any]:
     return {"action": "store_true", "help": words}
 
 
+OUT = "the folder for what is written (default: out)"
 # One meaning for each.
 OPTIONS = {
     "--torch": _value("VERSION", f"{versions.SUPPORTED} (default: {versions.PINNED})"),
     "--checkout": _value("DIR", "a PyTorch git checkout (default: the current folder)"),
-    "--python": _value("EXE", "an interpreter, or its environment's folder"),
-    "--out": _value("DIR", "the folder for what is written (default: out)"),
+    "--python": _value("EXE", "an interpreter"),
+    "--out": _value("DIR", OUT, type=_folder, default="out"),
     "--mode": {"choices": ["source", "wheel"], "required": True, "help": "how"},
     "--stack": _flag("a mail for each commit of patches/stack.toml, not one for all"),
     "--commit": _flag("commit it in the checkout, layer by layer"),
@@ -72,9 +72,8 @@ COMMANDS: dict[str, tuple[Callable, tuple[str, ...]]] = {}
 
 
 def command(*options: str) -> Callable:
-    def add(do: Callable) -> Callable:
+    def add(do: Callable) -> None:
         COMMANDS[do.__name__.strip("_")] = do, options
-        return do
 
     return add
 
@@ -187,9 +186,8 @@ def _gpu(args: argparse.Namespace) -> int:
     options go to tools/bench/gpu, for instance --only with names of stages.
     --python: on the torch of EXE with the overlay, which changes no file there.
     """
-    out = Path(args.out or "out").expanduser().resolve()
     name = ["--overlay", payload.name(ROOT) or "(no git)"]
-    return _start(args, ["-m", "tools.bench.gpu", str(out), *name, *args.extra])
+    return _start(args, ["-m", "tools.bench.gpu", str(args.out), *name, *args.extra])
 
 
 @command("--checkout", "--python", "--commit", "--force", "--dry-run")
@@ -296,17 +294,13 @@ def _pull(args: argparse.Namespace) -> int:
         taken, both, missing = target.pull(ROOT, dry=args.dry_run)
     for rel in taken:
         print("would take" if args.dry_run else "took", rel)
-    if target.version and any(rel.startswith(payload.PATCHES) for rel in taken):
-        print(
-            f"the patch fits torch {target.version}; `env --torch` tries other versions"
-        )
+        if rel.startswith(payload.PATCHES):
+            print(f"  it fits torch {target.version}; `env --torch` tries others")
     for rel in missing:
         print(f"{rel} is missing there; delete it here, too, if you meant that")
     if both:
-        named = "".join(f"  {rel}\n" for rel in both)
-        print(
-            f"conflicts, with markers in this repository:\n{named}{target.dropping([*both.values()])}"
-        )
+        print("conflicts, with markers in this repository:", *both, sep="\n  ")
+        print(target.dropping([*both.values()]))
     elif not taken:
         print(f"nothing to take: {target.words} has no other edits of the overlay")
     return bool(both)
@@ -315,14 +309,10 @@ def _pull(args: argparse.Namespace) -> int:
 @command("--checkout", "--out", "--stack", "--dry-run")
 def _export(args: argparse.Namespace) -> None:
     """Write the overlay as a git am series for the newest commit without the overlay."""
-    if args.out is None:
-        args.sub.error("the following arguments are required: --out")
-    target = Checkout(args.checkout or ".")
-    out = Path(args.out).expanduser().resolve()
+    target, out = Checkout(args.checkout or "."), args.out
     with target.held():
-        mails, base, edited = target.export(
-            ROOT, out, stack=args.stack, dry=args.dry_run
-        )
+        how = {"stack": args.stack, "dry": args.dry_run}
+        mails, base, edited = target.export(ROOT, out, **how)
     if edited:
         few = ", ".join(sorted(edited)[:3])
         lacks = f"warning: the series lacks edits of this checkout ({few})"
@@ -337,8 +327,7 @@ def _wheel(args: argparse.Namespace) -> None:
 
     It has the overlay's files under names of its own.
     """
-    out = Path(args.out or "out").expanduser().resolve()
-    place = package.write(ROOT, out, dry=args.dry_run)
+    place = package.write(ROOT, args.out, dry=args.dry_run)
     words = "would write" if args.dry_run else "pip install"
     print(f"{words} {shlex.quote(str(place))}")
 

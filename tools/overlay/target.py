@@ -45,22 +45,12 @@ class Plan:
 @dataclasses.dataclass
 class Report:
     changes: files.Texts
-    now: files.Texts
+    written: list[str]
+    removed: list[str]
     warnings: list[str] = dataclasses.field(default_factory=list)
     commits: list[str] = dataclasses.field(default_factory=list)
     parts: int = 0  # compiled parts that were removed
     uncommitted: bool = False  # the branch has the overlay, its revert is not committed
-
-    @property
-    def written(self) -> list[str]:
-        return [rel for rel, text in self._new() if text is not None]
-
-    @property
-    def removed(self) -> list[str]:
-        return [rel for rel, text in self._new() if text is None]
-
-    def _new(self) -> list[tuple[str, bytes | None]]:
-        return [(r, text) for r, text in self.changes.items() if text != self.now[r]]
 
 
 WORDS = {
@@ -118,8 +108,7 @@ class Target:
         dry: bool = False,
     ) -> Report:
         plan = self.plan(root)
-        report = Report(plan.changes(plan.wanted), plan.now)
-        self._check_edits(plan, report.changes)
+        report = self._report(plan, plan.wanted)
         report.warnings = self._check_apply(plan, root, report.changes, force)
         if not dry:
             self._apply(plan, report, commit)
@@ -127,11 +116,17 @@ class Target:
 
     def revert(self, root: Path, *, commit: bool = False, dry: bool = False) -> Report:
         plan = self.plan(root)
-        report = Report(plan.changes(plan.base), plan.now)
-        self._check_edits(plan, report.changes)
+        report = self._report(plan, plan.base)
         if not dry:
             self._revert(plan, report, commit)
         return report
+
+    def _report(self, plan: Plan, want: files.Texts) -> Report:
+        changes = plan.changes(want)
+        self._check_edits(plan, changes)
+        new = {rel: text for rel, text in changes.items() if text != plan.now[rel]}
+        removed = [rel for rel, text in new.items() if text is None]
+        return Report(changes, [rel for rel in new if rel not in removed], removed)
 
     def _check_edits(self, plan: Plan, changes: files.Texts) -> None:
         """The one rule: a path whose text is of no known origin is not written."""
@@ -146,38 +141,38 @@ class Target:
         self, plan: Plan, root: Path, changes: files.Texts, force: bool
     ) -> list[str]:
         """Raise if ``apply`` must not go on; the warnings if it may."""
-        version = self.version
+        version, source = self.version, plan.source
         if version is None:
             gone = f"{self.words}. This removes the overlay:"
             raise WrongTarget(gone + self.command("revert"))
-        warnings = [self.note] if self.note and changes else []
+        warnings = [self.note] * bool(self.note)
         if not versions.supported(version):
             said = versions.untested(self.words, version, plan.base)
             if not force:
                 on = self.command("apply", "--force")
                 raise WrongTarget(f"{said}\nThis goes on:{on}")
-            warnings += [said, *plan.misfits] if changes else []
+            warnings += [said, *plan.misfits]
         elif plan.misfits:
             raise WrongTarget(plan.misfits[0])
-        if changes and payload.is_newer(root, plan.source.name, plan.laid_name):
+        if not changes:
+            return []
+        if payload.is_newer(root, source.name, plan.laid_name):
             raise Refused(
                 f"{self.words} has the overlay {plan.laid_name}. This repository is at "
-                f"{plan.source.name}, which is older. Update it, or revert first:"
+                f"{source.name}, which is older. Update it, or revert first:"
                 + self.command("revert")
             )
         replaced = [
             rel
-            for rel in changes.keys() & plan.source.whole.keys()
-            if (now := plan.now[rel]) is not None
-            and now == plan.base[rel]
-            and not versions.stock(rel, now)
+            for rel in sorted(changes.keys() & source.whole.keys())
+            if plan.now[rel] == plan.base[rel] is not None
+            and not versions.stock(rel, plan.now[rel])
         ]
-        own = [rel for rel in replaced if rel not in versions.STOCK]
+        own = [f"  {rel}\n" for rel in replaced if rel not in versions.STOCK]
         if own and not force:
-            named = "".join(f"  {rel}\n" for rel in sorted(own))
             raise Refused(
-                f"{self.words} has files of its own where the overlay adds some:\n{named}"
-                "This replaces them, and `revert` restores them:"
+                f"{self.words} has files of its own where the overlay adds some:\n"
+                f"{''.join(own)}This replaces them, and `revert` restores them:"
                 + self.command("apply", "--force")
             )
         return warnings + [

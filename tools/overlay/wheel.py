@@ -282,13 +282,11 @@ def ask_python(python: Path, code: str, *, with_path: bool = True) -> str:
 
 
 def find_interpreter(python: str | Path) -> Path:
-    """The interpreter that is meant: a path, a name on PATH, or an environment's folder."""
+    """The interpreter that is meant: a path, or a name on PATH."""
     # Not a Path yet: it would make a name on PATH of "./python".
-    python = os.path.expanduser(python)
-    inside = [os.path.join(python, rel) for rel in ("bin/python", "bin/python3")]
-    where = next(filter(None, map(shutil.which, [python, *inside])), None)
+    where = shutil.which(os.path.expanduser(python))
     if where is None:
-        raise WrongTarget(f"{python}: no such interpreter, and no folder of one")
+        raise WrongTarget(f"{python}: no such interpreter")
     # Not resolved: an environment's python is a link that must not be followed. But
     # absolute, because it is not run in the present folder.
     return Path(os.path.abspath(where))

@@ -184,13 +184,14 @@ class Worktree:
                 f"overlay. Fetch it:\n  git -C {self.quoted} fetch --unshallow"
             )
 
-    def named(self, *which: str) -> dict[str, str]:
-        """The commits among these that bring an overlay, and its name in each, newest first."""
+    def named(self, *which: str) -> dict[str, str | None]:
+        """The commits among these that bring an overlay, newest first, with its name."""
         asked = ("log", "--format=%x01%H%n%B", "-E", f"--grep={_OURS}", *which)
         out = self.ask(*asked, check=True)
         entries = (entry.partition("\n") for entry in out.split("\1")[1:])
         names = {c: re.findall(f"(?m){_OURS}(\\S+)", text) for c, _, text in entries}
-        return {c: found[-1] for c, found in names.items() if found[-1] != "none"}
+        last = {c: found[-1] for c, found in names.items() if found[-1] != "none"}
+        return {c: None if name == "unknown" else name for c, name in last.items()}
 
     @functools.cached_property
     def _by_hand(self) -> set[str]:
