@@ -14,27 +14,20 @@ import zipfile
 
 import pytest
 from overlay.conftest import commit_all, fails, git, METADATA, OWN, run, script
-from tools.overlay import cli, env
+from tools.overlay import cli, env, package
 from tools.overlay.payload import ROOT
 from tools.overlay.wheel import find_wheel, record_hash
 
 
 def make_wheel(folder, name, version, files):
     info = f"{name}-{version}.dist-info"
-    texts = {
-        **files,
-        f"{info}/METADATA": METADATA.format(name, version),
-        f"{info}/WHEEL": (
-            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n"
-            "Tag: py3-none-any\n"
-        ),
-    }
-    record = ""
+    texts = {**files, f"{info}/METADATA": METADATA.format(name, version)}
+    texts[f"{info}/WHEEL"] = package._WHEEL
+    rows = [f"{r},{record_hash(t.encode())},{len(t)}\n" for r, t in texts.items()]
+    texts[f"{info}/RECORD"] = "".join([*rows, f"{info}/RECORD,,\n"])
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         for path, text in texts.items():
             wheel.writestr(path, text)
-            record += f"{path},{record_hash(text.encode())},{len(text)}\n"
-        wheel.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
 
 
 # Each package as a wheel's file name spells it, and the version that is asked for.
@@ -140,6 +133,8 @@ RUNS = [
     ("test --frameworks test/frameworks/a.py", 0, 0, 0, [[*PYTEST, "test/frameworks/a.py"]]),
     ("verify --out a --step 4", 0, 0, 0, [["-u", "compare_gpt.py", "--out", "a", "--step", "4"]]),
     ("verify", 1, 0, 1, [["-u", "compare_gpt.py"]]),
+    ("gpu --out /page -x", 3, 0, 3,
+        [["-m", "tools.bench.gpu", "/page", "--overlay", "(no git)", "-x"]]),
 ]  # fmt: skip
 
 
@@ -182,12 +177,13 @@ def test_environment_that_its_user_upgraded(ready, face, installed):
 
 
 def test_dry_run_makes_no_environment(overlay, face):
-    for words, kind in (
-        (["env", "--torch", "2.12"], "-2.12.0"),
-        (["verify"], ""),
-        (["test", "--frameworks"], "-frameworks"),
-    ):
-        done = face(*words, "--dry-run", root=overlay)
+    kinds = {
+        "env --torch 2.12": "-2.12.0",
+        "verify": "",
+        "test --frameworks": "-frameworks",
+    }
+    for words, kind in kinds.items():
+        done = face(*words.split(), "--dry-run", root=overlay)
         assert (done.code, f"making {overlay}/.venv{kind}:" in done.out) == (0, True)
         assert list(overlay.glob(".venv*")) == []
 
@@ -217,7 +213,7 @@ WRONG = {
 def test_wrong_usage_is_named_and_makes_nothing(overlay, face):
     for words, said in WRONG.items():
         fails(face(*words.split(), root=overlay), 2, said)
-        assert list(overlay.glob(".venv*")) == []
+    assert list(overlay.glob(".venv*")) == []
 
 
 def test_version(face, ours):

@@ -15,6 +15,7 @@ from .worktree import Worktree
 UPDATE = "optim: update distributed Muon\n\nThe files are those of a newer overlay."
 REVERT = 'Revert "optim: distributed Muon"\n\nThe files are as before the overlay.'
 MARKER = b"<<<<<<< this repository\n"
+Overlay = tuple[str | None, files.Texts]  # its commit here, and its texts
 
 
 @dataclasses.dataclass
@@ -50,7 +51,7 @@ class Checkout(Target):
         stock, now, staged = tree.stock(rels), tree.work(rels), tree.texts("", rels)
         fresh, misfits = patches.overlay(source, stock, self.takes)
 
-        def score(found: tuple[str | None, files.Texts]) -> int:
+        def score(found: Overlay) -> int:
             return sum(t == now[r] != stock[r] for r, t in found[1].items())
 
         name, laid = max([(None, {}), *overlays], key=score)
@@ -86,9 +87,7 @@ class Checkout(Target):
             stock, fresh, known, patched, owned,
         )  # fmt: skip
 
-    def _overlays(
-        self, root: Path, source: payload.Source
-    ) -> list[tuple[str | None, files.Texts]]:
+    def _overlays(self, root: Path, source: payload.Source) -> list[Overlay]:
         """Each overlay that was applied here or is committed: its name and texts."""
         tree, base, laid = self.tree, self.tree.base(), self.tree.laid()
         records = tree.named("--no-walk", *laid) if laid else {}
@@ -150,7 +149,7 @@ class Checkout(Target):
             commits = [(UPDATE, differs)]
             if tree.resolve("HEAD") == base:
                 texts = {rel: text for rel, text in differs.items() if text is not None}
-                commits = [*patches.commits(source, texts)]
+                commits = [*patches.commits(source, plan.stock, texts)]
             head = tree.build("HEAD", commits, source.name)
         if report.changes or head:
             texts = {r: t for r, t in plan.fresh.items() if t != plan.stock[r]}
@@ -165,13 +164,18 @@ class Checkout(Target):
         if commit and differs:
             head = self.tree.build("HEAD", [(REVERT, differs)], "none")
         self._lay(report, self.tree.base(), head)
-        report.uncommitted = bool(differs) and not commit
-        report.parts = parts.remove(self.tree)
+        if differs and not commit:
+            report.words.append(
+                "the overlay is committed; its revert is in the work tree and not committed.\n"
+                f"To commit it:{self.command('revert', '--commit')}"
+            )
+        if count := parts.remove(self.tree):
+            report.words.append(f"removed {count} compiled parts that a wheel had lent")
 
     def _lay(self, report: Report, laid: str, head: str) -> None:
         if head:
-            new = ("rev-list", "--reverse", f"HEAD..{head}")
-            report.commits = self.tree.ask(*new).split()
+            new = ("rev-list", "--reverse", "--abbrev-commit", f"HEAD..{head}")
+            report.words.append(f"committed as {' '.join(self.tree.ask(*new).split())}")
         if report.changes or head:
             self.tree.lay(report.changes, laid, head)
         elif self.tree.resolve(worktree.LAID):
@@ -248,16 +252,15 @@ class Checkout(Target):
     ) -> tuple[list[Path], str, list[str]]:
         """Write the ``git am`` series; the files, the base, and edits that it lacks."""
         plan, base = self.plan(root), self.tree.base()
-        texts, misfits = patches.overlay(
-            plan.source, self.tree.texts(base, list(plan.now)), self.takes
-        )
+        stock = self.tree.texts(base, list(plan.now))
+        texts, misfits = patches.overlay(plan.source, stock, self.takes)
         if misfits:
             raise WrongTarget(next(iter(misfits.values())))
         if any(out.glob("*.patch")):  # `git am out/*` would take them, too
             raise Refused(f"{out} has mails already: name another folder")
         if dry:
             return [], base, plan.edited
-        commits = patches.commits(plan.source, texts, stack=stack)
+        commits = patches.commits(plan.source, stock, texts, stack=stack)
         tip = self.tree.build(base, commits, plan.source.name)
         out.mkdir(parents=True, exist_ok=True)
         with git.scratch() as scratch:  # away from every setting of the user

@@ -221,18 +221,11 @@ def _change(args: argparse.Namespace, done: str, nothing: str, **more: bool) -> 
     verbs = ("would write", "would remove") if args.dry_run else ("wrote", "removed")
     for verb, rels in zip(verbs, (report.written, report.removed)):
         _show(rels, verb)
-    if report.parts:
-        print(f"removed {report.parts} compiled parts that a wheel had lent")
-    if report.commits:
-        print("committed as", *(commit[:12] for commit in report.commits))
-    if report.uncommitted:
-        print(
-            "the overlay is committed; its revert is in the work tree and not committed.\n"
-            f"To commit it:{target.command('revert', '--commit')}"
-        )
-    elif not (report.changes or report.commits or report.parts):
+    for line in report.words:
+        print(line)
+    if not (report.changes or report.words):
         print(f"{target.words} {nothing}; nothing to do")
-    if report.changes and not args.dry_run:
+    elif report.changes and not args.dry_run:
         print(f"{done} {target.words}")
 
 

@@ -48,9 +48,7 @@ class Report:
     written: list[str]
     removed: list[str]
     warnings: list[str] = dataclasses.field(default_factory=list)
-    commits: list[str] = dataclasses.field(default_factory=list)
-    parts: int = 0  # compiled parts that were removed
-    uncommitted: bool = False  # the branch has the overlay, its revert is not committed
+    words: list[str] = dataclasses.field(default_factory=list)  # what else was done
 
 
 WORDS = {
@@ -184,17 +182,17 @@ class Target:
     def status(self, root: Path) -> dict[str, Any]:
         plan = self.plan(root)
         found = {rel: word for rel in plan.now if (word := self._word(plan, rel))}
-        differs = {rel for rel in found if plan.now[rel] != plan.base.get(rel)}
+        differs = [r for r in found if plan.now[r] not in (None, plan.base.get(r))]
         # A user's own edits and files are no overlay.
-        there = any(plan.now[rel] and rel not in plan.edited for rel in differs)
+        there = any(rel not in plan.edited for rel in differs)
         state, note = self._state(plan, there)
-        kinds = set(found.values())
-        if state or kinds == {"current"}:
-            state = state or "current"
-        elif payload.is_newer(root, plan.source.name, plan.laid_name):
+        others = {*found.values()} - {"current"}
+        if not (state or others):
+            state = "current"
+        elif not state and payload.is_newer(root, plan.source.name, plan.laid_name):
             state = "newer"
-        else:
-            state = "outdated" if kinds <= {"current", "outdated"} else "changed"
+        elif not state:
+            state = "outdated" if others == {"outdated"} else "changed"
         return {
             "target": str(self.root), "kind": self.kind, "torch": self.version,
             "state": state, "note": note,
@@ -219,15 +217,13 @@ class Target:
 
 
 def words(status: Mapping[str, Any]) -> str:
-    """Counts the files that are as in this repository."""
     lines = [f"{status['kind']} {status['target']}"]
     lines.append(f"torch {status['torch'] or 'uninstalled'}")
     lines.append(f"holds {WORDS[status['state']]}{status['note']}")
     if status["overlay"]:
         lines.append(f"overlay of commit {status['overlay']}")
-    for rel, word in sorted(status["files"].items()):
-        if word != "current":
-            lines.append(f"  {word:9} {rel}")
-    if current := list(status["files"].values()).count("current"):
+    found = status["files"]
+    lines += [f"  {found[r]:9} {r}" for r in sorted(found) if found[r] != "current"]
+    if current := list(found.values()).count("current"):
         lines.append(f"files as in this repository: {current}")
     return "\n".join(lines)
