@@ -122,10 +122,7 @@ def run_tool(python: str | Path, words: list[str], cwd: Path) -> None:
 
 
 def run_in(
-    python: Path,
-    args: list[str],
-    root: Path,
-    variables: dict[str, str] | None = None,
+    python: Path, args: list[str], root: Path, variables: dict[str, str] | None = None
 ) -> int:
     """Run a Python in the foreground, with this terminal."""
     env = plain_environment() | (variables or {})
