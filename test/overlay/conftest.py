@@ -30,7 +30,7 @@ OPTIM_MD = """# torch.optim
 
 {class}`torch.optim.lr_scheduler.LRScheduler` provides several methods.
 """
-# What the test of c10d needs of upstream's file.
+# The part of upstream's file that the test of c10d needs.
 TEST_C10D = """from datetime import timedelta
 
 import torch
@@ -61,9 +61,11 @@ METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 Result = namedtuple("Result", "code out err")
 
 
-def run(*command, check=True, timeout=120, data="", **how):
-    words, how = [str(word) for word in command], {"input": data, **how}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, **how)
+def run(*command, check=True, timeout=120, data="", **options):
+    words, options = [str(word) for word in command], {"input": data, **options}
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=timeout, **options
+    )
     if check and done.returncode:
         raise AssertionError(f"{command} gave {done.returncode}: {done.stderr}")
     return Result(done.returncode, done.stdout, done.stderr)

@@ -31,6 +31,11 @@ def restored(checkout, tree):
     return (git_status(checkout), tree_of(checkout)) == ("", tree)
 
 
+def everything(where):
+    """A user's files, index and refs."""
+    return snapshot(where), git_status(where), git(where, "for-each-ref")
+
+
 def branch(checkout, name, texts, at="main"):
     """Make a branch of one commit with these texts; its commit."""
     git(checkout, "switch", "-q", "-c", name, at)
@@ -96,36 +101,30 @@ def test_edits_of_the_overlay_are_refused(checkout, on, face, committed):
 
 
 def test_dry_runs_and_diff_write_nothing(checkout, on, tool, tmp_path):
-    def everything():
-        refs = git(checkout, "for-each-ref")
-        return snapshot(checkout), refs, len(list((checkout / ".git").rglob("*")))
-
-    before = everything()
+    count = len(list((checkout / ".git").rglob("*")))
+    before = everything(checkout)
     assert "would write " in on("apply", "--commit", "--dry-run")
     on("export", "--out", tmp_path / "out", "--dry-run")
     patch = tool("diff", "--checkout", checkout).out
-    assert everything() == before
+    assert everything(checkout) == before
+    assert len(list((checkout / ".git").rglob("*"))) == count
     assert not (tmp_path / "out").exists()
     run("git", "apply", "-p1", "-", cwd=checkout, data=patch)
     assert state(checkout) == "current"
     on("apply")
     assert on("diff") == ""
     append(checkout / "torch/optim/__init__.py", "# an edit\n")
-    before = everything()
+    before = everything(checkout)
     for command in ("revert", "pull"):
         on(command, "--dry-run")
-    assert everything() == before
+    assert everything(checkout) == before
 
 
-def test_current_folder_is_the_checkout(checkout, face, tmp_path, monkeypatch):
-    monkeypatch.chdir(checkout)
-    for command in ("apply", "status", "revert", "pull"):
-        assert face(command).code == 0
-    monkeypatch.chdir(tmp_path)
-    assert [face(command).code for command in ("apply", "revert", "pull")] == [2] * 3
-
-
-def test_not_a_checkout(checkout, face, tmp_path, monkeypatch):
+def test_what_is_a_checkout(checkout, face, tmp_path, monkeypatch):
+    for folder, code in (tmp_path, 2), (checkout, 0):
+        monkeypatch.chdir(folder)  # the default
+        for command in ("apply", "revert", "pull"):
+            assert face(command).code == code
     bare = tmp_path / "bare"
     shutil.copytree(checkout, bare, ignore=shutil.ignore_patterns(".git"))
     for place, words in (
@@ -140,13 +139,9 @@ def test_not_a_checkout(checkout, face, tmp_path, monkeypatch):
     assert "safe.directory" in face("apply", "--checkout", checkout).err
 
 
-def test_staged_and_partly_committed_overlay(checkout, on):
-    """`git add` and `git commit -a` of the overlay do not outlive `revert`."""
+def test_partly_committed_overlay(checkout, on):
+    """`git commit -a` of the overlay does not outlive `revert`."""
     tree = tree_of(checkout)
-    on("apply")
-    git(checkout, "add", "--all")
-    on("revert")
-    assert git_status(checkout) == ""
     for rest in (), ("--commit",):
         on("apply")
         git(checkout, "commit", "-qam", "half of it")
@@ -299,9 +294,9 @@ def test_foreign_index_lock_and_no_identity(checkout, tool):
     fails(tool(*words), 1, "another git command")
     lock.unlink()
     # The name of an invented author was in the history.
-    before = snapshot(checkout), git(checkout, "for-each-ref")
+    before = everything(checkout)
     fails(tool(*words, env=plain), 1, "git config --global user.email")
-    assert (snapshot(checkout), git(checkout, "for-each-ref")) == before
+    assert everything(checkout) == before
     assert tool(*words[:-1], env=plain).code == 0
 
 
@@ -401,20 +396,18 @@ def test_topic_cut_before_upstream_was_merged(checkout, on, first):
     assert (checkout / SGD).read_text().endswith("# topic\n")
 
 
-@pytest.mark.parametrize("how", ["committed", "staged", "in the work tree"])
+@pytest.mark.parametrize("how", ["commit -qam fix", "add .", "status"])
 def test_own_fix_in_a_patched_file_stays(checkout, on, face, how, tmp_path):
     """`pull` took it into the patch, and `revert --commit` removed it."""
     on("apply", "--commit")
     fixed = f"# a fix\n{(checkout / C10D).read_text()}# a fix\n"
     (checkout / C10D).write_text(fixed)
-    if how == "committed":
-        git(checkout, "commit", "-qam", "fix")
-    elif how == "staged":
-        git(checkout, "add", C10D)
+    git(checkout, *how.split())
+    committed = how.startswith("commit")
     assert "already" in on("apply", "--commit")
     assert "nothing to take" in on("pull", "--dry-run")
     assert face("export", "--checkout", checkout, "--out", tmp_path / "o").err == ""
-    if how == "in the work tree":
+    if how == "status":  # it is only in the work tree
         done = fails(face("revert", "--checkout", checkout), 3, f"  {C10D}\n")
         assert "pull" not in done.err
         leads_on(done.err)
@@ -423,8 +416,8 @@ def test_own_fix_in_a_patched_file_stays(checkout, on, face, how, tmp_path):
         assert (checkout / C10D).read_text().count("# a fix\n") == 2
         return
     on("revert", "--commit")
-    assert git_status(checkout) == ("" if how == "committed" else f"M  {C10D}\n")
-    stock = git(checkout, "show", f"{BASE}~{1 + (how == 'committed')}:{C10D}")
+    assert git_status(checkout) == ("" if committed else f"M  {C10D}\n")
+    stock = git(checkout, "show", f"{BASE}~{1 + committed}:{C10D}")
     assert (checkout / C10D).read_text() == f"# a fix\n{stock}\n# a fix\n"
     on("apply", "--commit")
     assert (checkout / C10D).read_text() == fixed
@@ -445,18 +438,17 @@ def test_links_are_not_followed(checkout, face, rel, tmp_path):
     assert restored(checkout, tree)
 
 
-@pytest.mark.parametrize("edit", ["add -N", "staged", "deleted", "untracked"])
+@pytest.mark.parametrize("edit", ["add -N", "add", "deleted", "untracked"])
 def test_ways_out_lead_on(checkout, on, face, edit):
     """The printed way out changed nothing."""
-    rel = {"deleted": DOC, "staged": C10D}.get(edit, OWN)
-    if edit == "deleted":
-        (checkout / rel).unlink()
-    else:
-        (checkout / rel).write_text("# mine\n")
+    rel = {"deleted": DOC, "add": C10D}.get(edit, OWN)
+    (checkout / rel).write_text("# mine\n")
     if edit == "untracked":  # and ignored
         (checkout / ".git/info/exclude").write_text(f"{rel}\n")
-    if edit in ("add -N", "staged"):
-        git(checkout, "add", *["-N"] * (edit == "add -N"), "--", rel)
+    elif edit == "deleted":
+        (checkout / rel).unlink()
+    else:
+        git(checkout, *edit.split(), "--", rel)
     done = fails(face("apply", "--checkout", checkout), 3, f"  {rel}\n")
     assert state(checkout) == "none"
     leads_on(done.err)
@@ -509,7 +501,7 @@ def test_signatures_and_hooks_of_the_user(checkout, on, face, tmp_path):
     signs = script(tmp_path / "signs", f"touch {tmp_path}/signed\nexit 1\n")
     git(checkout, "config", "commit.gpgsign", "true")
     git(checkout, "config", "gpg.program", signs)
-    before = snapshot(checkout), git_status(checkout), git(checkout, "for-each-ref")
+    before = everything(checkout)
     words = ("apply", "--checkout", checkout, "--commit")
     fails(face(*words), 1, "git commit-tree")
     assert (tmp_path / "signed").exists()
@@ -517,8 +509,7 @@ def test_signatures_and_hooks_of_the_user(checkout, on, face, tmp_path):
     body = 'while read old new ref; do [ "$ref" != refs/heads/main ] || exit 1; done\n'
     hook = script(checkout / ".git/hooks/reference-transaction", body)
     fails(face(*words), 1, "git update-ref")
-    assert (snapshot(checkout), git_status(checkout)) == before[:2]
-    assert git(checkout, "for-each-ref") == before[2]
+    assert everything(checkout) == before
     on("apply")  # without a commit, both are not asked
     hook.unlink()
 

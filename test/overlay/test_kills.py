@@ -91,7 +91,7 @@ class Case:
         run(sys.executable, face, words[0], *self.options, *words[1:])
 
     def run_slowly(self, *words, after=None, git_too=False):
-        """Its seconds since the first write, and whether it was killed after so many."""
+        """Seconds since the first write, and whether the command was killed after ``after``."""
         command = [sys.executable, "-c", SLOWLY, self.overlay, words[0]]
         with subprocess.Popen(
             [*command, *self.options, *words[1:]], start_new_session=True,

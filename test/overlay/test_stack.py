@@ -53,6 +53,18 @@ def test_first_commit_passes_its_test(commits, tmp_path):
     assert "Ran 1 test" in done.err
 
 
+def test_types_of_hunks(commits, tmp_path):
+    """A hunk of distributed_c10d.py had an error: only whole files are checked here."""
+    pytest.importorskip("pyrefly")
+    settings = (ROOT / "pyproject.toml").read_text()
+    settings = settings.replace(".venv/bin/python", sys.executable)
+    (tmp_path / "pyproject.toml").write_text(settings)
+    for _, texts in commits[:2]:
+        put(tmp_path, texts)
+    done = run(sys.executable, "-m", "pyrefly", "check", cwd=tmp_path, check=False)
+    assert "INFO 0 errors" in done.err, done.out
+
+
 def test_stock_muon_imports_newton_schulz_with_the_same_bits(commits, stock_muon):
     torch = pytest.importorskip("torch")
     first = next(texts[MUON] for _, texts in commits if MUON in texts)

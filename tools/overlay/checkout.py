@@ -22,7 +22,7 @@ Overlay = tuple[str | None, files.Texts]  # its commit here, and its texts
 class CheckoutPlan(Plan):
     stock: dict[str, bytes | None]  # the base's texts, without changes of the user's
     fresh: dict[str, bytes]  # with this repository's overlay on them
-    known: dict[str, list[bytes]]  # the overlays' texts
+    overlaid: dict[str, list[bytes]]  # the overlays' texts
     patched: list[str]  # upstream's files in which only hunks are an overlay's
     owned: dict[str, bytes | None]  # the overlay's part of ``now``
 
@@ -51,12 +51,14 @@ class Checkout(Target):
         stock, now, staged = tree.stock(rels), tree.work(rels), tree.texts("", rels)
         fresh, misfits = patches.overlay(source, stock, self.takes)
 
-        def score(found: Overlay) -> int:
-            return sum(t == now[r] != stock[r] for r, t in found[1].items())
+        def score(overlay: Overlay) -> int:
+            return sum(t == now[r] != stock[r] for r, t in overlay[1].items())
 
         name, laid = max([(None, {}), *overlays], key=score)
         every.append(fresh)
-        known = {r: [t for of in every if (t := of.get(r)) is not None] for r in rels}
+        overlaid = {
+            r: [t for of in every if (t := of.get(r)) is not None] for r in rels
+        }
         patched = [r for r in rels if r not in source.whole and stock[r]]
         owned, base = dict(now), dict(stock)
         edited: list[str] = []
@@ -65,15 +67,15 @@ class Checkout(Target):
         def is_known(rel: str, text: bytes | None) -> bool:
             """Whether it is an overlay's text, or this repository has all its edits."""
             was, new = laid.get(rel), fresh.get(rel)
-            if not text or text in (stock[rel], *known[rel]):
+            if not text or text in (stock[rel], *overlaid[rel]):
                 return True
             return bool(was and new) and git.merged(new, was, text) == (new, True)
 
         for rel in rels:
             also = staged[rel]
             if rel in patched:
-                owned[rel], base[rel] = _parts(stock[rel], known[rel], now[rel])
-                also, rest = _parts(stock[rel], known[rel], staged[rel])
+                owned[rel], base[rel] = _parts(stock[rel], overlaid[rel], now[rel])
+                also, rest = _parts(stock[rel], overlaid[rel], staged[rel])
                 if rest != base[rel]:
                     mixed.append(rel)
                     if also == owned[rel]:  # of the overlay, the index has the same
@@ -84,26 +86,26 @@ class Checkout(Target):
         edited += [rel for rel in bad if base[rel] != stock[rel] and rel not in edited]
         return CheckoutPlan(
             source, new, list(misfits.values()), base, now, edited, mixed, laid, name, staged,
-            stock, fresh, known, patched, owned,
+            stock, fresh, overlaid, patched, owned,
         )  # fmt: skip
 
     def _overlays(self, root: Path, source: payload.Source) -> list[Overlay]:
         """Each overlay that was applied here or is committed: its name and texts."""
         tree, base, laid = self.tree, self.tree.base(), self.tree.laid()
         records = tree.named("--no-walk", *laid) if laid else {}
-        found = [(records[c], self._texts_of([c])) for c in laid if c in records]
+        overlays = [(records[c], self._texts_of([c])) for c in laid if c in records]
         # A clone, or a rebased branch: the commits name the overlay.
         ours = tree.named(f"{base}..HEAD")
         name = next(iter(ours.values()), None)
         if at := payload.at(root, name) if name else None:
             stock = tree.stock(patches.paths(at))
-            found.append((name, patches.overlay(at, stock, self.takes)[0]))
+            overlays.append((name, patches.overlay(at, stock, self.takes)[0]))
         elif all(tree.base(commit) != base for commit in records):
             # Not known here: its commits have its texts.
-            texts, mine = self._texts_of([*reversed(ours)]), {*patches.paths(source)}
-            texts = {r: t for r, t in texts.items() if r in mine or _is_muons(r)}
-            found.append((name, texts))
-        return found
+            texts, paths = self._texts_of([*reversed(ours)]), {*patches.paths(source)}
+            texts = {r: t for r, t in texts.items() if r in paths or _is_muons(r)}
+            overlays.append((name, texts))
+        return overlays
 
     def _texts_of(self, commits: list[str]) -> files.Texts:
         """The texts that these commits brought, oldest first."""
@@ -137,7 +139,7 @@ class Checkout(Target):
         """The changes that a commit on the branch would make."""
         head, want = self.tree.texts("HEAD", list(plan.now)), dict(plan.stock)
         for rel in plan.patched:
-            _, want[rel] = _parts(plan.stock[rel], plan.known[rel], head[rel])
+            _, want[rel] = _parts(plan.stock[rel], plan.overlaid[rel], head[rel])
         if with_overlay:
             want |= patches.overlay(plan.source, want, self.takes)[0]
         return {rel: text for rel, text in want.items() if text != head[rel]}
@@ -206,19 +208,21 @@ class Checkout(Target):
         both: dict[str, str] = {}
         for rel, theirs in there.items():
             stock = plan.stock.get(rel)
-            mine = plan.fresh.get(rel, stock) or b""
+            if theirs in (stock, *plan.overlaid.get(rel, ())):
+                continue  # an edit that is staged alone
+            here = plan.fresh.get(rel, stock) or b""
             was = laid.get(rel, stock) or b""
             last = pulled.get(rel)
-            if last and git.merged(mine, was, last) == (mine, True):
+            if last and git.merged(here, was, last) == (here, True):
                 was = last  # still here: an edit of the same lines may follow
-            text, clean = git.merged(mine, was, theirs)
-            if clean and text == mine:
+            text, clean = git.merged(here, was, theirs)
+            if clean and text == here:
                 continue
             place = rel
             if rel in plan.patched:
                 place, text = _patch_to(plan, rel, text)
             both |= {} if clean else {place: rel}
-            if MARKER not in mine:  # of an earlier conflict
+            if MARKER not in here:  # of an earlier conflict
                 changes[place] = text
         if changes and not dry:
             for rel, text in changes.items():
@@ -242,8 +246,8 @@ class Checkout(Target):
     def _added(self, plan: CheckoutPlan) -> files.Texts:
         """Files of Muon that the checkout has, and neither its base nor the overlay."""
         kinds = ("--cached", "--others", "--exclude-standard")
-        found = git.lines(self.root, "ls-files", "-z", *kinds, "--", *payload.ROOTS)
-        new = [r for r in dict.fromkeys(found) if _is_muons(r) and r not in plan.now]
+        rels = git.lines(self.root, "ls-files", "-z", *kinds, "--", *payload.ROOTS)
+        new = [r for r in dict.fromkeys(rels) if _is_muons(r) and r not in plan.now]
         stock = self.tree.stock(new)
         return self.tree.work([rel for rel in new if stock[rel] is None])
 

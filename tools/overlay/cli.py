@@ -132,8 +132,8 @@ def _start(args: argparse.Namespace, words: list[str], where: Path = ROOT) -> in
     """Have the interpreter of --python run these words, or the environment's."""
     given = vars(args)
     elsewhere, frameworks = given.get("python"), given.get("frameworks", False)
-    how = {"frameworks": frameworks, "dry": args.dry_run}
-    python = elsewhere or env.ensure(ROOT, given.get("torch"), **how)
+    options = {"frameworks": frameworks, "dry": args.dry_run}
+    python = elsewhere or env.ensure(ROOT, given.get("torch"), **options)
     if args.dry_run:
         print(f"would run {shlex.join([str(python), *words])}")
         return 0
@@ -304,8 +304,8 @@ def _export(args: argparse.Namespace) -> None:
     """Write the overlay as a git am series for the newest commit without the overlay."""
     target, out = Checkout(args.checkout or "."), args.out
     with target.held():
-        how = {"stack": args.stack, "dry": args.dry_run}
-        mails, base, edited = target.export(ROOT, out, **how)
+        options = {"stack": args.stack, "dry": args.dry_run}
+        mails, base, edited = target.export(ROOT, out, **options)
     if edited:
         few = ", ".join(sorted(edited)[:3])
         lacks = f"warning: the series lacks edits of this checkout ({few})"

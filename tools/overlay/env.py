@@ -79,8 +79,8 @@ def ensure(
         if env.exists() and not (env / MARKER).exists() and any(env.iterdir()):
             raise Refused(f"{env} was not made by this tool. Move it away")
         ready = is_ready(env)
-        what = f"torch {version} and {len(packages)} packages. pip downloads {SIZE}"
-        print(f"found {env}" if ready else f"making {env}: {what}", flush=True)
+        size = f"torch {version} and {len(packages)} packages. pip downloads {SIZE}"
+        print(f"found {env}" if ready else f"making {env}: {size}", flush=True)
         if dry:
             return python_of(env)
         if not ready:

@@ -24,28 +24,28 @@ class Patch(NamedTuple):
     def applied(self, rel: str, text: bytes) -> bytes:
         """The text of that file with the hunks."""
         # An installed torch is no work tree. A hunk that does not fit changes no target.
-        how: dict[str, Any] = {"data": self.hunks, "env": git.ALONE}
+        options: dict[str, Any] = {"data": self.hunks, "env": git.ALONE}
         with git.scratch() as scratch:
             git.put(scratch, {rel: text})
             # A tree that took the exported series has the hunks already. An editor of a
             # patch need not count its lines.
             there = ("apply", "--recount", "--reverse", "--check")
-            if not git.works(scratch, *there, **how):
-                git.git(scratch, "apply", "--recount", "--whitespace=nowarn", **how)
+            if not git.works(scratch, *there, **options):
+                git.git(scratch, "apply", "--recount", "--whitespace=nowarn", **options)
             return (scratch / rel).read_bytes()
 
 
 def series(source: Source) -> dict[str, Patch]:
     """The patches in the order of patches/series, by the file that each changes."""
-    found: dict[str, Patch] = {}
+    by_path: dict[str, Patch] = {}
     for name in source.patches.get("series", b"").decode().splitlines():
         if name and not name.startswith("#"):
             patch = Patch(name, source.patches.get(name, b""))
             rels = re.findall(rb"^\+\+\+ b/([^\t\n]+)", patch.hunks, re.MULTILINE)
-            if len(rels) != 1 or rels[0].decode() in found:
+            if len(rels) != 1 or rels[0].decode() in by_path:
                 raise WrongTarget(f"patches/{name} must be the one patch of one file")
-            found[rels[0].decode()] = patch
-    return found
+            by_path[rels[0].decode()] = patch
+    return by_path
 
 
 def paths(source: Source) -> list[str]:
@@ -124,10 +124,10 @@ def commits(
     patterns = {p: commit.title for commit in listed for p in commit.paths}
     parts: dict[str, dict[str, bytes]] = {commit.title: {} for commit in listed}
     for rel, text in texts.items():
-        found = [p for p in patterns if fnmatch.fnmatchcase(rel, p)]
-        if not found:
+        matching = [p for p in patterns if fnmatch.fnmatchcase(rel, p)]
+        if not matching:
             raise WrongTarget(f"patches/stack.toml has no commit for {rel}")
-        parts[patterns[max(found, key=len)]][rel] = text
+        parts[patterns[max(matching, key=len)]][rel] = text
     made = []
     for title, why, paths, imports in listed:
         now, stock = parts[title], base.get(imports[0]) if imports else None

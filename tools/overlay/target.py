@@ -145,11 +145,11 @@ class Target:
             raise WrongTarget(gone + self.command("revert"))
         warnings = [self.note] * bool(self.note)
         if not versions.supported(version):
-            said = versions.untested(self.words, version, plan.base)
+            warning = versions.untested(self.words, version, plan.base)
             if not force:
                 on = self.command("apply", "--force")
-                raise WrongTarget(f"{said}\nThis goes on:{on}")
-            warnings += [said, *plan.misfits]
+                raise WrongTarget(f"{warning}\nThis goes on:{on}")
+            warnings += [warning, *plan.misfits]
         elif plan.misfits:
             raise WrongTarget(plan.misfits[0])
         if not changes:
@@ -181,12 +181,12 @@ class Target:
 
     def status(self, root: Path) -> dict[str, Any]:
         plan = self.plan(root)
-        found = {rel: word for rel in plan.now if (word := self._word(plan, rel))}
-        differs = [r for r in found if plan.now[r] not in (None, plan.base.get(r))]
+        by_path = {rel: word for rel in plan.now if (word := self._word(plan, rel))}
+        differs = [r for r in by_path if plan.now[r] not in (None, plan.base.get(r))]
         # A user's own edits and files are no overlay.
         there = any(rel not in plan.edited for rel in differs)
         state, note = self._state(plan, there)
-        others = {*found.values()} - {"current"}
+        others = {*by_path.values()} - {"current"}
         if not (state or others):
             state = "current"
         elif not state and payload.is_newer(root, plan.source.name, plan.laid_name):
@@ -197,7 +197,7 @@ class Target:
             "target": str(self.root), "kind": self.kind, "torch": self.version,
             "state": state, "note": note,
             "overlay": plan.laid_name if there else None,
-            "files": {} if state in ("none", "reverted", "gone") else found,
+            "files": {} if state in ("none", "reverted", "gone") else by_path,
         }  # fmt: skip
 
     def _word(self, plan: Plan, rel: str) -> str:
@@ -222,8 +222,10 @@ def words(status: Mapping[str, Any]) -> str:
     lines.append(f"holds {WORDS[status['state']]}{status['note']}")
     if status["overlay"]:
         lines.append(f"overlay of commit {status['overlay']}")
-    found = status["files"]
-    lines += [f"  {found[r]:9} {r}" for r in sorted(found) if found[r] != "current"]
-    if current := list(found.values()).count("current"):
+    by_path = status["files"]
+    lines += [
+        f"  {by_path[r]:9} {r}" for r in sorted(by_path) if by_path[r] != "current"
+    ]
+    if current := list(by_path.values()).count("current"):
         lines.append(f"files as in this repository: {current}")
     return "\n".join(lines)

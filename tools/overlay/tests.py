@@ -64,19 +64,19 @@ def run_elsewhere(python: str, words: list[str], root: Path) -> int:
     for line in plan.misfits:
         print(f"warning: {line}", file=sys.stderr)
     with git.scratch() as place:
-        for folder, names, found in os.walk(top, followlinks=True):
+        for folder, names, rest in os.walk(top, followlinks=True):
             if folder == str(top):  # libraries find others from where they are
-                found += WHOLE & {*names}
+                rest += WHOLE & {*names}
                 names[:] = {*names} - WHOLE
             copy = place / Path(folder).relative_to(target.root)
             copy.mkdir()
-            for name in found:
+            for name in rest:
                 (copy / name).symlink_to(Path(folder, name))
         # Tests compare with stock Muon.
         kept = {target.copy_of(rel): plan.base.get(rel) for rel in plan.new}
         texts = {str(copy.relative_to(target.root)): t for copy, t in kept.items()}
-        known = plan.base.keys() | plan.new.keys()
-        texts |= {rel: text for rel, text in plan.wanted.items() if rel in known}
+        wanted = plan.base.keys() | plan.new.keys()
+        texts |= {rel: text for rel, text in plan.wanted.items() if rel in wanted}
         for rel in texts:
             (place / rel).unlink(missing_ok=True)  # not through a link
         git.put(place, texts)

@@ -91,22 +91,24 @@ class Wheel(Target):
         """The next command knows the files that a killed one wrote: the manifest has both."""
         places = [self.root / rel for rel in self._manifest().files]
         scrap = [*self._path.parent.rglob("*.muon-new"), *map(files.scratch, places)]
-        found = [path for path in scrap if path.exists()]
-        for path in found:
+        left = [path for path in scrap if path.exists()]
+        for path in left:
             path.unlink()
             files.tidy(path, self.root)
-        return bool(found)
+        return bool(left)
 
-    def _stock(self, found: Manifest, rels: list[str]) -> dict[str, bytes | None]:
+    def _stock(self, manifest: Manifest, rels: list[str]) -> dict[str, bytes | None]:
         """The texts that torch was installed with; no key: the text is not known."""
         out: dict[str, bytes | None] = {}
-        now = {rel: self.read(rel) for rel in (*rels, *found.files)}
+        now = {rel: self.read(rel) for rel in (*rels, *manifest.files)}
         # An installer that keeps no RECORD may bring another build of the same version.
-        replaced = {r: (sha256(now[r]), e) for r, e in found.files.items() if e.stock}
+        replaced = {
+            r: (sha256(now[r]), e) for r, e in manifest.files.items() if e.stock
+        }
         again = all(have != e.new for have, e in replaced.values())
         again = again and any(have not in e for have, e in replaced.values())
         for rel in rels:
-            kept, entry = files.read(self.copy_of(rel)), found.files.get(rel)
+            kept, entry = files.read(self.copy_of(rel)), manifest.files.get(rel)
             texts: list[bytes | None] = [now[rel], kept, None]
             if self.version is None:
                 texts = [None]
@@ -114,7 +116,7 @@ class Wheel(Target):
                 texts = [t for t in texts if record_hash(t) == self._hashes.get(rel)]
             elif entry and (have := sha256(now[rel])) == entry.stock:
                 pass
-            elif entry and found.torch == self.version and not again:
+            elif entry and manifest.torch == self.version and not again:
                 texts = [t for t in texts if sha256(t) == entry.stock]
             elif entry and have in (entry.was, entry.new):
                 # The overlay's text is still there.
@@ -126,11 +128,11 @@ class Wheel(Target):
         return out
 
     def plan(self, root: Path) -> Plan:
-        source, found = payload.read(root), self._manifest()
-        before = found.files
+        source, manifest = payload.read(root), self._manifest()
+        before = manifest.files
         every = dict.fromkeys([*patches.paths(source), *before])
         rels = [rel for rel in every if self.takes(rel)]
-        base = self._stock(found, rels)
+        base = self._stock(manifest, rels)
         new, misfits = patches.overlay(source, base, self.takes)
         now = {rel: self.read(rel) for rel in rels}
         edited = [
@@ -140,7 +142,7 @@ class Wheel(Target):
             and sha256(text) not in before.get(rel, ())
         ]
         laid: files.Texts = {r: b"" for r, e in before.items() if e.new != e.stock}
-        name = found.overlay if laid else None
+        name = manifest.overlay if laid else None
         return Plan(
             source, new, list(misfits.values()), base, now, edited, [], laid, name, {}
         )
@@ -197,8 +199,8 @@ class Wheel(Target):
         self, plan: Plan, want: files.Texts, changes: files.Texts, name: str | None,
         kept: dict[Path, bytes],
     ) -> None:  # fmt: skip
-        found = self._manifest()
-        if (found.torch, found.overlay) == (self.version, name) and not changes:
+        manifest = self._manifest()
+        if (manifest.torch, manifest.overlay) == (self.version, name) and not changes:
             return
         hashes = {r: [*map(sha256, (plan.base[r], plan.now[r], want[r]))] for r in want}
         entries = {rel: Entry(*of) for rel, of in hashes.items() if len(set(of)) > 1}
@@ -298,25 +300,25 @@ def find_wheel(python: str | Path, *, with_path: bool = True) -> Wheel:
     # The last line: a sitecustomize may have said something before it.
     lines = ask_python(where, _WHERE, with_path=with_path).splitlines()
     try:
-        found = json.loads(lines[-1])
+        answer = json.loads(lines[-1])
     except (IndexError, ValueError):
         raise WrongTarget(f"{python} is not a Python interpreter") from None
-    if found["origin"] is None:
-        for folder in map(Path, found["folders"]):
+    if answer["origin"] is None:
+        for folder in map(Path, answer["folders"]):
             if (folder / FOLDER).is_dir():
                 return Wheel(where, folder.parent, None, None)
-        closed = ", ".join(found["closed"])
+        closed = ", ".join(answer["closed"])
         why = f": this user may not read {closed}" if closed else " has no torch"
         raise WrongTarget(f"{where}{why}")
-    root = Path(found["origin"]).parent.parent
+    root = Path(answer["origin"]).parent.parent
     if (root / "version.txt").is_file() and (root / ".git").exists():
         raise WrongTarget(f"{python} has the torch of a checkout: --checkout {root}")
-    if found["version"] is None:
+    if answer["version"] is None:
         raise WrongTarget(f"the torch in {root} has no metadata that name its version")
-    wheel = Wheel(where, root, found["version"], found["record"])
-    if not root.is_relative_to(found["prefix"]):
+    wheel = Wheel(where, root, answer["version"], answer["record"])
+    if not root.is_relative_to(answer["prefix"]):
         wheel.note = (
-            f"{wheel.words} is not in the environment {found['prefix']}: other programs "
+            f"{wheel.words} is not in the environment {answer['prefix']}: other programs "
             "may import it, too"
         )
     return wheel

@@ -56,23 +56,23 @@ class Worktree:
                 raise WrongTarget(f"{lacks}: it has no {rel}")
         names = ("--show-toplevel", "--absolute-git-dir", "--git-common-dir", "HEAD")
         done = git.git(root, "rev-parse", *names, check=False)
-        found = os.fsdecode(done.stdout).splitlines()
-        if done.returncode or Path(found[0]).resolve() != root:
+        answers = os.fsdecode(done.stdout).splitlines()
+        if done.returncode or Path(answers[0]).resolve() != root:
             # git's own words may name a setting, such as safe.directory.
-            said = done.stderr.decode(errors="replace")
-            said = f"not the top of a git work tree\n{said}".rstrip()
-            raise WrongTarget(f"{lacks}: {said}")
+            words = done.stderr.decode(errors="replace")
+            words = f"not the top of a git work tree\n{words}".rstrip()
+            raise WrongTarget(f"{lacks}: {words}")
         # In the work tree it is missing if git was killed while it wrote.
         if not self.resolve(f"HEAD:{REPLACED}"):
             raise WrongTarget(f"{lacks}: it has no {REPLACED}")
-        self.git_dir = Path(found[1])  # of this work tree alone
+        self.git_dir = Path(answers[1])  # of this work tree alone
         # It is relative to the folder that was asked.
-        self.common = (root / found[2]).resolve()
+        self.common = (root / answers[2]).resolve()
         self._index = files.scratch(self.git_dir / "index")
         self._bases: dict[str, tuple[str, list[tuple[str, str]]]] = {}
 
-    def ask(self, *args: str, **how: Any) -> str:
-        return git.text(self.root, *args, **how)
+    def ask(self, *args: str, **options: Any) -> str:
+        return git.text(self.root, *args, **options)
 
     def resolve(self, name: str) -> str:
         """The object of that name; empty if the name is unknown."""
@@ -113,11 +113,11 @@ class Worktree:
 
     def refuse_if_busy(self) -> None:
         """git's own unfinished work comes first."""
-        for name, what in UNDER_WAY.items():
+        for name, command in UNDER_WAY.items():
             if (self.git_dir / name).exists():
-                way = f"  git -C {self.quoted} {what} --"
+                way = f"  git -C {self.quoted} {command} --"
                 ways = f"finish or drop it:\n{way}continue\n{way}abort"
-                raise Refused(f"a {what} is in progress in {self.root}: {ways}")
+                raise Refused(f"a {command} is in progress in {self.root}: {ways}")
         unmerged = {ln.split("\t")[1] for ln in git.lines(self.root, "ls-files", "-uz")}
         if unmerged:
             add = f"git -C {self.quoted} add -- {shlex.join(sorted(unmerged))}"
@@ -131,11 +131,11 @@ class Worktree:
 
     def _history(self, commit: str) -> tuple[str, list[tuple[str, str]]]:
         """The base, and (merge, branch) of other branches without the overlay."""
-        found = self.resolve(f"{commit}^{{commit}}")
-        if found not in self._bases:
-            base, others = self._before(found), []
+        tip = self.resolve(f"{commit}^{{commit}}")
+        if tip not in self._bases:
+            base, others = self._before(tip), []
             merges = ("rev-list", "--first-parent", "--merges", "--reverse")
-            for merge in self.ask(*merges, f"{base}..{found}").split():
+            for merge in self.ask(*merges, f"{base}..{tip}").split():
                 for other in self.ask("rev-parse", f"{merge}^@").split()[1:]:
                     if self.base(other) != other:
                         continue
@@ -143,18 +143,18 @@ class Worktree:
                     if self._is_ancestor(base, other):
                         base = other
                     others.append((merge, other))
-            self._bases[found] = base, others
-        return self._bases[found]
+            self._bases[tip] = base, others
+        return self._bases[tip]
 
     def _is_ancestor(self, old: str, new: str) -> bool:
         return git.works(self.root, "merge-base", "--is-ancestor", old, new)
 
-    def _before(self, found: str) -> str:
-        """The parent of the first commit of the overlay on this branch, or ``found``."""
+    def _before(self, tip: str) -> str:
+        """The parent of the first commit of the overlay on this branch, or ``tip``."""
         newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
-        parent, adding = found, ""
-        for mark in filter(lambda rel: self.resolve(f"{found}:{rel}"), ADDED):
-            added = (*newest, "--diff-filter=A", found, "--", mark)
+        parent, adding = tip, ""
+        for mark in filter(lambda rel: self.resolve(f"{tip}:{rel}"), ADDED):
+            added = (*newest, "--diff-filter=A", tip, "--", mark)
             first = self.ask(*added, check=True)
             before = self.resolve(f"{first}^")
             since = [first, *[f"^{before}"] * bool(before)]
@@ -190,7 +190,7 @@ class Worktree:
         out = self.ask(*asked, check=True)
         entries = (entry.partition("\n") for entry in out.split("\1")[1:])
         names = {c: re.findall(f"(?m){_OURS}(\\S+)", text) for c, _, text in entries}
-        last = {c: found[-1] for c, found in names.items() if found[-1] != "none"}
+        last = {c: each[-1] for c, each in names.items() if each[-1] != "none"}
         return {c: None if name == "unknown" else name for c, name in last.items()}
 
     @functools.cached_property
@@ -204,17 +204,17 @@ class Worktree:
     def stock(self, rels: list[str]) -> dict[str, bytes | None]:
         """The texts without the overlay: of the base, with what other branches brought."""
         base, others = self._history("HEAD")
-        found = self.texts(base, rels)
+        texts = self.texts(base, rels)
         for merge, other in others:
             if self._is_ancestor(other, base):
                 continue
             was = self.texts(self.ask("merge-base", f"{merge}^1", other), rels)
             for rel, theirs in self.texts(other, rels).items():
-                mine, old = found[rel], was[rel]
-                if mine and old and theirs and theirs not in (old, mine):
-                    text, clean = git.merged(mine, old, theirs)
-                    found[rel] = text if clean else mine
-        return found
+                ours, old = texts[rel], was[rel]
+                if ours and old and theirs and theirs not in (old, ours):
+                    text, clean = git.merged(ours, old, theirs)
+                    texts[rel] = text if clean else ours
+        return texts
 
     def laid(self) -> list[str]:
         """The commits that were applied to this work tree, newest first."""
