@@ -35,7 +35,7 @@ class Checkout(Target):
         version = (tree.root / "version.txt").read_text(errors="replace").strip()
         super().__init__(tree.root, version)
         self.words = f"PyTorch {version} checkout {tree.root}"
-        # Linked work trees share it, and with it info/exclude.
+        # Linked work trees share it.
         self.lock, self.option = tree.common, ("--checkout", str(tree.root))
 
     def _finish(self) -> bool:
@@ -118,12 +118,9 @@ class Checkout(Target):
         return texts
 
     def way_out(self, plan: Plan, rels: list[str]) -> str:
-        where, ways = f"git -C {self.tree.quoted}", []
+        where, ways, pull = f"git -C {self.tree.quoted}", [], self.command("pull")
         if any(rel in plan.laid and rel not in plan.mixed for rel in rels):
-            ways.append(
-                "`pull` takes edits of the overlay into this repository:"
-                + self.command("pull")
-            )
+            ways = [f"`pull` takes edits of the overlay into this repository:{pull}"]
         head, staged = self.tree.texts("HEAD", rels), self.tree.texts("", rels)
         new = [r for r in rels if plan.now[r] and not staged[r]]
         here = [r for r in rels if not plan.now[r] == staged[r] == head[r]]
@@ -155,9 +152,8 @@ class Checkout(Target):
             head = tree.build("HEAD", commits, source.name)
         if report.changes or head:
             texts = {r: t for r, t in plan.fresh.items() if t != plan.stock[r]}
-            laid = tree.build(
-                base, [(patches.SUBJECT, texts)], source.name, record=True
-            )
+            overlay = [(patches.SUBJECT, texts)]
+            laid = tree.build(base, overlay, source.name, record=True)
             self._lay(report, laid, head)
 
     def _revert(self, plan: CheckoutPlan, report: Report, commit: bool) -> None:
@@ -227,9 +223,8 @@ class Checkout(Target):
         if changes and not dry:
             for rel, text in changes.items():
                 files.write({root / rel: text}, root / payload.PATCHES / "series", root)
-            made = tree.build(
-                tree.base(), [("pulled", {**laid, **there})], None, record=True
-            )
+            texts = [("pulled", {**laid, **there})]
+            made = tree.build(tree.base(), texts, None, record=True)
             tree.update_refs(f"update {worktree.PULLED} {made}\n")
         missing = [r for r, t in laid.items() if t and r in whole and not plan.now[r]]
         return sorted(changes), both, missing
@@ -287,10 +282,9 @@ def _parts(
         return text, stock if text is not None else None
     if not overlays:
         return stock, text
+    clean = (each for each in overlays if git.merged(text, each, stock)[1])
     # Without the overlay: where a hunk touches one of its own, stock's lines stay.
-    taken = [git.merged(text, overlay, stock) for overlay in overlays]
-    clean = [i for i, (_, ok) in enumerate(taken) if ok]
-    bare, _ = git.merged(text, overlays[(clean or [0])[0]], stock, "--theirs")
+    bare, _ = git.merged(text, next(clean, overlays[0]), stock, "--theirs")
     return git.merged(text, bare, stock)[0], bare
 
 

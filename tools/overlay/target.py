@@ -204,10 +204,9 @@ class Target:
         now, base, new = plan.now[rel], plan.base.get(rel), plan.new.get(rel)
         if now == (base if new is None else new):
             return "current" if now != base else ""
-        if now == base and new is not None and rel not in plan.laid:
-            return "outdated"  # an older overlay did not have it
         if now in (None, base):
-            word = "missing" if now is None else "original"
+            # An older overlay did not have it.
+            word = "missing" if rel in plan.laid else "outdated"
             return word if new is not None else ""
         return "changed" if rel in plan.edited else "outdated"
 
