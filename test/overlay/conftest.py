@@ -19,8 +19,9 @@ from tools.overlay.target import FOLDER
 from tools.overlay.wheel import find_wheel, record_hash
 
 
-# The lines of upstream's docs/source/optim.md around which the patch goes.
-OPTIM_MD = """# torch.optim
+# An installed torch has neither: the lines of upstream around which the patches go.
+UNINSTALLED = {
+    "docs/source/optim.md": b"""# torch.optim
 
 ```{eval-rst}
     :class:`SGD`;beta;beta;beta
@@ -29,9 +30,8 @@ OPTIM_MD = """# torch.optim
 ## How to adjust learning rate
 
 {class}`torch.optim.lr_scheduler.LRScheduler` provides several methods.
-"""
-# The part of upstream's file that the test of c10d needs.
-TEST_C10D = """from datetime import timedelta
+""",
+    "test/distributed/test_c10d_common.py": b"""from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -41,13 +41,8 @@ from torch.testing._internal.common_utils import run_tests
 
 if __name__ == "__main__":
     run_tests()
-"""
-# An installed torch has neither.
-UNINSTALLED = {
-    "docs/source/optim.md": OPTIM_MD.encode(),
-    "test/distributed/test_c10d_common.py": TEST_C10D.encode(),
+""",
 }
-
 MUON, OWN = "torch/optim/_muon.py", "torch/optim/muon.py"
 C10D = "torch/distributed/distributed_c10d.py"
 # The commits that `apply --commit` makes.
@@ -277,17 +272,30 @@ def face(capsys, monkeypatch):
 
 @pytest.fixture
 def on(request, face):
-    """A command that succeeds on the checkout, or on the installed torch; its output."""
+    """A command on the checkout, or on the installed torch: `on("apply")`; its output.
+
+    With a ``code``, it fails so, its errors have ``words``, and nothing has changed.
+    """
     kind = "checkout" if "checkout" in request.fixturenames else "installed"
+    option = "--checkout" if kind == "checkout" else "--python"
     target = request.getfixturevalue(kind)
 
-    def call(command, *more, where=target):
-        option = "--checkout" if kind == "checkout" else "--python"
-        done = face(command, option, where, *more)
-        assert done.code == 0, done.err
-        return done.out
+    def call(command, *more, where=target, root=ROOT, code=0, words=()):
+        roots = [where if where.is_dir() else where.parent, *[root] * (root != ROOT)]
+        before = [everything(each) for each in roots]
+        done = face(command, option, where, *more, root=root)
+        fails(done, code, *words)
+        assert not code or [everything(each) for each in roots] == before
+        return done.err if code else done.out
 
     return call
+
+
+def everything(where):
+    """A user's files, index and refs."""
+    if not (where / ".git").exists():
+        return snapshot(where)
+    return snapshot(where), git_status(where), git(where, "for-each-ref")
 
 
 def snapshot(root):

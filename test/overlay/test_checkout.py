@@ -6,9 +6,9 @@ import shutil
 import tempfile
 
 import pytest
-from overlay.conftest import append, BASE, C10D, commit_all, fails, git, git_status
-from overlay.conftest import leads_on, MUON, OTHER, OWN, put, run, script, snapshot
-from overlay.conftest import SUBJECTS
+from overlay.conftest import append, BASE, C10D, commit_all, everything, fails, git
+from overlay.conftest import git_status, leads_on, MUON, OTHER, OWN, put, run, script
+from overlay.conftest import snapshot, SUBJECTS
 from tools.overlay import patches, payload
 from tools.overlay.checkout import Checkout
 from tools.overlay.payload import ROOT
@@ -29,11 +29,6 @@ def state(where):
 def restored(checkout, tree):
     """Whether the branch and the work tree have those files, and nothing else."""
     return (git_status(checkout), tree_of(checkout)) == ("", tree)
-
-
-def everything(where):
-    """A user's files, index and refs."""
-    return snapshot(where), git_status(where), git(where, "for-each-ref")
 
 
 def branch(checkout, name, texts, at="main"):
@@ -91,13 +86,11 @@ def test_edits_of_the_overlay_are_refused(checkout, on, face, committed):
     append(checkout / OWN, "# an edit\n")
     if committed:  # into the overlay's own commit
         git(checkout, "commit", "-qa", "--amend", "--no-edit")
-    before = snapshot(checkout)
     for command in ("apply", "revert"):
-        done = fails(face(command, "--checkout", checkout), 3, f"  {OWN}\n")
-        assert f"pull --checkout {checkout}" in done.err
+        on(command, code=3, words=(f"  {OWN}\n", f"pull --checkout {checkout}"))
     exported = face("export", "--checkout", checkout, "--out", "x", "--dry-run")
     assert f"lacks edits of this checkout ({OWN})" in exported.err
-    assert (snapshot(checkout), state(checkout)) == (before, "changed")
+    assert state(checkout) == "changed"
 
 
 def test_dry_runs_and_diff_write_nothing(checkout, on, tool, tmp_path):
@@ -155,7 +148,7 @@ def test_main_of_upstream(checkout, on, face):
     texts = {MUON: "# a fix of upstream\n", C10D: "# all new\n"}
     branch(checkout, "newer", {**texts, "version.txt": "2.16.0a0\n"})
     words = ("apply", "--checkout", checkout)
-    fails(face(*words), 2, "distributed_c10d.py: as in no supported version")
+    on("apply", code=2, words=["distributed_c10d.py: as in no supported version"])
     warning = f"warning: {MUON} there is of no release"
     fails(face(*words, "--force"), 0, "0002-local-groups", warning)
     assert face(*words, "--force").err == ""
@@ -181,32 +174,27 @@ def test_amended_and_rebased_overlay(checkout, on):
     assert restored(checkout, tree)
 
 
-def test_shallow_clone_names_unshallow(checkout, on, face, tmp_path):
+def test_shallow_clone_names_unshallow(checkout, on, tmp_path):
     """The way out was a `git revert` of the graft root, which deletes all files."""
     on("apply", "--commit")
     append(checkout / OWN, "# an edit\n")
     commit_all(checkout)
     place = tmp_path / "shallow"
     git(checkout, "clone", "-q", "--depth=1", f"file://{checkout}", place)
-    before = snapshot(place)
     for command in "apply", "revert", "status", "pull", "export":
-        done = fails(face(command, "--checkout", place), 2, "fetch --unshallow")
-    assert snapshot(place) == before
-    leads_on(done.err)
+        errors = on(command, where=place, code=2, words=["fetch --unshallow"])
+    leads_on(errors)
     on("pull", "--dry-run", where=place)
 
 
-def test_conflict_of_a_rebase_comes_first(checkout, on, ours, face, tmp_path):
+def test_conflict_of_a_rebase_comes_first(checkout, on, ours, tmp_path):
     """`pull` took the file with its conflict markers, and `--commit` committed it."""
     on("apply", "--commit")
     branch(checkout, "newer", {MUON: OTHER}, BASE)
     run("git", "rebase", "-q", "newer", "main", cwd=checkout, check=False)
     assert "<<<<<<<" in (checkout / MUON).read_text()
-    before, here = snapshot(checkout), snapshot(ours)
-    for words in "apply", "apply --commit", "revert", "pull", "export":
-        done = face(*words.split(), "--checkout", checkout, root=ours)
-        fails(done, 3, "rebase --abort")
-    assert (snapshot(checkout), snapshot(ours)) == (before, here)
+    for command in "apply", "apply --commit", "revert", "pull", "export":
+        on(*command.split(), root=ours, code=3, words=["rebase --abort"])
     on("status")
     # Resolved, the edits are the overlay of that tree, and its series fits there.
     git(checkout, "checkout", "--theirs", MUON)
@@ -220,17 +208,15 @@ def test_conflict_of_a_rebase_comes_first(checkout, on, ours, face, tmp_path):
 
 
 @pytest.mark.parametrize("names", ["one two", "a a"])
-def test_commit_during_a_merge(checkout, face, names):
+def test_commit_during_a_merge(checkout, on, names):
     """`apply --commit` wrote all files, and failed then."""
     for name, rel in zip(("one", "two"), names.split()):
         branch(checkout, name, {rel: name})
     merge = ("git", "merge", "-q", "--no-commit", "--no-ff", "one")
     if run(*merge, cwd=checkout, check=False).code:
         (checkout / ".git/MERGE_HEAD").unlink()
-    before = snapshot(checkout)
     words = "add -- a\n" if names == "a a" else "merge --abort"
-    fails(face("apply", "--checkout", checkout, "--commit"), 3, words)
-    assert snapshot(checkout) == before
+    on("apply", "--commit", code=3, words=[words])
 
 
 def test_stashed_and_cleaned_overlay_is_found_again(checkout, on):
@@ -326,7 +312,7 @@ def test_export_and_git_am_give_the_same_tree(
     expected = tree_of(checkout)
     out, second = tmp_path / "a series", tmp_path / "second"
     shown = on("export", "--out", out, "--stack")
-    fails(face("export", "--checkout", checkout, "--out", out), 3, "has mails already")
+    on("export", "--out", out, code=3, words=["has mails already"])
     assert git(checkout, "rev-parse", BASE) in shown
     assert f"git am '{out}'/*.patch" in shown
     git(tmp_path, "clone", "-q", small, second)
@@ -359,16 +345,14 @@ def test_folders_of_others_stay(checkout, on, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("distributed-muon-*"))
 
 
-def test_fork_with_its_own_muon(checkout, on, face):
+def test_fork_with_its_own_muon(checkout, on):
     """`revert --commit` deleted it, and `apply` overwrote it."""
     rels = (OWN, "test/optim/test_muon_engine.py")
     put(checkout, dict.fromkeys(rels, b"# the fork's\n"))
     tree = tree_of(checkout, commit_all(checkout))
     assert state(checkout) == "none"
     assert "nothing to do" in on("revert", "--commit")
-    fails(face("apply", "--checkout", checkout), 3, f"  {OWN}\n", "of its own")
-    assert restored(checkout, tree)
-    leads_on(face("apply", "--checkout", checkout).err)
+    leads_on(on("apply", code=3, words=(f"  {OWN}\n", "of its own")))
     on("apply", "--commit")
     assert (checkout / OWN).read_text() != "# the fork's\n"
     assert state(checkout) == "current"
@@ -408,9 +392,9 @@ def test_own_fix_in_a_patched_file_stays(checkout, on, face, how, tmp_path):
     assert "nothing to take" in on("pull", "--dry-run")
     assert face("export", "--checkout", checkout, "--out", tmp_path / "o").err == ""
     if how == "status":  # it is only in the work tree
-        done = fails(face("revert", "--checkout", checkout), 3, f"  {C10D}\n")
-        assert "pull" not in done.err
-        leads_on(done.err)
+        errors = on("revert", code=3, words=[f"  {C10D}\n"])
+        assert "pull" not in errors
+        leads_on(errors)
         on("revert")
         git(checkout, "stash", "pop", "-q")
         assert (checkout / C10D).read_text().count("# a fix\n") == 2
@@ -439,7 +423,7 @@ def test_links_are_not_followed(checkout, face, rel, tmp_path):
 
 
 @pytest.mark.parametrize("edit", ["add -N", "add", "deleted", "untracked"])
-def test_ways_out_lead_on(checkout, on, face, edit):
+def test_ways_out_lead_on(checkout, on, edit):
     """The printed way out changed nothing."""
     rel = {"deleted": DOC, "add": C10D}.get(edit, OWN)
     (checkout / rel).write_text("# mine\n")
@@ -449,9 +433,9 @@ def test_ways_out_lead_on(checkout, on, face, edit):
         (checkout / rel).unlink()
     else:
         git(checkout, *edit.split(), "--", rel)
-    done = fails(face("apply", "--checkout", checkout), 3, f"  {rel}\n")
+    errors = on("apply", code=3, words=[f"  {rel}\n"])
     assert state(checkout) == "none"
-    leads_on(done.err)
+    leads_on(errors)
     on("apply")
     on("revert")
     assert git_status(checkout) == ""
@@ -484,7 +468,7 @@ def test_sparse_checkout_and_line_endings(checkout, on, tmp_path, monkeypatch):
     assert "## Distributed Muon" in git(second, "show", f"HEAD:{DOC}")
 
 
-def test_vendored_import(checkout, on, face, tmp_path):
+def test_vendored_import(checkout, on):
     """There was no history to fetch, and `fetch --unshallow` was the way out."""
     on("apply")
     shutil.rmtree(checkout / ".git")
@@ -492,24 +476,20 @@ def test_vendored_import(checkout, on, face, tmp_path):
     assert "nothing to do" in on("apply")
     (checkout / OWN).write_text("# edited\n")
     commit_all(checkout)
-    done = fails(face("apply", "--checkout", checkout), 3, f"  {OWN}\n")
-    assert "unshallow" not in done.err
+    assert "unshallow" not in on("apply", code=3, words=[f"  {OWN}\n"])
 
 
-def test_signatures_and_hooks_of_the_user(checkout, on, face, tmp_path):
+def test_signatures_and_hooks_of_the_user(checkout, on, tmp_path):
     """A hook that refused the branch left all files staged; no commit was signed."""
     signs = script(tmp_path / "signs", f"touch {tmp_path}/signed\nexit 1\n")
     git(checkout, "config", "commit.gpgsign", "true")
     git(checkout, "config", "gpg.program", signs)
-    before = everything(checkout)
-    words = ("apply", "--checkout", checkout, "--commit")
-    fails(face(*words), 1, "git commit-tree")
+    on("apply", "--commit", code=1, words=["git commit-tree"])
     assert (tmp_path / "signed").exists()
     git(checkout, "config", "commit.gpgsign", "false")
     body = 'while read old new ref; do [ "$ref" != refs/heads/main ] || exit 1; done\n'
     hook = script(checkout / ".git/hooks/reference-transaction", body)
-    fails(face(*words), 1, "git update-ref")
-    assert everything(checkout) == before
+    on("apply", "--commit", code=1, words=["git update-ref"])
     on("apply")  # without a commit, both are not asked
     hook.unlink()
 
