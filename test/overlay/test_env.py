@@ -63,7 +63,7 @@ def test_interrupted_made_found_and_updated(overlay, tool, offline, tmp_path):
     assert process.returncode == 130
     assert "no environment" in tool("status", root=overlay, env=offline).err
 
-    made = tool("env", root=overlay, env=offline)
+    made = tool("env", root=overlay, env=offline, timeout=300)
     assert made.code == 0, made.out + made.err
     # It says where and how large, before pip begins, and no list of packages.
     words = [f"making {venv}: torch 2.13.0", "0.3 GB", "pip install ...", "torch-2.13"]
