@@ -1,16 +1,15 @@
 """The overlay's tests run on a PyTorch work tree, a small installed torch, and a
 copy of this repository that a test may change."""
 
-import importlib.util
 import os
 import pathlib
 import re
 import shutil
-import signal
+import shlex
 import stat
 import subprocess
 import sys
-from typing import NamedTuple
+from collections import namedtuple
 
 import pytest
 from tools.overlay import cli, payload, versions
@@ -20,8 +19,9 @@ from tools.overlay.target import FOLDER
 from tools.overlay.wheel import find_wheel, record_hash
 
 
-# The lines of upstream's docs/source/optim.md around which the patch goes.
-OPTIM_MD = """# torch.optim
+# An installed torch has neither: the lines of upstream around which the patches go.
+UNINSTALLED = {
+    "docs/source/optim.md": b"""# torch.optim
 
 ```{eval-rst}
     :class:`SGD`;beta;beta;beta
@@ -30,9 +30,19 @@ OPTIM_MD = """# torch.optim
 ## How to adjust learning rate
 
 {class}`torch.optim.lr_scheduler.LRScheduler` provides several methods.
-"""
+""",
+    "test/distributed/test_c10d_common.py": b"""from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+from torch.testing._internal.common_utils import run_tests
 
 
+if __name__ == "__main__":
+    run_tests()
+""",
+}
 MUON, OWN = "torch/optim/_muon.py", "torch/optim/muon.py"
 C10D = "torch/distributed/distributed_c10d.py"
 # The commits that `apply --commit` makes.
@@ -43,21 +53,13 @@ BINARY = {"bin", "include", "share", "test"}  # folders of compiled parts
 METADATA = "Metadata-Version: 2.1\nName: {}\nVersion: {}\n"
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
+Result = namedtuple("Result", "code out err")
 
 
-def run(*command, cwd=None, env=None, check=True, timeout=120, data=""):
+def run(*command, check=True, timeout=120, data="", **options):
+    words, options = [str(word) for word in command], {"input": data, **options}
     done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        input=data,
+        words, capture_output=True, text=True, timeout=timeout, **options
     )
     if check and done.returncode:
         raise AssertionError(f"{command} gave {done.returncode}: {done.stderr}")
@@ -72,6 +74,14 @@ def fails(done, code, *words):
     return done
 
 
+def leads_on(text):
+    """Run each command that is printed there."""
+    ways = ("  git ", "  rm ", "  cp ", f"  {sys.executable} ")
+    lines = [line for line in text.splitlines() if line.startswith(ways)]
+    assert lines
+    return [run(*shlex.split(line)) for line in lines]
+
+
 def git(where, *words):
     return run("git", *words, cwd=where).out.strip()
 
@@ -79,13 +89,12 @@ def git(where, *words):
 @pytest.fixture(scope="session", autouse=True)
 def git_identity():
     """Commits in the test trees must not depend on anybody's configuration."""
-    settings = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    for who in ("AUTHOR", "COMMITTER"):
-        settings[f"GIT_{who}_NAME"] = "A Tester"
-        settings[f"GIT_{who}_EMAIL"] = "tester@example.invalid"
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setenv(name, value)
+        patch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+        patch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+        for who in ("AUTHOR", "COMMITTER"):
+            patch.setenv(f"GIT_{who}_NAME", "A Tester")
+            patch.setenv(f"GIT_{who}_EMAIL", "tester@example.invalid")
         yield
 
 
@@ -121,32 +130,20 @@ def stock_tree(wheel, stock_muon):
     """Makes a PyTorch work tree of one commit: the installed torch's own Python sources."""
 
     def make(root, paths):
-        added = payload.discover(ROOT).keys() - {MUON}
+        base = wheel.plan(ROOT).base
         for path in paths:
             rel = path.relative_to(wheel.root).as_posix()
-            if FOLDER in path.parts or rel == "torch/version.py":  # generated
-                continue
-            if rel in added or "muon" in path.parent.name:
-                continue
-            (root / rel).parent.mkdir(parents=True, exist_ok=True)
-            path = stock_of(wheel, rel)
-            # With its time, so that its bytecode still counts: compiling all of torch
-            # again takes longer than the tests that import it.
-            shutil.copy2(path, root / rel)
-            compiled = pathlib.Path(importlib.util.cache_from_source(path))
-            if compiled.is_file():
-                cache = (root / rel).parent / "__pycache__"
-                cache.mkdir(exist_ok=True)
-                shutil.copyfile(compiled, cache / compiled.name)
+            added = base.get(rel, b"") is None or FOLDER in path.parts
+            if not added and rel != "torch/version.py":  # which is generated
+                (root / rel).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(stock_of(wheel, rel), root / rel)
         numbers = map(str, versions.release(wheel.version))
         (root / "version.txt").write_text(".".join(numbers) + "a0\n")
         # As in upstream's.
-        generated = ("__pycache__/", "*.so*", "torch/version.py", "torch/lib/", "*.pyi")
-        (root / ".gitignore").write_text(
-            "\n".join([*generated, *(f"torch/{top}/" for top in BINARY)])
-        )
-        (root / "docs/source").mkdir(parents=True)
-        (root / "docs/source/optim.md").write_text(OPTIM_MD)
+        built = [f"torch/{top}/" for top in sorted(BINARY)]
+        built += ["__pycache__/", "*.so*", "torch/version.py", "torch/lib/", "*.pyi"]
+        (root / ".gitignore").write_text("\n".join(built))
+        put(root, UNINSTALLED)
         commit_all(root, "PyTorch")
         assert (root / MUON).read_bytes() == stock_muon
         return root
@@ -157,12 +154,9 @@ def stock_tree(wheel, stock_muon):
 @pytest.fixture(scope="session")
 def small(tmp_path_factory, stock_tree, wheel):
     """A checkout with torch.optim and what patches change: enough for all but importing it."""
-    paths = [
-        wheel.torch_dir / "__init__.py",
-        wheel.torch_dir / "distributed" / "distributed_c10d.py",
-        wheel.torch_dir / "testing" / "_internal" / "common_optimizers.py",
-        *(wheel.torch_dir / "optim").rglob("*.py"),
-    ]
+    rels = ("torch/__init__.py", C10D, "torch/testing/_internal/common_optimizers.py")
+    paths = [wheel.root / rel for rel in rels]
+    paths += (wheel.torch_dir / "optim").rglob("*.py")
     return stock_tree(tmp_path_factory.mktemp("small") / "pytorch", paths)
 
 
@@ -177,9 +171,7 @@ def checkout(tmp_path, small):
 def overlay(tmp_path):
     """A copy of this repository's overlay."""
     place = tmp_path / "overlay"
-    for rel, path in payload.discover(ROOT).items():
-        (place / rel).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, place / rel)
+    put(place, payload.read(ROOT).whole)
     copy_tools(place)
     return place
 
@@ -189,6 +181,12 @@ def copy_tools(place):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / top, place / top, ignore=ignore)
     shutil.copyfile(ROOT / "setup_overlay.py", place / "setup_overlay.py")
+
+
+def put(folder, texts):
+    for rel, text in texts.items():
+        (folder / rel).parent.mkdir(parents=True, exist_ok=True)
+        (folder / rel).write_bytes(text)
 
 
 def write_record(site, rels):
@@ -205,23 +203,20 @@ def make_installed(tmp_path, stock_muon):
 
     def make(version="2.13.0+cpu", name="installed"):
         site = tmp_path / name / "site-packages"
-        files = {
+        info = site / f"torch-{version}.dist-info"
+        texts = {
             "torch/__init__.py": b"raise ImportError('torch must not be imported')\n",
             "torch/version.py": b"torch/version.py",
             "torch/optim/__init__.py": b"",
             MUON: stock_muon,
         }
-        for rel, text in files.items():
-            (site / rel).parent.mkdir(parents=True, exist_ok=True)
-            (site / rel).write_bytes(text)
-        info = site / f"torch-{version}.dist-info"
+        put(site, texts)
         info.mkdir()
         (info / "METADATA").write_text(METADATA.format("torch", version))
-        write_record(site, files)
-        return script(
-            tmp_path / name / "python",
-            f'PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}{site}" exec "{sys.executable}" "$@"\n',
-        )
+        write_record(site, texts)
+        path = f"${{PYTHONPATH:+$PYTHONPATH:}}{site}"
+        body = f'PYTHONPATH="{path}" exec "{sys.executable}" "$@"\n'
+        return script(tmp_path / name / "python", body)
 
     return make
 
@@ -235,10 +230,8 @@ def installed(make_installed):
 def small_wheel(installed):
     """With compiled parts, as far as a test needs any."""
     found = find_wheel(installed)
-    for rel in ("_C.so", "lib/libtorch.so", "lib/sub/x", "v.pyi"):
-        rel = f"torch/{rel}"
-        (found.root / rel).parent.mkdir(parents=True, exist_ok=True)
-        (found.root / rel).write_text(rel)
+    rels = ("torch/_C.so", "torch/lib/libtorch.so", "torch/lib/sub/x", "torch/v.pyi")
+    put(found.root, {rel: rel.encode() for rel in rels})
     return found
 
 
@@ -263,7 +256,7 @@ def tool():
 @pytest.fixture
 def face(capsys, monkeypatch):
     """The command line without an interpreter of its own: `face("status", ...)`."""
-    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
 
     def call(*args, root=ROOT):
         monkeypatch.setattr(cli, "ROOT", root)
@@ -272,11 +265,37 @@ def face(capsys, monkeypatch):
             code = cli.main([str(word) for word in args])
         except SystemExit as wrong:  # argparse's
             code = wrong.code
-        done = capsys.readouterr()
-        return Result(code, done.out, done.err)
+        return Result(code, *capsys.readouterr())
 
-    yield call
-    signal.signal(signal.SIGTERM, handler)
+    return call
+
+
+@pytest.fixture
+def on(request, face):
+    """A command on the checkout, or on the installed torch: `on("apply")`; its output.
+
+    With a ``code``, it fails so, its errors have ``words``, and nothing has changed.
+    """
+    kind = "checkout" if "checkout" in request.fixturenames else "installed"
+    option = "--checkout" if kind == "checkout" else "--python"
+    target = request.getfixturevalue(kind)
+
+    def call(command, *more, where=target, root=ROOT, code=0, words=()):
+        roots = [where if where.is_dir() else where.parent, *[root] * (root != ROOT)]
+        before = [everything(each) for each in roots]
+        done = face(command, option, where, *more, root=root)
+        fails(done, code, *words)
+        assert not code or [everything(each) for each in roots] == before
+        return done.err if code else done.out
+
+    return call
+
+
+def everything(where):
+    """A user's files, index and refs."""
+    if not (where / ".git").exists():
+        return snapshot(where)
+    return snapshot(where), git_status(where), git(where, "for-each-ref")
 
 
 def snapshot(root):

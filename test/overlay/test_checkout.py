@@ -1,22 +1,21 @@
 """`apply`, `revert`, `status`, `diff` and `export` on a PyTorch git checkout."""
 
-import json
 import os
 import re
-import shlex
 import shutil
-import sys
 import tempfile
 
 import pytest
-from overlay.conftest import append, commit_all, fails, git, git_status, run, snapshot
-from overlay.conftest import BASE, C10D, MUON, OTHER, OWN, script, SUBJECTS
+from overlay.conftest import append, BASE, C10D, commit_all, everything, fails, git
+from overlay.conftest import git_status, leads_on, MUON, OTHER, OWN, put, run, script
+from overlay.conftest import snapshot, SUBJECTS
 from tools.overlay import patches, payload
 from tools.overlay.checkout import Checkout
 from tools.overlay.payload import ROOT
 
 
-ENGINE = "torch/optim/_muon_engine"
+ENGINE, SGD = "torch/optim/_muon_engine", "torch/optim/sgd.py"
+DOC = "docs/source/optim.md"
 
 
 def tree_of(where, commit="HEAD"):
@@ -32,16 +31,11 @@ def restored(checkout, tree):
     return (git_status(checkout), tree_of(checkout)) == ("", tree)
 
 
-@pytest.fixture
-def on(face, checkout):
-    """A command on the checkout that succeeds: `on("apply", "--commit")`; its output."""
-
-    def call(command, *more, where=checkout):
-        done = face(command, "--checkout", where, *more)
-        assert done.code == 0, done.err
-        return done.out
-
-    return call
+def branch(checkout, name, texts, at="main"):
+    """Make a branch of one commit with these texts; its commit."""
+    git(checkout, "switch", "-q", "-c", name, at)
+    put(checkout, {rel: text.encode() for rel, text in texts.items()})
+    return commit_all(checkout, name)
 
 
 def test_apply_and_revert(checkout, on):
@@ -52,11 +46,11 @@ def test_apply_and_revert(checkout, on):
     on("apply")
     for rel, text in payload.read(ROOT).whole.items():
         assert (checkout / rel).read_bytes() == text
-    assert "## Distributed Muon" in (checkout / "docs/source/optim.md").read_text()
+    assert "## Distributed Muon" in (checkout / DOC).read_text()
     # It is staged, and HEAD stays.
     assert {line[:3] for line in git_status(checkout).splitlines()} == {"A  ", "M  "}
     assert "nothing to do" in on("apply")
-    found = json.loads(on("status", "--json"))
+    found = Checkout(checkout).status(ROOT)
     assert (found["state"], found["overlay"]) == ("current", payload.name(ROOT))
     assert set(found["files"].values()) == {"current"}
     on("revert")
@@ -67,8 +61,8 @@ def test_apply_and_revert(checkout, on):
 def test_commits(checkout, on):
     """The commits are the stack, without the user's other work."""
     tree = tree_of(checkout)
-    (checkout / "torch/optim/sgd.py").write_text("# somebody's other work\n")
-    git(checkout, "add", "torch/optim/sgd.py")
+    (checkout / SGD).write_text("# somebody's other work\n")
+    git(checkout, "add", SGD)
     on("apply")
     assert "committed as" in on("apply", "--commit")
     assert git(checkout, "log", "--reverse", "--format=%s").splitlines()[1:] == SUBJECTS
@@ -92,46 +86,38 @@ def test_edits_of_the_overlay_are_refused(checkout, on, face, committed):
     append(checkout / OWN, "# an edit\n")
     if committed:  # into the overlay's own commit
         git(checkout, "commit", "-qa", "--amend", "--no-edit")
-    before = snapshot(checkout)
     for command in ("apply", "revert"):
-        done = fails(face(command, "--checkout", checkout), 3, f"  {OWN}\n")
-        assert f"pull --checkout {checkout}" in done.err
+        on(command, code=3, words=(f"  {OWN}\n", f"pull --checkout {checkout}"))
     exported = face("export", "--checkout", checkout, "--out", "x", "--dry-run")
     assert f"lacks edits of this checkout ({OWN})" in exported.err
-    assert (snapshot(checkout), state(checkout)) == (before, "changed")
+    assert state(checkout) == "changed"
 
 
 def test_dry_runs_and_diff_write_nothing(checkout, on, tool, tmp_path):
-    def everything():
-        refs = git(checkout, "for-each-ref")
-        return snapshot(checkout), refs, len(list((checkout / ".git").rglob("*")))
-
-    before = everything()
+    count = len(list((checkout / ".git").rglob("*")))
+    before = everything(checkout)
     assert "would write " in on("apply", "--commit", "--dry-run")
     on("export", "--out", tmp_path / "out", "--dry-run")
     patch = tool("diff", "--checkout", checkout).out
-    assert everything() == before
+    assert everything(checkout) == before
+    assert len(list((checkout / ".git").rglob("*"))) == count
     assert not (tmp_path / "out").exists()
     run("git", "apply", "-p1", "-", cwd=checkout, data=patch)
     assert state(checkout) == "current"
     on("apply")
     assert on("diff") == ""
     append(checkout / "torch/optim/__init__.py", "# an edit\n")
-    before = everything()
+    before = everything(checkout)
     for command in ("revert", "pull"):
         on(command, "--dry-run")
-    assert everything() == before
+    assert everything(checkout) == before
 
 
-def test_current_folder_is_the_checkout(checkout, face, tmp_path, monkeypatch):
-    monkeypatch.chdir(checkout)
-    for command in ("apply", "status", "revert", "pull"):
-        assert face(command).code == 0
-    monkeypatch.chdir(tmp_path)
-    assert [face(command).code for command in ("apply", "revert", "pull")] == [2] * 3
-
-
-def test_not_a_checkout(checkout, face, tmp_path, monkeypatch):
+def test_what_is_a_checkout(checkout, face, tmp_path, monkeypatch):
+    for folder, code in (tmp_path, 2), (checkout, 0):
+        monkeypatch.chdir(folder)  # the default
+        for command in ("apply", "revert", "pull"):
+            assert face(command).code == code
     bare = tmp_path / "bare"
     shutil.copytree(checkout, bare, ignore=shutil.ignore_patterns(".git"))
     for place, words in (
@@ -146,13 +132,9 @@ def test_not_a_checkout(checkout, face, tmp_path, monkeypatch):
     assert "safe.directory" in face("apply", "--checkout", checkout).err
 
 
-def test_staged_and_partly_committed_overlay(checkout, on):
-    """`git add` and `git commit -a` of the overlay do not outlive `revert`."""
+def test_partly_committed_overlay(checkout, on):
+    """`git commit -a` of the overlay does not outlive `revert`."""
     tree = tree_of(checkout)
-    on("apply")
-    git(checkout, "add", "--all")
-    on("revert")
-    assert git_status(checkout) == ""
     for rest in (), ("--commit",):
         on("apply")
         git(checkout, "commit", "-qam", "half of it")
@@ -163,17 +145,13 @@ def test_staged_and_partly_committed_overlay(checkout, on):
 
 def test_main_of_upstream(checkout, on, face):
     """Files of no release, and hunks that do not fit, are warnings with `--force`, once."""
-    (checkout / MUON).write_text("# a fix of upstream\n")
-    (checkout / "version.txt").write_text("2.16.0a0\n")
-    (checkout / "torch/distributed/distributed_c10d.py").write_text("# all new\n")
-    commit_all(checkout, "main")
-    refused = face("apply", "--checkout", checkout)
-    assert refused.code == 2
-    assert "distributed_c10d.py: as in no supported version" in refused.err
-    done = face("apply", "--checkout", checkout, "--force")
-    assert (done.code, "0002-local-groups" in done.err) == (0, True)
-    assert f"warning: {MUON} there is of no release" in done.err
-    assert face("apply", "--checkout", checkout, "--force").err == ""
+    texts = {MUON: "# a fix of upstream\n", C10D: "# all new\n"}
+    branch(checkout, "newer", {**texts, "version.txt": "2.16.0a0\n"})
+    words = ("apply", "--checkout", checkout)
+    on("apply", code=2, words=["distributed_c10d.py: as in no supported version"])
+    warning = f"warning: {MUON} there is of no release"
+    fails(face(*words, "--force"), 0, "0002-local-groups", warning)
+    assert face(*words, "--force").err == ""
     on("revert")
     assert git_status(checkout) == ""
 
@@ -187,10 +165,8 @@ def test_amended_and_rebased_overlay(checkout, on):
     assert git_status(checkout) == ""
     # Now on top of upstream's changes around the hunks.
     git(checkout, "reset", "-q", "--hard", "HEAD~1")
-    git(checkout, "switch", "-q", "-c", "newer", BASE)
-    doc = checkout / "docs/source/optim.md"
-    doc.write_text("# A new first line\n" + doc.read_text())
-    tree = tree_of(checkout, commit_all(checkout))
+    doc = f"# A new first line\n{git(checkout, 'show', f'{BASE}:{DOC}')}\n"
+    tree = tree_of(checkout, branch(checkout, "newer", {DOC: doc}, BASE))
     git(checkout, "rebase", "-q", "newer", "main")
     assert state(checkout) == "current"
     assert "already" in on("apply")
@@ -198,38 +174,27 @@ def test_amended_and_rebased_overlay(checkout, on):
     assert restored(checkout, tree)
 
 
-def test_shallow_clone_names_unshallow(checkout, on, face, tmp_path):
+def test_shallow_clone_names_unshallow(checkout, on, tmp_path):
     """The way out was a `git revert` of the graft root, which deletes all files."""
     on("apply", "--commit")
     append(checkout / OWN, "# an edit\n")
     commit_all(checkout)
-    place, out = tmp_path / "shallow", tmp_path / "o"
+    place = tmp_path / "shallow"
     git(checkout, "clone", "-q", "--depth=1", f"file://{checkout}", place)
-    before = snapshot(place)
-    for words in ["apply"], ["revert"], ["status"], ["pull"], ["export", "--out", out]:
-        done = fails(face(*words, "--checkout", place), 2, "fetch --unshallow")
-    assert (snapshot(place), out.exists()) == (before, False)
-    # The printed way out leads on.
-    (line,) = [ln for ln in done.err.splitlines() if ln.startswith("  git")]
-    run(*shlex.split(line))
+    for command in "apply", "revert", "status", "pull", "export":
+        errors = on(command, where=place, code=2, words=["fetch --unshallow"])
+    leads_on(errors)
     on("pull", "--dry-run", where=place)
 
 
-def test_conflict_of_a_rebase_comes_first(checkout, on, ours, tool, tmp_path):
+def test_conflict_of_a_rebase_comes_first(checkout, on, ours, tmp_path):
     """`pull` took the file with its conflict markers, and `--commit` committed it."""
     on("apply", "--commit")
-    git(checkout, "switch", "-q", "-c", "newer", BASE)
-    (checkout / MUON).write_text(OTHER)
-    commit_all(checkout)
+    branch(checkout, "newer", {MUON: OTHER}, BASE)
     run("git", "rebase", "-q", "newer", "main", cwd=checkout, check=False)
     assert "<<<<<<<" in (checkout / MUON).read_text()
-    before, here = snapshot(checkout), snapshot(ours)
-    for words in (
-        ["apply"], ["apply", "--commit"], ["revert"], ["pull"],
-        ["export", "--out", tmp_path / "out"],
-    ):  # fmt: skip
-        fails(tool(*words, "--checkout", checkout, root=ours), 3, "rebase --abort")
-    assert (snapshot(checkout), snapshot(ours)) == (before, here)
+    for command in "apply", "apply --commit", "revert", "pull", "export":
+        on(*command.split(), root=ours, code=3, words=["rebase --abort"])
     on("status")
     # Resolved, the edits are the overlay of that tree, and its series fits there.
     git(checkout, "checkout", "--theirs", MUON)
@@ -242,22 +207,16 @@ def test_conflict_of_a_rebase_comes_first(checkout, on, ours, tool, tmp_path):
     assert git(checkout, "diff", "main") == ""
 
 
-@pytest.mark.parametrize("unmerged", [False, True])
-def test_commit_during_a_merge(checkout, face, unmerged):
+@pytest.mark.parametrize("names", ["one two", "a a"])
+def test_commit_during_a_merge(checkout, on, names):
     """`apply --commit` wrote all files, and failed then."""
-    for branch in ("one", "two"):
-        git(checkout, "switch", "-q", "-c", branch, "main")
-        (checkout / ("a" if unmerged else branch)).write_text(branch)
-        commit_all(checkout)
+    for name, rel in zip(("one", "two"), names.split()):
+        branch(checkout, name, {rel: name})
     merge = ("git", "merge", "-q", "--no-commit", "--no-ff", "one")
-    run(*merge, cwd=checkout, check=False)
-    if unmerged:
+    if run(*merge, cwd=checkout, check=False).code:
         (checkout / ".git/MERGE_HEAD").unlink()
-    before = snapshot(checkout)
-    done = face("apply", "--checkout", checkout, "--commit")
-    words = "add -- a\n" if unmerged else "merge --abort"
-    assert (done.code, words in done.err) == (3, True)
-    assert snapshot(checkout) == before
+    words = "add -- a\n" if names == "a a" else "merge --abort"
+    on("apply", "--commit", code=3, words=[words])
 
 
 def test_stashed_and_cleaned_overlay_is_found_again(checkout, on):
@@ -271,7 +230,7 @@ def test_stashed_and_cleaned_overlay_is_found_again(checkout, on):
     git(checkout, "stash", "pop", "-q")
     assert state(checkout) == "current"
     (checkout / OWN).unlink()
-    found = json.loads(on("status", "--json"))
+    found = Checkout(checkout).status(ROOT)
     assert (found["state"], found["files"][OWN]) == ("changed", "missing")
     on("revert")
     assert git_status(checkout) == ""
@@ -280,36 +239,18 @@ def test_stashed_and_cleaned_overlay_is_found_again(checkout, on):
 def test_each_branch_has_its_own_overlay(checkout, on, overlay):
     """One record for all branches: `revert` on the first one refused."""
     trees = {}
-    for branch, version in (("a", "2.13.0a0"), ("b", "2.12.0a0")):
-        git(checkout, "switch", "-q", "-c", branch, "main")
-        (checkout / "version.txt").write_text(version + "\n")
-        (checkout / MUON).write_text(f"{OTHER}# {branch}\n")
-        trees[branch] = tree_of(checkout, commit_all(checkout))
-        append(overlay / OWN, f"# for {branch}\n")
+    for name, version in (("a", "2.13.0a0"), ("b", "2.12.0a0")):
+        texts = {"version.txt": f"{version}\n", MUON: f"{OTHER}# {name}\n"}
+        trees[name] = tree_of(checkout, branch(checkout, name, texts))
+        append(overlay / OWN, f"# for {name}\n")
         Checkout(checkout).apply(overlay, commit=True)
     git(checkout, "switch", "-q", "main")
     assert state(checkout) == "none"
     assert "nothing to do" in on("revert")
-    for branch, tree in trees.items():
-        git(checkout, "switch", "-q", branch)
+    for name, tree in trees.items():
+        git(checkout, "switch", "-q", name)
         on("revert", "--commit")
         assert restored(checkout, tree)
-
-
-def test_upstream_that_was_merged_over_the_overlay(checkout, on):
-    """`revert` restores the files of the merged version, not those before the overlay."""
-    git(checkout, "switch", "-q", "-c", "release")
-    (checkout / "version.txt").write_text("2.12.0a0\n")
-    (checkout / MUON).write_text(OTHER)
-    append(checkout / "docs/source/optim.md", "\nA new last line.\n")
-    commit_all(checkout)
-    git(checkout, "switch", "-q", "main")
-    on("apply", "--commit")
-    git(checkout, "merge", "-q", "-X", "ours", "release", "-m", "m")
-    assert state(checkout) == "current"
-    assert "already" in on("apply")
-    on("revert", "--commit")
-    assert git(checkout, "diff", "release") == git_status(checkout) == ""
 
 
 @pytest.mark.parametrize("kind", ["--checkout", "--python"])
@@ -339,9 +280,9 @@ def test_foreign_index_lock_and_no_identity(checkout, tool):
     fails(tool(*words), 1, "another git command")
     lock.unlink()
     # The name of an invented author was in the history.
-    before = snapshot(checkout), git(checkout, "for-each-ref")
+    before = everything(checkout)
     fails(tool(*words, env=plain), 1, "git config --global user.email")
-    assert (snapshot(checkout), git(checkout, "for-each-ref")) == before
+    assert everything(checkout) == before
     assert tool(*words[:-1], env=plain).code == 0
 
 
@@ -363,20 +304,15 @@ def test_export_and_git_am_give_the_same_tree(
 ):
     monkeypatch.setenv("GIT_EXTERNAL_DIFF", "echo")
     monkeypatch.setenv("GIT_DIFF_OPTS", "-u0")
-    config = {"COUNT": "1", "KEY_0": "diff.noprefix", "VALUE_0": "true"}
-    for name, value in config.items():
+    for name, value in zip(("COUNT", "KEY_0", "VALUE_0"), ("1", "diff.noprefix", "1")):
         monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
     for name, value in SETTINGS.items():
         git(checkout, "config", name, value)
     on("apply", "--commit")
     expected = tree_of(checkout)
     out, second = tmp_path / "a series", tmp_path / "second"
-    out.mkdir()
-    mine = out / "0009-mine.patch"
-    mine.write_text("not ours\n")
-    fails(face("export", "--checkout", checkout, "--out", out), 3, "has mails already")
-    mine.unlink()
     shown = on("export", "--out", out, "--stack")
+    on("export", "--out", out, code=3, words=["has mails already"])
     assert git(checkout, "rev-parse", BASE) in shown
     assert f"git am '{out}'/*.patch" in shown
     git(tmp_path, "clone", "-q", small, second)
@@ -397,15 +333,6 @@ def test_export_and_git_am_give_the_same_tree(
     assert git(second, "log", "-1", "--format=%s") == patches.SUBJECT
 
 
-def leads_on(done):
-    """Run each command that a refusal prints."""
-    ways = ("  git ", f"  {sys.executable} ")
-    lines = [line for line in done.err.splitlines() if line.startswith(ways)]
-    for line in lines:
-        run(*shlex.split(line))
-    assert lines
-
-
 def test_folders_of_others_stay(checkout, on, tmp_path, monkeypatch):
     """Each command deleted what had the name of its temporary folders."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -418,17 +345,14 @@ def test_folders_of_others_stay(checkout, on, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("distributed-muon-*"))
 
 
-def test_fork_with_its_own_muon(checkout, on, face):
+def test_fork_with_its_own_muon(checkout, on):
     """`revert --commit` deleted it, and `apply` overwrote it."""
-    for rel in (OWN, "test/optim/test_muon_engine.py"):
-        (checkout / rel).parent.mkdir(parents=True, exist_ok=True)
-        (checkout / rel).write_text("# the fork's\n")
+    rels = (OWN, "test/optim/test_muon_engine.py")
+    put(checkout, dict.fromkeys(rels, b"# the fork's\n"))
     tree = tree_of(checkout, commit_all(checkout))
     assert state(checkout) == "none"
     assert "nothing to do" in on("revert", "--commit")
-    fails(face("apply", "--checkout", checkout), 3, f"  {OWN}\n", "of its own")
-    assert restored(checkout, tree)
-    leads_on(face("apply", "--checkout", checkout))
+    leads_on(on("apply", code=3, words=(f"  {OWN}\n", "of its own")))
     on("apply", "--commit")
     assert (checkout / OWN).read_text() != "# the fork's\n"
     assert state(checkout) == "current"
@@ -439,46 +363,45 @@ def test_fork_with_its_own_muon(checkout, on, face):
 @pytest.mark.parametrize("first", ["release", "topic"])
 def test_topic_cut_before_upstream_was_merged(checkout, on, first):
     """The base moved back, and `revert` undid upstream's change."""
-    for branch, rel in (("release", MUON), ("topic", "torch/optim/sgd.py")):
-        git(checkout, "switch", "-q", "-c", branch, "main")
-        append(checkout / rel, f"# {branch}\n")
-        commit_all(checkout)
+    for name, *rels in (("release", MUON, DOC), ("topic", SGD)):
+        texts = {rel: (checkout / rel).read_text() for rel in rels}
+        texts = {rel: f"{text}\n# {name}\n" for rel, text in texts.items()}
+        branch(checkout, name, texts)
     git(checkout, "switch", "-q", "main")
     on("apply", "--commit")
-    for branch in dict.fromkeys([first, "release", "topic"]):
-        git(checkout, "merge", "-q", "-X", "ours", branch, "-m", "m")
+    for name in dict.fromkeys([first, "release", "topic"]):
+        git(checkout, "merge", "-q", "-X", "ours", name, "-m", "m")
+    assert state(checkout) == "current"
     assert "already" in on("apply")
     base = git(checkout, "rev-parse", first)  # the other one is no descendant
     assert f" at {base}: git am" in on("export", "--out", "x", "--dry-run")
     on("revert", "--commit")
     assert git(checkout, "diff", "release", "--stat").count("|") == 1
-    assert (checkout / "torch/optim/sgd.py").read_text().endswith("# topic\n")
+    assert (checkout / SGD).read_text().endswith("# topic\n")
 
 
-@pytest.mark.parametrize("how", ["committed", "staged", "in the work tree"])
+@pytest.mark.parametrize("how", ["commit -qam fix", "add .", "status"])
 def test_own_fix_in_a_patched_file_stays(checkout, on, face, how, tmp_path):
     """`pull` took it into the patch, and `revert --commit` removed it."""
     on("apply", "--commit")
     fixed = f"# a fix\n{(checkout / C10D).read_text()}# a fix\n"
     (checkout / C10D).write_text(fixed)
-    if how == "committed":
-        git(checkout, "commit", "-qam", "fix")
-    elif how == "staged":
-        git(checkout, "add", C10D)
+    git(checkout, *how.split())
+    committed = how.startswith("commit")
     assert "already" in on("apply", "--commit")
     assert "nothing to take" in on("pull", "--dry-run")
     assert face("export", "--checkout", checkout, "--out", tmp_path / "o").err == ""
-    if how == "in the work tree":
-        done = fails(face("revert", "--checkout", checkout), 3, f"  {C10D}\n")
-        assert "pull" not in done.err
-        leads_on(done)
+    if how == "status":  # it is only in the work tree
+        errors = on("revert", code=3, words=[f"  {C10D}\n"])
+        assert "pull" not in errors
+        leads_on(errors)
         on("revert")
         git(checkout, "stash", "pop", "-q")
         assert (checkout / C10D).read_text().count("# a fix\n") == 2
         return
     on("revert", "--commit")
-    assert git_status(checkout) == ("" if how == "committed" else f"M  {C10D}\n")
-    stock = git(checkout, "show", f"{BASE}~{1 + (how == 'committed')}:{C10D}")
+    assert git_status(checkout) == ("" if committed else f"M  {C10D}\n")
+    stock = git(checkout, "show", f"{BASE}~{1 + committed}:{C10D}")
     assert (checkout / C10D).read_text() == f"# a fix\n{stock}\n# a fix\n"
     on("apply", "--commit")
     assert (checkout / C10D).read_text() == fixed
@@ -492,28 +415,27 @@ def test_links_are_not_followed(checkout, face, rel, tmp_path):
     (outside / ".gitignore").write_text("mine")
     (checkout / rel).symlink_to(outside / ".gitignore" if "new" in rel else outside)
     tree = tree_of(checkout, commit_all(checkout))
-    done = face("apply", "--checkout", checkout, "--commit")
-    assert done.code == (3 if rel == ENGINE else 0)
-    face("revert", "--checkout", checkout, "--commit")
+    words = ("--checkout", checkout, "--commit")
+    assert face("apply", *words).code == (3 if rel == ENGINE else 0)
+    face("revert", *words)
     assert snapshot(outside) == {".gitignore": b"mine"}
     assert restored(checkout, tree)
 
 
-@pytest.mark.parametrize("edit", ["add -N", "staged", "deleted", "untracked"])
-def test_ways_out_lead_on(checkout, on, face, edit):
+@pytest.mark.parametrize("edit", ["add -N", "add", "deleted", "untracked"])
+def test_ways_out_lead_on(checkout, on, edit):
     """The printed way out changed nothing."""
-    rel = {"deleted": "docs/source/optim.md", "staged": C10D}.get(edit, OWN)
-    if edit == "deleted":
-        (checkout / rel).unlink()
-    else:
-        (checkout / rel).write_text("# mine\n")
+    rel = {"deleted": DOC, "add": C10D}.get(edit, OWN)
+    (checkout / rel).write_text("# mine\n")
     if edit == "untracked":  # and ignored
         (checkout / ".git/info/exclude").write_text(f"{rel}\n")
-    if edit in ("add -N", "staged"):
-        git(checkout, "add", *["-N"] * (edit == "add -N"), "--", rel)
-    done = fails(face("apply", "--checkout", checkout), 3, f"  {rel}\n")
+    elif edit == "deleted":
+        (checkout / rel).unlink()
+    else:
+        git(checkout, *edit.split(), "--", rel)
+    errors = on("apply", code=3, words=[f"  {rel}\n"])
     assert state(checkout) == "none"
-    leads_on(done)
+    leads_on(errors)
     on("apply")
     on("revert")
     assert git_status(checkout) == ""
@@ -543,10 +465,10 @@ def test_sparse_checkout_and_line_endings(checkout, on, tmp_path, monkeypatch):
         assert restored(where, tree)
     on("apply", "--commit", where=second)
     assert not (second / "docs").exists()
-    assert "## Distributed Muon" in git(second, "show", "HEAD:docs/source/optim.md")
+    assert "## Distributed Muon" in git(second, "show", f"HEAD:{DOC}")
 
 
-def test_vendored_import(checkout, on, face, tmp_path):
+def test_vendored_import(checkout, on):
     """There was no history to fetch, and `fetch --unshallow` was the way out."""
     on("apply")
     shutil.rmtree(checkout / ".git")
@@ -554,25 +476,20 @@ def test_vendored_import(checkout, on, face, tmp_path):
     assert "nothing to do" in on("apply")
     (checkout / OWN).write_text("# edited\n")
     commit_all(checkout)
-    done = fails(face("apply", "--checkout", checkout), 3, f"  {OWN}\n")
-    assert "unshallow" not in done.err
+    assert "unshallow" not in on("apply", code=3, words=[f"  {OWN}\n"])
 
 
-def test_signatures_and_hooks_of_the_user(checkout, on, face, tmp_path):
+def test_signatures_and_hooks_of_the_user(checkout, on, tmp_path):
     """A hook that refused the branch left all files staged; no commit was signed."""
     signs = script(tmp_path / "signs", f"touch {tmp_path}/signed\nexit 1\n")
     git(checkout, "config", "commit.gpgsign", "true")
     git(checkout, "config", "gpg.program", signs)
-    before = snapshot(checkout), git_status(checkout), git(checkout, "for-each-ref")
-    words = ("apply", "--checkout", checkout, "--commit")
-    fails(face(*words), 1, "git commit-tree")
+    on("apply", "--commit", code=1, words=["git commit-tree"])
     assert (tmp_path / "signed").exists()
     git(checkout, "config", "commit.gpgsign", "false")
     body = 'while read old new ref; do [ "$ref" != refs/heads/main ] || exit 1; done\n'
     hook = script(checkout / ".git/hooks/reference-transaction", body)
-    fails(face(*words), 1, "git update-ref")
-    assert (snapshot(checkout), git_status(checkout)) == before[:2]
-    assert git(checkout, "for-each-ref") == before[2]
+    on("apply", "--commit", code=1, words=["git update-ref"])
     on("apply")  # without a commit, both are not asked
     hook.unlink()
 
@@ -583,14 +500,14 @@ def test_names_that_are_not_utf_8_and_safe_path(checkout, tool):
     (checkout / "version.txt").write_bytes(b"2.13.0a0\n\xe9")
     commit_all(checkout)
     env = {**os.environ, "PYTHONSAFEPATH": "1", "GIT_COMMON_DIR": "/nowhere"}
-    done = tool("apply", "--checkout", checkout, env=env)
-    assert (done.code, "is not a torch version" in done.err) == (2, True)
-    assert "Traceback" not in tool("status", "--checkout", checkout, env=env).err
+    for command, error in (("apply", "is not a torch version"), ("status", "")):
+        done = tool(command, "--checkout", checkout, env=env)
+        assert (error in done.err, "Traceback" in done.err) == (True, False)
 
 
 def test_documented_example_leaves_the_ends_to_adamw():
     torch = pytest.importorskip("torch")
-    patch = patches.series(payload.read(ROOT))["docs/source/optim.md"]
+    patch = patches.series(payload.read(ROOT))[DOC]
     added = "\n".join(re.findall(r"(?m)^\+(.*)", patch.hunks.decode()))
     example = added.split("```python\n")[1].split("\n```")[0]
     # Without processes there is nothing to shard.

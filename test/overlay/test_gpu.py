@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from overlay.conftest import fails, snapshot
 from overlay.test_bench import sleep
-from tools.overlay.wheel import find_wheel
 
 
 pytest.importorskip("torch.optim.muon", reason="the interpreter's torch has no overlay")
@@ -81,12 +79,3 @@ def test_no_test_runs_without_its_packages(tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "find_spec", lambda name: None)
     with pytest.raises(stages.NotRun, match="has no pytest, expecttest, numpy"):
         stages.tests(stages.Machine("cpu", 0, tmp_path, 0.0))
-
-
-def test_command_changes_no_torch(tool, installed, tmp_path):
-    """That interpreter's torch cannot be imported: the overlay is there, and the page is not."""
-    before = snapshot(find_wheel(installed).root)
-    done = tool("gpu", "--python", installed, "--out", tmp_path / "page")
-    fails(done, 1, "torch must not be imported")
-    assert snapshot(find_wheel(installed).root) == before
-    assert not (tmp_path / "page").exists()

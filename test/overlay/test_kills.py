@@ -3,7 +3,6 @@
 MUON_TEST_KILLS is the number of kills into each command.
 """
 
-import contextlib
 import os
 import random
 import shutil
@@ -14,7 +13,8 @@ import tempfile
 import time
 
 import pytest
-from overlay.conftest import append, commit_all, copy_tools, git, git_status, OWN, run
+from overlay.conftest import append, commit_all, copy_tools, git, git_status, MUON, OWN
+from overlay.conftest import run, snapshot
 from tools.overlay.wheel import find_wheel
 
 
@@ -48,48 +48,36 @@ sys.exit(cli.main(sys.argv[2:]))
 KILLS = int(os.environ.get("MUON_TEST_KILLS", "2"))
 EDIT = "# a user's edit\n"
 USERS = ("torch/optim/sgd.py", "torch/optim/user_file.py")
+PART = "torch/optim/_muon_engine/part_{}.py"
 
 
 @pytest.fixture
 def tiny(tmp_path):
-    """An overlay of few files, at an older and a newer commit."""
+    """An overlay of few files."""
     root = tmp_path / "tiny"
     copy_tools(root)
-    names = ["_muon.py", "muon.py", *(f"_muon_engine/part_{n}.py" for n in range(12))]
-    for rel in names:
-        (root / "torch/optim" / rel).parent.mkdir(parents=True, exist_ok=True)
-        (root / "torch/optim" / rel).write_text(f"import _muon_engine  # {rel}\n" * 9)
+    (root / PART).parent.mkdir(parents=True)
+    for rel in (MUON, OWN, *map(PART.format, range(12))):
+        (root / rel).write_text(f"import _muon_engine  # {rel}\n" * 9)
     commit_all(root, "older")
     return root
 
 
 def newer(root):
     append(root / OWN, "# newer\n")
-    (root / "torch/optim/_muon_engine/part_0.py").rename(
-        root / "torch/optim/_muon_engine/part_new.py"
-    )
+    (root / PART.format(0)).rename(root / PART.format("new"))
     commit_all(root, "newer")
 
 
 def tree(root):
     """The files that a user sees."""
-    skipped = (".git", "__pycache__", ".muon_overlay")
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and not set(skipped) & set(path.relative_to(root).parts)
-    }
+    texts, skipped = snapshot(root), {"__pycache__", ".muon_overlay"}
+    return {rel: t for rel, t in texts.items() if not skipped & {*rel.split("/")}}
 
 
-def scrap(*roots):
+def scrap(root):
     """Locks and halves that no finished command leaves."""
-    found = [
-        path
-        for root in roots
-        for path in root.rglob("*")
-        if path.name.endswith((".muon-new", ".lock")) or path.name == "muon_overlay"
-    ]
-    return found
+    return [*root.rglob("*.muon-new"), *root.rglob("*.lock")]
 
 
 class Case:
@@ -98,45 +86,35 @@ class Case:
     def __init__(self, root, overlay, kind, where):
         self.root, self.overlay, self.options = root, overlay, [kind, str(where)]
 
-    def start(self, *words, git_too=False):
-        """The command, at its first write."""
-        command = [sys.executable, "-c", SLOWLY, self.overlay, words[0]]
-        process = subprocess.Popen(
-            [*command, *self.options, *words[1:]], start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "MUON_KILL_GIT": str(int(git_too))},
-        )  # fmt: skip
-        while (line := process.stdout.readline()) != "begins\n":
-            assert line, "the command ended before its first write"
-        return process
-
     def run(self, *words):
         face = self.overlay / "setup_overlay.py"
         run(sys.executable, face, words[0], *self.options, *words[1:])
 
-    def seconds(self, *words):
-        """From the first write to the end of the command."""
-        with self.start(*words) as process:
+    def run_slowly(self, *words, after=None, git_too=False):
+        """Seconds since the first write, and whether the command was killed after ``after``."""
+        command = [sys.executable, "-c", SLOWLY, self.overlay, words[0]]
+        with subprocess.Popen(
+            [*command, *self.options, *words[1:]], start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "MUON_KILL_GIT": str(int(git_too))},
+        ) as process:  # fmt: skip
+            while (line := process.stdout.readline()) != "begins\n":
+                assert line, "the command ended before its first write"
             began = time.monotonic()
-            process.communicate(timeout=120)
-        return time.monotonic() - began
-
-    def kill(self, after, *words, git_too):
-        """Whether the command was killed before its end."""
-        with self.start(*words, git_too=git_too) as process:
-            time.sleep(after)
-            with contextlib.suppress(ProcessLookupError):
+            try:
+                process.communicate(timeout=after)
+            except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-            return process.wait(30) == -signal.SIGKILL
+            code = process.wait(30)
+            return time.monotonic() - began, code == -signal.SIGKILL
 
-    def save(self, place):
+    def copy(self, place, *, back=False):
         for folder in (self.root, self.overlay):
-            shutil.copytree(folder, place / folder.name, symlinks=True)
-
-    def restore(self, place):
-        for folder in (self.root, self.overlay):
-            shutil.rmtree(folder)
-            shutil.copytree(place / folder.name, folder, symlinks=True)
+            source, target = folder, place / folder.name
+            if back:
+                source, target = target, source
+                shutil.rmtree(folder)
+            shutil.copytree(source, target, symlinks=True)
 
 
 @pytest.fixture
@@ -181,18 +159,19 @@ def test_killed_at_random(case, tmp_path, kind, command):
     if command == "pull":
         append(case.root / OWN, EDIT)
     before, saved = tree(case.root), tmp_path / "saved"
-    case.save(saved)
+    case.copy(saved)
     # The same command again, or the opposite one.
     other = {"revert": "apply", "pull": "pull"}.get(command, "revert")
-    spent = case.seconds(*WORDS[command])
+    spent, _ = case.run_slowly(*WORDS[command])
     after_of = {"apply": before, command: tree(case.root), "revert": stock}
     rng, hit, halves = random.Random(command), 0, 0
     for number in range(4 * KILLS):
         if hit == KILLS:
             break
-        case.restore(saved)
+        case.copy(saved, back=True)
         git_too = bool(number // 2 % 2)
-        hit += case.kill(rng.uniform(0, spent), *WORDS[command], git_too=git_too)
+        when = {"after": rng.uniform(0, spent), "git_too": git_too}
+        hit += case.run_slowly(*WORDS[command], **when)[1]
         found = tree(case.root)
         halves += found not in (before, after_of[command])
         for rel, text in found.items():

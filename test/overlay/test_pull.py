@@ -1,16 +1,26 @@
 """`pull`: edits in a checkout come back into this repository."""
 
 import re
-import shlex
 
 import pytest
-from overlay.conftest import append, BASE, commit_all, git_status, MUON, OWN, run
-from overlay.conftest import snapshot
+from overlay.conftest import (
+    append,
+    BASE,
+    commit_all,
+    git,
+    git_status,
+    leads_on,
+    MUON,
+    OWN,
+)
+from overlay.conftest import put, snapshot
 from tools.overlay import patches, payload
 from tools.overlay.checkout import Checkout
 
 
 DOC = "docs/source/optim.md"
+DATABASE = "torch/testing/_internal/common_optimizers.py"
+PATCH = "patches/0001-docs-distributed-muon.patch"
 
 
 def replace(path, old, new):
@@ -47,42 +57,36 @@ def test_whole_files(there, ours, committed):
 
 def test_hunks(there, ours):
     there.apply(ours)
-    path = there.root / DOC
+    path, database = there.root / DOC, there.root / DATABASE
     replace(path, "one owner rank", "one owning rank")
     replace(path, "## Distributed Muon", "## Muon on many ranks")
-    assert there.pull(ours) == (["patches/0001-docs-distributed-muon.patch"], {}, [])
-    patch = patches.series(payload.read(ours))[DOC]
-    # As little context as before: a line before it and one after.
-    hunk = patch.hunks.splitlines()
-    first = [line[:1] for line in (hunk[3], hunk[4], hunk[-2], hunk[-1])]
-    assert first == [b" ", b"+", b"+", b" "]
+    replace(database, '"flatten"', '"flatten", "mine"')
+    # Other lines of upstream's file are not ours.
+    database.write_text(f"# somebody's\n{database.read_text()}# somebody's\n")
+    git(there.root, "add", DATABASE)
+    names, conflicts, missing = there.pull(ours)
+    assert (len(names), conflicts, missing) == (2, {}, [])
+    for rel, first in ((DOC, " ++ "), (DATABASE, None)):
+        hunks = patches.series(payload.read(ours))[rel].hunks.decode()
+        assert "somebody" not in hunks
+        hunk = hunks.split("@@\n")[1].splitlines()
+        # A line of context that occurs twice would let the hunk land elsewhere.
+        lines = [line[1:] for line in hunk if line[0] in " -"]
+        stock = git(there.root, "show", f"HEAD:{rel}")
+        assert stock.count("\n".join(lines)) == 1
+        # As little of it as before: a line before it and one after.
+        signs = [line[0] for line in (hunk[0], hunk[1], hunk[-2], hunk[-1])]
+        assert first in ("".join(signs), None)
     assert there.apply(ours).written == []
     assert "owning" in path.read_text()
     there.revert(ours)
-    assert git_status(there.root) == ""
-
-
-def test_hunks_have_as_much_context_as_they_need(there, ours):
-    """A line of context that occurs twice would let the hunk land elsewhere."""
-    path = there.root / "torch/testing/_internal/common_optimizers.py"
-    stock = path.read_text()
-    there.apply(ours)
-    text = path.read_text()
-    (hunk,) = (n for n, line in enumerate(text.splitlines()) if "flatten" in line)
-    replace(path, text.splitlines()[hunk], text.splitlines()[hunk] + "  # an edit")
-    # Other lines of upstream's file are not ours.
-    path.write_text(f"# somebody's\n{path.read_text()}# somebody's\n")
-    (name,), _, _ = there.pull(ours)
-    assert "somebody" not in (ours / name).read_text()
-    hunk = (ours / name).read_text().split("@@\n")[1]
-    lines = [line[1:] for line in hunk.splitlines() if line[:1] in " -"]
-    assert stock.count("\n".join(lines)) == 1
+    assert git_status(there.root) == f"M  {DATABASE}\n"
 
 
 @pytest.mark.parametrize("rel", [OWN, DOC])
 def test_edits_on_both_sides_are_merged(there, ours, rel):
     there.apply(ours)
-    here = ours / (rel if rel == OWN else "patches/0001-docs-distributed-muon.patch")
+    here = ours / (PATCH if rel == DOC else rel)
     before = (there.root / rel).read_text().splitlines()
     theirs = next(i for i, line in enumerate(before) if "DistributedConfig" in line)
     replace(here, "Distributed Muon" if rel == DOC else before[0], "Changed here")
@@ -103,12 +107,11 @@ def test_edits_on_both_sides_are_merged(there, ours, rel):
 @pytest.mark.parametrize("rel", [OWN, DOC])
 def test_overlapping_edits_have_markers(there, ours, rel, face):
     there.apply(ours)
-    patch = ours / "patches/0001-docs-distributed-muon.patch"
+    place = PATCH if rel == DOC else rel
     old = (ours / OWN).read_text().splitlines()[0] if rel == OWN else "Distributed Muon"
-    replace(ours / OWN if rel == OWN else patch, old, "here")
+    replace(ours / place, old, "here")
     replace(there.root / rel, old, "there")
     append(there.root / MUON, "# there\n")
-    place = rel if rel == OWN else patch.relative_to(ours).as_posix()
     done = face("pull", "--checkout", there.root, root=ours)
     assert (done.code, f"this repository:\n  {place}\n" in done.out) == (1, True)
     sides = (ours / place).read_text().split("<<<<<<< this repository\n")[1]
@@ -123,9 +126,7 @@ def test_overlapping_edits_have_markers(there, ours, rel, face):
     for sign in ("<<<<<<< this repository", "=======", ">>>>>>> the checkout"):
         text = re.sub(rf"(?m)^\+?{sign}\n", "", text)
     (ours / place).write_text(text)
-    # The printed way out leads on.
-    (line,) = (ln for ln in done.out.splitlines() if ln.startswith("  git"))
-    run(*shlex.split(line))
+    leads_on(done.out)
     there.apply(ours)
     assert there.status(ours)["state"] == "current"
 
@@ -135,11 +136,11 @@ def test_clone_of_a_fork_on_an_older_overlay(there, ours, tmp_path, named):
     """`pull` took the edit, and took newer lines of the overlay away."""
     there.apply(ours, commit=True)
     if not named:  # a commit made by hand
-        run("git", "reset", "-q", "--soft", BASE, cwd=there.root)
-        run("git", "commit", "-qm", "ours", cwd=there.root)
+        git(there.root, "reset", "-q", "--soft", BASE)
+        git(there.root, "commit", "-qm", "ours")
         clone = Checkout(there.root)  # it knows what was applied
     else:
-        run("git", "clone", "-q", there.root, tmp_path / "clone")
+        git(tmp_path, "clone", "-q", there.root, "clone")
         clone = Checkout(tmp_path / "clone")
     replace(ours / OWN, '"""', '"""Newer. ')
     commit_all(ours, "newer")
@@ -152,20 +153,24 @@ def test_clone_of_a_fork_on_an_older_overlay(there, ours, tmp_path, named):
     assert clone.apply(ours, commit=True).written == [OWN]
     clone.revert(ours, commit=True)
     assert git_status(clone.root) == ""
-    base = f"{BASE}~2" if named else "HEAD~3"
-    assert run("git", "diff", base, cwd=clone.root).out == ""
+    assert git(clone.root, "diff", f"{BASE}~2" if named else "HEAD~3") == ""
 
 
-def test_nothing_of_upstreams_is_taken(there, ours):
+def test_what_is_no_source_of_the_overlay(there, ours, monkeypatch):
+    monkeypatch.setenv("GIT_EXTERNAL_DIFF", "echo")
     assert there.pull(ours) == ([], {}, [])
     there.apply(ours)
-    (there.root / "torch/optim/sgd.py").write_text("# somebody's\n")
-    (there.root / "test/optim/test_sgd.py").write_text("# somebody's\n")
+    scrap = ("muon.core.1234", "muon_debug.log", "#muon.py#", "muon.py~")
+    rels = ["sgd.py", "../../test/optim/test_sgd.py", *scrap]
+    put(there.torch_dir / "optim", dict.fromkeys(rels, b"# somebody's\n"))
     assert there.pull(ours) == ([], {}, [])
     # A deleted file is named.
     (there.root / OWN).unlink()
     assert there.pull(ours) == ([], {}, [OWN])
     assert (ours / OWN).is_file()
+    replace(there.root / DOC, "one owner rank", "one owning rank")
+    assert there.pull(ours)[0] == [PATCH]
+    assert "+one owning rank" in (ours / PATCH).read_text()
 
 
 def test_edits_that_left_this_repository(there, ours, face):
@@ -175,7 +180,7 @@ def test_edits_that_left_this_repository(there, ours, face):
     new = "torch/optim/_muon_engine/added.py"
     (there.root / new).write_text("# new\n")
     assert there.pull(ours)[0] == [new, OWN]
-    run("git", "stash", "-qu", cwd=ours)
+    git(ours, "stash", "-qu")
     words = ("--checkout", there.root)
     assert face("apply", *words, root=ours).code == 3
     assert there.pull(ours)[0] == [new, OWN]
@@ -185,14 +190,3 @@ def test_edits_that_left_this_repository(there, ours, face):
     assert face("apply", *words, root=ours).code == 0
     assert (there.root / OWN).read_text().endswith("# another edit\n")
     assert (there.root / new).exists()
-
-
-def test_what_is_no_source(there, ours, monkeypatch):
-    there.apply(ours)
-    for name in ("muon.core.1234", "muon_debug.log", "#muon.py#", "muon.py~"):
-        (there.root / "torch/optim" / name).write_text("")
-    monkeypatch.setenv("GIT_EXTERNAL_DIFF", "echo")
-    assert there.pull(ours) == ([], {}, [])
-    replace(there.root / DOC, "one owner rank", "one owning rank")
-    ((name, *_), _, _) = there.pull(ours)
-    assert "+one owning rank" in (ours / name).read_text()

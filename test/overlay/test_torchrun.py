@@ -1,11 +1,10 @@
-"""torchrun starts README's job, and one on two nodes, of which one is lost and a new one takes its place.
+"""torchrun starts a job on two nodes, of which one is lost and a new one takes its place.
 
 The nodes are two agents on this machine. Their job is this file.
 """
 
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -18,7 +17,6 @@ import pytest
 
 
 SECONDS = 120
-README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.fixture
@@ -40,15 +38,6 @@ def torchrun(tmp_path):
     for agent in started:
         agent.terminate()
         agent.wait(SECONDS)
-
-
-def test_readme(torchrun, tmp_path):
-    pattern = r"Save this as `(\S+)` and run `\S*torchrun (.*?)`.*?```python\n(.*?)```"
-    name, words, code = re.search(pattern, README.read_text(), re.DOTALL).groups()
-    (tmp_path / name).write_text(code)
-    assert torchrun(*shlex.split(words)).wait(SECONDS) == 0
-    out = (tmp_path / "out0").read_text()
-    assert len(re.findall(r"owner: parameters \{0: \[\d\], 1: \[\d\]\}\n", out)) == 2
 
 
 def test_lost_node(torchrun, tmp_path):

@@ -14,6 +14,7 @@ from tools.overlay.payload import ROOT
 
 WORKFLOW = ROOT / ".github" / "workflows" / "test_muon.yml"
 JOBS = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+SCRIPT = "setup_overlay.py"
 # GitHub's own actions, each of one major version.
 ACTIONS = r"actions/(checkout|setup-python)@v\d+"
 
@@ -40,14 +41,12 @@ def test_matrix_is_that_of_the_document():
 
 def test_commands_and_files_exist():
     (subcommands,) = (a for a in _parser()._actions if a.dest == "command")
-    for program, *arguments in commands():
+    for program, *words in commands():
         if program == "python3":
-            script, command, *arguments = arguments
-            assert script == "setup_overlay.py"
-            assert command in subcommands.choices
-        else:
-            assert os.access(ROOT / program, os.X_OK), program
-        for word in arguments:
+            program, command, *words = words
+            assert (program, command in subcommands.choices) == (SCRIPT, True)
+        assert program == SCRIPT or os.access(ROOT / program, os.X_OK), program
+        for word in words:
             assert (ROOT / word.split("::")[0]).exists(), word
     for step in (step for job in JOBS.values() for step in job["steps"]):
         assert len({"run", "uses"} & set(step)) == 1

@@ -27,7 +27,7 @@ def record(place: Path) -> int:
         shutil.copytree(folder, place)
     os.environ |= {"COVERAGE_FILE": f"{place}/data", "MUON_CONTEXTS": "test_function"}
     words = [*PYTEST.split(), f"--junitxml={place}/tests.xml"]
-    return tests.run(Path(sys.executable), words, ROOT, measure=True)
+    return tests.run_measured(Path(sys.executable), words, ROOT)
 
 
 class Record:

@@ -3,10 +3,11 @@
 import dataclasses
 import re
 import shlex
+from itertools import chain
 from pathlib import Path
 
 from . import files, git, parts, patches, payload, worktree
-from .errors import WrongTarget
+from .errors import Refused, WrongTarget
 from .target import Plan, Report, Target
 from .worktree import Worktree
 
@@ -14,13 +15,14 @@ from .worktree import Worktree
 UPDATE = "optim: update distributed Muon\n\nThe files are those of a newer overlay."
 REVERT = 'Revert "optim: distributed Muon"\n\nThe files are as before the overlay.'
 MARKER = b"<<<<<<< this repository\n"
+Overlay = tuple[str | None, files.Texts]  # its commit here, and its texts
 
 
 @dataclasses.dataclass
 class CheckoutPlan(Plan):
     stock: dict[str, bytes | None]  # the base's texts, without changes of the user's
     fresh: dict[str, bytes]  # with this repository's overlay on them
-    known: dict[str, list[bytes]]  # the overlays' texts
+    overlaid: dict[str, list[bytes]]  # the overlays' texts
     patched: list[str]  # upstream's files in which only hunks are an overlay's
     owned: dict[str, bytes | None]  # the overlay's part of ``now``
 
@@ -33,7 +35,7 @@ class Checkout(Target):
         version = (tree.root / "version.txt").read_text(errors="replace").strip()
         super().__init__(tree.root, version)
         self.words = f"PyTorch {version} checkout {tree.root}"
-        # Linked work trees share it, and with it info/exclude.
+        # Linked work trees share it.
         self.lock, self.option = tree.common, ("--checkout", str(tree.root))
 
     def _finish(self) -> bool:
@@ -44,17 +46,19 @@ class Checkout(Target):
     def plan(self, root: Path) -> CheckoutPlan:
         tree, source = self.tree, payload.read(root)
         overlays = self._overlays(root, source)
-        applied = [rel for _, texts in overlays for rel in texts]
-        rels = list(dict.fromkeys([*patches.paths(source), *applied]))
+        every = [texts for _, texts in overlays]
+        rels = list(dict.fromkeys(chain(patches.paths(source), *every)))
         stock, now, staged = tree.stock(rels), tree.work(rels), tree.texts("", rels)
         fresh, misfits = patches.overlay(source, stock, self.takes)
 
-        def score(found: tuple[str | None, files.Texts]) -> int:
-            return sum(t == now[r] != stock[r] for r, t in found[1].items())
+        def score(overlay: Overlay) -> int:
+            return sum(t == now[r] != stock[r] for r, t in overlay[1].items())
 
         name, laid = max([(None, {}), *overlays], key=score)
-        every = [texts for _, texts in overlays] + [fresh]
-        known = {r: [t for of in every if (t := of.get(r)) is not None] for r in rels}
+        every.append(fresh)
+        overlaid = {
+            r: [t for of in every if (t := of.get(r)) is not None] for r in rels
+        }
         patched = [r for r in rels if r not in source.whole and stock[r]]
         owned, base = dict(now), dict(stock)
         edited: list[str] = []
@@ -63,15 +67,15 @@ class Checkout(Target):
         def is_known(rel: str, text: bytes | None) -> bool:
             """Whether it is an overlay's text, or this repository has all its edits."""
             was, new = laid.get(rel), fresh.get(rel)
-            if not text or text in (stock[rel], *known[rel]):
+            if not text or text in (stock[rel], *overlaid[rel]):
                 return True
             return bool(was and new) and git.merged(new, was, text) == (new, True)
 
         for rel in rels:
             also = staged[rel]
             if rel in patched:
-                owned[rel], base[rel] = _parts(stock[rel], known[rel], now[rel])
-                also, rest = _parts(stock[rel], known[rel], staged[rel])
+                owned[rel], base[rel] = _parts(stock[rel], overlaid[rel], now[rel])
+                also, rest = _parts(stock[rel], overlaid[rel], staged[rel])
                 if rest != base[rel]:
                     mixed.append(rel)
                     if also == owned[rel]:  # of the overlay, the index has the same
@@ -82,55 +86,41 @@ class Checkout(Target):
         edited += [rel for rel in bad if base[rel] != stock[rel] and rel not in edited]
         return CheckoutPlan(
             source, new, list(misfits.values()), base, now, edited, mixed, laid, name, staged,
-            stock, fresh, known, patched, owned,
+            stock, fresh, overlaid, patched, owned,
         )  # fmt: skip
 
-    def _overlays(
-        self, root: Path, source: payload.Source
-    ) -> list[tuple[str | None, dict[str, bytes | None]]]:
-        """Each overlay that was applied: its name, and its texts on today's base."""
-        tree, found, base = self.tree, [], self.tree.base()
-        laid = tree.laid()
-        named = tree.named("--no-walk", *laid) if laid else {}
-        for commit in filter(named.get, laid):
-            name, before = named[commit], tree.base(commit)
-            rels = tree.changed(before, commit)
-            was, texts = tree.texts(before, rels), tree.texts(commit, rels)
-            stock = was if before == base else tree.stock(rels)
-            for rel, text in texts.items():
-                if text and was[rel] and stock[rel] and was[rel] != stock[rel]:
-                    # A patched file; a whole one is found by its own text.
-                    moved, clean = git.merged(stock[rel], was[rel], text)
-                    texts[rel] = moved if clean and rel not in source.whole else text
-            found.append((None if name == "unknown" else name, texts))
+    def _overlays(self, root: Path, source: payload.Source) -> list[Overlay]:
+        """Each overlay that was applied here or is committed: its name and texts."""
+        tree, base, laid = self.tree, self.tree.base(), self.tree.laid()
+        records = tree.named("--no-walk", *laid) if laid else {}
+        overlays = [(records[c], self._texts_of([c])) for c in laid if c in records]
         # A clone, or a rebased branch: the commits name the overlay.
         ours = tree.named(f"{base}..HEAD")
         name = next(iter(ours.values()), None)
-        at = payload.at(root, name) if name else None
-        if at:
+        if at := payload.at(root, name) if name else None:
             stock = tree.stock(patches.paths(at))
-            found.append((name, {**patches.overlay(at, stock, self.takes)[0]}))
-        elif ours and all(tree.base(commit) != base for commit in named):
+            overlays.append((name, patches.overlay(at, stock, self.takes)[0]))
+        elif all(tree.base(commit) != base for commit in records):
             # Not known here: its commits have its texts.
-            mine, texts = set(patches.paths(source)), {}
-            for commit in reversed(ours):
-                rels = tree.changed(f"{commit}^", commit)
-                rels = [r for r in rels if r in mine or _is_muons(r)]
-                new = tree.texts(commit, rels)
-                # Later, a patched file may have changes of somebody's.
-                texts |= {
-                    r: t for r, t in new.items() if _is_muons(r) or r not in texts
-                }
-            found.append((None if name == "unknown" else name, texts))
-        return found
+            texts, paths = self._texts_of([*reversed(ours)]), {*patches.paths(source)}
+            texts = {r: t for r, t in texts.items() if r in paths or _is_muons(r)}
+            overlays.append((name, texts))
+        return overlays
+
+    def _texts_of(self, commits: list[str]) -> files.Texts:
+        """The texts that these commits brought, oldest first."""
+        texts: dict[str, bytes | None] = {}
+        for commit in commits:
+            rels = self.tree.changed(f"{commit}^", commit)
+            new = self.tree.texts(commit, rels).items()
+            # Later, a patched file may have changes of somebody's.
+            texts |= {r: t for r, t in new if _is_muons(r) or r not in texts}
+        return texts
 
     def way_out(self, plan: Plan, rels: list[str]) -> str:
-        where, ways = f"git -C {self.tree.quoted}", []
+        where, ways, pull = f"git -C {self.tree.quoted}", [], self.command("pull")
         if any(rel in plan.laid and rel not in plan.mixed for rel in rels):
-            ways.append(
-                "`pull` takes edits of the overlay into this repository:"
-                + self.command("pull")
-            )
+            ways = [f"`pull` takes edits of the overlay into this repository:{pull}"]
         head, staged = self.tree.texts("HEAD", rels), self.tree.texts("", rels)
         new = [r for r in rels if plan.now[r] and not staged[r]]
         here = [r for r in rels if not plan.now[r] == staged[r] == head[r]]
@@ -146,7 +136,7 @@ class Checkout(Target):
         """The changes that a commit on the branch would make."""
         head, want = self.tree.texts("HEAD", list(plan.now)), dict(plan.stock)
         for rel in plan.patched:
-            _, want[rel] = _parts(plan.stock[rel], plan.known[rel], head[rel])
+            _, want[rel] = _parts(plan.stock[rel], plan.overlaid[rel], head[rel])
         if with_overlay:
             want |= patches.overlay(plan.source, want, self.takes)[0]
         return {rel: text for rel, text in want.items() if text != head[rel]}
@@ -158,13 +148,12 @@ class Checkout(Target):
             commits = [(UPDATE, differs)]
             if tree.resolve("HEAD") == base:
                 texts = {rel: text for rel, text in differs.items() if text is not None}
-                commits = [*patches.commits(source, texts)]
+                commits = [*patches.commits(source, plan.stock, texts)]
             head = tree.build("HEAD", commits, source.name)
         if report.changes or head:
             texts = {r: t for r, t in plan.fresh.items() if t != plan.stock[r]}
-            laid = tree.build(
-                base, [(patches.SUBJECT, texts)], source.name, record=True
-            )
+            overlay = [(patches.SUBJECT, texts)]
+            laid = tree.build(base, overlay, source.name, record=True)
             self._lay(report, laid, head)
 
     def _revert(self, plan: CheckoutPlan, report: Report, commit: bool) -> None:
@@ -173,13 +162,18 @@ class Checkout(Target):
         if commit and differs:
             head = self.tree.build("HEAD", [(REVERT, differs)], "none")
         self._lay(report, self.tree.base(), head)
-        report.uncommitted = bool(differs) and not commit
-        report.parts = parts.remove(self.tree)
+        if differs and not commit:
+            report.words.append(
+                "the overlay is committed; its revert is in the work tree and not committed.\n"
+                f"To commit it:{self.command('revert', '--commit')}"
+            )
+        if count := parts.remove(self.tree):
+            report.words.append(f"removed {count} compiled parts that a wheel had lent")
 
     def _lay(self, report: Report, laid: str, head: str) -> None:
         if head:
-            new = ("rev-list", "--reverse", f"HEAD..{head}")
-            report.commits = self.tree.ask(*new).split()
+            new = ("rev-list", "--reverse", "--abbrev-commit", f"HEAD..{head}")
+            report.words.append(f"committed as {' '.join(self.tree.ask(*new).split())}")
         if report.changes or head:
             self.tree.lay(report.changes, laid, head)
         elif self.tree.resolve(worktree.LAID):
@@ -202,40 +196,37 @@ class Checkout(Target):
         laid, whole = plan.laid, plan.source.whole
         if not laid:
             return [], {}, []
-        there = {rel: text for rel, text in plan.owned.items() if text}
-        there |= {r: t for r, t in tree.work(self._added(plan)).items() if t}
+        edits = {rel: plan.owned[rel] for rel in plan.edited}
+        there = {r: t for r, t in [*edits.items(), *self._added(plan).items()] if t}
         before = tree.resolve(worktree.PULLED)
         pulled = tree.texts(before, list(there)) if before else {}
         changes: dict[str, bytes] = {}
         both: dict[str, str] = {}
         for rel, theirs in there.items():
             stock = plan.stock.get(rel)
-            mine = plan.fresh.get(rel, stock) or b""
+            if theirs in (stock, *plan.overlaid.get(rel, ())):
+                continue  # an edit that is staged alone
+            here = plan.fresh.get(rel, stock) or b""
             was = laid.get(rel, stock) or b""
-            if theirs in (stock, was, mine, *plan.known.get(rel, ())):
-                continue
-            if (last := pulled.get(rel)) and git.merged(mine, was, last) == (
-                mine,
-                True,
-            ):
+            last = pulled.get(rel)
+            if last and git.merged(here, was, last) == (here, True):
                 was = last  # still here: an edit of the same lines may follow
-            text, clean = git.merged(mine, was, theirs)
-            if clean and text == mine:
+            text, clean = git.merged(here, was, theirs)
+            if clean and text == here:
                 continue
-            place, new = _patch_to(plan, rel, text) if rel in plan.patched else (rel, text)  # fmt: skip
+            place = rel
+            if rel in plan.patched:
+                place, text = _patch_to(plan, rel, text)
             both |= {} if clean else {place: rel}
-            if MARKER not in mine:  # of an earlier conflict
-                changes[place] = new
-        if not dry:
+            if MARKER not in here:  # of an earlier conflict
+                changes[place] = text
+        if changes and not dry:
             for rel, text in changes.items():
-                files.write(root / rel, text, root / payload.PATCHES / "series")
-            if changes:
-                texts = {**laid} | {r: t for r, t in there.items() if t != plan.stock.get(r)}  # fmt: skip
-                made = tree.build(tree.base(), [("pulled", texts)], None, record=True)
-                tree.update_refs(f"update {worktree.PULLED} {made}\n")
-        missing = [
-            r for r, t in laid.items() if t and r in whole and plan.now[r] is None
-        ]
+                files.write({root / rel: text}, root / payload.PATCHES / "series", root)
+            texts = [("pulled", {**laid, **there})]
+            made = tree.build(tree.base(), texts, None, record=True)
+            tree.update_refs(f"update {worktree.PULLED} {made}\n")
+        missing = [r for r, t in laid.items() if t and r in whole and not plan.now[r]]
         return sorted(changes), both, missing
 
     def dropping(self, rels: list[str]) -> str:
@@ -247,28 +238,37 @@ class Checkout(Target):
             f"  git -C {self.tree.quoted} restore --source={laid} --staged --worktree -- {named}"
         )
 
-    def _added(self, plan: CheckoutPlan) -> list[str]:
+    def _added(self, plan: CheckoutPlan) -> files.Texts:
         """Files of Muon that the checkout has, and neither its base nor the overlay."""
         kinds = ("--cached", "--others", "--exclude-standard")
-        found = git.lines(self.root, "ls-files", "-z", *kinds, "--", *payload.ROOTS)
-        new = [r for r in dict.fromkeys(found) if _is_muons(r) and r not in plan.now]
-        return [rel for rel, text in self.tree.stock(new).items() if text is None]
+        rels = git.lines(self.root, "ls-files", "-z", *kinds, "--", *payload.ROOTS)
+        new = [r for r in dict.fromkeys(rels) if _is_muons(r) and r not in plan.now]
+        stock = self.tree.stock(new)
+        return self.tree.work([rel for rel in new if stock[rel] is None])
 
     def export(
         self, root: Path, out: Path, *, stack: bool = False, dry: bool = False
     ) -> tuple[list[Path], str, list[str]]:
         """Write the ``git am`` series; the files, the base, and edits that it lacks."""
         plan, base = self.plan(root), self.tree.base()
-        texts, misfits = patches.overlay(
-            plan.source, self.tree.texts(base, list(plan.now)), self.takes
-        )
+        stock = self.tree.texts(base, list(plan.now))
+        texts, misfits = patches.overlay(plan.source, stock, self.takes)
         if misfits:
             raise WrongTarget(next(iter(misfits.values())))
+        if any(out.glob("*.patch")):  # `git am out/*` would take them, too
+            raise Refused(f"{out} has mails already: name another folder")
         if dry:
             return [], base, plan.edited
-        commits = patches.commits(plan.source, texts, stack=stack)
+        commits = patches.commits(plan.source, stock, texts, stack=stack)
         tip = self.tree.build(base, commits, plan.source.name)
-        return worktree.write_series(self.tree, base, tip, out), base, plan.edited
+        out.mkdir(parents=True, exist_ok=True)
+        with git.scratch() as scratch:  # away from every setting of the user
+            git.git(scratch, "init", "-q", "--bare", env=git.ALONE)
+            self.tree.borrow(scratch / "objects")
+            command = ("format-patch", "--no-renames", "--full-index", "--binary")
+            more = ("--signature=overlay", "-o", str(out), f"{base}..{tip}")
+            mails = git.text(scratch, *command, *more, env=git.ALONE, check=True)
+        return [Path(mail) for mail in mails.splitlines()], base, plan.edited
 
 
 def _parts(
@@ -282,10 +282,9 @@ def _parts(
         return text, stock if text is not None else None
     if not overlays:
         return stock, text
+    clean = (each for each in overlays if git.merged(text, each, stock)[1])
     # Without the overlay: where a hunk touches one of its own, stock's lines stay.
-    taken = [git.merged(text, overlay, stock) for overlay in overlays]
-    clean = [i for i, (_, ok) in enumerate(taken) if ok]
-    bare, _ = git.merged(text, overlays[(clean or [0])[0]], stock, "--theirs")
+    bare, _ = git.merged(text, next(clean, overlays[0]), stock, "--theirs")
     return git.merged(text, bare, stock)[0], bare
 
 
@@ -306,4 +305,5 @@ def _patch_to(plan: CheckoutPlan, rel: str, text: bytes) -> tuple[str, bytes]:
 
 def _is_muons(rel: str) -> bool:
     tops = tuple(f"{top}/" for top in payload.ROOTS)
-    return rel.startswith(tops) and "muon" in rel and payload.is_source(rel)
+    named = rel.startswith(tops) and "muon" in rel and payload.is_source(rel)
+    return named or rel in worktree.ADDED

@@ -1,7 +1,6 @@
 """The commands. The docstring of each is its help."""
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -20,13 +19,8 @@ from .wheel import find_interpreter, find_wheel, Wheel
 
 
 CODES = """\
-exit codes:
-  0  done (also: there was nothing to do)
-  1  the work failed: a test, a build, an installation, a write
-  2  wrong usage, or a wrong target
-  3  refused, because a user's work would be lost
-  130  interrupted by Ctrl-C
-  143  ended by SIGTERM
+exit codes: 0 done, or nothing to do; 1 the work failed; 2 wrong usage or target;
+3 refused, because a user's work would be lost; 130 Ctrl-C; 143 SIGTERM
 """
 ABOUT = f"""\
 Distributed training for torch.optim.Muon, as an overlay over PyTorch
@@ -47,37 +41,39 @@ def _given(text: str) -> str:
     return text
 
 
+def _folder(text: str) -> Path:
+    return Path(_given(text)).expanduser().resolve()
+
+
 def _value(metavar: str, words: str, **more: Any) -> dict[str, Any]:
-    return {"metavar": metavar, "type": _given, "help": words, **more}
+    return {"metavar": metavar, "type": _given, "help": words} | more
 
 
 def _flag(words: str) -> dict[str, Any]:
     return {"action": "store_true", "help": words}
 
 
+OUT = "the folder for what is written (default: out)"
 # One meaning for each.
 OPTIONS = {
     "--torch": _value("VERSION", f"{versions.SUPPORTED} (default: {versions.PINNED})"),
     "--checkout": _value("DIR", "a PyTorch git checkout (default: the current folder)"),
-    "--python": _value("EXE", "an interpreter, or its environment's folder"),
-    "--out": _value("DIR", "the folder for what is written (default: out)"),
+    "--python": _value("EXE", "an interpreter"),
+    "--out": _value("DIR", OUT, type=_folder, default="out"),
     "--mode": {"choices": ["source", "wheel"], "required": True, "help": "how"},
     "--stack": _flag("a mail for each commit of patches/stack.toml, not one for all"),
     "--commit": _flag("commit it in the checkout, layer by layer"),
     "--force": _flag("go on with a torch that is not supported"),
     "--coverage": _flag("show how much of the optimizer the given tests execute"),
     "--frameworks": _flag("with the frameworks of docs/frameworks.md"),
-    "--json": _flag("for programs"),
-    "--verbose": _flag("name every file"),
     "--dry-run": _flag("say what would be done, write nothing"),
 }
 COMMANDS: dict[str, tuple[Callable, tuple[str, ...]]] = {}
 
 
 def command(*options: str) -> Callable:
-    def add(do: Callable) -> Callable:
+    def add(do: Callable) -> None:
         COMMANDS[do.__name__.strip("_")] = do, options
-        return do
 
     return add
 
@@ -117,8 +113,8 @@ def _target(args: argparse.Namespace, *, environment: bool = False) -> Checkout 
     raise WrongTarget("name the target: --checkout DIR or --python EXE")
 
 
-def _show(rels: list[str], done: str, *, verbose: bool) -> None:
-    if len(rels) > FEW and not verbose:
+def _show(rels: list[str], done: str) -> None:
+    if len(rels) > FEW:
         folders = Counter(rel.split("/")[0] for rel in rels)
         where = ", ".join(f"{number} in {name}/" for name, number in folders.items())
         rels = [f"{len(rels)} files: {where}"]
@@ -132,20 +128,33 @@ def _env(args: argparse.Namespace) -> None:
     env.ensure(ROOT, args.torch, dry=args.dry_run)
 
 
+def _start(args: argparse.Namespace, words: list[str], where: Path = ROOT) -> int:
+    """Have the interpreter of --python run these words, or the environment's."""
+    given = vars(args)
+    elsewhere, frameworks = given.get("python"), given.get("frameworks", False)
+    options = {"frameworks": frameworks, "dry": args.dry_run}
+    python = elsewhere or env.ensure(ROOT, given.get("torch"), **options)
+    if args.dry_run:
+        print(f"would run {shlex.join([str(python), *words])}")
+        return 0
+    if elsewhere:
+        return tests.run_elsewhere(elsewhere, words, ROOT)
+    if given.get("coverage"):
+        return tests.run_measured(python, args.extra, ROOT)
+    return env.run_in(python, words, where)
+
+
 @command("--torch", "--dry-run")
 def _verify(args: argparse.Namespace) -> int:
     """Train a small GPT with 4 processes against one.
 
     Other options go to examples/compare_gpt.py, for instance --steps and --processes.
     """
-    python = env.ensure(ROOT, args.torch, dry=args.dry_run)
     words = ["-u", str(ROOT / "examples" / "compare_gpt.py"), *args.extra]
-    if args.dry_run:
-        print(f"would run {shlex.join([str(python), *words])}")
-        return 0
-    code = env.run_in(python, words, Path.cwd())
+    code = _start(args, words, Path.cwd())
     passed = "passed: training with distributed Muon agrees with one process"
-    print(f"verify {f'failed with exit code {code}' if code else passed}")
+    if not args.dry_run:
+        print(f"verify {f'failed with exit code {code}' if code else passed}")
     return code
 
 
@@ -157,20 +166,16 @@ def _test(args: argparse.Namespace) -> int:
     --python: the optimizer's tests on the torch of EXE with the overlay, which changes no file there.
     --frameworks: the tests of examples/frameworks, in an environment of their own.
     """
-    alone = args.python or args.frameworks
+    alone, extra = args.python or args.frameworks, args.extra
     if alone and (args.torch or args.coverage or (args.python and args.frameworks)):
         raise WrongTarget("--python and --frameworks go without other options of ours")
-    how = {"frameworks": args.frameworks, "dry": args.dry_run}
-    python = args.python or env.ensure(ROOT, args.torch, **how)
-    if args.dry_run:
-        print(f"would run {shlex.join([str(python), '-m', 'pytest', *args.extra])}")
-        return 0
-    if args.frameworks:
-        return tests.run_frameworks(python, args.extra, ROOT)
     if args.python:
-        return tests.run_elsewhere(python, args.extra, ROOT)
-    measure = args.coverage or not args.extra
-    return tests.run(python, args.extra, ROOT, measure=measure)
+        extra = extra or tests.ELSEWHERE
+    elif args.frameworks:
+        named = any(word.startswith("test/frameworks") for word in extra)
+        extra = extra if named else ["test/frameworks", *extra]
+    args.coverage |= not extra
+    return _start(args, ["-m", "pytest", *extra])
 
 
 @command("--python", "--out", "--dry-run")
@@ -181,18 +186,11 @@ def _gpu(args: argparse.Namespace) -> int:
     options go to tools/bench/gpu, for instance --only with names of stages.
     --python: on the torch of EXE with the overlay, which changes no file there.
     """
-    python = args.python or env.ensure(ROOT, None, dry=args.dry_run)
-    out = Path(args.out or "out").expanduser().resolve()
-    if args.dry_run:
-        print(f"would measure with {python} and write {out}")
-        return 0
     name = ["--overlay", payload.name(ROOT) or "(no git)"]
-    words = ["-m", "tools.bench.gpu", str(out), *name, *args.extra]
-    do = tests.run_with if args.python else env.run_in
-    return do(python, words, ROOT)
+    return _start(args, ["-m", "tools.bench.gpu", str(args.out), *name, *args.extra])
 
 
-@command("--checkout", "--python", "--commit", "--force", "--dry-run", "--verbose")
+@command("--checkout", "--python", "--commit", "--force", "--dry-run")
 def _apply(args: argparse.Namespace) -> None:
     """Apply the overlay to a checkout or an installed torch.
 
@@ -201,7 +199,7 @@ def _apply(args: argparse.Namespace) -> None:
     _change(args, "applied to", "has the overlay already", force=args.force)
 
 
-@command("--checkout", "--python", "--commit", "--dry-run", "--verbose")
+@command("--checkout", "--python", "--commit", "--dry-run")
 def _revert(args: argparse.Namespace) -> None:
     """Restore the stock files.
 
@@ -222,19 +220,12 @@ def _change(args: argparse.Namespace, done: str, nothing: str, **more: bool) -> 
         print(f"warning: {line}", file=sys.stderr)
     verbs = ("would write", "would remove") if args.dry_run else ("wrote", "removed")
     for verb, rels in zip(verbs, (report.written, report.removed)):
-        _show(rels, verb, verbose=args.verbose)
-    if report.parts:
-        print(f"removed {report.parts} compiled parts that a wheel had lent")
-    if report.commits:
-        print("committed as", *(commit[:12] for commit in report.commits))
-    if report.uncommitted:
-        print(
-            "the overlay is committed; its revert is in the work tree and not committed.\n"
-            f"To commit it:{target.command('revert', '--commit')}"
-        )
-    elif not (report.changes or report.commits or report.parts):
+        _show(rels, verb)
+    for line in report.words:
+        print(line)
+    if not (report.changes or report.words):
         print(f"{target.words} {nothing}; nothing to do")
-    if report.changes and not args.dry_run:
+    elif report.changes and not args.dry_run:
         print(f"{done} {target.words}")
 
 
@@ -255,9 +246,8 @@ def _rebuild(args: argparse.Namespace) -> None:
         if args.mode == "source":
             parts.remove(tree)
             python = find_interpreter(args.python or "python")
-            pip = "-m pip install --no-build-isolation -v -e ."
-            words = [str(python), *pip.split()]
-            env.run_long(words, "building PyTorch from source", tree.root)
+            pip = "pip install --no-build-isolation -v -e ."
+            env.run_tool(python, pip.split(), tree.root)
             return
         python = args.python or env.existing_python(ROOT)
         wheel = find_wheel(python, with_path=bool(args.python))
@@ -271,11 +261,10 @@ def _rebuild(args: argparse.Namespace) -> None:
         print(f"  cd {tree.quoted} && PYTHONPATH={tree.quoted} {python}{test}")
 
 
-@command("--checkout", "--python", "--json", "--verbose")
+@command("--checkout", "--python")
 def _status(args: argparse.Namespace) -> None:
     """Say which overlay a target (default: the environment) has, and what differs."""
-    found = _target(args, environment=True).status(ROOT)
-    print(json.dumps(found) if args.json else words(found, verbose=args.verbose))
+    print(words(_target(args, environment=True).status(ROOT)))
 
 
 @command("--checkout", "--python")
@@ -296,18 +285,15 @@ def _pull(args: argparse.Namespace) -> int:
     target = Checkout(args.checkout or ".")
     with target.held(), files.held(ROOT):
         taken, both, missing = target.pull(ROOT, dry=args.dry_run)
-    _show(taken, "would take" if args.dry_run else "took", verbose=True)
-    if target.version and any(rel.startswith(payload.PATCHES) for rel in taken):
-        print(
-            f"the patch fits torch {target.version}; `env --torch` tries other versions"
-        )
+    for rel in taken:
+        print("would take" if args.dry_run else "took", rel)
+        if rel.startswith(payload.PATCHES):
+            print(f"  it fits torch {target.version}; `env --torch` tries others")
     for rel in missing:
         print(f"{rel} is missing there; delete it here, too, if you meant that")
     if both:
-        named = "".join(f"  {rel}\n" for rel in both)
-        print(
-            f"conflicts, with markers in this repository:\n{named}{target.dropping([*both.values()])}"
-        )
+        print("conflicts, with markers in this repository:", *both, sep="\n  ")
+        print(target.dropping([*both.values()]))
     elif not taken:
         print(f"nothing to take: {target.words} has no other edits of the overlay")
     return bool(both)
@@ -316,14 +302,10 @@ def _pull(args: argparse.Namespace) -> int:
 @command("--checkout", "--out", "--stack", "--dry-run")
 def _export(args: argparse.Namespace) -> None:
     """Write the overlay as a git am series for the newest commit without the overlay."""
-    if args.out is None:
-        args.sub.error("the following arguments are required: --out")
-    target = Checkout(args.checkout or ".")
-    out = Path(args.out).expanduser().resolve()
+    target, out = Checkout(args.checkout or "."), args.out
     with target.held():
-        mails, base, edited = target.export(
-            ROOT, out, stack=args.stack, dry=args.dry_run
-        )
+        options = {"stack": args.stack, "dry": args.dry_run}
+        mails, base, edited = target.export(ROOT, out, **options)
     if edited:
         few = ", ".join(sorted(edited)[:3])
         lacks = f"warning: the series lacks edits of this checkout ({few})"
@@ -338,8 +320,7 @@ def _wheel(args: argparse.Namespace) -> None:
 
     It has the overlay's files under names of its own.
     """
-    out = Path(args.out or "out").expanduser().resolve()
-    place = package.write(ROOT, out, dry=args.dry_run)
+    place = package.write(ROOT, args.out, dry=args.dry_run)
     words = "would write" if args.dry_run else "pip install"
     print(f"{words} {shlex.quote(str(place))}")
 

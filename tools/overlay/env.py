@@ -1,13 +1,10 @@
-"""This repository's virtual environment with an overlaid torch, and long commands."""
+"""This repository's virtual environment with an overlaid torch."""
 
 import contextlib
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from . import files, payload, versions
@@ -30,7 +27,6 @@ FRAMEWORKS = (
     "muon-optimizer==0.1.0", "triton; sys_platform == 'linux'",
 )  # fmt: skip
 MARKER = ".muon_overlay_env.json"
-_EVERY_S = 20.0  # seconds between two lines of a long command
 SIZE = "about 0.3 GB from a CPU-only index (PIP_INDEX_URL), up to 4 GB with CUDA"
 
 
@@ -49,7 +45,7 @@ def python_of(env: Path) -> Path:
 def existing_python(root: Path) -> Path:
     """The environment's interpreter, for commands that do not make one."""
     env = root / ".venv"
-    if _state(env) != "ready":
+    if not is_ready(env):
         raise WrongTarget(f"there is no environment at {env}:\n  {payload.COMMAND} env")
     return python_of(env)
 
@@ -61,15 +57,9 @@ def _packages(env: Path) -> list[str]:
     return []
 
 
-def _state(env: Path) -> str:
-    """absent, foreign (not ours), partial (interrupted, broken) or ready."""
-    if not env.exists():
-        return "absent"
-    # Our marker is written first, so a folder without it is somebody's.
-    if not (env / MARKER).exists() and any(env.iterdir()):
-        return "foreign"
-    # The last is False too if the base interpreter is gone.
-    return "ready" if _packages(env) and python_of(env).exists() else "partial"
+def is_ready(env: Path) -> bool:
+    # The base interpreter may be gone.
+    return bool(_packages(env)) and python_of(env).exists()
 
 
 def mark(env: Path, packages: list[str]) -> None:
@@ -85,25 +75,28 @@ def ensure(
     env, packages = root / f".venv{kind}", [*PACKAGES, *FRAMEWORKS * frameworks]
     # Not the lock of the environment's own folder, which comes and goes.
     with files.held(root):
-        state = _state(env)
-        if state == "foreign":
+        # Our marker is written first, so a folder without it is somebody's.
+        if env.exists() and not (env / MARKER).exists() and any(env.iterdir()):
             raise Refused(f"{env} was not made by this tool. Move it away")
-        if state == "partial":
-            print(f"{env} is half made (interrupted?): making it again", flush=True)
-        what = f"torch {version} and {len(packages)} packages. pip downloads {SIZE}"
-        found = f"found {env}" if state == "ready" else f"making {env}: {what}"
-        print(found, flush=True)
+        ready = is_ready(env)
+        size = f"torch {version} and {len(packages)} packages. pip downloads {SIZE}"
+        print(f"found {env}" if ready else f"making {env}: {size}", flush=True)
         if dry:
             return python_of(env)
-        if state != "ready":
+        if not ready:
             shutil.rmtree(env, ignore_errors=True)
             env.mkdir()
             mark(env, [])
             # The base interpreter: it outlives an environment that this may run in.
             base = getattr(sys, "_base_executable", None) or sys.executable
-            run_long([base, "-m", "venv", str(env)], f"making {env.name}", root)
+            run_tool(base, ["venv", str(env)], root)
         if _packages(env) != packages:
-            _install(env, version, packages)
+            mark(env, [])
+            # torch takes minutes, which pip shows. The others are many.
+            for words in [f"torch=={version}"], ["-qq", *packages]:
+                pip = ["pip", "install", "--no-input", "--disable-pip-version-check"]
+                run_tool(python_of(env), [*pip, *words], env)
+            mark(env, packages)
         target = find_wheel(python_of(env), with_path=False)
         # Its user may have changed it.
         if versions.release(target.version or "0.0") != versions.release(version):
@@ -118,21 +111,18 @@ def ensure(
     return target.python
 
 
-def _install(env: Path, version: str, packages: list[str]) -> None:
-    mark(env, [])
-    pip = [str(python_of(env)), "-m", "pip", "install", "-qq", "--no-input"]
-    torch = f"torch=={version}"
-    for names, words in (torch, [torch]), ("the tests' packages", packages):
-        label = f"pip install {names}"
-        run_long([*pip, "--disable-pip-version-check", *words], label, env)
-    mark(env, packages)
+def run_tool(python: str | Path, words: list[str], cwd: Path) -> None:
+    """Run a module of Python that installs something."""
+    label = " ".join(words[:2])
+    print(f"{label} ...", flush=True)
+    command = [str(python), "-m", *words]
+    done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise WorkFailed(f"{label} failed with exit code {done.returncode}")
 
 
 def run_in(
-    python: Path,
-    args: list[str],
-    root: Path,
-    variables: dict[str, str] | None = None,
+    python: Path, args: list[str], root: Path, variables: dict[str, str] | None = None
 ) -> int:
     """Run a Python in the foreground, with this terminal."""
     env = plain_environment() | (variables or {})
@@ -145,28 +135,3 @@ def run_in(
                     return code if code >= 0 else 128 - code
         finally:
             process.terminate()  # this process is told to end
-
-
-def run_long(command: list[str], label: str, cwd: Path) -> None:
-    """Run it and show that it lives."""
-    started = time.monotonic()
-    process = subprocess.Popen(
-        command, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        print(f"{label} ...", flush=True)
-        while process.returncode is None:
-            try:
-                process.wait(_EVERY_S)
-            except subprocess.TimeoutExpired:
-                print(f"{label} ... {time.monotonic() - started:.0f} s", flush=True)
-    except BaseException:
-        # With its children: a build would leave dozens of compilers.
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, sign)
-                process.wait(5)
-        raise
-    if process.returncode:
-        raise WorkFailed(f"{label} failed with exit code {process.returncode}")
-    print(f"{label}: done in {time.monotonic() - started:.1f} s", flush=True)

@@ -38,6 +38,10 @@ def _take_after(path: Path, model: Path) -> None:
         os.chown(path, stat.st_uid, stat.st_gid)
 
 
+def read(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
 def _prepare(path: Path, data: bytes, sibling: Path) -> None:
     if path.is_dir():
         raise WorkFailed(f"{path} is a folder, where the overlay has a file")
@@ -45,58 +49,46 @@ def _prepare(path: Path, data: bytes, sibling: Path) -> None:
         if not folder.is_dir():
             folder.mkdir()
             _take_after(folder, folder.parent)
-    new, known = scratch(path), path.is_file()
+    new = scratch(path)
     # Never through a link that somebody put there.
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with open(os.open(new, flags, 0o600), "wb") as file:
         file.write(data)
-    _take_after(new, path if known else sibling)
+    _take_after(new, path if path.is_file() else sibling)
     _flush(new)
 
 
-def write(path: Path, data: bytes | None, sibling: Path) -> None:
-    """Write one file whole or not at all, with the mode and owner of ``sibling``."""
-    _write({path: data}, sibling)
-
-
-def _write(changes: Mapping[Path, bytes | None], sibling: Path) -> None:
-    """All new texts are on the disk before the first rename."""
-    for path, data in changes.items():
-        if data is not None:
-            _prepare(path, data, sibling)
-    for path, data in changes.items():
-        if data is None:
-            path.unlink(missing_ok=True)
-        else:
-            os.replace(scratch(path), path)
-    for folder in {path.parent for path in changes if path.parent.is_dir()}:
-        _flush(folder)
-
-
-def replace(changes: Mapping[Path, bytes | None], sibling: Path, top: Path) -> None:
+def write(changes: Mapping[Path, bytes | None], sibling: Path, top: Path) -> None:
     """Write all files (None: remove the file), or none if an error stops it.
 
-    After a kill, the caller decides whether the files that remain are renamed or removed.
+    All new texts are on the disk before the first rename. New files get the mode and
+    owner of ``sibling``. After a kill, the caller decides whether the files that remain are
+    renamed or removed.
     """
-    before = {path: _read(path) for path in changes}
+    before = {path: read(path) for path in changes}
     try:
-        _write(changes, sibling)
+        for path, data in changes.items():
+            if data is not None:
+                _prepare(path, data, sibling)
+        for path, data in changes.items():
+            if data is None:
+                path.unlink(missing_ok=True)
+            else:
+                os.replace(scratch(path), path)
+        for folder in {path.parent for path in changes if path.parent.is_dir()}:
+            _flush(folder)
     except BaseException as error:
         for path, text in before.items():
             with contextlib.suppress(OSError):
                 scratch(path).unlink()
-            if _read(path) != text:
-                write(path, text, sibling)
+            if read(path) != text:
+                write({path: text}, sibling, top)
         if isinstance(error, OSError):
             raise WorkFailed(f"{error}. The target is as it was") from None
         raise
     finally:
         for path in changes:
             tidy(path, top)
-
-
-def _read(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
 
 
 def tidy(path: Path, top: Path) -> None:

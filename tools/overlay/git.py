@@ -62,41 +62,41 @@ def git(
         process.wait()
         raise
     if check and process.returncode:
-        said = words.decode(errors="replace").strip()
-        raise WorkFailed(f"git {' '.join(args[:2])} failed in {where}: {said}")
+        message = words.decode(errors="replace").strip()
+        raise WorkFailed(f"git {' '.join(args[:2])} failed in {where}: {message}")
     return subprocess.CompletedProcess(args, process.returncode, out, words)
 
 
-def works(where: Path, *args: str, **how: Any) -> bool:
-    return git(where, *args, check=False, **how).returncode == 0
+def works(where: Path, *args: str, **options: Any) -> bool:
+    return git(where, *args, check=False, **options).returncode == 0
 
 
-def text(where: Path, *args: str, check: bool = False, **how: Any) -> str:
+def text(where: Path, *args: str, check: bool = False, **options: Any) -> str:
     """Output of a command; empty if it fails."""
-    done = git(where, *args, check=check, **how)
+    done = git(where, *args, check=check, **options)
     return done.stdout.decode(errors="replace").strip()
 
 
-def lines(where: Path, *args: str, **how: Any) -> list[str]:
+def lines(where: Path, *args: str, **options: Any) -> list[str]:
     """Output of a ``-z`` command, one entry per name."""
-    out = git(where, *args, **how).stdout.decode(errors="surrogateescape")
+    out = git(where, *args, **options).stdout.decode(errors="surrogateescape")
     return [name for name in out.split("\0") if name]
 
 
 def texts(
-    where: Path, commit: str, rels: list[str], **how: Any
+    where: Path, commit: str, rels: list[str], **options: Any
 ) -> dict[str, bytes | None]:
     """The texts of those paths at a commit (empty: in the index; None: no file)."""
     asked = "".join(f"{commit or ':0'}:{rel}\n" for rel in rels).encode()
-    out = git(where, "cat-file", "--batch", data=asked, **how).stdout
-    found: dict[str, bytes | None] = {}
+    out = git(where, "cat-file", "--batch", data=asked, **options).stdout
+    by_path: dict[str, bytes | None] = {}
     for rel in rels:
         head, _, out = out.partition(b"\n")
         kind, size = head.split()[-2:]
         is_blob = kind == b"blob" and size.isdigit()
-        found[rel] = out[: int(size)] if is_blob else None
+        by_path[rel] = out[: int(size)] if is_blob else None
         out = out[int(size) + 1 :] if size.isdigit() else out
-    return found
+    return by_path
 
 
 @contextlib.contextmanager
@@ -124,10 +124,10 @@ def difference(before: files.Texts, after: files.Texts, *more: str) -> bytes:
         return git(folder, *command, check=False, env=ALONE).stdout
 
 
-def merged(mine: bytes, base: bytes, theirs: bytes, *more: str) -> tuple[bytes, bool]:
+def merged(ours: bytes, base: bytes, theirs: bytes, *more: str) -> tuple[bytes, bool]:
     """Both sides' edits of ``base`` in one text, and whether no two overlap."""
     with scratch() as folder:
-        put(folder, {"this repository": mine, "base": base, "the checkout": theirs})
+        put(folder, {"this repository": ours, "base": base, "the checkout": theirs})
         command = ("merge-file", "-p", *more, "this repository", "base", "the checkout")
         done = git(folder, *command, check=False, env=ALONE)
         return done.stdout, done.returncode == 0

@@ -40,8 +40,8 @@ def _renamed(text: str, place: str, private: Iterable[str]) -> str:
     """A module with the package's names for what is in the package, and torch's for the rest."""
     ours = rf"(?=({'|'.join(['Muon', *private])})\b)"
 
-    def apart(found: re.Match[str]) -> str:
-        return "\n".join(found[1] + each for each in found[2].split(", "))
+    def apart(match: re.Match[str]) -> str:
+        return "\n".join(match[1] + each for each in match[2].split(", "))
 
     if "/" not in place:  # deeper, relative imports stay in the package
         text = re.sub(r"(?m)^( *from )\.(?= import )", r"\1torch.optim", text)
@@ -95,5 +95,5 @@ def build(root: Path) -> tuple[str, bytes]:
 def write(root: Path, out: Path, *, dry: bool = False) -> Path:
     name, text = build(root)
     if not dry:
-        files.write(out / name, text, root / "LICENSE")
+        files.write({out / name: text}, root / "LICENSE", out)
     return out / name

@@ -38,7 +38,7 @@ def lend(tree: Worktree, wheel: Wheel) -> str:
                 lent[rel.as_posix()] = [stat.st_size, stat.st_mtime_ns]
     # The record comes first: a file is there whole or not at all, also after a kill.
     text = json.dumps(lent).encode()
-    files.write(tree.git_dir / RECORD, text, tree.common / "HEAD")
+    files.write({tree.git_dir / RECORD: text}, tree.common / "HEAD", tree.git_dir)
     try:
         for rel in lent:
             source, place = (wheel.root / rel).resolve(), tree.root / rel

@@ -45,22 +45,10 @@ class Plan:
 @dataclasses.dataclass
 class Report:
     changes: files.Texts
-    now: files.Texts
+    written: list[str]
+    removed: list[str]
     warnings: list[str] = dataclasses.field(default_factory=list)
-    commits: list[str] = dataclasses.field(default_factory=list)
-    parts: int = 0  # compiled parts that were removed
-    uncommitted: bool = False  # the branch has the overlay, its revert is not committed
-
-    @property
-    def written(self) -> list[str]:
-        return [rel for rel, text in self._new() if text is not None]
-
-    @property
-    def removed(self) -> list[str]:
-        return [rel for rel, text in self._new() if text is None]
-
-    def _new(self) -> list[tuple[str, bytes | None]]:
-        return [(r, text) for r, text in self.changes.items() if text != self.now[r]]
+    words: list[str] = dataclasses.field(default_factory=list)  # what else was done
 
 
 WORDS = {
@@ -118,8 +106,7 @@ class Target:
         dry: bool = False,
     ) -> Report:
         plan = self.plan(root)
-        report = Report(plan.changes(plan.wanted), plan.now)
-        self._check_edits(plan, report.changes)
+        report = self._report(plan, plan.wanted)
         report.warnings = self._check_apply(plan, root, report.changes, force)
         if not dry:
             self._apply(plan, report, commit)
@@ -127,11 +114,17 @@ class Target:
 
     def revert(self, root: Path, *, commit: bool = False, dry: bool = False) -> Report:
         plan = self.plan(root)
-        report = Report(plan.changes(plan.base), plan.now)
-        self._check_edits(plan, report.changes)
+        report = self._report(plan, plan.base)
         if not dry:
             self._revert(plan, report, commit)
         return report
+
+    def _report(self, plan: Plan, want: files.Texts) -> Report:
+        changes = plan.changes(want)
+        self._check_edits(plan, changes)
+        new = {rel: text for rel, text in changes.items() if text != plan.now[rel]}
+        removed = [rel for rel, text in new.items() if text is None]
+        return Report(changes, [rel for rel in new if rel not in removed], removed)
 
     def _check_edits(self, plan: Plan, changes: files.Texts) -> None:
         """The one rule: a path whose text is of no known origin is not written."""
@@ -146,38 +139,38 @@ class Target:
         self, plan: Plan, root: Path, changes: files.Texts, force: bool
     ) -> list[str]:
         """Raise if ``apply`` must not go on; the warnings if it may."""
-        version = self.version
+        version, source = self.version, plan.source
         if version is None:
             gone = f"{self.words}. This removes the overlay:"
             raise WrongTarget(gone + self.command("revert"))
-        warnings = [self.note] if self.note and changes else []
+        warnings = [self.note] * bool(self.note)
         if not versions.supported(version):
-            said = versions.untested(self.words, version, plan.base)
+            warning = versions.untested(self.words, version, plan.base)
             if not force:
                 on = self.command("apply", "--force")
-                raise WrongTarget(f"{said}\nThis goes on:{on}")
-            warnings += [said, *plan.misfits] if changes else []
+                raise WrongTarget(f"{warning}\nThis goes on:{on}")
+            warnings += [warning, *plan.misfits]
         elif plan.misfits:
             raise WrongTarget(plan.misfits[0])
-        if changes and payload.is_newer(root, plan.source.name, plan.laid_name):
+        if not changes:
+            return []
+        if payload.is_newer(root, source.name, plan.laid_name):
             raise Refused(
                 f"{self.words} has the overlay {plan.laid_name}. This repository is at "
-                f"{plan.source.name}, which is older. Update it, or revert first:"
+                f"{source.name}, which is older. Update it, or revert first:"
                 + self.command("revert")
             )
         replaced = [
             rel
-            for rel in changes.keys() & plan.source.whole.keys()
-            if (now := plan.now[rel]) is not None
-            and now == plan.base[rel]
-            and not versions.stock(rel, now)
+            for rel in sorted(changes.keys() & source.whole.keys())
+            if plan.now[rel] == plan.base[rel] is not None
+            and not versions.stock(rel, plan.now[rel])
         ]
-        own = [rel for rel in replaced if rel not in versions.STOCK]
+        own = [f"  {rel}\n" for rel in replaced if rel not in versions.STOCK]
         if own and not force:
-            named = "".join(f"  {rel}\n" for rel in sorted(own))
             raise Refused(
-                f"{self.words} has files of its own where the overlay adds some:\n{named}"
-                "This replaces them, and `revert` restores them:"
+                f"{self.words} has files of its own where the overlay adds some:\n"
+                f"{''.join(own)}This replaces them, and `revert` restores them:"
                 + self.command("apply", "--force")
             )
         return warnings + [
@@ -188,33 +181,32 @@ class Target:
 
     def status(self, root: Path) -> dict[str, Any]:
         plan = self.plan(root)
-        found = {rel: word for rel in plan.now if (word := self._word(plan, rel))}
-        differs = {rel for rel in found if plan.now[rel] != plan.base.get(rel)}
+        by_path = {rel: word for rel in plan.now if (word := self._word(plan, rel))}
+        differs = [r for r in by_path if plan.now[r] not in (None, plan.base.get(r))]
         # A user's own edits and files are no overlay.
-        there = any(plan.now[rel] and rel not in plan.edited for rel in differs)
+        there = any(rel not in plan.edited for rel in differs)
         state, note = self._state(plan, there)
-        kinds = set(found.values())
-        if state or kinds == {"current"}:
-            state = state or "current"
-        elif payload.is_newer(root, plan.source.name, plan.laid_name):
+        others = {*by_path.values()} - {"current"}
+        if not (state or others):
+            state = "current"
+        elif not state and payload.is_newer(root, plan.source.name, plan.laid_name):
             state = "newer"
-        else:
-            state = "outdated" if kinds <= {"current", "outdated"} else "changed"
+        elif not state:
+            state = "outdated" if others == {"outdated"} else "changed"
         return {
             "target": str(self.root), "kind": self.kind, "torch": self.version,
             "state": state, "note": note,
             "overlay": plan.laid_name if there else None,
-            "files": {} if state in ("none", "reverted", "gone") else found,
+            "files": {} if state in ("none", "reverted", "gone") else by_path,
         }  # fmt: skip
 
     def _word(self, plan: Plan, rel: str) -> str:
         now, base, new = plan.now[rel], plan.base.get(rel), plan.new.get(rel)
         if now == (base if new is None else new):
             return "current" if now != base else ""
-        if now == base and new is not None and rel not in plan.laid:
-            return "outdated"  # an older overlay did not have it
         if now in (None, base):
-            word = "missing" if now is None else "original"
+            # An older overlay did not have it.
+            word = "missing" if rel in plan.laid else "outdated"
             return word if new is not None else ""
         return "changed" if rel in plan.edited else "outdated"
 
@@ -223,16 +215,16 @@ class Target:
         return "" if there else "none", ""
 
 
-def words(status: Mapping[str, Any], *, verbose: bool = False) -> str:
-    """Counts the files that are as in this repository; ``verbose`` names them too."""
+def words(status: Mapping[str, Any]) -> str:
     lines = [f"{status['kind']} {status['target']}"]
     lines.append(f"torch {status['torch'] or 'uninstalled'}")
     lines.append(f"holds {WORDS[status['state']]}{status['note']}")
     if status["overlay"]:
         lines.append(f"overlay of commit {status['overlay']}")
-    for rel, word in sorted(status["files"].items()):
-        if verbose or word != "current":
-            lines.append(f"  {word:9} {rel}")
-    if current := list(status["files"].values()).count("current"):
-        lines.append(f"files as in this repository: {current} (--verbose names them)")
+    by_path = status["files"]
+    lines += [
+        f"  {by_path[r]:9} {r}" for r in sorted(by_path) if by_path[r] != "current"
+    ]
+    if current := list(by_path.values()).count("current"):
+        lines.append(f"files as in this repository: {current}")
     return "\n".join(lines)

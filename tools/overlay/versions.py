@@ -57,8 +57,10 @@ def supported(version: str) -> bool:
 
 def untested(words: str, version: str, base: dict[str, bytes | None]) -> str:
     """A warning about a torch that is not among the supported ones."""
-    said = f"{words}; the overlay supports {SUPPORTED}, and is untested on {version}."
+    warning = (
+        f"{words}; the overlay supports {SUPPORTED}, and is untested on {version}."
+    )
     there = {rel: text for rel in STOCK if (text := base.get(rel)) is not None}
     for rel, text in there.items():
-        said += f"\n  {rel}: as in {stock(rel, text) or 'no supported version'}"
-    return said
+        warning += f"\n  {rel}: as in {stock(rel, text) or 'no supported version'}"
+    return warning

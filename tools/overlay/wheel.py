@@ -6,6 +6,7 @@ after a kill, the manifest says which ones the next command finishes.
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -34,9 +35,9 @@ class Entry(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    torch: str | None
-    overlay: str | None  # this repository's commit
-    files: dict[str, Entry]
+    torch: str | None = None
+    overlay: str | None = None  # this repository's commit
+    files: dict[str, Entry] = {}
 
 
 class Wheel(Target):
@@ -59,14 +60,14 @@ class Wheel(Target):
 
     def _manifest(self) -> Manifest:
         """Empty also if it is damaged: RECORD and the copies' hashes tell enough."""
-        try:
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError, AttributeError
+        ):
             data = json.loads(self._path.read_bytes())
             if data.pop("format") == FORMAT:
                 entries = {rel: Entry(*entry) for rel, entry in data["files"].items()}
                 return Manifest(**data | {"files": entries})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass
-        return Manifest(None, None, {})
+        return Manifest()
 
     def added(self) -> set[str]:
         """The files that the overlay added."""
@@ -74,8 +75,7 @@ class Wheel(Target):
         return {rel for rel, entry in entries.items() if entry.stock is None}
 
     def read(self, rel: str) -> bytes | None:
-        path = self.root / rel
-        return path.read_bytes() if path.is_file() else None
+        return files.read(self.root / rel)
 
     @property
     def _sibling(self) -> Path:
@@ -91,22 +91,24 @@ class Wheel(Target):
         """The next command knows the files that a killed one wrote: the manifest has both."""
         places = [self.root / rel for rel in self._manifest().files]
         scrap = [*self._path.parent.rglob("*.muon-new"), *map(files.scratch, places)]
-        found = [path.unlink() for path in scrap if path.exists()]
-        for place in places if found else ():
-            files.tidy(place, self.root)
-        return bool(found)
+        left = [path for path in scrap if path.exists()]
+        for path in left:
+            path.unlink()
+            files.tidy(path, self.root)
+        return bool(left)
 
-    def _stock(self, found: Manifest, rels: list[str]) -> dict[str, bytes | None]:
+    def _stock(self, manifest: Manifest, rels: list[str]) -> dict[str, bytes | None]:
         """The texts that torch was installed with; no key: the text is not known."""
         out: dict[str, bytes | None] = {}
-        now = {rel: self.read(rel) for rel in (*rels, *found.files)}
+        now = {rel: self.read(rel) for rel in (*rels, *manifest.files)}
         # An installer that keeps no RECORD may bring another build of the same version.
-        replaced = {r: (sha256(now[r]), e) for r, e in found.files.items() if e.stock}
+        replaced = {
+            r: (sha256(now[r]), e) for r, e in manifest.files.items() if e.stock
+        }
         again = all(have != e.new for have, e in replaced.values())
         again = again and any(have not in e for have, e in replaced.values())
         for rel in rels:
-            copy, entry = self.copy_of(rel), found.files.get(rel)
-            kept = copy.read_bytes() if copy.is_file() else None
+            kept, entry = files.read(self.copy_of(rel)), manifest.files.get(rel)
             texts: list[bytes | None] = [now[rel], kept, None]
             if self.version is None:
                 texts = [None]
@@ -114,7 +116,7 @@ class Wheel(Target):
                 texts = [t for t in texts if record_hash(t) == self._hashes.get(rel)]
             elif entry and (have := sha256(now[rel])) == entry.stock:
                 pass
-            elif entry and found.torch == self.version and not again:
+            elif entry and manifest.torch == self.version and not again:
                 texts = [t for t in texts if sha256(t) == entry.stock]
             elif entry and have in (entry.was, entry.new):
                 # The overlay's text is still there.
@@ -126,11 +128,11 @@ class Wheel(Target):
         return out
 
     def plan(self, root: Path) -> Plan:
-        source, found = payload.read(root), self._manifest()
-        before = found.files
+        source, manifest = payload.read(root), self._manifest()
+        before = manifest.files
         every = dict.fromkeys([*patches.paths(source), *before])
         rels = [rel for rel in every if self.takes(rel)]
-        base = self._stock(found, rels)
+        base = self._stock(manifest, rels)
         new, misfits = patches.overlay(source, base, self.takes)
         now = {rel: self.read(rel) for rel in rels}
         edited = [
@@ -140,7 +142,7 @@ class Wheel(Target):
             and sha256(text) not in before.get(rel, ())
         ]
         laid: files.Texts = {r: b"" for r, e in before.items() if e.new != e.stock}
-        name = found.overlay if laid else None
+        name = manifest.overlay if laid else None
         return Plan(
             source, new, list(misfits.values()), base, now, edited, [], laid, name, {}
         )
@@ -170,48 +172,44 @@ class Wheel(Target):
         return f"Reinstall torch {self.version}, with the program and from the index it is from"
 
     def way_out(self, plan: Plan, rels: list[str]) -> str:
-        places = {r: shlex.quote(str(self.root / r)) for r in rels}
-        lines = [f"  rm {places[r]}" for r in rels if plan.base.get(r, b"") is None]
+        lines = ["Keep a copy of your changes. There is no git there; these drop them:"]
         for rel in rels:
-            copy = self.copy_of(rel)
-            if copy.is_file() and copy.read_bytes() == plan.base.get(rel):
-                lines.append(f"  cp {shlex.quote(str(copy))} {places[rel]}")
-        if len(lines) < len(rels):
+            place, base = shlex.quote(str(self.root / rel)), plan.base.get(rel, b"")
+            if base is None:
+                lines.append(f"  rm {place}")
+            elif files.read(copy := self.copy_of(rel)) == base:
+                lines.append(f"  cp {shlex.quote(str(copy))} {place}")
+        if len(lines) <= len(rels):
             lines.append(f"  {self._reinstall()}")
-        words = "Keep a copy of your changes. There is no git there; these drop them:"
-        return "\n".join([words, *lines])
+        return "\n".join(lines)
 
     def _apply(self, plan: Plan, report: Report, commit: bool) -> None:
-        for rel in plan.new:
-            path, text = self.copy_of(rel), plan.base[rel]
-            if text is not None and not (path.is_file() and path.read_bytes() == text):
-                files.write(path, text, self._sibling)
-        self._write(plan, plan.wanted, report.changes, plan.source.name)
+        texts = {self.copy_of(rel): plan.base[rel] for rel in plan.new}
+        kept = {path: text for path, text in texts.items() if text is not None}
+        self._write(plan, plan.wanted, report.changes, plan.source.name, kept)
 
     def _revert(self, plan: Plan, report: Report, commit: bool) -> None:
         if report.changes:
-            self._write(plan, plan.base, report.changes, plan.laid_name)
+            self._write(plan, plan.base, report.changes, plan.laid_name, {})
         shutil.rmtree(self._path.parent, ignore_errors=True)
         if self.version is None:
             files.remove_empty_folders(self.torch_dir, self.root)
 
     def _write(
-        self, plan: Plan, want: files.Texts, changes: files.Texts, name: str | None
-    ) -> None:
-        found = self._manifest()
-        if (found.torch, found.overlay) == (self.version, name) and not changes:
+        self, plan: Plan, want: files.Texts, changes: files.Texts, name: str | None,
+        kept: dict[Path, bytes],
+    ) -> None:  # fmt: skip
+        manifest = self._manifest()
+        if (manifest.torch, manifest.overlay) == (self.version, name) and not changes:
             return
-        entries = {
-            rel: Entry(*map(sha256, (plan.base[rel], plan.now[rel], text)))
-            for rel, text in want.items()
-        }
-        entries = {rel: entry for rel, entry in entries.items() if len(set(entry)) > 1}
+        hashes = {r: [*map(sha256, (plan.base[r], plan.now[r], want[r]))] for r in want}
+        entries = {rel: Entry(*of) for rel, of in hashes.items() if len(set(of)) > 1}
         new = {"format": FORMAT, **Manifest(self.version, name, entries)._asdict()}
         text = json.dumps(new, indent=1, sort_keys=True).encode()
+        places = {self.root / rel: text for rel, text in changes.items()}
         try:
-            files.write(self._path, text, self._sibling)
-            places = {self.root / rel: text for rel, text in changes.items()}
-            files.replace(places, self._sibling, self.root)
+            files.write({**kept, self._path: text}, self._sibling, self.root)
+            files.write(places, self._sibling, self.root)
         except BaseException:
             if plan.now == plan.base:  # no overlay was there
                 shutil.rmtree(self._path.parent, ignore_errors=True)
@@ -286,13 +284,11 @@ def ask_python(python: Path, code: str, *, with_path: bool = True) -> str:
 
 
 def find_interpreter(python: str | Path) -> Path:
-    """The interpreter that is meant: a path, a name on PATH, or an environment's folder."""
+    """The interpreter that is meant: a path, or a name on PATH."""
     # Not a Path yet: it would make a name on PATH of "./python".
-    python = os.path.expanduser(python)
-    inside = [os.path.join(python, rel) for rel in ("bin/python", "bin/python3")]
-    where = next(filter(None, map(shutil.which, [python, *inside])), None)
+    where = shutil.which(os.path.expanduser(python))
     if where is None:
-        raise WrongTarget(f"{python}: no such interpreter, and no folder of one")
+        raise WrongTarget(f"{python}: no such interpreter")
     # Not resolved: an environment's python is a link that must not be followed. But
     # absolute, because it is not run in the present folder.
     return Path(os.path.abspath(where))
@@ -304,25 +300,25 @@ def find_wheel(python: str | Path, *, with_path: bool = True) -> Wheel:
     # The last line: a sitecustomize may have said something before it.
     lines = ask_python(where, _WHERE, with_path=with_path).splitlines()
     try:
-        found = json.loads(lines[-1])
+        answer = json.loads(lines[-1])
     except (IndexError, ValueError):
         raise WrongTarget(f"{python} is not a Python interpreter") from None
-    if found["origin"] is None:
-        for folder in map(Path, found["folders"]):
+    if answer["origin"] is None:
+        for folder in map(Path, answer["folders"]):
             if (folder / FOLDER).is_dir():
                 return Wheel(where, folder.parent, None, None)
-        closed = ", ".join(found["closed"])
+        closed = ", ".join(answer["closed"])
         why = f": this user may not read {closed}" if closed else " has no torch"
         raise WrongTarget(f"{where}{why}")
-    root = Path(found["origin"]).parent.parent
+    root = Path(answer["origin"]).parent.parent
     if (root / "version.txt").is_file() and (root / ".git").exists():
         raise WrongTarget(f"{python} has the torch of a checkout: --checkout {root}")
-    if found["version"] is None:
+    if answer["version"] is None:
         raise WrongTarget(f"the torch in {root} has no metadata that name its version")
-    wheel = Wheel(where, root, found["version"], found["record"])
-    if not root.is_relative_to(found["prefix"]):
+    wheel = Wheel(where, root, answer["version"], answer["record"])
+    if not root.is_relative_to(answer["prefix"]):
         wheel.note = (
-            f"{wheel.words} is not in the environment {found['prefix']}: other programs "
+            f"{wheel.words} is not in the environment {answer['prefix']}: other programs "
             "may import it, too"
         )
     return wheel

@@ -1,12 +1,11 @@
 """A PyTorch git work tree: its base, its refs, and how git lays texts into it."""
 
-import contextlib
 import functools
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -57,23 +56,23 @@ class Worktree:
                 raise WrongTarget(f"{lacks}: it has no {rel}")
         names = ("--show-toplevel", "--absolute-git-dir", "--git-common-dir", "HEAD")
         done = git.git(root, "rev-parse", *names, check=False)
-        found = os.fsdecode(done.stdout).splitlines()
-        if done.returncode or Path(found[0]).resolve() != root:
+        answers = os.fsdecode(done.stdout).splitlines()
+        if done.returncode or Path(answers[0]).resolve() != root:
             # git's own words may name a setting, such as safe.directory.
-            said = done.stderr.decode(errors="replace")
-            said = f"not the top of a git work tree\n{said}".rstrip()
-            raise WrongTarget(f"{lacks}: {said}")
+            words = done.stderr.decode(errors="replace")
+            words = f"not the top of a git work tree\n{words}".rstrip()
+            raise WrongTarget(f"{lacks}: {words}")
         # In the work tree it is missing if git was killed while it wrote.
         if not self.resolve(f"HEAD:{REPLACED}"):
             raise WrongTarget(f"{lacks}: it has no {REPLACED}")
-        self.git_dir = Path(found[1])  # of this work tree alone
+        self.git_dir = Path(answers[1])  # of this work tree alone
         # It is relative to the folder that was asked.
-        self.common = (root / found[2]).resolve()
+        self.common = (root / answers[2]).resolve()
         self._index = files.scratch(self.git_dir / "index")
         self._bases: dict[str, tuple[str, list[tuple[str, str]]]] = {}
 
-    def ask(self, *args: str, **how: Any) -> str:
-        return git.text(self.root, *args, **how)
+    def ask(self, *args: str, **options: Any) -> str:
+        return git.text(self.root, *args, **options)
 
     def resolve(self, name: str) -> str:
         """The object of that name; empty if the name is unknown."""
@@ -91,7 +90,7 @@ class Worktree:
                 )
         with git.scratch() as scratch:
             index = shutil.copy2(self.git_dir / "index", scratch)
-            objects = self._borrow(scratch / "objects")
+            objects = self.borrow(scratch / "objects")
             env = {"GIT_INDEX_FILE": index, "GIT_OBJECT_DIRECTORY": str(objects)}
             self._take(rels, env)
             return git.texts(self.root, "", rels, env=env)
@@ -104,7 +103,7 @@ class Worktree:
         update = ("update-index", "-z", *kinds, "--stdin")
         git.git(self.root, *update, data=names, env=env)
 
-    def _borrow(self, folder: Path) -> Path:
+    def borrow(self, folder: Path) -> Path:
         """An object directory that has this repository's objects, too."""
         (folder / "info").mkdir(parents=True, exist_ok=True)
         (folder / "info/alternates").write_bytes(
@@ -114,11 +113,11 @@ class Worktree:
 
     def refuse_if_busy(self) -> None:
         """git's own unfinished work comes first."""
-        for name, what in UNDER_WAY.items():
+        for name, command in UNDER_WAY.items():
             if (self.git_dir / name).exists():
-                way = f"  git -C {self.quoted} {what} --"
+                way = f"  git -C {self.quoted} {command} --"
                 ways = f"finish or drop it:\n{way}continue\n{way}abort"
-                raise Refused(f"a {what} is in progress in {self.root}: {ways}")
+                raise Refused(f"a {command} is in progress in {self.root}: {ways}")
         unmerged = {ln.split("\t")[1] for ln in git.lines(self.root, "ls-files", "-uz")}
         if unmerged:
             add = f"git -C {self.quoted} add -- {shlex.join(sorted(unmerged))}"
@@ -132,11 +131,11 @@ class Worktree:
 
     def _history(self, commit: str) -> tuple[str, list[tuple[str, str]]]:
         """The base, and (merge, branch) of other branches without the overlay."""
-        found = self.resolve(f"{commit}^{{commit}}")
-        if found not in self._bases:
-            base, others = self._before(found), []
+        tip = self.resolve(f"{commit}^{{commit}}")
+        if tip not in self._bases:
+            base, others = self._before(tip), []
             merges = ("rev-list", "--first-parent", "--merges", "--reverse")
-            for merge in self.ask(*merges, f"{base}..{found}").split():
+            for merge in self.ask(*merges, f"{base}..{tip}").split():
                 for other in self.ask("rev-parse", f"{merge}^@").split()[1:]:
                     if self.base(other) != other:
                         continue
@@ -144,18 +143,18 @@ class Worktree:
                     if self._is_ancestor(base, other):
                         base = other
                     others.append((merge, other))
-            self._bases[found] = base, others
-        return self._bases[found]
+            self._bases[tip] = base, others
+        return self._bases[tip]
 
     def _is_ancestor(self, old: str, new: str) -> bool:
         return git.works(self.root, "merge-base", "--is-ancestor", old, new)
 
-    def _before(self, found: str) -> str:
-        """The parent of the first commit of the overlay on this branch, or ``found``."""
+    def _before(self, tip: str) -> str:
+        """The parent of the first commit of the overlay on this branch, or ``tip``."""
         newest = ("log", "-1", "--first-parent", "-m", "--no-renames", "--format=%H")
-        parent, adding = found, ""
-        for mark in filter(lambda rel: self.resolve(f"{found}:{rel}"), ADDED):
-            added = (*newest, "--diff-filter=A", found, "--", mark)
+        parent, adding = tip, ""
+        for mark in filter(lambda rel: self.resolve(f"{tip}:{rel}"), ADDED):
+            added = (*newest, "--diff-filter=A", tip, "--", mark)
             first = self.ask(*added, check=True)
             before = self.resolve(f"{first}^")
             since = [first, *[f"^{before}"] * bool(before)]
@@ -185,13 +184,14 @@ class Worktree:
                 f"overlay. Fetch it:\n  git -C {self.quoted} fetch --unshallow"
             )
 
-    def named(self, *which: str) -> dict[str, str]:
-        """The commits among these that bring an overlay, and its name in each, newest first."""
+    def named(self, *which: str) -> dict[str, str | None]:
+        """The commits among these that bring an overlay, newest first, with its name."""
         asked = ("log", "--format=%x01%H%n%B", "-E", f"--grep={_OURS}", *which)
         out = self.ask(*asked, check=True)
         entries = (entry.partition("\n") for entry in out.split("\1")[1:])
         names = {c: re.findall(f"(?m){_OURS}(\\S+)", text) for c, _, text in entries}
-        return {c: found[-1] for c, found in names.items() if found[-1] != "none"}
+        last = {c: each[-1] for c, each in names.items() if each[-1] != "none"}
+        return {c: None if name == "unknown" else name for c, name in last.items()}
 
     @functools.cached_property
     def _by_hand(self) -> set[str]:
@@ -204,17 +204,17 @@ class Worktree:
     def stock(self, rels: list[str]) -> dict[str, bytes | None]:
         """The texts without the overlay: of the base, with what other branches brought."""
         base, others = self._history("HEAD")
-        found = self.texts(base, rels)
+        texts = self.texts(base, rels)
         for merge, other in others:
             if self._is_ancestor(other, base):
                 continue
             was = self.texts(self.ask("merge-base", f"{merge}^1", other), rels)
             for rel, theirs in self.texts(other, rels).items():
-                mine, old = found[rel], was[rel]
-                if mine and old and theirs and theirs not in (old, mine):
-                    text, clean = git.merged(mine, old, theirs)
-                    found[rel] = text if clean else mine
-        return found
+                ours, old = texts[rel], was[rel]
+                if ours and old and theirs and theirs not in (old, ours):
+                    text, clean = git.merged(ours, old, theirs)
+                    texts[rel] = text if clean else ours
+        return texts
 
     def laid(self) -> list[str]:
         """The commits that were applied to this work tree, newest first."""
@@ -237,41 +237,57 @@ class Worktree:
         record: bool = False,
     ) -> str:
         """The newest of those commits (message, texts); only objects are written."""
-        signs = self.ask("config", "--type=bool", "commit.gpgsign") == "true"
-        more = ["-S"] * (signs and not record)
-        with git.scratch() as scratch:
-            env = {"GIT_INDEX_FILE": str(scratch / "index")}
-            git.git(self.root, "read-tree", parent, env=env)
-            for words, texts in commits:
-                self._update(texts, env)
-                tree = self._write_tree(env)
-                text = f"{words.strip()}\n\n{TRAILER}: {name or 'unknown'}\n".encode()
-                parent = self._commit(tree, [parent], text, more, record=record)
+        for words, texts in commits:
+            words = f"{words.strip()}\n\n{TRAILER}: {name or 'unknown'}\n"
+            tree = self._tree(parent, texts)
+            parent = self._commit(tree, [parent], words, record=record)
         return parent
 
-    def _commit(
-        self, tree: str, parents: list[str], text: bytes, more: list[str], *, record: bool
-    ) -> str:  # fmt: skip
-        named = [word for parent in parents for word in ("-p", parent)]
-        env = _NOBODY if record else {}
-        command = ("commit-tree", tree, *named, *more)
-        return self.ask(*command, data=text, env=env, check=True)
+    def _tree(self, tree: str, texts: files.Texts) -> str:
+        """That tree with these texts."""
+        before = self.texts(tree, list(texts))
+        patch = git.difference(before, texts, "--binary", "--full-index")
+        with git.scratch() as scratch:
+            env = {"GIT_INDEX_FILE": str(scratch / "index")}
+            git.git(self.root, "read-tree", tree, env=env)
+            if patch:
+                apply = ("apply", "--cached", "--whitespace=nowarn")
+                git.git(self.root, *apply, data=patch, env=env)
+            return self._write_tree(env)
 
     def _write_tree(self, env: dict[str, str]) -> str:
         # The objects of a partial clone are elsewhere.
         return self.ask("write-tree", "--missing-ok", env=env, check=True)
 
-    def _update(self, texts: files.Texts, env: dict[str, str]) -> None:
-        """Put the texts into the index that ``env`` names."""
-        before = git.texts(self.root, "", list(texts), env=env)
-        if patch := git.difference(before, texts, "--binary", "--full-index"):
-            apply = ("apply", "--cached", "--whitespace=nowarn")
-            git.git(self.root, *apply, data=patch, env=env)
+    def _commit(
+        self, tree: str, parents: list[str], words: str, *, record: bool
+    ) -> str:
+        named = [word for parent in parents for word in ("-p", parent)]
+        signs = self.ask("config", "--type=bool", "commit.gpgsign") == "true"
+        command = ("commit-tree", tree, *named, *["-S"] * (signs and not record))
+        env = _NOBODY if record else {}
+        return self.ask(*command, data=words.encode(), env=env, check=True)
 
-    @contextlib.contextmanager
-    def _locked_index(self) -> Iterator[dict[str, str]]:
-        """A copy of the user's index, under git's lock. The copy replaces it at the end."""
+    def forget_scrap(self) -> None:
+        """Remove what a killed command left in the git directory."""
         lock = self.git_dir / "index.lock"
+        if lock.is_file() and lock.read_bytes() == _LOCK:
+            lock.unlink()
+        locks = [Path(f"{name}.lock") for name in (self._index, LAID, NEXT, PULLED)]
+        for path in (self._index, *locks):
+            (self.git_dir / path).unlink(missing_ok=True)
+
+    def _bring(
+        self, texts: files.Texts, begin: Callable[[str, str], None] = lambda *_: None
+    ) -> None:
+        """Have git merge the texts into the index and the work tree.
+
+        The caller knows what these paths have in the work tree. git refuses if anything
+        else came there since. It works on a copy of the user's index, which replaces that
+        at the end, under the lock that git would take.
+        """
+        index, lock = self.git_dir / "index", self.git_dir / "index.lock"
+        env = {"GIT_INDEX_FILE": str(self._index)}
         self._index.write_bytes(_LOCK)
         try:
             os.link(self._index, lock)
@@ -282,52 +298,27 @@ class Worktree:
             ) from None
         try:
             self._index.unlink()
-            shutil.copy2(self.git_dir / "index", self._index)
-            yield {"GIT_INDEX_FILE": str(self._index)}
-            os.replace(self._index, self.git_dir / "index")
+            shutil.copy2(index, self._index)
+            self._take(texts, env)
+            old = self._write_tree(env)
+            new = self._tree(old, texts)
+            begin(old, new)
+            git.git(self.root, "read-tree", "-m", "-u", old, new, env=env)
+            os.replace(self._index, index)
         finally:
             self._index.unlink(missing_ok=True)
             lock.unlink()
-
-    def forget_scrap(self) -> None:
-        """Remove what a killed command left in the git directory."""
-        lock = self.git_dir / "index.lock"
-        if lock.is_file() and lock.read_bytes() == _LOCK:
-            lock.unlink()
-        locks = [Path(f"{name}.lock") for name in (self._index, LAID, NEXT, PULLED)]
-        exclude = files.scratch(self.common / "info" / "exclude")
-        for path in (self._index, *locks, exclude):
-            (self.git_dir / path).unlink(missing_ok=True)
-
-    def _bring(
-        self, texts: files.Texts, begin: Callable[[str, str], None] = lambda *_: None
-    ) -> None:
-        """Have git merge the texts into the index and the work tree.
-
-        The caller knows what these paths have in the work tree. git refuses if anything
-        else came there since.
-        """
-        with self._locked_index() as env:
-            self._take(texts, env)
-            old = self._write_tree(env)
-            with git.scratch() as scratch:
-                copy = shutil.copy2(self._index, scratch)
-                after = {"GIT_INDEX_FILE": str(copy)}
-                self._update(texts, after)
-                new = self._write_tree(after)
-            begin(old, new)
-            git.git(self.root, "read-tree", "-m", "-u", old, new, env=env)
 
     def lay(self, texts: files.Texts, laid: str, head: str = "") -> None:
         """Bring the texts there, and HEAD to that commit; ``laid`` is applied then."""
         was = self.resolve("HEAD")
 
         def begin(old: str, new: str) -> None:
-            before = self._commit(old, [was], b"before", [], record=True)
+            before = self._commit(old, [was], "before", record=True)
             parents = [laid, before, *[head] * bool(head)]
-            step = self._commit(new, parents, b"after", [], record=True)
-            refs = f"update {NEXT} {step}\n" + f"update HEAD {head} {was}\n" * bool(head)  # fmt: skip
-            self.update_refs(refs)
+            step = self._commit(new, parents, "after", record=True)
+            moves = f"update HEAD {head} {was}\n" * bool(head)
+            self.update_refs(f"update {NEXT} {step}\n{moves}")
 
         try:
             self._bring(texts, begin)
@@ -382,17 +373,3 @@ class Worktree:
             git.git(self.root, *out, data=names.encode())
         self.record(self.resolve(LAID) if back else laid)
         return True
-
-
-def write_series(tree: Worktree, base: str, tip: str, out: Path) -> list[Path]:
-    """``git format-patch``, away from every setting of the user."""
-    if any(out.glob("*.patch")):  # `git am out/*` would take them, too
-        raise Refused(f"{out} has mails already: name another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    with git.scratch() as scratch:
-        git.git(scratch, "init", "-q", "--bare", env=git.ALONE)
-        tree._borrow(scratch / "objects")
-        command = ("format-patch", "--no-renames", "--full-index", "--binary")
-        more = ("--signature=overlay", "-o", str(out), f"{base}..{tip}")
-        mails = git.text(scratch, *command, *more, env=git.ALONE, check=True)
-        return [Path(mail) for mail in mails.splitlines()]
