@@ -24,7 +24,9 @@ PACKAGES = (
 # torch with CUDA brings, of its own version.
 FRAMEWORKS = (
     "accelerate==1.15.0", "transformers==5.23.0", "lightning==2.6.6", "torchtitan==0.3.0",
-    "muon-optimizer==0.1.0", "triton; sys_platform == 'linux'",
+    "muon-optimizer==0.1.0",
+    "megatron-core==0.16.1; sys_platform == 'linux' and platform_machine == 'x86_64'",
+    "triton; sys_platform == 'linux'",
 )  # fmt: skip
 MARKER = ".muon_overlay_env.json"
 SIZE = "about 0.3 GB from a CPU-only index (PIP_INDEX_URL), up to 4 GB with CUDA"
