@@ -648,7 +648,7 @@ if __name__ == "__main__":
 # | DP gather, TP gather | the gather of a bucket (runtime/transport.py: start_gather) | There, all ranks get everything. Here the owner gets the shards that it lacks. |
 # | run math | Newton-Schulz on the owner (runtime/pipeline.py: orthogonalize) | There, each rank with a part of a matrix orthogonalizes all of it. |
 # | TP shard, DP shard | the scatter of a bucket (runtime/transport.py: start_scatter) | There, each rank has the whole result and slices it. Here the owner sends the regions. |
-# | ZeRO-1 | momentum is placed as its parameter (layouts/dtensor.py: new_momentum_buffer) | There, DP cuts momentum and the optimizer's copy of the weights. Here FSDP2 cuts both, and DDP neither. |
+# | ZeRO-1 | momentum is placed as its parameter (runtime/__init__.py: begin) | There, DP cuts momentum and the optimizer's copy of the weights. Here FSDP2 cuts both, and DDP neither. |
 #
 # [poc]: https://github.com/NVIDIA/Megatron-LM/pull/1428
 #
