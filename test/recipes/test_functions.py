@@ -25,7 +25,7 @@ from torch.optim.muon import (
     DistributedConfig,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.common_muon import Collectives
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
@@ -173,7 +173,7 @@ class TestFunctions(Recipe):
             linear.weight = nn.Parameter(framework.cut(linear.weight.detach()))
             linear.weight.is_rows = True
         muon = Muon(shards.parameters(), lr=1e-3, distributed_config=config)
-        seen = Collectives()
+        seen = Recorder()
         muon.register_step_pre_hook(lambda *_: seen.__enter__() and None)
         muon.register_step_post_hook(lambda *_: seen.__exit__(None, None, None))
 
@@ -189,7 +189,7 @@ class TestFunctions(Recipe):
 
         world = dist.group.WORLD
         self.compare(MLP(), shards, muon, fsdp=world, data=[world], backward=backward)
-        self.assertEqual(seen.calls, [])
+        self.assertEqual(seen.names, [])
 
     def test_own_functions_to_auto_config(self):
         """END_TO_END, from a user's own functions to two groups."""

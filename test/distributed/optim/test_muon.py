@@ -33,7 +33,6 @@ from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
     detect_tp_dims_from_model,
-    partition_parameters,
 )
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_utils import (
@@ -43,7 +42,7 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.testing._internal.distributed._muon import common_muon
-from torch.testing._internal.distributed._muon.common_fsdp1 import give_gradients, Run
+from torch.testing._internal.distributed._muon.common_fsdp1 import Run
 from torch.testing._internal.distributed._muon.common_modules import (
     data_parallel,
     make_model,
@@ -245,17 +244,16 @@ class MeshTests(Tests):
 class FSDPTests(Tests):
     def test_fsdp_correctness(self):
         run = Run(orig=False)
-        run.backward()
-        count = sum(everyone(len(run.update())))
-        self.assertEverywhere(run.problems())
-        self.assertEqual(count, sum(p.ndim == 2 for p in run.single.parameters()))
+        count = sum(everyone(len(run.step())))
+        self.assertEverywhere(run.alone.problems())
+        self.assertEqual(count, sum(p.ndim == 2 for p in run.one.parameters()))
 
     def test_fsdp_vs_single_device(self):
         for orig in (False, True):
             run = Run(orig=orig)
             for _ in range(10):
                 run.step()
-            self.assertEverywhere(run.problems(), f"use_orig_params={orig}")
+            self.assertEverywhere(run.alone.problems(), f"use_orig_params={orig}")
 
     def test_fully_shard_vs_single_device(self):
         bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -342,32 +340,14 @@ class ExpertTests(Tests):
             expert_assignments={0: number, 1: number},
             module=model,
         )
-        models = model, make_expert(number)
-        starts = [param.detach().clone() for param in models[1].parameters()]
-        ours, its = (
-            Muon(partition_parameters(each)[0], lr=0.05, distributed_config=given)
-            for each, given in zip(models, (config, None))
-        )
-        for step in range(2):
-            for each in models:
-                # Ranks of one expert see the same data, so the mean equals each rank's gradient.
-                each(full(10 * step + number, (6, 12))).pow(2).mean().backward()
-            give_gradients(*models)
-            with NewtonSchulzCalls() as calls:
-                ours.step()
-            its.step()
-            ours.zero_grad()
-            its.zero_grad()
-            self.assertEqual(sum(everyone(len(calls.shapes))), self.world_size)
-            with self.everywhere(), FSDP.summon_full_params(model, writeback=False):
-                for a, b, start in zip(*(m.parameters() for m in models), starts):
-                    self.assertTrue(
-                        moved_alike(a.detach(), b.detach(), step + 1, start)
-                    )
-        owned = sorted(i for own in ours.assignments.values() for i in own)
+        one, group = make_expert(number), shards.get_group()
+        count = self.world_size
+        _, muon = self.check(model, config, 2, number, count=count, one=one, fsdp=group)
+        owned = sorted(i for own in muon.assignments.values() for i in own)
         self.assertEqual(owned, [0, 1])
-        holders = dist.get_process_group_ranks(shards.get_group())
-        self.assertLessEqual(set(ours.assignments), set(holders))
+        self.assertLessEqual(
+            {*muon.assignments}, {*dist.get_process_group_ranks(group)}
+        )
 
 
 LAST = {}

@@ -14,7 +14,6 @@ from torch.testing._internal.distributed._muon.common_config import NewtonSchulz
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     as_on_an_accelerator,
-    Collectives,
     everyone,
     grid_of,
     local,
@@ -26,10 +25,9 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Twins,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
-ALL_TO_ALL = ("all_to_all_single", (0, 1, 2, 3))
-STATUSES = ("all_reduce", ())
 SHAPES = [(16, 8), (9, 13), (3, 20), (5, 1)] * 2
 
 
@@ -70,7 +68,7 @@ class TestMuonExchange(OnCPU):
 
     def collectives_of_a_step(self, twins, missing=()):
         twins.set_gradients(missing)
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.optimizer.step()
         return seen
 
@@ -78,27 +76,29 @@ class TestMuonExchange(OnCPU):
         # One matrix for each owner is one bucket, and four are four buckets.
         for count in (1, 4):
             twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4 * count))
-            names = self.collectives_of_a_step(twins).names()
-            self.assertEqual(names, [STATUSES] + [ALL_TO_ALL] * 2 * count)
+            seen = self.collectives_of_a_step(twins)
+            expected = ["all_reduce"] + ["all_to_all_single"] * 2 * count
+            self.assertEqual(seen.names, expected)
+            self.assertEqual({call.comm.ranks for call in seen.calls}, {(0, 1, 2, 3)})
         twins = Twins(specs(mesh_of(1), [(S0,), (R,)]))
-        self.assertEqual(self.collectives_of_a_step(twins).calls, [])
+        self.assertEqual(self.collectives_of_a_step(twins).names, [])
 
     def test_gradients_do_not_change_the_calls(self):
         twins = Twins(self.placed())
         usual = self.collectives_of_a_step(twins)
-        self.assertEqual(everyone(usual.names()), [usual.names()] * 4)
+        self.assertEqual(everyone(usual.names), [usual.names] * 4)
         for missing in ([0], range(0, len(twins.params), 3), range(len(twins.params))):
             now = self.collectives_of_a_step(twins, missing)
-            self.assertEqual(now.calls, usual.calls)
+            self.assertEqual(now.launches, usual.launches)
         # Accelerators make the same calls even if ranks disagree about gradients.
         as_on_an_accelerator(twins.optimizer)
         twins.set_gradients()
         for i, param in enumerate(twins.params):
             if i % 4 == self.rank:
                 param.grad = None
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.optimizer.step()
-        self.assertEqual(seen.calls, usual.calls)
+        self.assertEqual(seen.launches, usual.launches)
         with self.assertRaisesRegex(RuntimeError, "gradient"):
             twins.optimizer.synchronize()
 
@@ -188,13 +188,9 @@ class TestMuonRelays(OnCPU):
 
     def connections(self, twins):
         """The collectives that the constructor makes on accelerators, so that backends connect."""
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.optimizer._engine._pipeline().connect()
-        return seen.calls
-
-    def peers(self, call):
-        """The ranks that an all-to-all sends something to."""
-        return {rank for rank, sent in zip(call.ranks, call.sent) if sent}
+        return seen
 
     # Relays
 
@@ -203,19 +199,19 @@ class TestMuonRelays(OnCPU):
         layout = specs(grid, [(R, S0)], [(16, 8)] * 8)
         with relayed():
             twins = Twins(layout)
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.step()
         self.assertParity(twins)
         connections = self.connections(twins)
         mine = set(grid["b"].mesh.flatten().tolist())
         with self.everywhere():
             names = {"all_to_all_single", "broadcast"}
-            for calls in (connections, seen.calls):
-                self.assertEqual({call.name for call in calls}, {*names, "all_reduce"})
-            for call in seen.calls + connections:
-                self.assertLessEqual(self.peers(call), mine)
+            for recorded in (connections, seen):
+                self.assertEqual({*recorded.names}, {*names, "all_reduce"})
+                for call in recorded.calls:
+                    self.assertLessEqual(call.peers, mine)
             exchanged, passed_on = (
-                sum(sum(call.sent) for call in seen.calls if call.name == name)
+                sum(c.nbytes // c.itemsize for c in seen.calls if c.name == name)
                 for name in ("all_to_all_single", "broadcast")
             )
             # Each rank owns one matrix, of which it has one half. Its replica's other rank has the other.
@@ -224,11 +220,10 @@ class TestMuonRelays(OnCPU):
             self.assertEqual(passed_on, 8 * 64)
         # Few replicas are served directly.
         twins = Twins(layout)
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.step()
         with self.everywhere():
-            names = {call.name for call in seen.calls}
-            self.assertEqual(names, {"all_to_all_single", "all_reduce"})
+            self.assertEqual({*seen.names}, {"all_to_all_single", "all_reduce"})
 
     # Two levels
 
@@ -244,7 +239,7 @@ class TestMuonRelays(OnCPU):
     @in_two_levels()
     def test_a_rank_exchanges_with_its_node_and_its_rail_only(self):
         twins = Twins(specs(mesh_of(8), [(S0,)], [(16, 8)] * 8))
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.step()
         self.assertParity(twins)
         connections = self.connections(twins)
@@ -252,11 +247,10 @@ class TestMuonRelays(OnCPU):
         near = {4 * node + place for place in range(4)}
         across = {rail, 4 + rail}
         with self.everywhere():
-            for call in connections + seen.calls:
-                partners = self.peers(call)
-                self.assertTrue(partners <= near or partners <= across, f"{call}")
+            for call in connections.calls + seen.calls:
+                self.assertTrue(call.peers <= near or call.peers <= across, f"{call}")
             # Within the node, then along the rail, there and back.
-            levels = [set(call.ranks) for call in seen.calls if call.ranks]
+            levels = [{*call.comm.ranks} for call in seen.calls if call.splits]
             self.assertEqual(levels, [near, across, near, across])
 
 

@@ -19,7 +19,6 @@ from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import Run
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
-    Collectives,
     Cut,
     everyone,
     full,
@@ -39,6 +38,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Twins,
     wrap_functions,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 class Experts(nn.Module):
@@ -110,7 +110,7 @@ class TestMuonForms(OnCPU):
             run = Run(orig, True, Net, groups_of, (4, 4, 6, 6), **wrapping)
             for _ in range(2):
                 run.step()
-                self.assertEverywhere(run.problems(), f"{orig} {wrapping}")
+                self.assertEverywhere(run.alone.problems(), f"{orig} {wrapping}")
 
     # Owners
 
@@ -122,12 +122,12 @@ class TestMuonForms(OnCPU):
         ):
             twins = self.twins(specs(mesh_of(4), [(placement,)], [(8, 6, 10)]))
             twins.set_gradients()
-            with Collectives() as seen, NewtonSchulzCalls() as calls:
+            with Recorder() as seen, NewtonSchulzCalls() as calls:
                 twins.optimizer.step()
             twins.single.step()
             self.assertParity(twins)
             with self.everywhere():
-                self.assertEqual({call.name for call in seen.calls}, names)
+                self.assertEqual({*seen.names}, names)
                 self.assertEqual(calls.shapes, [(6, 10)] * 2)
         owners = twins.optimizer.matrix_owners
         self.assertEqual(list(owners), [(0, sub) for sub in range(8)])

@@ -22,13 +22,13 @@ from torch.testing._internal.distributed._muon.common_fsdp1 import (
 )
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
-    Collectives,
     everyone,
     full,
     OnCPU,
     grid_of,
     wrap_functions,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
@@ -40,7 +40,7 @@ class TestMuonFSDP1(OnCPU):
         for step in range(steps):
             shapes = run.step()
             self.assertEqual(sum(everyone(len(shapes))), 8, message)
-            self.assertEverywhere(run.problems(), f"{message} step {step}")
+            self.assertEverywhere(run.alone.problems(), f"{message} step {step}")
 
     # Against one process
 
@@ -66,11 +66,10 @@ class TestMuonFSDP1(OnCPU):
             config = create_auto_config(module=model)
             optimizer = Muon(model.parameters(), distributed_config=config)
             model(full(0, (5, 8))).sum().backward()
-            with NewtonSchulzCalls() as calls, Collectives() as seen:
+            with NewtonSchulzCalls() as calls, Recorder() as seen:
                 optimizer.step()
             self.assertEqual(everyone(len(calls.shapes)), [2] * 4, f"{orig} {strategy}")
-            names = {call.name for call in seen.calls}
-            self.assertEqual(names, {"all_to_all_single", "all_reduce"})
+            self.assertEqual({*seen.names}, {"all_to_all_single", "all_reduce"})
             # A flat parameter's index stands under the owner of its first matrix.
             owned = [i for own in optimizer.assignments.values() for i in own]
             self.assertEqual(sorted(owned), list(range(8)) if orig else [0])
@@ -85,7 +84,7 @@ class TestMuonFSDP1(OnCPU):
         words = "parameter 0 .*holds 8 matrices"
         self.assertRaisesEverywhere(flat.build, ValueError, words)
         flat = Run(False, units=None)
-        config, given = flat.config, flat.matrices
+        config, given = flat.config, [*flat.model.parameters()]
         config.assign_fn(given, config.state)
         pattern = "parameter 0 holds 8 matrices"
         piece = given[0].detach()
@@ -106,10 +105,10 @@ class TestMuonFSDP1(OnCPU):
             with self.everywhere(f"{orig=} {strategy}"):
                 found = config.gather_fn(piece, 0, config.state)
                 self.assertTrue(torch.equal(found, single.weight.detach()))
-                with Collectives() as seen:
+                with Recorder() as seen:
                     mine = config.redistribute_fn(found, 0, config.state)
                 self.assertTrue(torch.equal(mine, piece))
-                self.assertEqual(seen.calls, [])
+                self.assertEqual(seen.names, [])
 
     def test_gathers_without_an_index(self):
         """The second one took the first one's shape."""

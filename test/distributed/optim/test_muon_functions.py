@@ -13,7 +13,6 @@ from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
-    Collectives,
     everyone,
     OnCPU,
     grid_of,
@@ -31,6 +30,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Twins,
     wrap_functions,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 class TestMuonFunctions(OnCPU):
@@ -51,10 +51,10 @@ class TestMuonFunctions(OnCPU):
         self.assertTrue(torch.equal(local(place(whole, spec)), local(tensor)))
         # Each rank cuts its own tensor, whatever the other ranks have.
         given = whole + self.rank
-        with Collectives() as seen:
+        with Recorder() as seen:
             mine = config.redistribute_fn(given, 0, config.state)
             again = config.redistribute_fn(whole, 3, config.state)
-        self.assertEqual(seen.calls, [])
+        self.assertEqual(seen.names, [])
         self.assertTrue(torch.equal(local(mine), piece_of(given, spec)))
         self.assertEqual(stored(again), stored(tensor))
         self.assertTrue(torch.equal(local(again), local(tensor)))
@@ -118,10 +118,10 @@ class TestMuonFunctions(OnCPU):
         if self.rank == 2:
             twins.params[1].grad = None
         before = [local(p.detach()).clone() for p in twins.params]
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.optimizer.step()
         with self.everywhere():
-            self.assertNotIn("all_reduce", {call.name for call in seen.calls})
+            self.assertNotIn("all_reduce", seen.names)
             for i, (param, old) in enumerate(zip(twins.params, before)):
                 stayed = torch.equal(local(param.detach()), old)
                 self.assertEqual(stayed, (self.rank, i) == (2, 1))

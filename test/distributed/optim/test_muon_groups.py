@@ -13,7 +13,6 @@ from torch.optim.muon import create_auto_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
-    Collectives,
     Cut,
     everyone,
     full,
@@ -29,6 +28,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Strategy,
     Twins,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 HOWS = ("chunk", "balanced", "last")
@@ -44,7 +44,7 @@ class GroupParity(OnCPU):
 
         ``total`` is how many matrices all ranks have together; as many as this one by default.
         """
-        with NewtonSchulzCalls() as calls, Collectives() as seen:
+        with NewtonSchulzCalls() as calls, Recorder() as seen:
             self.assertTrainsAlike(twins, 2, message)
         count = len(twins.params)
         # This process also runs the single one.
@@ -93,9 +93,9 @@ class TestMuonGroups(GroupParity):
     def test_ranks_tell_each_other_each_kind_of_matrix_once(self):
         sizes = []
         for count in (4, 64):
-            with Collectives() as seen:
+            with Recorder() as seen:
                 Strategy(grid_of(4), "fsdp").twins([(8, 8)] * count)
-            sizes.append(sum(sum(c.sent) * c.itemsize for c in seen.calls))
+            sizes.append(sum(call.nbytes for call in seen.calls))
         # A few bytes for each matrix more. The shards of each would take hundreds.
         self.assertLess((sizes[1] - sizes[0]) / 60, 50, f"{sizes}")
 
@@ -340,14 +340,7 @@ class TestMuonExperts(GroupParity):
 
     def assertNothingBetween(self, ep_group, seen):
         others = set(dist.get_process_group_ranks(ep_group)) - {self.rank}
-        self.assertEverywhere(
-            [
-                f"{count} elements to rank {peer}"
-                for call in seen.calls
-                for peer, count in zip(call.ranks, call.sent)
-                if count and peer in others
-            ]
-        )
+        self.assertEverywhere([f"{c}" for c in seen.calls if c.peers & others])
 
     def test_ddp(self):
         grid = grid_of(2, 2)
@@ -356,7 +349,7 @@ class TestMuonExperts(GroupParity):
             twins = self.twins(**{f"{kind}_process_group": grid.get_group("a")})
             seen = self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT), kind)
             self.assertNothingBetween(grid.get_group("b"), seen)
-            used = {call.ranks for call in seen.calls if call.ranks}
+            used = {call.comm.ranks for call in seen.calls if call.splits}
             self.assertEqual(used, {pair})
             self.assertEqual(sorted(twins.optimizer.assignments), sorted(pair))
         # All ranks share the dense matrices. Two ranks share each expert.
@@ -383,7 +376,7 @@ class TestMuonExperts(GroupParity):
                 dense_cut=lambda shape: Spec(shape, grid_of(4), (dense,)),
             )
             seen = self.check(twins, len(DENSE) + 4 * len(EXPERT))
-            ranks = {call.ranks for call in seen.calls if call.ranks}
+            ranks = {call.comm.ranks for call in seen.calls if call.splits}
             self.assertEqual(ranks, {pair, (0, 1, 2, 3)})
 
     def test_replicas_in_another_order(self):

@@ -11,7 +11,6 @@ from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
-    Collectives,
     everyone,
     full,
     OnCPU,
@@ -28,6 +27,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Twins,
     wrap_functions,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 P = Partial()
@@ -134,7 +134,7 @@ class TestMuonPartial(OnCPU):
         if wrapped:
             wrap_functions(config, "redistribute_fn")
         optimizer = Muon(params, distributed_config=config, **options)
-        with NewtonSchulzCalls() as calls, Collectives() as seen:
+        with NewtonSchulzCalls() as calls, Recorder() as seen:
             optimizer.step()
         problems = []
         for i, param in enumerate(params):

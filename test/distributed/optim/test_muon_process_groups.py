@@ -17,7 +17,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim._muon_engine.process_groups import rendezvous, spanning_group
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
-    Collectives,
     everyone,
     OnCPU,
     grid_of,
@@ -29,6 +28,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Twins,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 # Bounds the time that members would wait for each other under different names.
@@ -156,9 +156,9 @@ class TestMuonMeshGroups(LocalGroups, OnCPU):
         twins = Twins(placed, seed=30 * ranks[0])
         self.assertTrainsAlike(twins, 2)
         self.assertEqual(sorted(twins.optimizer.assignments), ranks)
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.step()
-        used = {call.ranks for call in seen.calls if call.ranks}
+        used = {call.comm.ranks for call in seen.calls if call.splits}
         self.assertEqual(used, {tuple(ranks)})
 
     def test_group_has_the_longest_timeout_of_its_mesh(self):

@@ -290,7 +290,7 @@ class TestMuonLongRuns(LongRuns, OnCPU):
     def test_fsdp1(self):
         run = Run(False)
         self.run_flat(lambda step: run.step(), STEPS)
-        self.assertEverywhere(run.problems())
+        self.assertEverywhere(run.alone.problems())
 
     def test_optimizers_made_and_dropped(self):
         mesh, engines = grid_of(2, 2), weakref.WeakSet()

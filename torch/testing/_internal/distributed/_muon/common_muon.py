@@ -33,7 +33,6 @@ from torch.testing._internal.common_distributed import (
     skip_if_lt_x_gpu,
 )
 from torch.testing._internal.distributed._muon.common_config import near
-from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 if TYPE_CHECKING:
@@ -233,39 +232,6 @@ def held(spec: Spec | Cut) -> set[int]:
     """The elements of a matrix, counted row by row, that this rank's piece of it holds."""
     numbers = torch.arange(math.prod(spec.shape), device=device()).reshape(spec.shape)
     return set(piece_of(numbers, spec).flatten().tolist())
-
-
-class Collective(NamedTuple):
-    """One call that moves data; sizes in elements, for an all-to-all by peer.
-
-    A broadcast has one size, on the ranks that receive it, too.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    itemsize: int
-
-
-class Collectives(Recorder):
-    """Records every collective that this rank starts, whoever starts it and however."""
-
-    def __init__(self) -> None:
-        super().__init__(moves=True)
-
-    @property
-    def calls(self) -> list[Collective]:
-        found = [Collective(name, (), (), (), 0) for name in self.functional]
-        for call in (call for what, call in self.log if what == "launch"):
-            splits = call.splits or ([call.nbytes // call.itemsize], [])
-            ranks = call.comm.ranks if call.splits else ()
-            sizes = map(tuple, splits)
-            found.append(Collective(call.name, ranks, *sizes, call.itemsize))
-        return found
-
-    def names(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(call.name, call.ranks) for call in self.calls]
 
 
 def as_on_an_accelerator(optimizer):

@@ -115,13 +115,14 @@ class Call:
         recorder.counts[self.comm] += 1
         self.source, self.is_finished = given.get("src"), False
         self.target, *others = given.values()
-        self.sent = others[0] if name in FROM_TO else self.target
-        comm, read = self.comm, self.sent
+        self.given = others[0] if name in FROM_TO else self.target
+        comm, read = self.comm, self.given
         self.is_fake = isinstance(read, FakeTensor)
         self.nbytes, self.itemsize = read.nbytes, read.itemsize
         is_source = self.source == dist.get_rank()
         self.reads = read if name != "broadcast" or is_source else ()
         self.writes = () if is_source else self.target
+        # Elements by peer: those sent, and those received.
         self.splits: list[list[int]] = []
         what = name, str(read.dtype), read.numel(), self.source
         # The ranks of each pair must agree on this.
@@ -134,6 +135,12 @@ class Call:
                 both = (sent, got) if dist.get_rank() < peer else (got, sent)
                 self.said[peer] = name, str(read.dtype), *both
 
+    @property
+    def peers(self) -> set[int]:
+        """The ranks that an all-to-all sends something to."""
+        sent = self.splits[0] if self.splits else ()
+        return {rank for rank, count in zip(self.comm.ranks, sent) if count}
+
     def __str__(self) -> str:
         return f"{self.name} {self.number} of ranks {list(self.comm.ranks)}"
 
@@ -143,8 +150,8 @@ class Work:
 
     def __init__(self, recorder: Recorder, call: Call, own: Any) -> None:
         self._recorder, self._call, self._own = recorder, call, own
-        self._kept = call.sent, call.target
-        call.sent = call.target = call.reads = call.writes = None
+        self._kept = call.given, call.target
+        call.given = call.target = call.reads = call.writes = None
         weakref.finalize(self, recorder.dropped, call).atexit = False
 
     def wait(self, *args: Any) -> bool:
@@ -164,13 +171,11 @@ class Recorder(TorchDispatchMode):
     ``log`` has ("launch" | "wait", call) in the order of the program.
 
     Args:
-        moves: whether the backend carries collectives out.
         stumbles: the operation, from :meth:`begin` on, that raises an error; 0 for none.
     """
 
-    def __init__(self, moves: bool = False, stumbles: int = 0) -> None:
+    def __init__(self, stumbles: int = 0) -> None:
         super().__init__()
-        self.moves = moves
         self._stumbles, self._stumbles_now, self.done = stumbles, 0, 0
         self.log: list[tuple[str, Call]] = []
         self.problems: list[str] = []
@@ -187,6 +192,20 @@ class Recorder(TorchDispatchMode):
         self.current: list[Any] = [HOST]
         # By storage: queue, bytes and whether they are written -> the work's place in the queue, and what it is.
         self._accesses: dict[int, dict[tuple, tuple[int, Any]]] = defaultdict(dict)
+
+    @property
+    def calls(self) -> list[Call]:
+        return [call for event, call in self.log if event == "launch"]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all collectives, whoever starts them and however."""
+        return self.functional + [call.name for call in self.calls]
+
+    @property
+    def launches(self) -> list[tuple[Comm, dict[int, Any]]]:
+        """What each call is, in values that can be compared with another program's."""
+        return [(call.comm, call.said) for call in self.calls]
 
     def begin(self) -> None:
         """From here on, ``log`` is of interest."""
@@ -292,6 +311,7 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._patches = contextlib.ExitStack()
+        self.moves = dist.get_backend() != "alone"
         for name in (n for n in FROM_TO + IN_PLACE if hasattr(dist, n)):
             found = self._recorded(name, getattr(dist, name))
             self._patches.enter_context(mock.patch.object(dist, name, found))
@@ -330,7 +350,7 @@ class Recorder(TorchDispatchMode):
                 # All ranks say the same when they build an engine.
                 with _disable_current_modes():
                     for target in call.target:
-                        target.copy_(call.sent)
+                        target.copy_(call.given)
             work = Work(self, call, own)
             return work if is_async else work.wait() and None
 

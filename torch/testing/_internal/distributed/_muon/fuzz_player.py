@@ -414,7 +414,7 @@ class Held:
 def received_bytes(seen: Recorder, rank: int) -> int:
     """What ``rank`` received from other ranks in the exchanges that ``seen`` recorded."""
     received = 0
-    for call in (call for what, call in seen.log if what == "launch"):
+    for call in seen.calls:
         if call.name == "all_to_all_single":
             _, sizes = call.splits
             received += (
@@ -612,7 +612,7 @@ class Player:
     def step(self, gradients=STEP[1]):
         self.set_gradients(gradients)
         before = list(self.versions())
-        seen = Late(moves=True) if self.is_late else Recorder(moves=True)
+        seen = Late() if self.is_late else Recorder()
         with seen, NewtonSchulzCalls() as calls:
             self.optimizer.step()
         problems = seen.problems + self.unexpected(seen, len(calls.shapes))
