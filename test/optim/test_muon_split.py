@@ -221,8 +221,6 @@ class TestMuonSplit(TestCase):
         for others in found[1:]:
             self.assertTrue(all(map(torch.equal, found[0], others)))
 
-    # Probable mistakes
-
     def warnings_of(self, make):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -266,8 +264,6 @@ class TestMuonSplit(TestCase):
                 lambda: Muon(groups, allow_batched_matrices=True)
             )
             self.assertEqual(said, [])
-
-    # Symmetric products
 
     def test_bits_of_plain_products(self):
         # Blocks of even and odd sizes on two levels, a batch, and a matrix too small for blocks.

@@ -126,8 +126,6 @@ class Job:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    # Checkpoints
-
     def save(self, path):
         state = state_of(self.model, self.optimizer)
         dcp.save(state, checkpoint_id=path, **self._group())
@@ -179,8 +177,6 @@ class TestMuonCheckpoints(OnCPU):
         self.addCleanup(dist.barrier)
         return path
 
-    # Optimizers that load the state of another one
-
     def replace_optimizer(self, twins, state_dict):
         """Gives ``twins`` new parameters of the same values, and an optimizer that loads the state."""
         twins.params = [torch.nn.Parameter(p.detach().clone()) for p in twins.params]
@@ -230,8 +226,6 @@ class TestMuonCheckpoints(OnCPU):
         # Without a gradient it is zero.
         self.assertParity(twins)
 
-    # Stock
-
     @needs_stock
     def test_file_for_stock(self):
         twins = Twins(model_on(grid_of(2, 2), (R, S0), (S0, S1)), **OPTIONS)
@@ -274,8 +268,6 @@ class TestMuonCheckpoints(OnCPU):
         twins.singles[0].data.copy_(before.params[0].detach().full_tensor())
         set_optimizer_state_dict(ParameterList(twins.singles), twins.single, state)
         self.assertTrainsAlike(twins)
-
-    # Jobs that resume each other, against an uninterrupted run
 
     def test_checkpoints_on_other_ranks(self):
         folder = self.directory()

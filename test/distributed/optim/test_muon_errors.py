@@ -291,8 +291,6 @@ class TestMuonMistakes(OnCPU):
         for told in everyone(found)[:3]:
             self.assertRegex(told[1], "some have none")
 
-    # Several optimizers
-
     def two_optimizers(self, shapes, counts=(1, 1), mesh=None):
         mesh = mesh_of(4) if mesh is None else mesh
         return [
@@ -423,8 +421,6 @@ class TestMuonMistakes(OnCPU):
         for i, param in enumerate(params):
             param.grad = full(90 + i, param.shape)
 
-    # Nothing is distributed
-
     def test_nothing_is_distributed(self):
         """A warning came in a pipeline, and where frameworks shard the model later."""
         params = self.whole((4, 6), (5, 3))
@@ -455,8 +451,6 @@ class TestMuonMistakes(OnCPU):
             for _ in range(8):
                 twins.set_gradients(missing=[2])
                 twins.optimizer.step()
-
-    # Ranks that are not replicas
 
     def replicas(self):
         """Parameters of equal shapes, with gradients, under DDP. Rank 2 has other values."""
@@ -501,8 +495,6 @@ class TestMuonMistakes(OnCPU):
             for param in (torch.zeros(4, 6), full(int(self.rank == 3), (4, 6))):
                 Muon([nn.Parameter(param)], distributed_config=config)
 
-    # Gradients that one rank has
-
     def test_gradient_of_another_kind(self):
         """A functional step of two sharded matrices. Rank 1 has another gradient for the second one."""
         usual = torch.ones(4, 8)
@@ -523,15 +515,11 @@ class TestMuonMistakes(OnCPU):
                 rf"^(?=.*{what}).*parameter 1 of shape \(",
             )
 
-    # Functions of the user's
-
     def test_piece_of_a_parameter_that_nothing_is_known_of(self):
         config = create_dtensor_config()
         with self.everywhere():
             with self.assertRaisesRegex(ValueError, "call gather_fn before"):
                 config.redistribute_fn(full(0, (8, 6)), 0, config.state)
-
-    # Hyperparameters
 
     def test_kinds_of_numbers_are_no_difference(self):
         twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 6)]), weight_decay=0.0)

@@ -42,8 +42,6 @@ class TestMuonExchange(OnCPU):
     def owner_of(self, optimizer):
         return {i: r for r, owned in optimizer.assignments.items() for i in owned}
 
-    # Newton-Schulz
-
     def test_each_matrix_is_orthogonalized_once(self):
         for parallel in (True, False):
             twins = Twins(self.placed(), create_dtensor_config(parallel))
@@ -63,8 +61,6 @@ class TestMuonExchange(OnCPU):
         with NewtonSchulzCalls() as calls:
             twins.optimizer.step()
         self.assertEqual(everyone(len(calls.shapes)), [1] * 4)
-
-    # Collectives
 
     def collectives_of_a_step(self, twins, missing=()):
         twins.set_gradients(missing)
@@ -101,8 +97,6 @@ class TestMuonExchange(OnCPU):
         self.assertEqual(seen.launches, usual.launches)
         with self.assertRaisesRegex(RuntimeError, "gradient"):
             twins.optimizer.synchronize()
-
-    # Gradients
 
     def test_mismatch_among_experts_is_an_error_on_all_ranks(self):
         """Ranks that share no expert with the mismatch waited for the others in the next exchange."""
@@ -192,8 +186,6 @@ class TestMuonRelays(OnCPU):
             twins.optimizer._engine._pipeline().connect()
         return seen
 
-    # Relays
-
     def test_each_element_travels_once_and_within_one_replica(self):
         grid = grid_of(4, 2)
         layout = specs(grid, [(R, S0)], [(16, 8)] * 8)
@@ -224,8 +216,6 @@ class TestMuonRelays(OnCPU):
             twins.step()
         with self.everywhere():
             self.assertEqual({*seen.names}, {"all_to_all_single", "all_reduce"})
-
-    # Two levels
 
     def test_nodes_of_different_sizes(self):
         """Ranks that know different nodes would not pair up in a collective."""

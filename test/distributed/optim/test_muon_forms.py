@@ -112,8 +112,6 @@ class TestMuonForms(OnCPU):
                 run.step()
                 self.assertEverywhere(run.alone.problems(), f"{orig} {wrapping}")
 
-    # Owners
-
     def test_owners_of_a_stack(self):
         """Each matrix has an owner. Experts that one rank holds as a whole stay there."""
         for placement, names in (
@@ -152,8 +150,6 @@ class TestMuonForms(OnCPU):
                 twins.singles[0].copy_(whole)
                 twins.params[0].copy_(place(whole, spec))
             self.assertTrainsAlike(twins, 1)
-
-    # Errors
 
     def test_fsdp1_over_tensor_parallelism_is_an_error(self):
         grid = grid_of(2, 2)

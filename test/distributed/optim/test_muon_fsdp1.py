@@ -42,8 +42,6 @@ class TestMuonFSDP1(OnCPU):
             self.assertEqual(sum(everyone(len(shapes))), 8, message)
             self.assertEverywhere(run.alone.problems(), f"{message} step {step}")
 
-    # Against one process
-
     def test_strategies_and_units(self):
         policy = (Block, Tail)
         for orig, strategy, units, by_module in (
@@ -136,8 +134,6 @@ class TestMuonFSDP1(OnCPU):
             pattern = r"ranks disagree.*name is blocks\.\d\.a\.weight"
             self.assertRefused(pattern, matrices, module=model)
 
-    # Over tensor parallelism
-
     def test_matrix_that_tensor_parallelism_leaves_out(self):
         """An int dimension made halves of it, without an error or a warning that named it."""
         grid = grid_of(2, 2)
@@ -157,8 +153,6 @@ class TestMuonFSDP1(OnCPU):
         muon = Muon(params, distributed_config=create_auto_config(module=model))
         with self.everywhere():
             self.assertRegex(muon.describe(), r"\n4 ranks \(0, 1, 2, 3\)")
-
-    # Errors
 
     def assertRefused(self, pattern, params, **options):
         """Muon for ``params`` under create_auto_config with ``options``."""

@@ -42,8 +42,6 @@ class TestMuonFunctions(OnCPU):
             for spec in specs(mesh, all_placements(mesh), [(7, 5)])
         ] + [Spec((8, 5), grid_of(2, 2), (_StridedShard(0, split_factor=2), S0))]
 
-    # Outside of step()
-
     def check_round_trip(self, config, tensor, spec):
         whole = config.gather_fn(tensor, 3, config.state)
         self.assertNotIsInstance(whole, DTensor)
@@ -105,8 +103,6 @@ class TestMuonFunctions(OnCPU):
                 config.redistribute_fn(full.T, 0, config.state)
             with self.assertRaisesRegex(ValueError, "other matrices of a stack"):
                 config.gather_fn(torch.ones(2, 3, 4), 0, config.state)
-
-    # Replaced and wrapped
 
     def test_each_rank_goes_by_its_own_gradient(self):
         """Muon makes no collective of its own here, so it cannot compare the ranks."""

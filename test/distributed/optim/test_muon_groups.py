@@ -121,8 +121,6 @@ class TestMuonGroups(GroupParity):
             assignments = twins.optimizer.assignments
             self.assertEqual(everyone(assignments), [assignments] * 4)
 
-    # DTensors
-
     def test_replicas_of_a_dtensor_on_a_part_of_the_mesh(self):
         grid = grid_of(2, 2)
         for kind, placement in (("ddp", S0), ("cp", S1)):
@@ -130,8 +128,6 @@ class TestMuonGroups(GroupParity):
                 **{f"{kind}_process_group": grid.get_group("a")}
             )
             self.check(Twins(specs(grid["b"], [(placement,)]), config))
-
-    # Warnings
 
     def test_groups_that_contradict_a_dtensor(self):
         """The placements of a DTensor count. The contradiction is a warning."""
@@ -192,8 +188,6 @@ class TestMuonGroups(GroupParity):
             lambda: Muon(params, distributed_config=config), error, pattern, ranks
         )
         self.assertTrue(all((tensor == 1).all() for tensor in tensors))
-
-    # Mistakes
 
     def test_tp_dim_out_of_range(self):
         tp = Strategy(grid_of(4), "tp")
@@ -265,8 +259,6 @@ class TestMuonGroups(GroupParity):
             error=RuntimeError,
             ranks=[1],
         )
-
-    # Stages of a pipeline, each with an optimizer of its own
 
     def stage_config(self):
         grid = grid_of(2, 2)
@@ -403,8 +395,6 @@ class TestMuonExperts(GroupParity):
             self.assertRaisesEverywhere(
                 twins.optimizer.step, RuntimeError, pattern, ranks
             )
-
-    # Mistakes
 
     def test_ids_that_clash_within_one_ep_group(self):
         self.assertRaisesEverywhere(

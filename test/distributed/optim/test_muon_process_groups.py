@@ -90,8 +90,6 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
             if self.rank in (0, 2):
                 self.assertEqual(int(after.group_name), int(before.group_name) + 1)
 
-    # The groups and messages that Muon itself asks for
-
     def errors(self, call, ranks):
         """The error that ``call`` raises on each of ``ranks``, by rank."""
         outcomes = everyone(self.outcome(call) if self.rank in ranks else None)
@@ -120,8 +118,6 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
                     # A user who recovers from a failure brings other groups.
                     self.assertIsNot(spanning_group(ranks, [given]), group)
                     dist.destroy_process_group(group)
-
-    # The store
 
     def test_rendezvous_names_the_ranks_that_do_not_come(self):
         ranks, late = (0, 1, 3), 1

@@ -78,10 +78,6 @@ class TestMuonRegressions(OnCPU):
         placed = specs(mesh_of(2), [(S0,)], [(9, 6)])
         return placed if self.rank >= 2 else []
 
-    # Parameters that some ranks add
-
-    # Checkpoints
-
     def test_checkpoint_after_a_step_of_the_experts_only(self):
         """Ranks without momentum made the step that a checkpoint asks for; others had some, and did not."""
         for missing in ((), (0,), (0, 1)):
@@ -97,8 +93,6 @@ class TestMuonRegressions(OnCPU):
                     self.assertIn("momentum_buffer", kept)
             twins.step()
             self.assertParity(twins, f"missing at first: {missing}")
-
-    # Gradients of another dtype than their parameters
 
     def test_gradients_that_are_wider_than_their_parameters(self):
         """The sum of float32 gradients of a bfloat16 parameter was made in bfloat16 on one rank."""
@@ -117,8 +111,6 @@ class TestMuonRegressions(OnCPU):
                 twins.single.step()
                 twins.optimizer.step()
                 self.assertParity(twins)
-
-    # Building
 
     def test_ranks_that_order_their_mesh_differently(self):
         """Ranks whose meshes had another order agreed, and put the pieces of a matrix in wrong places."""
@@ -193,8 +185,6 @@ class TestMuonRegressions(OnCPU):
                 twins.optimizer.step, torch.OutOfMemoryError, "no memory"
             )
 
-    # Several optimizers
-
     def test_twenty_optimizers_of_one_matrix_share_the_work(self):
         """All of them once chose the first rank."""
         for placement in (S0, R):
@@ -219,8 +209,6 @@ class TestMuonRegressions(OnCPU):
                     twins.params[i].requires_grad_(False)
         with self.everywhere():
             self.assertNotIn("current_owner", config.state)
-
-    # Bits and memory
 
     def test_gradients_are_freed(self):
         """After the step, zero_grad() and an offload of the state, nothing holds a gradient or momentum."""

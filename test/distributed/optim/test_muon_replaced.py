@@ -70,8 +70,6 @@ class TestMuonReplaced(OnCPU):
         twins.step()
         return twins
 
-    # The same parameters, changed
-
     def test_data_of_equal_shape(self):
         strategy = Strategy(mesh_of(4), "fsdp")
         for specs, config in [
@@ -121,8 +119,6 @@ class TestMuonReplaced(OnCPU):
                 param.to_local().copy_(filled.to_local())
         twins.params, twins.optimizer = list(model.parameters()), optimizer
         self.assertTrainsAlike(twins, 2)
-
-    # Mistakes
 
     def test_change_on_one_rank_only(self):
         # This breaks the group. DTensor's caches tell its mesh from others by its name.

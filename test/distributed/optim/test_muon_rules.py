@@ -175,8 +175,6 @@ class TestMuonRules(TestCase):
             self.assertEqual(bool(problems), bool(text), f"{problems}")
             self.assertRegex("".join(problems[:1]), text or "^$")
 
-    # Order
-
     def test_programs(self):
         for name, program in PROGRAMS.items():
             for prefetch in range(4) if name in ("relayed", "divided") else (1,):
@@ -259,8 +257,6 @@ class TestMuonRules(TestCase):
         }
         self.assertEqual(found, expected)
 
-    # In flight
-
     def test_broken_in_flight(self):
         memory = torch.zeros(8)
         sent, received = memory[:4], memory[4:]
@@ -290,8 +286,6 @@ class TestMuonRules(TestCase):
             on_device=False,
         )
 
-    # Groups
-
     def test_groups(self):
         for name, program in PROGRAMS.items():
             with self.subTest(name):
@@ -309,8 +303,6 @@ class TestMuonRules(TestCase):
         for build, count in ((by_members, 2), (by_all, 1)):
             found = splits_of(Program(4, ()), build)
             self.assertEqual(len(set(map(tuple, found))), count, f"{found}")
-
-    # Host and first use
 
     def test_host_and_first_use(self):
         """Nothing waits, the third step launches what the second did, and no communicator is new."""
@@ -391,8 +383,6 @@ class TestMuonRules(TestCase):
             ("", copies(pinned, on_device, **late)),
         )
 
-    # Memory
-
     def test_memory(self):
         """Nothing but tables stays; a step has what describe() says; a rebuild does not have it twice."""
         for program in (
@@ -441,8 +431,6 @@ class TestMuonRules(TestCase):
         with Rank(program, 1, LAZY) as one, Accelerator() as part:
             one.build(keep_buffers=True)
             self.assertGreater(part.live, 2**20)
-
-    # Streams
 
     def test_streams(self):
         """Streams, events and handles order all accesses to memory, in steps and while the engine is built."""

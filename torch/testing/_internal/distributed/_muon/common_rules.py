@@ -212,8 +212,6 @@ class Recorder(TorchDispatchMode):
         self.log.clear()
         self.done, self._stumbles_now = 0, self._stumbles
 
-    # Order
-
     def add(self, queue: Any, *needs: Clock) -> Clock:
         """Work starts after the work before it in its queue, what the host has awaited, and ``needs``."""
         clock = joined(self.clocks[queue], self.clocks[HOST], *needs)
@@ -269,8 +267,6 @@ class Recorder(TorchDispatchMode):
                 key = queue, start, end, writes_it
                 self._accesses[storage][key] = clock[queue], work
 
-    # Memory
-
     def allocated(self, storage: int, size: int) -> None:
         """The storage is new here, or was resized."""
 
@@ -306,8 +302,6 @@ class Recorder(TorchDispatchMode):
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
         end = offset + last + 1 if tensor.numel() else offset
         return Bytes(self.number_of(tensor), offset * item, end * item)
-
-    # Patches
 
     def __enter__(self) -> Any:
         self._patches = contextlib.ExitStack()
@@ -389,8 +383,6 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-# Order
-
 Log = list[tuple[str, Call]]
 
 
@@ -441,8 +433,6 @@ def deadlock(logs: Mapping[int, Log], in_turn: bool = False) -> list[str]:
         for what, call in log[at[rank] : at[rank] + 1]
     ]
 
-
-# Programs
 
 _meshes = itertools.count()
 

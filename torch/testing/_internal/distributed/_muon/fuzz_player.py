@@ -291,8 +291,6 @@ class Held:
         param = torch.nn.Parameter(self.cut(whole, self.matrix.turned))
         return param.requires_grad_(not self.matrix.frozen)
 
-    # Where this rank's part is
-
     def place_of(self, rank: int) -> tuple[int, ...]:
         """Of a rank in the mesh of a DTensor."""
         mesh = self.matrix.mesh
@@ -357,8 +355,6 @@ class Held:
             stride=torch.empty(shape, device="meta").stride(),
         )
 
-    # Gradients
-
     def set_gradient(self, step: int, kind: str) -> None:
         self.single.grad = self.param.grad = None
         if kind == "none" or not self.param.requires_grad:
@@ -386,8 +382,6 @@ class Held:
             self.param.grad = gradient
         # Stock Muon divides by the number of elements.
         self.single.grad = whole if whole.numel() else None
-
-    # One process
 
     def after_single_step(self) -> None:
         self.steps += 1
@@ -462,8 +456,6 @@ class Player:
                     return problems
         return []
 
-    # Events
-
     def events(self):
         # All ranks make all meshes.
         matrices = self.plan.all_matrices()
@@ -502,8 +494,6 @@ class Player:
             found += held.problems(self.optimizer, self.single)
         return found
 
-    # Parameters
-
     def hold(self, matrices) -> list[Held]:
         first, self.count = self.count, self.count + len(matrices)
         new = {
@@ -516,8 +506,6 @@ class Player:
 
     def order(self) -> list[Held]:
         return [held for group in self.groups for held in group]
-
-    # Building
 
     def build(self):
         self.single = self.muon("single", {"foreach": False})
