@@ -1,29 +1,36 @@
 # Owner(s): ["oncall: distributed"]
-"""create_dtensor_config in several processes: every placement, dtype, group and hyperparameter."""
+"""create_dtensor_config in several processes: every placement, and the functions of a config, called and replaced."""
 
 import itertools
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
-from torch.optim.muon import create_dtensor_config
+from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
+    all_placements,
     everyone,
     full,
-    OnCPU,
     grid_of,
     local,
     mesh_of,
+    OnCPU,
     piece_of,
     place,
+    placed as stored,
     R,
     S0,
     S1,
+    SHAPES,
     Spec,
     specs,
+    Strategy,
     Twins,
     wrap_functions,
 )
@@ -203,6 +210,112 @@ class TestMuonPartial(OnCPU):
             ]
 
         self.check(mesh_of(4), (P,), terms, momentum=0.0, nesterov=False)
+
+
+class TestMuonFunctions(OnCPU):
+    def placed(self):
+        """Every placement on a mesh of all ranks, on pairs and on single ranks."""
+        return [
+            spec
+            for mesh in (grid_of(2, 2), mesh_of(2), mesh_of(1))
+            for spec in specs(mesh, all_placements(mesh), [(7, 5)])
+        ] + [Spec((8, 5), grid_of(2, 2), (_StridedShard(0, split_factor=2), S0))]
+
+    def check_round_trip(self, config, tensor, spec):
+        whole = config.gather_fn(tensor, 3, config.state)
+        self.assertNotIsInstance(whole, DTensor)
+        self.assertEqual(tuple(whole.shape), spec.shape)
+        self.assertTrue(torch.equal(local(place(whole, spec)), local(tensor)))
+        # Each rank cuts its own tensor, whatever the other ranks have.
+        given = whole + self.rank
+        with Recorder() as seen:
+            mine = config.redistribute_fn(given, 0, config.state)
+            again = config.redistribute_fn(whole, 3, config.state)
+        self.assertEqual(seen.names, [])
+        self.assertTrue(torch.equal(local(mine), piece_of(given, spec)))
+        self.assertEqual(stored(again), stored(tensor))
+        self.assertTrue(torch.equal(local(again), local(tensor)))
+
+    def check_round_trips(self, twins, unused):
+        """An unused config, and one before and after a step."""
+        for config in (unused, twins.config, twins.config):
+            for i, (param, spec) in enumerate(zip(twins.params, twins.specs)):
+                config.state["current_param_idx"] = i
+                with self.everywhere(f"{spec}"):
+                    self.check_round_trip(config, param.detach(), spec)
+            del config.state["current_param_idx"]
+            twins.step()
+            self.assertParity(twins)
+
+    def test_gather_then_redistribute_is_the_identity(self):
+        dtypes = itertools.cycle((torch.float32, torch.bfloat16, torch.float64))
+        placed = [spec._replace(dtype=next(dtypes)) for spec in self.placed()]
+        self.check_round_trips(Twins(placed), create_dtensor_config())
+
+    def test_gather_then_redistribute_over_process_groups(self):
+        for *kinds, how in (
+            ("fsdp", "tp", "chunk"),
+            ("ddp", "fsdp", "balanced"),
+            ("tp", "cp", "last"),
+        ):
+            strategy = Strategy(grid_of(2, 2), *kinds)
+            twins = strategy.twins(SHAPES[1:6:2], how)
+            dims = {i: d for i, d in enumerate(strategy.dims) if d is not None}
+            self.check_round_trips(twins, strategy.config(tp_dim_per_param=dims))
+
+    def test_gather_of_another_tensor(self):
+        """Only some ranks' pieces have another shape than before."""
+        config = create_auto_config(fsdp_process_group=dist.group.WORLD)
+        for rows in (7, 8, 6, 8):
+            full = torch.arange(3.0 * rows).view(rows, 3)
+            piece = full.tensor_split(4)[self.rank]
+            if rows == 6:
+                config.assign_fn([piece], config.state)
+            whole = config.gather_fn(piece, 0, config.state)
+            with self.everywhere(f"{rows} rows"):
+                self.assertTrue(torch.equal(whole, full))
+
+    def test_each_rank_goes_by_its_own_gradient(self):
+        """Muon makes no collective of its own here, so it cannot compare the ranks."""
+        placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)])
+        config = create_dtensor_config()
+        wrap_functions(config, "gather_fn", "redistribute_fn")
+        twins = Twins(placed, config)
+        twins.set_gradients()
+        if self.rank == 2:
+            twins.params[1].grad = None
+        before = [local(p.detach()).clone() for p in twins.params]
+        with Recorder() as seen:
+            twins.optimizer.step()
+        with self.everywhere():
+            self.assertNotIn("all_reduce", seen.names)
+            for i, (param, old) in enumerate(zip(twins.params, before)):
+                stayed = torch.equal(local(param.detach()), old)
+                self.assertEqual(stayed, (self.rank, i) == (2, 1))
+
+    def test_owner_that_hands_on_something_else(self):
+        """The other rank of each pair waits for the owner until the timeout of their group."""
+        pairs = [(0, 1), (2, 3)]
+        groups = [dist.new_group(p, timeout=timedelta(seconds=2)) for p in pairs]
+        mesh = DeviceMesh.from_group(groups[self.rank // 2], "cpu")
+        config = create_dtensor_config()
+        built = config.redistribute_fn
+
+        def redistribute(full, rank, state):
+            if rank == self.rank:
+                full = None if rank < 2 else full[:4]
+            return built(full, rank, state)
+
+        config.redistribute_fn = redistribute
+        twins = Twins([Spec((8, 8), mesh, (S0,))], config)
+        twins.set_gradients()
+        outcome = self.outcome(twins.optimizer.step)
+        (owner,) = [r for r, own in twins.optimizer.assignments.items() if own]
+        outcomes = everyone(outcome)
+        with self.everywhere(f"{outcomes}"):
+            self.assertEqual([kind for kind, _ in outcomes], ["RuntimeError"] * 4)
+            given = "None" if owner < 2 else r"\(4, 8\)"
+            self.assertRegex(outcomes[owner][1], f"redistribute_fn was given {given}")
 
 
 if __name__ == "__main__":
