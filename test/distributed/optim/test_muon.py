@@ -4,7 +4,6 @@
 Each class runs on a CPU over gloo. Its ``...OnGPUs`` class runs the same tests over NCCL.
 """
 
-import copy
 import os
 import time
 from itertools import product
@@ -80,6 +79,26 @@ class Tests(ModuleParity):
 
     world_size = 4
 
+    def check_linear(self, size, batch, steps):
+        """A weight by rows, a replicated bias, and inputs that are DTensors."""
+        mesh = mesh_of(self.world_size)
+        torch.manual_seed(42)
+        model = torch.nn.Linear(size, size, device=device())
+
+        def shard(name, module, mesh):
+            for key, param in module.named_parameters(recurse=False):
+                placement = [Shard(0)] if key == "weight" else [Replicate()]
+                param = torch.nn.Parameter(distribute_tensor(param, mesh, placement))
+                module.register_parameter(key, param)
+
+        def inputs(step):
+            return distribute_tensor(full(step, (batch, size)), mesh, [Replicate()])
+
+        distribute_module(model, mesh, shard)
+        self.check(model, create_dtensor_config(), steps, inputs=inputs)
+        self.assertIsInstance(model.weight, DTensor)
+        self.assertEqual(model.weight.placements, (Shard(0),))
+
 
 class TestDTensorConfig(TestCase):
     """The config's three functions called directly, in a process group of one."""
@@ -88,59 +107,44 @@ class TestDTensorConfig(TestCase):
         super().setUp()
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         self.addCleanup(dist.destroy_process_group)
-        self.mesh = DeviceMesh("cpu", [0])
+        self.mesh, self.config = DeviceMesh("cpu", [0]), create_dtensor_config()
+
+    def placed(self, placement, size=10):
+        return distribute_tensor(torch.randn(size, size), self.mesh, [placement])
 
     def test_dtensor_config_creation(self):
-        config = create_dtensor_config()
+        config = self.config
         functions = config.assign_fn, config.gather_fn, config.redistribute_fn
         self.assertTrue(all(map(callable, functions)))
         self.assertIs(config.state["is_dtensor"], True)
         self.assertIs(config.async_gpu_parallelism, True)
         self.assertEqual(config.prefetch_count, 1)
 
-    def test_dtensor_gather_full_tensor(self):
-        tensor = torch.randn(10, 10)
-        config = create_dtensor_config()
-        gathered = config.gather_fn(
-            distribute_tensor(tensor, self.mesh, [Shard(0)]), 0, config.state
-        )
+    def test_dtensor_gather_full_tensor(self, placement=Shard(0)):
+        dtensor = self.placed(placement)
+        gathered = self.config.gather_fn(dtensor, 0, self.config.state)
         self.assertNotIsInstance(gathered, DTensor)
-        self.assertTrue(torch.equal(gathered, tensor))
+        self.assertTrue(torch.equal(gathered, dtensor.to_local()))
+
+    def test_dtensor_replicate_placement(self):
+        self.test_dtensor_gather_full_tensor(Replicate())
 
     def test_dtensor_redistribute(self):
-        params = [
-            distribute_tensor(torch.randn(10, 10), self.mesh, [Shard(0)])
-            for _ in range(2)
-        ]
-        config = create_dtensor_config()
-        config.assign_fn(params, config.state)
+        config, update = self.config, torch.randn(10, 10)
+        config.assign_fn([self.placed(Shard(0)) for _ in range(2)], config.state)
         config.state["current_param_idx"] = 0
-        update = torch.randn(10, 10)
         redistributed = config.redistribute_fn(update, 0, config.state)
         self.assertIsInstance(redistributed, DTensor)
         self.assertEqual(redistributed.device_mesh, self.mesh)
         self.assertEqual(redistributed.placements, (Shard(0),))
         self.assertTrue(torch.equal(redistributed.to_local(), update))
 
-    def test_dtensor_replicate_placement(self):
-        tensor = torch.randn(10, 10)
-        config = create_dtensor_config()
-        gathered = config.gather_fn(
-            distribute_tensor(tensor, self.mesh, [Replicate()]), 0, config.state
-        )
-        self.assertTrue(torch.equal(gathered, tensor))
-
     def test_dtensor_mixed_regular_params(self):
-        params = [
-            distribute_tensor(torch.randn(10, 10), self.mesh, [Shard(0)]),
-            torch.randn(5, 5),
-            distribute_tensor(torch.randn(8, 8), self.mesh, [Replicate()]),
-        ]
-        config = create_dtensor_config()
+        config = self.config
+        params = [self.placed(Shard(0)), torch.randn(5, 5), self.placed(Replicate(), 8)]
         assignments = config.assign_fn(params, config.state)
-        self.assertEqual(
-            sorted(i for owned in assignments.values() for i in owned), [0, 1, 2]
-        )
+        owned = sorted(i for owned in assignments.values() for i in owned)
+        self.assertEqual(owned, [0, 1, 2])
         metadata = config.state["param_metadata"]
         self.assertEqual(set(metadata), {0, 2})
         self.assertEqual(metadata[0]["device_mesh"], self.mesh)
@@ -150,55 +154,10 @@ class TestDTensorConfig(TestCase):
 
 class DTensorTests(Tests):
     def test_dtensor_shard_correctness(self):
-        mesh = mesh_of(self.world_size)
-        weight = full(1, (64, 64))
-        model = torch.nn.Linear(64, 64, bias=False, device=device())
-        model.weight = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
-        optimizer = Muon(
-            model.parameters(), lr=0.01, distributed_config=create_dtensor_config()
-        )
-        x = distribute_tensor(full(2, (8, 64)), mesh, [Replicate()])
-        model(x).sum().backward()
-        single = torch.nn.Parameter(weight.clone())
-        single.grad = model.weight.grad.full_tensor()
-        Muon([single], lr=0.01).step()
-        optimizer.step()
-        self.assertIsInstance(model.weight, DTensor)
-        self.assertEqual(model.weight.placements, (Shard(0),))
-        found = model.weight.detach().full_tensor()
-        self.assertTrue(moved_alike(found, single.detach(), 1, weight))
-        self.assertFalse(torch.equal(found, weight))
+        self.check_linear(64, 8, 1)
 
     def test_dtensor_vs_single_device(self):
-        torch.manual_seed(42)
-        single = torch.nn.Linear(32, 32, device=device())
-        model, start = copy.deepcopy(single), single.weight.detach().clone()
-        mesh = mesh_of(self.world_size)
-
-        def shard(name, module, mesh):
-            for key, param in module.named_parameters(recurse=False):
-                placement = [Shard(0)] if key == "weight" else [Replicate()]
-                param = torch.nn.Parameter(distribute_tensor(param, mesh, placement))
-                module.register_parameter(key, param)
-
-        distribute_module(model, mesh, shard)
-        ours = Muon([model.weight], lr=0.01, distributed_config=create_dtensor_config())
-        its = Muon([single.weight], lr=0.01)
-        for step in range(5):
-            x = full(42 + step, (4, 32))
-            model(distribute_tensor(x, mesh, [Replicate()])).sum().backward()
-            single(x).sum().backward()
-            # Sharded products of autograd may round differently. Muon must not.
-            grad = model.weight.grad.full_tensor()
-            torch.testing.assert_close(grad, single.weight.grad)
-            single.weight.grad = grad
-            for optimizer in (ours, its):
-                optimizer.step()
-                optimizer.zero_grad()
-            weight = model.weight.detach().full_tensor()
-            self.assertTrue(
-                moved_alike(weight, single.weight.detach(), step + 1, start)
-            )
+        self.check_linear(32, 4, 5)
 
     def test_dtensor_placements(self):
         for mesh in (mesh_of(self.world_size), grid_of(self.world_size // 2, 2)):
@@ -230,11 +189,7 @@ class DTensorTests(Tests):
 
 class MeshTests(Tests):
     def test_dtensor_2d_mesh(self):
-        mesh = DeviceMesh(
-            device().type,
-            torch.arange(self.world_size).reshape(-1, 2),
-            mesh_dim_names=("fsdp", "tp"),
-        )
+        mesh = grid_of(self.world_size // 2, 2)
         twins = Twins([Spec((128, 128), mesh, (Shard(0), Shard(1)))], lr=0.01)
         self.assertTrainsAlike(twins)
         rows = 128 // mesh.size(0)

@@ -2,9 +2,9 @@
 """Parameters that are not one matrix with one owner: stacks, fused and flattened weights, divided matrices."""
 
 import contextlib
+import math
 import os
 import warnings
-import zlib
 from unittest import mock
 
 import torch
@@ -24,7 +24,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     full,
     OnCPU,
     grid_of,
-    held,
     local,
     mesh_of,
     piece_of,
@@ -259,15 +258,17 @@ class TestMuonDivided(OnCPU):
             same = before is None or all(map(torch.equal, before, pieces))
             self.assertEverywhere([] if same else ["another run"], message)
             before = pieces
-        held_here = {
-            (i, hash(frozenset(held(spec)))): zlib.crc32(piece.numpy().tobytes())
-            for i, (piece, spec) in enumerate(zip(pieces, layout))
-        }
+        # By the numbers of the elements in each piece.
+        here = {}
+        for i, (piece, spec) in enumerate(zip(pieces, layout)):
+            numbers = torch.arange(math.prod(spec.shape)).view(spec.shape)
+            elements = piece_of(numbers, spec)
+            here[i, hash(tuple(elements.flatten().tolist()))] = piece
         apart = [
-            k
-            for other in everyone(held_here)
-            for k in other.keys() & held_here.keys()
-            if other[k] != held_here[k]
+            key
+            for other in everyone(here)
+            for key in other.keys() & here.keys()
+            if not torch.equal(other[key], here[key])
         ]
         self.assertEverywhere(apart, f"{message}: replicas differ")
         distances = torch.zeros(2, len(TO_DIVIDE), dtype=torch.float64)

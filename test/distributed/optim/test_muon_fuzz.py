@@ -270,10 +270,9 @@ def actions(draw, plan, batched):
             flags = draw(st.tuples(st.booleans(), st.booleans()))
             found.append((kind, choice, mesh, placed, *flags))
         elif kind == "add":
-            more = st.lists(
-                matrices(config, batched, later=True), min_size=1, max_size=2
-            )
-            new = tuple(m._replace(form=(), group=-1) for m in draw(more))
+            more = matrices(config, batched, later=True)
+            more = draw(st.lists(more, min_size=1, max_size=2))
+            new = tuple(m._replace(form=(), group=-1) for m in more)
             holders = {r for m in new for r in range(WORLD) if plan.sharing(m, r)}
             if holders <= builders and all(
                 plan.see([m], present + [*new]) for m in new
@@ -355,11 +354,7 @@ class TestMuonFuzz(TestCase):
     def setUpClass(cls):
         super().setUpClass()
         cls.workers = Workers()
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.workers.end()
-        super().tearDownClass()
+        cls.addClassCleanup(cls.workers.end)
 
     @fuzz(150)
     @given(plans())

@@ -173,11 +173,14 @@ def gathered_values(tensors, group):
 class ModuleParity(ParityAssertions):
     """To be put before a TestCase whose methods run on every rank."""
 
-    def check(self, model, config, steps=2, data_rank=0, count=None, **pieces):
+    def check(
+        self, model, config, steps=2, data_rank=0, inputs=None, count=None, **pieces
+    ):
         """Trains ``model``, and next to it a Muon of one process with the same gradients.
 
         Args:
             data_rank: ranks of one ``data_rank`` see the same data.
+            inputs: gives the data of a step instead.
             count: Newton-Schulz calls of all ranks in a step; as many as matrices by default.
             pieces: see :class:`OneProcess`.
         """
@@ -185,7 +188,8 @@ class ModuleParity(ParityAssertions):
         muon = Muon(matrices, lr=0.05, distributed_config=config)
         alone = OneProcess(model, [muon], **pieces)
         for step in range(steps):
-            x = full(100 * step + data_rank, (6, 12))
+            seed = 100 * step + data_rank
+            x = full(seed, (6, 12)) if inputs is None else inputs(step)
             model(x).pow(2).mean().backward()
             alone.step()
             with NewtonSchulzCalls() as calls:

@@ -228,12 +228,6 @@ def moved_alike(
     return a.shape == b.shape and bool(((a - b).abs() <= 2 * steps * rounding).all())
 
 
-def held(spec: Spec | Cut) -> set[int]:
-    """The elements of a matrix, counted row by row, that this rank's piece of it holds."""
-    numbers = torch.arange(math.prod(spec.shape), device=device()).reshape(spec.shape)
-    return set(piece_of(numbers, spec).flatten().tolist())
-
-
 def as_on_an_accelerator(optimizer):
     """From now on, ``optimizer`` looks for mismatches where a step on an accelerator does.
 
@@ -250,17 +244,10 @@ def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return values
 
 
-def wrap_functions(config: Any, *names: str) -> list[str]:
-    """Wraps functions of ``config``. Returns the names of those that are called from now on."""
-    calls = []
+def wrap_functions(config: Any, *names: str) -> None:
+    """Makes functions of ``config`` the user's own."""
     for name in names:
-
-        def call(*args, name=name, given=getattr(config, name)):
-            calls.append(name)
-            return given(*args)
-
-        setattr(config, name, call)
-    return calls
+        setattr(config, name, functools.partial(getattr(config, name)))
 
 
 def all_placements(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
@@ -485,7 +472,9 @@ class ParityAssertions:
             return type(error).__name__, str(error)
         return None
 
-    def assertRaisesEverywhere(self, call, kind, pattern, ranks=None) -> None:
+    def assertRaisesEverywhere(
+        self, call, kind=ValueError, pattern="", ranks=None
+    ) -> None:
         """``call`` raises on each of ``ranks``, and on no other rank; on all ranks by default."""
         with self.everywhere(pattern):
             if ranks is None or self.rank in ranks:

@@ -42,6 +42,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     moved_alike,
     placed,
     sizes_of,
+    wrap_functions,
 )
 from torch.testing._internal.distributed._muon.common_rules import Recorder
 
@@ -65,9 +66,15 @@ class Mesh(NamedTuple):
             found.setdefault(fixed, []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Of the mesh that a matrix is placed on."""
+        return self.kept or tuple(range(len(self.sizes)))
+
     def place_of(self, rank: int) -> tuple[int, ...]:
         places = itertools.product(*map(range, self.sizes))
-        return dict(zip(self.ranks, places, strict=True))[rank]
+        place = dict(zip(self.ranks, places, strict=True))[rank]
+        return tuple(place[dim] for dim in self.dims)
 
     @property
     def in_order(self) -> bool:
@@ -77,14 +84,12 @@ class Mesh(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the mesh that a matrix is placed on."""
-        dims = self.kept or range(len(self.sizes))
-        return tuple(self.sizes[dim] for dim in dims)
+        return tuple(self.sizes[dim] for dim in self.dims)
 
     @property
     def holders(self) -> list[tuple[int, ...]]:
         """The ranks of each mesh that a matrix is placed on."""
-        return self.groups(self.kept or tuple(range(len(self.sizes))))
+        return self.groups(self.dims)
 
 
 class Matrix(NamedTuple):
@@ -252,9 +257,15 @@ def chunk(tensor: torch.Tensor, count: int, at: int, dim: int) -> torch.Tensor:
     return parts[at] if at < len(parts) else tensor.narrow(dim, 0, 0)
 
 
-def strided(placements, sizes, at: int) -> Placement:
-    """A shard that later dimensions of the mesh cut before dimension ``at`` does."""
-    dim = int(placements[at][1:])
+def placement(placements, sizes, at: int) -> Placement:
+    """That of dimension ``at`` of a mesh."""
+    word = placements[at]
+    if word in ("R", "P"):
+        return Replicate() if word == "R" else Partial()
+    if isinstance(word, int):
+        return Shard(word)
+    # Later dimensions of the mesh cut before this one does.
+    dim = int(word[1:])
     later = [sizes[i] for i in range(at + 1, len(sizes)) if placements[i] == dim]
     return _StridedShard(dim, split_factor=math.prod(later))
 
@@ -267,8 +278,7 @@ class Held:
         self.dtype = getattr(torch, matrix.dtype)
         self.placements = matrix.placements
         self.sharing = plan.sharing(matrix, rank)
-        self.seed = number
-        self.steps = 0
+        self.seed, self.steps = number, 0
         # Until a step its momentum may be another parameter's, or placed as a checkpoint had it.
         self.is_new = False
         if matrix.mesh is None and plan.config.mesh is None:
@@ -291,16 +301,11 @@ class Held:
         param = torch.nn.Parameter(self.cut(whole, self.matrix.turned))
         return param.requires_grad_(not self.matrix.frozen)
 
-    def place_of(self, rank: int) -> tuple[int, ...]:
-        """Of a rank in the mesh of a DTensor."""
-        mesh = self.matrix.mesh
-        place = mesh.place_of(rank)
-        return tuple(place[dim] for dim in mesh.kept) if mesh.kept else place
-
     def piece(self, whole: torch.Tensor, placements: Any = None) -> torch.Tensor:
         """This rank's part of a matrix, cut without a look at the framework's rules."""
         if self.matrix.mesh is not None:
-            sizes, place = self.matrix.mesh.shape, self.place_of(self.rank)
+            mesh = self.matrix.mesh
+            sizes, place = mesh.shape, mesh.place_of(self.rank)
             for mesh_dim, dim in strided_order(placements or self.placements):
                 whole = chunk(whole, sizes[mesh_dim], place[mesh_dim], dim)
             return whole
@@ -338,18 +343,11 @@ class Held:
         """A DTensor where the parameter is one."""
         if self.matrix.mesh is None:
             return piece
-        kinds, sizes = {"R": Replicate(), "P": Partial()}, self.matrix.mesh.shape
-        found = [
-            kinds.get(each)
-            or (
-                Shard(each) if isinstance(each, int) else strided(placements, sizes, at)
-            )
-            for at, each in enumerate(placements)
-        ]
+        sizes = self.matrix.mesh.shape
         return DTensor.from_local(
             piece,
             device_mesh(self.matrix.mesh),
-            found,
+            [placement(placements, sizes, at) for at in range(len(sizes))],
             run_check=False,
             shape=torch.Size(shape),
             stride=torch.empty(shape, device="meta").stride(),
@@ -371,7 +369,7 @@ class Held:
         elif kind == "summed" and mesh is not None and mesh.in_order:
             # All of it on the first rank along each dimension.
             terms = ("P",) * len(self.placements)
-            mine = whole * (not any(self.place_of(self.rank)))
+            mine = whole * (not any(mesh.place_of(self.rank)))
             gradient = self.wrap(mine, whole.shape, terms)
         else:
             if kind == "zero":
@@ -382,10 +380,6 @@ class Held:
             self.param.grad = gradient
         # Stock Muon divides by the number of elements.
         self.single.grad = whole if whole.numel() else None
-
-    def after_single_step(self) -> None:
-        self.steps += 1
-        self.is_new = self.is_new and not self.param.requires_grad
 
     def problems(self, optimizer: Muon, single: Muon) -> list[str]:
         name = f"{self.number}: {self.matrix}"
@@ -479,7 +473,8 @@ class Player:
         if self.held:
             try:
                 event()
-                problems = self.differences()
+                for held in self.order():
+                    problems += held.problems(self.optimizer, self.single)
             except Exception:
                 problems.append(traceback.format_exc())
         told = torch.tensor(len(problems))
@@ -487,12 +482,6 @@ class Player:
         if not told:
             return []
         return [f"{event}: {text}" for text in problems or ["on other ranks"]]
-
-    def differences(self) -> list[str]:
-        found, order = [], self.order()
-        for held in order:
-            found += held.problems(self.optimizer, self.single)
-        return found
 
     def hold(self, matrices) -> list[Held]:
         first, self.count = self.count, self.count + len(matrices)
@@ -527,10 +516,8 @@ class Player:
         if not self.plan.named:
             return {"params": params}
         # torch takes the names of all groups, also of those without parameters.
-        names = [f"w{held.number}" for held in group]
-        return {"params": list(zip(names, params))} | (
-            {} if group else {"param_names": []}
-        )
+        pairs = [(f"w{held.number}", p) for held, p in zip(group, params)]
+        return {"params": pairs} if group else {"params": [], "param_names": []}
 
     def options_of(self, number: int) -> dict[str, Any]:
         return {
@@ -548,14 +535,10 @@ class Player:
             made = create_dtensor_config(config.asynchronous, config.prefetch)
         else:
             made = self.new_group_config()
-        built = made.gather_fn, made.redistribute_fn
         if config.functions == "assigned":
             made.assign_fn = self.assign
         elif config.functions == "wrapped":
-            made.gather_fn = lambda tensor, rank, state: built[0](tensor, rank, state)
-            made.redistribute_fn = lambda tensor, rank, state: built[1](
-                tensor, rank, state
-            )
+            wrap_functions(made, "gather_fn", "redistribute_fn")
         return made
 
     def new_group_config(self):
@@ -566,18 +549,12 @@ class Player:
             for dim, kind in enumerate(config.kinds)
             if kind is not None
         }
-        order = self.order()
-        dims = {
-            i: h.matrix.tp_dim
-            for i, h in enumerate(order)
-            if h.matrix.mesh is None and h.matrix.tp_dim is not None
-        }
+        dims = {i: held.matrix.tp_dim for i, held in enumerate(self.order())}
+        experts = {i: held.expert for i, held in enumerate(self.order())}
         return create_auto_config(
             **groups,
-            tp_dim_per_param=dims,
-            expert_assignments={
-                i: h.expert for i, h in enumerate(order) if h.expert is not None
-            },
+            tp_dim_per_param={i: d for i, d in dims.items() if d is not None},
+            expert_assignments={i: e for i, e in experts.items() if e is not None},
             async_gpu_parallelism=config.asynchronous,
             prefetch_count=config.prefetch,
         )
@@ -614,7 +591,8 @@ class Player:
             raise AssertionError(f"{problems}")
         self.single.step()
         for held in self.order():
-            held.after_single_step()
+            held.steps += 1
+            held.is_new = held.is_new and not held.param.requires_grad
 
     def versions(self):
         """The counters by which autograd learns of a step's writes, of tensors that have elements here."""
@@ -736,12 +714,11 @@ class Player:
         number = len(self.groups)
         new = self.hold(matrices)
         self.groups.append(new)
-        options = self.options_of(number)
         for optimizer, which, own in (
             (self.optimizer, "param", {}),
             (self.single, "single", {"foreach": False}),
         ):
-            group = {**options, **own, **self.params_of(new, which)}
+            group = {**self.options_of(number), **own, **self.params_of(new, which)}
             if new or self.plan.config.mesh is not None:
                 optimizer.add_param_group(group)
             else:
