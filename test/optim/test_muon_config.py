@@ -38,7 +38,7 @@ FACTORIES = (create_dtensor_config, create_auto_config)
 @instantiate_parametrized_tests
 class TestDistributedConfig(MuonTestCase):
     def test_flags(self):
-        for make in (create_dtensor_config, create_auto_config, local_config):
+        for make in (local_config, *FACTORIES):
             self.assertIs(make().async_gpu_parallelism, True)
             self.assertEqual(make().prefetch_count, 1)
             made = make(async_gpu_parallelism=False, prefetch_count=3)
@@ -61,17 +61,13 @@ class TestDistributedConfig(MuonTestCase):
         params = make_params(*[(10, 10)] * 8)
 
         def assign_fn(params, state):
-            world_size = state["world_size"]
-            return {
-                rank: list(range(rank, len(params), world_size))
-                for rank in range(world_size)
-            }
+            count = state["world_size"]
+            return {rank: [*range(rank, len(params), count)] for rank in range(count)}
 
         config = local_config(assign_fn, state={"rank": 0, "world_size": 4})
         optimizer = Muon(params, distributed_config=config)
-        self.assertEqual(
-            optimizer.assignments, {0: [0, 4], 1: [1, 5], 2: [2, 6], 3: [3, 7]}
-        )
+        expected = {0: [0, 4], 1: [1, 5], 2: [2, 6], 3: [3, 7]}
+        self.assertEqual(optimizer.assignments, expected)
 
     def test_tp_dim_per_param_validation(self):
         tp_dims = {0: 0, 1: 1, 2: 0}
@@ -87,45 +83,31 @@ class TestDistributedConfig(MuonTestCase):
         self.assertNotIn("tp_dim_default", create_auto_config().state)
 
     def test_refused_arguments(self):
-        one, two = object(), object()
-        for options, words in (
-            (
-                {"fsdp_process_group": one, "shard_process_group": two},
-                "fsdp_process_group.*shard_process_group",
-            ),
-            (
-                {"ddp_process_group": one, "replicate_process_group": one},
-                "ddp_process_group.*replicate_process_group",
-            ),
-            ({"tp_dim_per_param": 0, "tp_shard_dim": 0}, "per_param.*tp_shard_dim"),
-            ({"ep_process_group": one}, "expert_assignments"),
+        for names, words in (
+            ("fsdp_process_group shard_process_group", "fsdp_.*shard_process_group"),
+            ("ddp_process_group replicate_process_group", "ddp_.*replicate_process"),
+            ("tp_dim_per_param tp_shard_dim", "tp_dim_per_param.*tp_shard_dim"),
+            ("ep_process_group", "expert_assignments"),
         ):
             with self.assertRaisesRegex(ValueError, words):
-                create_auto_config(**options)
+                create_auto_config(**dict.fromkeys(names.split(), 0))
         config = create_auto_config(expert_assignments={0: 3, 2: 1})
         with self.assertRaisesRegex(ValueError, r"names parameters \[2\].* 0 to 1"):
             Muon(make_params((2, 2), (3, 3)), distributed_config=config)
 
     def test_state(self):
-        group = object()
-        for options, key, value in (
-            ({"shard_process_group": group}, "fsdp_process_group", group),
-            ({"replicate_process_group": group}, "ddp_process_group", group),
-            (
-                {"ep_process_group": group, "expert_assignments": {}},
-                "expert_assignments",
-                {},
-            ),
-            ({"pp_process_group": group}, "pp_process_group", group),
-            ({"pp_stage_id": 1}, "pp_stage_id", 1),
-            ({"pp_num_stages": 4}, "pp_num_stages", 4),
+        for name, key, value in (
+            ("shard_process_group", "fsdp_process_group", object()),
+            ("replicate_process_group", "ddp_process_group", object()),
+            ("expert_assignments", "expert_assignments", {}),
+            ("pp_process_group", "pp_process_group", object()),
+            ("pp_stage_id", "pp_stage_id", 1),
+            ("pp_num_stages", "pp_num_stages", 4),
         ):
-            self.assertEqual(create_auto_config(**options).state[key], value)
-        for make, is_dtensor in (
-            (create_dtensor_config, True),
-            (create_auto_config, False),
-        ):
+            self.assertEqual(create_auto_config(**{name: value}).state[key], value)
+        for make in FACTORIES:
             config = make()
+            is_dtensor = make is create_dtensor_config
             self.assertIs(config.state["is_dtensor"], is_dtensor)
             params = make_params((3, 4), (4, 3))
             before = set(config.state)
@@ -143,7 +125,7 @@ class TestDistributedConfig(MuonTestCase):
             create_auto_config(tp_dim_per_param=-1),
             create_auto_config(tp_dim_per_param={0: 0, 1: 1}),
         ]
-        for make in (create_dtensor_config, create_auto_config):
+        for make in FACTORIES:
             configs.append(make(async_gpu_parallelism=True, prefetch_count=3))
             configs.append(make(async_gpu_parallelism=False, prefetch_count=0))
         for options in ({"dtype": torch.float64}, {"nesterov": False}):
@@ -151,7 +133,7 @@ class TestDistributedConfig(MuonTestCase):
                 self.assert_same_training(shapes, Muon, config, lr=0.05, **options)
 
     def test_a_frozen_parameter_stays(self):
-        for make in (create_dtensor_config, create_auto_config):
+        for make in FACTORIES:
             frozen, other = make_params((3, 4), (4, 3))
             frozen.requires_grad_(False)
             frozen.grad = torch.ones(3, 4)
@@ -169,7 +151,7 @@ class TestDistributedConfig(MuonTestCase):
 
     def test_functional_forms(self):
         """The functional form builds an engine for each call, and leaves that of the Muon alone."""
-        for make in (local_config, create_dtensor_config, create_auto_config):
+        for make in (local_config, *FACTORIES):
             results = []
             for config in (None, make()):
                 owned = make_params((4, 4), (3, 5))
@@ -181,13 +163,8 @@ class TestDistributedConfig(MuonTestCase):
                     optimizer.step()
                     # Other parameters than at the last call, and than the optimizer's.
                     function = (_muon.muon, _muon._single_tensor_muon)[count % 2]
-                    function(
-                        others[:count],
-                        grads[:count],
-                        buffers[:count],
-                        distributed_config=config,
-                        **FUNCTIONAL,
-                    )
+                    given = (each[:count] for each in (others, grads, buffers))
+                    function(*given, distributed_config=config, **FUNCTIONAL)
                 results.append([p.detach() for p in owned] + others + buffers)
                 self.assertEqual(optimizer.assignments, {0: [0, 1]} if config else {})
             self.assert_same_bits(*results)
@@ -195,9 +172,8 @@ class TestDistributedConfig(MuonTestCase):
     def test_compiled_step_is_compiled_once(self):
         """It was compiled again because the engine's count of steps had changed."""
         (param,) = params = make_params((4, 4))
-        step = torch.compile(
-            Muon(params, distributed_config="auto").step, backend="eager"
-        )
+        muon = Muon(params, distributed_config="auto")
+        step = torch.compile(muon.step, backend="eager")
         with torch._dynamo.config.patch(error_on_recompile=True):
             for _ in range(3):
                 before = param.detach().clone()
@@ -230,9 +206,9 @@ class TestDistributedConfig(MuonTestCase):
         shapes = [(4, 6)] * 16
         options = {"distributed_config": "auto", "foreach": foreach}
         optimizer = Muon(make_params(*shapes), **options)
-        with mock.patch.object(
-            _muon_formulas, "newton_schulz", side_effect=_muon_formulas.newton_schulz
-        ) as seen:
+        original = _muon_formulas.newton_schulz
+        counted = mock.patch.object(_muon_formulas, "newton_schulz", wraps=original)
+        with counted as seen:
             optimizer.step()
         found = [tuple(call.args[0].shape) for call in seen.call_args_list]
         self.assertEqual(found, [(4, 4, 6)] * 4 if foreach else shapes)
@@ -339,13 +315,12 @@ class TestAssignments(MuonTestCase):
 
     def test_tied_weights_count_over_all_groups(self):
         first, second, third = make_params((4, 6), (6, 4), (5, 5))
-        for make in (local_config, create_dtensor_config, create_auto_config):
+        for make in (local_config, *FACTORIES):
             optimizer = Muon([first], distributed_config=make())
             optimizer.add_param_group({"params": [second]})
+            pattern = "parameter 2 and parameter 3 are the"
             with self.assertWarns(UserWarning):
-                with self.assertRaisesRegex(
-                    ValueError, "parameter 2 and parameter 3 are the"
-                ):
+                with self.assertRaisesRegex(ValueError, pattern):
                     optimizer.add_param_group({"params": [third, third]})
 
     def test_add_param_group(self):
@@ -371,12 +346,10 @@ class TestAssignments(MuonTestCase):
 
 
 class TestCopies(MuonTestCase):
-    duplicates = (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o)))
-
     def test_a_copy_does_not_go_on_alone(self):
-        for make, duplicate in itertools.product(
-            (local_config, create_dtensor_config), self.duplicates
-        ):
+        duplicates = copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))
+        configs = local_config, create_dtensor_config
+        for make, duplicate in itertools.product(configs, duplicates):
             optimizer = Muon(make_params((2, 3)), distributed_config=make())
             optimizer.step()
             duplicated = duplicate(optimizer)

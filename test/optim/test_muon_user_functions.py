@@ -1,6 +1,8 @@
 # Owner(s): ["module: optimizer"]
 """A user's functions, called by Muon.step(): one process plays one of several ranks."""
 
+import functools
+
 import torch
 from torch import nn
 from torch.optim import Muon
@@ -56,20 +58,16 @@ class TestUserFunctions(MuonTestCase):
         calls = []
         owner_of = [1, 0, 1, 1]
 
-        def noted(kind):
-            def function(tensor, rank, state):
-                index = state["current_param_idx"]
-                calls.append((kind, index))
-                self.assertEqual(rank, owner_of[index])
-                self.assertEqual(state["current_owner"], rank)
-                return tensor
-
-            return function
+        def noted(kind, tensor, rank, state):
+            index = state["current_param_idx"]
+            calls.append((kind, index))
+            self.assertEqual([rank, state["current_owner"]], [owner_of[index]] * 2)
+            return tensor
 
         config = DistributedConfig(
             lambda params, state: {1: [0, 2, 3], 0: [1]},
-            noted("gather"),
-            noted("redistribute"),
+            functools.partial(noted, "gather"),
+            functools.partial(noted, "redistribute"),
             {"rank": 0, "world_size": 2},
             prefetch_count=prefetch_count,
         )
@@ -214,9 +212,8 @@ class TestUserFunctions(MuonTestCase):
         self.assertNotEqual(optimizer.param_groups[0]["params"][0], before)
         # The functions are read when Muon is built.
         config.redistribute_fn = working
-        with self.assertRaisesRegex(
-            ValueError, "redistribute_fn of the config changed"
-        ):
+        pattern = "redistribute_fn of the config changed"
+        with self.assertRaisesRegex(ValueError, pattern):
             optimizer.step()
 
 
