@@ -1,7 +1,6 @@
 """Plays a plan of the property-based tests on one rank, next to one process with whole matrices.
 
-After each event, parameters and momentum must equal those of the one process. The ranks tell each other of
-problems over a group of their own.
+After each event, parameters and momentum must equal those of the one process.
 """
 
 from __future__ import annotations
@@ -11,20 +10,19 @@ import copy
 import functools
 import itertools
 import math
-import multiprocessing
 import os
 import re
 import time
 import traceback
 import warnings
 from datetime import timedelta
-from multiprocessing import connection
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard, Placement
@@ -37,6 +35,7 @@ from torch.testing._internal.distributed._muon.common_config import (
 )
 from torch.testing._internal.distributed._muon.common_muon import (
     equal,
+    everyone,
     full,
     local,
     moved_alike,
@@ -156,8 +155,7 @@ STEP = ("step", ())
 class Plan(NamedTuple):
     """A configuration as plain data: what each rank builds, and what then happens.
 
-    A plan travels from the process that draws it to the ranks that play it, and a failing one is printed.
-    So meshes, placements and dtypes are written as numbers and words.
+    A failing one is printed. So meshes, placements and dtypes are written as numbers and words.
     """
 
     config: Config
@@ -238,9 +236,18 @@ TIMEOUT = timedelta(seconds=20)
 
 
 @functools.cache
+def control_group() -> dist.ProcessGroup:
+    """The one over which ranks tell each other of problems. It outlives broken ones."""
+    return dist.new_group(timeout=3 * TIMEOUT)
+
+
+_meshes = itertools.count()
+
+
+@functools.cache
 def device_mesh(mesh: Mesh) -> DeviceMesh:
     """Made once, by all ranks together; equal meshes would get mixed up in DTensor's caches."""
-    number = device_mesh.cache_info().misses
+    number = next(_meshes)
     names = tuple(f"m{number}d{dim}" for dim in range(len(mesh.sizes)))
     ranks = torch.tensor(mesh.ranks).reshape(mesh.sizes)
     made = DeviceMesh("cpu", ranks, mesh_dim_names=names)
@@ -250,6 +257,18 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     if mesh.kept and made.get_coordinate() is not None:
         return made[tuple(names[dim] for dim in mesh.kept)]
     return made
+
+
+def renew_groups() -> None:
+    """The next plan makes all groups again, because a plan with problems may have broken these."""
+    rank, store = dist.get_rank(), distributed_c10d._get_default_store()
+    store = dist.PrefixStore("renewed", store)
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT
+    )
+    control_group.cache_clear()
+    device_mesh.cache_clear()
 
 
 def chunk(tensor: torch.Tensor, count: int, at: int, dim: int) -> torch.Tensor:
@@ -375,8 +394,8 @@ class Held:
             if kind == "zero":
                 whole = torch.zeros_like(whole)
             gradient = self.cut(whole, turned=kind == "turned")
-        # A rank with an empty shard may have none.
-        if local(gradient).numel() or (step + self.rank) % 2:
+        # A rank with an empty shard may have none, but all take part in a sum.
+        if local(gradient).numel() or kind == "summed" or (step + self.rank) % 2:
             self.param.grad = gradient
         # Stock Muon divides by the number of elements.
         self.single.grad = whole if whole.numel() else None
@@ -424,8 +443,8 @@ class Late(Recorder):
 class Player:
     """One rank of a plan."""
 
-    def __init__(self, plan: Plan, rank: int, control: dist.ProcessGroup) -> None:
-        self.plan, self.rank, self.control = plan, rank, control
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
         self.step_number = self.count = 0
         # By number in the plan, and in the optimizer's order, group by group.
         self.held: dict[int, Held] = {}
@@ -478,10 +497,12 @@ class Player:
             except Exception:
                 problems.append(traceback.format_exc())
         told = torch.tensor(len(problems))
-        dist.all_reduce(told, group=self.control)
+        dist.all_reduce(told, group=control_group())
         if not told:
             return []
-        return [f"{event}: {text}" for text in problems or ["on other ranks"]]
+        found = list(enumerate(everyone(problems, control_group())))
+        renew_groups()
+        return [f"{event}, rank {r}: {text}" for r, texts in found for text in texts]
 
     def hold(self, matrices) -> list[Held]:
         first, self.count = self.count, self.count + len(matrices)
@@ -777,83 +798,3 @@ class Player:
         if state is not None and inherits:
             self.single.state[held.single] = state
         self.step()
-
-
-# Seconds after which ranks that have not come back never will.
-PATIENCE = 120
-# Process groups that meshes brought along cost memory and threads.
-PLANS_A_LIFE = 400
-
-
-def work(rank: int, port: int, pipe: connection.Connection) -> None:
-    """One rank: plays what comes through ``pipe`` until that is None."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", port, WORLD, is_master=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT
-    )
-    control = dist.new_group(timeout=3 * TIMEOUT)
-    while (plan := pipe.recv()) is not None:
-        try:
-            pipe.send(Player(plan, rank, control).run())
-        except Exception:
-            pipe.send([traceback.format_exc()])
-    dist.destroy_process_group()
-
-
-class Workers:
-    """Starts the ranks when there is a plan for them, and others after one that left problems."""
-
-    def __init__(self) -> None:
-        self.processes: list[Any] = []
-        self.pipes: list[connection.Connection] = []
-        self.store: dist.TCPStore | None = None
-        self.plans = 0
-
-    def play(self, plan: Plan) -> list[list[str]]:
-        """The problems of each rank with ``plan``."""
-        if self.plans >= PLANS_A_LIFE:
-            self.end()
-        if not self.processes:
-            self.start()
-        self.plans += 1
-        for pipe in self.pipes:
-            pipe.send(plan)
-        found: list[list[str]] = []
-        for pipe in self.pipes:
-            try:
-                found.append(pipe.recv() if pipe.poll(PATIENCE) else ["came to no end"])
-            except (EOFError, ConnectionError):
-                found.append(["died"])
-        if any(found):
-            self.end(kindly=False)
-        return found
-
-    def start(self) -> None:
-        method = multiprocessing.get_start_method()
-        context = multiprocessing.get_context("spawn" if method == "fork" else method)
-        self.store = dist.TCPStore(
-            "localhost", 0, WORLD, is_master=True, wait_for_workers=False
-        )
-        for rank in range(WORLD):
-            mine, its = context.Pipe()
-            process = context.Process(
-                target=work, args=(rank, self.store.port, its), daemon=True
-            )
-            process.start()
-            its.close()
-            self.processes.append(process)
-            self.pipes.append(mine)
-        self.plans = 0
-
-    def end(self, kindly: bool = True) -> None:
-        for pipe in self.pipes if kindly else ():
-            pipe.send(None)
-        for process, pipe in zip(self.processes, self.pipes, strict=True):
-            if kindly:
-                process.join(60)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            pipe.close()
-        self.processes, self.pipes, self.store = [], [], None
