@@ -2,7 +2,6 @@
 """Muon's distributed_config on one process: what it takes, refuses and keeps."""
 
 import copy
-import functools
 import itertools
 import pickle
 from unittest import mock
@@ -399,18 +398,6 @@ class TestReplaced(MuonTestCase):
         for factory in FACTORIES:
             for change, before in itertools.product((replace, fill), (0, 1)):
                 self.train(factory, change, before)
-
-    def test_another_parameter(self):
-        """It inherits the momentum under the same name only."""
-
-        def replace(optimizer, params, name):
-            old, params[0] = params[0], nn.Parameter(matrix(7, 8, 8))
-            optimizer.param_groups[0]["param_names"][0] = name
-            if name == "w0" and not optimizer.assignments:
-                optimizer.state[params[0]] = optimizer.state[old]
-
-        for factory, name in itertools.product(FACTORIES, ("w0", "other")):
-            self.train(factory, functools.partial(replace, name=name))
 
     def test_moved_to_another_group(self):
         """The order of all parameters stays the same, but one of them gets other options."""

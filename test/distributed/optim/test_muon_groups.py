@@ -317,12 +317,11 @@ class TestMuonExperts(GroupParity):
     def test_ddp(self):
         grid = grid_of(2, 2)
         pair = tuple(dist.get_process_group_ranks(grid.get_group("a")))
-        for kind in ("ddp", "cp"):
-            twins = self.twins(**{f"{kind}_process_group": grid.get_group("a")})
-            seen = self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT), kind)
-            used = {call.comm.ranks for call in seen.calls if call.splits}
-            self.assertEqual(used, {pair})
-            self.assertEqual(sorted(twins.optimizer.assignments), sorted(pair))
+        twins = self.twins(ddp_process_group=grid.get_group("a"))
+        seen = self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT))
+        used = {call.comm.ranks for call in seen.calls if call.splits}
+        self.assertEqual(used, {pair})
+        self.assertEqual(sorted(twins.optimizer.assignments), sorted(pair))
         # All ranks share the dense matrices. Two ranks share each expert.
         options = {"ddp_process_group": dist.group.WORLD}
         self.check(self.twins(**options), len(DENSE) + 4 * len(EXPERT))

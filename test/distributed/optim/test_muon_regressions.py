@@ -8,15 +8,20 @@ import gc
 import os
 import weakref
 from collections import Counter
+from datetime import timedelta
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
-from torch.optim.muon import create_auto_config, create_dtensor_config, Muon
+from torch.optim import Muon
+from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import Run
@@ -26,6 +31,7 @@ from torch.testing._internal.distributed._muon.common_modules import (
 )
 from torch.testing._internal.distributed._muon.common_muon import (
     device,
+    everyone,
     full,
     grid_of,
     local,
@@ -40,6 +46,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S1,
     Spec,
     specs,
+    Strategy,
     Twins,
     wrap_functions,
 )
@@ -298,6 +305,123 @@ class TestMuonLongRuns(LongRuns, OnCPU):
 
 class TestMuonLongRunsOnGPUs(OnGPUs, LongRuns, MultiProcessTestCase):
     pass
+
+
+# Even, uneven, and with empty pieces on four ranks.
+SHAPES = [(8, 8), (7, 5), (3, 9)]
+
+
+class TestMuonReplaced(OnCPU):
+    """Parameters that frameworks change under a Muon. The single process makes the same changes."""
+
+    def placed(self, *placements, mesh=None):
+        """Matrices on a mesh; plain ones, whole on each rank, without placements."""
+        mesh = (mesh or mesh_of(4)) if placements else None
+        return [Spec(shape, mesh, placements) for shape in SHAPES]
+
+    def trained(self, placed, config=None):
+        twins = Twins(placed, config, lr=0.1)
+        twins.step()
+        return twins
+
+    def replacement(self, twins, index, spec):
+        """Other values for number ``index``, which is ``spec`` from now on."""
+        twins.specs[index] = spec
+        twins.seeds[index] += 500
+        whole = full(twins.seeds[index], spec.shape, spec.dtype)
+        twins.singles[index].data.copy_(whole)
+        return place(whole, spec)
+
+    def replace(self, twins, index, spec):
+        value = self.replacement(twins, index, spec)
+        twins.params[index] = nn.Parameter(value)
+        twins.optimizer.param_groups[0]["params"] = list(twins.params)
+
+    def test_data_of_equal_shape(self):
+        strategy = Strategy(mesh_of(4), "fsdp")
+        for placed, config in [
+            (self.placed(), None),
+            ([strategy.cut(shape) for shape in SHAPES], strategy.config()),
+        ]:
+            twins = self.trained(placed, config)
+            for i, param in enumerate(twins.params):
+                param.data = self.replacement(twins, i, placed[i])
+            self.assertTrainsAlike(twins, 2)
+
+    def test_placements(self):
+        """Local shapes stay the same."""
+        grid = grid_of(2, 2)
+        twins = self.trained([Spec((8, 8), grid, (S0, S1))])
+        (param,), twins.specs = twins.params, [Spec((8, 8), grid, (S1, S0))]
+        other = place(twins.singles[0].detach(), twins.specs[0])
+        param._local_tensor, param._spec = other._local_tensor, other._spec
+        self.assertTrainsAlike(twins, 2)
+
+    def test_dtypes(self):
+        dtype = torch.bfloat16
+        twins = self.trained(self.placed(S0) + self.placed(R) + self.placed())
+        model = nn.ParameterList(twins.params)
+        model.zero_grad()
+        model.to(dtype)
+        for single in twins.singles:
+            single.grad = None
+            single.data = single.data.to(dtype)
+            state = twins.single.state[single]
+            state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
+        twins.specs = [spec._replace(dtype=dtype) for spec in twins.specs]
+        with self.everywhere():
+            for mine, param in zip(twins.params, model, strict=True):
+                self.assertIs(mine, param)
+        self.assertTrainsAlike(twins, 2)
+
+    def test_model_on_meta_is_filled_later(self):
+        with torch.device("meta"):
+            layers = [nn.Linear(*shape[::-1], bias=False) for shape in SHAPES]
+        model = fully_shard(nn.Sequential(*layers), mesh=mesh_of(4))
+        optimizer = Muon(model.parameters(), lr=0.1, distributed_config="auto")
+        model.to_empty(device="cpu")
+        twins = Twins(self.placed(S0), lr=0.1)
+        for param, filled in zip(model.parameters(), twins.params, strict=True):
+            with torch.no_grad():
+                param.to_local().copy_(filled.to_local())
+        twins.params, twins.optimizer = list(model.parameters()), optimizer
+        self.assertTrainsAlike(twins, 2)
+
+    def test_change_on_one_rank_only(self):
+        # This breaks the group. DTensor's caches tell its mesh from others by its name.
+        group = dist.new_group()
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("changed",))
+        twins = self.trained(self.placed(S0, mesh=mesh))
+        if self.rank == 3:
+            self.replace(twins, 1, twins.specs[1])
+        before = [local(param.detach()).clone() for param in twins.params]
+        dist.barrier()
+        _set_pg_timeout(timedelta(seconds=2), group)
+        found = everyone(self.outcome(twins.step))
+        with self.everywhere(f"{found}"):
+            self.assertEqual([kind for kind, _ in found], ["RuntimeError"] * 4)
+            # It waits over the store: a collective would pair up with the others' first one.
+            pattern = r"found changed parameters in step.*waiting for ranks \[0, 1, 2\]"
+            self.assertRegex(found[3][1], pattern)
+            for _, text in found[:3]:
+                self.assertRegex(text, r"Rank 3 reports: it found changed parameters")
+            for param, old in zip(twins.params, before, strict=True):
+                self.assertTrue(torch.equal(local(param.detach()), old))
+
+    def test_rebuild_makes_as_many_store_requests_on_any_number_of_ranks(self):
+        """Each rank asked for each other rank: at 256 ranks, 131,840 requests."""
+        requests = []
+        for count in (2, 4):
+            twins = self.trained([Spec((8, 8), mesh_of(count), (S0,))])
+            self.replace(twins, 0, Spec((8, 8), mesh_of(count), (S1,)))
+            store = mock.Mock(wraps=distributed_c10d._get_default_store())
+            with mock.patch.object(
+                distributed_c10d, "_get_default_store", lambda store=store: store
+            ):
+                self.assertTrainsAlike(twins, 1, f"{count} ranks")
+            requests.append(max(everyone(len(store.method_calls))))
+        self.assertGreater(requests[0], 0)
+        self.assertEqual(*requests)
 
 
 if __name__ == "__main__":
