@@ -81,7 +81,6 @@ TRACED = {
     "test_muon_exchange",
     "test_muon_faults",
     "test_muon_forms",
-    "test_muon_fsdp1",
     "test_muon_groups",
     "test_muon_layouts",
     "test_muon_imports",
@@ -89,7 +88,6 @@ TRACED = {
     "test_muon_process_groups",
     "test_muon_regressions",
     "test_muon_split",
-    "test_muon_user_functions",
 }
 # Classes of these files that repeat what others execute.
 UNTRACED = {"TestMuonKilled", "TestMuonLongRuns", "TestMuonStopped"}

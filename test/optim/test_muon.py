@@ -26,6 +26,8 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.testing._internal.distributed._muon.common_config import (
+    COEFFICIENTS,
+    exact,
     FUNCTIONAL,
     make_matrix,
     MuonTestCase,
@@ -34,8 +36,6 @@ from torch.testing._internal.distributed._muon.common_config import (
 )
 from torch.testing._internal.distributed._muon.common_stock import needs_stock, stock
 
-
-COEFFICIENTS = (ours.DEFAULT_A, ours.DEFAULT_B, ours.DEFAULT_C)
 
 MODES = "original", "match_rms_adamw", "spectral_unclamped"
 # The options of the trainings that are compared with stock's.
@@ -375,15 +375,6 @@ class TestGramNewtonSchulz(TestCase):
         ]
     ]
 
-    @staticmethod
-    def exact(x, triples):
-        """The polynomials applied to the singular values, in float64."""
-        u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
-        s = s / s.norm()
-        for a, b, c in triples:
-            s = a * s + b * s**3 + c * s**5
-        return u @ torch.diag(s) @ v
-
     def test_distance_from_the_exact_polynomial(self):
         torch.manual_seed(0)
         for shape, (coefficients, triples), kind in itertools.product(
@@ -392,7 +383,7 @@ class TestGramNewtonSchulz(TestCase):
             ("flat", "decaying", "low rank"),
         ):
             x = spectrum(kind, *shape).bfloat16()
-            expected = self.exact(x, triples)
+            expected = exact(x, triples)
             quintic, gram = (
                 (newton_schulz(x, coefficients, 5, ours.EPS, name) - expected).norm()
                 for name in ("quintic", "gram")

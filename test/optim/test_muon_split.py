@@ -18,10 +18,12 @@ from torch.optim._newton_schulz import (
 )
 from torch.optim.muon import DistributedConfig
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.common_config import parts_of
+from torch.testing._internal.distributed._muon.common_config import (
+    COEFFICIENTS,
+    parts_of,
+)
 
 
-COEFFICIENTS = (3.4445, -4.775, 2.0315)
 # Fused QKV, heads, convolutions of one to three dimensions, a convolution whose groups are matrices, a
 # stack of fused weights, a matrix, which is flat already, and stacks.
 FORMS = [

@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import distribute_module, distribute_tensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     parallelize_module,
@@ -189,35 +188,6 @@ def gathered(x, dim, group, count=1):
         return whole.chunk(group.size(), dim)[group.rank()]
 
     return Exchange.apply(x, lambda x: torch.cat(everyone(x.clone(), group), dim), own)
-
-
-def place_weights(model, mesh, placements):
-    """Makes DTensors of all parameters: weights as told, biases replicated.
-
-    An assignment to ``param.data`` would destroy the parameter, and a plain bias cannot be added to
-    what a DTensor weight gives.
-    """
-
-    def place(name, module, mesh):
-        for key, param in list(module.named_parameters(recurse=False)):
-            chosen = placements if param.ndim == 2 else [Replicate()] * mesh.ndim
-            dtensor = distribute_tensor(param.detach(), mesh, chosen)
-            module.register_parameter(key, nn.Parameter(dtensor))
-
-    return distribute_module(model, mesh, place)
-
-
-def placed_backward(model, mesh, placements):
-    """The backward pass for inputs that are DTensors, too."""
-
-    def backward(inputs, targets):
-        inputs, targets = (
-            distribute_tensor(t, mesh, placements) for t in (inputs, targets)
-        )
-        # The backward pass of mse_loss would divide by the elements of this rank's piece only.
-        (model(inputs) - targets).square().mean().backward()
-
-    return backward
 
 
 def average(parameters, group, count=None):

@@ -6,8 +6,6 @@ from recipes.common import (
     Block,
     CPU,
     MLP,
-    place_weights,
-    placed_backward,
     Recipe,
     Transformer,
 )
@@ -18,7 +16,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import distribute_tensor, Replicate, Shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
@@ -28,6 +26,7 @@ from torch.optim.muon import (
     partition_named_parameters,
 )
 from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon.common_modules import place_weights
 
 
 class TestDataParallel(Recipe):
@@ -71,11 +70,9 @@ class TestDataParallel(Recipe):
         """EXAMPLES 2, migration 5: the replicas share the matrices. END_TO_END, DDP, calls the group another
         name; without a config, every rank orthogonalizes every matrix."""
         world = dist.group.WORLD
-        for config in (
-            None,
-            create_auto_config(ddp_process_group=world),
-            create_auto_config(cp_process_group=world),
-        ):
+        for kind in ("", "ddp", "cp"):
+            groups = {f"{kind}_process_group": world}
+            config = create_auto_config(**groups) if kind else None
             how = {"data": [world], "once": config is not None}
             self.check(Transformer(), DDP(Transformer()), config, **how)
 
@@ -100,19 +97,13 @@ class TestDataParallel(Recipe):
         """EXAMPLES 6: FSDP within nodes, DDP across nodes. END_TO_END, HSDP, with other names."""
         nodes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
         ddp, fsdp = nodes.get_all_groups()
-        for where, groups in (
-            (
-                {"device_mesh": nodes},
-                {"fsdp_process_group": fsdp, "ddp_process_group": ddp},
-            ),
-            (
-                {"process_group": (fsdp, ddp)},
-                {"shard_process_group": fsdp, "replicate_process_group": ddp},
-            ),
+        other_names = {"shard_process_group": fsdp, "replicate_process_group": ddp}
+        for where, config in (
+            ({"device_mesh": nodes}, create_auto_config(fsdp, ddp_process_group=ddp)),
+            ({"process_group": (fsdp, ddp)}, create_auto_config(**other_names)),
         ):
             where["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
             model = FSDP(Transformer(), device_id=CPU, **where)
-            config = create_auto_config(**groups)
             self.check(Transformer(), model, config, fsdp=fsdp, data=[fsdp, ddp])
 
     def test_hybrid_fsdp2(self):
@@ -126,7 +117,12 @@ class TestDataParallel(Recipe):
         one, model = MLP(bias=True), place_weights(MLP(bias=True), mesh, placements)
         matrices, others = partition_named_parameters(model)
         config = create_dtensor_config(async_gpu_parallelism=True, prefetch_count=1)
-        backward = placed_backward(model, mesh, inputs)
+
+        def backward(*whole):
+            x, targets = (distribute_tensor(t, mesh, inputs) for t in whole)
+            # The backward pass of mse_loss would divide by the elements of this rank's piece only.
+            (model(x) - targets).square().mean().backward()
+
         self.check(one, model, config, matrices, others=others, backward=backward)
 
     def test_sharded(self):

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
 )
 from torch.distributed.tensor import (
-    distribute_module,
     distribute_tensor,
     DTensor,
     Replicate,
@@ -46,6 +45,7 @@ from torch.testing._internal.distributed._muon.common_modules import (
     data_parallel,
     make_model,
     ModuleParity,
+    place_weights,
     tensor_parallel,
 )
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
@@ -84,17 +84,11 @@ class Tests(ModuleParity):
         mesh = mesh_of(self.world_size)
         torch.manual_seed(42)
         model = torch.nn.Linear(size, size, device=device())
-
-        def shard(name, module, mesh):
-            for key, param in module.named_parameters(recurse=False):
-                placement = [Shard(0)] if key == "weight" else [Replicate()]
-                param = torch.nn.Parameter(distribute_tensor(param, mesh, placement))
-                module.register_parameter(key, param)
+        place_weights(model, mesh, [Shard(0)])
 
         def inputs(step):
             return distribute_tensor(full(step, (batch, size)), mesh, [Replicate()])
 
-        distribute_module(model, mesh, shard)
         self.check(model, create_dtensor_config(), steps, inputs=inputs)
         self.assertIsInstance(model.weight, DTensor)
         self.assertEqual(model.weight.placements, (Shard(0),))

@@ -17,7 +17,11 @@ from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import Run
-from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
+from torch.testing._internal.distributed._muon.common_config import (
+    COEFFICIENTS,
+    exact,
+    NewtonSchulzCalls,
+)
 from torch.testing._internal.distributed._muon.common_muon import (
     Cut,
     everyone,
@@ -188,7 +192,6 @@ class TestMuonForms(OnCPU):
             )
 
 
-COEFFICIENTS = (3.4445, -4.775, 2.0315)
 # Wide, tall, square, uneven blocks; one too small to be divided, a fused one and a flattened one.
 TO_DIVIDE = [
     ((128, 300), {}),
@@ -201,22 +204,13 @@ TO_DIVIDE = [
 ]
 
 
-def exact(matrix):
-    """The polynomial of a matrix in bfloat16, in float64."""
-    a, b, c = COEFFICIENTS
-    x = matrix.bfloat16().double()
-    x = x / x.norm()
-    for _ in range(5):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
-
-
 def exact_update(gradient, split=None, flatten=False):
     """The update of a parameter at learning rate 1, with the scale of each of its matrices."""
     whole = gradient.flatten(1) if flatten else gradient
-    parts = whole.split(split or len(whole))
-    scaled = [exact(p) * max(1, p.size(0) / p.size(1)) ** 0.5 for p in parts]
+    scaled = []
+    for part in whole.bfloat16().split(split or len(whole)):
+        scale = max(1, part.size(0) / part.size(1)) ** 0.5
+        scaled.append(scale * exact(part, [COEFFICIENTS] * 5))
     return torch.cat(scaled).view_as(gradient)
 
 

@@ -6,7 +6,12 @@ import re
 
 import torch
 from torch.distributed.fsdp import FlatParameter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import (
+    distribute_module,
+    distribute_tensor,
+    DTensor,
+    Replicate,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     parallelize_module,
@@ -42,6 +47,22 @@ def tensor_parallel(model, mesh):
     for up in range(0, len(model), 3):
         plan |= {str(up): ColwiseParallel(), str(up + 2): RowwiseParallel()}
     return parallelize_module(model, mesh, plan)
+
+
+def place_weights(model, mesh, placements):
+    """Makes DTensors of all parameters: weights as told, biases replicated.
+
+    An assignment to ``param.data`` would destroy the parameter, and a plain bias cannot be added to
+    what a DTensor weight gives.
+    """
+
+    def place(name, module, mesh):
+        for key, param in list(module.named_parameters(recurse=False)):
+            chosen = placements if param.ndim == 2 else [Replicate()] * mesh.ndim
+            dtensor = distribute_tensor(param.detach(), mesh, chosen)
+            module.register_parameter(key, torch.nn.Parameter(dtensor))
+
+    return distribute_module(model, mesh, place)
 
 
 def data_parallel(model, **options):

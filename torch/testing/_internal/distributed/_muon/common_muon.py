@@ -67,7 +67,6 @@ class OnGPUs:
 
     @property
     def needed(self) -> int:
-        """The number of GPUs."""
         return 1 if os.environ.get("MUON_TEST_SHARE_GPU") == "1" else self.world_size
 
     def setUp(self) -> None:
@@ -307,23 +306,15 @@ class Twins:
         self.seed = seed
         self.seeds = list(seeds or range(seed, seed + len(self.specs)))
         rows = list(zip(self.seeds, self.specs, strict=True))
-        self.singles = [
-            torch.nn.Parameter(full(number, s.shape, s.dtype)) for number, s in rows
-        ]
-        self.params = [
-            torch.nn.Parameter(place(full(number, s.shape, s.dtype), s))
-            for number, s in rows
-        ]
+        wholes = [full(number, s.shape, s.dtype) for number, s in rows]
+        self.singles = [torch.nn.Parameter(whole.clone()) for whole in wholes]
+        placed = map(place, wholes, self.specs)
+        self.params = [torch.nn.Parameter(tensor) for tensor in placed]
         self.starts = {single: single.detach().clone() for single in self.singles}
         groups = groups or [(range(len(self.specs)), {})]
-        # Indices count in the order of the groups.
-        self.order = [i for indices, _ in groups for i in indices]
         grouped, singly = (
-            [
-                {"params": [params[i] for i in indices], **copy.deepcopy(given)}
-                for indices, given in groups
-            ]
-            for params in (self.params, self.singles)
+            [{"params": [ps[i] for i in own], **copy.deepcopy(o)} for own, o in groups]
+            for ps in (self.params, self.singles)
         )
         self.config = create_dtensor_config() if config is None else config
         self.single = Muon(singly, **options)
@@ -365,11 +356,8 @@ class Twins:
                 # All buffers are made in the first step, so that checkpoints are the same on all ranks.
                 fits = mine is None or not local(mine).any()
             else:
-                fits = (
-                    mine is not None
-                    and placed(mine) == placed(param.data)
-                    and equal(local(mine), piece_of(its, spec))
-                )
+                fits = mine is not None and placed(mine) == placed(param.data)
+                fits = fits and equal(local(mine), piece_of(its, spec))
             if not fits:
                 found.append(f"momentum {name}: {mine}")
         return found

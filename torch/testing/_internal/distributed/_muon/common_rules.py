@@ -88,14 +88,6 @@ class Comm(NamedTuple):
     number: int
 
 
-class Bytes(NamedTuple):
-    """The memory of a tensor: a part of a storage."""
-
-    storage: int
-    start: int
-    end: int
-
-
 # How much of the work of each queue is done. Queues are the host, streams and, one each, collectives.
 Clock = dict[Any, int]
 HOST = "host"
@@ -199,18 +191,23 @@ class Recorder(TorchDispatchMode):
 
     @property
     def names(self) -> list[str]:
-        """Of all collectives, whoever starts them and however."""
+        """The names of all collectives, whoever starts them and however."""
         return self.functional + [call.name for call in self.calls]
 
     @property
     def launches(self) -> list[tuple[Comm, dict[int, Any]]]:
-        """What each call is, in values that can be compared with another program's."""
+        """The communicator and the arguments of each call, to compare programs."""
         return [(call.comm, call.said) for call in self.calls]
 
     def begin(self) -> None:
         """From here on, ``log`` is of interest."""
         self.log.clear()
         self.done, self._stumbles_now = 0, self._stumbles
+
+    def operate(self) -> None:
+        self.done += 1
+        if self.done == self._stumbles_now:
+            raise ArithmeticError("stumbled")
 
     def add(self, queue: Any, *needs: Clock) -> Clock:
         """Work starts after the work before it in its queue, what the host has awaited, and ``needs``."""
@@ -227,10 +224,8 @@ class Recorder(TorchDispatchMode):
     def launched(self, call: Call) -> None:
         self.log.append(("launch", call))
         self.operate()
-        clock = self.clocks[self.here(call)]
-        self.accessed(
-            call, tree_leaves(call.reads), tree_leaves(call.writes), call, clock
-        )
+        reads, writes = tree_leaves(call.reads), tree_leaves(call.writes)
+        self.accessed(call, reads, writes, call, self.clocks[self.here(call)])
         self.flying.append(call)
 
     def waited(self, call: Call) -> None:
@@ -242,11 +237,6 @@ class Recorder(TorchDispatchMode):
         """The last reference to the handle is gone."""
         if not call.is_finished:
             self.problems.append(f"nobody waits for {call}")
-
-    def operate(self) -> None:
-        self.done += 1
-        if self.done == self._stumbles_now:
-            raise ArithmeticError("stumbled")
 
     def accessed(
         self, work: Any, reads: list, writes: list, queue: Any, *needs: Clock
@@ -297,11 +287,12 @@ class Recorder(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self.freed(self._numbers.pop(key))
 
-    def bytes_of(self, tensor: Tensor) -> Bytes:
+    def bytes_of(self, tensor: Tensor) -> tuple[int, int, int]:
+        """The storage of a tensor, and the bytes in it between which it lies."""
         offset, item = tensor.storage_offset(), tensor.element_size()
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
         end = offset + last + 1 if tensor.numel() else offset
-        return Bytes(self.number_of(tensor), offset * item, end * item)
+        return self.number_of(tensor), offset * item, end * item
 
     def __enter__(self) -> Any:
         self._patches = contextlib.ExitStack()
@@ -428,7 +419,7 @@ def deadlock(logs: Mapping[int, Log], in_turn: bool = False) -> list[str]:
                 at[rank] += 1
                 has_moved = True
     return [
-        f"rank {rank} is at the {what} of {call}, to which ranks {sorted(there[call.comm, call.number])} have come"
+        f"rank {rank} is at the {what} of {call}, to which ranks {there[call.comm, call.number]} have come"
         for rank, log in logs.items()
         for what, call in log[at[rank] : at[rank] + 1]
     ]
@@ -461,16 +452,15 @@ class Program(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
 
 
-class Rank:
+class Rank(contextlib.ExitStack):
     """One rank of a program. A context manager: the rank's world, alone, with the program's limits."""
 
     def __init__(self, program: Program, number: int, device: str = "cpu") -> None:
+        super().__init__()
         self.program, self.number, self.device = program, number, device
-        self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> Any:
-        program = self.program
-        enter = self.stack.enter_context
+        program, enter = self.program, self.enter_context
         enter(alone(self.number, program.world))
         enter(mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(program.node)))
         for name, value in program.limits:
@@ -482,9 +472,8 @@ class Rank:
             # DTensor's caches confuse equal meshes of different worlds.
             names = tuple(f"m{next(_meshes)}" for _ in range(ranks.ndim))
             if (of.ranks, of.sizes) not in self.meshes:
-                made = DeviceMesh(
-                    self.device.split(":")[0], ranks, mesh_dim_names=names
-                )
+                kind = self.device.split(":")[0]
+                made = DeviceMesh(kind, ranks, mesh_dim_names=names)
                 self.meshes[of.ranks, of.sizes] = made
         if self.device != "cpu":
             enter(FakeTensorMode())
@@ -493,9 +482,6 @@ class Rank:
         self.params = [torch.nn.Parameter(self.tensor(of)) for of in held]
         self.grads = list(map(self.tensor, held))
         return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.stack.close()
 
     def tensor(self, of: Held) -> DTensor:
         kinds = {"R": Replicate(), "P": Partial()}
