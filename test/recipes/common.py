@@ -162,8 +162,6 @@ def cut_linears(model, tp, dim=None, fsdp=None):
 
 
 class Exchange(torch.autograd.Function):
-    """Applies one function to a tensor, and another one to its gradient."""
-
     @staticmethod
     def forward(ctx, x, forward, backward):
         ctx.backward = backward
@@ -197,7 +195,6 @@ def average(parameters, group, count=None):
 
 
 def batch(step):
-    """The inputs and targets of all ranks."""
     generator = torch.Generator().manual_seed(1000 + step)
     inputs = torch.randn(16, 8, WIDTH, generator=generator)
     return inputs, inputs.roll(1, 1).sin()

@@ -165,7 +165,6 @@ class DTensorTests(Tests):
             self.assertEqual(sum(everyone(len(calls.shapes))), len(twins.params))
 
     def test_twelve_steps_twice(self):
-        """Training is deterministic."""
         mesh, grid = mesh_of(self.world_size), grid_of(self.world_size // 2, 2)
         placed = specs(mesh, all_placements(mesh), SHAPES[:3])
         placed += specs(grid, [(R, S0), (S0, S1)], SHAPES[:3])
@@ -404,8 +403,6 @@ class TestMuonExpertParallelOnGPUs(OnGPUs, ExpertTests, MultiProcessTestCase):
 
 
 class TestMuonOnOneGPU(OnGPUs, Tests, MultiProcessTestCase):
-    """NCCL with a single rank."""
-
     world_size = 1
 
     def test_every_placement(self):

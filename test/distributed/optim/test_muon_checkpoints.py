@@ -100,8 +100,6 @@ def sharded(model, kind, ranks):
 
 
 class Job:
-    """A model and its optimizer on the first ``ranks``."""
-
     def __init__(self, kind, ranks, seed, **options):
         self.ranks = ranks
         # Two matrices with an odd side, of which ranks have pieces of different sizes, or none.
@@ -143,7 +141,6 @@ class Job:
         return {"process_group": group, "no_dist": self.ranks == 1}
 
     def problems(self, other):
-        """The differences from ``other``, which has done the same."""
         (values, momenta), (others, other_momenta) = (
             (state["model"], state["optimizer"]["state"])
             for state in (self.whole(), other.whole())
@@ -170,7 +167,6 @@ JOURNEY = [
 
 class TestMuonCheckpoints(OnCPU):
     def directory(self):
-        """A new directory, the same on every rank."""
         path = everyone(tempfile.mkdtemp() if self.rank == 0 else None)[0]
         if self.rank == 0:
             self.addCleanup(shutil.rmtree, path)

@@ -79,7 +79,6 @@ class TestMuonMistakes(OnCPU):
         return Muon(pairs if named else [p for _, p in pairs], **options)
 
     def assertRefused(self, kind, pattern, placed=None, **options):
-        """:meth:`build` raises the same error on all ranks."""
         placed = self.placed() if placed is None else placed
         build = functools.partial(self.build, placed, **options)
         self.assertRaisesEverywhere(build, kind, pattern)
@@ -563,7 +562,6 @@ class TestMuonUnreadErrors(OnCPU):
         return twins
 
     def test_mismatch_before_a_change(self):
-        """A rebuild, a further group and a checkpoint."""
         saved = self.mismatched().optimizer
         # Only the state of the last step is unread.
         with mock.patch.object(type(saved._engine), "synchronize"):

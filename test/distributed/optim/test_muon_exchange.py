@@ -39,7 +39,6 @@ from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 class TestMuonExchange(OnCPU):
     def placed(self):
-        """Layouts over all four ranks, replicated and not."""
         shapes = [(8, 8), (7, 5), (3, 9), (1, 8), (16, 24)]
         meshes = mesh_of(4), grid_of(2, 2)
         layouts = (specs(mesh, all_placements(mesh), shapes) for mesh in meshes)
@@ -224,7 +223,6 @@ class TestMuonRelays(OnCPU):
             self.assertEqual({*seen.names}, {"all_to_all_single", "all_reduce"})
 
     def test_nodes_of_different_sizes(self):
-        """Ranks that know different nodes would not pair up in a collective."""
         with in_two_levels(2 if self.rank == 5 else 4):
             self.assertRaisesEverywhere(
                 lambda: Twins(specs(mesh_of(8), [(S0,)])),
@@ -258,7 +256,6 @@ ROW = re.compile(
 
 
 def rows(page):
-    """The rows of ranks of a page."""
     return [found.groupdict() for found in ROW.finditer(page)]
 
 

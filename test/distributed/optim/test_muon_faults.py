@@ -131,8 +131,6 @@ def exhaust():
 
 
 class Case(NamedTuple):
-    """A fault in a phase, with the message of the rank that has it and the message of the others."""
-
     phase: Phase
     act: Callable
     own: str = ""
@@ -140,8 +138,6 @@ class Case(NamedTuple):
 
 
 class Job:
-    """Training of a team, over new groups."""
-
     def __init__(self, name, ranks, rank):
         self.rank, self.ranks = rank, ranks
         shape = (2, 2) if len(ranks) == TEAM else (1, len(ranks))
@@ -243,7 +239,6 @@ class Faults(MultiProcessTestCase):
         return "", "nothing"
 
     def run_case(self, name, case, job):
-        """Plays one case on each rank of ``job``. Returns this rank's outcome."""
         ranks, phase, culprit = job.ranks, case.phase, job.ranks[-1]
         if phase in BUILDING.values():
             call = functools.partial(job.build, phase)

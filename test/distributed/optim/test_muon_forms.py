@@ -65,7 +65,6 @@ class Net(nn.Module):
 
 
 def groups_of(model):
-    """The groups of a Net, whatever wraps the modules."""
     forms = {
         "conv": {"flatten": True},
         "experts": {},
@@ -217,7 +216,6 @@ def exact_update(gradient, split=None, flatten=False):
 class TestMuonDivided(OnCPU):
     @contextlib.contextmanager
     def small(self, max_replicas=buckets.MAX_REPLICAS):
-        """Small matrices are divided, too."""
         with (
             mock.patch.object(schedule_owners, "MIN_DIVIDED", 16),
             mock.patch.object(schedule_owners, "MIN_LOAD", 0.0),

@@ -69,7 +69,6 @@ def rarely():
 
 @st.composite
 def options(draw):
-    """Of a group; few of them."""
     choices = {
         "lr": (0.1, 0.02, 0.0, (0.05,)),
         "momentum": (0.5, 0.0),
@@ -209,7 +208,6 @@ RARE = "mismatch", "replace"
 
 @st.composite
 def actions(draw, plan, batched):
-    """The actions between construction and the last step."""
     present, config, found = list(plan.matrices), plan.config, []
     builders = {r for m in plan.matrices for r in range(WORLD) if plan.sharing(m, r)}
     for _ in range(draw(one_of(2, 3, 4, 1, 0))):
@@ -290,7 +288,6 @@ def actions(draw, plan, batched):
 
 
 def holders_have_others(plan, number, present):
-    """Whether each holder of a matrix holds another one."""
     holders = [r for r in range(WORLD) if plan.sharing(present[number], r)]
     return all(sum(bool(plan.sharing(m, r)) for m in present) > 1 for r in holders)
 

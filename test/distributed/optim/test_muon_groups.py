@@ -119,7 +119,6 @@ class TestMuonGroups(GroupParity):
         self.check(Strategy(grid_of(4), "ddp").twins())
 
     def test_cp_vs_single_device(self):
-        """Alone, and within the ranks that FSDP shards over."""
         self.check(Strategy(grid_of(4), "cp").twins())
         config = create_auto_config(
             fsdp_process_group=dist.group.WORLD,

@@ -112,7 +112,6 @@ class TestMuonPartial(OnCPU):
         alike = tuple(R if p.is_partial() else p for p in placements)
 
         def coordinate(rank):
-            """Which contribution ``rank`` holds."""
             (where,) = (mesh.mesh == rank).nonzero().tolist()
             return tuple(where[dim] for dim in partial)
 
@@ -214,7 +213,6 @@ class TestMuonPartial(OnCPU):
 
 class TestMuonFunctions(OnCPU):
     def placed(self):
-        """Every placement on a mesh of all ranks, on pairs and on single ranks."""
         return [
             spec
             for mesh in (grid_of(2, 2), mesh_of(2), mesh_of(1))

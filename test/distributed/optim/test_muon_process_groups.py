@@ -36,7 +36,6 @@ WAIT = timedelta(seconds=15)
 
 
 def made(ranks):
-    """The group of ``ranks``, which only the members make."""
     return dist.new_group(ranks, timeout=WAIT, use_local_synchronization=True)
 
 
@@ -91,7 +90,6 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
                 self.assertEqual(int(after.group_name), int(before.group_name) + 1)
 
     def errors(self, call, ranks):
-        """The error that ``call`` raises on each of ``ranks``, by rank."""
         outcomes = everyone(self.outcome(call) if self.rank in ranks else None)
         return {rank: ": ".join(one) for rank, one in enumerate(outcomes) if one}
 

@@ -59,7 +59,6 @@ WARM = 10
 
 
 def usage():
-    """The amount of each resource that this process holds."""
     gc.collect()
     objects = gc.get_objects()
     with open("/proc/self/statm") as statm:
@@ -250,8 +249,6 @@ class TestMuonRegressions(OnCPU):
 
 
 class LongRuns(ParityAssertions):
-    """To be put before a TestCase whose methods run on every rank."""
-
     world_size = 4
 
     def run_flat(self, call, times, rebuilds=0):

@@ -50,7 +50,6 @@ def all_to(rank):
 
 
 def local_config(assign_fn=None, *, state=None, **options):
-    """Functions that communicate nothing."""
     return DistributedConfig(
         assign_fn=assign_fn or all_to(0),
         gather_fn=lambda piece, owner, state: piece,
@@ -84,7 +83,6 @@ def parts_of(tensor, split=None, flatten=False):
 
 
 def make_params(*shapes, dtype=torch.float32, seed=0):
-    """Parameters with gradients."""
     generator = torch.Generator().manual_seed(seed)
     params = []
     for shape in shapes:

@@ -32,7 +32,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
 
 
 def make_model(width=12, hidden=16, layers=2, bias=True, seed=3):
-    """The same on every rank."""
     torch.manual_seed(seed)
     blocks = []
     for _ in range(layers):
@@ -122,7 +121,6 @@ class OneProcess:
         self.steps += 1
 
     def problems(self):
-        """The differences of the distributed model from one process."""
         found, key = [], "momentum_buffer"
         for name, value in self.join({p: p for p in self.muons}).items():
             expected, start = self.whole[name].detach(), self.starts[name]
@@ -183,7 +181,6 @@ def names_of(model):
 
 
 def gathered_values(tensors, group):
-    """Each key of ``tensors`` with the values of all ranks, in rank order."""
     if not tensors:
         return
     values = [tensor.detach().cpu() for tensor in tensors.values()]
@@ -192,8 +189,6 @@ def gathered_values(tensors, group):
 
 
 class ModuleParity(ParityAssertions):
-    """To be put before a TestCase whose methods run on every rank."""
-
     def check(
         self, model, config, steps=2, data_rank=0, inputs=None, count=None, **pieces
     ):

@@ -237,14 +237,12 @@ def as_on_an_accelerator(optimizer):
 
 
 def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """``value`` of every rank."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def wrap_functions(config: Any, *names: str) -> None:
-    """Makes functions of ``config`` the user's own."""
     for name in names:
         setattr(config, name, functools.partial(getattr(config, name)))
 
@@ -340,7 +338,6 @@ class Twins:
         self.optimizer.step(closure)
 
     def problems(self) -> list[str]:
-        """The differences from the single process on this rank."""
         found = []
         for i, (param, single, spec) in enumerate(
             zip(self.params, self.singles, self.specs, strict=True)
@@ -419,8 +416,6 @@ class Strategy:
 
 
 class ParityAssertions:
-    """To be put before a TestCase whose methods run on every rank."""
-
     @contextlib.contextmanager
     def assertWarnsOnce(self, pattern=None, ranks=(0,)):
         """Each of ``ranks`` warns once of ``pattern``, and no other rank does; no rank without a pattern."""

@@ -99,8 +99,6 @@ def joined(*clocks: Clock) -> Clock:
 
 
 class Call:
-    """A collective of this rank."""
-
     def __init__(self, name: str, recorder: Recorder, given: Mapping) -> None:
         self.name, self.comm = name, recorder.comm_of(given["group"])
         self.number = recorder.counts[self.comm]
@@ -234,7 +232,6 @@ class Recorder(TorchDispatchMode):
         self.add(self.here(call), self.clocks.pop(call))
 
     def dropped(self, call: Call) -> None:
-        """The last reference to the handle is gone."""
         if not call.is_finished:
             self.problems.append(f"nobody waits for {call}")
 

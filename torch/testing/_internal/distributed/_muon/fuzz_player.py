@@ -67,7 +67,6 @@ class Mesh(NamedTuple):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Of the mesh that a matrix is placed on."""
         return self.kept or tuple(range(len(self.sizes)))
 
     def place_of(self, rank: int) -> tuple[int, ...]:
@@ -312,7 +311,6 @@ class Held:
         self.param = self.new_param()
 
     def values(self, step: int) -> torch.Tensor:
-        """The parameter's, or with ``step`` its gradient's."""
         return full(self.seed + 7919 * step, self.matrix.shape).to(self.dtype)
 
     def new_param(self) -> torch.nn.Parameter:
@@ -341,7 +339,6 @@ class Held:
         return whole
 
     def numel_of(self, rank: int) -> int:
-        """The number of elements that ``rank`` holds."""
         other = copy.copy(self)
         other.rank = rank
         return other.piece(torch.empty(self.matrix.shape, device="meta")).numel()
@@ -441,8 +438,6 @@ class Late(Recorder):
 
 
 class Player:
-    """One rank of a plan."""
-
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.step_number = self.count = 0
@@ -532,7 +527,6 @@ class Player:
         return Muon(groups, allow_batched_matrices=self.plan.batched, **options)
 
     def params_of(self, group, which):
-        """The parameters of a group, by name if the plan says so."""
         params = [getattr(held, which) for held in group]
         if not self.plan.named:
             return {"params": params}
