@@ -181,21 +181,12 @@ class TestDistributedConfig(MuonTestCase):
                 self.assertNotEqual(param.detach(), before)
 
     def test_groups_of_equal_shapes_keep_their_options(self):
-        options = [
-            {},
-            {"ns_algorithm": "gram"},
-            {"ns_algorithm": "symmetric"},
-            {"ns_steps": 3},
-            {"ns_coefficients": (2.0, -1.5, 0.5)},
-            {"eps": 100.0},
-            {"foreach": False},
-            {"lr": 0.5},
-            {"weight_decay": 0.5},
-            {"momentum": 0.5},
-            {"nesterov": False},
-            {"adjust_lr_fn": "match_rms_adamw"},
-        ]
-        groups = [{"params": [i], **given} for i, given in enumerate(options * 2)]
+        options = {"lr": 0.5, "weight_decay": 0.5, "momentum": 0.5, "nesterov": False}
+        options |= {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 100.0}
+        options |= {"foreach": False, "adjust_lr_fn": "match_rms_adamw"}
+        each = [{}, {"ns_algorithm": "gram"}, {"ns_algorithm": "symmetric"}]
+        each += [{name: value} for name, value in options.items()]
+        groups = [{"params": [i], **own} for i, own in enumerate(each * 2)]
         shapes = [(4, 9)] * len(groups)
         with NewtonSchulzCalls():
             self.assert_same_training(shapes, Muon, "auto", groups=groups, foreach=True)

@@ -263,12 +263,9 @@ class TestMuonMistakes(OnCPU):
         twins = Twins(self.placed())
         twins.step()
         shapes = [(6, 6), (6, 6 + (self.rank == 1))]
-        more = [parameter(Spec(shape, mesh, (S0,)), 9) for shape in shapes]
-        self.assertRaisesEverywhere(
-            lambda: twins.optimizer.add_param_group({"params": more}),
-            ValueError,
-            "parameter 5 .*shape is",
-        )
+        group = {"params": [parameter(Spec(s, mesh, (S0,)), 9) for s in shapes]}
+        add = functools.partial(twins.optimizer.add_param_group, group)
+        self.assertRaisesEverywhere(add, ValueError, "parameter 5 .*shape is")
         self.assertEqual(len(twins.optimizer.param_groups), 1)
         self.assertTrainsAlike(twins)
 
@@ -340,10 +337,8 @@ class TestMuonMistakes(OnCPU):
     def test_failure_at_the_end_of_a_step(self):
         """The others have made that step. They hear of the failure in the next one."""
         twins = Twins([Spec((8, 8), self.mesh_of_its_own("late"), (S0,))])
-        effect = LookupError("late") if self.rank == 3 else None
-        with mock.patch.object(
-            torch.autograd.graph, "increment_version", side_effect=effect
-        ):
+        late = {"side_effect": LookupError("late") if self.rank == 3 else None}
+        with mock.patch.object(torch.autograd.graph, "increment_version", **late):
             self.assertRaisesEverywhere(twins.step, LookupError, "late", [3])
         twins.set_gradients()
         found = everyone(self.outcome(twins.optimizer.step))
@@ -443,11 +438,8 @@ class TestMuonMistakes(OnCPU):
     def test_replicas_with_other_values(self, max_replicas):
         with mock.patch.object(buckets, "MAX_REPLICAS", max_replicas):
             muon = self.replicas()
-        self.assertRaisesEverywhere(
-            muon.step,
-            RuntimeError,
-            r"ZeroRedundancyOptimizer.*: parameter 1 of shape \(5, 3\)$",
-        )
+        pattern = r"ZeroRedundancyOptimizer.*: parameter 1 of shape \(5, 3\)$"
+        self.assertRaisesEverywhere(muon.step, RuntimeError, pattern)
 
     def test_replicas_with_other_values_after_another_error(self):
         """The step that raised had moved nothing, and the next one no longer compared the values."""

@@ -44,21 +44,18 @@ class TestMuonExchange(OnCPU):
         layouts = (specs(mesh, all_placements(mesh), shapes) for mesh in meshes)
         return list(itertools.chain(*layouts))
 
-    def owner_of(self, optimizer):
-        return {i: r for r, owned in optimizer.assignments.items() for i in owned}
-
     def test_each_matrix_is_orthogonalized_once(self):
         for parallel in (True, False):
             twins = Twins(self.placed(), create_dtensor_config(parallel))
             twins.set_gradients()
             with NewtonSchulzCalls() as calls:
                 twins.optimizer.step()
+            owned = twins.optimizer.assignments
             for rank, shapes in enumerate(everyone(calls.shapes)):
-                owned = twins.optimizer.assignments[rank]
-                expected = sorted(twins.specs[i].shape for i in owned)
+                expected = sorted(twins.specs[i].shape for i in owned[rank])
                 self.assertEqual(sorted(shapes), expected)
-            owners = self.owner_of(twins.optimizer)
-            self.assertEqual(sorted(owners), list(range(len(twins.specs))))
+            every = sorted(itertools.chain(*owned.values()))
+            self.assertEqual(every, [*range(len(twins.specs))])
 
     def test_hsdp_orthogonalizes_once_and_not_per_replica(self):
         twins = Twins(specs(grid_of(2, 2), [(R, S0)], [(8, 8)] * 4))
@@ -297,23 +294,18 @@ class TestMuonDescribe(OnCPU):
             self.assertRegex(page, words)
 
     def test_share_of_the_model(self):
-        shapes = {
-            "qkv": (8, 16),
-            "experts": (3, 8, 16),
-            "conv": (4, 8, 3),
-            "head": (4, 8),
+        shapes = {"qkv": (8, 16), "experts": (3, 8, 16), "conv": (4, 8, 3)}
+        shapes["head"] = (4, 8)
+        placed = {
+            name: distribute_tensor(torch.ones(shape), mesh_of(4), [S0])
+            for name, shape in shapes.items()
         }
-        model, placed = nn.Module(), {}
-        for name, shape in shapes.items():
-            whole = torch.ones(shape)
-            part = nn.Parameter(distribute_tensor(whole, mesh_of(4), [S0]))
-            model.register_parameter(name, part)
-            placed[name] = part
-        model.gain, model.bias = (nn.Parameter(torch.ones(8)) for _ in range(2))
+        vectors = {"gain": torch.ones(8), "bias": torch.ones(8)}
+        model = nn.ParameterDict(placed | vectors)
         groups = [
-            {"params": [placed["qkv"]], "split": (4, 4)},
-            {"params": [placed["conv"]], "flatten": True},
-            {"params": [placed["experts"]]},
+            {"params": [model["qkv"]], "split": (4, 4)},
+            {"params": [model["conv"]], "flatten": True},
+            {"params": [model["experts"]]},
         ]
         muon = Muon(groups, distributed_config="auto", allow_batched_matrices=True)
         counts = "Muon has 3 parameters of 608 elements: 1 split, 1 flattened, 1 stacks"
@@ -324,7 +316,7 @@ class TestMuonDescribe(OnCPU):
         first, *more = muon.describe(model).splitlines()
         self.assertEqual(first, counts + share)
         self.assertEqual(more[0], "No optimizer given here has head")
-        adamw = AdamW([model.gain, model.head])
+        adamw = AdamW([model["gain"], model["head"]])
         first, *more = muon.describe(model, adamw).splitlines()
         self.assertEqual(first, counts + share)
         # A vector is no matrix.

@@ -5,6 +5,7 @@ import contextlib
 import math
 import os
 import warnings
+from functools import partial
 from unittest import mock
 
 import torch
@@ -65,16 +66,12 @@ class Net(nn.Module):
 
 
 def groups_of(model):
-    forms = {
-        "conv": {"flatten": True},
-        "experts": {},
-        "qkv": {"split": (12, 7, 5), "lr": 0.2},
-    }
+    split = {"split": (12, 7, 5), "lr": 0.2}
+    forms = {"conv": {"flatten": True}, "experts": {}, "qkv": split}
+    named = [*model.named_parameters()]
     return [
-        {"params": [(which, param)], **form}
+        {"params": [(which, param) for name, param in named if which in name], **form}
         for which, form in forms.items()
-        for name, param in model.named_parameters()
-        if which in name
     ]
 
 
@@ -136,14 +133,12 @@ class TestMuonForms(OnCPU):
     def test_groups_whose_ranks_hold_different_matrices(self):
         """Experts that start as copies of one expert: a comparison of values cannot tell them apart."""
         shape, pairs = (4, 6, 10), grid_of(2, 2).get_group(1)
-        for spec, options in (
-            (Spec(shape, mesh_of(4), (S0,)), {}),
-            (
-                Cut(shape, ((0, (1, 1, 1, 1), self.rank),)),
-                {"fsdp_process_group": dist.group.WORLD},
-            ),
+        cut = Cut(shape, ((0, (1, 1, 1, 1), self.rank),))
+        for spec, fsdp in (
+            (Spec(shape, mesh_of(4), (S0,)), None),
+            (cut, dist.group.WORLD),
         ):
-            config = create_auto_config(cp_process_group=pairs, **options)
+            config = create_auto_config(fsdp, cp_process_group=pairs)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 twins = self.twins([spec], config)
@@ -288,13 +283,11 @@ class TestMuonDivided(OnCPU):
             ((grid, S0, S1), 2, 4, (True, 1), {"foreach": True}),
             ((line, S1), "auto", 4, (True, 1), {}),
         ):
+            message = f"{placements} {owners} {flags} {options}"
+            make = partial(create_dtensor_config, *flags, owners)
+            layout = self.placed(mesh, *placements)
             with self.small(max_replicas=replicas):
-                self.check(
-                    self.placed(mesh, *placements),
-                    lambda: create_dtensor_config(*flags, owners),
-                    f"{placements} {owners} {flags} {options}",
-                    **options,
-                )
+                self.check(layout, make, message, **options)
         strategy = Strategy(grid, "fsdp", "tp")
         groups = {"owners_per_matrix": 2, "tp_dim_per_param": 0}
         with self.small():
@@ -310,9 +303,8 @@ class TestMuonDivided(OnCPU):
             twins.set_gradients()
             if self.rank == min(twins.optimizer.assignments):
                 twins.optimizer.zero_grad()
-            self.assertRaisesEverywhere(
-                twins.optimizer.step, RuntimeError, "some have none"
-            )
+            step = twins.optimizer.step
+            self.assertRaisesEverywhere(step, RuntimeError, "some have none")
 
     def test_one_owner(self):
         """Small matrices, one rank, and functions of the user have the bits of a single process."""
@@ -341,9 +333,8 @@ class TestMuonDivided(OnCPU):
             text = self.twins(layout, config).optimizer.describe()
             self.assertRegex(text, r"owners_per_matrix has \d for \d+ x \d+")
             config = create_dtensor_config(owners_per_matrix=1 + self.rank % 2)
-            self.assertRaisesEverywhere(
-                lambda: self.twins(layout, config), ValueError, "ranks disagree"
-            )
+            build = partial(self.twins, layout, config)
+            self.assertRaisesEverywhere(build, ValueError, "ranks disagree")
 
 
 if __name__ == "__main__":

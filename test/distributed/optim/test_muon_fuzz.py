@@ -127,15 +127,9 @@ def dtensors(draw, batched, meshes):
     mesh = draw(one_of(*meshes))
     shape = draw(shapes(batched))
     form = draw(forms(shape))
-    return Matrix(
-        shape,
-        mesh,
-        draw(placements(mesh, len(shape))),
-        draw(one_of(*DTYPES)),
-        turned=draw(rarely()) and not form,
-        frozen=draw(rarely()),
-        form=form,
-    )
+    placed, dtype = draw(placements(mesh, len(shape))), draw(one_of(*DTYPES))
+    flags = {"turned": draw(rarely()) and not form, "frozen": draw(rarely())}
+    return Matrix(shape, mesh, placed, dtype, form=form, **flags)
 
 
 @st.composite
@@ -213,6 +207,9 @@ def actions(draw, plan, batched):
     for _ in range(draw(one_of(2, 3, 4, 1, 0))):
         numbers, groups = range(len(present)), range(len(plan.options))
         changing = [n for n in numbers if plan.see([present[n]], present)]
+        of_group = [[m for m in present if m.group == at] for at in groups]
+        entries = {n: (present[n].tp_dim, present[n].expert) for n in changing}
+        plain_ones = [n for n in changing if entries[n] == (None, False)]
         possible = {
             "step": (None,),
             "change_options": groups,
@@ -221,18 +218,9 @@ def actions(draw, plan, batched):
             "reload": numbers,
             "replace": [n for n in changing if present[n].mesh is not None],
             "mismatch": [*mismatches(plan, present)],
-            "reverse": [
-                at
-                for at in groups
-                if plan.see([m for m in present if m.group == at], present, 2)
-            ],
+            "reverse": [at for at in groups if plan.see(of_group[at], present, 2)],
             # The config's dicts do not know a parameter that comes back.
-            "rest": [
-                n
-                for n in changing
-                if (present[n].tp_dim, present[n].expert) == (None, False)
-                and holders_have_others(plan, n, present)
-            ],
+            "rest": [n for n in plain_ones if holders_have_others(plan, n, present)],
         }
         kinds = [kind for kind, choices in possible.items() if choices]
         kind = draw(one_of(*kinds, *sorted({*RARE} & {*kinds})))

@@ -462,16 +462,14 @@ class TestMuonFSDP1(OnCPU):
             wrap_functions(run.config, "gather_fn")
         orig.build()
         self.check(orig)
-        words = "parameter 0 .*holds 8 matrices"
-        self.assertRaisesEverywhere(flat.build, ValueError, words)
+        pattern = "parameter 0 .*holds 8 matrices"
+        self.assertRaisesEverywhere(flat.build, ValueError, pattern)
         flat = Run(False, units=None)
-        config, given = flat.config, [*flat.model.parameters()]
-        config.assign_fn(given, config.state)
+        config, (given,) = flat.config, flat.model.parameters()
+        config.assign_fn([given], config.state)
+        gather = partial(config.gather_fn, given.detach(), 0, config.state)
         pattern = "parameter 0 holds 8 matrices"
-        piece = given[0].detach()
-        self.assertRaisesEverywhere(
-            lambda: config.gather_fn(piece, 0, config.state), ValueError, pattern
-        )
+        self.assertRaisesEverywhere(gather, ValueError, pattern)
 
     def test_gather_then_redistribute_is_the_identity(self):
         for orig, strategy in ((False, HYBRID), (True, FULL)):
@@ -527,10 +525,9 @@ class TestMuonFSDP1(OnCPU):
 
     def assertRefused(self, pattern, params, **options):
         """Muon for ``params`` under create_auto_config with ``options``."""
-        params, config = list(params), create_auto_config(**options)
-        self.assertRaisesEverywhere(
-            lambda: Muon(params, distributed_config=config), ValueError, pattern
-        )
+        config = create_auto_config(**options)
+        build = partial(Muon, list(params), distributed_config=config)
+        self.assertRaisesEverywhere(build, ValueError, pattern)
 
     def test_flat_parameter_that_mixes_matrices_with_biases(self):
         model = wrap(Model(bias=True), False)
@@ -538,9 +535,8 @@ class TestMuonFSDP1(OnCPU):
         flats = [p for p in model.parameters() if hasattr(p, "_fqns")][-2:]
         for options in ({"fsdp_process_group": model.process_group}, {"module": model}):
             self.assertRefused(pattern, flats, **options)
-        self.assertRaisesEverywhere(
-            lambda: partition_parameters(model), ValueError, "weight.*bias"
-        )
+        partition = partial(partition_parameters, model)
+        self.assertRaisesEverywhere(partition, ValueError, "weight.*bias")
 
     def test_parameters_that_a_config_cannot_take(self):
         orig, flat = wrap(Model(), True), wrap(Model(), False)
@@ -556,11 +552,8 @@ class TestMuonFSDP1(OnCPU):
         ):
             self.assertRefused(pattern, params, **options)
         for params in (matrices, list(flat.parameters())):
-            self.assertRaisesEverywhere(
-                lambda: Muon(params, distributed_config=create_dtensor_config()),
-                ValueError,
-                "create_auto_config",
-            )
+            build = partial(Muon, params, distributed_config=create_dtensor_config())
+            self.assertRaisesEverywhere(build, ValueError, "create_auto_config")
         # Another optimizer over the same ranks works.
         self.check(Run(True), 1)
 
@@ -572,16 +565,12 @@ class TestMuonFSDP1(OnCPU):
             ignored = [model.weight]
             if mark is not None:
                 model.weight.tp_dim = mark
-            model = FSDP(
-                torch.nn.Sequential(model, torch.nn.Linear(4, 4)),
-                process_group=grid.get_group("a"),
-                device_id=torch.device("cpu"),
-                ignored_states=ignored,
-                use_orig_params=True,
-            )
-            config = create_auto_config(
-                module=model, tp_process_group=tp, tp_dim_per_param=said
-            )
+            layers = torch.nn.Sequential(model, torch.nn.Linear(4, 4))
+            options = {"ignored_states": ignored, "use_orig_params": True}
+            group, device = grid.get_group("a"), torch.device("cpu")
+            model = FSDP(layers, process_group=group, device_id=device, **options)
+            options = {"tp_process_group": tp, "tp_dim_per_param": said}
+            config = create_auto_config(module=model, **options)
             optimizer = Muon(ignored, distributed_config=config)
             with self.everywhere(f"{said} {mark}"):
                 ranks = torch.distributed.get_process_group_ranks(tp)

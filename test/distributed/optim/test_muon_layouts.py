@@ -116,21 +116,14 @@ class TestMuonPartial(OnCPU):
             return tuple(where[dim] for dim in partial)
 
         def placed(whole):
-            return DTensor.from_local(
-                piece_of(whole, Spec(whole.shape, mesh, alike)),
-                mesh,
-                placements,
-                run_check=False,
-                shape=whole.shape,
-                stride=whole.stride(),
-            )
+            piece = piece_of(whole, Spec(whole.shape, mesh, alike))
+            like = {"shape": whole.shape, "stride": whole.stride()}
+            return DTensor.from_local(piece, mesh, placements, run_check=False, **like)
 
         mine = coordinate(self.rank)
         everywhere = sorted({coordinate(r) for r in mesh.mesh.flatten().tolist()})
-        params = [
-            torch.nn.Parameter(placed(terms(i, shape, mine)))
-            for i, shape in enumerate(TERMS)
-        ]
+        values = [placed(terms(i, shape, mine)) for i, shape in enumerate(TERMS)]
+        params = list(map(torch.nn.Parameter, values))
         for i, param in enumerate(params, 100):
             param.grad = placed(terms(i, param.shape, mine))
             if not summed:
@@ -204,9 +197,8 @@ class TestMuonPartial(OnCPU):
         def terms(seed, shape, coordinate):
             # The second and third term cancel out, and absorb most of the first one.
             great = full(seed + 50, shape) * 2**24
-            return [full(seed, shape), great, -great, full(seed + 9, shape)][
-                coordinate[0]
-            ]
+            each = full(seed, shape), great, -great, full(seed + 9, shape)
+            return each[coordinate[0]]
 
         self.check(mesh_of(4), (P,), terms, momentum=0.0, nesterov=False)
 

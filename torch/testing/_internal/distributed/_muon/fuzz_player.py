@@ -43,7 +43,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     sizes_of,
     wrap_functions,
 )
-from torch.testing._internal.distributed._muon.common_rules import Recorder
+from torch.testing._internal.distributed._muon.common_rules import Call, Recorder
 
 
 WORLD = 4
@@ -167,14 +167,8 @@ class Plan(NamedTuple):
     limits: tuple[tuple[str, int], ...] = ()
     actions: tuple[tuple[Any, ...], ...] = (STEP,)
 
-    def all_matrices(self) -> tuple[Matrix, ...]:
-        """Those that come later, too."""
-        added = (action[1] for action in self.actions if action[0] == "add")
-        return (*self.matrices, *itertools.chain.from_iterable(added))
-
-    def all_options(self) -> tuple[tuple[tuple[str, Any], ...], ...]:
-        added = (action[2] for action in self.actions if action[0] == "add")
-        return (*self.options, *added)
+    def actions_of(self, kind: str) -> list[tuple[Any, ...]]:
+        return [given for name, *given in self.actions if name == kind]
 
     def sharing(self, matrix: Matrix, rank: int) -> tuple[int, ...]:
         """The sorted ranks that share ``matrix`` with ``rank``; () if it holds none of it."""
@@ -214,20 +208,15 @@ class Plan(NamedTuple):
         """Whether each rank linked with a holder of one of ``changed`` holds ``count`` of them."""
         holders = (r for r in range(WORLD) for m in changed if self.sharing(m, r))
         linked = set().union(*(self.linked(rank, matrices) for rank in holders))
-        return all(
-            sum(bool(self.sharing(m, r)) for m in changed) >= count for r in linked
-        )
+        counts = (sum(bool(self.sharing(m, r)) for m in changed) for r in linked)
+        return all(found >= count for found in counts)
 
 
 def strided_order(placements: tuple[int | str, ...]) -> list[tuple[int, int]]:
     """(Mesh dimension, tensor dimension) of each shard, in the order in which they cut."""
     plain = [(i, p) for i, p in enumerate(placements) if isinstance(p, int)]
-    late = [
-        (i, int(p[1:]))
-        for i, p in enumerate(placements)
-        if isinstance(p, str) and p.startswith("/")
-    ]
-    return plain + late
+    words = [(i, p) for i, p in enumerate(placements) if isinstance(p, str)]
+    return plain + [(i, int(p[1:])) for i, p in words if p.startswith("/")]
 
 
 # Of a collective that pairs up with none.
@@ -415,18 +404,12 @@ class Held:
         return wrong if alike else [*wrong, f"momentum {name}: {mine} instead of {its}"]
 
 
-def received_bytes(seen: Recorder, rank: int) -> int:
-    """What ``rank`` received from other ranks in the exchanges that ``seen`` recorded."""
-    received = 0
-    for call in seen.calls:
-        if call.name == "all_to_all_single":
-            _, sizes = call.splits
-            received += (
-                sum(sizes) - sizes[call.comm.ranks.index(rank)]
-            ) * call.itemsize
-        elif call.name == "broadcast" and call.source != rank:
-            received += call.nbytes
-    return received
+def received_bytes(call: Call, rank: int) -> int:
+    """The bytes of an exchange that ``rank`` received from other ranks."""
+    if call.name == "all_to_all_single":
+        _, sizes = call.splits
+        return (sum(sizes) - sizes[call.comm.ranks.index(rank)]) * call.itemsize
+    return call.nbytes * (call.name == "broadcast" and call.source != rank)
 
 
 class Late(Recorder):
@@ -466,9 +449,11 @@ class Player:
 
     def events(self):
         # All ranks make all meshes.
-        matrices = self.plan.all_matrices()
+        matrices = list(self.plan.matrices)
+        for new, _ in self.plan.actions_of("add"):
+            matrices += new
         meshes = [self.plan.config.mesh, *(matrix.mesh for matrix in matrices)]
-        meshes += [action[2] for action in self.plan.actions if action[0] == "replace"]
+        meshes += [mesh for _, mesh, *_ in self.plan.actions_of("replace")]
         for mesh in dict.fromkeys(meshes):
             if mesh is not None:
                 device_mesh(mesh)
@@ -535,12 +520,11 @@ class Player:
         return {"params": pairs} if group else {"params": [], "param_names": []}
 
     def options_of(self, number: int) -> dict[str, Any]:
-        return {
-            key: torch.tensor(value[0])
-            if isinstance(value, tuple) and key == "lr"
-            else value
-            for key, value in self.plan.all_options()[number]
-        }
+        added = [options for _, options in self.plan.actions_of("add")]
+        options = dict([*self.plan.options, *added][number])
+        if isinstance(options.get("lr"), tuple):
+            options["lr"] = torch.tensor(*options["lr"])
+        return options
 
     def new_config(self):
         config = self.plan.config
@@ -596,12 +580,9 @@ class Player:
         with seen, NewtonSchulzCalls() as calls:
             self.optimizer.step()
         problems = seen.problems + self.unexpected(seen, len(calls.shapes))
-        problems += [
-            f"{held.number} was {'not ' * is_written}written"
-            for held, tensor, version in before
-            if (is_written := held.single.grad is not None)
-            != (tensor._version > version)
-        ]
+        for held, tensor, version in before:
+            if (held.single.grad is not None) != (tensor._version > version):
+                problems.append(f"{held.number} was written, or not, without a reason")
         if problems:
             raise AssertionError(f"{problems}")
         self.single.step()
@@ -643,7 +624,7 @@ class Player:
             found.append(f"{count} matrices instead of {least} to {most}")
         # In two levels, others' bytes pass through this rank.
         if dict(self.plan.limits).get("MAX_PEERS", 512) == 512:
-            received = received_bytes(seen, self.rank)
+            received = sum(received_bytes(call, self.rank) for call in seen.calls)
             if received != expected:
                 found.append(f"{received} bytes instead of {expected}")
         return found
@@ -658,9 +639,8 @@ class Player:
         """
         held = self.held.get(number)
         others = set() if held is None else set(held.sharing) - {culprit}
-        knows = (
-            held is not None and held.param.requires_grad and culprit in held.sharing
-        )
+        knows = held is not None and culprit in held.sharing
+        knows = knows and held.param.requires_grad
         # A shard without elements needs no gradient.
         if not (knows and held.numel_of(culprit) and any(map(held.numel_of, others))):
             self.step()
