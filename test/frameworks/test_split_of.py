@@ -81,7 +81,13 @@ MODELS = [
         {"layer_types": ["full_attention"]},
         {"q_proj.weight": ("query",), "gate_up_proj": GATE},
     ),
+    (
+        "Qwen3_5ForCausalLM",
+        {"layer_types": ["full_attention"]},
+        {"q_proj.weight": ("query",)},
+    ),
     ("MixtralForCausalLM", {}, EXPERTS),
+    ("AriaTextForCausalLM", {"moe_num_experts": 3, "moe_topk": 2}, EXPERTS),
     ("Llama4ForCausalLM", {"moe_layers": [0]}, EXPERTS),
     ("DeepseekV2ForCausalLM", {"num_key_value_heads": 6}, LATENT | EXPERTS),
     (

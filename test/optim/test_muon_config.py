@@ -449,24 +449,34 @@ class TestReplaced(MuonTestCase):
 class TestUserFunctions(MuonTestCase):
     def test_functions_that_communicate_nothing(self):
         # By their updates they move only what their own rank owns.
-        params = make_params((4, 6), (6, 4), (3, 3))
-        before = [p.detach().clone() for p in params]
-        config = local_config(
+        written = local_config(
             lambda params, state: {0: [0, 2], 1: [1]},
             state={"rank": 1, "world_size": 2},
         )
-        options = {"lr": 0.5, "weight_decay": 0.1}
-        optimizer = Muon(params, distributed_config=config, **options)
-        optimizer.step()
-        alone = nn.Parameter(before[1].clone())
-        alone.grad = params[1].grad
-        Muon([alone], **options).step()
-        decayed = [old * (1 - 0.5 * 0.1) for old in before]
-        self.assert_same_bits(params, [decayed[0], alone, decayed[2]])
-        # Momentum is everybody's.
-        for param in params:
-            buffer = optimizer.state[param]["momentum_buffer"]
-            self.assertEqual(buffer, 0.05 * param.grad)
+        # A factory's config for another framework.
+        adapted = create_dtensor_config()
+        adapted.state.update(written.state)
+        for name in ("assign_fn", "gather_fn", "redistribute_fn"):
+            setattr(adapted, name, getattr(written, name))
+        for config in (written, adapted):
+            params = make_params((4, 6), (6, 4), (3, 3))
+            before = [p.detach().clone() for p in params]
+            options = {"lr": 0.5, "weight_decay": 0.1}
+            optimizer = Muon(params, distributed_config=config, **options)
+            optimizer.step()
+            alone = nn.Parameter(before[1].clone())
+            alone.grad = params[1].grad
+            Muon([alone], **options).step()
+            decayed = [old * (1 - 0.5 * 0.1) for old in before]
+            self.assert_same_bits(params, [decayed[0], alone, decayed[2]])
+            # Momentum is everybody's.
+            for param in params:
+                buffer = optimizer.state[param]["momentum_buffer"]
+                self.assertEqual(buffer, 0.05 * param.grad)
+        # The factory's assign_fn sees only this process.
+        adapted.assign_fn = create_dtensor_config().assign_fn
+        optimizer = Muon(params, distributed_config=adapted)
+        self.assertEqual(optimizer.assignments, {0: [0, 1, 2]})
 
     @parametrize("prefetch_count", [0, 1, 5])
     def test_sequence_of_calls(self, prefetch_count):

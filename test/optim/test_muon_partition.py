@@ -373,12 +373,19 @@ class TestSplits(TestCase):
         self.assertEqual(found, "_orig_mod.attention.linear_qkv.base_layer.weight")
 
     def test_class_of_the_same_name(self):
-        module = SelfAttention()
-        module.config.num_attention_heads = 9
-        self.assertEqual(split_of(module), {})
-        module = SelfAttention()
+        for wrong in ({"num_attention_heads": 9}, {"kv_channels": None}):
+            module = SelfAttention()
+            vars(module.config).update(wrong)
+            self.assertEqual(split_of(module), {})
         del module.config.kv_channels
         self.assertEqual(split_of(module), {})
+        # A linear layer (out, in), columns that are no third, and fewer rows than a group of heads has.
+        for kind, weight, shape in (
+            ("SelfAttention", "c_attn.weight", (24, 8)),
+            ("SelfAttention", "c_attn.weight", (8, 20)),
+            ("BloomAttention", "query_key_value.weight", (8, 8)),
+        ):
+            self.assertEqual(split_of(known(kind, weight, shape, head_dim=4)), {})
 
     def groups(self, parts, split, **options):
         groups, others = partition_named_parameters(tree(parts), split=split, **options)

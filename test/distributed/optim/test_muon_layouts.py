@@ -283,6 +283,19 @@ class TestMuonFunctions(OnCPU):
                 stayed = torch.equal(local(param.detach()), old)
                 self.assertEqual(stayed, (self.rank, i) == (2, 1))
 
+    def test_wrapper_that_changes_the_dtype(self):
+        """The other ranks read the owner's bits as bfloat16."""
+        config = create_dtensor_config()
+        inner = config.redistribute_fn
+
+        def redistribute(update, owner, state):
+            return inner(update.float() if owner == self.rank else update, owner, state)
+
+        config.redistribute_fn = redistribute
+        twins = Twins(specs(mesh_of(4), [(S0,)]), config)
+        twins.step()
+        self.assertParity(twins)
+
     def test_owner_that_hands_on_something_else(self):
         """The other rank of each pair waits for the owner until the timeout of their group."""
         pairs = [(0, 1), (2, 3)]
