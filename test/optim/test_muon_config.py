@@ -250,12 +250,8 @@ class TestMuonErrors(MuonTestCase):
 
     def test_wrong_tp_dim_raises(self):
         param = torch.randn(10, 20)
-        for options in (
-            {"tp_dim_per_param": {0: 3}},
-            {"tp_dim_per_param": -3},
-            {"tp_shard_dim": 7},
-        ):
-            config = create_auto_config(tp_process_group=None, **options)
+        for dims in ({0: 3}, -3, 7):
+            config = create_auto_config(tp_process_group=None, tp_dim_per_param=dims)
             for call in (
                 lambda: config.gather_fn(param, 0, config.state),
                 lambda: config.redistribute_fn(param, 0, config.state),
@@ -272,12 +268,8 @@ class TestMuonErrors(MuonTestCase):
 
     def test_functions_of_a_factory_in_a_config_that_does_not_know_them(self):
         built = create_auto_config()
-        config = DistributedConfig(
-            assign_fn=all_to(0),
-            gather_fn=lambda *given: built.gather_fn(*given),
-            redistribute_fn=lambda *given: built.redistribute_fn(*given),
-            state={},
-        )
+        wrapped = map(functools.partial, (built.gather_fn, built.redistribute_fn))
+        config = DistributedConfig(all_to(0), *wrapped, {})
         optimizer = Muon(make_params((4, 4)), distributed_config=config)
         with self.assertRaisesRegex(RuntimeError, "state of that config"):
             optimizer.step()
