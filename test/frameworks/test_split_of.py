@@ -44,6 +44,8 @@ SIZES = {
 QKV, GATE = ("query", "key", "value"), ("gate",)
 FALCON, ATTENTION = "FalconForCausalLM", {"query_key_value.weight": QKV}
 LATENT, EXPERTS = {"kv_b_proj.weight": QKV[1:]}, {"gate_up_proj": GATE}
+LONGCAT = {"head_dim": 2, "num_key_value_heads": 6, "num_hidden_layers": 2}
+LONGCAT |= {"ffn_hidden_size": 10, "expert_ffn_hidden_size": 10}
 # A model, its options, and its fused weights with the tensors that are computed from their parts. With one
 # tensor, the other part is the rest; without one, the weight is cut like the one before it.
 MODELS = [
@@ -95,17 +97,7 @@ MODELS = [
         {"num_key_value_heads": 6, "head_dim": 2},
         LATENT | EXPERTS,
     ),
-    (
-        "LongcatFlashForCausalLM",
-        {
-            "head_dim": 2,
-            "num_key_value_heads": 6,
-            "num_hidden_layers": 2,
-            "ffn_hidden_size": 10,
-            "expert_ffn_hidden_size": 10,
-        },
-        LATENT,
-    ),
+    ("LongcatFlashForCausalLM", LONGCAT, LATENT),
 ]
 
 

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed._muon.common_rules import (
     Recorder,
 )
 from torch.testing._internal.distributed._muon.common_streams import Accelerator
-from torch.testing._internal.distributed._muon.fuzz_settings import fuzz
+from torch.testing._internal.distributed._muon.fuzz_settings import fuzz, one_of
 
 
 from hypothesis import given, strategies as st
@@ -68,10 +68,6 @@ PROGRAMS = {
         limits=(*RELAYED, *IN_LEVELS),
     ),
 }
-
-
-def one_of(*values):
-    return st.sampled_from(values)
 
 
 @st.composite

@@ -14,6 +14,10 @@ except ImportError as error:
     raise unittest.SkipTest("hypothesis is not installed") from error
 
 
+def one_of(*values):
+    return hypothesis.strategies.sampled_from(values)
+
+
 def fuzz(examples: int):
     """A decorator for a test of ``given`` arguments, which are drawn ``examples`` times by default."""
     seed = os.environ.get("MUON_TEST_FUZZ_SEED")
