@@ -18,29 +18,13 @@ from torch.optim.muon import partition_named_parameters, split_of
 
 
 # One layer. No two sizes are equal, so that no wrong split has the right lines.
-SIZES = {
-    "hidden_size": 24,
-    "intermediate_size": 10,
-    "moe_intermediate_size": 10,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "vocab_size": 50,
-    "num_experts": 3,
-    "num_local_experts": 3,
-    "n_routed_experts": 3,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 4,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "pad_token_id": 0,
-}
+SIZES = {"hidden_size": 24, "num_hidden_layers": 1, "vocab_size": 50, "pad_token_id": 0}
+SIZES |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4}
+SIZES |= {"intermediate_size": 10, "moe_intermediate_size": 10}
+SIZES |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 3)
+SIZES |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+SIZES |= {"first_k_dense_replace": 0, "kv_lora_rank": 8, "q_lora_rank": 8}
+SIZES |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 4}
 QKV, GATE = ("query", "key", "value"), ("gate",)
 FALCON, ATTENTION = "FalconForCausalLM", {"query_key_value.weight": QKV}
 LATENT, EXPERTS = {"kv_b_proj.weight": QKV[1:]}, {"gate_up_proj": GATE}

@@ -118,15 +118,11 @@ class TestDTensorsOnOneRank(MuonTestCase):
 
     def test_detect_tp_dims_of_dtensors(self):
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))
+        rows, columns, whole = Shard(0), Shard(1), Replicate()
+        placed = (rows, columns), (columns, rows), (whole, Shard(-1)), (columns, whole)
         params = [
             distribute_tensor(torch.randn(4, 6), mesh, placements)
-            for placements in (
-                [Shard(0), Shard(1)],
-                [Shard(1), Shard(0)],
-                [Replicate(), Shard(-1)],
-                [Shard(1), Replicate()],
-                [Replicate(), Replicate()],
-            )
+            for placements in (*placed, (whole, whole))
         ]
         with self.assertWarnsRegex(UserWarning, r"parameters \[5\];"):
             found = detect_tp_dims_from_model([*params, torch.randn(2, 2)])

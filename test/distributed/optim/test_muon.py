@@ -268,12 +268,8 @@ class ExpertTests(Tests):
             ep_process_group=dist.group.WORLD,
             expert_assignments={0: self.rank, 1: self.rank},
         )
-        _, optimizer = self.check(
-            make_expert(self.rank),
-            config,
-            data_rank=self.rank,
-            count=2 * self.world_size,
-        )
+        model, count = make_expert(self.rank), 2 * self.world_size
+        _, optimizer = self.check(model, config, data_rank=self.rank, count=count)
         # No other rank holds them.
         self.assertEqual(optimizer.assignments, {self.rank: [0, 1]})
 

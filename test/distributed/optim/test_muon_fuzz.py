@@ -144,16 +144,11 @@ def plain(draw, batched, config, later=False):
     if config.dims_of("tp") and not later:
         tp_dim = draw(one_of(None, *range(-2, len(shape))))
     form = draw(forms(shape, tp_dim))
-    return Matrix(
-        shape,
-        dtype=draw(one_of(*DTYPES)),
-        turned=draw(rarely()) and not form,
-        frozen=draw(rarely()),
-        tp_dim=tp_dim,
-        how=draw(one_of("chunk", "balanced", "last")),
-        expert=bool(config.dims_of("ep")) and not later and draw(st.booleans()),
-        form=form,
-    )
+    dtype, how = draw(one_of(*DTYPES)), draw(one_of("chunk", "balanced", "last"))
+    flags = {"turned": draw(rarely()) and not form, "frozen": draw(rarely())}
+    expert = bool(config.dims_of("ep")) and not later and draw(st.booleans())
+    flags |= {"tp_dim": tp_dim, "how": how, "expert": expert}
+    return Matrix(shape, dtype=dtype, form=form, **flags)
 
 
 @st.composite
@@ -236,14 +231,9 @@ def actions(draw, plan, batched):
         if kind == "step":
             found.append(draw(steps(present)))
         elif kind == "change_options":
-            changes = one_of(
-                ("lr", 0.05),
-                ("weight_decay", 0.25),
-                ("nesterov", False),
-                ("ns_steps", 2),
-                ("adjust_lr_fn", "match_rms_adamw"),
-            )
-            found.append((kind, choice, (draw(changes),)))
+            values = {"lr": 0.05, "weight_decay": 0.25, "nesterov": False}
+            values |= {"ns_steps": 2, "adjust_lr_fn": "match_rms_adamw"}
+            found.append((kind, choice, (draw(one_of(*values.items())),)))
         elif kind == "freeze":
             found.append((kind, choice, draw(st.booleans())))
         elif kind == "reload":
@@ -390,14 +380,10 @@ class TestMuonScheduleFuzz(TestCase):
             for work_of_each in dict.fromkeys(flops[i] for i in mine):
                 left = Counter(owners[i] for i in mine if flops[i] == work_of_each)
                 for _ in range(left.total()):
-                    load = {
-                        rank: sum(
-                            work
-                            for (wide, owner), work in given_to.items()
-                            if owner == rank and {*group} <= {*wide}
-                        )
-                        for rank in group
-                    }
+                    load = dict.fromkeys(group, 0)
+                    for (wide, owner), work in given_to.items():
+                        if owner in group and {*group} <= {*wide}:
+                            load[owner] += work
                     free = min(left.elements(), key=load.__getitem__)
                     self.assertEqual(load[free], min(load.values()))
                     left[free] -= 1

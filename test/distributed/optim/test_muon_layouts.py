@@ -74,18 +74,11 @@ class TestMuonDTensorLayouts(OnCPU):
     def test_several_meshes_in_one_optimizer(self):
         grid = grid_of(2, 2)
         shapes = [(8, 8), (7, 5), (3, 9), (16, 12)]
-        placed = [
-            spec
-            for mesh, *placements in (
-                (mesh_of(2), (S0,), (R,)),
-                (mesh_of(4), (S1,), (R,)),
-                (grid, (S1, S0)),
-                (grid["a"], (S0,)),
-                (grid["b"], (S1,)),
-                (mesh_of(1), (S0,)),
-            )
-            for spec in specs(mesh, placements, shapes)
-        ]
+        lines = [(mesh_of(2), S0), (mesh_of(2), R), (mesh_of(4), S1), (mesh_of(4), R)]
+        lines += [(mesh_of(1), S0), (grid["a"], S0), (grid["b"], S1)]
+        placed = specs(grid, [(S1, S0)], shapes)
+        for mesh, placement in lines:
+            placed += specs(mesh, [(placement,)], shapes)
         twins = Twins(placed, create_dtensor_config(prefetch_count=2))
         self.assertTrainsAlike(twins)
 

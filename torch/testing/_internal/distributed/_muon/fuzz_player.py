@@ -318,13 +318,14 @@ class Held:
         config = self.plan.config
         if config.mesh is None:
             return whole
-        place = config.mesh.place_of(self.rank)
         for kind, dim in (("tp", self.matrix.tp_dim), ("fsdp", 0)):
             for along in config.dims_of(kind):
                 if dim is not None:
-                    count = config.mesh.sizes[along]
-                    parts = sizes_of(whole.shape[dim], count, self.matrix.how)
-                    whole = whole.split(parts, dim)[place[along]]
+                    groups = config.mesh.groups((along,))
+                    # A process group has its ranks in their own order, not in the mesh's.
+                    (group,) = (sorted(g) for g in groups if self.rank in g)
+                    parts = sizes_of(whole.shape[dim], len(group), self.matrix.how)
+                    whole = whole.split(parts, dim)[group.index(self.rank)]
         return whole
 
     def numel_of(self, rank: int) -> int:
