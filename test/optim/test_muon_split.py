@@ -144,7 +144,7 @@ class TestMuonSplit(TestCase):
             (qkv[0], {"split": (16,)}, "2D.*DeepSpeed's ZeRO.*FSDP2"),
             (qkv, {"split": 4}, r"split \(4,\) adds up to 4"),
             (qkv, {"split": {"sizes": (4, 2), "repeats": 3}}, r"\(4, 2\) x 3 .* to 18"),
-            (qkv, {"split": {"sizes": (16,), "dim": 2}}, "positive ints.*dimension 2"),
+            (qkv, {"split": {"sizes": (16,), "dim": 2}}, "positive ints.*'dim': 2"),
         ):
             group = {"params": [("w", nn.Parameter(tensor))], **form}
             options = {"allow_batched_matrices": tensor.ndim == 3}

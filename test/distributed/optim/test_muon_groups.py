@@ -489,6 +489,17 @@ class TestMuonFSDP1(OnCPU):
                 self.assertTrue(torch.equal(mine, piece))
                 self.assertEqual(seen.names, [])
 
+    def test_gathers_without_an_index(self):
+        """The second one took the first one's shape."""
+        layers = (torch.nn.Linear(*shape, False) for shape in ((5, 7), (7, 3)))
+        single = torch.nn.Sequential(*layers)
+        model = wrap(copy.deepcopy(single), True, FULL, None)
+        config = create_auto_config(module=model)
+        with self.everywhere():
+            for param, expected in zip(model.parameters(), single.parameters()):
+                gathered = config.gather_fn(param, 0, config.state)
+                self.assertTrue(torch.equal(gathered, expected))
+
     def test_units_of_equal_shapes_in_different_orders(self):
         """Ranks that listed equal units in different orders mixed up their updates.
 

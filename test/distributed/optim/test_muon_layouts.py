@@ -250,13 +250,21 @@ class TestMuonFunctions(OnCPU):
         """Only some ranks' pieces have another shape than before."""
         config = create_auto_config(fsdp_process_group=dist.group.WORLD)
         for rows in (7, 8, 6, 8):
-            full = torch.arange(3.0 * rows).view(rows, 3)
+            full = torch.arange(3.0 * rows).view(rows, 3).neg()
             piece = full.tensor_split(4)[self.rank]
             if rows == 6:
                 config.assign_fn([piece], config.state)
             whole = config.gather_fn(piece, 0, config.state)
             with self.everywhere(f"{rows} rows"):
                 self.assertTrue(torch.equal(whole, full))
+                # The first zero is negative.
+                self.assertTrue(torch.equal(whole.signbit(), full.signbit()))
+        # These were silently cut to this rank's shape, and to this rank's matrices.
+        with self.everywhere():
+            with self.assertRaisesRegex(ValueError, r"of shape \(8, 3\), not \(3, 8\)"):
+                config.redistribute_fn(full.T, 0, config.state)
+            with self.assertRaisesRegex(ValueError, "other matrices of a stack"):
+                config.gather_fn(torch.ones(2, 3, 4), 0, config.state)
 
     def test_each_rank_goes_by_its_own_gradient(self):
         """Muon makes no collective of its own here, so it cannot compare the ranks."""

@@ -171,7 +171,7 @@ class TestMuonDivision(TestCase):
         for _ in range(150):
             sides = [(draw.randint(1, 6), draw.randint(1, 2)) for _ in range(30)]
             shapes = [(8 * a, 8 * b) for a, b in sides[: draw.randint(2, 30)]]
-            layouts, known, blocks = shards_of(shapes, 4), {}, []
+            layouts, blocks = shards_of(shapes, 4), []
             counts = {shape: draw.choice((1, 2, 3, 4)) for shape in shapes}
             for layout in layouts:
                 blocks += divide(layout, counts[layout.shape])
