@@ -79,15 +79,12 @@ def usage():
 
 
 class TestMuonRegressions(OnCPU):
-    def expert(self):
-        """An expert that only ranks 2 and 3 hold."""
-        placed = specs(mesh_of(2), [(S0,)], [(9, 6)])
-        return placed if self.rank >= 2 else []
-
     def test_checkpoint_after_a_step_of_the_experts_only(self):
         """Ranks without momentum made the step that a checkpoint asks for; others had some, and did not."""
         for missing in ((), (0,), (0, 1)):
-            twins = Twins([Spec((8, 8), mesh_of(4), (S0,)), *self.expert()])
+            placed = [Spec((8, 8), mesh_of(4), (S0,)), Spec((9, 6), mesh_of(2), (S0,))]
+            # Only ranks 2 and 3 hold the expert.
+            twins = Twins(placed if self.rank >= 2 else placed[:1])
             twins.step(missing)
             for param in twins.params:
                 param.grad = None
@@ -164,9 +161,7 @@ class TestMuonRegressions(OnCPU):
         whole, grad = torch.rand(2, 8, 8)
         for placement, of_grad in ((S0, S1), (R, S0), (S0, R)):
             spec, moved = (Spec((8, 8), mesh, (p,)) for p in (placement, of_grad))
-            param, alone = (
-                torch.nn.Parameter(t) for t in (place(whole, spec), whole.clone())
-            )
+            param, alone = map(nn.Parameter, (place(whole, spec), whole.clone()))
             param.grad, alone.grad = place(grad, moved), grad.clone()
             muon, single = Muon([param], distributed_config="auto"), Muon([alone])
             if of_grad == R:
@@ -178,9 +173,8 @@ class TestMuonRegressions(OnCPU):
             self.assertRaisesEverywhere(muon.step, RuntimeError, "gradient's .*ascend")
             param.grad = place(grad, spec)
             muon.state[param]["momentum_buffer"] = place(grad, moved)
-            self.assertRaisesEverywhere(
-                muon.step, ValueError, "momentum buffer.*ascend"
-            )
+            pattern = "momentum buffer.*ascend"
+            self.assertRaisesEverywhere(muon.step, ValueError, pattern)
 
     def test_out_of_memory_in_an_exchange(self):
         """It was told as another rank's failure, so this rank left no note for those that wait."""
