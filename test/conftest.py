@@ -81,18 +81,16 @@ TRACED = {
     "test_muon_exchange",
     "test_muon_faults",
     "test_muon_forms",
-    "test_muon_fsdp1",
-    "test_muon_functions",
     "test_muon_groups",
+    "test_muon_layouts",
     "test_muon_imports",
     "test_muon_partition",
     "test_muon_process_groups",
-    "test_muon_replaced",
+    "test_muon_regressions",
     "test_muon_split",
-    "test_muon_user_functions",
 }
 # Classes of these files that repeat what others execute.
-UNTRACED = {"TestMuonKilled", "TestMuonStopped"}
+UNTRACED = {"TestMuonKilled", "TestMuonLongRuns", "TestMuonStopped"}
 
 
 @contextlib.contextmanager

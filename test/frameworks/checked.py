@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.testing._internal.distributed._muon.common_config import parts_of
 from torch.testing._internal.distributed._muon.common_stock import stock
 
 
@@ -96,13 +97,7 @@ def is_distributed(optimizer):
 
 def cut(tensors, group):
     """Each matrix of a parameter, in each of some whole tensors of its shape."""
-
-    def matrices(tensor):
-        stack = [tensor] if tensor.ndim == 2 else tensor.unbind()
-        sizes = group["split"] or tensor.shape[-2]
-        return [part for matrix in stack for part in matrix.split(sizes)]
-
-    return zip(*map(matrices, tensors))
+    return zip(*(parts_of(t, group["split"], group["flatten"]) for t in tensors))
 
 
 def gather(tensor, shapes, param):

@@ -15,7 +15,7 @@ dcp = pytest.importorskip("torch.distributed.checkpoint")
 
 TALL, WIDE, SQUARE = SHAPES
 FILTERS = [(32, 4, 3, 3), (8, 16, 3, 3), (64, 2, 3, 3)]
-STACKS = [(6, 64, 32), (6, 32, 64)]
+STACKS = [(6, 64, 32), (6, 32, 64), (2, 3, 32, 64)]
 # Both sides round to bfloat16 in each product, in different orders. The polynomials differ by 0.059.
 CLOSE = 0.045
 
@@ -43,96 +43,70 @@ def assert_same_steps(theirs, ours, shape):
 
 
 @pytest.mark.parametrize("decay", [0, 1])
-@pytest.mark.parametrize("shape", [*SHAPES, *STACKS])
-def test_keller_jordan(jordan, shape, decay):
-    stacks = {"allow_batched_matrices": len(shape) > 2}
-    assert_same_steps(
-        lambda params: jordan.SingleDeviceMuon(params, weight_decay=decay),
-        lambda params: page()["like_keller_jordan"](
-            params, weight_decay=decay, **stacks
-        ),
-        shape,
-    )
+@pytest.mark.parametrize("shape", [*SHAPES, *STACKS, *FILTERS])
+def test_keller_jordan(jordan, monkeypatch, shape, decay):
+    is_filter, scale, options = len(shape) > 3, 1.0, {}
+    if is_filter:
+        whole = jordan.muon_update
 
+        def update(grad, *args, **kwargs):
+            return whole(grad, *args, **kwargs).view_as(grad)
 
-@pytest.mark.parametrize("decay", [0, 1])
-@pytest.mark.parametrize("shape", FILTERS)
-def test_keller_jordans_filters(jordan, shape, decay):
-    """0.1.0 returns the update in another shape than the parameter's. Later commits reshape it."""
-    whole = jordan.muon_update
-    jordan.muon_update = lambda grad, *args, **kwargs: whole(
-        grad, *args, **kwargs
-    ).view_as(grad)
-    scale = math.sqrt(max(1, shape[0] / math.prod(shape[1:])))
+        # 0.1.0 returns the update in another shape than the parameter's. Later commits reshape it.
+        monkeypatch.setattr(jordan, "muon_update", update)
+        scale = math.sqrt(max(1, shape[0] / math.prod(shape[1:])))
+    elif len(shape) > 2:
+        options["allow_batched_matrices"] = True
 
     def ours(params):
-        groups = [{"params": params, "flatten": True}]
-        return page()["like_keller_jordan"](groups, None, 0.02 / scale, decay * scale)
+        groups = [{"params": params, "flatten": is_filter}]
+        like = page()["like_keller_jordan"]
+        return like(groups, None, 0.02 / scale, decay * scale, **options)
 
-    try:
-        assert_same_steps(
-            lambda params: jordan.SingleDeviceMuon(params, weight_decay=decay),
-            ours,
-            shape,
-        )
-    finally:
-        jordan.muon_update = whole
+    def theirs(params):
+        return jordan.SingleDeviceMuon(params, weight_decay=decay)
+
+    assert_same_steps(theirs, ours, shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+# Shapes, dion's options and ours.
+DION = [
+    (SHAPES, {}, {}),
+    (SHAPES, {"weight_decay": 1.0}, {"weight_decay": 1.0}),
+    (SHAPES, {"use_polar_express": False}, {}),
+    (SHAPES, {"adjust_lr": "rms_norm"}, {"adjust_lr_fn": "match_rms_adamw"}),
+    (SHAPES, {"nesterov": True, "mu": 0.9}, {"nesterov": True, "momentum": 0.9}),
+    (SHAPES, {"adjust_lr": None, "weight_decay": 1.0}, {"adjust_lr_fn": "original"}),
+    ([TALL], {"split_sizes": (64, 16, 16)}, {"split": (64, 16, 16)}),
+    ([TALL], {"num_heads": 4}, {"split": [24] * 4}),
+    (FILTERS[:1], {"flatten": True}, {"flatten": True}),
+    (STACKS, {}, {}),
+]
+BY_RMS = {"adjust_lr": "rms_norm"}, {"adjust_lr_fn": "match_rms_adamw"}
+
+
+@pytest.mark.parametrize("more", [({}, {}), BY_RMS], ids=["spectral", "rms"])
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ({}, {}),
-        ({"weight_decay": 1.0}, {"weight_decay": 1.0}),
-        ({"use_polar_express": False}, {"ns_coefficients": "FIVE_TRIPLES"}),
-        ({"adjust_lr": "rms_norm"}, {"adjust_lr_fn": "match_rms_adamw"}),
-        ({"nesterov": True, "mu": 0.9}, {"nesterov": True, "momentum": 0.9}),
-    ],
+    ("shape", "theirs", "ours"),
+    [(shape, *options) for shapes, *options in DION for shape in shapes],
 )
-def test_dion(dion, shape, theirs, ours):
-    names = page()
-    ours = {
-        key: names.get(value, value) if isinstance(value, str) else value
-        for key, value in ours.items()
-    }
+def test_dion(dion, shape, theirs, ours, more):
+    theirs, ours = more[0] | theirs, more[1] | ours
+    if "use_polar_express" in theirs:
+        ours["ns_coefficients"] = page()["FIVE_TRIPLES"]
+    if ours.get("adjust_lr_fn") == "original":
+        scale = math.sqrt(max(1, shape[0] / shape[1]))
+        ours |= {"lr": 0.01 / scale, "weight_decay": scale}
+    ours["allow_batched_matrices"] = len(shape) > 2 and "flatten" not in ours
+
+    def build(make, params, options):
+        forms = {"split_sizes", "num_heads", "split", "flatten"} & options.keys()
+        group = {"params": params} | {name: options[name] for name in forms}
+        return make([group], **{k: v for k, v in options.items() if k not in forms})
+
     assert_same_steps(
-        lambda params: dion(params, **theirs),
-        lambda params: names["like_dion"](params, **ours),
-        shape,
-    )
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_dion_without_a_scale(dion, shape):
-    scale = math.sqrt(max(1, shape[0] / shape[1]))
-    ours = {"lr": 0.01 / scale, "weight_decay": scale, "adjust_lr_fn": "original"}
-    assert_same_steps(
-        lambda params: dion(params, adjust_lr=None, weight_decay=1.0),
-        lambda params: page()["like_dion"](params, **ours),
-        shape,
-    )
-
-
-@pytest.mark.parametrize("scale", ["spectral", "rms"])
-@pytest.mark.parametrize(
-    ("shape", "theirs", "ours", "stacks"),
-    [
-        ((96, 32), {"split_sizes": (64, 16, 16)}, {"split": (64, 16, 16)}, False),
-        ((96, 32), {"num_heads": 4}, {"split": [24] * 4}, False),
-        ((32, 4, 3, 3), {"flatten": True}, {"flatten": True}, False),
-        ((6, 64, 32), {}, {}, True),
-        ((2, 3, 32, 64), {}, {}, True),
-    ],
-)
-def test_dion_in_parts(dion, shape, theirs, ours, stacks, scale):
-    options = {"allow_batched_matrices": stacks}
-    if scale == "rms":
-        theirs = {**theirs, "adjust_lr": "rms_norm"}
-        ours = {**ours, "adjust_lr_fn": "match_rms_adamw"}
-    assert_same_steps(
-        lambda params: dion([{"params": params, **theirs}]),
-        lambda params: page()["like_dion"]([{"params": params, **ours}], **options),
+        lambda params: build(dion, params, theirs),
+        lambda params: build(page()["like_dion"], params, ours),
         shape,
     )
 

@@ -1,5 +1,5 @@
 # Owner(s): ["module: optimizer"]
-"""Muon's distributed_config on one process: what it takes, refuses and keeps."""
+"""Muon's distributed_config on one process: what it takes, refuses and keeps, and a user's own functions."""
 
 import copy
 import functools
@@ -38,7 +38,7 @@ FACTORIES = (create_dtensor_config, create_auto_config)
 @instantiate_parametrized_tests
 class TestDistributedConfig(MuonTestCase):
     def test_flags(self):
-        for make in (create_dtensor_config, create_auto_config, local_config):
+        for make in (local_config, *FACTORIES):
             self.assertIs(make().async_gpu_parallelism, True)
             self.assertEqual(make().prefetch_count, 1)
             made = make(async_gpu_parallelism=False, prefetch_count=3)
@@ -61,17 +61,13 @@ class TestDistributedConfig(MuonTestCase):
         params = make_params(*[(10, 10)] * 8)
 
         def assign_fn(params, state):
-            world_size = state["world_size"]
-            return {
-                rank: list(range(rank, len(params), world_size))
-                for rank in range(world_size)
-            }
+            count = state["world_size"]
+            return {rank: [*range(rank, len(params), count)] for rank in range(count)}
 
         config = local_config(assign_fn, state={"rank": 0, "world_size": 4})
         optimizer = Muon(params, distributed_config=config)
-        self.assertEqual(
-            optimizer.assignments, {0: [0, 4], 1: [1, 5], 2: [2, 6], 3: [3, 7]}
-        )
+        expected = {0: [0, 4], 1: [1, 5], 2: [2, 6], 3: [3, 7]}
+        self.assertEqual(optimizer.assignments, expected)
 
     def test_tp_dim_per_param_validation(self):
         tp_dims = {0: 0, 1: 1, 2: 0}
@@ -87,45 +83,31 @@ class TestDistributedConfig(MuonTestCase):
         self.assertNotIn("tp_dim_default", create_auto_config().state)
 
     def test_refused_arguments(self):
-        one, two = object(), object()
-        for options, words in (
-            (
-                {"fsdp_process_group": one, "shard_process_group": two},
-                "fsdp_process_group.*shard_process_group",
-            ),
-            (
-                {"ddp_process_group": one, "replicate_process_group": one},
-                "ddp_process_group.*replicate_process_group",
-            ),
-            ({"tp_dim_per_param": 0, "tp_shard_dim": 0}, "per_param.*tp_shard_dim"),
-            ({"ep_process_group": one}, "expert_assignments"),
+        for names, words in (
+            ("fsdp_process_group shard_process_group", "fsdp_.*shard_process_group"),
+            ("ddp_process_group replicate_process_group", "ddp_.*replicate_process"),
+            ("tp_dim_per_param tp_shard_dim", "tp_dim_per_param.*tp_shard_dim"),
+            ("ep_process_group", "expert_assignments"),
         ):
             with self.assertRaisesRegex(ValueError, words):
-                create_auto_config(**options)
+                create_auto_config(**dict.fromkeys(names.split(), 0))
         config = create_auto_config(expert_assignments={0: 3, 2: 1})
         with self.assertRaisesRegex(ValueError, r"names parameters \[2\].* 0 to 1"):
             Muon(make_params((2, 2), (3, 3)), distributed_config=config)
 
     def test_state(self):
-        group = object()
-        for options, key, value in (
-            ({"shard_process_group": group}, "fsdp_process_group", group),
-            ({"replicate_process_group": group}, "ddp_process_group", group),
-            (
-                {"ep_process_group": group, "expert_assignments": {}},
-                "expert_assignments",
-                {},
-            ),
-            ({"pp_process_group": group}, "pp_process_group", group),
-            ({"pp_stage_id": 1}, "pp_stage_id", 1),
-            ({"pp_num_stages": 4}, "pp_num_stages", 4),
+        for name, key, value in (
+            ("shard_process_group", "fsdp_process_group", object()),
+            ("replicate_process_group", "ddp_process_group", object()),
+            ("expert_assignments", "expert_assignments", {}),
+            ("pp_process_group", "pp_process_group", object()),
+            ("pp_stage_id", "pp_stage_id", 1),
+            ("pp_num_stages", "pp_num_stages", 4),
         ):
-            self.assertEqual(create_auto_config(**options).state[key], value)
-        for make, is_dtensor in (
-            (create_dtensor_config, True),
-            (create_auto_config, False),
-        ):
+            self.assertEqual(create_auto_config(**{name: value}).state[key], value)
+        for make in FACTORIES:
             config = make()
+            is_dtensor = make is create_dtensor_config
             self.assertIs(config.state["is_dtensor"], is_dtensor)
             params = make_params((3, 4), (4, 3))
             before = set(config.state)
@@ -143,7 +125,7 @@ class TestDistributedConfig(MuonTestCase):
             create_auto_config(tp_dim_per_param=-1),
             create_auto_config(tp_dim_per_param={0: 0, 1: 1}),
         ]
-        for make in (create_dtensor_config, create_auto_config):
+        for make in FACTORIES:
             configs.append(make(async_gpu_parallelism=True, prefetch_count=3))
             configs.append(make(async_gpu_parallelism=False, prefetch_count=0))
         for options in ({"dtype": torch.float64}, {"nesterov": False}):
@@ -151,7 +133,7 @@ class TestDistributedConfig(MuonTestCase):
                 self.assert_same_training(shapes, Muon, config, lr=0.05, **options)
 
     def test_a_frozen_parameter_stays(self):
-        for make in (create_dtensor_config, create_auto_config):
+        for make in FACTORIES:
             frozen, other = make_params((3, 4), (4, 3))
             frozen.requires_grad_(False)
             frozen.grad = torch.ones(3, 4)
@@ -169,7 +151,7 @@ class TestDistributedConfig(MuonTestCase):
 
     def test_functional_forms(self):
         """The functional form builds an engine for each call, and leaves that of the Muon alone."""
-        for make in (local_config, create_dtensor_config, create_auto_config):
+        for make in (local_config, *FACTORIES):
             results = []
             for config in (None, make()):
                 owned = make_params((4, 4), (3, 5))
@@ -181,13 +163,8 @@ class TestDistributedConfig(MuonTestCase):
                     optimizer.step()
                     # Other parameters than at the last call, and than the optimizer's.
                     function = (_muon.muon, _muon._single_tensor_muon)[count % 2]
-                    function(
-                        others[:count],
-                        grads[:count],
-                        buffers[:count],
-                        distributed_config=config,
-                        **FUNCTIONAL,
-                    )
+                    given = (each[:count] for each in (others, grads, buffers))
+                    function(*given, distributed_config=config, **FUNCTIONAL)
                 results.append([p.detach() for p in owned] + others + buffers)
                 self.assertEqual(optimizer.assignments, {0: [0, 1]} if config else {})
             self.assert_same_bits(*results)
@@ -195,9 +172,8 @@ class TestDistributedConfig(MuonTestCase):
     def test_compiled_step_is_compiled_once(self):
         """It was compiled again because the engine's count of steps had changed."""
         (param,) = params = make_params((4, 4))
-        step = torch.compile(
-            Muon(params, distributed_config="auto").step, backend="eager"
-        )
+        muon = Muon(params, distributed_config="auto")
+        step = torch.compile(muon.step, backend="eager")
         with torch._dynamo.config.patch(error_on_recompile=True):
             for _ in range(3):
                 before = param.detach().clone()
@@ -205,21 +181,12 @@ class TestDistributedConfig(MuonTestCase):
                 self.assertNotEqual(param.detach(), before)
 
     def test_groups_of_equal_shapes_keep_their_options(self):
-        options = [
-            {},
-            {"ns_algorithm": "gram"},
-            {"ns_algorithm": "symmetric"},
-            {"ns_steps": 3},
-            {"ns_coefficients": (2.0, -1.5, 0.5)},
-            {"eps": 100.0},
-            {"foreach": False},
-            {"lr": 0.5},
-            {"weight_decay": 0.5},
-            {"momentum": 0.5},
-            {"nesterov": False},
-            {"adjust_lr_fn": "match_rms_adamw"},
-        ]
-        groups = [{"params": [i], **given} for i, given in enumerate(options * 2)]
+        options = {"lr": 0.5, "weight_decay": 0.5, "momentum": 0.5, "nesterov": False}
+        options |= {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 100.0}
+        options |= {"foreach": False, "adjust_lr_fn": "match_rms_adamw"}
+        each = [{}, {"ns_algorithm": "gram"}, {"ns_algorithm": "symmetric"}]
+        each += [{name: value} for name, value in options.items()]
+        groups = [{"params": [i], **own} for i, own in enumerate(each * 2)]
         shapes = [(4, 9)] * len(groups)
         with NewtonSchulzCalls():
             self.assert_same_training(shapes, Muon, "auto", groups=groups, foreach=True)
@@ -230,9 +197,9 @@ class TestDistributedConfig(MuonTestCase):
         shapes = [(4, 6)] * 16
         options = {"distributed_config": "auto", "foreach": foreach}
         optimizer = Muon(make_params(*shapes), **options)
-        with mock.patch.object(
-            _muon_formulas, "newton_schulz", side_effect=_muon_formulas.newton_schulz
-        ) as seen:
+        original = _muon_formulas.newton_schulz
+        counted = mock.patch.object(_muon_formulas, "newton_schulz", wraps=original)
+        with counted as seen:
             optimizer.step()
         found = [tuple(call.args[0].shape) for call in seen.call_args_list]
         self.assertEqual(found, [(4, 4, 6)] * 4 if foreach else shapes)
@@ -283,12 +250,8 @@ class TestMuonErrors(MuonTestCase):
 
     def test_wrong_tp_dim_raises(self):
         param = torch.randn(10, 20)
-        for options in (
-            {"tp_dim_per_param": {0: 3}},
-            {"tp_dim_per_param": -3},
-            {"tp_shard_dim": 7},
-        ):
-            config = create_auto_config(tp_process_group=None, **options)
+        for dims in ({0: 3}, -3, 7):
+            config = create_auto_config(tp_process_group=None, tp_dim_per_param=dims)
             for call in (
                 lambda: config.gather_fn(param, 0, config.state),
                 lambda: config.redistribute_fn(param, 0, config.state),
@@ -305,12 +268,8 @@ class TestMuonErrors(MuonTestCase):
 
     def test_functions_of_a_factory_in_a_config_that_does_not_know_them(self):
         built = create_auto_config()
-        config = DistributedConfig(
-            assign_fn=all_to(0),
-            gather_fn=lambda *given: built.gather_fn(*given),
-            redistribute_fn=lambda *given: built.redistribute_fn(*given),
-            state={},
-        )
+        wrapped = map(functools.partial, (built.gather_fn, built.redistribute_fn))
+        config = DistributedConfig(all_to(0), *wrapped, {})
         optimizer = Muon(make_params((4, 4)), distributed_config=config)
         with self.assertRaisesRegex(RuntimeError, "state of that config"):
             optimizer.step()
@@ -339,13 +298,12 @@ class TestAssignments(MuonTestCase):
 
     def test_tied_weights_count_over_all_groups(self):
         first, second, third = make_params((4, 6), (6, 4), (5, 5))
-        for make in (local_config, create_dtensor_config, create_auto_config):
+        for make in (local_config, *FACTORIES):
             optimizer = Muon([first], distributed_config=make())
             optimizer.add_param_group({"params": [second]})
+            pattern = "parameter 2 and parameter 3 are the"
             with self.assertWarns(UserWarning):
-                with self.assertRaisesRegex(
-                    ValueError, "parameter 2 and parameter 3 are the"
-                ):
+                with self.assertRaisesRegex(ValueError, pattern):
                     optimizer.add_param_group({"params": [third, third]})
 
     def test_add_param_group(self):
@@ -371,12 +329,10 @@ class TestAssignments(MuonTestCase):
 
 
 class TestCopies(MuonTestCase):
-    duplicates = (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o)))
-
     def test_a_copy_does_not_go_on_alone(self):
-        for make, duplicate in itertools.product(
-            (local_config, create_dtensor_config), self.duplicates
-        ):
+        duplicates = copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))
+        configs = local_config, create_dtensor_config
+        for make, duplicate in itertools.product(configs, duplicates):
             optimizer = Muon(make_params((2, 3)), distributed_config=make())
             optimizer.step()
             duplicated = duplicate(optimizer)
@@ -426,18 +382,6 @@ class TestReplaced(MuonTestCase):
         for factory in FACTORIES:
             for change, before in itertools.product((replace, fill), (0, 1)):
                 self.train(factory, change, before)
-
-    def test_another_parameter(self):
-        """It inherits the momentum under the same name only."""
-
-        def replace(optimizer, params, name):
-            old, params[0] = params[0], nn.Parameter(matrix(7, 8, 8))
-            optimizer.param_groups[0]["param_names"][0] = name
-            if name == "w0" and not optimizer.assignments:
-                optimizer.state[params[0]] = optimizer.state[old]
-
-        for factory, name in itertools.product(FACTORIES, ("w0", "other")):
-            self.train(factory, functools.partial(replace, name=name))
 
     def test_moved_to_another_group(self):
         """The order of all parameters stays the same, but one of them gets other options."""
@@ -491,6 +435,203 @@ class TestReplaced(MuonTestCase):
         for local in (torch.ones(3, 8), torch.ones(31)):
             with self.assertRaisesRegex(ValueError, "does not hold"):
                 region.of_local(local)
+
+
+@instantiate_parametrized_tests
+class TestUserFunctions(MuonTestCase):
+    def test_functions_that_communicate_nothing(self):
+        # By their updates they move only what their own rank owns.
+        written = local_config(
+            lambda params, state: {0: [0, 2], 1: [1]},
+            state={"rank": 1, "world_size": 2},
+        )
+        # A factory's config for another framework.
+        adapted = create_dtensor_config()
+        adapted.state.update(written.state)
+        for name in ("assign_fn", "gather_fn", "redistribute_fn"):
+            setattr(adapted, name, getattr(written, name))
+        for config in (written, adapted):
+            params = make_params((4, 6), (6, 4), (3, 3))
+            before = [p.detach().clone() for p in params]
+            options = {"lr": 0.5, "weight_decay": 0.1}
+            optimizer = Muon(params, distributed_config=config, **options)
+            optimizer.step()
+            alone = nn.Parameter(before[1].clone())
+            alone.grad = params[1].grad
+            Muon([alone], **options).step()
+            decayed = [old * (1 - 0.5 * 0.1) for old in before]
+            self.assert_same_bits(params, [decayed[0], alone, decayed[2]])
+            # Momentum is everybody's.
+            for param in params:
+                buffer = optimizer.state[param]["momentum_buffer"]
+                self.assertEqual(buffer, 0.05 * param.grad)
+        # The factory's assign_fn sees only this process.
+        adapted.assign_fn = create_dtensor_config().assign_fn
+        optimizer = Muon(params, distributed_config=adapted)
+        self.assertEqual(optimizer.assignments, {0: [0, 1, 2]})
+
+    @parametrize("prefetch_count", [0, 1, 5])
+    def test_sequence_of_calls(self, prefetch_count):
+        calls = []
+        owner_of = [1, 0, 1, 1]
+
+        def noted(kind, tensor, rank, state):
+            index = state["current_param_idx"]
+            calls.append((kind, index))
+            self.assertEqual([rank, state["current_owner"]], [owner_of[index]] * 2)
+            return tensor
+
+        config = DistributedConfig(
+            lambda params, state: {1: [0, 2, 3], 0: [1]},
+            functools.partial(noted, "gather"),
+            functools.partial(noted, "redistribute"),
+            {"rank": 0, "world_size": 2},
+            prefetch_count=prefetch_count,
+        )
+        params = make_params(*[(2, 3)] * 4)
+        # Whether there are gradients does not change the sequence.
+        params[1].grad = params[2].grad = None
+        optimizer = Muon(params, distributed_config=config)
+        expected = [("gather", k) for k in range(min(prefetch_count + 1, 4))]
+        for k in range(4):
+            expected.append(("redistribute", k))
+            if k + prefetch_count + 1 < 4:
+                expected.append(("gather", k + prefetch_count + 1))
+        optimizer.step()
+        self.assertEqual(calls, expected)
+        # Debugging keeps the order of the indices.
+        config.async_gpu_parallelism = False
+        debugged = Muon(params, distributed_config=config)
+        calls.clear()
+        debugged.step()
+        self.assertEqual(calls, expected)
+
+    def test_what_is_gathered_may_be_written(self):
+        def gather(piece, rank, state):
+            whole = piece.clone()
+            piece.fill_(float("nan"))
+            return whole
+
+        config = local_config()
+        config.gather_fn = gather
+        for dtype, nesterov in ((torch.float32, True), (torch.bfloat16, False)):
+            options = {"dtype": dtype, "nesterov": nesterov}
+            self.assert_same_training([(4, 6), (6, 4)], Muon, config, **options)
+
+    def test_no_gradient(self):
+        pieces, config = [], local_config()
+        config.gather_fn = lambda piece, *_: pieces.append(piece.clone()) or piece + 1
+        config.redistribute_fn = lambda full, rank, state: full + 100
+        (param,) = make_params((3, 4))
+        grad = param.grad
+        optimizer = Muon([param], distributed_config=config)
+        for given in (None, grad, None):
+            before = param.detach().clone()
+            param.grad = given
+            optimizer.step()
+            self.assertEqual(torch.equal(param, before), given is None)
+        self.assert_same_bits(pieces[::2], [torch.zeros(3, 4)] * 2)
+
+    def test_what_ranks_other_than_the_owner_get(self):
+        # A rank of a framework that holds two rows of eight. The scale is that of the whole.
+        def moved(gathered, state, adjust_lr_fn):
+            fulls = []
+
+            def redistribute(full, rank, state):
+                fulls.append(full)
+                return torch.ones(2, 2)
+
+            state = {"rank": 0, "world_size": 4, **state}
+            config = local_config(all_to(1), state=state)
+            config.gather_fn = lambda piece, rank, state: gathered
+            config.redistribute_fn = redistribute
+            param = nn.Parameter(torch.zeros(2, 2))
+            param.grad = torch.ones(2, 2)
+            options = {"adjust_lr_fn": adjust_lr_fn, "distributed_config": config}
+            Muon([param], lr=0.5, weight_decay=0.0, **options).step()
+            (full,) = fulls
+            if gathered is None:
+                self.assertIsNone(full)
+            else:
+                self.assertEqual(full.float(), torch.zeros(8, 2))
+            return -param.detach()[0, 0].item()
+
+        for adjust_lr_fn, ratio in (
+            ("original", 2.0),
+            ("match_rms_adamw", 0.2 * 8**0.5),
+            ("spectral_unclamped", 2.0),
+        ):
+            expected = 0.5 * ratio
+            self.assertEqual(moved(torch.ones(8, 2), {}, adjust_lr_fn), expected)
+            given = {"global_shapes": {0: (8, 2)}}
+            self.assertEqual(moved(None, given, adjust_lr_fn), expected)
+        with self.assertWarnsRegex(UserWarning, r"global_shapes'\]\[0\]"):
+            self.assertEqual(moved(None, {}, "original"), 0.5)
+
+    def test_errors_of_the_functions(self):
+        for gather, redistribute, words in (
+            (lambda t, r, s: None, lambda t, r, s: t, "gather_fn returned None"),
+            (lambda t, r, s: t, lambda t, r, s: None, "redistribute_fn returned None"),
+            (lambda t, r, s: t, lambda t, r, s: 3, "redistribute_fn returned int"),
+            (lambda t, r, s: t, lambda t, r, s: t[:1], r"shape \(1, 3\)"),
+            (lambda t, r, s: t, lambda t, r, s: t.T, r"shape \(3, 2\)"),
+        ):
+            config = local_config()
+            model = nn.Linear(3, 2, bias=False)
+            model.weight.grad = torch.ones(2, 3)
+            before = model.weight.detach().clone()
+            config.gather_fn, config.redistribute_fn = gather, redistribute
+            optimizer = Muon(model.named_parameters(), distributed_config=config)
+            with self.assertRaisesRegex(RuntimeError, words) as seen:
+                optimizer.step()
+            self.assertIn("parameter 0 'weight'", str(seen.exception))
+            self.assertIn("(2, 3)", str(seen.exception))
+            self.assert_same_bits([model.weight], [before])
+            self.assertNotIn("current_owner", config.state)
+
+    def test_group_that_was_refused(self):
+        """The factory's redistribute_fn had forgotten the parameters that stay."""
+        config = create_dtensor_config()
+        config.gather_fn = lambda piece, rank, state: piece
+        params, alone = make_params((4, 6), (6, 4)), make_params((4, 6), (6, 4))
+        optimizer, stock = Muon(params, distributed_config=config), Muon(alone)
+        optimizer.step()
+        with self.assertRaisesRegex(ValueError, "only supports 2D"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        optimizer.step()
+        for _ in range(2):
+            stock.step()
+        self.assert_same_bits(params, alone)
+
+    def test_state_after_a_step(self):
+        config = local_config(state={"mine": 1})
+        working, fails = config.redistribute_fn, False
+
+        def redistribute(full, rank, state):
+            if fails:
+                raise KeyboardInterrupt
+            return working(full, rank, state)
+
+        config.redistribute_fn = redistribute
+        optimizer = Muon(make_params((2, 2), (3, 3)), distributed_config=config)
+        # The engine restores a value that the user had set, after an error too.
+        for given in ({"mine": 1}, {"mine": 1, "current_param_idx": 7}):
+            config.state.update(given)
+            optimizer.step()
+            self.assertEqual(config.state, given)
+            fails = True
+            with self.assertRaises(KeyboardInterrupt):
+                optimizer.step()
+            self.assertEqual(config.state, given)
+            fails = False
+        before = optimizer.param_groups[0]["params"][0].detach().clone()
+        optimizer.step()
+        self.assertNotEqual(optimizer.param_groups[0]["params"][0], before)
+        # The functions are read when Muon is built.
+        config.redistribute_fn = working
+        pattern = "redistribute_fn of the config changed"
+        with self.assertRaisesRegex(ValueError, pattern):
+            optimizer.step()
 
 
 if __name__ == "__main__":

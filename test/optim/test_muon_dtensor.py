@@ -51,8 +51,7 @@ class TestModels(MuonTestCase):
             matrices, others = partition_parameters(one)
             self.assertEqual([tuple(p.shape) for p in matrices], [(5, 3), (4, 3)])
             self.assertEqual([p.ndim for p in others], [1, 1, 1, 3, 1])
-            every = {id(p) for p in matrices + others}
-            self.assertEqual(every, {id(p) for p in model.parameters()})
+            self.assertEqual({*matrices, *others}, {*model.parameters()})
             Muon(matrices)
 
     def test_detect_tp_dims(self):
@@ -119,15 +118,11 @@ class TestDTensorsOnOneRank(MuonTestCase):
 
     def test_detect_tp_dims_of_dtensors(self):
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))
+        rows, columns, whole = Shard(0), Shard(1), Replicate()
+        placed = (rows, columns), (columns, rows), (whole, Shard(-1)), (columns, whole)
         params = [
             distribute_tensor(torch.randn(4, 6), mesh, placements)
-            for placements in (
-                [Shard(0), Shard(1)],
-                [Shard(1), Shard(0)],
-                [Replicate(), Shard(-1)],
-                [Shard(1), Replicate()],
-                [Replicate(), Replicate()],
-            )
+            for placements in (*placed, (whole, whole))
         ]
         with self.assertWarnsRegex(UserWarning, r"parameters \[5\];"):
             found = detect_tp_dims_from_model([*params, torch.randn(2, 2)])
@@ -150,21 +145,18 @@ class TestDTensorsOnOneRank(MuonTestCase):
         fully_shard(model["positions"])
         device = torch.device("cpu")
         model["hidden"] = FSDP(model["hidden"], device_id=device, use_orig_params=True)
+        options = {"exclude": ["rout*"], "verbose": True}
         with mock.patch("builtins.print") as said:
-            matrices, others = partition_named_parameters(
-                model, exclude=["rout*"], verbose=True
-            )
+            matrices, others = partition_named_parameters(model, **options)
         self.assertEqual([name for name, _ in matrices], ["hidden.weight"])
         rest = ["embedding", "positions", "hidden.bias", "router", "conv", "lm_head"]
         for start, (name, _) in zip(rest, others, strict=True):
             self.assertTrue(name.startswith(start), name)
-        self.assertEqual(
-            {id(p) for _, p in matrices + others}, {id(p) for p in model.parameters()}
-        )
-        words = [call.args[0].rpartition("> ")[2] for call in said.call_args_list]
-        reasons = ["embedding", "embedding", "1D", "excluded", "3D", "output head"]
-        words = [word.removeprefix("rest: ") for word in words]
-        self.assertEqual(words, [*reasons[:2], "Muon", *reasons[2:]])
+        self.assertEqual({p for _, p in matrices + others}, {*model.parameters()})
+        lines = [call.args[0].rpartition("> ")[2] for call in said.call_args_list]
+        first, last = ["embedding"] * 2, ["1D", "excluded", "3D", "output head"]
+        words = [line.removeprefix("rest: ") for line in lines]
+        self.assertEqual(words, [*first, "Muon", *last])
 
     def test_flat_parameter_of_an_embedding_and_a_matrix(self):
         model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
@@ -178,11 +170,8 @@ class TestDTensorsOnOneRank(MuonTestCase):
         device, kinds = torch.device("cpu"), ("in_proj_weight", "out_proj.weight")
         names = [f"{i}.{kind}" for i in (0, 1) for kind in kinds]
         for use_orig_params in (False, True):
-            model = FSDP(
-                nn.Sequential(*layers()),
-                device_id=device,
-                use_orig_params=use_orig_params,
-            )
+            options = {"device_id": device, "use_orig_params": use_orig_params}
+            model = FSDP(nn.Sequential(*layers()), **options)
             splits = split_of(model)
             self.assertEqual(splits, dict.fromkeys(names[::2], (4, 4, 4)))
             if not use_orig_params:
@@ -213,10 +202,8 @@ class TestDTensorsOnOneRank(MuonTestCase):
             ".*distribute_module"
         )
         for config in (None, create_dtensor_config(), create_auto_config()):
-            model = nn.Sequential(
-                nn.Linear(4, 4, bias=False), nn.Linear(4, 6, bias=False)
-            )
-            weight = model[1].weight
+            layers = [nn.Linear(4, rows, bias=False) for rows in (4, 6)]
+            model, weight = nn.Sequential(*layers), layers[1].weight
             weight.data = distribute_tensor(weight.data, self.mesh, [Shard(0)])
             for params in (model.parameters(), model.named_parameters()):
                 with self.assertRaisesRegex(ValueError, pattern):

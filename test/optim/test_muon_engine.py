@@ -30,15 +30,6 @@ def rows_of(shape, start, stop):
     return (Region(start, 0, stop - start, shape[1], 0, shape[1]),)
 
 
-def row_layout(index, shape, ranks, shards=None):
-    """Rows cut into ``shards`` parts, with as many replicas as ``ranks`` allow."""
-    shards = shards or len(ranks)
-    edges = [shape[0] * i // shards for i in range(shards + 1)]
-    pieces = [rows_of(shape, *edges[i % shards :][:2]) for i in range(len(ranks))]
-    held = Shards(tuple(ranks), tuple(pieces))
-    return Layout(Key(index), tuple(shape), torch.float32, held, "made up")
-
-
 class TestCover(TestCase):
     def check(self, *pieces, contributions=()):
         shards = Shards(tuple(range(len(pieces))), pieces, contributions)
@@ -76,7 +67,8 @@ class TestOwners(TestCase):
             layout = Layout(Key(0), (8, 8), torch.float32, shards)
             self.assertEqual(assign_owners([layout]), [9])
         # With equal bytes, the first one from where the last optimizer over these ranks stopped.
-        layouts = [row_layout(i, (8, 8), (4, 6, 8), shards=1) for i in range(2)]
+        shards = Shards((4, 6, 8), (rows_of((8, 8), 0, 8),) * 3)
+        layouts = [Layout(Key(i), (8, 8), torch.float32, shards) for i in range(2)]
         for start, owners in enumerate(([4, 6], [6, 8], [8, 4])):
             found = assign_owners(layouts, lambda group, start=start: start)
             self.assertEqual(found, owners)
@@ -86,10 +78,8 @@ class TestOwners(TestCase):
 class TestDTensorLayouts(TestCase):
     def as_rank(self, rank, world_size):
         """A process group that answers for ``rank`` without any other process."""
-        dist.init_process_group(
-            "fake", store=FakeStore(), rank=rank, world_size=world_size
-        )
-
+        ranks = {"rank": rank, "world_size": world_size}
+        dist.init_process_group("fake", store=FakeStore(), **ranks)
         self.addCleanup(dist.destroy_process_group)
 
     def dtensor(self, mesh, *placements, shape=(4, 3)):

@@ -40,23 +40,19 @@ def schedule_of(layouts, **options):
     return make_schedule(layouts, assign_owners(layouts), torch.bfloat16, **options)
 
 
-@pytest.mark.parametrize(
-    ("matrices", "prefetch", "seconds"),
-    [
+def test_buckets_by_hand():
+    for matrices, prefetch, seconds in (
         # Gather 1.25 s, Newton-Schulz 1 s, scatter 1.25 s.
         (2, 1, 3.5),
         # Gathers until 1.25 and 2.5; scatter 0 waits for the link until 2.5, and so on to 3.75 and 5.
         (4, 1, 5.0),
         # Gather 1 starts behind scatter 0: 2.25, 3.5, 4.75, then 1 and 1.25.
         (4, 0, 7.0),
-    ],
-)
-def test_buckets_by_hand(matrices, prefetch, seconds):
-    layouts = layouts_of(Model([(4, 4)] * matrices), "fsdp", 2)
-    plan = make_plan(schedule_of(layouts), 2, BY_HAND.gpus_per_node)
-    step = simulate(plan, BY_HAND, prefetch)
-    assert step.done.tolist() == [seconds] * 2
-    assert step.busy.tolist() == [matrices / 2] * 2
+    ):
+        layouts = layouts_of(Model([(4, 4)] * matrices), "fsdp", 2)
+        step = simulate(make_plan(schedule_of(layouts), 2, 1), BY_HAND, prefetch)
+        assert step.done.tolist() == [seconds] * 2
+        assert step.busy.tolist() == [matrices / 2] * 2
 
 
 def test_relays_hide_behind_the_next_bucket():
@@ -158,14 +154,10 @@ def test_report():
     rate = 8 * Hardware().peak_flops * 0.4
     rest = 6 * 12 * 12 * 768 * 768 * 512 * 1024 / rate
     assert fsdp["of_training"] == pytest.approx(fsdp["step"] / (fsdp["step"] + rest))
+    page = (ROOT / "docs" / "data" / "scale.md").read_text()
+    assert all(f"\n{case.title}  " in page for case in CASES)
     half = Hardware().with_values(["utilization=0.25", "gpus_per_node=4"])
     assert (half.flops, half.gpus_per_node) == (Hardware().flops / 2, 4)
-
-
-def test_the_page_of_tables_has_all_cases():
-    text = (ROOT / "docs" / "data" / "scale.md").read_text()
-    for case in CASES:
-        assert f"\n{case.title}  " in text, case.title
 
 
 def test_html_page(tmp_path, capsys):
@@ -189,16 +181,14 @@ def test_html_page(tmp_path, capsys):
     for words in ("GPT-2 124M, HSDP 8 x 8, 64 ranks", "48 matrices", "64 ranks (0, 1"):
         assert words in page
     assert "http" not in page
-
-
-def test_html_is_about_one_row(tmp_path, capsys):
-    assert cli.main(["scale", "--only", "GPT-2", "--html", str(tmp_path / "x")]) == 1
+    # It is about one row.
+    assert cli.main(["scale", "--only", "GPT-2", "--html", str(path)]) == 1
     assert "GPT-2 124M, FSDP, 8 ranks\nGPT-2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_hardware(capsys):
+    """`gpus=4` was an AttributeError."""
+    for words, said in (
         ("gpus=4", "has no 'gpus'; it has peak_flops, .*, gpus_per_node"),
         ("flops=1", "has no 'flops'"),
         ("gpus_per_node=0", "gpus_per_node=0 is not positive"),
@@ -206,13 +196,10 @@ def test_html_is_about_one_row(tmp_path, capsys):
         ("utilization=much", "could not convert"),
         ("page.json", "page.json is neither NAME=VALUE, .* FileNotFoundError"),
         (str(ROOT / "README.md"), "README.md is neither NAME=VALUE, .* JSONDecode"),
-    ],
-)
-def test_wrong_hardware_is_named(words, said, capsys):
-    """`gpus=4` was an AttributeError."""
-    assert cli.main(["scale", "--hardware", words]) == 1
-    error = capsys.readouterr().err
-    assert re.match(f"error: .*{said}", error), error
+    ):
+        assert cli.main(["scale", "--hardware", words]) == 1
+        error = capsys.readouterr().err
+        assert re.match(f"error: .*{said}", error), error
     assert Hardware().with_values(["intra_latency=0"]).intra_latency == 0
     older = Hardware().with_values(["a100", "gpus_per_node=4"])
     assert (older.peak_flops, older.gpus_per_node) == (312e12, 4)

@@ -135,27 +135,25 @@ def names(paths):
     return {path.relative_to(ROOT).as_posix() for path in paths}
 
 
-def outside_of_fences(text):
-    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+def outside_of_fences(document):
+    blocks = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+    return blocks.sub("", document.read_text())
 
 
 def in_backticks(document):
-    return re.findall(r"`([^`\n]+)`", outside_of_fences(document.read_text()))
+    return re.findall(r"`([^`\n]+)`", outside_of_fences(document))
 
 
 def anchors(document):
     """The fragments that GitHub makes of the headings."""
-    titles = re.findall(
-        r"^#+ (.+)$", outside_of_fences(document.read_text()), re.MULTILINE
-    )
+    titles = re.findall(r"^#+ (.+)$", outside_of_fences(document), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
 
 
 @each_document
 def test_links_lead_somewhere(document):
     broken = []
-    text = outside_of_fences(document.read_text())
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+    for link in re.findall(r"\]\(([^)\s]+)\)", outside_of_fences(document)):
         if re.match(r"[a-z]+:", link):
             continue
         name, _, fragment = link.partition("#")
@@ -274,20 +272,15 @@ def test_quoted_errors_are_those_of_the_code():
             assert piece.strip(" ,") in source, text
 
 
-def test_losses_are_drawn_again(tmp_path):
+def test_figures_are_drawn_again(tmp_path):
     pytest.importorskip("matplotlib")
-    out, script = tmp_path / "loss.png", ROOT / "docs" / "figures" / "loss.py"
+    figures, out = ROOT / "docs" / "figures", tmp_path / "loss.png"
     words = [out, "--steps", 4, "--rates", 0.003]
-    run = run_example(script, *words, processes=2)
+    run = run_example(figures / "loss.py", *words, processes=2)
     assert run.code == 0, run.err
     assert "Muon on one process and on many" in run.out
     assert out.stat().st_size > 1000
-
-
-def test_figure_is_drawn_again(tmp_path):
-    pytest.importorskip("matplotlib")
-    script = ROOT / "docs" / "figures" / "route.py"
-    run = run_example(script, tmp_path / "route.png", processes=1)
+    run = run_example(figures / "route.py", tmp_path / "route.png", processes=1)
     assert run.code == 0, run.err
     # 70 elements, of which the owner has 15 (a quarter), or 40 (the larger half) and a replica.
     numbers = re.findall(r"(gather|scatter): (\d+) elements", run.out)

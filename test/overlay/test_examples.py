@@ -115,27 +115,23 @@ def test_comparison(compare_gpt, monkeypatch, capfd, tmp_path):
     assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-RUN = {"steps": [{"loss": 5.5, "seconds": 1}, {"loss": 5.0, "seconds": 2}]}
-RUN["held_out"] = 5.0
-RANK = {"matrices": 3, "differing": [], "sent": 100, "least": 100}
+def test_wrong_figures_are_named(compare_gpt):
+    def run(*losses):
+        steps = [{"loss": loss, "seconds": 1} for loss in losses]
+        return {"steps": steps, "held_out": 5.0}
 
-
-@pytest.mark.parametrize(
-    ("first", "last", "rank", "words"),
-    [
-        (5.5, 5.0, {"sent": 107}, "rank 1 sends 107 bytes"),
-        (5.5, 5.0, {"differing": ["up"]}, "not bitwise equal: up"),
-        (5.5, 6.0, {}, "the processes: loss did not fall"),
-        (5.5, math.nan, {}, "the processes: loss did not fall"),
-        (5.6, 5.0, {}, "the first losses differ"),
-    ],
-)
-def test_wrong_figures_are_named(compare_gpt, first, last, rank, words):
-    assert compare_gpt.report(RUN, RUN, [RANK, RANK], 2) == []
-    steps = [{"loss": loss, "seconds": 1} for loss in (first, last)]
-    many = {"steps": steps, "held_out": 5.0}
-    (problem,) = compare_gpt.report(RUN, many, [RANK, RANK | rank], 2)
-    assert words in problem
+    one, rank = run(5.5, 5.0), {"matrices": 3, "sent": 100, "least": 100}
+    rank["differing"] = []
+    assert compare_gpt.report(one, one, [rank, rank], 2) == []
+    for many, wrong, words in (
+        (one, {"sent": 107}, "rank 1 sends 107 bytes"),
+        (one, {"differing": ["up"]}, "not bitwise equal: up"),
+        (run(5.5, 6.0), {}, "the processes: loss did not fall"),
+        (run(5.5, math.nan), {}, "the processes: loss did not fall"),
+        (run(5.6, 5.0), {}, "the first losses differ"),
+    ):
+        (problem,) = compare_gpt.report(one, many, [rank, rank | wrong], 2)
+        assert words in problem
 
 
 def test_unknown_option(compare_gpt, monkeypatch, capsys):

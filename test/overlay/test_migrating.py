@@ -7,9 +7,11 @@ from overlay.test_docs import PROGRAMS
 
 
 torch = pytest.importorskip("torch")
+common = "torch.testing._internal.distributed._muon.common_config"
+common = pytest.importorskip(common, reason="the interpreter's torch has no overlay")
+exact, COEFFICIENTS = common.exact, common.COEFFICIENTS
 
 SHAPES = [(96, 32), (32, 96), (48, 48)]
-ONE_TRIPLE = [(3.4445, -4.7750, 2.0315)] * 5
 POLAR_EXPRESS = [
     (8.156555, -22.483293, 15.878770),
     (4.042930, -2.808917, 0.500018),
@@ -46,7 +48,7 @@ class Published:
     def __init__(self, param, lr, decay, scale, nesterov=True, summed=False):
         self.param, self.lr, self.decay = param, lr, decay
         self.scale, self.nesterov, self.summed = scale, nesterov, summed
-        self.triples = ONE_TRIPLE if nesterov else page()["FIVE_TRIPLES"]
+        self.triples = [COEFFICIENTS] * 5 if nesterov else page()["FIVE_TRIPLES"]
         self.safety = 1
         if summed:  # dion
             self.triples, self.safety = POLAR_EXPRESS, 1.02
@@ -57,17 +59,11 @@ class Published:
         weight = 1 if self.summed else 1 - mu
         self.momentum = mu * self.momentum + weight * grad
         ahead = mu * self.momentum + weight * grad
-        update = self.orthogonalized(ahead if self.nesterov else self.momentum)
+        momentum = ahead if self.nesterov else self.momentum
+        update = exact(momentum, self.triples, self.safety)
         with torch.no_grad():
             self.param.mul_(1 - self.lr * self.decay)
             self.param.sub_(self.lr * self.scale(*self.param.shape) * update)
-
-    def orthogonalized(self, matrix):
-        rows, values, columns = torch.linalg.svd(matrix, full_matrices=False)
-        values = values / (values.norm() * self.safety)
-        for a, b, c in self.triples:
-            values = a * values + b * values**3 + c * values**5
-        return rows @ torch.diag(values) @ columns
 
 
 def original(rows, columns):

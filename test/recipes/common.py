@@ -1,17 +1,8 @@
 """The models of the recipes, and the proof: the same training on one process, bit for bit."""
 
-import re
-
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FlatParameter
-from torch.distributed.tensor import (
-    distribute_module,
-    distribute_tensor,
-    DTensor,
-    Replicate,
-)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     parallelize_module,
@@ -20,7 +11,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.optim import AdamW, Muon
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
-from torch.testing._internal.distributed._muon.common_muon import equal, everyone, OnCPU
+from torch.testing._internal.distributed._muon.common_modules import OneProcess
+from torch.testing._internal.distributed._muon.common_muon import everyone, OnCPU
 
 
 CPU = torch.device("cpu")
@@ -170,8 +162,6 @@ def cut_linears(model, tp, dim=None, fsdp=None):
 
 
 class Exchange(torch.autograd.Function):
-    """Applies one function to a tensor, and another one to its gradient."""
-
     @staticmethod
     def forward(ctx, x, forward, backward):
         ctx.backward = backward
@@ -198,43 +188,6 @@ def gathered(x, dim, group, count=1):
     return Exchange.apply(x, lambda x: torch.cat(everyone(x.clone(), group), dim), own)
 
 
-def gathered_values(tensors, group):
-    """Each key of ``tensors`` with the values of all ranks, in rank order."""
-    if not tensors:
-        return ()
-    values = [tensor.detach().clone() for tensor in tensors.values()]
-    return zip(tensors, zip(*everyone(values, group)))
-
-
-def place_weights(model, mesh, placements):
-    """Makes DTensors of all parameters: weights as told, biases replicated.
-
-    An assignment to ``param.data`` would destroy the parameter, and a plain bias cannot be added to
-    what a DTensor weight gives.
-    """
-
-    def place(name, module, mesh):
-        for key, param in list(module.named_parameters(recurse=False)):
-            chosen = placements if param.ndim == 2 else [Replicate()] * mesh.ndim
-            dtensor = distribute_tensor(param.detach(), mesh, chosen)
-            module.register_parameter(key, nn.Parameter(dtensor))
-
-    return distribute_module(model, mesh, place)
-
-
-def placed_backward(model, mesh, placements):
-    """The backward pass for inputs that are DTensors, too."""
-
-    def backward(inputs, targets):
-        inputs, targets = (
-            distribute_tensor(t, mesh, placements) for t in (inputs, targets)
-        )
-        # The backward pass of mse_loss would divide by the elements of this rank's piece only.
-        (model(inputs) - targets).square().mean().backward()
-
-    return backward
-
-
 def average(parameters, group, count=None):
     """Each gradient becomes the sum over ``group`` divided by ``count``, as under DDP."""
     for p in parameters:
@@ -242,7 +195,6 @@ def average(parameters, group, count=None):
 
 
 def batch(step):
-    """The inputs and targets of all ranks."""
     generator = torch.Generator().manual_seed(1000 + step)
     inputs = torch.randn(16, 8, WIDTH, generator=generator)
     return inputs, inputs.roll(1, 1).sin()
@@ -257,82 +209,30 @@ def batches(*groups):
         yield mine
 
 
-class OneProcess:
-    """Trains the whole model next to a distributed one, on this process alone.
+class WholeModel(OneProcess):
+    """The whole model on one process. The gradients that it takes over must be those of the whole batch."""
 
-    In each step it takes over the gradients of the distributed model, put together from the pieces of
-    all ranks. After the step, this rank's parameters and momentum must be equal to the last bit. Pieces
-    are put together by the framework or by concatenation, never by the optimizer's own readers.
-
-    Args:
-        one: the whole model, as training starts.
-        model: its distributed form, with the same names.
-        muons: each Muon of ``model``.
-        fsdp: the ranks that cut rows, for FSDP1 and for parameters with ``is_rows``.
-        tp: the ranks that cut plain tensors along ``tp_dims``.
-    """
-
-    def __init__(self, one, model, muons, fsdp=None, tp=None, tp_dims=TP_DIMS):
-        self.one, self.whole = one, dict(one.named_parameters())
-        self.fsdp, self.tp, self.tp_dims = fsdp, tp, tp_dims
-        self.held = self.names_of(model)
-        self.cut_rows = {
-            p
-            for name, p in model.named_parameters()
-            if "_fsdp_wrapped_module" in name or getattr(p, "is_rows", False)
-        }
-        self.problems, self.steps, groups = [], 0, []
-        # The Muon of each parameter that has one.
-        self.muons = {}
-        for muon in muons:
-            for group in muon.param_groups:
-                names = [name for p in group["params"] for name in self.held[p]]
-                groups.append({**group, "params": [self.whole[n] for n in names]})
-                self.muons |= dict.fromkeys(group["params"], muon)
-        self.twin = Muon(groups)
-        self.names = {name for p in self.muons for name in self.held[p]}
-
-    def names_of(self, model):
-        """The whole parameters of which each parameter is a piece; a flat one of FSDP1, of several."""
-        held = {}
-        for name, param in model.named_parameters():
-            names = [name]
-            if isinstance(param, FlatParameter):
-                names = [name.replace("_flat_param", inner) for inner in param._fqns]
-            wrappers = r"\b(module|_fsdp_wrapped_module)\."
-            held[param] = [re.sub(wrappers, "", name) for name in names]
-        return held
+    def __init__(self, one, model, muons, tp_dims=TP_DIMS, **pieces):
+        super().__init__(model, muons, one, tp_dims=tp_dims, **pieces)
+        self.one, self.wrong = one, []
 
     def step(self):
         self.train_one()
-        # FSDP1 leaves a rank without elements of a matrix without a gradient.
-        grads = {
-            p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.muons
-        }
-        for name, grad in self.join(grads).items():
-            own = self.whole[name].grad
+        own = {name: self.whole[name].grad for name in self.names}
+        super().step()
+        for name, grad in own.items():
             # A forgotten average or division would show. The rounding differs.
-            if not (grad - own).abs().max() <= 1e-4 * own.abs().max():
-                self.problems.append(f"{name} does not have the gradient of the batch")
-            self.whole[name].grad = grad.clone()
-        self.twin.step()
+            apart = (self.whole[name].grad - grad).abs().max()
+            if not apart <= 1e-4 * grad.abs().max():
+                self.wrong.append(f"{name} does not have the gradient of the batch")
 
-    def compare_step(self):
-        key, state = "momentum_buffer", self.twin.state
-        whole = {n: state[p][key] for n, p in self.whole.items() if p in state}
-        momenta = {p: muon.state[p][key] for p, muon in self.muons.items()}
-        for what, pieces, expected in (
-            ("parameter", {p: p for p in self.muons}, self.whole),
-            ("momentum", momenta, whole),
-        ):
-            for name, found in self.join(pieces).items():
-                if not equal(found, expected[name].detach()):
-                    self.problems.append(f"step {self.steps}: {what} {name} differs")
+    def problems(self):
+        return self.wrong + super().problems()
 
     def train_one(self):
         """The backward pass of the whole batch, from the parameters that the ranks have now."""
-        values = self.join({p: p for p in self.held if p not in self.muons})
-        here = [name for names in self.held.values() for name in names]
+        values = self.join({p: p for p in self.names_of if p not in self.muons})
+        here = [name for names in self.names_of.values() for name in names]
         if len(here) < len(self.whole):  # other ranks have other stages and experts
             mine = {name: self.whole[name].detach() for name in here} | values
             values = {n: v for theirs in everyone(mine) for n, v in theirs.items()}
@@ -341,40 +241,6 @@ class OneProcess:
         self.one.zero_grad()
         inputs, targets = batch(self.steps)
         F.mse_loss(self.one(inputs), targets).backward()
-        self.steps += 1
-
-    @torch.no_grad()
-    def join(self, found):
-        """The whole tensors by name. Each tensor of ``found`` is laid out as its key, a parameter."""
-        whole, pieces, rows = {}, {}, {}
-        for param, tensor in found.items():
-            if isinstance(tensor, DTensor):
-                placed = tensor.redistribute(placements=param.placements)
-                whole[self.held[param][0]] = placed.full_tensor()
-            elif param in self.cut_rows:
-                rows[param] = tensor
-            else:
-                pieces[self.held[param][0]] = tensor.detach()
-        for param, parts in gathered_values(rows, self.fsdp):
-            flat = torch.cat([part.flatten() for part in parts])
-            for name in self.held[param]:  # FSDP's padding is left over
-                shape = self.piece_shape(name)
-                pieces[name] = flat[: shape.numel()].view(shape)
-                flat = flat[shape.numel() :]
-        cut = {n: p for n, p in pieces.items() if self.tp_dim(n) is not None}
-        for name, parts in gathered_values(cut, self.tp):
-            pieces[name] = torch.cat(parts, self.tp_dim(name))
-        return whole | pieces
-
-    def tp_dim(self, name):
-        last = name.removesuffix(".weight").rpartition(".")[2]
-        return None if self.tp is None else self.tp_dims.get(last)
-
-    def piece_shape(self, name):
-        shape, dim = list(self.whole[name].shape), self.tp_dim(name)
-        if dim is not None:
-            shape[dim] //= self.tp.size()
-        return torch.Size(shape)
 
 
 class Recipe(OnCPU):
@@ -407,9 +273,9 @@ class Recipe(OnCPU):
             backward: takes the inputs and targets of a step.
             after: called after it.
             once: whether only one rank may orthogonalize each matrix.
-            pieces: see :class:`OneProcess`.
+            pieces: see ``OneProcess``.
         """
-        alone, calls = OneProcess(one, model, muons, **pieces), NewtonSchulzCalls()
+        alone, calls = WholeModel(one, model, muons, **pieces), NewtonSchulzCalls()
         adamw = AdamW(others, lr=1e-3) if others else None
         for inputs, targets in batches(*data):
             if backward is not None:
@@ -422,11 +288,10 @@ class Recipe(OnCPU):
             with calls:
                 for muon in muons:
                     muon.step()
-            alone.compare_step()
+            self.assertEverywhere(alone.problems())
             if adamw is not None:
                 adamw.step()
             model.zero_grad()
-        self.assertEverywhere(alone.problems[:2])
         if once:
             matrices = len(set().union(*everyone(alone.names)))
             self.assertEqual(sum(everyone(len(calls.shapes))), matrices * STEPS)

@@ -25,7 +25,8 @@ from torch.optim.muon import (
     DistributedConfig,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.common_muon import Collectives
+from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
@@ -108,11 +109,6 @@ class Framework:
 class TestFunctions(Recipe):
     def test_unified(self):
         """END_TO_END, one implementation: only the config tells one process from many."""
-        options = {
-            **dict(lr=0.01, weight_decay=0.1, momentum=0.95, nesterov=True, eps=EPS),
-            **dict(ns_steps=5, ns_coefficients=COEFFICIENTS),
-            **dict(adjust_lr_fn=None, has_complex=False),
-        }
         model, config = fully_shard(MLP()), create_dtensor_config()
         shards, wholes = list(model.parameters()), list(MLP().parameters())
         mine, its = ([torch.zeros_like(p) for p in ps] for ps in (shards, wholes))
@@ -122,8 +118,8 @@ class TestFunctions(Recipe):
             grads = [p.grad for p in shards]
             whole_grads = [grad.full_tensor() for grad in grads]
             with torch.no_grad():
-                muon(shards, grads, mine, distributed_config=config, **options)
-                _single_tensor_muon(wholes, whole_grads, its, **options)
+                muon(shards, grads, mine, distributed_config=config, **FUNCTIONAL)
+                _single_tensor_muon(wholes, whole_grads, its, **FUNCTIONAL)
         for shard, whole in (*zip(shards, wholes), *zip(mine, its)):
             self.assertTrue(torch.equal(shard.detach().full_tensor(), whole))
 
@@ -142,12 +138,8 @@ class TestFunctions(Recipe):
             dist.broadcast(update, src=rank)
             return update
 
-        config = DistributedConfig(
-            assign_fn=assign_fn,
-            gather_fn=gather_fn,
-            redistribute_fn=redistribute_fn,
-            state={"rank": dist.get_rank(), "world_size": dist.get_world_size()},
-        )
+        state = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        config = DistributedConfig(assign_fn, gather_fn, redistribute_fn, state)
         model, world = Transformer(layers=1), dist.group.WORLD
 
         def after():
@@ -173,7 +165,7 @@ class TestFunctions(Recipe):
             linear.weight = nn.Parameter(framework.cut(linear.weight.detach()))
             linear.weight.is_rows = True
         muon = Muon(shards.parameters(), lr=1e-3, distributed_config=config)
-        seen = Collectives()
+        seen = Recorder()
         muon.register_step_pre_hook(lambda *_: seen.__enter__() and None)
         muon.register_step_post_hook(lambda *_: seen.__exit__(None, None, None))
 
@@ -189,7 +181,7 @@ class TestFunctions(Recipe):
 
         world = dist.group.WORLD
         self.compare(MLP(), shards, muon, fsdp=world, data=[world], backward=backward)
-        self.assertEqual(seen.calls, [])
+        self.assertEqual(seen.names, [])
 
     def test_own_functions_to_auto_config(self):
         """END_TO_END, from a user's own functions to two groups."""

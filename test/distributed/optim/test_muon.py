@@ -4,7 +4,6 @@
 Each class runs on a CPU over gloo. Its ``...OnGPUs`` class runs the same tests over NCCL.
 """
 
-import copy
 import os
 import time
 from itertools import product
@@ -19,7 +18,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
 )
 from torch.distributed.tensor import (
-    distribute_module,
     distribute_tensor,
     DTensor,
     Replicate,
@@ -33,7 +31,6 @@ from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
     detect_tp_dims_from_model,
-    partition_parameters,
 )
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_utils import (
@@ -43,11 +40,12 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.testing._internal.distributed._muon import common_muon
-from torch.testing._internal.distributed._muon.common_fsdp1 import give_gradients, Run
+from torch.testing._internal.distributed._muon.common_fsdp1 import Run
 from torch.testing._internal.distributed._muon.common_modules import (
     data_parallel,
     make_model,
     ModuleParity,
+    place_weights,
     tensor_parallel,
 )
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
@@ -81,6 +79,20 @@ class Tests(ModuleParity):
 
     world_size = 4
 
+    def check_linear(self, size, batch, steps):
+        """A weight by rows, a replicated bias, and inputs that are DTensors."""
+        mesh = mesh_of(self.world_size)
+        torch.manual_seed(42)
+        model = torch.nn.Linear(size, size, device=device())
+        place_weights(model, mesh, [Shard(0)])
+
+        def inputs(step):
+            return distribute_tensor(full(step, (batch, size)), mesh, [Replicate()])
+
+        self.check(model, create_dtensor_config(), steps, inputs=inputs)
+        self.assertIsInstance(model.weight, DTensor)
+        self.assertEqual(model.weight.placements, (Shard(0),))
+
 
 class TestDTensorConfig(TestCase):
     """The config's three functions called directly, in a process group of one."""
@@ -89,59 +101,44 @@ class TestDTensorConfig(TestCase):
         super().setUp()
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         self.addCleanup(dist.destroy_process_group)
-        self.mesh = DeviceMesh("cpu", [0])
+        self.mesh, self.config = DeviceMesh("cpu", [0]), create_dtensor_config()
+
+    def placed(self, placement, size=10):
+        return distribute_tensor(torch.randn(size, size), self.mesh, [placement])
 
     def test_dtensor_config_creation(self):
-        config = create_dtensor_config()
+        config = self.config
         functions = config.assign_fn, config.gather_fn, config.redistribute_fn
         self.assertTrue(all(map(callable, functions)))
         self.assertIs(config.state["is_dtensor"], True)
         self.assertIs(config.async_gpu_parallelism, True)
         self.assertEqual(config.prefetch_count, 1)
 
-    def test_dtensor_gather_full_tensor(self):
-        tensor = torch.randn(10, 10)
-        config = create_dtensor_config()
-        gathered = config.gather_fn(
-            distribute_tensor(tensor, self.mesh, [Shard(0)]), 0, config.state
-        )
+    def test_dtensor_gather_full_tensor(self, placement=Shard(0)):
+        dtensor = self.placed(placement)
+        gathered = self.config.gather_fn(dtensor, 0, self.config.state)
         self.assertNotIsInstance(gathered, DTensor)
-        self.assertTrue(torch.equal(gathered, tensor))
+        self.assertTrue(torch.equal(gathered, dtensor.to_local()))
+
+    def test_dtensor_replicate_placement(self):
+        self.test_dtensor_gather_full_tensor(Replicate())
 
     def test_dtensor_redistribute(self):
-        params = [
-            distribute_tensor(torch.randn(10, 10), self.mesh, [Shard(0)])
-            for _ in range(2)
-        ]
-        config = create_dtensor_config()
-        config.assign_fn(params, config.state)
+        config, update = self.config, torch.randn(10, 10)
+        config.assign_fn([self.placed(Shard(0)) for _ in range(2)], config.state)
         config.state["current_param_idx"] = 0
-        update = torch.randn(10, 10)
         redistributed = config.redistribute_fn(update, 0, config.state)
         self.assertIsInstance(redistributed, DTensor)
         self.assertEqual(redistributed.device_mesh, self.mesh)
         self.assertEqual(redistributed.placements, (Shard(0),))
         self.assertTrue(torch.equal(redistributed.to_local(), update))
 
-    def test_dtensor_replicate_placement(self):
-        tensor = torch.randn(10, 10)
-        config = create_dtensor_config()
-        gathered = config.gather_fn(
-            distribute_tensor(tensor, self.mesh, [Replicate()]), 0, config.state
-        )
-        self.assertTrue(torch.equal(gathered, tensor))
-
     def test_dtensor_mixed_regular_params(self):
-        params = [
-            distribute_tensor(torch.randn(10, 10), self.mesh, [Shard(0)]),
-            torch.randn(5, 5),
-            distribute_tensor(torch.randn(8, 8), self.mesh, [Replicate()]),
-        ]
-        config = create_dtensor_config()
+        config = self.config
+        params = [self.placed(Shard(0)), torch.randn(5, 5), self.placed(Replicate(), 8)]
         assignments = config.assign_fn(params, config.state)
-        self.assertEqual(
-            sorted(i for owned in assignments.values() for i in owned), [0, 1, 2]
-        )
+        owned = sorted(i for owned in assignments.values() for i in owned)
+        self.assertEqual(owned, [0, 1, 2])
         metadata = config.state["param_metadata"]
         self.assertEqual(set(metadata), {0, 2})
         self.assertEqual(metadata[0]["device_mesh"], self.mesh)
@@ -151,55 +148,10 @@ class TestDTensorConfig(TestCase):
 
 class DTensorTests(Tests):
     def test_dtensor_shard_correctness(self):
-        mesh = mesh_of(self.world_size)
-        weight = full(1, (64, 64))
-        model = torch.nn.Linear(64, 64, bias=False, device=device())
-        model.weight = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
-        optimizer = Muon(
-            model.parameters(), lr=0.01, distributed_config=create_dtensor_config()
-        )
-        x = distribute_tensor(full(2, (8, 64)), mesh, [Replicate()])
-        model(x).sum().backward()
-        single = torch.nn.Parameter(weight.clone())
-        single.grad = model.weight.grad.full_tensor()
-        Muon([single], lr=0.01).step()
-        optimizer.step()
-        self.assertIsInstance(model.weight, DTensor)
-        self.assertEqual(model.weight.placements, (Shard(0),))
-        found = model.weight.detach().full_tensor()
-        self.assertTrue(moved_alike(found, single.detach(), 1, weight))
-        self.assertFalse(torch.equal(found, weight))
+        self.check_linear(64, 8, 1)
 
     def test_dtensor_vs_single_device(self):
-        torch.manual_seed(42)
-        single = torch.nn.Linear(32, 32, device=device())
-        model, start = copy.deepcopy(single), single.weight.detach().clone()
-        mesh = mesh_of(self.world_size)
-
-        def shard(name, module, mesh):
-            for key, param in module.named_parameters(recurse=False):
-                placement = [Shard(0)] if key == "weight" else [Replicate()]
-                param = torch.nn.Parameter(distribute_tensor(param, mesh, placement))
-                module.register_parameter(key, param)
-
-        distribute_module(model, mesh, shard)
-        ours = Muon([model.weight], lr=0.01, distributed_config=create_dtensor_config())
-        its = Muon([single.weight], lr=0.01)
-        for step in range(5):
-            x = full(42 + step, (4, 32))
-            model(distribute_tensor(x, mesh, [Replicate()])).sum().backward()
-            single(x).sum().backward()
-            # Sharded products of autograd may round differently. Muon must not.
-            grad = model.weight.grad.full_tensor()
-            torch.testing.assert_close(grad, single.weight.grad)
-            single.weight.grad = grad
-            for optimizer in (ours, its):
-                optimizer.step()
-                optimizer.zero_grad()
-            weight = model.weight.detach().full_tensor()
-            self.assertTrue(
-                moved_alike(weight, single.weight.detach(), step + 1, start)
-            )
+        self.check_linear(32, 4, 5)
 
     def test_dtensor_placements(self):
         for mesh in (mesh_of(self.world_size), grid_of(self.world_size // 2, 2)):
@@ -213,7 +165,6 @@ class DTensorTests(Tests):
             self.assertEqual(sum(everyone(len(calls.shapes))), len(twins.params))
 
     def test_twelve_steps_twice(self):
-        """Training is deterministic."""
         mesh, grid = mesh_of(self.world_size), grid_of(self.world_size // 2, 2)
         placed = specs(mesh, all_placements(mesh), SHAPES[:3])
         placed += specs(grid, [(R, S0), (S0, S1)], SHAPES[:3])
@@ -231,11 +182,7 @@ class DTensorTests(Tests):
 
 class MeshTests(Tests):
     def test_dtensor_2d_mesh(self):
-        mesh = DeviceMesh(
-            device().type,
-            torch.arange(self.world_size).reshape(-1, 2),
-            mesh_dim_names=("fsdp", "tp"),
-        )
+        mesh = grid_of(self.world_size // 2, 2)
         twins = Twins([Spec((128, 128), mesh, (Shard(0), Shard(1)))], lr=0.01)
         self.assertTrainsAlike(twins)
         rows = 128 // mesh.size(0)
@@ -245,17 +192,16 @@ class MeshTests(Tests):
 class FSDPTests(Tests):
     def test_fsdp_correctness(self):
         run = Run(orig=False)
-        run.backward()
-        count = sum(everyone(len(run.update())))
-        self.assertEverywhere(run.problems())
-        self.assertEqual(count, sum(p.ndim == 2 for p in run.single.parameters()))
+        count = sum(everyone(len(run.step())))
+        self.assertEverywhere(run.alone.problems())
+        self.assertEqual(count, sum(p.ndim == 2 for p in run.one.parameters()))
 
     def test_fsdp_vs_single_device(self):
         for orig in (False, True):
             run = Run(orig=orig)
             for _ in range(10):
                 run.step()
-            self.assertEverywhere(run.problems(), f"use_orig_params={orig}")
+            self.assertEverywhere(run.alone.problems(), f"use_orig_params={orig}")
 
     def test_fully_shard_vs_single_device(self):
         bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -322,12 +268,8 @@ class ExpertTests(Tests):
             ep_process_group=dist.group.WORLD,
             expert_assignments={0: self.rank, 1: self.rank},
         )
-        _, optimizer = self.check(
-            make_expert(self.rank),
-            config,
-            data_rank=self.rank,
-            count=2 * self.world_size,
-        )
+        model, count = make_expert(self.rank), 2 * self.world_size
+        _, optimizer = self.check(model, config, data_rank=self.rank, count=count)
         # No other rank holds them.
         self.assertEqual(optimizer.assignments, {self.rank: [0, 1]})
 
@@ -342,32 +284,14 @@ class ExpertTests(Tests):
             expert_assignments={0: number, 1: number},
             module=model,
         )
-        models = model, make_expert(number)
-        starts = [param.detach().clone() for param in models[1].parameters()]
-        ours, its = (
-            Muon(partition_parameters(each)[0], lr=0.05, distributed_config=given)
-            for each, given in zip(models, (config, None))
-        )
-        for step in range(2):
-            for each in models:
-                # Ranks of one expert see the same data, so the mean equals each rank's gradient.
-                each(full(10 * step + number, (6, 12))).pow(2).mean().backward()
-            give_gradients(*models)
-            with NewtonSchulzCalls() as calls:
-                ours.step()
-            its.step()
-            ours.zero_grad()
-            its.zero_grad()
-            self.assertEqual(sum(everyone(len(calls.shapes))), self.world_size)
-            with self.everywhere(), FSDP.summon_full_params(model, writeback=False):
-                for a, b, start in zip(*(m.parameters() for m in models), starts):
-                    self.assertTrue(
-                        moved_alike(a.detach(), b.detach(), step + 1, start)
-                    )
-        owned = sorted(i for own in ours.assignments.values() for i in own)
+        one, group = make_expert(number), shards.get_group()
+        count = self.world_size
+        _, muon = self.check(model, config, 2, number, count=count, one=one, fsdp=group)
+        owned = sorted(i for own in muon.assignments.values() for i in own)
         self.assertEqual(owned, [0, 1])
-        holders = dist.get_process_group_ranks(shards.get_group())
-        self.assertLessEqual(set(ours.assignments), set(holders))
+        self.assertLessEqual(
+            {*muon.assignments}, {*dist.get_process_group_ranks(group)}
+        )
 
 
 LAST = {}
@@ -475,8 +399,6 @@ class TestMuonExpertParallelOnGPUs(OnGPUs, ExpertTests, MultiProcessTestCase):
 
 
 class TestMuonOnOneGPU(OnGPUs, Tests, MultiProcessTestCase):
-    """NCCL with a single rank."""
-
     world_size = 1
 
     def test_every_placement(self):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
     StateDictOptions,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from torch.nn import ParameterList
@@ -61,6 +61,13 @@ def set_state(model, optimizer, state):
     set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
 
 
+def through_a_file(state, **options):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
 SHAPES_OF_MODEL = [(8, 8), (7, 5), (3, 9), (16, 12)]
 OPTIONS = {"lr": 0.02, "momentum": 0.8, "weight_decay": 0.3}
 
@@ -70,14 +77,6 @@ def model_on(mesh, *placements):
         Spec(shape, mesh, placements[i % len(placements)])
         for i, shape in enumerate(SHAPES_OF_MODEL)
     ]
-
-
-@functools.cache
-def pairs_of(ranks):
-    """This rank's mesh "a" x "b" of 2 x ``ranks`` / 2, of which the world has several."""
-    shape = (dist.get_world_size() // ranks, 2, ranks // 2)
-    names = ("copy", "a", "b")
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)["a", "b"]
 
 
 @functools.cache
@@ -91,9 +90,9 @@ def sharded(model, kind, ranks):
     if kind == "fsdp2":
         return fully_shard(model, mesh=mesh_of(ranks))
     if kind == "hsdp":
-        return fully_shard(model, mesh=pairs_of(ranks))
+        return fully_shard(model, mesh=grid_of(2, 2))
     if kind == "fsdp2 tp":
-        mesh = pairs_of(ranks)
+        mesh = grid_of(2, 2)
         return fully_shard(tensor_parallel(model, mesh["b"]), mesh=mesh["a"])
     if kind == "alone":
         return model
@@ -101,8 +100,6 @@ def sharded(model, kind, ranks):
 
 
 class Job:
-    """A model and its optimizer on the first ``ranks``."""
-
     def __init__(self, kind, ranks, seed, **options):
         self.ranks = ranks
         # Two matrices with an odd side, of which ranks have pieces of different sizes, or none.
@@ -126,8 +123,6 @@ class Job:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    # Checkpoints
-
     def save(self, path):
         state = state_of(self.model, self.optimizer)
         dcp.save(state, checkpoint_id=path, **self._group())
@@ -146,16 +141,16 @@ class Job:
         return {"process_group": group, "no_dist": self.ranks == 1}
 
     def problems(self, other):
-        """The differences from ``other``, which has done the same."""
-        mine, its = self.whole(), other.whole()
-        momenta, other_momenta = (each["optimizer"]["state"] for each in (mine, its))
+        (values, momenta), (others, other_momenta) = (
+            (state["model"], state["optimizer"]["state"])
+            for state in (self.whole(), other.whole())
+        )
+        key = "momentum_buffer"
         return [
             name
-            for name, value in mine["model"].items()
-            if not torch.equal(value, its["model"][name])
-            or not torch.equal(
-                momenta[name]["momentum_buffer"], other_momenta[name]["momentum_buffer"]
-            )
+            for name, value in values.items()
+            if not torch.equal(value, others[name])
+            or not torch.equal(momenta[name][key], other_momenta[name][key])
         ]
 
 
@@ -172,14 +167,11 @@ JOURNEY = [
 
 class TestMuonCheckpoints(OnCPU):
     def directory(self):
-        """A new directory, the same on every rank."""
         path = everyone(tempfile.mkdtemp() if self.rank == 0 else None)[0]
         if self.rank == 0:
             self.addCleanup(shutil.rmtree, path)
         self.addCleanup(dist.barrier)
         return path
-
-    # Optimizers that load the state of another one
 
     def replace_optimizer(self, twins, state_dict):
         """Gives ``twins`` new parameters of the same values, and an optimizer that loads the state."""
@@ -201,11 +193,8 @@ class TestMuonCheckpoints(OnCPU):
         for state in state_dict["state"].values():
             self.assertEqual(list(state), ["momentum_buffer"])
             self.assertIsInstance(state["momentum_buffer"], DTensor)
-        file = io.BytesIO()
-        torch.save(state_dict, file)
-        file.seek(0)
-        self.replace_optimizer(twins, torch.load(file, weights_only=False))
-        self.assertParity(twins)
+        saved = through_a_file(state_dict, weights_only=False)
+        self.replace_optimizer(twins, saved)
         self.assertTrainsAlike(twins)
         self.replace_optimizer(twins, copy.deepcopy(twins.optimizer).state_dict())
         self.assertTrainsAlike(twins)
@@ -230,25 +219,17 @@ class TestMuonCheckpoints(OnCPU):
         # Without a gradient it is zero.
         self.assertParity(twins)
 
-    # Stock
-
     @needs_stock
     def test_file_for_stock(self):
         twins = Twins(model_on(grid_of(2, 2), (R, S0), (S0, S1)), **OPTIONS)
         self.assertTrainsAlike(twins)
-        file = io.BytesIO()
-        state = state_of(
-            ParameterList(twins.params), twins.optimizer, full_state_dict=True
-        )
-        torch.save(state["optimizer"], file)
-        file.seek(0)
+        model, single = ParameterList(twins.params), ParameterList(twins.singles)
+        state = state_of(model, twins.optimizer, full_state_dict=True)["optimizer"]
         twins.single = stock().Muon(twins.singles)
         # With gradients there would be no state to be read.
         twins.single.zero_grad()
         # full_state_dict=True knows no option that stock has not.
-        set_optimizer_state_dict(
-            ParameterList(twins.singles), twins.single, torch.load(file)
-        )
+        set_optimizer_state_dict(single, twins.single, through_a_file(state))
         self.assertTrainsAlike(twins)
 
     @needs_stock
@@ -275,8 +256,6 @@ class TestMuonCheckpoints(OnCPU):
         set_optimizer_state_dict(ParameterList(twins.singles), twins.single, state)
         self.assertTrainsAlike(twins)
 
-    # Jobs that resume each other, against an uninterrupted run
-
     def test_checkpoints_on_other_ranks(self):
         folder = self.directory()
         uninterrupted, job = Job("alone", 1, 0, **OPTIONS), None
@@ -286,8 +265,7 @@ class TestMuonCheckpoints(OnCPU):
                 job.save(f"{folder}/{number}")
             # On all ranks, idle ones, too.
             mesh_of(ranks)
-            if ranks > 1:
-                pairs_of(ranks)
+            grid_of(2, 2)
             dist.barrier()
             works, job = self.rank < ranks, None
             if works:

@@ -2,6 +2,7 @@
 """Mistakes around the distributed Muon: which ranks hear of them, how often, and that none waits for ever."""
 
 import dataclasses
+import functools
 import itertools
 import re
 import sys
@@ -42,20 +43,11 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Twins,
 )
+from torch.testing._internal.distributed._muon.fuzz_player import OTHER
 
 
-# The options that ranks compare, with values that are not the defaults.
-OTHER_OPTIONS = {
-    "lr": 0.0,
-    "weight_decay": 0.2,
-    "momentum": 0.9,
-    "nesterov": False,
-    "ns_coefficients": (3.4, -4.7, 2.0),
-    "ns_steps": 4,
-    "eps": 1e-6,
-    "adjust_lr_fn": "match_rms_adamw",
-    "ns_algorithm": "gram",
-}
+# The options that ranks compare, with valid values that are not the defaults.
+OTHER_OPTIONS = {**OTHER, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
 
 
 def parameter(spec, seed=0):
@@ -77,13 +69,10 @@ class TestMuonMistakes(OnCPU):
         self.before = [p.detach() for _, p in pairs]
         return Muon(pairs if named else [p for _, p in pairs], **options)
 
-    def assertRefused(self, kind, pattern, placed=None, change=None, **options):
-        """:meth:`build` raises the same error on all ranks."""
-        if placed is None:
-            placed = self.placed()
-        self.assertRaisesEverywhere(
-            lambda: self.build(placed, change, **options), kind, pattern
-        )
+    def assertRefused(self, kind, pattern, placed=None, **options):
+        placed = self.placed() if placed is None else placed
+        build = functools.partial(self.build, placed, **options)
+        self.assertRaisesEverywhere(build, kind, pattern)
 
     def outcomes(self, placed, **options):
         """How many optimizers each rank builds, and its error: then, or else in the first step.
@@ -116,6 +105,14 @@ class TestMuonMistakes(OnCPU):
     def placed(self):
         return specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)])
 
+    def assertNothingMoves(self, twins, kind, pattern):
+        """The next step raises on all ranks."""
+        twins.set_gradients()
+        before = snapshot(twins.params)
+        self.assertRaisesEverywhere(twins.optimizer.step, kind, pattern)
+        with self.everywhere():
+            self.assertEqual(snapshot(twins.params), before)
+
     def test_different_parameters(self):
         for field, value, pattern in [
             ("shape", (7, 6), r"shape is \(7, 5\) on rank 0 and \(7, 6\) on rank 2"),
@@ -138,11 +135,10 @@ class TestMuonMistakes(OnCPU):
 
     def test_different_hyperparameters(self):
         for field, other in {**OTHER_OPTIONS, "foreach": True}.items():
-            self.assertRefused(
-                ValueError,
-                rf"'w0'.*{field} is .* on rank 0 and {re.escape(str(other))} on rank 2",
-                **({field: other} if self.rank == 2 else {}),
-            )
+            given = re.escape(str(other))
+            pattern = rf"'w0'.*{field} is .* on rank 0 and {given} on rank 2"
+            options = {field: other} if self.rank == 2 else {}
+            self.assertRefused(ValueError, pattern, **options)
 
     def test_invalid_option_of_one_rank(self):
         for field, other, expected in (
@@ -170,9 +166,8 @@ class TestMuonMistakes(OnCPU):
             config = create_dtensor_config()
             if self.rank == 1:
                 setattr(config, flag, value)
-            self.assertRefused(
-                ValueError, f"{flag} {pattern}", distributed_config=config
-            )
+            pattern = f"{flag} {pattern}"
+            self.assertRefused(ValueError, pattern, distributed_config=config)
 
     def test_one_rank_with_a_destroyed_parameter(self):
         def change(pairs):
@@ -208,12 +203,8 @@ class TestMuonMistakes(OnCPU):
         placed = [Spec((8, 8), mesh, (S0,)) for mesh in (mesh_of(4), mesh_of(2))]
         # Rank 2 holds no piece of what the first pair shares.
         config = self.assign({2: [0, 1]})
-        self.assertRefused(
-            ValueError,
-            r"parameter 1 'w1'.*rank 2.*\[0, 1\]",
-            placed,
-            distributed_config=config,
-        )
+        pattern = r"parameter 1 'w1'.*rank 2.*\[0, 1\]"
+        self.assertRefused(ValueError, pattern, placed, distributed_config=config)
 
     def test_disagreement_in_one_group_reaches_those_who_share_another(self):
         """The ranks of that group cannot build. Others learn of it at their first step, at the latest."""
@@ -263,12 +254,9 @@ class TestMuonMistakes(OnCPU):
         twins = Twins(self.placed())
         twins.step()
         shapes = [(6, 6), (6, 6 + (self.rank == 1))]
-        more = [parameter(Spec(shape, mesh, (S0,)), 9) for shape in shapes]
-        self.assertRaisesEverywhere(
-            lambda: twins.optimizer.add_param_group({"params": more}),
-            ValueError,
-            "parameter 5 .*shape is",
-        )
+        group = {"params": [parameter(Spec(s, mesh, (S0,)), 9) for s in shapes]}
+        add = functools.partial(twins.optimizer.add_param_group, group)
+        self.assertRaisesEverywhere(add, ValueError, "parameter 5 .*shape is")
         self.assertEqual(len(twins.optimizer.param_groups), 1)
         self.assertTrainsAlike(twins)
 
@@ -291,21 +279,10 @@ class TestMuonMistakes(OnCPU):
         for told in everyone(found)[:3]:
             self.assertRegex(told[1], "some have none")
 
-    # Several optimizers
-
-    def two_optimizers(self, shapes, counts=(1, 1), mesh=None):
-        mesh = mesh_of(4) if mesh is None else mesh
-        return [
-            Twins([Spec(shape, mesh, (S0,))] * count, seed=10 * i)
-            for i, (shape, count) in enumerate(zip(shapes, counts, strict=True))
-        ]
-
     def test_optimizers_stepped_in_different_orders(self):
-        for shapes, counts in (
-            ([(8, 8), (8, 8)], (1, 1)),
-            ([(8, 8), (4, 4)], (2, 260)),
-        ):
-            both = self.two_optimizers(shapes, counts)
+        mesh = mesh_of(4)
+        for size, counts in ((8, (1, 1)), (4, (2, 260))):
+            both = [Twins([Spec((size, 8), mesh, (S0,))] * count) for count in counts]
             for twins in both:
                 twins.step()
                 self.assertParity(twins)
@@ -319,9 +296,8 @@ class TestMuonMistakes(OnCPU):
                     RuntimeError,
                     "step different optimizers.*in the same order",
                 )
-            with self.everywhere(f"{shapes}"):
-                for twins, old in zip(both, before, strict=True):
-                    self.assertEqual(snapshot(twins.params), old)
+            with self.everywhere(f"{counts}"):
+                self.assertEqual([snapshot(twins.params) for twins in both], before)
 
     def test_mismatch_in_many_matrices(self):
         """Those after the first 256 have a further collective."""
@@ -334,7 +310,7 @@ class TestMuonMistakes(OnCPU):
     def test_failure_of_another_optimizer_over_the_same_ranks(self):
         """A rank that fails in one optimizer's step and then stays away is missed in the other's."""
         mesh = self.mesh_of_its_own("another")
-        first, second = self.two_optimizers([(8, 8), (8, 8)], mesh=mesh)
+        first, second = (Twins([Spec((8, 8), mesh, (S0,))]) for _ in range(2))
         for twins in (first, second):
             twins.step()
             twins.set_gradients()
@@ -352,10 +328,8 @@ class TestMuonMistakes(OnCPU):
     def test_failure_at_the_end_of_a_step(self):
         """The others have made that step. They hear of the failure in the next one."""
         twins = Twins([Spec((8, 8), self.mesh_of_its_own("late"), (S0,))])
-        effect = LookupError("late") if self.rank == 3 else None
-        with mock.patch.object(
-            torch.autograd.graph, "increment_version", side_effect=effect
-        ):
+        late = {"side_effect": LookupError("late") if self.rank == 3 else None}
+        with mock.patch.object(torch.autograd.graph, "increment_version", **late):
             self.assertRaisesEverywhere(twins.step, LookupError, "late", [3])
         twins.set_gradients()
         found = everyone(self.outcome(twins.optimizer.step))
@@ -383,17 +357,11 @@ class TestMuonMistakes(OnCPU):
             twins.step()
             state_dict = twins.optimizer.state_dict()
             state_dict["state"][0]["momentum_buffer"] = buffer
-            with self.everywhere(f"{type(buffer)}"):
-                with self.assertRaisesRegex(ValueError, pattern):
-                    twins.optimizer.load_state_dict(state_dict)
+            load = functools.partial(twins.optimizer.load_state_dict, state_dict)
+            self.assertRaisesEverywhere(load, ValueError, pattern)
             # The optimizer's own state may get it by other ways.
             twins.optimizer.state[twins.params[0]]["momentum_buffer"] = buffer
-            twins.set_gradients()
-            before = snapshot(twins.params)
-            with self.everywhere(f"{type(buffer)}"):
-                with self.assertRaisesRegex(ValueError, pattern):
-                    twins.optimizer.step()
-                self.assertEqual(snapshot(twins.params), before)
+            self.assertNothingMoves(twins, ValueError, pattern)
 
     def test_errors_that_sent_nothing_are_forgotten(self):
         twins = Twins(self.placed())
@@ -423,20 +391,12 @@ class TestMuonMistakes(OnCPU):
         for i, param in enumerate(params):
             param.grad = full(90 + i, param.shape)
 
-    # Nothing is distributed
-
     def test_nothing_is_distributed(self):
         """A warning came in a pipeline, and where frameworks shard the model later."""
-        params = self.whole((4, 6), (5, 3))
-        with self.assertWarnsOnce():
-            muon = Muon(params, distributed_config=create_dtensor_config())
-            for _ in range(3):
-                self.give_gradients(params)
-                muon.step()
-
-    def test_sharded_before_the_first_step_is_no_mistake(self):
-        with self.assertWarnsOnce():
-            self.assertTrainsAlike(Twins(specs(mesh_of(4), [(S0,)], [(8, 6)])), 2)
+        for mesh, placements in ((None, None), (mesh_of(4), (S0,))):
+            with self.assertWarnsOnce():
+                twins = Twins([Spec((8, 6), mesh, placements)] * 2)
+                self.assertTrainsAlike(twins, 3)
 
     def test_built_before_fully_shard(self):
         model = nn.Linear(8, 12, bias=False)
@@ -456,8 +416,6 @@ class TestMuonMistakes(OnCPU):
                 twins.set_gradients(missing=[2])
                 twins.optimizer.step()
 
-    # Ranks that are not replicas
-
     def replicas(self):
         """Parameters of equal shapes, with gradients, under DDP. Rank 2 has other values."""
         params = self.whole((4, 6), (5, 3))
@@ -471,11 +429,8 @@ class TestMuonMistakes(OnCPU):
     def test_replicas_with_other_values(self, max_replicas):
         with mock.patch.object(buckets, "MAX_REPLICAS", max_replicas):
             muon = self.replicas()
-        self.assertRaisesEverywhere(
-            muon.step,
-            RuntimeError,
-            r"ZeroRedundancyOptimizer.*: parameter 1 of shape \(5, 3\)$",
-        )
+        pattern = r"ZeroRedundancyOptimizer.*: parameter 1 of shape \(5, 3\)$"
+        self.assertRaisesEverywhere(muon.step, RuntimeError, pattern)
 
     def test_replicas_with_other_values_after_another_error(self):
         """The step that raised had moved nothing, and the next one no longer compared the values."""
@@ -501,12 +456,10 @@ class TestMuonMistakes(OnCPU):
             for param in (torch.zeros(4, 6), full(int(self.rank == 3), (4, 6))):
                 Muon([nn.Parameter(param)], distributed_config=config)
 
-    # Gradients that one rank has
-
     def test_gradient_of_another_kind(self):
         """A functional step of two sharded matrices. Rank 1 has another gradient for the second one."""
         usual = torch.ones(4, 8)
-        for other, problem in (
+        for other, own in (
             (usual.to_sparse(), "sparse gradients"),
             (torch.ones(5, 8), r"has shape \(4, 8\), but its gradient \(5, 8\)"),
             (usual.to("meta"), "is on cpu, but its gradient meta"),
@@ -515,23 +468,17 @@ class TestMuonMistakes(OnCPU):
             config = create_auto_config(fsdp_process_group=dist.group.WORLD)
             params, momenta = ([full(i, (4, 8)) for i in range(2)] for _ in range(2))
             grads = [usual, other if self.rank == 1 else usual]
-            what = problem if self.rank == 1 else "it cannot use"
+            problem = own if self.rank == 1 else "it cannot use"
+            pattern = rf"^(?=.*{problem}).*parameter 1 of shape \("
             options = {**FUNCTIONAL, "distributed_config": config}
-            self.assertRaisesEverywhere(
-                lambda: functional_muon(params, grads, momenta, **options),
-                RuntimeError,
-                rf"^(?=.*{what}).*parameter 1 of shape \(",
-            )
-
-    # Functions of the user's
+            step = functools.partial(functional_muon, params, grads, momenta, **options)
+            self.assertRaisesEverywhere(step, RuntimeError, pattern)
 
     def test_piece_of_a_parameter_that_nothing_is_known_of(self):
         config = create_dtensor_config()
         with self.everywhere():
             with self.assertRaisesRegex(ValueError, "call gather_fn before"):
                 config.redistribute_fn(full(0, (8, 6)), 0, config.state)
-
-    # Hyperparameters
 
     def test_kinds_of_numbers_are_no_difference(self):
         twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 6)]), weight_decay=0.0)
@@ -571,9 +518,8 @@ class TestMuonMistakes(OnCPU):
         if self.rank == 3:
             params[1].data.to_local().add_(1)
         muon.param_groups[0]["lr"] = 0.1
-        self.assertRaisesEverywhere(
-            muon.step, RuntimeError, "different values.*: parameter 1 of shape"
-        )
+        pattern = "different values.*: parameter 1 of shape"
+        self.assertRaisesEverywhere(muon.step, RuntimeError, pattern)
 
     def test_ranks_that_replaced_different_parameters(self):
         """Momentum restarted for different parameters, so replicas got different updates."""
@@ -583,12 +529,7 @@ class TestMuonMistakes(OnCPU):
         at = int(self.rank > 0)
         twins.params[at] = nn.Parameter(twins.params[at].detach().clone())
         twins.optimizer.param_groups[0]["params"] = list(twins.params)
-        twins.set_gradients()
-        before = [param.detach().clone() for param in twins.params]
-        self.assertRaisesEverywhere(
-            twins.optimizer.step, ValueError, "parameter 0 .*replaced is"
-        )
-        self.assertEqual([param.detach() for param in twins.params], before)
+        self.assertNothingMoves(twins, ValueError, "parameter 0 .*replaced is")
 
 
 class TestMuonUnreadErrors(OnCPU):
@@ -604,7 +545,6 @@ class TestMuonUnreadErrors(OnCPU):
         return twins
 
     def test_mismatch_before_a_change(self):
-        """A rebuild, a further group and a checkpoint."""
         saved = self.mismatched().optimizer
         # Only the state of the last step is unread.
         with mock.patch.object(type(saved._engine), "synchronize"):
@@ -633,10 +573,9 @@ class TestMuonUnreadErrors(OnCPU):
             as_on_an_accelerator(twins.optimizer)
             storages = twins.optimizer._engine._runner.memory._storages
             for storage, nbytes in storages:
+                memory = torch.tensor([], dtype=torch.uint8)
                 # Bytes of 255 are NaN.
-                torch.tensor([], dtype=torch.uint8).set_(storage, 0, (nbytes,)).fill_(
-                    255
-                )
+                memory.set_(storage, 0, (nbytes,)).fill_(255)
             twins.set_gradients(missing=range(4) if self.rank == missing else ())
             twins.optimizer.step()
             with self.everywhere(f"{layout} {missing}"):
@@ -690,32 +629,21 @@ class TestMuonUnreadErrors(OnCPU):
         param = parameter(Spec((8, 8), mesh_of(4), (S0,))).detach()
         buffer = place(torch.zeros(8, 8), Spec((8, 8), mesh_of(4), (R,)))
         options = {**FUNCTIONAL, "distributed_config": create_dtensor_config()}
-        self.assertRaisesEverywhere(
-            lambda: functional_muon([param], [param], [buffer], **options),
-            ValueError,
-            "placements of params",
-        )
+        step = functools.partial(functional_muon, [param], [param], [buffer], **options)
+        self.assertRaisesEverywhere(step, ValueError, "placements of params")
 
     def test_functional_form_leaves_the_next_optimizers_owners(self):
+        options = {**FUNCTIONAL, "distributed_config": create_dtensor_config()}
         owners = []
         for calls in (0, 3):
             params = [parameter(Spec((8, 8), mesh_of(4), (S0,))) for _ in range(2)]
-            grads = [torch.ones_like(param) for param in params]
-            buffers = [torch.zeros_like(param) for param in params]
             for _ in range(calls):
-                functional_muon(
-                    [p.detach() for p in params],
-                    grads,
-                    [b.detach() for b in buffers],
-                    distributed_config=create_dtensor_config(),
-                    **FUNCTIONAL,
-                )
-            owners.append(
-                [*Muon(params, distributed_config="auto").assignments.items()]
-            )
+                values = [param.detach().clone() for param in params]
+                functional_muon(values, values, values, **options)
+            muon = Muon(params, distributed_config="auto")
+            owners.append(muon.matrix_owners[0, 0])
         # Each of the two optimizers has two matrices.
-        first, second = ({i: r for r, own in o for i in own}[0] for o in owners)
-        self.assertEqual((second - first) % 4, 2, f"{owners}")
+        self.assertEqual((owners[1] - owners[0]) % 4, 2, f"{owners}")
 
 
 if __name__ == "__main__":

@@ -1,50 +1,48 @@
 # Owner(s): ["oncall: distributed"]
-"""A step of the distributed Muon: its computation, traffic and order, also with relays and in two levels."""
+"""A step of the distributed Muon: its computation, traffic and order, and what describe() and the log say."""
 
 import contextlib
 import itertools
+import logging
 import os
+import re
 from unittest import mock
 
-from torch.optim import Muon
+import torch
+from torch import nn
+from torch.distributed.tensor import distribute_tensor
+from torch.optim import AdamW, Muon
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_dtensor_config
+from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     as_on_an_accelerator,
-    Collectives,
     everyone,
+    full,
     grid_of,
     local,
     mesh_of,
     OnCPU,
+    place,
     R,
     S0,
     S1,
+    Spec,
     specs,
     Twins,
 )
-
-
-ALL_TO_ALL = ("all_to_all_single", (0, 1, 2, 3))
-STATUSES = ("all_reduce", ())
-SHAPES = [(16, 8), (9, 13), (3, 20), (5, 1)] * 2
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 class TestMuonExchange(OnCPU):
     def placed(self):
-        """Layouts over all four ranks, replicated and not."""
         shapes = [(8, 8), (7, 5), (3, 9), (1, 8), (16, 24)]
         meshes = mesh_of(4), grid_of(2, 2)
         layouts = (specs(mesh, all_placements(mesh), shapes) for mesh in meshes)
         return list(itertools.chain(*layouts))
-
-    def owner_of(self, optimizer):
-        return {i: r for r, owned in optimizer.assignments.items() for i in owned}
-
-    # Newton-Schulz
 
     def test_each_matrix_is_orthogonalized_once(self):
         for parallel in (True, False):
@@ -52,12 +50,12 @@ class TestMuonExchange(OnCPU):
             twins.set_gradients()
             with NewtonSchulzCalls() as calls:
                 twins.optimizer.step()
+            owned = twins.optimizer.assignments
             for rank, shapes in enumerate(everyone(calls.shapes)):
-                owned = twins.optimizer.assignments[rank]
-                expected = sorted(twins.specs[i].shape for i in owned)
+                expected = sorted(twins.specs[i].shape for i in owned[rank])
                 self.assertEqual(sorted(shapes), expected)
-            owners = self.owner_of(twins.optimizer)
-            self.assertEqual(sorted(owners), list(range(len(twins.specs))))
+            every = sorted(itertools.chain(*owned.values()))
+            self.assertEqual(every, [*range(len(twins.specs))])
 
     def test_hsdp_orthogonalizes_once_and_not_per_replica(self):
         twins = Twins(specs(grid_of(2, 2), [(R, S0)], [(8, 8)] * 4))
@@ -66,11 +64,9 @@ class TestMuonExchange(OnCPU):
             twins.optimizer.step()
         self.assertEqual(everyone(len(calls.shapes)), [1] * 4)
 
-    # Collectives
-
     def collectives_of_a_step(self, twins, missing=()):
         twins.set_gradients(missing)
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.optimizer.step()
         return seen
 
@@ -78,31 +74,31 @@ class TestMuonExchange(OnCPU):
         # One matrix for each owner is one bucket, and four are four buckets.
         for count in (1, 4):
             twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4 * count))
-            names = self.collectives_of_a_step(twins).names()
-            self.assertEqual(names, [STATUSES] + [ALL_TO_ALL] * 2 * count)
+            seen = self.collectives_of_a_step(twins)
+            expected = ["all_reduce"] + ["all_to_all_single"] * 2 * count
+            self.assertEqual(seen.names, expected)
+            self.assertEqual({call.comm.ranks for call in seen.calls}, {(0, 1, 2, 3)})
         twins = Twins(specs(mesh_of(1), [(S0,), (R,)]))
-        self.assertEqual(self.collectives_of_a_step(twins).calls, [])
+        self.assertEqual(self.collectives_of_a_step(twins).names, [])
 
     def test_gradients_do_not_change_the_calls(self):
         twins = Twins(self.placed())
         usual = self.collectives_of_a_step(twins)
-        self.assertEqual(everyone(usual.names()), [usual.names()] * 4)
+        self.assertEqual(everyone(usual.names), [usual.names] * 4)
         for missing in ([0], range(0, len(twins.params), 3), range(len(twins.params))):
             now = self.collectives_of_a_step(twins, missing)
-            self.assertEqual(now.calls, usual.calls)
+            self.assertEqual(now.launches, usual.launches)
         # Accelerators make the same calls even if ranks disagree about gradients.
         as_on_an_accelerator(twins.optimizer)
         twins.set_gradients()
         for i, param in enumerate(twins.params):
             if i % 4 == self.rank:
                 param.grad = None
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.optimizer.step()
-        self.assertEqual(seen.calls, usual.calls)
+        self.assertEqual(seen.launches, usual.launches)
         with self.assertRaisesRegex(RuntimeError, "gradient"):
             twins.optimizer.synchronize()
-
-    # Gradients
 
     def test_mismatch_among_experts_is_an_error_on_all_ranks(self):
         """Ranks that share no expert with the mismatch waited for the others in the next exchange."""
@@ -188,34 +184,28 @@ class TestMuonRelays(OnCPU):
 
     def connections(self, twins):
         """The collectives that the constructor makes on accelerators, so that backends connect."""
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.optimizer._engine._pipeline().connect()
-        return seen.calls
-
-    def peers(self, call):
-        """The ranks that an all-to-all sends something to."""
-        return {rank for rank, sent in zip(call.ranks, call.sent) if sent}
-
-    # Relays
+        return seen
 
     def test_each_element_travels_once_and_within_one_replica(self):
         grid = grid_of(4, 2)
         layout = specs(grid, [(R, S0)], [(16, 8)] * 8)
         with relayed():
             twins = Twins(layout)
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.step()
         self.assertParity(twins)
         connections = self.connections(twins)
         mine = set(grid["b"].mesh.flatten().tolist())
         with self.everywhere():
             names = {"all_to_all_single", "broadcast"}
-            for calls in (connections, seen.calls):
-                self.assertEqual({call.name for call in calls}, {*names, "all_reduce"})
-            for call in seen.calls + connections:
-                self.assertLessEqual(self.peers(call), mine)
+            for recorded in (connections, seen):
+                self.assertEqual({*recorded.names}, {*names, "all_reduce"})
+                for call in recorded.calls:
+                    self.assertLessEqual(call.peers, mine)
             exchanged, passed_on = (
-                sum(sum(call.sent) for call in seen.calls if call.name == name)
+                sum(c.nbytes // c.itemsize for c in seen.calls if c.name == name)
                 for name in ("all_to_all_single", "broadcast")
             )
             # Each rank owns one matrix, of which it has one half. Its replica's other rank has the other.
@@ -224,16 +214,12 @@ class TestMuonRelays(OnCPU):
             self.assertEqual(passed_on, 8 * 64)
         # Few replicas are served directly.
         twins = Twins(layout)
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.step()
         with self.everywhere():
-            names = {call.name for call in seen.calls}
-            self.assertEqual(names, {"all_to_all_single", "all_reduce"})
-
-    # Two levels
+            self.assertEqual({*seen.names}, {"all_to_all_single", "all_reduce"})
 
     def test_nodes_of_different_sizes(self):
-        """Ranks that know different nodes would not pair up in a collective."""
         with in_two_levels(2 if self.rank == 5 else 4):
             self.assertRaisesEverywhere(
                 lambda: Twins(specs(mesh_of(8), [(S0,)])),
@@ -244,7 +230,7 @@ class TestMuonRelays(OnCPU):
     @in_two_levels()
     def test_a_rank_exchanges_with_its_node_and_its_rail_only(self):
         twins = Twins(specs(mesh_of(8), [(S0,)], [(16, 8)] * 8))
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.step()
         self.assertParity(twins)
         connections = self.connections(twins)
@@ -252,12 +238,118 @@ class TestMuonRelays(OnCPU):
         near = {4 * node + place for place in range(4)}
         across = {rail, 4 + rail}
         with self.everywhere():
-            for call in connections + seen.calls:
-                partners = self.peers(call)
-                self.assertTrue(partners <= near or partners <= across, f"{call}")
+            for call in connections.calls + seen.calls:
+                self.assertTrue(call.peers <= near or call.peers <= across, f"{call}")
             # Within the node, then along the rail, there and back.
-            levels = [set(call.ranks) for call in seen.calls if call.ranks]
+            levels = [{*call.comm.ranks} for call in seen.calls if call.splits]
             self.assertEqual(levels, [near, across, near, across])
+
+
+# Rank, matrices, TFLOP, times the mean, MiB sent, received and of memory, names.
+ROW = re.compile(
+    r"^ +(?P<rank>\d+) +(?P<owns>\d+) +\S+ +\S+ +(?P<sends>\S+) +(?P<receives>\S+) +(?P<memory>\S+)",
+    re.MULTILINE,
+)
+
+
+def rows(page):
+    return [found.groupdict() for found in ROW.finditer(page)]
+
+
+def mebibytes(count):
+    return f"{count / 2**20:.4g}"
+
+
+class TestMuonDescribe(OnCPU):
+    def params(self, shapes, placements=(S0,)):
+        placed = [Spec(shape, mesh_of(4), placements) for shape in shapes]
+        return [
+            (f"layers.{i}", nn.Parameter(place(full(i, spec.shape), spec)))
+            for i, spec in enumerate(placed)
+        ]
+
+    def test_relays_are_counted(self):
+        with mock.patch.object(buckets, "MAX_REPLICAS", 1):
+            muon = Muon(self.params([(8, 8)] * 4, (R,)), distributed_config="auto")
+            page = muon.describe()
+        self.assertIn("relayed along replicas", page)
+        # Each owner broadcasts one matrix in bfloat16, and receives three.
+        for row in rows(page):
+            sizes = row["sends"], row["receives"]
+            self.assertEqual(sizes, (mebibytes(128), mebibytes(3 * 128)))
+
+    def test_who_is_busy_and_what_is_left_out(self):
+        params = self.params([(256, 256), (8, 8), (8, 8)])
+        params[1][1].requires_grad_(False)
+        config = create_dtensor_config(async_gpu_parallelism=False, prefetch_count=0)
+        muon = Muon(params, distributed_config=config)
+        page = muon.describe()
+        for words in (
+            r"Rank \d is the busiest, with 4\.00 times the mean",
+            r"largest matrix is 4\.00 times the mean",
+            r"layers\.0",
+            r"[Ff]rozen, and not in the schedule: parameter 1 'layers\.1'",
+            "one owner at a time",
+        ):
+            self.assertRegex(page, words)
+
+    def test_share_of_the_model(self):
+        shapes = {"qkv": (8, 16), "experts": (3, 8, 16), "conv": (4, 8, 3)}
+        shapes["head"] = (4, 8)
+        placed = {
+            name: distribute_tensor(torch.ones(shape), mesh_of(4), [S0])
+            for name, shape in shapes.items()
+        }
+        vectors = {"gain": torch.ones(8), "bias": torch.ones(8)}
+        model = nn.ParameterDict(placed | vectors)
+        groups = [
+            {"params": [model["qkv"]], "split": (4, 4)},
+            {"params": [model["conv"]], "flatten": True},
+            {"params": [model["experts"]]},
+        ]
+        muon = Muon(groups, distributed_config="auto", allow_batched_matrices=True)
+        counts = "Muon has 3 parameters of 608 elements: 1 split, 1 flattened, 1 stacks"
+        share = ". That is 92.7% of the model's 656 elements"
+        first, *more = muon.describe().splitlines()
+        self.assertEqual(first, counts)
+        self.assertIn("Muon on rank", more[0])
+        first, *more = muon.describe(model).splitlines()
+        self.assertEqual(first, counts + share)
+        self.assertEqual(more[0], "No optimizer given here has head")
+        adamw = AdamW([model["gain"], model["head"]])
+        first, *more = muon.describe(model, adamw).splitlines()
+        self.assertEqual(first, counts + share)
+        # A vector is no matrix.
+        self.assertIn("Muon on rank", more[0])
+
+    def test_one_line_in_the_log_for_each_construction(self):
+        params = self.params([(8, 8)] * 4)
+        with self.assertLogs("torch.optim.muon", "INFO") as seen:
+            logging.getLogger("torch.optim.muon").info("first")
+            muon = Muon(params, distributed_config="auto")
+            another = params[0][1].detach().requires_grad_()
+            muon.add_param_group({"params": [("layers.4", another)]})
+        with self.everywhere():
+            lines = [record.getMessage() for record in seen.records][1:]
+            self.assertEqual(len(lines), 0 if self.rank else 2)
+            for line, words in zip(lines, ("4 matrices", "rebuilt")):
+                self.assertRegex(line, f"Muon.*{words}")
+
+    def test_functions_of_the_users(self):
+        config = create_dtensor_config()
+        gather = config.gather_fn
+        config.gather_fn = lambda *args: gather(*args)
+        page = Muon(self.params([(8, 8)] * 4), distributed_config=config).describe()
+        self.assertIn("exchanged by the user's functions", page)
+        self.assertIn("parameter 3 'layers.3'", page)
+
+    def test_profiler_shows_buckets_and_phases(self):
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 8))
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            twins.step()
+        found = {e.name for e in profiled.events() if e.name.startswith("Muon ")}
+        for phase in ("gather", "orthogonalize", "scatter", "wait for scatter"):
+            self.assertIn(f"Muon {phase}, bucket 1 of 4 ranks", found)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from torch.testing._internal.distributed._muon.common_muon import R, S0, Spec, T
 
 # The timeout while all ranks meet on a busy machine, and the timeout during a fault.
 LONG, SHORT = timedelta(seconds=90), timedelta(seconds=3)
-# The number of ranks in a team, and of those without a fault.
+# The numbers of ranks in a team, and of those without a fault.
 TEAM, SPARED = 4, 3
 
 
@@ -131,8 +131,6 @@ def exhaust():
 
 
 class Case(NamedTuple):
-    """A fault in a phase, with the message of the rank that has it and the message of the others."""
-
     phase: Phase
     act: Callable
     own: str = ""
@@ -140,8 +138,6 @@ class Case(NamedTuple):
 
 
 class Job:
-    """Training of a team, over new groups."""
-
     def __init__(self, name, ranks, rank):
         self.rank, self.ranks = rank, ranks
         shape = (2, 2) if len(ranks) == TEAM else (1, len(ranks))
@@ -190,11 +186,6 @@ class Job:
         for group in self.all_groups():
             dist.destroy_process_group(group)
 
-    def limit(self):
-        """From now on the ranks wait for the faulty rank only shortly."""
-        for group in self.all_groups():
-            _set_pg_timeout(SHORT, group)
-
     def all_groups(self):
         """The job's groups and those that Muon has made."""
         made = distributed_c10d._world.pg_map
@@ -206,11 +197,8 @@ class Faults(MultiProcessTestCase):
     cases: list[dict[str, Case]]
     # Whether each case ends a rank.
     deadly = False
-
-    @property
-    def destroy_pg_upon_exit(self):
-        # Destroying a group would wait for lost ranks.
-        return False
+    # Destroying a group would wait for lost ranks.
+    destroy_pg_upon_exit = False
 
     def setUp(self):
         super().setUp()
@@ -218,9 +206,8 @@ class Faults(MultiProcessTestCase):
         self.addCleanup(shutil.rmtree, folder)
         self.addCleanup(os.remove, self.file_name)
         # The parent has the store, as torchrun does, so it outlives every rank.
-        self.server = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
+        options = {"is_master": True, "wait_for_workers": False}
+        self.server = dist.TCPStore("127.0.0.1", 0, **options)
         with open(self.file_name, "w") as file:
             file.write(f"{self.server.port} {folder}")
         self._spawn_processes()
@@ -252,7 +239,6 @@ class Faults(MultiProcessTestCase):
         return "", "nothing"
 
     def run_case(self, name, case, job):
-        """Plays one case on each rank of ``job``. Returns this rank's outcome."""
         ranks, phase, culprit = job.ranks, case.phase, job.ranks[-1]
         if phase in BUILDING.values():
             call = functools.partial(job.build, phase)
@@ -267,7 +253,8 @@ class Faults(MultiProcessTestCase):
         if phase is SAVE:
             call = functools.partial(job.save, f"{self.path}-{name}")
         self.exchange(f"{name} begins", ranks, None)
-        job.limit()
+        for group in job.all_groups():
+            _set_pg_timeout(SHORT, group)
         with contextlib.ExitStack() as stack:
             if self.rank == culprit:
                 stack.enter_context(faulty(phase, case.act))
@@ -302,13 +289,8 @@ class Faults(MultiProcessTestCase):
         with open(self.file_name) as file:
             port, folder = file.read().split()
         self.store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
-        dist.init_process_group(
-            "gloo",
-            store=self.store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=LONG,
-        )
+        ranks = {"rank": self.rank, "world_size": self.world_size}
+        dist.init_process_group("gloo", store=self.store, timeout=LONG, **ranks)
         self.store.set(f"process/{self.rank}", pickle.dumps(os.getpid()))
         # The survivors wait this long for the reason of another rank.
         process_groups.PATIENCE = 1
@@ -378,6 +360,7 @@ def reports(own):
     return rf"{RELAYED}.*Rank \d+ reports: {own}"
 
 
+OWN = "LookupError: out of luck"
 RAISING = {
     "memory": Case(
         STEPPING["orthogonalize"],
@@ -392,21 +375,13 @@ RAISING = {
         reports(f"KeyboardInterrupt in orthogonalize of {NAMED}"),
     ),
     **{
-        name: Case(phase, fail, "LookupError: out of luck")
+        name: Case(phase, fail, OWN)
         for name, phase in PHASES.items()
         if name != "orthogonalize"
     },
-    "relay": Case(
-        STEPPING["relay"],
-        fail,
-        "LookupError: out of luck",
-        reports("LookupError.*out of luck"),
-    ),
+    "relay": Case(STEPPING["relay"], fail, OWN, reports("LookupError.*out of luck")),
     "reading": Case(
-        BUILDING["reading"],
-        fail,
-        "LookupError: out of luck",
-        r"^RuntimeError: rank \d+ reports: out",
+        BUILDING["reading"], fail, OWN, r"^RuntimeError: rank \d+ reports: out"
     ),
 }
 

@@ -2,9 +2,10 @@
 """Parameters that are not one matrix with one owner: stacks, fused and flattened weights, divided matrices."""
 
 import contextlib
+import math
 import os
 import warnings
-import zlib
+from functools import partial
 from unittest import mock
 
 import torch
@@ -17,15 +18,17 @@ from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import Run
-from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
+from torch.testing._internal.distributed._muon.common_config import (
+    COEFFICIENTS,
+    exact,
+    NewtonSchulzCalls,
+)
 from torch.testing._internal.distributed._muon.common_muon import (
-    Collectives,
     Cut,
     everyone,
     full,
     OnCPU,
     grid_of,
-    held,
     local,
     mesh_of,
     piece_of,
@@ -39,6 +42,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Twins,
     wrap_functions,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 class Experts(nn.Module):
@@ -62,17 +66,12 @@ class Net(nn.Module):
 
 
 def groups_of(model):
-    """The groups of a Net, whatever wraps the modules."""
-    forms = {
-        "conv": {"flatten": True},
-        "experts": {},
-        "qkv": {"split": (12, 7, 5), "lr": 0.2},
-    }
+    split = {"split": (12, 7, 5), "lr": 0.2}
+    forms = {"conv": {"flatten": True}, "experts": {}, "qkv": split}
+    named = [*model.named_parameters()]
     return [
-        {"params": [(which, param)], **form}
+        {"params": [(which, param) for name, param in named if which in name], **form}
         for which, form in forms.items()
-        for name, param in model.named_parameters()
-        if which in name
     ]
 
 
@@ -110,9 +109,7 @@ class TestMuonForms(OnCPU):
             run = Run(orig, True, Net, groups_of, (4, 4, 6, 6), **wrapping)
             for _ in range(2):
                 run.step()
-                self.assertEverywhere(run.problems(), f"{orig} {wrapping}")
-
-    # Owners
+                self.assertEverywhere(run.alone.problems(), f"{orig} {wrapping}")
 
     def test_owners_of_a_stack(self):
         """Each matrix has an owner. Experts that one rank holds as a whole stay there."""
@@ -122,12 +119,12 @@ class TestMuonForms(OnCPU):
         ):
             twins = self.twins(specs(mesh_of(4), [(placement,)], [(8, 6, 10)]))
             twins.set_gradients()
-            with Collectives() as seen, NewtonSchulzCalls() as calls:
+            with Recorder() as seen, NewtonSchulzCalls() as calls:
                 twins.optimizer.step()
             twins.single.step()
             self.assertParity(twins)
             with self.everywhere():
-                self.assertEqual({call.name for call in seen.calls}, names)
+                self.assertEqual({*seen.names}, names)
                 self.assertEqual(calls.shapes, [(6, 10)] * 2)
         owners = twins.optimizer.matrix_owners
         self.assertEqual(list(owners), [(0, sub) for sub in range(8)])
@@ -136,14 +133,12 @@ class TestMuonForms(OnCPU):
     def test_groups_whose_ranks_hold_different_matrices(self):
         """Experts that start as copies of one expert: a comparison of values cannot tell them apart."""
         shape, pairs = (4, 6, 10), grid_of(2, 2).get_group(1)
-        for spec, options in (
-            (Spec(shape, mesh_of(4), (S0,)), {}),
-            (
-                Cut(shape, ((0, (1, 1, 1, 1), self.rank),)),
-                {"fsdp_process_group": dist.group.WORLD},
-            ),
+        cut = Cut(shape, ((0, (1, 1, 1, 1), self.rank),))
+        for spec, fsdp in (
+            (Spec(shape, mesh_of(4), (S0,)), None),
+            (cut, dist.group.WORLD),
         ):
-            config = create_auto_config(cp_process_group=pairs, **options)
+            config = create_auto_config(fsdp, cp_process_group=pairs)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 twins = self.twins([spec], config)
@@ -152,8 +147,6 @@ class TestMuonForms(OnCPU):
                 twins.singles[0].copy_(whole)
                 twins.params[0].copy_(place(whole, spec))
             self.assertTrainsAlike(twins, 1)
-
-    # Errors
 
     def test_fsdp1_over_tensor_parallelism_is_an_error(self):
         grid = grid_of(2, 2)
@@ -193,7 +186,6 @@ class TestMuonForms(OnCPU):
             )
 
 
-COEFFICIENTS = (3.4445, -4.775, 2.0315)
 # Wide, tall, square, uneven blocks; one too small to be divided, a fused one and a flattened one.
 TO_DIVIDE = [
     ((128, 300), {}),
@@ -206,29 +198,19 @@ TO_DIVIDE = [
 ]
 
 
-def exact(matrix):
-    """The polynomial of a matrix in bfloat16, in float64."""
-    a, b, c = COEFFICIENTS
-    x = matrix.bfloat16().double()
-    x = x / x.norm()
-    for _ in range(5):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
-
-
 def exact_update(gradient, split=None, flatten=False):
     """The update of a parameter at learning rate 1, with the scale of each of its matrices."""
     whole = gradient.flatten(1) if flatten else gradient
-    parts = whole.split(split or len(whole))
-    scaled = [exact(p) * max(1, p.size(0) / p.size(1)) ** 0.5 for p in parts]
+    scaled = []
+    for part in whole.bfloat16().split(split or len(whole)):
+        scale = max(1, part.size(0) / part.size(1)) ** 0.5
+        scaled.append(scale * exact(part, [COEFFICIENTS] * 5))
     return torch.cat(scaled).view_as(gradient)
 
 
 class TestMuonDivided(OnCPU):
     @contextlib.contextmanager
     def small(self, max_replicas=buckets.MAX_REPLICAS):
-        """Small matrices are divided, too."""
         with (
             mock.patch.object(schedule_owners, "MIN_DIVIDED", 16),
             mock.patch.object(schedule_owners, "MIN_LOAD", 0.0),
@@ -263,15 +245,17 @@ class TestMuonDivided(OnCPU):
             same = before is None or all(map(torch.equal, before, pieces))
             self.assertEverywhere([] if same else ["another run"], message)
             before = pieces
-        held_here = {
-            (i, hash(frozenset(held(spec)))): zlib.crc32(piece.numpy().tobytes())
-            for i, (piece, spec) in enumerate(zip(pieces, layout))
-        }
+        # By the numbers of the elements in each piece.
+        here = {}
+        for i, (piece, spec) in enumerate(zip(pieces, layout)):
+            numbers = torch.arange(math.prod(spec.shape)).view(spec.shape)
+            elements = piece_of(numbers, spec)
+            here[i, hash(tuple(elements.flatten().tolist()))] = piece
         apart = [
-            k
-            for other in everyone(held_here)
-            for k in other.keys() & held_here.keys()
-            if other[k] != held_here[k]
+            key
+            for other in everyone(here)
+            for key in other.keys() & here.keys()
+            if not torch.equal(other[key], here[key])
         ]
         self.assertEverywhere(apart, f"{message}: replicas differ")
         distances = torch.zeros(2, len(TO_DIVIDE), dtype=torch.float64)
@@ -299,13 +283,11 @@ class TestMuonDivided(OnCPU):
             ((grid, S0, S1), 2, 4, (True, 1), {"foreach": True}),
             ((line, S1), "auto", 4, (True, 1), {}),
         ):
+            message = f"{placements} {owners} {flags} {options}"
+            make = partial(create_dtensor_config, *flags, owners)
+            layout = self.placed(mesh, *placements)
             with self.small(max_replicas=replicas):
-                self.check(
-                    self.placed(mesh, *placements),
-                    lambda: create_dtensor_config(*flags, owners),
-                    f"{placements} {owners} {flags} {options}",
-                    **options,
-                )
+                self.check(layout, make, message, **options)
         strategy = Strategy(grid, "fsdp", "tp")
         groups = {"owners_per_matrix": 2, "tp_dim_per_param": 0}
         with self.small():
@@ -321,9 +303,8 @@ class TestMuonDivided(OnCPU):
             twins.set_gradients()
             if self.rank == min(twins.optimizer.assignments):
                 twins.optimizer.zero_grad()
-            self.assertRaisesEverywhere(
-                twins.optimizer.step, RuntimeError, "some have none"
-            )
+            step = twins.optimizer.step
+            self.assertRaisesEverywhere(step, RuntimeError, "some have none")
 
     def test_one_owner(self):
         """Small matrices, one rank, and functions of the user have the bits of a single process."""
@@ -352,9 +333,8 @@ class TestMuonDivided(OnCPU):
             text = self.twins(layout, config).optimizer.describe()
             self.assertRegex(text, r"owners_per_matrix has \d for \d+ x \d+")
             config = create_dtensor_config(owners_per_matrix=1 + self.rank % 2)
-            self.assertRaisesEverywhere(
-                lambda: self.twins(layout, config), ValueError, "ranks disagree"
-            )
+            build = partial(self.twins, layout, config)
+            self.assertRaisesEverywhere(build, ValueError, "ranks disagree")
 
 
 if __name__ == "__main__":

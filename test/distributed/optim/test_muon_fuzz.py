@@ -1,28 +1,38 @@
 # Owner(s): ["oncall: distributed"]
-"""Random configurations: each trains as one process does.
+"""Random configurations: each trains as one process does. Random matrices: owners and buckets are nearly the best.
 
-One set of processes plays what is drawn here, on meshes and process groups of one to four of them. A plan
-that fails is shrunk to the least that still does.
+The ranks play what they draw, on meshes and process groups of one to four of them. A plan that fails is
+shrunk to the least that still does.
 """
 
+import itertools
 import math
+from collections import Counter
 
-from torch.testing._internal.common_distributed import requires_gloo
+import torch
+from torch.optim._muon_engine.layouts import Key, Layout, Shards
+from torch.optim._muon_engine.schedule import buckets
+from torch.optim._muon_engine.schedule.buckets import make_schedule
+from torch.optim._muon_engine.schedule.owners import assign_owners, flops_of
+from torch.optim._newton_schulz import NS_DTYPE
+from torch.testing._internal.common_distributed import TIMEOUT_OVERRIDE
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.distributed._muon.common_muon import OnCPU
 from torch.testing._internal.distributed._muon.fuzz_player import (
     Config,
     Matrix,
     Mesh,
     OTHER,
     Plan,
+    Player,
     STEP,
-    Workers,
+    TIMEOUT,
     WORLD,
 )
-from torch.testing._internal.distributed._muon.fuzz_settings import fuzz
+from torch.testing._internal.distributed._muon.fuzz_settings import fuzz, one_of
 
 
-from hypothesis import event, given, strategies as st
+from hypothesis import given, strategies as st
 
 
 # Few enough to be made once: whole meshes, and slices of meshes.
@@ -57,17 +67,12 @@ SIDES = (8, 1, 0, 2, 3, 4, 5, 7, 9, 16)
 DTYPES = ("float32", "float32", "float64", "bfloat16", "float16")
 
 
-def one_of(*values):
-    return st.sampled_from(values)
-
-
 def rarely():
     return st.integers(0, 7).map(lambda drawn: drawn == 7)
 
 
 @st.composite
 def options(draw):
-    """Of a group; few of them."""
     choices = {
         "lr": (0.1, 0.02, 0.0, (0.05,)),
         "momentum": (0.5, 0.0),
@@ -126,15 +131,9 @@ def dtensors(draw, batched, meshes):
     mesh = draw(one_of(*meshes))
     shape = draw(shapes(batched))
     form = draw(forms(shape))
-    return Matrix(
-        shape,
-        mesh,
-        draw(placements(mesh, len(shape))),
-        draw(one_of(*DTYPES)),
-        turned=draw(rarely()) and not form,
-        frozen=draw(rarely()),
-        form=form,
-    )
+    placed, dtype = draw(placements(mesh, len(shape))), draw(one_of(*DTYPES))
+    flags = {"turned": draw(rarely()) and not form, "frozen": draw(rarely())}
+    return Matrix(shape, mesh, placed, dtype, form=form, **flags)
 
 
 @st.composite
@@ -145,16 +144,11 @@ def plain(draw, batched, config, later=False):
     if config.dims_of("tp") and not later:
         tp_dim = draw(one_of(None, *range(-2, len(shape))))
     form = draw(forms(shape, tp_dim))
-    return Matrix(
-        shape,
-        dtype=draw(one_of(*DTYPES)),
-        turned=draw(rarely()) and not form,
-        frozen=draw(rarely()),
-        tp_dim=tp_dim,
-        how=draw(one_of("chunk", "balanced", "last")),
-        expert=bool(config.dims_of("ep")) and not later and draw(st.booleans()),
-        form=form,
-    )
+    dtype, how = draw(one_of(*DTYPES)), draw(one_of("chunk", "balanced", "last"))
+    flags = {"turned": draw(rarely()) and not form, "frozen": draw(rarely())}
+    expert = bool(config.dims_of("ep")) and not later and draw(st.booleans())
+    flags |= {"tp_dim": tp_dim, "how": how, "expert": expert}
+    return Matrix(shape, dtype=dtype, form=form, **flags)
 
 
 @st.composite
@@ -201,16 +195,20 @@ def matrices(draw, config, batched, later=False):
 
 # Those that take effect in a step, and must not come before another one does.
 CHANGES = "freeze", "replace"
+# Few matrices of few plans allow these.
+RARE = "mismatch", "replace"
 
 
 @st.composite
 def actions(draw, plan, batched):
-    """The actions between construction and the last step."""
     present, config, found = list(plan.matrices), plan.config, []
     builders = {r for m in plan.matrices for r in range(WORLD) if plan.sharing(m, r)}
-    for _ in range(draw(st.integers(0, 4))):
+    for _ in range(draw(one_of(2, 3, 4, 1, 0))):
         numbers, groups = range(len(present)), range(len(plan.options))
         changing = [n for n in numbers if plan.see([present[n]], present)]
+        of_group = [[m for m in present if m.group == at] for at in groups]
+        entries = {n: (present[n].tp_dim, present[n].expert) for n in changing}
+        plain_ones = [n for n in changing if entries[n] == (None, False)]
         possible = {
             "step": (None,),
             "change_options": groups,
@@ -219,36 +217,23 @@ def actions(draw, plan, batched):
             "reload": numbers,
             "replace": [n for n in changing if present[n].mesh is not None],
             "mismatch": [*mismatches(plan, present)],
-            "reverse": [
-                at
-                for at in groups
-                if plan.see([m for m in present if m.group == at], present, 2)
-            ],
+            "reverse": [at for at in groups if plan.see(of_group[at], present, 2)],
             # The config's dicts do not know a parameter that comes back.
-            "rest": [
-                n
-                for n in changing
-                if (present[n].tp_dim, present[n].expert) == (None, False)
-                and holders_have_others(plan, n, present)
-            ],
+            "rest": [n for n in plain_ones if holders_have_others(plan, n, present)],
         }
-        kind = draw(one_of(*(kind for kind, choices in possible.items() if choices)))
+        kinds = [kind for kind, choices in possible.items() if choices]
+        kind = draw(one_of(*kinds, *sorted({*RARE} & {*kinds})))
         choice = draw(one_of(*possible[kind]))
         names = [name for name, *_ in found]
         last = max((i for i, name in enumerate(names) if name == "step"), default=-1)
         if kind not in ("step", "change_options", "reload", "freeze"):
-            found += [STEP] * bool({*CHANGES} & {*names[last + 1 :]})
+            found += [STEP] * bool(last < 0 or {*CHANGES} & {*names[last + 1 :]})
         if kind == "step":
             found.append(draw(steps(present)))
         elif kind == "change_options":
-            changes = one_of(
-                ("lr", 0.05),
-                ("weight_decay", 0.25),
-                ("nesterov", False),
-                ("ns_steps", 2),
-                ("adjust_lr_fn", "match_rms_adamw"),
-            )
-            found.append((kind, choice, (draw(changes),)))
+            values = {"lr": 0.05, "weight_decay": 0.25, "nesterov": False}
+            values |= {"ns_steps": 2, "adjust_lr_fn": "match_rms_adamw"}
+            found.append((kind, choice, (draw(one_of(*values.items())),)))
         elif kind == "freeze":
             found.append((kind, choice, draw(st.booleans())))
         elif kind == "reload":
@@ -270,10 +255,9 @@ def actions(draw, plan, batched):
             flags = draw(st.tuples(st.booleans(), st.booleans()))
             found.append((kind, choice, mesh, placed, *flags))
         elif kind == "add":
-            more = st.lists(
-                matrices(config, batched, later=True), min_size=1, max_size=2
-            )
-            new = tuple(m._replace(form=(), group=-1) for m in draw(more))
+            more = matrices(config, batched, later=True)
+            more = draw(st.lists(more, min_size=1, max_size=2))
+            new = tuple(m._replace(form=(), group=-1) for m in more)
             holders = {r for m in new for r in range(WORLD) if plan.sharing(m, r)}
             if holders <= builders and all(
                 plan.see([m], present + [*new]) for m in new
@@ -286,7 +270,6 @@ def actions(draw, plan, batched):
 
 
 def holders_have_others(plan, number, present):
-    """Whether each holder of a matrix holds another one."""
     holders = [r for r in range(WORLD) if plan.sharing(present[number], r)]
     return all(sum(bool(plan.sharing(m, r)) for m in present) > 1 for r in holders)
 
@@ -347,29 +330,93 @@ def plans(draw):
     return plan._replace(actions=draw(actions(plan, batched)))
 
 
-@requires_gloo()
-class TestMuonFuzz(TestCase):
+class TestMuonFuzz(OnCPU):
     world_size = WORLD
+    timeout = TIMEOUT
 
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        cls.workers = Workers()
-
-    @classmethod
-    def tearDownClass(cls):
-        cls.workers.end()
-        super().tearDownClass()
-
-    @fuzz(150)
+    # Each rank draws the same plans.
+    @fuzz(130)
     @given(plans())
     def test_trains_as_one_process(self, plan):
-        event(plan.config.kind)
-        found = enumerate(self.workers.play(plan))
-        lines = [f"rank {rank}: {text}" for rank, texts in found for text in texts]
+        problems = Player(plan, self.rank).run()
         # Not assertFalse, whose text would be cut.
-        if lines:
-            self.fail("\n".join(lines))
+        if problems:
+            self.fail("\n".join(problems))
+
+
+# A long run takes as long as it takes.
+TIMEOUT_OVERRIDE["test_trains_as_one_process"] = 10**6
+
+
+# Sides of matrices that differ in their work.
+side = one_of(1, 3, 8, 17, 64, 100)
+rectangles = st.tuples(side, side)
+# Groups within each other, and beside each other.
+GROUPS = [(0, 1, 2, 3, 4, 5), (0, 1, 2, 3), (4, 5), (0, 1), (2, 3), (1, 2)]
+
+
+def layout(number, shape, group):
+    return Layout(Key(number), shape, torch.float32, Shards(group, ((),) * len(group)))
+
+
+def busiest(matrices, flops, owners):
+    loads = Counter()
+    for matrix in matrices:
+        loads[owners[matrix]] += flops[matrix]
+    return max(loads.values(), default=0)
+
+
+class TestMuonScheduleFuzz(TestCase):
+    @fuzz(100)
+    @given(st.lists(st.tuples(rectangles, one_of(*GROUPS)), min_size=1, max_size=12))
+    def test_owners_are_the_least_busy(self, drawn):
+        """The heaviest matrix first, to a rank that has least work of this group and of those around it."""
+        layouts = [layout(i, *each) for i, each in enumerate(drawn)]
+        flops, owners = list(map(flops_of, layouts)), assign_owners(layouts)
+        given_to = Counter()
+        for group in sorted({g for _, g in drawn}, key=lambda g: (-len(g), g)):
+            mine = [i for i, one in enumerate(layouts) if one.group == group]
+            mine.sort(key=flops.__getitem__, reverse=True)
+            for work_of_each in dict.fromkeys(flops[i] for i in mine):
+                left = Counter(owners[i] for i in mine if flops[i] == work_of_each)
+                for _ in range(left.total()):
+                    load = dict.fromkeys(group, 0)
+                    for (wide, owner), work in given_to.items():
+                        if owner in group and {*group} <= {*wide}:
+                            load[owner] += work
+                    free = min(left.elements(), key=load.__getitem__)
+                    self.assertEqual(load[free], min(load.values()))
+                    left[free] -= 1
+                    given_to[group, free] += work_of_each
+        # At most a third busier than the best, in a single group.
+        if len({g for _, g in drawn}) == 1 and len(layouts) < 6:
+            group, every = layouts[0].group, range(len(layouts))
+            choices = itertools.product(group, repeat=len(layouts))
+            best = min(busiest(every, flops, choice) for choice in choices)
+            self.assertLessEqual(busiest(every, flops, owners), best * 4 / 3)
+
+    @fuzz(60)
+    @given(st.lists(st.tuples(st.integers(0, 2), rectangles), min_size=1, max_size=6))
+    def test_buckets_are_nearly_the_best(self, drawn):
+        """As many are as quick as any distribution of the matrices over them, or hardly slower."""
+        owners = [owner for owner, _ in drawn]
+        layouts = [layout(i, shape, (0, 1, 2)) for i, (_, shape) in enumerate(drawn)]
+        flops = list(map(flops_of, layouts))
+
+        def stretched(parts):
+            """How long buckets take, run sequentially: each as long as its busiest owner."""
+            return sum(busiest(part, flops, owners) for part in parts)
+
+        parts = [b.matrices for b in make_schedule(layouts, owners, NS_DTYPE).buckets]
+        self.assertEqual(sorted(sum(parts, ())), [*range(len(layouts))])
+        self.assertLessEqual(len(parts), max(Counter(owners).values()))
+        places = itertools.product(range(len(parts)), repeat=len(layouts))
+        best = min(
+            stretched([[m for m, at in enumerate(p) if at == k] for k in {*p}])
+            for p in places
+            if len({*p}) == len(parts)
+        )
+        self.assertLessEqual(stretched(parts), buckets.MAX_STRETCH * best)
 
 
 if __name__ == "__main__":

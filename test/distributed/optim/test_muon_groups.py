@@ -1,25 +1,39 @@
 # Owner(s): ["oncall: distributed"]
-"""create_auto_config with matrices that were cut by hand, DTensors, experts and stages; its warnings and errors."""
+"""create_auto_config with matrices that were cut by hand, DTensors, experts and stages; under FSDP1; its warnings and errors."""
 
+import copy
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import Muon
 from torch.optim._muon_engine.layouts import exchange
-from torch.optim.muon import create_auto_config
+from torch.optim.muon import (
+    create_auto_config,
+    create_dtensor_config,
+    partition_parameters,
+)
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
+from torch.testing._internal.distributed._muon.common_fsdp1 import (
+    Block,
+    Model,
+    Run,
+    Tail,
+    wrap,
+)
 from torch.testing._internal.distributed._muon.common_muon import (
-    Collectives,
     Cut,
     everyone,
     full,
-    OnCPU,
     grid_of,
     mesh_of,
+    OnCPU,
     R,
     S0,
     S1,
@@ -28,7 +42,9 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Strategy,
     Twins,
+    wrap_functions,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 HOWS = ("chunk", "balanced", "last")
@@ -44,7 +60,7 @@ class GroupParity(OnCPU):
 
         ``total`` is how many matrices all ranks have together; as many as this one by default.
         """
-        with NewtonSchulzCalls() as calls, Collectives() as seen:
+        with NewtonSchulzCalls() as calls, Recorder() as seen:
             self.assertTrainsAlike(twins, 2, message)
         count = len(twins.params)
         # This process also runs the single one.
@@ -93,9 +109,9 @@ class TestMuonGroups(GroupParity):
     def test_ranks_tell_each_other_each_kind_of_matrix_once(self):
         sizes = []
         for count in (4, 64):
-            with Collectives() as seen:
+            with Recorder() as seen:
                 Strategy(grid_of(4), "fsdp").twins([(8, 8)] * count)
-            sizes.append(sum(sum(c.sent) * c.itemsize for c in seen.calls))
+            sizes.append(sum(call.nbytes for call in seen.calls))
         # A few bytes for each matrix more. The shards of each would take hundreds.
         self.assertLess((sizes[1] - sizes[0]) / 60, 50, f"{sizes}")
 
@@ -103,7 +119,6 @@ class TestMuonGroups(GroupParity):
         self.check(Strategy(grid_of(4), "ddp").twins())
 
     def test_cp_vs_single_device(self):
-        """Alone, and within the ranks that FSDP shards over."""
         self.check(Strategy(grid_of(4), "cp").twins())
         config = create_auto_config(
             fsdp_process_group=dist.group.WORLD,
@@ -121,17 +136,11 @@ class TestMuonGroups(GroupParity):
             assignments = twins.optimizer.assignments
             self.assertEqual(everyone(assignments), [assignments] * 4)
 
-    # DTensors
-
     def test_replicas_of_a_dtensor_on_a_part_of_the_mesh(self):
         grid = grid_of(2, 2)
         for kind, placement in (("ddp", S0), ("cp", S1)):
-            config = create_auto_config(
-                **{f"{kind}_process_group": grid.get_group("a")}
-            )
+            config = Strategy(grid["a"], kind).config()
             self.check(Twins(specs(grid["b"], [(placement,)]), config))
-
-    # Warnings
 
     def test_groups_that_contradict_a_dtensor(self):
         """The placements of a DTensor count. The contradiction is a warning."""
@@ -156,11 +165,11 @@ class TestMuonGroups(GroupParity):
             with self.assertWarnsOnce(f"parameter 0 .*{pattern}", ranks):
                 twins = Twins(placed, create_auto_config(**options))
             self.assertTrainsAlike(twins, 1, pattern)
+        tp = Strategy(mesh_of(4), "tp")
         with self.assertWarnsOnce():
             for placement, dim in ((S1, -1), (R, {})):
                 placed = specs(mesh_of(4), [(placement,)], [(8, 8)])
-                config = Strategy(mesh_of(4), "tp").config(tp_dim_per_param=dim)
-                Twins(placed, config)
+                Twins(placed, tp.config(tp_dim_per_param=dim))
 
     def test_marks_say_the_tp_dim_if_the_user_does_not(self):
         strategy, dims = Strategy(mesh_of(4), "tp"), (0, 1, None)
@@ -177,32 +186,21 @@ class TestMuonGroups(GroupParity):
             self.assertTrainsAlike(twins, 1, mark)
 
     def assertRefused(
-        self,
-        pattern,
-        config,
-        shapes=((8, 8), (8, 8)),
-        error=ValueError,
-        ranks=None,
-        names=("w0", "w1"),
+        self, pattern, config, shapes=((8, 8), (8, 8)), names=("w0", "w1"), **raised
     ):
         """Muon for parameters of ``shapes``, with ``names`` in this rank's order."""
         tensors = [torch.ones(shape) for shape in shapes]
         params = list(zip(names, map(nn.Parameter, tensors)))
-        self.assertRaisesEverywhere(
-            lambda: Muon(params, distributed_config=config), error, pattern, ranks
-        )
+        build = partial(Muon, params, distributed_config=config)
+        self.assertRaisesEverywhere(build, pattern=pattern, **raised)
         self.assertTrue(all((tensor == 1).all() for tensor in tensors))
-
-    # Mistakes
 
     def test_tp_dim_out_of_range(self):
         tp = Strategy(grid_of(4), "tp")
         for dim, given in ((2, 2), (-3, {1: -3} if self.rank == 2 else {})):
-            self.assertRefused(
-                rf"dimension {dim}.*parameter [01].*\(8, 8\)",
-                tp.config(tp_dim_per_param=given),
-                error=IndexError,
-            )
+            pattern = rf"dimension {dim}.*parameter [01].*\(8, 8\)"
+            config = tp.config(tp_dim_per_param=given)
+            self.assertRefused(pattern, config, kind=IndexError)
         self.assertRefused("parameter 0 'w0'.*tp_dim_per_param", tp.config())
         for here, there in [(0, 1), ({}, 1)]:
             config = tp.config(tp_dim_per_param=there if self.rank == 3 else here)
@@ -222,22 +220,16 @@ class TestMuonGroups(GroupParity):
 
     def test_ranks_that_disagree(self):
         config = Strategy(grid_of(2, 2), "ddp", "fsdp").config()
-        self.assertRefused(
-            r"ranks disagree.*name is w\d on rank \d and w\d on rank \d",
-            config,
-            names=("w1", "w0") if self.rank == 1 else ("w0", "w1"),
-        )
-        self.assertRefused(
-            r"only supports 2D parameters.*\[4, 4, 4\]",
-            config,
-            [(8, 8), (4, 4, 4) if self.rank == 3 else (8, 8)],
-        )
+        pattern = r"ranks disagree.*name is w\d on rank \d and w\d on rank \d"
+        names = ("w1", "w0") if self.rank == 1 else ("w0", "w1")
+        self.assertRefused(pattern, config, names=names)
+        pattern = r"only supports 2D.*\[4, 4, 4\]"
+        last = (4, 4, 4) if self.rank == 3 else (8, 8)
+        self.assertRefused(pattern, config, [(8, 8), last])
         for kinds, few in ((("ddp", "fsdp"), [2]), (("fsdp", "cp"), [0, 1, 2])):
-            self.assertRefused(
-                "ranks disagree about the number",
-                Strategy(grid_of(2, 2), *kinds).config(),
-                [(8, 8)] * (1 if self.rank in few else 2),
-            )
+            shapes = [(8, 8)] * (1 if self.rank in few else 2)
+            config = Strategy(grid_of(2, 2), *kinds).config()
+            self.assertRefused("ranks disagree about the number", config, shapes)
 
     def test_groups_that_contradict_each_other(self):
         grid = grid_of(2, 2)
@@ -259,14 +251,9 @@ class TestMuonGroups(GroupParity):
         short = timedelta(seconds=2)
         pairs = [dist.new_group(pair, timeout=short) for pair in ([0, 1], [2, 3])]
         own = pairs[self.rank // 2] if self.rank else None
-        self.assertRefused(
-            r"could not reach ranks \[0\]",
-            create_auto_config(ddp_process_group=own),
-            error=RuntimeError,
-            ranks=[1],
-        )
-
-    # Stages of a pipeline, each with an optimizer of its own
+        config = create_auto_config(ddp_process_group=own)
+        pattern = r"could not reach ranks \[0\]"
+        self.assertRefused(pattern, config, kind=RuntimeError, ranks=[1])
 
     def stage_config(self):
         grid = grid_of(2, 2)
@@ -300,9 +287,8 @@ class TestMuonGroups(GroupParity):
             params = [torch.nn.Parameter(full(0, shape)) for shape in shapes]
 
             def build():
-                muon = Muon(
-                    [{"params": params}], distributed_config=self.stage_config()
-                )
+                group = {"params": params}
+                muon = Muon([group], distributed_config=self.stage_config())
                 muon.load_state_dict(muon.state_dict())
                 for param in params:
                     param.grad = torch.ones_like(param)
@@ -340,25 +326,16 @@ class TestMuonExperts(GroupParity):
 
     def assertNothingBetween(self, ep_group, seen):
         others = set(dist.get_process_group_ranks(ep_group)) - {self.rank}
-        self.assertEverywhere(
-            [
-                f"{count} elements to rank {peer}"
-                for call in seen.calls
-                for peer, count in zip(call.ranks, call.sent)
-                if count and peer in others
-            ]
-        )
+        self.assertEverywhere([f"{c}" for c in seen.calls if c.peers & others])
 
     def test_ddp(self):
         grid = grid_of(2, 2)
         pair = tuple(dist.get_process_group_ranks(grid.get_group("a")))
-        for kind in ("ddp", "cp"):
-            twins = self.twins(**{f"{kind}_process_group": grid.get_group("a")})
-            seen = self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT), kind)
-            self.assertNothingBetween(grid.get_group("b"), seen)
-            used = {call.ranks for call in seen.calls if call.ranks}
-            self.assertEqual(used, {pair})
-            self.assertEqual(sorted(twins.optimizer.assignments), sorted(pair))
+        twins = self.twins(ddp_process_group=grid.get_group("a"))
+        seen = self.check(twins, 2 * len(DENSE) + 4 * len(EXPERT))
+        used = {call.comm.ranks for call in seen.calls if call.splits}
+        self.assertEqual(used, {pair})
+        self.assertEqual(sorted(twins.optimizer.assignments), sorted(pair))
         # All ranks share the dense matrices. Two ranks share each expert.
         options = {"ddp_process_group": dist.group.WORLD}
         self.check(self.twins(**options), len(DENSE) + 4 * len(EXPERT))
@@ -383,7 +360,7 @@ class TestMuonExperts(GroupParity):
                 dense_cut=lambda shape: Spec(shape, grid_of(4), (dense,)),
             )
             seen = self.check(twins, len(DENSE) + 4 * len(EXPERT))
-            ranks = {call.ranks for call in seen.calls if call.ranks}
+            ranks = {call.comm.ranks for call in seen.calls if call.splits}
             self.assertEqual(ranks, {pair, (0, 1, 2, 3)})
 
     def test_replicas_in_another_order(self):
@@ -407,27 +384,19 @@ class TestMuonExperts(GroupParity):
             pattern = "expert 2.*|parameter 3|others that this rank does not hold"
             # All ranks share the dense matrices of the second group.
             ranks = [1, 3] if group is not dist.group.WORLD else range(4)
-            self.assertRaisesEverywhere(
-                twins.optimizer.step, RuntimeError, pattern, ranks
-            )
-
-    # Mistakes
+            step = twins.optimizer.step
+            self.assertRaisesEverywhere(step, RuntimeError, pattern, ranks)
 
     def test_ids_that_clash_within_one_ep_group(self):
-        self.assertRaisesEverywhere(
-            lambda: self.twins([0, 1], ddp_process_group=dist.group.WORLD),
-            ValueError,
-            "expert [01].*one ep_process_group.*expert_assignments",
-        )
+        build = partial(self.twins, [0, 1], ddp_process_group=dist.group.WORLD)
+        pattern = "expert [01].*one ep_process_group.*expert_assignments"
+        self.assertRaisesEverywhere(build, ValueError, pattern)
 
     def test_shards_that_leave_a_gap_on_one_rank(self):
         gap = ValueError("gap") if self.rank == 2 else None
+        build = partial(self.twins, ddp_process_group=dist.group.WORLD)
         with mock.patch.object(exchange, "check_cover", side_effect=gap):
-            self.assertRaisesEverywhere(
-                lambda: self.twins(ddp_process_group=dist.group.WORLD),
-                ValueError,
-                "gap",
-            )
+            self.assertRaisesEverywhere(build, ValueError, "gap")
 
     def test_replicas_of_different_experts(self):
         grid, other = grid_of(2, 2), (6, 5) if self.rank == 2 else (6, 4)
@@ -441,10 +410,204 @@ class TestMuonExperts(GroupParity):
                 ep_process_group=grid.get_group("b"),
                 expert_assignments=ids,
             )
-            cuts = [Cut(shape) for shape in shapes]
-            self.assertRaisesEverywhere(
-                lambda: Twins(cuts, config), ValueError, pattern, ranks
-            )
+            build = partial(Twins, [Cut(shape) for shape in shapes], config)
+            self.assertRaisesEverywhere(build, ValueError, pattern, ranks)
+
+
+FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+NONE, HYBRID = ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD
+
+
+class TestMuonFSDP1(OnCPU):
+    def check(self, run, steps=2, message=""):
+        for step in range(steps):
+            shapes = run.step()
+            self.assertEqual(sum(everyone(len(shapes))), 8, message)
+            self.assertEverywhere(run.alone.problems(), f"{message} step {step}")
+
+    def test_strategies_and_units(self):
+        policy = (Block, Tail)
+        for orig, strategy, units, by_module in (
+            (False, FULL, policy, False),
+            (False, GRAD_OP, None, False),
+            (False, NONE, policy, True),
+            (False, HYBRID, None, True),
+            (True, FULL, None, True),
+            (True, GRAD_OP, policy, True),
+            (True, NONE, None, True),
+            (True, HYBRID, policy, True),
+        ):
+            run = Run(orig, strategy=strategy, units=units, by_module=by_module)
+            self.check(run, 2, f"{orig=} {strategy} {units} {by_module=}")
+
+    def test_every_matrix_of_a_flat_parameter_has_its_own_owner(self):
+        for orig, strategy in ((False, FULL), (True, HYBRID)):
+            layers = (torch.nn.Linear(8, 8, bias=False) for _ in range(8))
+            model = wrap(torch.nn.Sequential(*layers), orig, strategy, None)
+            config = create_auto_config(module=model)
+            optimizer = Muon(model.parameters(), distributed_config=config)
+            model(full(0, (5, 8))).sum().backward()
+            with NewtonSchulzCalls() as calls, Recorder() as seen:
+                optimizer.step()
+            self.assertEqual(everyone(len(calls.shapes)), [2] * 4, f"{orig} {strategy}")
+            self.assertEqual({*seen.names}, {"all_to_all_single", "all_reduce"})
+            # A flat parameter's index stands under the owner of its first matrix.
+            owned = [i for own in optimizer.assignments.values() for i in own]
+            self.assertEqual(sorted(owned), list(range(8)) if orig else [0])
+
+    def test_wrapped_functions(self):
+        """They give the bits of the engine, and cannot tell apart the matrices of a flat parameter."""
+        flat, orig = Run(False, units=None), Run(True)
+        for run in (flat, orig):
+            wrap_functions(run.config, "gather_fn")
+        orig.build()
+        self.check(orig)
+        pattern = "parameter 0 .*holds 8 matrices"
+        self.assertRaisesEverywhere(flat.build, ValueError, pattern)
+        flat = Run(False, units=None)
+        config, (given,) = flat.config, flat.model.parameters()
+        config.assign_fn([given], config.state)
+        gather = partial(config.gather_fn, given.detach(), 0, config.state)
+        pattern = "parameter 0 holds 8 matrices"
+        self.assertRaisesEverywhere(gather, ValueError, pattern)
+
+    def test_gather_then_redistribute_is_the_identity(self):
+        for orig, strategy in ((False, HYBRID), (True, FULL)):
+            torch.manual_seed(5)
+            single = torch.nn.Linear(5, 7, bias=False)
+            model = wrap(copy.deepcopy(single), orig, strategy, None)
+            (param,) = model.parameters()
+            config = create_auto_config(module=model)
+            # A piece of a flat parameter does not know its matrix.
+            config.assign_fn([param], config.state)
+            piece = param.detach().clone()
+            with self.everywhere(f"{orig=} {strategy}"):
+                found = config.gather_fn(piece, 0, config.state)
+                self.assertTrue(torch.equal(found, single.weight.detach()))
+                with Recorder() as seen:
+                    mine = config.redistribute_fn(found, 0, config.state)
+                self.assertTrue(torch.equal(mine, piece))
+                self.assertEqual(seen.names, [])
+
+    def test_gathers_without_an_index(self):
+        """The second one took the first one's shape."""
+        layers = (torch.nn.Linear(*shape, False) for shape in ((5, 7), (7, 3)))
+        single = torch.nn.Sequential(*layers)
+        model = wrap(copy.deepcopy(single), True, FULL, None)
+        config = create_auto_config(module=model)
+        with self.everywhere():
+            for param, expected in zip(model.parameters(), single.parameters()):
+                gathered = config.gather_fn(param, 0, config.state)
+                self.assertTrue(torch.equal(gathered, expected))
+
+    def test_units_of_equal_shapes_in_different_orders(self):
+        """Ranks that listed equal units in different orders mixed up their updates.
+
+        Their names are whole. The name within the unit is "weight" for every layer that is one.
+        """
+        for orig in (False, True):
+            model = wrap(Model(), orig)
+            matrices, _ = partition_parameters(model)
+            if self.rank == 2:
+                order = [3, 4, 5, 0, 1, 2, 6, 7] if orig else [0, 2, 1, 3]
+                matrices = [matrices[i] for i in order]
+            pattern = r"ranks disagree.*name is blocks\.\d\.a\.weight"
+            self.assertRefused(pattern, matrices, module=model)
+
+    def test_matrix_that_tensor_parallelism_leaves_out(self):
+        """An int dimension made halves of it, without an error or a warning that named it."""
+        grid = grid_of(2, 2)
+        torch.manual_seed(5)
+        model = Model()
+        for block in model.blocks:
+            parallelize_module(block, grid["b"], {"a": ColwiseParallel()})
+        model = wrap(model, False, units=(Block,), device_mesh=grid["a"])
+        options = {"tp_process_group": grid.get_group("b"), "module": model}
+        params, _ = partition_parameters(model)
+        for dims, pattern in ((1, r"blocks.0.b.weight.*tp_dim_per_param"), ({}, None)):
+            with self.assertWarnsOnce(pattern):
+                config = create_auto_config(**options, tp_dim_per_param=dims)
+                Muon(params, lr=0.1, distributed_config=config)
+
+        # FSDP1 knows the ranks of TP.
+        muon = Muon(params, distributed_config=create_auto_config(module=model))
+        with self.everywhere():
+            self.assertRegex(muon.describe(), r"\n4 ranks \(0, 1, 2, 3\)")
+
+    def assertRefused(self, pattern, params, **options):
+        """Muon for ``params`` under create_auto_config with ``options``."""
+        config = create_auto_config(**options)
+        build = partial(Muon, list(params), distributed_config=config)
+        self.assertRaisesEverywhere(build, ValueError, pattern)
+
+    def test_flat_parameter_that_mixes_matrices_with_biases(self):
+        model = wrap(Model(bias=True), False)
+        pattern = r"weight.*bias.*use_orig_params=True"
+        flats = [p for p in model.parameters() if hasattr(p, "_fqns")][-2:]
+        for options in ({"fsdp_process_group": model.process_group}, {"module": model}):
+            self.assertRefused(pattern, flats, **options)
+        partition = partial(partition_parameters, model)
+        self.assertRaisesEverywhere(partition, ValueError, "weight.*bias")
+
+    def test_parameters_that_a_config_cannot_take(self):
+        orig, flat = wrap(Model(), True), wrap(Model(), False)
+        biased = wrap(Model(bias=True), True)
+        matrices, _ = partition_parameters(orig)
+        group = {"fsdp_process_group": orig.process_group}
+        for params, options, pattern in (
+            (matrices, {}, "module=model"),
+            (matrices, group, "module=model"),
+            (matrices, {"module": biased}, "another.*module="),
+            (flat.parameters(), {}, "fsdp_process_group=.*module="),
+            (biased.parameters(), {"module": biased}, "only supports 2D.*bias"),
+        ):
+            self.assertRefused(pattern, params, **options)
+        for params in (matrices, list(flat.parameters())):
+            build = partial(Muon, params, distributed_config=create_dtensor_config())
+            self.assertRaisesEverywhere(build, ValueError, "create_auto_config")
+        # Another optimizer over the same ranks works.
+        self.check(Run(True), 1)
+
+    def test_ignored_parameter_that_tensor_parallelism_cuts(self):
+        grid = grid_of(2, 2)
+        tp = grid.get_group("b")
+        for said, mark in ((0, None), ({0: 0}, None), (None, 0)):
+            model = torch.nn.Linear(8, 4, bias=False)
+            ignored = [model.weight]
+            if mark is not None:
+                model.weight.tp_dim = mark
+            layers = torch.nn.Sequential(model, torch.nn.Linear(4, 4))
+            options = {"ignored_states": ignored, "use_orig_params": True}
+            group, device = grid.get_group("a"), torch.device("cpu")
+            model = FSDP(layers, process_group=group, device_id=device, **options)
+            options = {"tp_process_group": tp, "tp_dim_per_param": said}
+            config = create_auto_config(module=model, **options)
+            optimizer = Muon(ignored, distributed_config=config)
+            with self.everywhere(f"{said} {mark}"):
+                ranks = torch.distributed.get_process_group_ranks(tp)
+                self.assertEqual(sorted(optimizer.assignments), ranks)
+
+    def test_matrices_that_are_not_contiguous(self):
+        for orig in (False, True):
+            model = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False))
+            model[0].weight = torch.nn.Parameter(torch.randn(8, 6).t())
+            model = wrap(model, orig, units=None)
+            pattern = "'0.weight'.*not contiguous"
+            self.assertRefused(pattern, model.parameters(), module=model)
+        # The memory order of parameters that are not Muon's does not matter.
+        conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        layers = torch.nn.Sequential(conv, torch.nn.Linear(8, 6, bias=False))
+        model = wrap(layers, True, units=None)
+        matrices, _ = partition_parameters(model)
+        with self.everywhere():
+            Muon(matrices, distributed_config=create_auto_config(module=model))
+
+    def test_group_that_contradicts_the_unit(self):
+        model, group = wrap(Model(), False), grid_of(2, 2).get_group("a")
+        config = create_auto_config(module=model, fsdp_process_group=group)
+        pattern = r"fsdp_process_group has ranks \[., .\], but FSDP1 has \[0, 1, 2, 3\], which count"
+        with self.assertWarnsOnce(pattern):
+            Muon(model.parameters(), distributed_config=config)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,40 @@
 # Owner(s): ["oncall: distributed"]
-"""create_dtensor_config in several processes: every placement, dtype, group and hyperparameter."""
+"""create_dtensor_config in several processes: every placement, and the functions of a config, called and replaced."""
 
 import itertools
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
-from torch.optim.muon import create_dtensor_config
+from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
-    Collectives,
+    all_placements,
     everyone,
     full,
-    OnCPU,
     grid_of,
     local,
     mesh_of,
+    OnCPU,
     piece_of,
     place,
+    placed as stored,
     R,
     S0,
     S1,
+    SHAPES,
     Spec,
     specs,
+    Strategy,
     Twins,
     wrap_functions,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 P = Partial()
@@ -67,18 +74,11 @@ class TestMuonDTensorLayouts(OnCPU):
     def test_several_meshes_in_one_optimizer(self):
         grid = grid_of(2, 2)
         shapes = [(8, 8), (7, 5), (3, 9), (16, 12)]
-        placed = [
-            spec
-            for mesh, *placements in (
-                (mesh_of(2), (S0,), (R,)),
-                (mesh_of(4), (S1,), (R,)),
-                (grid, (S1, S0)),
-                (grid["a"], (S0,)),
-                (grid["b"], (S1,)),
-                (mesh_of(1), (S0,)),
-            )
-            for spec in specs(mesh, placements, shapes)
-        ]
+        lines = [(mesh_of(2), S0), (mesh_of(2), R), (mesh_of(4), S1), (mesh_of(4), R)]
+        lines += [(mesh_of(1), S0), (grid["a"], S0), (grid["b"], S1)]
+        placed = specs(grid, [(S1, S0)], shapes)
+        for mesh, placement in lines:
+            placed += specs(mesh, [(placement,)], shapes)
         twins = Twins(placed, create_dtensor_config(prefetch_count=2))
         self.assertTrainsAlike(twins)
 
@@ -105,26 +105,18 @@ class TestMuonPartial(OnCPU):
         alike = tuple(R if p.is_partial() else p for p in placements)
 
         def coordinate(rank):
-            """Which contribution ``rank`` holds."""
             (where,) = (mesh.mesh == rank).nonzero().tolist()
             return tuple(where[dim] for dim in partial)
 
         def placed(whole):
-            return DTensor.from_local(
-                piece_of(whole, Spec(whole.shape, mesh, alike)),
-                mesh,
-                placements,
-                run_check=False,
-                shape=whole.shape,
-                stride=whole.stride(),
-            )
+            piece = piece_of(whole, Spec(whole.shape, mesh, alike))
+            like = {"shape": whole.shape, "stride": whole.stride()}
+            return DTensor.from_local(piece, mesh, placements, run_check=False, **like)
 
         mine = coordinate(self.rank)
         everywhere = sorted({coordinate(r) for r in mesh.mesh.flatten().tolist()})
-        params = [
-            torch.nn.Parameter(placed(terms(i, shape, mine)))
-            for i, shape in enumerate(TERMS)
-        ]
+        values = [placed(terms(i, shape, mine)) for i, shape in enumerate(TERMS)]
+        params = list(map(torch.nn.Parameter, values))
         for i, param in enumerate(params, 100):
             param.grad = placed(terms(i, param.shape, mine))
             if not summed:
@@ -134,7 +126,7 @@ class TestMuonPartial(OnCPU):
         if wrapped:
             wrap_functions(config, "redistribute_fn")
         optimizer = Muon(params, distributed_config=config, **options)
-        with NewtonSchulzCalls() as calls, Collectives() as seen:
+        with NewtonSchulzCalls() as calls, Recorder() as seen:
             optimizer.step()
         problems = []
         for i, param in enumerate(params):
@@ -198,11 +190,136 @@ class TestMuonPartial(OnCPU):
         def terms(seed, shape, coordinate):
             # The second and third term cancel out, and absorb most of the first one.
             great = full(seed + 50, shape) * 2**24
-            return [full(seed, shape), great, -great, full(seed + 9, shape)][
-                coordinate[0]
-            ]
+            each = full(seed, shape), great, -great, full(seed + 9, shape)
+            return each[coordinate[0]]
 
         self.check(mesh_of(4), (P,), terms, momentum=0.0, nesterov=False)
+
+
+class TestMuonFunctions(OnCPU):
+    def placed(self):
+        return [
+            spec
+            for mesh in (grid_of(2, 2), mesh_of(2), mesh_of(1))
+            for spec in specs(mesh, all_placements(mesh), [(7, 5)])
+        ] + [Spec((8, 5), grid_of(2, 2), (_StridedShard(0, split_factor=2), S0))]
+
+    def check_round_trip(self, config, tensor, spec):
+        whole = config.gather_fn(tensor, 3, config.state)
+        self.assertNotIsInstance(whole, DTensor)
+        self.assertEqual(tuple(whole.shape), spec.shape)
+        self.assertTrue(torch.equal(local(place(whole, spec)), local(tensor)))
+        # Each rank cuts its own tensor, whatever the other ranks have.
+        given = whole + self.rank
+        with Recorder() as seen:
+            mine = config.redistribute_fn(given, 0, config.state)
+            again = config.redistribute_fn(whole, 3, config.state)
+        self.assertEqual(seen.names, [])
+        self.assertTrue(torch.equal(local(mine), piece_of(given, spec)))
+        self.assertEqual(stored(again), stored(tensor))
+        self.assertTrue(torch.equal(local(again), local(tensor)))
+
+    def check_round_trips(self, twins, unused):
+        """An unused config, and one before and after a step."""
+        for config in (unused, twins.config, twins.config):
+            for i, (param, spec) in enumerate(zip(twins.params, twins.specs)):
+                config.state["current_param_idx"] = i
+                with self.everywhere(f"{spec}"):
+                    self.check_round_trip(config, param.detach(), spec)
+            del config.state["current_param_idx"]
+            twins.step()
+            self.assertParity(twins)
+
+    def test_gather_then_redistribute_is_the_identity(self):
+        dtypes = itertools.cycle((torch.float32, torch.bfloat16, torch.float64))
+        placed = [spec._replace(dtype=next(dtypes)) for spec in self.placed()]
+        self.check_round_trips(Twins(placed), create_dtensor_config())
+
+    def test_gather_then_redistribute_over_process_groups(self):
+        for *kinds, how in (
+            ("fsdp", "tp", "chunk"),
+            ("ddp", "fsdp", "balanced"),
+            ("tp", "cp", "last"),
+        ):
+            strategy = Strategy(grid_of(2, 2), *kinds)
+            twins = strategy.twins(SHAPES[1:6:2], how)
+            dims = {i: d for i, d in enumerate(strategy.dims) if d is not None}
+            self.check_round_trips(twins, strategy.config(tp_dim_per_param=dims))
+
+    def test_gather_of_another_tensor(self):
+        """Only some ranks' pieces have another shape than before."""
+        config = create_auto_config(fsdp_process_group=dist.group.WORLD)
+        for rows in (7, 8, 6, 8):
+            full = torch.arange(3.0 * rows).view(rows, 3).neg()
+            piece = full.tensor_split(4)[self.rank]
+            if rows == 6:
+                config.assign_fn([piece], config.state)
+            whole = config.gather_fn(piece, 0, config.state)
+            with self.everywhere(f"{rows} rows"):
+                self.assertTrue(torch.equal(whole, full))
+                # The first zero is negative.
+                self.assertTrue(torch.equal(whole.signbit(), full.signbit()))
+        # These were silently cut to this rank's shape, and to this rank's matrices.
+        with self.everywhere():
+            with self.assertRaisesRegex(ValueError, r"of shape \(8, 3\), not \(3, 8\)"):
+                config.redistribute_fn(full.T, 0, config.state)
+            with self.assertRaisesRegex(ValueError, "other matrices of a stack"):
+                config.gather_fn(torch.ones(2, 3, 4), 0, config.state)
+
+    def test_each_rank_goes_by_its_own_gradient(self):
+        """Muon makes no collective of its own here, so it cannot compare the ranks."""
+        placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)])
+        config = create_dtensor_config()
+        wrap_functions(config, "gather_fn", "redistribute_fn")
+        twins = Twins(placed, config)
+        twins.set_gradients()
+        if self.rank == 2:
+            twins.params[1].grad = None
+        before = [local(p.detach()).clone() for p in twins.params]
+        with Recorder() as seen:
+            twins.optimizer.step()
+        with self.everywhere():
+            self.assertNotIn("all_reduce", seen.names)
+            for i, (param, old) in enumerate(zip(twins.params, before)):
+                stayed = torch.equal(local(param.detach()), old)
+                self.assertEqual(stayed, (self.rank, i) == (2, 1))
+
+    def test_wrapper_that_changes_the_dtype(self):
+        """The other ranks read the owner's bits as bfloat16."""
+        config = create_dtensor_config()
+        inner = config.redistribute_fn
+
+        def redistribute(update, owner, state):
+            return inner(update.float() if owner == self.rank else update, owner, state)
+
+        config.redistribute_fn = redistribute
+        twins = Twins(specs(mesh_of(4), [(S0,)]), config)
+        twins.step()
+        self.assertParity(twins)
+
+    def test_owner_that_hands_on_something_else(self):
+        """The other rank of each pair waits for the owner until the timeout of their group."""
+        pairs = [(0, 1), (2, 3)]
+        groups = [dist.new_group(p, timeout=timedelta(seconds=2)) for p in pairs]
+        mesh = DeviceMesh.from_group(groups[self.rank // 2], "cpu")
+        config = create_dtensor_config()
+        built = config.redistribute_fn
+
+        def redistribute(full, rank, state):
+            if rank == self.rank:
+                full = None if rank < 2 else full[:4]
+            return built(full, rank, state)
+
+        config.redistribute_fn = redistribute
+        twins = Twins([Spec((8, 8), mesh, (S0,))], config)
+        twins.set_gradients()
+        outcome = self.outcome(twins.optimizer.step)
+        (owner,) = [r for r, own in twins.optimizer.assignments.items() if own]
+        outcomes = everyone(outcome)
+        with self.everywhere(f"{outcomes}"):
+            self.assertEqual([kind for kind, _ in outcomes], ["RuntimeError"] * 4)
+            given = "None" if owner < 2 else r"\(4, 8\)"
+            self.assertRegex(outcomes[owner][1], f"redistribute_fn was given {given}")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ torch.optim.Muon makes the group of a matrix's holders with new_group(use_local_
 Each holder may have any number of groups before.
 """
 
-import os
 import shutil
 import tempfile
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim._muon_engine.process_groups import rendezvous, spanning_group
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import (
-    Collectives,
     everyone,
     OnCPU,
     grid_of,
@@ -29,6 +28,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Twins,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 # Bounds the time that members would wait for each other under different names.
@@ -36,7 +36,6 @@ WAIT = timedelta(seconds=15)
 
 
 def made(ranks):
-    """The group of ``ranks``, which only the members make."""
     return dist.new_group(ranks, timeout=WAIT, use_local_synchronization=True)
 
 
@@ -90,10 +89,7 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
             if self.rank in (0, 2):
                 self.assertEqual(int(after.group_name), int(before.group_name) + 1)
 
-    # The groups and messages that Muon itself asks for
-
     def errors(self, call, ranks):
-        """The error that ``call`` raises on each of ``ranks``, by rank."""
         outcomes = everyone(self.outcome(call) if self.rank in ranks else None)
         return {rank: ": ".join(one) for rank, one in enumerate(outcomes) if one}
 
@@ -121,15 +117,9 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
                     self.assertIsNot(spanning_group(ranks, [given]), group)
                     dist.destroy_process_group(group)
 
-    # The store
-
     def test_rendezvous_names_the_ranks_that_do_not_come(self):
         ranks, late = (0, 1, 3), 1
-        wait = timedelta(seconds=2)
-
-        def come():
-            rendezvous(ranks, wait, "test")
-
+        come = partial(rendezvous, ranks, timedelta(seconds=2), "test")
         self.assertEqual(self.errors(come, ranks), {})
         found = self.errors(come, {0, 3})
         # The second rank to give up may also name the first one.
@@ -156,9 +146,9 @@ class TestMuonMeshGroups(LocalGroups, OnCPU):
         twins = Twins(placed, seed=30 * ranks[0])
         self.assertTrainsAlike(twins, 2)
         self.assertEqual(sorted(twins.optimizer.assignments), ranks)
-        with Collectives() as seen:
+        with Recorder() as seen:
             twins.step()
-        used = {call.ranks for call in seen.calls if call.ranks}
+        used = {call.comm.ranks for call in seen.calls if call.splits}
         self.assertEqual(used, {tuple(ranks)})
 
     def test_group_has_the_longest_timeout_of_its_mesh(self):
@@ -166,16 +156,11 @@ class TestMuonMeshGroups(LocalGroups, OnCPU):
         for group, seconds in zip(part.get_all_groups(), (37, 41)):
             _set_pg_timeout(timedelta(seconds=seconds), group)
         twins = Twins([Spec((8, 8), part, (S0, S1))])
-        groups, original = set(), dist.all_to_all_single
-
-        def all_to_all_single(*args, group=None, **kwargs):
-            groups.add(group)
-            return original(*args, group=group, **kwargs)
-
-        with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
+        original = dist.all_to_all_single
+        with mock.patch.object(dist, "all_to_all_single", wraps=original) as seen:
             twins.step()
         self.assertParity(twins)
-        (used,) = groups
+        (used,) = {call.kwargs["group"] for call in seen.call_args_list}
         self.assertNotIn(used, part.get_all_groups())
         options = used._get_backend(torch.device("cpu")).options
         self.assertEqual(options._timeout, timedelta(seconds=41))
@@ -190,14 +175,13 @@ class TestMuonWorldMadeAgain(LocalGroups, OnCPU):
         self.make_unequal_numbers_of_groups()
         names = []
         for time in range(3):
+            if time:
+                # The other rank may still need this one's store to make its group.
+                dist.barrier()
+                dist.destroy_process_group()
+                self._init_pg(self.rank, self.world_size, f"{folder}/{time}")
             names.append([made([0, 1]).group_name for _ in range(2)])
             self.assertMeet([0, 1], made([0, 1]))
-            # The other rank may still need this one's store to make its group.
-            dist.barrier()
-            if time < 2:
-                dist.destroy_process_group()
-                rendezvous = os.path.join(folder, str(time))
-                self._init_pg(self.rank, self.world_size, rendezvous)
         with self.everywhere():
             self.assertEqual(names, [names[0]] * 3)
             self.assertNotEqual(*names[0])

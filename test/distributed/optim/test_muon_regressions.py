@@ -8,15 +8,20 @@ import gc
 import os
 import weakref
 from collections import Counter
+from datetime import timedelta
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
-from torch.optim.muon import create_auto_config, create_dtensor_config, Muon
+from torch.optim import Muon
+from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_fsdp1 import Run
@@ -26,6 +31,7 @@ from torch.testing._internal.distributed._muon.common_modules import (
 )
 from torch.testing._internal.distributed._muon.common_muon import (
     device,
+    everyone,
     full,
     grid_of,
     local,
@@ -40,6 +46,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     S1,
     Spec,
     specs,
+    Strategy,
     Twins,
     wrap_functions,
 )
@@ -52,7 +59,6 @@ WARM = 10
 
 
 def usage():
-    """The amount of each resource that this process holds."""
     gc.collect()
     objects = gc.get_objects()
     with open("/proc/self/statm") as statm:
@@ -73,19 +79,12 @@ def usage():
 
 
 class TestMuonRegressions(OnCPU):
-    def expert(self):
-        """An expert that only ranks 2 and 3 hold."""
-        placed = specs(mesh_of(2), [(S0,)], [(9, 6)])
-        return placed if self.rank >= 2 else []
-
-    # Parameters that some ranks add
-
-    # Checkpoints
-
     def test_checkpoint_after_a_step_of_the_experts_only(self):
         """Ranks without momentum made the step that a checkpoint asks for; others had some, and did not."""
         for missing in ((), (0,), (0, 1)):
-            twins = Twins([Spec((8, 8), mesh_of(4), (S0,)), *self.expert()])
+            placed = [Spec((8, 8), mesh_of(4), (S0,)), Spec((9, 6), mesh_of(2), (S0,))]
+            # Only ranks 2 and 3 hold the expert.
+            twins = Twins(placed if self.rank >= 2 else placed[:1])
             twins.step(missing)
             for param in twins.params:
                 param.grad = None
@@ -97,8 +96,6 @@ class TestMuonRegressions(OnCPU):
                     self.assertIn("momentum_buffer", kept)
             twins.step()
             self.assertParity(twins, f"missing at first: {missing}")
-
-    # Gradients of another dtype than their parameters
 
     def test_gradients_that_are_wider_than_their_parameters(self):
         """The sum of float32 gradients of a bfloat16 parameter was made in bfloat16 on one rank."""
@@ -117,8 +114,6 @@ class TestMuonRegressions(OnCPU):
                 twins.single.step()
                 twins.optimizer.step()
                 self.assertParity(twins)
-
-    # Building
 
     def test_ranks_that_order_their_mesh_differently(self):
         """Ranks whose meshes had another order agreed, and put the pieces of a matrix in wrong places."""
@@ -166,9 +161,7 @@ class TestMuonRegressions(OnCPU):
         whole, grad = torch.rand(2, 8, 8)
         for placement, of_grad in ((S0, S1), (R, S0), (S0, R)):
             spec, moved = (Spec((8, 8), mesh, (p,)) for p in (placement, of_grad))
-            param, alone = (
-                torch.nn.Parameter(t) for t in (place(whole, spec), whole.clone())
-            )
+            param, alone = map(nn.Parameter, (place(whole, spec), whole.clone()))
             param.grad, alone.grad = place(grad, moved), grad.clone()
             muon, single = Muon([param], distributed_config="auto"), Muon([alone])
             if of_grad == R:
@@ -180,9 +173,8 @@ class TestMuonRegressions(OnCPU):
             self.assertRaisesEverywhere(muon.step, RuntimeError, "gradient's .*ascend")
             param.grad = place(grad, spec)
             muon.state[param]["momentum_buffer"] = place(grad, moved)
-            self.assertRaisesEverywhere(
-                muon.step, ValueError, "momentum buffer.*ascend"
-            )
+            pattern = "momentum buffer.*ascend"
+            self.assertRaisesEverywhere(muon.step, ValueError, pattern)
 
     def test_out_of_memory_in_an_exchange(self):
         """It was told as another rank's failure, so this rank left no note for those that wait."""
@@ -192,8 +184,6 @@ class TestMuonRegressions(OnCPU):
             self.assertRaisesEverywhere(
                 twins.optimizer.step, torch.OutOfMemoryError, "no memory"
             )
-
-    # Several optimizers
 
     def test_twenty_optimizers_of_one_matrix_share_the_work(self):
         """All of them once chose the first rank."""
@@ -219,8 +209,6 @@ class TestMuonRegressions(OnCPU):
                     twins.params[i].requires_grad_(False)
         with self.everywhere():
             self.assertNotIn("current_owner", config.state)
-
-    # Bits and memory
 
     def test_gradients_are_freed(self):
         """After the step, zero_grad() and an offload of the state, nothing holds a gradient or momentum."""
@@ -255,8 +243,6 @@ class TestMuonRegressions(OnCPU):
 
 
 class LongRuns(ParityAssertions):
-    """To be put before a TestCase whose methods run on every rank."""
-
     world_size = 4
 
     def run_flat(self, call, times, rebuilds=0):
@@ -290,7 +276,7 @@ class TestMuonLongRuns(LongRuns, OnCPU):
     def test_fsdp1(self):
         run = Run(False)
         self.run_flat(lambda step: run.step(), STEPS)
-        self.assertEverywhere(run.problems())
+        self.assertEverywhere(run.alone.problems())
 
     def test_optimizers_made_and_dropped(self):
         mesh, engines = grid_of(2, 2), weakref.WeakSet()
@@ -310,6 +296,123 @@ class TestMuonLongRuns(LongRuns, OnCPU):
 
 class TestMuonLongRunsOnGPUs(OnGPUs, LongRuns, MultiProcessTestCase):
     pass
+
+
+# Even, uneven, and with empty pieces on four ranks.
+SHAPES = [(8, 8), (7, 5), (3, 9)]
+
+
+class TestMuonReplaced(OnCPU):
+    """Parameters that frameworks change under a Muon. The single process makes the same changes."""
+
+    def placed(self, *placements, mesh=None):
+        """Matrices on a mesh; plain ones, whole on each rank, without placements."""
+        mesh = (mesh or mesh_of(4)) if placements else None
+        return [Spec(shape, mesh, placements) for shape in SHAPES]
+
+    def trained(self, placed, config=None):
+        twins = Twins(placed, config, lr=0.1)
+        twins.step()
+        return twins
+
+    def replacement(self, twins, index, spec):
+        """Other values for number ``index``, which is ``spec`` from now on."""
+        twins.specs[index] = spec
+        twins.seeds[index] += 500
+        whole = full(twins.seeds[index], spec.shape, spec.dtype)
+        twins.singles[index].data.copy_(whole)
+        return place(whole, spec)
+
+    def replace(self, twins, index, spec):
+        value = self.replacement(twins, index, spec)
+        twins.params[index] = nn.Parameter(value)
+        twins.optimizer.param_groups[0]["params"] = list(twins.params)
+
+    def test_data_of_equal_shape(self):
+        strategy = Strategy(mesh_of(4), "fsdp")
+        for placed, config in [
+            (self.placed(), None),
+            ([strategy.cut(shape) for shape in SHAPES], strategy.config()),
+        ]:
+            twins = self.trained(placed, config)
+            for i, param in enumerate(twins.params):
+                param.data = self.replacement(twins, i, placed[i])
+            self.assertTrainsAlike(twins, 2)
+
+    def test_placements(self):
+        """Local shapes stay the same."""
+        grid = grid_of(2, 2)
+        twins = self.trained([Spec((8, 8), grid, (S0, S1))])
+        (param,), twins.specs = twins.params, [Spec((8, 8), grid, (S1, S0))]
+        other = place(twins.singles[0].detach(), twins.specs[0])
+        param._local_tensor, param._spec = other._local_tensor, other._spec
+        self.assertTrainsAlike(twins, 2)
+
+    def test_dtypes(self):
+        dtype = torch.bfloat16
+        twins = self.trained(self.placed(S0) + self.placed(R) + self.placed())
+        model = nn.ParameterList(twins.params)
+        model.zero_grad()
+        model.to(dtype)
+        for single in twins.singles:
+            single.grad = None
+            single.data = single.data.to(dtype)
+            state = twins.single.state[single]
+            state["momentum_buffer"] = state["momentum_buffer"].to(dtype)
+        twins.specs = [spec._replace(dtype=dtype) for spec in twins.specs]
+        with self.everywhere():
+            for mine, param in zip(twins.params, model, strict=True):
+                self.assertIs(mine, param)
+        self.assertTrainsAlike(twins, 2)
+
+    def test_model_on_meta_is_filled_later(self):
+        with torch.device("meta"):
+            layers = [nn.Linear(*shape[::-1], bias=False) for shape in SHAPES]
+        model = fully_shard(nn.Sequential(*layers), mesh=mesh_of(4))
+        optimizer = Muon(model.parameters(), lr=0.1, distributed_config="auto")
+        model.to_empty(device="cpu")
+        twins = Twins(self.placed(S0), lr=0.1)
+        for param, filled in zip(model.parameters(), twins.params, strict=True):
+            with torch.no_grad():
+                param.to_local().copy_(filled.to_local())
+        twins.params, twins.optimizer = list(model.parameters()), optimizer
+        self.assertTrainsAlike(twins, 2)
+
+    def test_change_on_one_rank_only(self):
+        # This breaks the group. DTensor's caches tell its mesh from others by its name.
+        group = dist.new_group()
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("changed",))
+        twins = self.trained(self.placed(S0, mesh=mesh))
+        if self.rank == 3:
+            self.replace(twins, 1, twins.specs[1])
+        before = [local(param.detach()).clone() for param in twins.params]
+        dist.barrier()
+        _set_pg_timeout(timedelta(seconds=2), group)
+        found = everyone(self.outcome(twins.step))
+        with self.everywhere(f"{found}"):
+            self.assertEqual([kind for kind, _ in found], ["RuntimeError"] * 4)
+            # It waits over the store: a collective would pair up with the others' first one.
+            pattern = r"found changed parameters in step.*waiting for ranks \[0, 1, 2\]"
+            self.assertRegex(found[3][1], pattern)
+            for _, text in found[:3]:
+                self.assertRegex(text, r"Rank 3 reports: it found changed parameters")
+            for param, old in zip(twins.params, before, strict=True):
+                self.assertTrue(torch.equal(local(param.detach()), old))
+
+    def test_rebuild_makes_as_many_store_requests_on_any_number_of_ranks(self):
+        """Each rank asked for each other rank: at 256 ranks, 131,840 requests."""
+        requests = []
+        for count in (2, 4):
+            twins = self.trained([Spec((8, 8), mesh_of(count), (S0,))])
+            self.replace(twins, 0, Spec((8, 8), mesh_of(count), (S1,)))
+            store = mock.Mock(wraps=distributed_c10d._get_default_store())
+            with mock.patch.object(
+                distributed_c10d, "_get_default_store", lambda store=store: store
+            ):
+                self.assertTrainsAlike(twins, 1, f"{count} ranks")
+            requests.append(max(everyone(len(store.method_calls))))
+        self.assertGreater(requests[0], 0)
+        self.assertEqual(*requests)
 
 
 if __name__ == "__main__":

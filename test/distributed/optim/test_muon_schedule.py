@@ -130,9 +130,8 @@ class TestMuonDivision(TestCase):
             members, numbers, group, per_node, near = self.drawn(draw)
             best, seconds = best_division(members, group, per_node)
             where = members, len(group), near
-            every = [
-                dict(zip(members, c)) for c in itertools.product(*numbers.values())
-            ]
+            choices = itertools.product(*numbers.values())
+            every = [dict(zip(members, choice)) for choice in choices]
             self.assertIn(best, every)
             busy, total = self.cost(best, *where)
             self.assertEqual(seconds, busy, atol=0, rtol=1e-6)
@@ -170,10 +169,8 @@ class TestMuonDivision(TestCase):
         """Classes have different numbers of owners, so blocks stood at different places of the queues."""
         draw = random.Random(5)
         for _ in range(150):
-            shapes = [
-                (8 * draw.randint(1, 6), 8 * draw.randint(1, 2))
-                for _ in range(draw.randint(2, 30))
-            ]
+            sides = [(draw.randint(1, 6), draw.randint(1, 2)) for _ in range(30)]
+            shapes = [(8 * a, 8 * b) for a, b in sides[: draw.randint(2, 30)]]
             layouts, blocks = shards_of(shapes, 4), []
             counts = {shape: draw.choice((1, 2, 3, 4)) for shape in shapes}
             for layout in layouts:
@@ -196,16 +193,11 @@ class TestMuonDivision(TestCase):
 
     def test_algorithms(self):
         """Newton-Schulz that takes less time is worth fewer owners."""
-        shape = (8192, 4096)
-        work = [
-            newton_schulz_flops(shape, algorithm=a)
-            for a in ("quintic", "symmetric", "gram")
-        ]
-        units = [f / 2 / 4096**3 for f in work]
+        shape, names = (8192, 4096), ("quintic", "symmetric", "gram")
+        units = [newton_schulz_flops(shape, algorithm=n) / 2 / 4096**3 for n in names]
         self.assertEqual(units, [25, 5 * (13 * 2 + 5) / 8, (2 * 13 * 2 + 5 * 14) / 8])
-        self.assertEqual(
-            newton_schulz_flops((8, 8), algorithm="gram"), 5 * 1024 * 18 // 8
-        )
+        small = newton_schulz_flops((8, 8), algorithm="gram")
+        self.assertEqual(small, 5 * 1024 * 18 // 8)
         (layout,) = shards_of([shape], 8)
         self.assertEqual(Class.of(layout, "gram").algorithm, "gram")
 
@@ -274,21 +266,16 @@ class TestMuonSchedule(TestCase):
 
 class TestMuonDryRun(TestCase):
     def test_any_rank_steps_on_a_cpu(self):
+        self.addCleanup(lambda: dist.is_initialized() and dist.destroy_process_group())
         # DTensor confuses meshes of equal shape, so each world has a shape of its own.
         for shape, rank in (((4,), 0), ((1024,), 5), ((64, 16), 1023)):
-            world = torch.Size(shape).numel()
-            store = FakeStore()
+            world, store = math.prod(shape), FakeStore()
             dist.init_process_group("fake", store=store, rank=rank, world_size=world)
-            self.addCleanup(
-                lambda: dist.is_initialized() and dist.destroy_process_group()
-            )
             mesh = DeviceMesh("cpu", torch.arange(world).view(shape))
             placements = [(*[R] * (len(shape) - 1), S0)]
             placed = specs(mesh, placements, [(32, 8), (16, 48), (7, 5)] * 3)
-            params, *grads = (
-                [place(full(i, s.shape), s) for s in placed] for i in range(3)
-            )
-            params = list(map(nn.Parameter, params))
+            values = [[place(full(i, s.shape), s) for s in placed] for i in range(3)]
+            params, *grads = [*map(nn.Parameter, values[0])], *values[1:]
             muon = Muon(params, distributed_config="auto")
             for given in grads:
                 for param, grad in zip(params, given):

@@ -10,13 +10,14 @@ from torch.optim.muon import DistributedConfig
 from torch.testing._internal.common_utils import TestCase
 
 
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # The arguments that torch.optim._muon.muon needs.
 FUNCTIONAL = {
     "lr": 0.02,
     "weight_decay": 0.1,
     "momentum": 0.95,
     "nesterov": True,
-    "ns_coefficients": (3.4445, -4.7750, 2.0315),
+    "ns_coefficients": COEFFICIENTS,
     "ns_steps": 5,
     "eps": 1e-7,
     "adjust_lr_fn": None,
@@ -35,12 +36,20 @@ def near(found, expected, moved):
     return found.shape == expected.shape and bool((found - expected).norm() <= limit)
 
 
+def exact(matrix, triples, safety=1.0):
+    """The polynomials of Newton-Schulz, applied to the singular values in float64."""
+    rows, values, columns = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / (values.norm() * safety)
+    for a, b, c in triples:
+        values = a * values + b * values**3 + c * values**5
+    return rows @ torch.diag(values) @ columns
+
+
 def all_to(rank):
     return lambda params, state: {rank: list(range(len(params)))}
 
 
 def local_config(assign_fn=None, *, state=None, **options):
-    """Functions that communicate nothing."""
     return DistributedConfig(
         assign_fn=assign_fn or all_to(0),
         gather_fn=lambda piece, owner, state: piece,
@@ -74,7 +83,6 @@ def parts_of(tensor, split=None, flatten=False):
 
 
 def make_params(*shapes, dtype=torch.float32, seed=0):
-    """Parameters with gradients."""
     generator = torch.Generator().manual_seed(seed)
     params = []
     for shape in shapes:

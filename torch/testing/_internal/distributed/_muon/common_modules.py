@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import (
+    distribute_module,
+    distribute_tensor,
+    DTensor,
+    Replicate,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     parallelize_module,
@@ -23,13 +31,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
 )
 
 
-def whole(tensor):
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def make_model(width=12, hidden=16, layers=2, bias=True, seed=3):
-    """The same on every rank."""
     torch.manual_seed(seed)
     blocks = []
     for _ in range(layers):
@@ -46,46 +48,170 @@ def tensor_parallel(model, mesh):
     return parallelize_module(model, mesh, plan)
 
 
+def place_weights(model, mesh, placements):
+    """Makes DTensors of all parameters: weights as told, biases replicated.
+
+    An assignment to ``param.data`` would destroy the parameter, and a plain bias cannot be added to
+    what a DTensor weight gives.
+    """
+
+    def place(name, module, mesh):
+        for key, param in list(module.named_parameters(recurse=False)):
+            chosen = placements if param.ndim == 2 else [Replicate()] * mesh.ndim
+            dtensor = distribute_tensor(param.detach(), mesh, chosen)
+            module.register_parameter(key, torch.nn.Parameter(dtensor))
+
+    return distribute_module(model, mesh, place)
+
+
 def data_parallel(model, **options):
     gpus = None if device().type == "cpu" else [device()]
     return DDP(model, device_ids=gpus, **options)
 
 
-class ModuleParity(ParityAssertions):
-    """To be put before a TestCase whose methods run on every rank."""
+class OneProcess:
+    """Trains whole parameters next to a distributed model, on this process alone.
 
-    def check(self, model, config, steps=2, data_rank=0, count=None):
+    In each step it takes over the gradients of the distributed model, put together from the pieces of
+    all ranks. After the step, parameters and momentum must be equal to the last bit. Pieces are put
+    together by the framework or by concatenation, never by the optimizer's own readers.
+
+    Args:
+        model: the distributed model, before training.
+        muons: each Muon of ``model``.
+        one: the whole model with the same names. FSDP1 and ``tp_dims`` need it.
+        fsdp: the ranks that cut rows, for FSDP1 and for parameters with ``is_rows``.
+        tp: the ranks that cut plain tensors along ``tp_dims``, by the last part of a name.
+    """
+
+    def __init__(self, model, muons, one=None, fsdp=None, tp=None, tp_dims=None):
+        self.fsdp, self.tp, self.tp_dims = fsdp, tp, tp_dims
+        self.steps, groups = 0, []
+        self.names_of = names_of(model)
+        self.cut_rows = {
+            p
+            for name, p in model.named_parameters()
+            if "_fsdp_wrapped_module" in name or getattr(p, "is_rows", False)
+        }
+        self.whole = dict(one.named_parameters()) if one is not None else {}
+        if one is None:
+            values = self.join({p: p for p in self.names_of})
+            self.whole = {n: torch.nn.Parameter(v.clone()) for n, v in values.items()}
+        self.starts = {n: p.detach().clone() for n, p in self.whole.items()}
+        # The Muon of each parameter that has one.
+        self.muons = {}
+        for muon in muons:
+            for group in muon.param_groups:
+                names = [name for p in group["params"] for name in self.names_of[p]]
+                own = {k: v for k, v in group.items() if k != "param_names"}
+                groups.append({**own, "params": [self.whole[n] for n in names]})
+                self.muons |= dict.fromkeys(group["params"], muon)
+        self.twin = Muon(groups, allow_batched_matrices=True)
+        self.names = {name for p in self.muons for name in self.names_of[p]}
+
+    def step(self):
+        """The step of one process, before that of the distributed model."""
+        # FSDP1 leaves a rank without elements of a matrix without a gradient.
+        grads = {
+            p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.muons
+        }
+        for name, grad in self.join(grads).items():
+            self.whole[name].grad = grad.clone()
+        self.twin.step()
+        self.steps += 1
+
+    def problems(self):
+        found, key = [], "momentum_buffer"
+        for name, value in self.join({p: p for p in self.muons}).items():
+            expected, start = self.whole[name].detach(), self.starts[name]
+            if not moved_alike(value, expected, self.steps, start):
+                found.append(f"parameter {name}")
+            if torch.equal(expected, start):
+                found.append(f"parameter {name} does not move")
+        momenta = {p: muon.state[p][key] for p, muon in self.muons.items()}
+        for name, value in self.join(momenta).items():
+            if not equal(value, self.twin.state[self.whole[name]][key]):
+                found.append(f"momentum {name}")
+        return found
+
+    @torch.no_grad()
+    def join(self, tensors):
+        """The whole tensors by name. Each tensor is laid out as its key, a parameter."""
+        whole, pieces, rows = {}, {}, {}
+        for param, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                placed = tensor.redistribute(placements=param.placements)
+                whole[self.names_of[param][0]] = placed.full_tensor()
+            elif param in self.cut_rows:
+                rows[param] = tensor
+            else:
+                pieces[self.names_of[param][0]] = tensor.detach()
+        for param, parts in gathered_values(rows, self.fsdp):
+            flat = torch.cat([part.flatten() for part in parts])
+            for name in self.names_of[param]:  # FSDP's padding is left over
+                shape = self.piece_shape(name)
+                pieces[name] = flat[: shape.numel()].view(shape)
+                flat = flat[shape.numel() :]
+        cut = {n: p for n, p in pieces.items() if self.tp_dim(n) is not None}
+        for name, parts in gathered_values(cut, self.tp):
+            pieces[name] = torch.cat(parts, self.tp_dim(name))
+        return whole | pieces
+
+    def tp_dim(self, name):
+        last = name.removesuffix(".weight").rpartition(".")[2]
+        return None if self.tp is None else self.tp_dims.get(last)
+
+    def piece_shape(self, name):
+        shape, dim = list(self.whole[name].shape), self.tp_dim(name)
+        if dim is not None:
+            shape[dim] //= self.tp.size()
+        return torch.Size(shape)
+
+
+def names_of(model):
+    """The whole parameters of which each parameter is a piece; a flat one of FSDP1, of several."""
+    found = {}
+    for name, param in model.named_parameters():
+        names = [name]
+        if isinstance(param, FlatParameter):
+            names = [name.replace("_flat_param", inner) for inner in param._fqns]
+        wrappers = r"\b(module|_fsdp_wrapped_module)\."
+        found[param] = [re.sub(wrappers, "", name) for name in names]
+    return found
+
+
+def gathered_values(tensors, group):
+    if not tensors:
+        return
+    values = [tensor.detach().cpu() for tensor in tensors.values()]
+    for key, parts in zip(tensors, zip(*everyone(values, group))):
+        yield key, [part.to(device()) for part in parts]
+
+
+class ModuleParity(ParityAssertions):
+    def check(
+        self, model, config, steps=2, data_rank=0, inputs=None, count=None, **pieces
+    ):
         """Trains ``model``, and next to it a Muon of one process with the same gradients.
 
         Args:
             data_rank: ranks of one ``data_rank`` see the same data.
+            inputs: gives the data of a step instead.
             count: Newton-Schulz calls of all ranks in a step; as many as matrices by default.
+            pieces: see :class:`OneProcess`.
         """
         matrices, _ = partition_parameters(model)
-        singles = [torch.nn.Parameter(whole(p).clone()) for p in matrices]
-        before = [single.detach().clone() for single in singles]
-        ours = Muon(matrices, lr=0.05, distributed_config=config)
-        its = Muon(singles, lr=0.05)
+        muon = Muon(matrices, lr=0.05, distributed_config=config)
+        alone = OneProcess(model, [muon], **pieces)
         for step in range(steps):
-            x = full(100 * step + data_rank, (6, 12))
+            seed = 100 * step + data_rank
+            x = full(seed, (6, 12)) if inputs is None else inputs(step)
             model(x).pow(2).mean().backward()
-            for param, single in zip(matrices, singles):
-                # Autograd may round sharded products otherwise; Muon may not.
-                single.grad = whole(param.grad).clone()
+            alone.step()
             with NewtonSchulzCalls() as calls:
-                ours.step()
-            its.step()
+                muon.step()
             model.zero_grad()
             total = sum(everyone(len(calls.shapes)))
             self.assertEqual(total, len(matrices) if count is None else count)
-            found = []
-            for i, (param, single) in enumerate(zip(matrices, singles)):
-                mine, other = ours.state[param], its.state[single]
-                if not moved_alike(whole(param), single.detach(), step + 1, before[i]):
-                    found.append(f"parameter {i}: {param} instead of {single}")
-                if not equal(whole(mine["momentum_buffer"]), other["momentum_buffer"]):
-                    found.append(f"momentum {i}: {mine} instead of {other}")
-            self.assertEverywhere(found, f"step {step}")
-        for old, single in zip(before, singles):
-            self.assertFalse(torch.equal(old, single.detach()))
-        return matrices, ours
+            self.assertEverywhere(alone.problems(), f"step {step}")
+        return matrices, muon

@@ -33,7 +33,6 @@ from torch.testing._internal.common_distributed import (
     skip_if_lt_x_gpu,
 )
 from torch.testing._internal.distributed._muon.common_config import near
-from torch.testing._internal.distributed._muon.common_rules import Recorder
 
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ class OnGPUs:
 
     @property
     def needed(self) -> int:
-        """The number of GPUs."""
         return 1 if os.environ.get("MUON_TEST_SHARE_GPU") == "1" else self.world_size
 
     def setUp(self) -> None:
@@ -229,45 +227,6 @@ def moved_alike(
     return a.shape == b.shape and bool(((a - b).abs() <= 2 * steps * rounding).all())
 
 
-def held(spec: Spec | Cut) -> set[int]:
-    """The elements of a matrix, counted row by row, that this rank's piece of it holds."""
-    numbers = torch.arange(math.prod(spec.shape), device=device()).reshape(spec.shape)
-    return set(piece_of(numbers, spec).flatten().tolist())
-
-
-class Collective(NamedTuple):
-    """One call that moves data; sizes in elements, for an all-to-all by peer.
-
-    A broadcast has one size, on the ranks that receive it, too.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    itemsize: int
-
-
-class Collectives(Recorder):
-    """Records every collective that this rank starts, whoever starts it and however."""
-
-    def __init__(self) -> None:
-        super().__init__(moves=True)
-
-    @property
-    def calls(self) -> list[Collective]:
-        found = [Collective(name, (), (), (), 0) for name in self.functional]
-        for call in (call for what, call in self.log if what == "launch"):
-            splits = call.splits or ([call.nbytes // call.itemsize], [])
-            ranks = call.comm.ranks if call.splits else ()
-            sizes = map(tuple, splits)
-            found.append(Collective(call.name, ranks, *sizes, call.itemsize))
-        return found
-
-    def names(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(call.name, call.ranks) for call in self.calls]
-
-
 def as_on_an_accelerator(optimizer):
     """From now on, ``optimizer`` looks for mismatches where a step on an accelerator does.
 
@@ -278,23 +237,14 @@ def as_on_an_accelerator(optimizer):
 
 
 def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """``value`` of every rank."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def wrap_functions(config: Any, *names: str) -> list[str]:
-    """Wraps functions of ``config``. Returns the names of those that are called from now on."""
-    calls = []
+def wrap_functions(config: Any, *names: str) -> None:
     for name in names:
-
-        def call(*args, name=name, given=getattr(config, name)):
-            calls.append(name)
-            return given(*args)
-
-        setattr(config, name, call)
-    return calls
+        setattr(config, name, functools.partial(getattr(config, name)))
 
 
 def all_placements(mesh: DeviceMesh) -> list[tuple[Placement, ...]]:
@@ -354,23 +304,15 @@ class Twins:
         self.seed = seed
         self.seeds = list(seeds or range(seed, seed + len(self.specs)))
         rows = list(zip(self.seeds, self.specs, strict=True))
-        self.singles = [
-            torch.nn.Parameter(full(number, s.shape, s.dtype)) for number, s in rows
-        ]
-        self.params = [
-            torch.nn.Parameter(place(full(number, s.shape, s.dtype), s))
-            for number, s in rows
-        ]
+        wholes = [full(number, s.shape, s.dtype) for number, s in rows]
+        self.singles = [torch.nn.Parameter(whole.clone()) for whole in wholes]
+        placed = map(place, wholes, self.specs)
+        self.params = [torch.nn.Parameter(tensor) for tensor in placed]
         self.starts = {single: single.detach().clone() for single in self.singles}
         groups = groups or [(range(len(self.specs)), {})]
-        # Indices count in the order of the groups.
-        self.order = [i for indices, _ in groups for i in indices]
         grouped, singly = (
-            [
-                {"params": [params[i] for i in indices], **copy.deepcopy(given)}
-                for indices, given in groups
-            ]
-            for params in (self.params, self.singles)
+            [{"params": [ps[i] for i in own], **copy.deepcopy(o)} for own, o in groups]
+            for ps in (self.params, self.singles)
         )
         self.config = create_dtensor_config() if config is None else config
         self.single = Muon(singly, **options)
@@ -396,7 +338,6 @@ class Twins:
         self.optimizer.step(closure)
 
     def problems(self) -> list[str]:
-        """The differences from the single process on this rank."""
         found = []
         for i, (param, single, spec) in enumerate(
             zip(self.params, self.singles, self.specs, strict=True)
@@ -412,11 +353,8 @@ class Twins:
                 # All buffers are made in the first step, so that checkpoints are the same on all ranks.
                 fits = mine is None or not local(mine).any()
             else:
-                fits = (
-                    mine is not None
-                    and placed(mine) == placed(param.data)
-                    and equal(local(mine), piece_of(its, spec))
-                )
+                fits = mine is not None and placed(mine) == placed(param.data)
+                fits = fits and equal(local(mine), piece_of(its, spec))
             if not fits:
                 found.append(f"momentum {name}: {mine}")
         return found
@@ -478,8 +416,6 @@ class Strategy:
 
 
 class ParityAssertions:
-    """To be put before a TestCase whose methods run on every rank."""
-
     @contextlib.contextmanager
     def assertWarnsOnce(self, pattern=None, ranks=(0,)):
         """Each of ``ranks`` warns once of ``pattern``, and no other rank does; no rank without a pattern."""
@@ -519,7 +455,9 @@ class ParityAssertions:
             return type(error).__name__, str(error)
         return None
 
-    def assertRaisesEverywhere(self, call, kind, pattern, ranks=None) -> None:
+    def assertRaisesEverywhere(
+        self, call, kind=ValueError, pattern="", ranks=None
+    ) -> None:
         """``call`` raises on each of ``ranks``, and on no other rank; on all ranks by default."""
         with self.everywhere(pattern):
             if ranks is None or self.rank in ranks:

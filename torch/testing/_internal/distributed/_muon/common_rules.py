@@ -88,14 +88,6 @@ class Comm(NamedTuple):
     number: int
 
 
-class Bytes(NamedTuple):
-    """The memory of a tensor: a part of a storage."""
-
-    storage: int
-    start: int
-    end: int
-
-
 # How much of the work of each queue is done. Queues are the host, streams and, one each, collectives.
 Clock = dict[Any, int]
 HOST = "host"
@@ -107,21 +99,20 @@ def joined(*clocks: Clock) -> Clock:
 
 
 class Call:
-    """A collective of this rank."""
-
     def __init__(self, name: str, recorder: Recorder, given: Mapping) -> None:
         self.name, self.comm = name, recorder.comm_of(given["group"])
         self.number = recorder.counts[self.comm]
         recorder.counts[self.comm] += 1
         self.source, self.is_finished = given.get("src"), False
         self.target, *others = given.values()
-        self.sent = others[0] if name in FROM_TO else self.target
-        comm, read = self.comm, self.sent
+        self.given = others[0] if name in FROM_TO else self.target
+        comm, read = self.comm, self.given
         self.is_fake = isinstance(read, FakeTensor)
         self.nbytes, self.itemsize = read.nbytes, read.itemsize
         is_source = self.source == dist.get_rank()
         self.reads = read if name != "broadcast" or is_source else ()
         self.writes = () if is_source else self.target
+        # Elements by peer: those sent, and those received.
         self.splits: list[list[int]] = []
         what = name, str(read.dtype), read.numel(), self.source
         # The ranks of each pair must agree on this.
@@ -134,6 +125,12 @@ class Call:
                 both = (sent, got) if dist.get_rank() < peer else (got, sent)
                 self.said[peer] = name, str(read.dtype), *both
 
+    @property
+    def peers(self) -> set[int]:
+        """The ranks that an all-to-all sends something to."""
+        sent = self.splits[0] if self.splits else ()
+        return {rank for rank, count in zip(self.comm.ranks, sent) if count}
+
     def __str__(self) -> str:
         return f"{self.name} {self.number} of ranks {list(self.comm.ranks)}"
 
@@ -143,8 +140,8 @@ class Work:
 
     def __init__(self, recorder: Recorder, call: Call, own: Any) -> None:
         self._recorder, self._call, self._own = recorder, call, own
-        self._kept = call.sent, call.target
-        call.sent = call.target = call.reads = call.writes = None
+        self._kept = call.given, call.target
+        call.given = call.target = call.reads = call.writes = None
         weakref.finalize(self, recorder.dropped, call).atexit = False
 
     def wait(self, *args: Any) -> bool:
@@ -164,13 +161,11 @@ class Recorder(TorchDispatchMode):
     ``log`` has ("launch" | "wait", call) in the order of the program.
 
     Args:
-        moves: whether the backend carries collectives out.
         stumbles: the operation, from :meth:`begin` on, that raises an error; 0 for none.
     """
 
-    def __init__(self, moves: bool = False, stumbles: int = 0) -> None:
+    def __init__(self, stumbles: int = 0) -> None:
         super().__init__()
-        self.moves = moves
         self._stumbles, self._stumbles_now, self.done = stumbles, 0, 0
         self.log: list[tuple[str, Call]] = []
         self.problems: list[str] = []
@@ -188,12 +183,29 @@ class Recorder(TorchDispatchMode):
         # By storage: queue, bytes and whether they are written -> the work's place in the queue, and what it is.
         self._accesses: dict[int, dict[tuple, tuple[int, Any]]] = defaultdict(dict)
 
+    @property
+    def calls(self) -> list[Call]:
+        return [call for event, call in self.log if event == "launch"]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all collectives, whoever starts them and however."""
+        return self.functional + [call.name for call in self.calls]
+
+    @property
+    def launches(self) -> list[tuple[Comm, dict[int, Any]]]:
+        """The communicator and the arguments of each call, to compare programs."""
+        return [(call.comm, call.said) for call in self.calls]
+
     def begin(self) -> None:
         """From here on, ``log`` is of interest."""
         self.log.clear()
         self.done, self._stumbles_now = 0, self._stumbles
 
-    # Order
+    def operate(self) -> None:
+        self.done += 1
+        if self.done == self._stumbles_now:
+            raise ArithmeticError("stumbled")
 
     def add(self, queue: Any, *needs: Clock) -> Clock:
         """Work starts after the work before it in its queue, what the host has awaited, and ``needs``."""
@@ -210,10 +222,8 @@ class Recorder(TorchDispatchMode):
     def launched(self, call: Call) -> None:
         self.log.append(("launch", call))
         self.operate()
-        clock = self.clocks[self.here(call)]
-        self.accessed(
-            call, tree_leaves(call.reads), tree_leaves(call.writes), call, clock
-        )
+        reads, writes = tree_leaves(call.reads), tree_leaves(call.writes)
+        self.accessed(call, reads, writes, call, self.clocks[self.here(call)])
         self.flying.append(call)
 
     def waited(self, call: Call) -> None:
@@ -222,14 +232,8 @@ class Recorder(TorchDispatchMode):
         self.add(self.here(call), self.clocks.pop(call))
 
     def dropped(self, call: Call) -> None:
-        """The last reference to the handle is gone."""
         if not call.is_finished:
             self.problems.append(f"nobody waits for {call}")
-
-    def operate(self) -> None:
-        self.done += 1
-        if self.done == self._stumbles_now:
-            raise ArithmeticError("stumbled")
 
     def accessed(
         self, work: Any, reads: list, writes: list, queue: Any, *needs: Clock
@@ -249,8 +253,6 @@ class Recorder(TorchDispatchMode):
             if queue is not HOST:
                 key = queue, start, end, writes_it
                 self._accesses[storage][key] = clock[queue], work
-
-    # Memory
 
     def allocated(self, storage: int, size: int) -> None:
         """The storage is new here, or was resized."""
@@ -282,16 +284,16 @@ class Recorder(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self.freed(self._numbers.pop(key))
 
-    def bytes_of(self, tensor: Tensor) -> Bytes:
+    def bytes_of(self, tensor: Tensor) -> tuple[int, int, int]:
+        """The storage of a tensor, and the bytes in it between which it lies."""
         offset, item = tensor.storage_offset(), tensor.element_size()
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
         end = offset + last + 1 if tensor.numel() else offset
-        return Bytes(self.number_of(tensor), offset * item, end * item)
-
-    # Patches
+        return self.number_of(tensor), offset * item, end * item
 
     def __enter__(self) -> Any:
         self._patches = contextlib.ExitStack()
+        self.moves = dist.get_backend() != "alone"
         for name in (n for n in FROM_TO + IN_PLACE if hasattr(dist, n)):
             found = self._recorded(name, getattr(dist, name))
             self._patches.enter_context(mock.patch.object(dist, name, found))
@@ -330,7 +332,7 @@ class Recorder(TorchDispatchMode):
                 # All ranks say the same when they build an engine.
                 with _disable_current_modes():
                     for target in call.target:
-                        target.copy_(call.sent)
+                        target.copy_(call.given)
             work = Work(self, call, own)
             return work if is_async else work.wait() and None
 
@@ -368,8 +370,6 @@ class Recorder(TorchDispatchMode):
             self.accessed(func, reads, writes, HOST)
         return func(*args, **kwargs)
 
-
-# Order
 
 Log = list[tuple[str, Call]]
 
@@ -416,13 +416,11 @@ def deadlock(logs: Mapping[int, Log], in_turn: bool = False) -> list[str]:
                 at[rank] += 1
                 has_moved = True
     return [
-        f"rank {rank} is at the {what} of {call}, to which ranks {sorted(there[call.comm, call.number])} have come"
+        f"rank {rank} is at the {what} of {call}, to which ranks {there[call.comm, call.number]} have come"
         for rank, log in logs.items()
         for what, call in log[at[rank] : at[rank] + 1]
     ]
 
-
-# Programs
 
 _meshes = itertools.count()
 
@@ -451,16 +449,15 @@ class Program(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
 
 
-class Rank:
+class Rank(contextlib.ExitStack):
     """One rank of a program. A context manager: the rank's world, alone, with the program's limits."""
 
     def __init__(self, program: Program, number: int, device: str = "cpu") -> None:
+        super().__init__()
         self.program, self.number, self.device = program, number, device
-        self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> Any:
-        program = self.program
-        enter = self.stack.enter_context
+        program, enter = self.program, self.enter_context
         enter(alone(self.number, program.world))
         enter(mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(program.node)))
         for name, value in program.limits:
@@ -472,9 +469,8 @@ class Rank:
             # DTensor's caches confuse equal meshes of different worlds.
             names = tuple(f"m{next(_meshes)}" for _ in range(ranks.ndim))
             if (of.ranks, of.sizes) not in self.meshes:
-                made = DeviceMesh(
-                    self.device.split(":")[0], ranks, mesh_dim_names=names
-                )
+                kind = self.device.split(":")[0]
+                made = DeviceMesh(kind, ranks, mesh_dim_names=names)
                 self.meshes[of.ranks, of.sizes] = made
         if self.device != "cpu":
             enter(FakeTensorMode())
@@ -483,9 +479,6 @@ class Rank:
         self.params = [torch.nn.Parameter(self.tensor(of)) for of in held]
         self.grads = list(map(self.tensor, held))
         return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.stack.close()
 
     def tensor(self, of: Held) -> DTensor:
         kinds = {"R": Replicate(), "P": Partial()}

@@ -102,8 +102,6 @@ class Accelerator(Recorder):
         self._used.add(key)
         super().launched(call)
 
-    # Memory
-
     def allocated(self, storage: int, size: int) -> None:
         self._sizes[storage] = size
         if storage in self._home:
@@ -128,8 +126,6 @@ class Accelerator(Recorder):
             self._free[queue].append((storage, joined(*used)))
             self.live -= self._sizes[storage]
             self._sizes[storage] = 0
-
-    # Operations
 
     def run(self, func: Any, args: Any, kwargs: Any, reads: list, writes: list) -> Any:
         name = func.__name__
@@ -185,9 +181,6 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         self.model.add(self.queue, self.model.clocks[other.queue])
-
-    def wait_event(self, event: Event) -> None:
-        self.model.add(self.queue, event.clock)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or torch.Event()

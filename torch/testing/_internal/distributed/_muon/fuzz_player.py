@@ -1,7 +1,6 @@
 """Plays a plan of the property-based tests on one rank, next to one process with whole matrices.
 
-After each event, parameters and momentum must equal those of the one process. The ranks tell each other of
-problems over a group of their own.
+After each event, parameters and momentum must equal those of the one process.
 """
 
 from __future__ import annotations
@@ -11,20 +10,19 @@ import copy
 import functools
 import itertools
 import math
-import multiprocessing
 import os
 import re
 import time
 import traceback
 import warnings
 from datetime import timedelta
-from multiprocessing import connection
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard, Placement
@@ -37,13 +35,15 @@ from torch.testing._internal.distributed._muon.common_config import (
 )
 from torch.testing._internal.distributed._muon.common_muon import (
     equal,
+    everyone,
     full,
     local,
     moved_alike,
     placed,
     sizes_of,
+    wrap_functions,
 )
-from torch.testing._internal.distributed._muon.common_rules import Recorder
+from torch.testing._internal.distributed._muon.common_rules import Call, Recorder
 
 
 WORLD = 4
@@ -65,9 +65,14 @@ class Mesh(NamedTuple):
             found.setdefault(fixed, []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return self.kept or tuple(range(len(self.sizes)))
+
     def place_of(self, rank: int) -> tuple[int, ...]:
         places = itertools.product(*map(range, self.sizes))
-        return dict(zip(self.ranks, places, strict=True))[rank]
+        place = dict(zip(self.ranks, places, strict=True))[rank]
+        return tuple(place[dim] for dim in self.dims)
 
     @property
     def in_order(self) -> bool:
@@ -77,14 +82,12 @@ class Mesh(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the mesh that a matrix is placed on."""
-        dims = self.kept or range(len(self.sizes))
-        return tuple(self.sizes[dim] for dim in dims)
+        return tuple(self.sizes[dim] for dim in self.dims)
 
     @property
     def holders(self) -> list[tuple[int, ...]]:
         """The ranks of each mesh that a matrix is placed on."""
-        return self.groups(self.kept or tuple(range(len(self.sizes))))
+        return self.groups(self.dims)
 
 
 class Matrix(NamedTuple):
@@ -151,8 +154,7 @@ STEP = ("step", ())
 class Plan(NamedTuple):
     """A configuration as plain data: what each rank builds, and what then happens.
 
-    A plan travels from the process that draws it to the ranks that play it, and a failing one is printed.
-    So meshes, placements and dtypes are written as numbers and words.
+    A failing one is printed. So meshes, placements and dtypes are written as numbers and words.
     """
 
     config: Config
@@ -165,14 +167,8 @@ class Plan(NamedTuple):
     limits: tuple[tuple[str, int], ...] = ()
     actions: tuple[tuple[Any, ...], ...] = (STEP,)
 
-    def all_matrices(self) -> tuple[Matrix, ...]:
-        """Those that come later, too."""
-        added = (action[1] for action in self.actions if action[0] == "add")
-        return (*self.matrices, *itertools.chain.from_iterable(added))
-
-    def all_options(self) -> tuple[tuple[tuple[str, Any], ...], ...]:
-        added = (action[2] for action in self.actions if action[0] == "add")
-        return (*self.options, *added)
+    def actions_of(self, kind: str) -> list[tuple[Any, ...]]:
+        return [given for name, *given in self.actions if name == kind]
 
     def sharing(self, matrix: Matrix, rank: int) -> tuple[int, ...]:
         """The sorted ranks that share ``matrix`` with ``rank``; () if it holds none of it."""
@@ -212,20 +208,15 @@ class Plan(NamedTuple):
         """Whether each rank linked with a holder of one of ``changed`` holds ``count`` of them."""
         holders = (r for r in range(WORLD) for m in changed if self.sharing(m, r))
         linked = set().union(*(self.linked(rank, matrices) for rank in holders))
-        return all(
-            sum(bool(self.sharing(m, r)) for m in changed) >= count for r in linked
-        )
+        counts = (sum(bool(self.sharing(m, r)) for m in changed) for r in linked)
+        return all(found >= count for found in counts)
 
 
 def strided_order(placements: tuple[int | str, ...]) -> list[tuple[int, int]]:
     """(Mesh dimension, tensor dimension) of each shard, in the order in which they cut."""
     plain = [(i, p) for i, p in enumerate(placements) if isinstance(p, int)]
-    late = [
-        (i, int(p[1:]))
-        for i, p in enumerate(placements)
-        if isinstance(p, str) and p.startswith("/")
-    ]
-    return plain + late
+    words = [(i, p) for i, p in enumerate(placements) if isinstance(p, str)]
+    return plain + [(i, int(p[1:])) for i, p in words if p.startswith("/")]
 
 
 # Of a collective that pairs up with none.
@@ -233,9 +224,18 @@ TIMEOUT = timedelta(seconds=20)
 
 
 @functools.cache
+def control_group() -> dist.ProcessGroup:
+    """The one over which ranks tell each other of problems. It outlives broken ones."""
+    return dist.new_group(timeout=3 * TIMEOUT)
+
+
+_meshes = itertools.count()
+
+
+@functools.cache
 def device_mesh(mesh: Mesh) -> DeviceMesh:
     """Made once, by all ranks together; equal meshes would get mixed up in DTensor's caches."""
-    number = device_mesh.cache_info().misses
+    number = next(_meshes)
     names = tuple(f"m{number}d{dim}" for dim in range(len(mesh.sizes)))
     ranks = torch.tensor(mesh.ranks).reshape(mesh.sizes)
     made = DeviceMesh("cpu", ranks, mesh_dim_names=names)
@@ -247,14 +247,32 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     return made
 
 
+def renew_groups() -> None:
+    """The next plan makes all groups again, because a plan with problems may have broken these."""
+    rank, store = dist.get_rank(), distributed_c10d._get_default_store()
+    store = dist.PrefixStore("renewed", store)
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT
+    )
+    control_group.cache_clear()
+    device_mesh.cache_clear()
+
+
 def chunk(tensor: torch.Tensor, count: int, at: int, dim: int) -> torch.Tensor:
     parts = tensor.chunk(count, dim)
     return parts[at] if at < len(parts) else tensor.narrow(dim, 0, 0)
 
 
-def strided(placements, sizes, at: int) -> Placement:
-    """A shard that later dimensions of the mesh cut before dimension ``at`` does."""
-    dim = int(placements[at][1:])
+def placement(placements, sizes, at: int) -> Placement:
+    """That of dimension ``at`` of a mesh."""
+    word = placements[at]
+    if word in ("R", "P"):
+        return Replicate() if word == "R" else Partial()
+    if isinstance(word, int):
+        return Shard(word)
+    # Later dimensions of the mesh cut before this one does.
+    dim = int(word[1:])
     later = [sizes[i] for i in range(at + 1, len(sizes)) if placements[i] == dim]
     return _StridedShard(dim, split_factor=math.prod(later))
 
@@ -267,8 +285,7 @@ class Held:
         self.dtype = getattr(torch, matrix.dtype)
         self.placements = matrix.placements
         self.sharing = plan.sharing(matrix, rank)
-        self.seed = number
-        self.steps = 0
+        self.seed, self.steps = number, 0
         # Until a step its momentum may be another parameter's, or placed as a checkpoint had it.
         self.is_new = False
         if matrix.mesh is None and plan.config.mesh is None:
@@ -283,7 +300,6 @@ class Held:
         self.param = self.new_param()
 
     def values(self, step: int) -> torch.Tensor:
-        """The parameter's, or with ``step`` its gradient's."""
         return full(self.seed + 7919 * step, self.matrix.shape).to(self.dtype)
 
     def new_param(self) -> torch.nn.Parameter:
@@ -291,35 +307,28 @@ class Held:
         param = torch.nn.Parameter(self.cut(whole, self.matrix.turned))
         return param.requires_grad_(not self.matrix.frozen)
 
-    # Where this rank's part is
-
-    def place_of(self, rank: int) -> tuple[int, ...]:
-        """Of a rank in the mesh of a DTensor."""
-        mesh = self.matrix.mesh
-        place = mesh.place_of(rank)
-        return tuple(place[dim] for dim in mesh.kept) if mesh.kept else place
-
     def piece(self, whole: torch.Tensor, placements: Any = None) -> torch.Tensor:
         """This rank's part of a matrix, cut without a look at the framework's rules."""
         if self.matrix.mesh is not None:
-            sizes, place = self.matrix.mesh.shape, self.place_of(self.rank)
+            mesh = self.matrix.mesh
+            sizes, place = mesh.shape, mesh.place_of(self.rank)
             for mesh_dim, dim in strided_order(placements or self.placements):
                 whole = chunk(whole, sizes[mesh_dim], place[mesh_dim], dim)
             return whole
         config = self.plan.config
         if config.mesh is None:
             return whole
-        place = config.mesh.place_of(self.rank)
         for kind, dim in (("tp", self.matrix.tp_dim), ("fsdp", 0)):
             for along in config.dims_of(kind):
                 if dim is not None:
-                    count = config.mesh.sizes[along]
-                    parts = sizes_of(whole.shape[dim], count, self.matrix.how)
-                    whole = whole.split(parts, dim)[place[along]]
+                    groups = config.mesh.groups((along,))
+                    # A process group has its ranks in their own order, not in the mesh's.
+                    (group,) = (sorted(g) for g in groups if self.rank in g)
+                    parts = sizes_of(whole.shape[dim], len(group), self.matrix.how)
+                    whole = whole.split(parts, dim)[group.index(self.rank)]
         return whole
 
     def numel_of(self, rank: int) -> int:
-        """The number of elements that ``rank`` holds."""
         other = copy.copy(self)
         other.rank = rank
         return other.piece(torch.empty(self.matrix.shape, device="meta")).numel()
@@ -340,24 +349,15 @@ class Held:
         """A DTensor where the parameter is one."""
         if self.matrix.mesh is None:
             return piece
-        kinds, sizes = {"R": Replicate(), "P": Partial()}, self.matrix.mesh.shape
-        found = [
-            kinds.get(each)
-            or (
-                Shard(each) if isinstance(each, int) else strided(placements, sizes, at)
-            )
-            for at, each in enumerate(placements)
-        ]
+        sizes = self.matrix.mesh.shape
         return DTensor.from_local(
             piece,
             device_mesh(self.matrix.mesh),
-            found,
+            [placement(placements, sizes, at) for at in range(len(sizes))],
             run_check=False,
             shape=torch.Size(shape),
             stride=torch.empty(shape, device="meta").stride(),
         )
-
-    # Gradients
 
     def set_gradient(self, step: int, kind: str) -> None:
         self.single.grad = self.param.grad = None
@@ -375,23 +375,17 @@ class Held:
         elif kind == "summed" and mesh is not None and mesh.in_order:
             # All of it on the first rank along each dimension.
             terms = ("P",) * len(self.placements)
-            mine = whole * (not any(self.place_of(self.rank)))
+            mine = whole * (not any(mesh.place_of(self.rank)))
             gradient = self.wrap(mine, whole.shape, terms)
         else:
             if kind == "zero":
                 whole = torch.zeros_like(whole)
             gradient = self.cut(whole, turned=kind == "turned")
-        # A rank with an empty shard may have none.
-        if local(gradient).numel() or (step + self.rank) % 2:
+        # A rank with an empty shard may have none, but all take part in a sum.
+        if local(gradient).numel() or kind == "summed" or (step + self.rank) % 2:
             self.param.grad = gradient
         # Stock Muon divides by the number of elements.
         self.single.grad = whole if whole.numel() else None
-
-    # One process
-
-    def after_single_step(self) -> None:
-        self.steps += 1
-        self.is_new = self.is_new and not self.param.requires_grad
 
     def problems(self, optimizer: Muon, single: Muon) -> list[str]:
         name = f"{self.number}: {self.matrix}"
@@ -411,18 +405,12 @@ class Held:
         return wrong if alike else [*wrong, f"momentum {name}: {mine} instead of {its}"]
 
 
-def received_bytes(seen: Recorder, rank: int) -> int:
-    """What ``rank`` received from other ranks in the exchanges that ``seen`` recorded."""
-    received = 0
-    for call in (call for what, call in seen.log if what == "launch"):
-        if call.name == "all_to_all_single":
-            _, sizes = call.splits
-            received += (
-                sum(sizes) - sizes[call.comm.ranks.index(rank)]
-            ) * call.itemsize
-        elif call.name == "broadcast" and call.source != rank:
-            received += call.nbytes
-    return received
+def received_bytes(call: Call, rank: int) -> int:
+    """The bytes of an exchange that ``rank`` received from other ranks."""
+    if call.name == "all_to_all_single":
+        _, sizes = call.splits
+        return (sum(sizes) - sizes[call.comm.ranks.index(rank)]) * call.itemsize
+    return call.nbytes * (call.name == "broadcast" and call.source != rank)
 
 
 class Late(Recorder):
@@ -434,10 +422,8 @@ class Late(Recorder):
 
 
 class Player:
-    """One rank of a plan."""
-
-    def __init__(self, plan: Plan, rank: int, control: dist.ProcessGroup) -> None:
-        self.plan, self.rank, self.control = plan, rank, control
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
         self.step_number = self.count = 0
         # By number in the plan, and in the optimizer's order, group by group.
         self.held: dict[int, Held] = {}
@@ -462,13 +448,13 @@ class Player:
                     return problems
         return []
 
-    # Events
-
     def events(self):
         # All ranks make all meshes.
-        matrices = self.plan.all_matrices()
+        matrices = list(self.plan.matrices)
+        for new, _ in self.plan.actions_of("add"):
+            matrices += new
         meshes = [self.plan.config.mesh, *(matrix.mesh for matrix in matrices)]
-        meshes += [action[2] for action in self.plan.actions if action[0] == "replace"]
+        meshes += [mesh for _, mesh, *_ in self.plan.actions_of("replace")]
         for mesh in dict.fromkeys(meshes):
             if mesh is not None:
                 device_mesh(mesh)
@@ -487,22 +473,17 @@ class Player:
         if self.held:
             try:
                 event()
-                problems = self.differences()
+                for held in self.order():
+                    problems += held.problems(self.optimizer, self.single)
             except Exception:
                 problems.append(traceback.format_exc())
         told = torch.tensor(len(problems))
-        dist.all_reduce(told, group=self.control)
+        dist.all_reduce(told, group=control_group())
         if not told:
             return []
-        return [f"{event}: {text}" for text in problems or ["on other ranks"]]
-
-    def differences(self) -> list[str]:
-        found, order = [], self.order()
-        for held in order:
-            found += held.problems(self.optimizer, self.single)
-        return found
-
-    # Parameters
+        found = list(enumerate(everyone(problems, control_group())))
+        renew_groups()
+        return [f"{event}, rank {r}: {text}" for r, texts in found for text in texts]
 
     def hold(self, matrices) -> list[Held]:
         first, self.count = self.count, self.count + len(matrices)
@@ -516,8 +497,6 @@ class Player:
 
     def order(self) -> list[Held]:
         return [held for group in self.groups for held in group]
-
-    # Building
 
     def build(self):
         self.single = self.muon("single", {"foreach": False})
@@ -534,23 +513,19 @@ class Player:
         return Muon(groups, allow_batched_matrices=self.plan.batched, **options)
 
     def params_of(self, group, which):
-        """The parameters of a group, by name if the plan says so."""
         params = [getattr(held, which) for held in group]
         if not self.plan.named:
             return {"params": params}
         # torch takes the names of all groups, also of those without parameters.
-        names = [f"w{held.number}" for held in group]
-        return {"params": list(zip(names, params))} | (
-            {} if group else {"param_names": []}
-        )
+        pairs = [(f"w{held.number}", p) for held, p in zip(group, params)]
+        return {"params": pairs} if group else {"params": [], "param_names": []}
 
     def options_of(self, number: int) -> dict[str, Any]:
-        return {
-            key: torch.tensor(value[0])
-            if isinstance(value, tuple) and key == "lr"
-            else value
-            for key, value in self.plan.all_options()[number]
-        }
+        added = [options for _, options in self.plan.actions_of("add")]
+        options = dict([*self.plan.options, *added][number])
+        if isinstance(options.get("lr"), tuple):
+            options["lr"] = torch.tensor(*options["lr"])
+        return options
 
     def new_config(self):
         config = self.plan.config
@@ -560,14 +535,10 @@ class Player:
             made = create_dtensor_config(config.asynchronous, config.prefetch)
         else:
             made = self.new_group_config()
-        built = made.gather_fn, made.redistribute_fn
         if config.functions == "assigned":
             made.assign_fn = self.assign
         elif config.functions == "wrapped":
-            made.gather_fn = lambda tensor, rank, state: built[0](tensor, rank, state)
-            made.redistribute_fn = lambda tensor, rank, state: built[1](
-                tensor, rank, state
-            )
+            wrap_functions(made, "gather_fn", "redistribute_fn")
         return made
 
     def new_group_config(self):
@@ -578,18 +549,12 @@ class Player:
             for dim, kind in enumerate(config.kinds)
             if kind is not None
         }
-        order = self.order()
-        dims = {
-            i: h.matrix.tp_dim
-            for i, h in enumerate(order)
-            if h.matrix.mesh is None and h.matrix.tp_dim is not None
-        }
+        dims = {i: held.matrix.tp_dim for i, held in enumerate(self.order())}
+        experts = {i: held.expert for i, held in enumerate(self.order())}
         return create_auto_config(
             **groups,
-            tp_dim_per_param=dims,
-            expert_assignments={
-                i: h.expert for i, h in enumerate(order) if h.expert is not None
-            },
+            tp_dim_per_param={i: d for i, d in dims.items() if d is not None},
+            expert_assignments={i: e for i, e in experts.items() if e is not None},
             async_gpu_parallelism=config.asynchronous,
             prefetch_count=config.prefetch,
         )
@@ -612,21 +577,19 @@ class Player:
     def step(self, gradients=STEP[1]):
         self.set_gradients(gradients)
         before = list(self.versions())
-        seen = Late(moves=True) if self.is_late else Recorder(moves=True)
+        seen = Late() if self.is_late else Recorder()
         with seen, NewtonSchulzCalls() as calls:
             self.optimizer.step()
         problems = seen.problems + self.unexpected(seen, len(calls.shapes))
-        problems += [
-            f"{held.number} was {'not ' * is_written}written"
-            for held, tensor, version in before
-            if (is_written := held.single.grad is not None)
-            != (tensor._version > version)
-        ]
+        for held, tensor, version in before:
+            if (held.single.grad is not None) != (tensor._version > version):
+                problems.append(f"{held.number} was written, or not, without a reason")
         if problems:
             raise AssertionError(f"{problems}")
         self.single.step()
         for held in self.order():
-            held.after_single_step()
+            held.steps += 1
+            held.is_new = held.is_new and not held.param.requires_grad
 
     def versions(self):
         """The counters by which autograd learns of a step's writes, of tensors that have elements here."""
@@ -662,7 +625,7 @@ class Player:
             found.append(f"{count} matrices instead of {least} to {most}")
         # In two levels, others' bytes pass through this rank.
         if dict(self.plan.limits).get("MAX_PEERS", 512) == 512:
-            received = received_bytes(seen, self.rank)
+            received = sum(received_bytes(call, self.rank) for call in seen.calls)
             if received != expected:
                 found.append(f"{received} bytes instead of {expected}")
         return found
@@ -677,9 +640,8 @@ class Player:
         """
         held = self.held.get(number)
         others = set() if held is None else set(held.sharing) - {culprit}
-        knows = (
-            held is not None and held.param.requires_grad and culprit in held.sharing
-        )
+        knows = held is not None and culprit in held.sharing
+        knows = knows and held.param.requires_grad
         # A shard without elements needs no gradient.
         if not (knows and held.numel_of(culprit) and any(map(held.numel_of, others))):
             self.step()
@@ -748,12 +710,11 @@ class Player:
         number = len(self.groups)
         new = self.hold(matrices)
         self.groups.append(new)
-        options = self.options_of(number)
         for optimizer, which, own in (
             (self.optimizer, "param", {}),
             (self.single, "single", {"foreach": False}),
         ):
-            group = {**options, **own, **self.params_of(new, which)}
+            group = {**self.options_of(number), **own, **self.params_of(new, which)}
             if new or self.plan.config.mesh is not None:
                 optimizer.add_param_group(group)
             else:
@@ -812,83 +773,3 @@ class Player:
         if state is not None and inherits:
             self.single.state[held.single] = state
         self.step()
-
-
-# Seconds after which ranks that have not come back never will.
-PATIENCE = 120
-# Process groups that meshes brought along cost memory and threads.
-PLANS_A_LIFE = 400
-
-
-def work(rank: int, port: int, pipe: connection.Connection) -> None:
-    """One rank: plays what comes through ``pipe`` until that is None."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", port, WORLD, is_master=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT
-    )
-    control = dist.new_group(timeout=3 * TIMEOUT)
-    while (plan := pipe.recv()) is not None:
-        try:
-            pipe.send(Player(plan, rank, control).run())
-        except Exception:
-            pipe.send([traceback.format_exc()])
-    dist.destroy_process_group()
-
-
-class Workers:
-    """Starts the ranks when there is a plan for them, and others after one that left problems."""
-
-    def __init__(self) -> None:
-        self.processes: list[Any] = []
-        self.pipes: list[connection.Connection] = []
-        self.store: dist.TCPStore | None = None
-        self.plans = 0
-
-    def play(self, plan: Plan) -> list[list[str]]:
-        """The problems of each rank with ``plan``."""
-        if self.plans >= PLANS_A_LIFE:
-            self.end()
-        if not self.processes:
-            self.start()
-        self.plans += 1
-        for pipe in self.pipes:
-            pipe.send(plan)
-        found: list[list[str]] = []
-        for pipe in self.pipes:
-            try:
-                found.append(pipe.recv() if pipe.poll(PATIENCE) else ["came to no end"])
-            except (EOFError, ConnectionError):
-                found.append(["died"])
-        if any(found):
-            self.end(kindly=False)
-        return found
-
-    def start(self) -> None:
-        method = multiprocessing.get_start_method()
-        context = multiprocessing.get_context("spawn" if method == "fork" else method)
-        self.store = dist.TCPStore(
-            "localhost", 0, WORLD, is_master=True, wait_for_workers=False
-        )
-        for rank in range(WORLD):
-            mine, its = context.Pipe()
-            process = context.Process(
-                target=work, args=(rank, self.store.port, its), daemon=True
-            )
-            process.start()
-            its.close()
-            self.processes.append(process)
-            self.pipes.append(mine)
-        self.plans = 0
-
-    def end(self, kindly: bool = True) -> None:
-        for pipe in self.pipes if kindly else ():
-            pipe.send(None)
-        for process, pipe in zip(self.processes, self.pipes, strict=True):
-            if kindly:
-                process.join(60)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            pipe.close()
-        self.processes, self.pipes, self.store = [], [], None

@@ -4,26 +4,25 @@ The test command tries some, the same ones each time. ``MUON_TEST_FUZZ=10000`` t
 ``MUON_TEST_FUZZ_SEED`` says which ones.
 """
 
-from __future__ import annotations
-
-import importlib.util
 import os
 import unittest
 
 
-COUNT, SEED = "MUON_TEST_FUZZ", "MUON_TEST_FUZZ_SEED"
+try:
+    import hypothesis
+except ImportError as error:
+    raise unittest.SkipTest("hypothesis is not installed") from error
 
 
-if importlib.util.find_spec("hypothesis") is None:
-    raise unittest.SkipTest("hypothesis is not installed")
-import hypothesis
+def one_of(*values):
+    return hypothesis.strategies.sampled_from(values)
 
 
 def fuzz(examples: int):
     """A decorator for a test of ``given`` arguments, which are drawn ``examples`` times by default."""
-    seed = os.environ.get(SEED)
+    seed = os.environ.get("MUON_TEST_FUZZ_SEED")
     settings = hypothesis.settings(
-        max_examples=int(os.environ.get(COUNT, examples)),
+        max_examples=int(os.environ.get("MUON_TEST_FUZZ", examples)),
         # The same ones each time, as hypothesis has it without a seed of its own.
         derandomize=seed is None,
         database=None,

@@ -1,23 +1,149 @@
-"""Recipes for tensor parallelism, alone and under FSDP, HSDP and DDP.
+"""Recipes for FSDP, DDP, HSDP, context and tensor parallelism, and for weights that become DTensors.
 
 TP cuts first, and FSDP cuts the rows of TP's pieces.
 """
 
 import torch.distributed as dist
-from recipes.common import average, CPU, cut_linears, parallelize, Recipe, Transformer
+from recipes.common import (
+    average,
+    Block,
+    CPU,
+    cut_linears,
+    MLP,
+    parallelize,
+    Recipe,
+    Transformer,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     fully_shard,
     FullyShardedDataParallel as FSDP,
     ShardingStrategy,
 )
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import distribute_tensor, Replicate, Shard
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
     detect_tp_dims_from_model,
+    partition_named_parameters,
 )
 from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon.common_modules import place_weights
+
+
+class TestDataParallel(Recipe):
+    def test_flat(self):
+        """EXAMPLES 1, migrations 2 and 3; END_TO_END FSDP, with a sharding strategy, and to FSDP: all
+        parameters are matrices of flat parameters, one for the model or one for each block."""
+        group = dist.group.WORLD
+        for options in (
+            {},
+            {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+            {"auto_wrap_policy": ModuleWrapPolicy({Block})},
+        ):
+            model = FSDP(Transformer(), device_id=CPU, **options)
+            config = create_auto_config(fsdp_process_group=group)
+            self.check(Transformer(), model, config, fsdp=group, data=[group])
+
+    def test_with_biases(self):
+        """EXAMPLES 1, migration 3: matrices for Muon and biases for AdamW in one unit."""
+        one, group = MLP(bias=True), dist.group.WORLD
+        model = FSDP(MLP(bias=True), device_id=CPU, use_orig_params=True)
+        matrices, others = partition_named_parameters(model)
+        config = create_auto_config(fsdp_process_group=group, module=model)
+        how = {"others": others, "fsdp": group, "data": [group]}
+        self.check(one, model, config, matrices, **how)
+
+    def test_fsdp2(self):
+        """EXAMPLES 0a, 1 and migration 4, PROJECT quick start, END_TO_END FSDP, with ``fully_shard``: no
+        groups, no dimensions. PROJECT, verify the setup and print the assignments; TESTING, assignments checked."""
+        model = Transformer()
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        config = create_dtensor_config()
+        muon = Muon(model.parameters(), lr=0.01, distributed_config=config)
+        owned = sorted(index for some in muon.assignments.values() for index in some)
+        self.assertEqual(owned, list(range(8)))
+        self.assertEqual(muon.current_rank, dist.get_rank())
+        self.compare(Transformer(), model, muon, data=[dist.group.WORLD])
+
+    def test_shared_out(self):
+        """EXAMPLES 2, migration 5: the replicas share the matrices. END_TO_END, DDP, calls the group another
+        name; without a config, every rank orthogonalizes every matrix."""
+        world = dist.group.WORLD
+        for kind in ("", "ddp", "cp"):
+            groups = {f"{kind}_process_group": world}
+            config = create_auto_config(**groups) if kind else None
+            how = {"data": [world], "once": config is not None}
+            self.check(Transformer(), DDP(Transformer()), config, **how)
+
+    def test_context_parallel(self):
+        """END_TO_END, context parallelism: ranks see different parts of each sequence."""
+        group = dist.group.WORLD
+        model = Transformer()
+        for layer in model.layers:
+            layer.attention.context = group
+        config = create_auto_config(cp_process_group=group)
+
+        def backward(*sequences):
+            inputs, targets = (
+                s.chunk(group.size(), 1)[group.rank()] for s in sequences
+            )
+            mse_loss(model(inputs), targets).backward()
+            average(model.parameters(), group)  # the sum alone would be too large
+
+        self.check(Transformer(), model, config, backward=backward)
+
+    def test_hybrid_shard(self):
+        """EXAMPLES 6: FSDP within nodes, DDP across nodes. END_TO_END, HSDP, with other names."""
+        nodes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+        ddp, fsdp = nodes.get_all_groups()
+        other_names = {"shard_process_group": fsdp, "replicate_process_group": ddp}
+        for where, config in (
+            ({"device_mesh": nodes}, create_auto_config(fsdp, ddp_process_group=ddp)),
+            ({"process_group": (fsdp, ddp)}, create_auto_config(**other_names)),
+        ):
+            where["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+            model = FSDP(Transformer(), device_id=CPU, **where)
+            self.check(Transformer(), model, config, fsdp=fsdp, data=[fsdp, ddp])
+
+    def test_hybrid_fsdp2(self):
+        """EXAMPLES 6, END_TO_END HSDP, with ``fully_shard``: the mesh says it all."""
+        nodes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = fully_shard(Transformer(), mesh=nodes)
+        config, data = create_dtensor_config(), nodes.get_all_groups()[::-1]
+        self.check(Transformer(), model, config, data=data)
+
+    def check_placed(self, mesh, placements, inputs):
+        one, model = MLP(bias=True), place_weights(MLP(bias=True), mesh, placements)
+        matrices, others = partition_named_parameters(model)
+        config = create_dtensor_config(async_gpu_parallelism=True, prefetch_count=1)
+
+        def backward(*whole):
+            x, targets = (distribute_tensor(t, mesh, inputs) for t in whole)
+            # The backward pass of mse_loss would divide by the elements of this rank's piece only.
+            (model(x) - targets).square().mean().backward()
+
+        self.check(one, model, config, matrices, others=others, backward=backward)
+
+    def test_sharded(self):
+        """EXAMPLES 0b, migration 1: weights cut along dimension 0."""
+        self.check_placed(init_device_mesh("cpu", (4,)), [Shard(0)], [Replicate()])
+
+    def test_sharded_twice(self):
+        """EXAMPLES 0c: one dimension of the mesh cuts rows, the other columns."""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        placements = [Shard(0), Shard(1)], [Shard(0), Replicate()]
+        self.check_placed(mesh, *placements)
+
+    def test_replicated(self):
+        """EXAMPLES 0d, migration 5: every rank has all weights and a slice of the batch, as under DDP."""
+        self.check_placed(init_device_mesh("cpu", (4,)), [Replicate()], [Shard(0)])
 
 
 # layers.0.attention.qkv_proj, layers.0.attention.out_proj, layers.0.ffn.w1, and so on
