@@ -23,7 +23,7 @@ from ._newton_schulz import (
     EPS,
     NS_DTYPE,
 )
-from .optimizer import _disable_dynamo_if_unsupported, _to_scalar, Optimizer, ParamsT
+from .optimizer import _disable_dynamo_if_unsupported, Optimizer, ParamsT
 
 
 if TYPE_CHECKING:
@@ -423,7 +423,8 @@ def _single_tensor_muon(
     """Steps the parameters of one group: a matrix at a time, in batches, or by an engine for this call."""
     if has_complex:
         raise ValueError("Complex parameters are not supported")
-    formulas = MuonFormulas(lr=_to_scalar(lr), foreach=foreach, **options)
+    group = {**MuonFormulas._field_defaults, **options, "lr": lr, "foreach": foreach}
+    formulas = MuonFormulas.of_group(group)
     takes_more = allow_batched_matrices or formulas.flatten
     if distributed_config is not None:
         if not takes_more and any(param.ndim > 2 for param in params):

@@ -64,10 +64,10 @@ def problem_with(
         else:
             hint = ". flatten=True in its parameter group takes it as one matrix, allow_batched_matrices=True as a stack of matrices"
         return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({described}){hint}"
-    if reader is not None or not (split.sizes or flatten):
+    if reader is not None or not (split.sizes or param.ndim > 2):
         return ""
     if type(param) not in (Tensor, torch.nn.Parameter):
-        return f"{described} is a {type(param).__name__}, which only a distributed_config can split or flatten"
+        return f"{described} is a {type(param).__name__}, which only a factory's distributed_config can cut into matrices"
     if not split.sizes:
         return ""
     whole = param.flatten(1) if flatten else param
@@ -91,11 +91,11 @@ def _check_options(options: dict[str, Any]) -> None:
     check_ns_algorithm(options["ns_algorithm"])
 
 
-def find_problem(muon: Any, first_group: int = 0) -> ValueError | None:
+def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
     """The error for an invalid option, or parameter in ``first_group`` or later, if there is one."""
     try:
         _check_options(muon.defaults)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return error
     config, groups = muon._distributed_config, muon.param_groups
     reader = None if config is None else config.state.get("reader")

@@ -64,7 +64,8 @@ class MuonFormulas(NamedTuple):
     # Checkpoints of the first Muon do not have the options with defaults.
     foreach: bool | None = None
     ns_algorithm: str = "quintic"
-    split: Sequence[int] | dict[str, Any] | None = None
+    # A Split; None only as the default of a parameter group.
+    split: Any = None
     flatten: bool = False
 
     @classmethod
@@ -74,14 +75,14 @@ class MuonFormulas(NamedTuple):
         values["ns_coefficients"] = as_tuples(values["ns_coefficients"])
         # A list may change in place, which every step must notice.
         values["split"] = Split.of(values["split"])
+        values["flatten"] = bool(values["flatten"])
         return cls(**{**values, "lr": _to_scalar(values["lr"])})
 
     @property
     def compute_key(self) -> tuple:
         """Matrices with equal keys may share a batch."""
-        # The functional form may be given lists.
-        coefficients = as_tuples(self.ns_coefficients)
-        return coefficients, self.ns_steps, self.eps, self.ns_algorithm, self.foreach
+        newton_schulz = self.ns_coefficients, self.ns_steps, self.eps, self.ns_algorithm
+        return *newton_schulz, self.foreach
 
     @property
     def _readable_lr(self) -> float | None:
@@ -107,8 +108,7 @@ class MuonFormulas(NamedTuple):
     @property
     def form(self) -> tuple[Split, bool]:
         """How a parameter becomes matrices: ``split``, ``flatten``."""
-        split = self.split if isinstance(self.split, Split) else Split.of(self.split)
-        return split, bool(self.flatten)
+        return self.split, self.flatten
 
     def matrices(self, tensor: Tensor) -> Sequence[Tensor]:
         """The matrices in a parameter, as views; of three dimensions if ``split`` has repeats.
@@ -137,11 +137,9 @@ class MuonFormulas(NamedTuple):
 
     def signature(self) -> dict[str, str]:
         """The values that ranks compare at construction. The value of a Tensor may change meanwhile."""
-        split, flatten = self.form
-        values = self._replace(split=split, flatten=flatten)._asdict()
         return {
             name: "a Tensor" if isinstance(value, Tensor) else str(value)
-            for name, value in values.items()
+            for name, value in self._asdict().items()
         }
 
     def accumulate(self, bufs: list[Tensor], grads: list[Tensor]) -> None:
@@ -179,7 +177,7 @@ class MuonFormulas(NamedTuple):
         return update if prepared.ndim == 2 else update.reshape(prepared.shape)
 
     def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
-        """How many matrices of ``shape`` a distributed step orthogonalizes in one batch."""
+        """How many matrices of ``shape`` go into one batch."""
         if self.foreach is False or (self.foreach is None and device.type == "cpu"):
             return 1
         return max(1, _BATCH_BYTES // max(1, math.prod(shape) * NS_DTYPE.itemsize))

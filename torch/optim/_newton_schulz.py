@@ -45,6 +45,8 @@ Coefficients = tuple[float, float, float]
 
 def as_tuples(ns_coefficients: Any) -> tuple:
     """Returns ``ns_coefficients`` with tuples for the lists that JSON and YAML checkpoints contain."""
+    if not hasattr(ns_coefficients, "__iter__"):
+        return (ns_coefficients,)
     return tuple(tuple(c) if isinstance(c, list) else c for c in ns_coefficients)
 
 

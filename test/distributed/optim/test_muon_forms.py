@@ -175,14 +175,17 @@ class TestMuonForms(OnCPU):
         sums = r"'w'.*split \(24, 8\) adds up to 32, but dimension 0 has 48"
         for param, config, form, pattern in (
             (fused, "auto", {"split": (24, 8)}, sums),
-            (fused, None, {"split": [24, 24]}, "only a distributed_config"),
-            (conv, None, {"flatten": True}, "only a distributed_config"),
+            (fused, None, {"split": [24, 24]}, "only a factory's distributed_config"),
+            (conv, None, {"flatten": True}, "only a factory's distributed_config"),
+            # Its matrices were orthogonalized as one.
+            (conv, None, {}, "only a factory's distributed_config"),
             (fused, "auto", {"split": other}, "ranks disagree"),
             (cut, create_auto_config(**columns), {"flatten": True}, "cuts dimension 2"),
         ):
             group = {"params": [("w", nn.Parameter(param))], **form}
+            options = {"distributed_config": config, "allow_batched_matrices": not form}
             self.assertRaisesEverywhere(
-                lambda: Muon([group], distributed_config=config), ValueError, pattern
+                lambda: Muon([group], **options), ValueError, pattern
             )
 
 

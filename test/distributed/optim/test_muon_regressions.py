@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Muon
+from torch.optim._muon_engine.schedule import owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_utils import run_tests
@@ -185,6 +186,32 @@ class TestMuonRegressions(OnCPU):
                 twins.optimizer.step, torch.OutOfMemoryError, "no memory"
             )
 
+    def test_option_of_a_wrong_type_on_one_rank(self):
+        """That rank raised alone, before it met the others."""
+        for option, kind, pattern in (
+            ({"momentum": "0.9"}, TypeError, "not supported between"),
+            ({"ns_coefficients": None}, ValueError, "ranks disagree.*ns_coefficients"),
+        ):
+            placed = Spec((8, 8), mesh_of(4), (S0,))
+            param = torch.nn.Parameter(place(torch.ones(8, 8), placed))
+            options = option if self.rank == 1 else {}
+            self.assertRaisesEverywhere(
+                lambda: Muon([param], distributed_config="auto", **options),
+                kind,
+                pattern,
+            )
+
+    def test_own_error_in_a_divided_matrix(self):
+        """It was told as another rank's, too."""
+        config = create_dtensor_config(owners_per_matrix=4)
+        with mock.patch.object(owners, "MIN_DIVIDED", 16):
+            twins = Twins([Spec((64, 64), mesh_of(4), (S0,))], config)
+        failing = "torch.optim._muon_engine.runtime.shared.products_for"
+        with mock.patch(failing, side_effect=RuntimeError("no workspace")):
+            self.assertRaisesEverywhere(
+                twins.optimizer.step, RuntimeError, "^no workspace"
+            )
+
     def test_twenty_optimizers_of_one_matrix_share_the_work(self):
         """All of them once chose the first rank."""
         for placement in (S0, R):
@@ -226,8 +253,12 @@ class TestMuonRegressions(OnCPU):
             twins.optimizer.zero_grad()
             for param in twins.params:
                 states[param]["momentum_buffer"] = None
+            known = twins.optimizer._engine.reader._by_param.values()
             with self.everywhere():
                 self.assertEqual([ref() for ref in kept], [None] * 4)
+                # Nor a piece of the step's.
+                for (_, tensor), param in zip(known, twins.params, strict=True):
+                    self.assertIs(tensor, param)
 
     def test_as_many_threads_as_the_single_process(self):
         """With several threads, bfloat16 updates and small matrices in batches were rounded differently."""

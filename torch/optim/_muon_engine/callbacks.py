@@ -264,8 +264,9 @@ class FunctionStep:
         """This rank's piece of the update, of the parameter's local shape."""
         owner = self.owners[param.key.index]
         piece = self._call("redistribute_fn", update, param)
-        is_same = update is not None and piece is update
-        if is_same and owner != self.rank and not update.any():
+        # Only once, because reading a value waits for an accelerator.
+        is_same = piece is update and self.engine.steps == 1
+        if is_same and update is not None and owner != self.rank and not update.any():
             warnings.warn(
                 f"redistribute_fn returned the zeros that it was given for {param.described} on rank {self.rank}. Only its "
                 f"owner, rank {owner}, updates it, so replicas diverge: broadcast the update",

@@ -94,7 +94,9 @@ def _memory(engine: Any) -> str:
             moved.append(count * layout.shards.numel_of(rank))
         regions = max(regions, min(max(moved) * itemsize, PREPARED_BYTES))
     workspace = max(iterates, wholes + regions)
-    is_kept = engine.device.type == "cpu" or engine.config.state["keep_buffers"]
+    is_kept = engine.device.type == "cpu" or engine.config.state.get(
+        "keep_buffers", False
+    )
     return (
         f"Besides parameters, gradients and momentum, a step of this rank takes up to {_mib(exchange + workspace)} MiB: "
         f"{_mib(exchange)} for the exchange and {_mib(workspace)} for Newton-Schulz and updates. Between steps, the rank "

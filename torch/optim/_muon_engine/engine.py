@@ -71,7 +71,7 @@ class Engine:
     ) -> None:
         self.config = copy.copy(config)
         self.params = params
-        # In the order of all ranks, which may list the same experts in different orders.
+        # In the order of all ranks: experts last, by their ids.
         self.ordered: Sequence[Param] = params
         self.reader = callbacks.reader_of(config, takes_stacks)
         self.steps = 0
@@ -338,7 +338,7 @@ class Engine:
                 param.begin(formulas[param.param_group], grad, states[param.tensor])
         self._hints.look(self.params)
         if self._hints.steps == 1:
-            # The error of a rank that shares no group with the ranks that this one agreed with.
+            # A rank agreed with this one, and then had the error of a group that this one is not in.
             reason = self._notes().read()
             if reason:
                 # Through ranks between, a reason may come with this text already.

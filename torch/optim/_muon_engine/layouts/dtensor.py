@@ -1,7 +1,7 @@
 """DTensors: where their shards are, and this rank's part of them; a plain tensor is its own local part."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, product
 from typing import Any
@@ -83,8 +83,11 @@ class DTensorLayouts:
                 shards[sub] = Shards(members, regions, of_sum)
         return self._shards[memo]
 
-    def sharing(self, params: Sequence[Tensor]) -> Sharing:
-        """Sorted ranks that share one of ``params`` -> groups; the same on a mesh, even if one rank cannot read."""
+    def sharing(self, params: Sequence[Tensor], flat: Collection[int] = ()) -> Sharing:
+        """Sorted ranks that share one of ``params`` -> groups; the same on a mesh, even if one rank cannot read.
+
+        Those with an index in ``flat`` are one matrix; others of three and more dimensions are stacks.
+        """
         dtensors = [p for p in params if isinstance(p, DTensor)]
         on_mesh = [p for p in dtensors if p.device_mesh.get_coordinate()]
         shared: Sharing = {} if len(on_mesh) == len(params) else {(process_rank(),): []}
@@ -92,11 +95,14 @@ class DTensorLayouts:
         for mesh in dict.fromkeys(p.device_mesh for p in on_mesh):
             of_mesh[mesh] = shared.setdefault(mesh_ranks(mesh), [])
             of_mesh[mesh] += [*mesh.get_all_groups(), *_flattened_groups(mesh)]
-        for stack in (p for p in on_mesh if p.ndim > 2):
+        for index, stack in enumerate(params):
+            if not isinstance(stack, DTensor) or stack.ndim < 3 or index in flat:
+                continue
+            mesh = stack.device_mesh
             # A stack that cannot be read is an error on every rank of its mesh.
             with suppress(ValueError):
                 for shards in self._shards_of(stack).values():
-                    shared.setdefault(shards.group, list(of_mesh[stack.device_mesh]))
+                    shared.setdefault(shards.group, list(of_mesh[mesh]))
         return shared
 
 

@@ -106,7 +106,7 @@ class Reader:
         is_first, self._by_param = not self.sharing, {}
         local = _LocalReader(self)
         try:
-            self.sharing = self.dtensors.sharing(params)
+            self.sharing = self.dtensors.sharing(params, self._flat())
             if error is None and is_first:
                 self._check_indices(len(params))
             for index, param in enumerate(params if error is None else ()):
@@ -141,10 +141,13 @@ class Reader:
             sharing[ranks] = [*within, *sharing.get(ranks, []), *of_mesh]
         return sharing
 
+    def _flat(self) -> list[int]:
+        return [index for index, info in enumerate(self._infos) if info.form[1]]
+
     def rendezvous_groups(self, params: Sequence[Tensor]) -> dtensor.Sharing:
         """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
         shared = {tuple(sorted(group_ranks(g))): [g] for g in self.shared.values()}
-        return {**self.dtensors.sharing(params), **shared}
+        return {**self.dtensors.sharing(params, self._flat()), **shared}
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
         """The device of the communication buffers."""
@@ -193,7 +196,9 @@ class Reader:
             raise ValueError(
                 f"parameter {index} holds {len(layouts)} matrices, but gather_fn returns one: wrap each in an FSDP unit of its own"
             )
-        self._by_param[index] = layouts, tensor
+        # A step's own piece is like the parameter, and as large. It must not outlive the step.
+        if not (in_step and tensor.shape == like.shape):
+            self._by_param[index] = layouts, tensor
         piece, shape = dtensor.local_part(tensor), self.shape_of(index)
         if isinstance(tensor, DTensor):
             # They may have different matrices of a stack.
@@ -203,7 +208,7 @@ class Reader:
         if len(ranks) == 1:
             return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.
-        sharing = self.sharing or self.dtensors.sharing([tensor])
+        sharing = self.sharing or self.dtensors.sharing([tensor], [0] * flatten)
         group = spanning_group(ranks, sharing.get(ranks, self.shared.values()))
         flat = all_gather_uneven(piece.reshape(-1), group)
         parts = dict(zip(ranks, flat, strict=True))

@@ -76,11 +76,9 @@ class Param:
 
     def check_form(self, formulas: Any) -> None:
         """Raises ValueError if ``formulas`` have another form than the layouts."""
-        before, now = self.formulas, formulas
-        is_same = (before.split, before.flatten) == (now.split, now.flatten)
-        if not is_same and before.form != now.form:
+        if self.form != formulas.form:
             raise ValueError(
-                f"split and flatten of {self.described} were {before.form} when this Muon was built and are {now.form} now; build a new Muon"
+                f"split and flatten of {self.described} were {self.form} when this Muon was built and are {formulas.form} now; build a new Muon"
             )
 
     def begin(self, formulas: Any, grad: Tensor | None, state: State) -> None:

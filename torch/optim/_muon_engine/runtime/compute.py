@@ -13,7 +13,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 from ..layouts import listed, Region
 from . import Matrix, Param
-from .transport import copy_all, InFlight, LocalBucket, Memory, named
+from .transport import copy_all, InFlight, LocalBucket, Memory
 
 
 log = logging.getLogger("torch.optim.muon")
@@ -91,7 +91,7 @@ class Compute:
             if matrix.owner != self.rank or not matrix.is_orthogonalized:
                 continue
             formulas, shape = matrix.param.formulas, matrix.layout.shape
-            # The blocks of a divided matrix come first in a bucket, and each is alone.
+            # An owner's blocks come before its other matrices, and each is alone.
             alone = matrix.index if matrix.products is not None else None
             batches = by_key.setdefault((alone, formulas.compute_key, shape), [[]])
             if len(batches[-1]) == formulas.batch_size(shape, self.device):
@@ -110,11 +110,8 @@ class Compute:
             self.assemble(bucket, batch, wholes)
             self._at = "orthogonalize", batch
             formulas, products = batch[0].param.formulas, batch[0].products
-            if products is not None:
-                with named("Newton-Schulz", batch, products.ranks):
-                    updates = [formulas.orthogonalize(wholes[0], products)]
-            elif len(batch) == 1:
-                updates = [formulas.orthogonalize(wholes[0])]
+            if len(batch) == 1:
+                updates = [formulas.orthogonalize(wholes[0], products)]
             else:
                 updates = list(formulas.orthogonalize(whole).unbind())
             for i, update in enumerate(updates):
@@ -178,14 +175,15 @@ class Compute:
 
         def key(move: Move) -> Hashable:
             matrix, _, update = move
-            return id(matrix.param.formulas), matrix.layout.full_shape, update is None
+            # Some parameters may be offloaded to a CPU.
+            place = id(matrix.param.formulas), matrix.param.local.device
+            return *place, matrix.layout.full_shape, update is None
 
         for part in self._grouped(moves, key):
             matrix, _, first = part[0]
             local = [m.local(region) for m, region, _ in part]
             updates = None
             if first is not None:
-                # Parameters may be offloaded to a CPU.
                 updates = [u.to(l.device) for (_, _, u), l in zip(part, local)]
             matrix.param.formulas.apply(local, updates, matrix.layout.full_shape)
 

@@ -39,9 +39,10 @@ class Pipeline(Compute):
             for index in bucket.matrices if rank in bucket.group else ():
                 param = engine.params[schedule.layouts[index].key.index]
                 matrix = matrices[index] = Matrix(schedule, index, param, rank)
-                whole, team = matrix.layout.divided, groups.get(schedule.team(index))
-                if whole and matrix.owner == rank and team is not None:
-                    matrix.products = SharedProducts(whole, team)
+                team = groups.get(schedule.team(index))
+                is_divided = matrix.layout.divided and team is not None
+                if is_divided and matrix.owner == rank:
+                    matrix.products = SharedProducts(matrix, team)
                 by_group.setdefault(bucket.group, []).append(matrix)
         slots = slots_for(self.prefetch_count)
         buckets = local_buckets(schedule, matrices, rank, groups, memory, slots)
@@ -71,10 +72,14 @@ class Pipeline(Compute):
                 statuses.reduce()
                 self._wait_alone(statuses)
             for bucket in self.buckets:
+                # A debugging backend looks for NaN in what it sends.
+                for pack in (bucket.gather_send, bucket.scatter_send):
+                    pack.flat.zero_()
                 for start in (bucket.start_gather, bucket.start_scatter):
                     start()
                     self._wait_alone(bucket)
                 for relay in bucket.relays:
+                    relay.packed.flat.zero_()
                     relay.start()
                     self._wait_alone(relay)
                 for products in (m.products for m in bucket.matrices if m.products):
@@ -143,8 +148,8 @@ class Pipeline(Compute):
         yield
         self.wait(bucket, "scatter")
         self.apply_results(bucket)
-        # Relays start at the place of bucket k+2. Ranks have other relays, so if the first ones started
-        # earlier, ranks would launch one relay at different places.
+        # Relays wait for bucket k+2. Ranks have different relays, and only there do all ranks of a group
+        # reach the same place.
         yield
         for at, relay in enumerate(bucket.relays):
             for following in bucket.relays[at : at + RELAYS_IN_FLIGHT]:
@@ -163,9 +168,10 @@ class Pipeline(Compute):
         except BaseException:
             buckets = [flight for b in self.buckets for flight in (b, *b.relays)]
             for flight in (*self.statuses, *buckets):
-                # The error that led here is the one to report.
-                with suppress(Exception):
-                    flight.wait()
+                while flight.works:
+                    # The error that led here is the one to report.
+                    with suppress(Exception):
+                        flight.wait()
             raise
 
     def wait(self, flight: InFlight, phase: str) -> None:

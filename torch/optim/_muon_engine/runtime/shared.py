@@ -1,6 +1,7 @@
 """Newton-Schulz of a divided matrix, by all of its owners together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..._newton_schulz import _addmm, Products, products_for
+from . import Matrix
+from .transport import named
 
 
 # A Gram matrix is the float32 sum of at least this many products in the matrix's dtype. With fewer, their
@@ -21,16 +24,16 @@ class SharedProducts(Products):
     All ranks of the group have the same Gram matrix, and each makes some rows of a polynomial of it.
     """
 
-    def __init__(self, shape: Sequence[int], group: ProcessGroup) -> None:
-        super().__init__(shape)
-        self.ranks = tuple(dist.get_process_group_ranks(group))
-        self._group = group
+    def __init__(self, matrix: Matrix, group: ProcessGroup) -> None:
+        super().__init__(matrix.layout.divided)
+        self._matrix, self._group = matrix, group
+        self._ranks = tuple(dist.get_process_group_ranks(group))
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
 
     def norm(self, x: Tensor) -> Tensor:
         """The Frobenius norm of the whole matrix, of which ``x`` is this rank's block."""
         total = torch.linalg.vector_norm(x, dtype=torch.float32).square()
-        dist.all_reduce(total, group=self._group)
+        self._run(dist.all_reduce, total)
         return total.sqrt().to(x.dtype)
 
     def gram(self, x: Tensor) -> Tensor:
@@ -40,7 +43,7 @@ class SharedProducts(Products):
         total = products.gram(first).float()
         for part in others:
             total += products.gram(part)
-        dist.all_reduce(total, group=self._group)
+        self._run(dist.all_reduce, total)
         return total.to(x.dtype)
 
     def combine(self, base, left, right, beta, alpha=1) -> Tensor:
@@ -49,7 +52,8 @@ class SharedProducts(Products):
         height = -(-rows // self._count)
         start = min(rows, height * self._rank)
         own = slice(start, min(rows, start + height))
-        block = left.new_empty(height, rows)
+        # Some ranks have fewer rows, and send zeros.
+        block = left.new_zeros(height, rows)
         out = block[: own.stop - start]
         _addmm(base[own], left[own], right, beta, alpha, out)
         return self._all_gather(block)[:rows]
@@ -59,10 +63,15 @@ class SharedProducts(Products):
         gathered = rows.new_empty(len(rows) * self._count, *rows.shape[1:])
         # Later versions have another name for it, and warn of the former one.
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        all_gather(gathered, rows, group=self._group)
+        self._run(all_gather, gathered, rows)
         return gathered
+
+    def _run(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
+        """Runs a collective of the owners. Other errors of Newton-Schulz are this rank's own."""
+        with named("Newton-Schulz", [self._matrix], self._ranks):
+            collective(*tensors, group=self._group)
 
     def connect(self, device: torch.device) -> None:
         """Runs each of the collectives once."""
-        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        self._run(dist.all_reduce, torch.zeros(1, device=device))
         self._all_gather(torch.zeros(1, device=device))

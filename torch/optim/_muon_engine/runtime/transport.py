@@ -42,7 +42,7 @@ class Memory:
         self._scratch: dict[Any, dict[Any, Tensor]] = {}
 
     def empty(self, nbytes: int) -> Tensor:
-        """A 1D tensor of ``nbytes`` bytes for packs, which lives as long as this object."""
+        """A 1D tensor of ``nbytes`` bytes for packs. Its storage may be empty between steps."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._storages.append((memory.untyped_storage(), nbytes))
         return memory
