@@ -109,7 +109,7 @@ class Muon(Optimizer):
         allow_batched_matrices (bool, optional): whether a parameter of three or more dimensions is a
             stack of matrices of its last two, such as the (experts, out, in) of a mixture of experts.
             Each matrix of a stack has its own Newton-Schulz, learning rate and owner. Accelerators
-            batch a stack, unless ``foreach`` is False (default: False)
+            batch parameter groups with stacks, unless ``foreach`` is False (default: False)
         ns_algorithm (str, optional): "quintic" iterates on the matrix. "gram" iterates on its small
             Gram matrix if one side is at least 1.5 times the other, and rounds differently: five steps
             have four products with the long side instead of ten. "symmetric" computes only the upper

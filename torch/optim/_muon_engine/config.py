@@ -14,7 +14,7 @@ class DistributedConfig:
     :func:`create_dtensor_config` and :func:`create_auto_config` return one whose three functions run on
     packed, overlapped collectives. You may replace any of the three, or write a config from scratch for
     a framework other than ``torch.distributed``. With a ``gather_fn`` or ``redistribute_fn`` of yours,
-    :meth:`Muon.step` issues no collective of its own.
+    :meth:`Muon.step` issues no collective but that of the function you kept, and DTensor's for gradients.
 
     During :meth:`Muon.step`, every rank that holds a piece calls ``gather_fn`` and then
     ``redistribute_fn`` for every parameter, in the order of the parameters' indices, whether or not it
