@@ -20,7 +20,7 @@ from torch.optim.muon import (
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
-from torch.testing._internal.distributed._muon.common_fsdp1 import (
+from torch.testing._internal.distributed._muon.common_modules import (
     Block,
     Model,
     Run,
@@ -70,8 +70,6 @@ class GroupParity(OnCPU):
 
 
 class TestMuonGroups(GroupParity):
-    # Parity
-
     def test_tp_vs_single_device(self):
         # The dimensions of TP are 0, 1, -1, -2, and none.
         for how in HOWS:
