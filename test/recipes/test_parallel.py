@@ -82,18 +82,15 @@ class TestDataParallel(Recipe):
 
     def test_context_parallel(self):
         """END_TO_END, context parallelism: ranks see different parts of each sequence."""
-        group = dist.group.WORLD
-        model = Transformer()
+        model, cp = Transformer(), dist.group.WORLD
         for layer in model.layers:
-            layer.attention.context = group
-        config = create_auto_config(cp_process_group=group)
+            layer.attention.context = cp
+        config = create_auto_config(cp_process_group=cp)
 
         def backward(*sequences):
-            inputs, targets = (
-                s.chunk(group.size(), 1)[group.rank()] for s in sequences
-            )
+            inputs, targets = (s.chunk(cp.size(), 1)[cp.rank()] for s in sequences)
             mse_loss(model(inputs), targets).backward()
-            average(model.parameters(), group)  # the sum alone would be too large
+            average(model.parameters(), cp)  # the sum alone would be too large
 
         self.check(Transformer(), model, config, backward=backward)
 

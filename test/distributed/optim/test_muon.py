@@ -348,15 +348,11 @@ class TestMuonExpertParallel(ExpertTests, OnCPU):
     pass
 
 
-class TestMuonLinesOnGPUs(
-    OnGPUs, DTensorTests, FSDPTests, DDPTests, MultiProcessTestCase
-):
+class TestMuon1DOnGPUs(OnGPUs, DTensorTests, FSDPTests, DDPTests, MultiProcessTestCase):
     world_size = 2
 
 
-class TestMuonGridsOnGPUs(
-    OnGPUs, MeshTests, TPTests, ExpertTests, MultiProcessTestCase
-):
+class TestMuon2DOnGPUs(OnGPUs, MeshTests, TPTests, ExpertTests, MultiProcessTestCase):
     pass
 
 

@@ -305,11 +305,8 @@ class Run:
         self.one = (Model(orig) if model is None else model()).to(device())
         self.model = wrap(copy.deepcopy(self.one), orig, **wrapping)
         by_module = orig if by_module is None else by_module
-        source = (
-            {"module": self.model}
-            if by_module
-            else {"fsdp_process_group": self.model.process_group}
-        )
+        group = self.model.process_group
+        source = {"module": self.model} if by_module else {"fsdp_process_group": group}
         self.config = create_auto_config(**source)
         self.build()
 
