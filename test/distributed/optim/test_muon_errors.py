@@ -141,9 +141,13 @@ class TestMuonMistakes(OnCPU):
             ("momentum", -0.5, "momentum should be >= 0 but is: -0.5"),
             ("adjust_lr_fn", "x", "Adjust learning rate function x"),
             ("ns_algorithm", "x", "ns_algorithm must be one of"),
+            # With options of a wrong type, the rank raised alone, before it met the others.
+            ("momentum", "0.9", "not supported between"),
+            ("ns_coefficients", None, "ranks disagree.*ns_coefficients"),
         ):
             options = {field: other} if self.rank == 2 else {}
-            self.assertRefused(ValueError, expected, **options)
+            kind = TypeError if other == "0.9" else ValueError
+            self.assertRefused(kind, expected, **options)
         for split in ((4, -1), (4, 5), "ab", {"size": 4}, {"sizes": 4, "repeats": "x"}):
             pairs = [("w0", parameter(Spec((8, 8), mesh_of(4), (S0,))))]
             group = {"params": pairs, "split": split if self.rank == 2 else None}
