@@ -19,10 +19,8 @@ import stand_ins
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed._muon.common_config import parts_of
 from torch.testing._internal.distributed._muon.common_stock import stock
 

@@ -17,11 +17,7 @@ from torch.optim.muon import (
     create_dtensor_config,
     DistributedConfig,
 )
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-)
+from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import (
     all_to,
     FUNCTIONAL,
@@ -35,7 +31,6 @@ from torch.testing._internal.distributed._muon.common_config import (
 FACTORIES = (create_dtensor_config, create_auto_config)
 
 
-@instantiate_parametrized_tests
 class TestDistributedConfig(MuonTestCase):
     def test_flags(self):
         for make in (local_config, *FACTORIES):
@@ -191,22 +186,22 @@ class TestDistributedConfig(MuonTestCase):
         with NewtonSchulzCalls():
             self.assert_same_training(shapes, Muon, "auto", groups=groups, foreach=True)
 
-    @parametrize("foreach", [None, False, True])
-    def test_foreach_with_a_config(self, foreach):
+    def test_foreach_with_a_config(self):
         # Four buckets of four matrices.
         shapes = [(4, 6)] * 16
-        options = {"distributed_config": "auto", "foreach": foreach}
-        optimizer = Muon(make_params(*shapes), **options)
-        original = _muon_formulas.newton_schulz
-        counted = mock.patch.object(_muon_formulas, "newton_schulz", wraps=original)
-        with counted as seen:
-            optimizer.step()
-        found = [tuple(call.args[0].shape) for call in seen.call_args_list]
-        self.assertEqual(found, [(4, 4, 6)] * 4 if foreach else shapes)
-        # On an accelerator, None batches too.
-        formulas = _muon.MuonFormulas.of_group(optimizer.param_groups[0])
-        size = formulas.batch_size((4, 6), torch.device("cuda"))
-        self.assertEqual(size > 1, foreach is not False)
+        for foreach in (None, False, True):
+            options = {"distributed_config": "auto", "foreach": foreach}
+            optimizer = Muon(make_params(*shapes), **options)
+            original = _muon_formulas.newton_schulz
+            counted = mock.patch.object(_muon_formulas, "newton_schulz", wraps=original)
+            with counted as seen:
+                optimizer.step()
+            found = [tuple(call.args[0].shape) for call in seen.call_args_list]
+            self.assertEqual(found, [(4, 4, 6)] * 4 if foreach else shapes)
+            # On an accelerator, None batches too.
+            formulas = _muon.MuonFormulas.of_group(optimizer.param_groups[0])
+            size = formulas.batch_size((4, 6), torch.device("cuda"))
+            self.assertEqual(size > 1, foreach is not False)
 
 
 class TestMuonErrors(MuonTestCase):
@@ -308,8 +303,15 @@ class TestAssignments(MuonTestCase):
 
     def test_add_param_group(self):
         shapes = [(4, 6), (6, 4), (5, 5)]
+
+        def with_own_gather():
+            config = create_dtensor_config()
+            config.gather_fn = lambda piece, rank, state: piece
+            return config
+
         expected = None
-        for make in (lambda: None, local_config, create_dtensor_config):
+        makes = (lambda: None), local_config, create_dtensor_config, with_own_gather
+        for make in makes:
             params, config = make_params(*shapes), make()
             optimizer = Muon(params[:2], lr=0.05, distributed_config=config)
             optimizer.step()
@@ -321,6 +323,9 @@ class TestAssignments(MuonTestCase):
                     optimizer.add_param_group({"params": params[2:]})
                 self.assertEqual(optimizer.assignments, {0: [0, 1]})
                 config.assign_fn = working
+            # The factory's redistribute_fn had forgotten the parameters that stay.
+            with self.assertRaisesRegex(ValueError, "only supports 2D"):
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
             optimizer.step()
             optimizer.add_param_group({"params": params[2:], "lr": 0.5})
             optimizer.step()
@@ -437,7 +442,6 @@ class TestReplaced(MuonTestCase):
                 region.of_local(local)
 
 
-@instantiate_parametrized_tests
 class TestUserFunctions(MuonTestCase):
     def test_functions_that_communicate_nothing(self):
         # By their updates they move only what their own rank owns.
@@ -470,10 +474,8 @@ class TestUserFunctions(MuonTestCase):
         optimizer = Muon(params, distributed_config=adapted)
         self.assertEqual(optimizer.assignments, {0: [0, 1, 2]})
 
-    @parametrize("prefetch_count", [0, 1, 5])
-    def test_sequence_of_calls(self, prefetch_count):
-        calls = []
-        owner_of = [1, 0, 1, 1]
+    def test_sequence_of_calls(self):
+        calls, owner_of = [], [1, 0, 1, 1]
 
         def noted(kind, tensor, rank, state):
             index = state["current_param_idx"]
@@ -481,30 +483,28 @@ class TestUserFunctions(MuonTestCase):
             self.assertEqual([rank, state["current_owner"]], [owner_of[index]] * 2)
             return tensor
 
-        config = DistributedConfig(
-            lambda params, state: {1: [0, 2, 3], 0: [1]},
-            functools.partial(noted, "gather"),
-            functools.partial(noted, "redistribute"),
-            {"rank": 0, "world_size": 2},
-            prefetch_count=prefetch_count,
-        )
-        params = make_params(*[(2, 3)] * 4)
-        # Whether there are gradients does not change the sequence.
-        params[1].grad = params[2].grad = None
-        optimizer = Muon(params, distributed_config=config)
-        expected = [("gather", k) for k in range(min(prefetch_count + 1, 4))]
-        for k in range(4):
-            expected.append(("redistribute", k))
-            if k + prefetch_count + 1 < 4:
-                expected.append(("gather", k + prefetch_count + 1))
-        optimizer.step()
-        self.assertEqual(calls, expected)
-        # Debugging keeps the order of the indices.
-        config.async_gpu_parallelism = False
-        debugged = Muon(params, distributed_config=config)
-        calls.clear()
-        debugged.step()
-        self.assertEqual(calls, expected)
+        for prefetch_count in (0, 1, 5):
+            config = DistributedConfig(
+                lambda params, state: {1: [0, 2, 3], 0: [1]},
+                functools.partial(noted, "gather"),
+                functools.partial(noted, "redistribute"),
+                {"rank": 0, "world_size": 2},
+                prefetch_count=prefetch_count,
+            )
+            params = make_params(*[(2, 3)] * 4)
+            # Whether there are gradients does not change the sequence.
+            params[1].grad = params[2].grad = None
+            expected = [("gather", k) for k in range(min(prefetch_count + 1, 4))]
+            for k in range(4):
+                expected.append(("redistribute", k))
+                if k + prefetch_count + 1 < 4:
+                    expected.append(("gather", k + prefetch_count + 1))
+            # Debugging keeps the order of the indices.
+            for is_parallel in (True, False):
+                calls.clear()
+                config.async_gpu_parallelism = is_parallel
+                Muon(params, distributed_config=config).step()
+                self.assertEqual(calls, expected)
 
     def test_what_is_gathered_may_be_written(self):
         def gather(piece, rank, state):
@@ -588,20 +588,6 @@ class TestUserFunctions(MuonTestCase):
             self.assertIn("(2, 3)", str(seen.exception))
             self.assert_same_bits([model.weight], [before])
             self.assertNotIn("current_owner", config.state)
-
-    def test_group_that_was_refused(self):
-        """The factory's redistribute_fn had forgotten the parameters that stay."""
-        config = create_dtensor_config()
-        config.gather_fn = lambda piece, rank, state: piece
-        params, alone = make_params((4, 6), (6, 4)), make_params((4, 6), (6, 4))
-        optimizer, stock = Muon(params, distributed_config=config), Muon(alone)
-        optimizer.step()
-        with self.assertRaisesRegex(ValueError, "only supports 2D"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-        optimizer.step()
-        for _ in range(2):
-            stock.step()
-        self.assert_same_bits(params, alone)
 
     def test_state_after_a_step(self):
         config = local_config(state={"mine": 1})

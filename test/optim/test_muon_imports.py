@@ -93,9 +93,8 @@ class TestMuonImports(TestCase):
         config = f"{ENGINE}.config"
         for name in ("_muon", "_newton_schulz", "muon", "_muon_engine/config"):
             tree = ast.parse((FOLDER.parent / f"{name}.py").read_text())
-            loaded = [
-                n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))
-            ]
+            kinds = ast.Import, ast.ImportFrom
+            loaded = [node for node in tree.body if isinstance(node, kinds)]
             for found in imports_of(ast.Module(loaded, [])):
                 if not found.startswith(config):
                     pattern = r"torch\.distributed|torch\.optim\._muon_engine\."

@@ -226,9 +226,7 @@ def test_a_model_of_names_and_shapes(tmp_path, capsys):
     shapes = {f"h.{at}.{name}": shape for at in (0, 1) for name, shape in layer.items()}
     path.write_text(json.dumps(shapes | {"h.0.q.weight": [4, 4], "wte.weight": [9, 4]}))
     model, notes = own.read(str(path), 1)
-    assert model.names[2:] == [
-        f"h.{at}.experts.{e}.up" for e in (0, 1) for at in (0, 1)
-    ]
+    assert model.names[2:] == [f"h.{i}.experts.{e}.up" for e in (0, 1) for i in (0, 1)]
     assert (model.dense, model.expert) == ([(4, 4), (9, 4)], [(8, 4)] * 2)
     assert (model.n_experts, model.active_numel) == (2, 16 + 36 + 2 * 32)
     assert "6 matrices" in notes and notes.endswith("look like AdamW's: wte")

@@ -102,12 +102,11 @@ def test_take_momentum():
     try:
         model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(3)))
         dist.fsdp.fully_shard(model[0])
-        muon = names["Muon"](
-            [layer.weight for layer in model], distributed_config="auto"
-        )
+        weights = [layer.weight for layer in model]
+        muon = names["Muon"](weights, distributed_config="auto")
         buffers = {"0.weight": torch.eye(3), "1.weight": torch.ones(3, 3)}
         names["take_momentum"](muon, model, buffers, factor=0.5)
-        found = [muon.state[layer.weight].get("momentum_buffer") for layer in model]
+        found = [muon.state[weight].get("momentum_buffer") for weight in weights]
         assert found[0].placements == model[0].weight.placements
         assert torch.equal(found[0].full_tensor(), torch.eye(3) / 2)
         assert torch.equal(found[1], torch.ones(3, 3) / 2)

@@ -95,6 +95,4 @@ def test_wheel_is_that_of_the_commit(face, tmp_path, ours):
     assert face("wheel", "--out", out, root=ours).code == 0
     assert any(each.name.endswith(".dirty-py3-none-any.whl") for each in out.iterdir())
     shutil.rmtree(ours / ".git")
-    fails(
-        face("wheel", "--out", out, root=ours), 2, "no commit to name the wheel after"
-    )
+    fails(face("wheel", "--out", out, root=ours), 2, "no commit to name the wheel")

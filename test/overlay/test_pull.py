@@ -3,17 +3,8 @@
 import re
 
 import pytest
-from overlay.conftest import (
-    append,
-    BASE,
-    commit_all,
-    git,
-    git_status,
-    leads_on,
-    MUON,
-    OWN,
-)
-from overlay.conftest import put, snapshot
+from overlay.conftest import append, BASE, commit_all, git, git_status, leads_on, MUON
+from overlay.conftest import OWN, put, snapshot
 from tools.overlay import patches, payload
 from tools.overlay.checkout import Checkout
 

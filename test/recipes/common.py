@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     parallelize_module,
@@ -245,6 +246,12 @@ class WholeModel(OneProcess):
 
 class Recipe(OnCPU):
     """Each test is a block of the documents. Its docstring names the block."""
+
+    def grid(self, *names):
+        """A mesh of two ranks along each dimension, and the groups of the dimensions."""
+        sizes = (2,) * len(names)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        return mesh, *mesh.get_all_groups()
 
     def check(self, one, model, config, params=None, **how):
         """Compares the training of ``model`` by one Muon, by default of all parameters."""

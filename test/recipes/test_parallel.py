@@ -1,19 +1,12 @@
-"""Recipes for FSDP, DDP, HSDP, context and tensor parallelism, and for weights that become DTensors.
+"""Recipes for FSDP, DDP, HSDP, context and tensor parallelism, weights that become DTensors, experts and pipelines.
 
-TP cuts first, and FSDP cuts the rows of TP's pieces.
+TP cuts first, and FSDP cuts the rows of TP's pieces. Muon never communicates over EP or PP groups.
 """
 
 import torch.distributed as dist
-from recipes.common import (
-    average,
-    Block,
-    CPU,
-    cut_linears,
-    MLP,
-    parallelize,
-    Recipe,
-    Transformer,
-)
+from recipes.common import average, Block, CPU, cut_linears, MLP, MoE, parallelize
+from recipes.common import Recipe, Transformer
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     fully_shard,
@@ -21,7 +14,13 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import distribute_tensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    parallelize_module,
+    RowwiseParallel,
+)
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
@@ -31,7 +30,6 @@ from torch.optim.muon import (
     detect_tp_dims_from_model,
     partition_named_parameters,
 )
-from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_modules import place_weights
 
 
@@ -84,25 +82,21 @@ class TestDataParallel(Recipe):
 
     def test_context_parallel(self):
         """END_TO_END, context parallelism: ranks see different parts of each sequence."""
-        group = dist.group.WORLD
-        model = Transformer()
+        model, cp = Transformer(), dist.group.WORLD
         for layer in model.layers:
-            layer.attention.context = group
-        config = create_auto_config(cp_process_group=group)
+            layer.attention.context = cp
+        config = create_auto_config(cp_process_group=cp)
 
         def backward(*sequences):
-            inputs, targets = (
-                s.chunk(group.size(), 1)[group.rank()] for s in sequences
-            )
+            inputs, targets = (s.chunk(cp.size(), 1)[cp.rank()] for s in sequences)
             mse_loss(model(inputs), targets).backward()
-            average(model.parameters(), group)  # the sum alone would be too large
+            average(model.parameters(), cp)  # the sum alone would be too large
 
         self.check(Transformer(), model, config, backward=backward)
 
     def test_hybrid_shard(self):
         """EXAMPLES 6: FSDP within nodes, DDP across nodes. END_TO_END, HSDP, with other names."""
-        nodes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
-        ddp, fsdp = nodes.get_all_groups()
+        nodes, ddp, fsdp = self.grid("ddp", "fsdp")
         other_names = {"shard_process_group": fsdp, "replicate_process_group": ddp}
         for where, config in (
             ({"device_mesh": nodes}, create_auto_config(fsdp, ddp_process_group=ddp)),
@@ -114,10 +108,10 @@ class TestDataParallel(Recipe):
 
     def test_hybrid_fsdp2(self):
         """EXAMPLES 6, END_TO_END HSDP, with ``fully_shard``: the mesh says it all."""
-        nodes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        nodes, replicate, shard = self.grid("replicate", "shard")
         model = fully_shard(Transformer(), mesh=nodes)
-        config, data = create_dtensor_config(), nodes.get_all_groups()[::-1]
-        self.check(Transformer(), model, config, data=data)
+        data = [shard, replicate]
+        self.check(Transformer(), model, create_dtensor_config(), data=data)
 
     def check_placed(self, mesh, placements, inputs):
         one, model = MLP(bias=True), place_weights(MLP(bias=True), mesh, placements)
@@ -137,7 +131,7 @@ class TestDataParallel(Recipe):
 
     def test_sharded_twice(self):
         """EXAMPLES 0c: one dimension of the mesh cuts rows, the other columns."""
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        mesh, *_ = self.grid("fsdp", "tp")
         placements = [Shard(0), Shard(1)], [Shard(0), Replicate()]
         self.check_placed(mesh, *placements)
 
@@ -193,13 +187,9 @@ class TestTensorParallel(Recipe):
             muons.append(Muon(params, lr=1e-3, distributed_config=config))
         self.compare(Transformer(), model, *muons)
 
-    def grid(self):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-        return mesh, *mesh.get_all_groups()
-
     def test_fsdp1_over_plan(self):
         """END_TO_END, TP + FSDP, and from FSDP: FSDP1 knows the plan by its mesh, and tells Muon."""
-        mesh, fsdp, tp = self.grid()
+        mesh, fsdp, tp = self.grid("fsdp", "tp")
         for orig in (False, True):
             model = parallelize(Transformer(), mesh["tp"])
             options = {"device_mesh": mesh["fsdp"], "device_id": CPU}
@@ -210,7 +200,7 @@ class TestTensorParallel(Recipe):
 
     def test_fsdp2_over_plan(self):
         """EXAMPLES 5, END_TO_END TP + FSDP, with ``fully_shard`` and without groups."""
-        mesh, fsdp, _ = self.grid()
+        mesh, fsdp, _ = self.grid("fsdp", "tp")
         model = parallelize(Transformer(), mesh["tp"])
         model = fully_shard(model, mesh=mesh["fsdp"])
         self.check(Transformer(), model, create_dtensor_config(), data=[fsdp])
@@ -218,7 +208,7 @@ class TestTensorParallel(Recipe):
     def test_settings(self):
         """EXAMPLES 5, PROJECT process groups: weights cut by hand, under FSDP1, with EXAMPLES' settings
         for debugging, production and many parameters: the same bits."""
-        _, fsdp, tp = self.grid()
+        _, fsdp, tp = self.grid("fsdp", "tp")
         for parallel, ahead in ((False, 0), (True, 1), (True, 2)):
             model = cut_linears(Transformer(), tp)
             # A flat parameter has one dimension that TP cuts, and these have two.
@@ -239,9 +229,7 @@ class TestThreeDimensions(Recipe):
 
     def test_tp_hsdp(self):
         """END_TO_END, TP + HSDP."""
-        names = ("replicate", "shard", "tp")
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
-        replicate, shard, tp = mesh.get_all_groups()
+        mesh, replicate, shard, tp = self.grid("replicate", "shard", "tp")
         model = FSDP(
             parallelize(Transformer(), mesh["tp"]),
             sharding_strategy=ShardingStrategy.HYBRID_SHARD,
@@ -258,9 +246,7 @@ class TestThreeDimensions(Recipe):
 
     def test_three_groups(self):
         """EXAMPLES 8: FSDP, TP and DDP, each with a group of its own."""
-        names = ("ddp", "fsdp", "tp")
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
-        ddp, fsdp, tp = mesh.get_all_groups()
+        _, ddp, fsdp, tp = self.grid("ddp", "fsdp", "tp")
         model = cut_linears(Transformer(), tp)
         model = FSDP(model, process_group=fsdp, device_id=CPU, use_orig_params=True)
         config = create_auto_config(
@@ -279,5 +265,145 @@ class TestThreeDimensions(Recipe):
         self.check(Transformer(), model, config, **how)
 
 
-if __name__ == "__main__":
-    run_tests()
+def numbers_of(model, matrices):
+    """The id of the expert of each parameter, by its index in ``matrices``."""
+    experts = model.experts.items()
+    number = {p: int(n) for n, expert in experts for p in expert.parameters()}
+    return {i: number[p] for i, p in enumerate(matrices) if p in number}
+
+
+def divide(model, count):
+    """Makes the gradients of the experts those of the mean over ``count`` ranks' losses."""
+    for p in model.experts.parameters():
+        if p.grad is not None:
+            p.grad.div_(count)
+
+
+class Stage(nn.Module):
+    """Some layers of a model, under the names that they have in it."""
+
+    def __init__(self, model, stage, stages):
+        super().__init__()
+        each = len(model.layers) // stages
+        here = range(stage * each, (stage + 1) * each)
+        self.layers = nn.ModuleDict({str(i): model.layers[i] for i in here})
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def backward_of(model, pp, count):
+    """The backward pass of the 1F1B schedule."""
+    part = PipelineStage(model, pp.rank(), pp.size(), device=CPU, group=pp)
+    schedule = Schedule1F1B(part, n_microbatches=count, loss_fn=mse_loss)
+
+    def backward(inputs, targets):
+        first = (inputs,) if part.is_first else ()
+        schedule.step(*first, target=targets if part.is_last else None)
+
+    return backward
+
+
+class TestExpertsAndStages(Recipe):
+    def test_independent(self):
+        """END_TO_END, experts: each rank's experts are its own, without a config."""
+        ep = dist.group.WORLD
+        model = MoE(ep)
+
+        def after():
+            average(model.router.parameters(), ep)
+            divide(model, ep.size())
+
+        # Without a config, every rank orthogonalizes the router.
+        self.check(MoE(), model, None, data=[ep], after=after, once=False)
+
+    def test_with_replicas(self):
+        """EXAMPLES 7: two replicas of each expert, and four of the router."""
+        mesh, dp, ep = self.grid("dp", "ep")
+        model = MoE(ep)
+        config = create_auto_config(
+            ep_process_group=ep,
+            # Ranks that name another expert hold no replica of this one.
+            ddp_process_group=dist.group.WORLD,
+            expert_assignments=numbers_of(model, list(model.parameters())),
+        )
+
+        def after():
+            average(model.router.parameters(), dist.group.WORLD)
+            average(model.experts.parameters(), dp, mesh.size())
+
+        self.check(MoE(), model, config, data=[dp, ep], after=after)
+
+    def test_sharded_experts(self):
+        """EXAMPLES 7b: FSDP shards each expert over the ranks that share it."""
+        _, fsdp, ep = self.grid("fsdp", "ep")
+        model = MoE(ep)
+        for number, expert in model.experts.items():
+            model.experts[number] = FSDP(expert, process_group=fsdp, device_id=CPU)
+        matrices = list(model.experts.parameters())  # one flat parameter per expert
+        config = create_auto_config(
+            ep_process_group=ep,
+            fsdp_process_group=fsdp,
+            expert_assignments=numbers_of(model, matrices),
+        )
+
+        def after():
+            average(model.router.parameters(), dist.group.WORLD)
+            divide(model, ep.size())  # FSDP averages over its own group
+
+        how = {"fsdp": fsdp, "data": [fsdp, ep], "after": after}
+        how["others"] = list(model.router.parameters())
+        self.check(MoE(), model, config, matrices, **how)
+
+    def test_tensor_parallel(self):
+        """END_TO_END, experts x TP: a TP pair for each expert, and a config for TP, not for EP."""
+        mesh, ep, tp = self.grid("ep", "tp")
+        model = MoE(ep)
+        for expert in model.experts.values():
+            plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel()}
+            parallelize_module(expert, mesh["tp"], plan)
+        matrices = list(model.experts.parameters())
+        tp_dims = detect_tp_dims_from_model(matrices)
+        config = create_auto_config(tp_process_group=tp, tp_dim_per_param=tp_dims)
+
+        def after():
+            average(model.router.parameters(), ep)
+            divide(model, ep.size())
+
+        how = {"others": list(model.router.parameters()), "after": after}
+        self.check(MoE(), model, config, matrices, data=[ep], **how)
+
+    def test_four_stages(self):
+        """END_TO_END, pipeline: 1F1B over four stages of one process each."""
+        pp = dist.group.WORLD
+        stage, stages = pp.rank(), pp.size()
+        model = Stage(Transformer(layers=stages), stage, stages)
+        config = create_auto_config(
+            pp_process_group=pp, pp_stage_id=stage, pp_num_stages=stages
+        )
+        backward = backward_of(model, pp, 8)
+        self.check(Transformer(layers=stages), model, config, backward=backward)
+
+
+class TestFourDimensions(Recipe):
+    world_size = 16
+
+    def test_four_dimensions(self):
+        """END_TO_END, PP + TP + HSDP: two stages x two replicas x two shards x TP pairs."""
+        mesh, pp, replicate, shard, tp = self.grid("pp", "replicate", "shard", "tp")
+        model = parallelize(Stage(Transformer(), pp.rank(), 2), mesh["tp"])
+        # With Schedule1F1B, the backward pass of FSDP1's first stage failed.
+        fully_shard(model, mesh=mesh["replicate", "shard"])
+        config = create_auto_config(
+            pp_process_group=pp,
+            pp_stage_id=pp.rank(),
+            pp_num_stages=2,
+            tp_process_group=tp,
+            tp_dim_per_param=detect_tp_dims_from_model(model),
+            shard_process_group=shard,
+            replicate_process_group=replicate,
+        )
+        data, backward = [replicate, shard], backward_of(model, pp, 4)
+        self.check(Transformer(), model, config, data=data, backward=backward)

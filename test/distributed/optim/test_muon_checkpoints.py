@@ -25,13 +25,11 @@ from torch.nn import ParameterList
 from torch.optim import Muon
 from torch.optim.muon import create_auto_config
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_fsdp1 import (
-    give_flat_gradients,
-    wrap,
-)
 from torch.testing._internal.distributed._muon.common_modules import (
+    give_flat_gradients,
     make_model,
     tensor_parallel,
+    wrap,
 )
 from torch.testing._internal.distributed._muon.common_muon import (
     everyone,

@@ -20,7 +20,7 @@ from torch.optim.muon import (
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
-from torch.testing._internal.distributed._muon.common_fsdp1 import (
+from torch.testing._internal.distributed._muon.common_modules import (
     Block,
     Model,
     Run,
@@ -70,8 +70,6 @@ class GroupParity(OnCPU):
 
 
 class TestMuonGroups(GroupParity):
-    # Parity
-
     def test_tp_vs_single_device(self):
         # The dimensions of TP are 0, 1, -1, -2, and none.
         for how in HOWS:
@@ -301,9 +299,7 @@ class TestMuonGroups(GroupParity):
 class TestMuonExperts(GroupParity):
     """The grid has data parallelism along "a" and expert parallelism along "b"."""
 
-    def twins(
-        self, ids=None, dense=DENSE, cut=Cut, dense_cut=Cut, order=None, **options
-    ):
+    def twins(self, ids=None, dense=DENSE, cut=Cut, dense_cut=Cut, order=(), **options):
         """Dense matrices, which all ranks share, and those of the experts ``ids``.
 
         By default, each rank has two experts, which the ranks of one ``ep_process_group`` do not share.
@@ -314,7 +310,7 @@ class TestMuonExperts(GroupParity):
         for expert in [at, at + 1] if ids is None else ids:
             for i, shape in enumerate(EXPERT):
                 matrices.append((cut(shape), 100 * (expert + 1) + i, expert))
-        if order is not None:
+        if order:
             matrices = [matrices[i] for i in order]
         cuts, seeds, experts = zip(*matrices)
         options.setdefault("ep_process_group", grid.get_group("b"))

@@ -25,9 +25,9 @@ from torch.optim._muon_engine.schedule import owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_fsdp1 import Run
 from torch.testing._internal.distributed._muon.common_modules import (
     make_model,
+    Run,
     tensor_parallel,
 )
 from torch.testing._internal.distributed._muon.common_muon import (
@@ -40,7 +40,6 @@ from torch.testing._internal.distributed._muon.common_muon import (
     OnCPU,
     OnGPUs,
     ParityAssertions,
-    piece_of,
     place,
     R,
     S0,
@@ -132,44 +131,34 @@ class TestMuonRegressions(OnCPU):
     def test_experts_in_another_order(self):
         """DTensor's collectives for one expert's gradient and momentum met those for another expert."""
         mesh, order = mesh_of(4), (0, 1) if self.rank % 2 else (1, 0)
-        replicated = Spec((6, 4), mesh, (R,))
         for names in ((), ("gather_fn",)):
-            singles = [torch.nn.Parameter(full(e, (6, 4))) for e in (0, 1)]
-            params = [
-                torch.nn.Parameter(place(full(e, (6, 4)), replicated)) for e in order
-            ]
             config = create_auto_config(expert_assignments=dict(enumerate(order)))
             wrap_functions(config, *names)
-            single = torch.optim.Muon(singles)
-            optimizer = torch.optim.Muon(params, distributed_config=config)
-            for param, e in zip(params, order):
-                singles[e].grad, momentum = full(2 + e, (6, 4)), full(4 + e, (6, 4))
-                term = singles[e].grad * (self.rank == 0)
+            twins = Twins([Spec((6, 4), mesh, (R,))] * 2, config, seeds=order)
+            twins.set_gradients()
+            for param, single, e in zip(twins.params, twins.singles, order):
+                term, momentum = single.grad * (self.rank == 0), full(4 + e, (6, 4))
                 param.grad = DTensor.from_local(term, mesh, [Partial()])
                 sharded = place(momentum, Spec((6, 4), mesh, (S0,)))
-                optimizer.state[param]["momentum_buffer"] = sharded
-                single.state[singles[e]]["momentum_buffer"] = momentum
-            single.step()
-            optimizer.step()
-            with self.everywhere(f"wrapped: {names}"):
-                for param, e in zip(params, order):
-                    self.assertEqual(local(param), singles[e], rtol=0, atol=0)
+                twins.optimizer.state[param]["momentum_buffer"] = sharded
+                twins.single.state[single]["momentum_buffer"] = momentum
+            twins.single.step()
+            twins.optimizer.step()
+            self.assertParity(twins, f"wrapped: {names}")
 
     def test_mesh_whose_ranks_do_not_ascend(self):
         """DTensor's redistribute() mixes up shards there, so gradients and momentum were those of others."""
         mesh = DeviceMesh(device().type, [3, 1, 0, 2])
-        torch.manual_seed(0)
-        whole, grad = torch.rand(2, 8, 8)
         for placement, of_grad in ((S0, S1), (R, S0), (S0, R)):
             spec, moved = (Spec((8, 8), mesh, (p,)) for p in (placement, of_grad))
-            param, alone = map(nn.Parameter, (place(whole, spec), whole.clone()))
-            param.grad, alone.grad = place(grad, moved), grad.clone()
-            muon, single = Muon([param], distributed_config="auto"), Muon([alone])
+            twins = Twins([spec])
+            twins.set_gradients()
+            (param,), grad, muon = twins.params, twins.singles[0].grad, twins.optimizer
+            param.grad = place(grad, moved)
             if of_grad == R:
+                twins.single.step()
                 muon.step()
-                single.step()
-                with self.everywhere():
-                    self.assertTrue(torch.equal(local(param), piece_of(alone, spec)))
+                self.assertParity(twins)
                 continue
             self.assertRaisesEverywhere(muon.step, RuntimeError, "gradient's .*ascend")
             param.grad = place(grad, spec)
@@ -182,24 +171,8 @@ class TestMuonRegressions(OnCPU):
         twins = Twins(specs(mesh_of(4), [(S0,)]))
         error = torch.OutOfMemoryError("no memory")
         with mock.patch("torch.distributed.all_to_all_single", side_effect=error):
-            self.assertRaisesEverywhere(
-                twins.optimizer.step, torch.OutOfMemoryError, "no memory"
-            )
-
-    def test_option_of_a_wrong_type_on_one_rank(self):
-        """That rank raised alone, before it met the others."""
-        for option, kind, pattern in (
-            ({"momentum": "0.9"}, TypeError, "not supported between"),
-            ({"ns_coefficients": None}, ValueError, "ranks disagree.*ns_coefficients"),
-        ):
-            placed = Spec((8, 8), mesh_of(4), (S0,))
-            param = torch.nn.Parameter(place(torch.ones(8, 8), placed))
-            options = option if self.rank == 1 else {}
-            self.assertRaisesEverywhere(
-                lambda: Muon([param], distributed_config="auto", **options),
-                kind,
-                pattern,
-            )
+            step = twins.optimizer.step
+            self.assertRaisesEverywhere(step, torch.OutOfMemoryError, "no memory")
 
     def test_own_error_in_a_divided_matrix(self):
         """It was told as another rank's, too."""
@@ -208,9 +181,8 @@ class TestMuonRegressions(OnCPU):
             twins = Twins([Spec((64, 64), mesh_of(4), (S0,))], config)
         failing = "torch.optim._muon_engine.runtime.shared.products_for"
         with mock.patch(failing, side_effect=RuntimeError("no workspace")):
-            self.assertRaisesEverywhere(
-                twins.optimizer.step, RuntimeError, "^no workspace"
-            )
+            step = twins.optimizer.step
+            self.assertRaisesEverywhere(step, RuntimeError, "^no workspace")
 
     def test_twenty_optimizers_of_one_matrix_share_the_work(self):
         """All of them once chose the first rank."""

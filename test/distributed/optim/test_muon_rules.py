@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_muon import local
 from torch.testing._internal.distributed._muon.common_rules import (
+    Accelerator,
     deadlock,
     disagreements,
     Held,
@@ -24,7 +25,6 @@ from torch.testing._internal.distributed._muon.common_rules import (
     Rank,
     Recorder,
 )
-from torch.testing._internal.distributed._muon.common_streams import Accelerator
 from torch.testing._internal.distributed._muon.fuzz_settings import fuzz, one_of
 
 

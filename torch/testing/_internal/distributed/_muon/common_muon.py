@@ -282,13 +282,8 @@ def grid_of(*shape: int) -> DeviceMesh:
 class Twins:
     """Distributed parameters with their optimizer, and the same on one process.
 
-    Args:
-        specs: one for each matrix.
-        config: of the distributed optimizer; that of the factory where None is given.
-        groups: lists of indices with the options of that group; one group of all where None is given.
-        seeds: of each matrix, equal where ranks share it; ``seed`` and those after it where None is
-            given.
-        options: of both optimizers.
+    ``groups`` are lists of indices with the options of that group. Ranks that share a matrix have its seed
+    in common: one of ``seeds``, or of ``seed`` and those after it.
     """
 
     def __init__(

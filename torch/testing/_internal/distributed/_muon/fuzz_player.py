@@ -259,11 +259,6 @@ def renew_groups() -> None:
     device_mesh.cache_clear()
 
 
-def chunk(tensor: torch.Tensor, count: int, at: int, dim: int) -> torch.Tensor:
-    parts = tensor.chunk(count, dim)
-    return parts[at] if at < len(parts) else tensor.narrow(dim, 0, 0)
-
-
 def placement(placements, sizes, at: int) -> Placement:
     """That of dimension ``at`` of a mesh."""
     word = placements[at]
@@ -313,7 +308,8 @@ class Held:
             mesh = self.matrix.mesh
             sizes, place = mesh.shape, mesh.place_of(self.rank)
             for mesh_dim, dim in strided_order(placements or self.placements):
-                whole = chunk(whole, sizes[mesh_dim], place[mesh_dim], dim)
+                parts = sizes_of(whole.shape[dim], sizes[mesh_dim], "chunk")
+                whole = whole.split(parts, dim)[place[mesh_dim]]
             return whole
         config = self.plan.config
         if config.mesh is None:
@@ -565,8 +561,6 @@ class Player:
             owner = held.sharing[held.number % len(held.sharing)]
             assignments.setdefault(owner, []).append(index)
         return assignments
-
-    # Actions
 
     def set_gradients(self, gradients):
         self.step_number += 1
