@@ -43,7 +43,7 @@ def torchrun(tmp_path):
 def test_lost_node(torchrun, tmp_path):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    words = ["--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 1]
+    words = ["--nnodes", 2, "--nproc-per-node", 2, "--max-restarts", 3]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
     # An agent is lost if its heartbeat is five seconds late, which a busy machine can keep.
     conf = "keep_alive_interval=1,keep_alive_max_attempt=5,is_host"

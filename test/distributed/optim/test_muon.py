@@ -282,12 +282,23 @@ class ExpertTests(Tests):
         self.assertLessEqual({*muon.assignments}, {*ranks})
 
 
+LAST = {}
+
+
+def swapped(update):
+    """The last update of this shape, which is that of another matrix."""
+    before, LAST[update.shape] = LAST.get(update.shape, update), update
+    return before
+
+
 def rounded(update):
     noise = torch.randn_like(update)
     return update + 0.02 * update.norm() / noise.norm() * noise
 
 
 CHANGES = {"zero": torch.zeros_like, "negated": torch.neg, "rounded": rounded}
+CHANGES |= {"swapped": swapped}
+CHANGES |= {"transposed": lambda u: u.mT if u.size(0) == u.size(1) else u}
 # Random rounding is no other in a second training.
 COMPARING = [
     (tests, name)

@@ -228,7 +228,6 @@ class TestMuonRegressions(OnCPU):
             known = twins.optimizer._engine.reader._by_param.values()
             with self.everywhere():
                 self.assertEqual([ref() for ref in kept], [None] * 4)
-                # Nor a piece of the step's.
                 for (_, tensor), param in zip(known, twins.params, strict=True):
                     self.assertIs(tensor, param)
 
