@@ -109,7 +109,7 @@ def test_overlapping_edits_have_markers(there, ours, rel, face):
     mine, theirs = sides.split(">>>>>>> the checkout\n")[0].split("=======\n")
     assert ("here" in mine, "there" in theirs) == (True, True)
     assert (ours / MUON).read_text().endswith("# there\n")
-    # A second run leaves the markers as they are.
+    # A second run does not change the markers.
     before = snapshot(ours)
     assert face("pull", "--checkout", there.root, root=ours).code == 1
     assert snapshot(ours) == before

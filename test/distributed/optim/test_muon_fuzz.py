@@ -351,7 +351,7 @@ TIMEOUT_OVERRIDE["test_trains_as_one_process"] = 10**6
 # Sides of matrices that differ in their work.
 side = one_of(1, 3, 8, 17, 64, 100)
 rectangles = st.tuples(side, side)
-# Groups within each other, and beside each other.
+# Nested groups, and disjoint ones.
 GROUPS = [(0, 1, 2, 3, 4, 5), (0, 1, 2, 3), (4, 5), (0, 1), (2, 3), (1, 2)]
 
 

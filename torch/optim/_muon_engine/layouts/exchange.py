@@ -142,7 +142,7 @@ class LocalParts:
             _, error = gather_reports(self.group_of[key], None, error, shared)
         if error is not None:
             raise error
-        # Only the first of the ranks speaks.
+        # Only the lowest rank warns.
         if all(min(ranks) == process_rank() for _, ranks in order):
             for text, named in self.warnings.items():
                 warnings.warn(f"{listed(named)}: {text}", stacklevel=2)
