@@ -50,9 +50,9 @@ def lent(state: dict[str, Any], entries: Mapping[str, Any]) -> Iterator[None]:
 
 def reader_of(config: DistributedConfig, takes_stacks: bool = False) -> Reader | None:
     """A new reader; None if the user wrote the config from scratch, or for another framework."""
-    names = [name for name in _FACTORYS if are_from_factory(config, name)]
     is_elsewhere = "rank" in config.state and not dist.is_initialized()
-    if not _is_factorys(config.state) or (is_elsewhere and names in ([], ["assign"])):
+    moves_nothing = len(own_functions(config)) == 2
+    if not _is_factorys(config.state) or (is_elsewhere and moves_nothing):
         return None
     return Reader(config.state, takes_stacks)
 
@@ -132,9 +132,14 @@ def factory_config(
     return DistributedConfig(assign, gather, redistribute, state, *flags)
 
 
-def are_from_factory(config: DistributedConfig, *names: str) -> bool:
-    """Whether the functions ``names`` of ``config`` are those that a factory made."""
-    return all(getattr(config, f"{name}_fn") is _FACTORYS[name] for name in names)
+def is_from_factory(config: DistributedConfig, name: str) -> bool:
+    """Whether the function ``name`` of ``config`` is the one that a factory made."""
+    return getattr(config, f"{name}_fn") is _FACTORYS[name]
+
+
+def own_functions(config: DistributedConfig) -> list[str]:
+    """Those of the two functions that move data which are not a factory's."""
+    return [n for n in ("gather", "redistribute") if not is_from_factory(config, n)]
 
 
 def _is_factorys(state: Mapping[str, Any]) -> bool:

@@ -45,7 +45,7 @@ def coverage(muon: Any, model: nn.Module | None, others: Sequence[Any]) -> str:
 
 
 def in_full(engine: Any) -> str:
-    """Who owns what, what a step costs, and which rank is the busiest."""
+    """The owners, the cost of a step, and the busiest ranks."""
     count, schedule = len(engine.params), engine.schedule
     first = f"Muon on rank {engine.rank} of {engine.world_size}, {count} parameters, "
     if not engine.runs_on_engine:
@@ -94,9 +94,8 @@ def _memory(engine: Any) -> str:
             moved.append(count * layout.shards.numel_of(rank))
         regions = max(regions, min(max(moved) * itemsize, PREPARED_BYTES))
     workspace = max(iterates, wholes + regions)
-    is_kept = engine.device.type == "cpu" or engine.config.state.get(
-        "keep_buffers", False
-    )
+    keeps = engine.config.state.get("keep_buffers", False)
+    is_kept = keeps or engine.device.type == "cpu"
     return (
         f"Besides parameters, gradients and momentum, a step of this rank takes up to {_mib(exchange + workspace)} MiB: "
         f"{_mib(exchange)} for the exchange and {_mib(workspace)} for Newton-Schulz and updates. Between steps, the rank "

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from .._newton_schulz import NS_DTYPE
 from . import callbacks, process_groups
 from .agreement import agree, Signature
-from .callbacks import are_from_factory, FunctionStep
+from .callbacks import FunctionStep, is_from_factory, own_functions
 from .config import DistributedConfig
 from .hints import Hints
 from .layouts import larger_first, Layout, listed, process_rank
@@ -138,8 +138,7 @@ class Engine:
     @property
     def runs_on_engine(self) -> bool:
         """Whether both functions that move data are the factory's."""
-        moves_by_us = are_from_factory(self.config, "gather", "redistribute")
-        return self.reader is not None and moves_by_us
+        return self.reader is not None and not own_functions(self.config)
 
     # Building
 
@@ -156,7 +155,7 @@ class Engine:
                 layouts = self.reader.read(tensors, infos, error)
             if error is None:
                 self.config.check()
-                if self.runs_on_engine and are_from_factory(self.config, "assign"):
+                if self.runs_on_engine and is_from_factory(self.config, "assign"):
                     each = self.config.state.get("owners_per_matrix", 1)
                     of_layouts = [self.params[layout.key.index] for layout in layouts]
                     algorithms = [param.formulas.ns_algorithm for param in of_layouts]
@@ -200,7 +199,7 @@ class Engine:
             self.reader.describe_state(self.config.state)
             if not self.runs_on_engine:
                 callbacks.check_stacks(self.params, layouts)
-            if are_from_factory(self.config, "assign"):
+            if is_from_factory(self.config, "assign"):
                 owners, self.assignments = callbacks.choose_owners(tensors, layouts)
                 return owners
             entries |= {"rank": self.rank, "world_size": self.world_size}
@@ -329,7 +328,8 @@ class Engine:
             )
         for of_group in formulas:
             of_group.check()
-        for param in self.params:
+        # All parameters of a group have its form.
+        for param in {p.param_group: p for p in reversed(self.params)}.values():
             param.check_form(formulas[param.param_group])
         _check_data(self.params, is_shared=bool(self.serials))
         for param in self.ordered:
@@ -408,11 +408,10 @@ def _signatures(
 ) -> Iterator[Signature]:
     """The values of each matrix that ranks compare. ``before`` are the parameters before a change."""
     config, per_node = engine.config, process_groups.ranks_per_node()
-    own = [n for n in ("gather", "redistribute") if not are_from_factory(config, n)]
     of_config = {
         "prefetch_count": str(config.prefetch_count),
         "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
-        "functions of your own": str(own),
+        "functions of your own": str(own_functions(config)),
     }
     formulas_of = {param.param_group: param.formulas for param in engine.params}
     options = {g: f.signature() | of_config for g, f in formulas_of.items()}

@@ -154,23 +154,18 @@ class Statuses(InFlight):
             self._reduce(self._table[_ROWS:])
             self.wait()
             rows = self._host[1 : len(self.matrices) + 1].tolist()
-        differing: dict[str, list[str]] = {}
+        # The most specific reason first.
+        reasons = _OTHER_OPTIONS, _OTHER_VALUES, _UNUSABLE, _SOME_ABSENT
+        differing: dict[str, list[str]] = {reason: [] for reason in reasons}
         for matrix, row in zip(self.matrices, rows, strict=True):
-            present, absent, unusable, options, minus_options, values, minus_values = (
-                row
-            )
-            if options + minus_options:
-                reason = _OTHER_OPTIONS
-            elif values + minus_values:
-                reason = _OTHER_VALUES
-            elif unusable or (present and absent):
-                reason = _UNUSABLE if unusable else _SOME_ABSENT
-            else:
-                continue
-            differing.setdefault(reason, []).append(matrix.layout.describe())
-        for reason in (_OTHER_OPTIONS, _OTHER_VALUES, _UNUSABLE, _SOME_ABSENT):
-            if reason in differing and not text:
-                text = f"{reason}: {listed(differing[reason], 4)}"
+            present, absent, unusable, options, minus_options, *values = row
+            differs = options + minus_options, sum(values), unusable, present and absent
+            reason = next((r for r, d in zip(reasons, differs) if d), None)
+            if reason is not None:
+                differing[reason].append(matrix.layout.describe())
+        for reason, named in differing.items():
+            if named and not text:
+                text = f"{reason}: {listed(named, 4)}"
         return text or (_OTHER_GROUP if header[4] else "")
 
     def _other_step(self, header: Sequence[int]) -> str:
