@@ -37,7 +37,7 @@ SLOW = replace(BY_HAND, inter_bandwidth=8.0)
 
 
 def schedule_of(layouts, **options):
-    return make_schedule(layouts, assign_owners(layouts), torch.bfloat16, **options)
+    return make_schedule(layouts, assign_owners(layouts), **options)
 
 
 def test_buckets_by_hand():
@@ -68,7 +68,7 @@ def test_relays_hide_behind_the_next_bucket():
 
 def test_two_levels_by_hand():
     """Four ranks hold a row each, which takes a second; the schedule has two nodes of two."""
-    direct = make_schedule(layouts_of(Model([(4, 4)]), "fsdp", 4), [0], torch.bfloat16)
+    direct = make_schedule(layouts_of(Model([(4, 4)]), "fsdp", 4), [0])
     (bucket,) = direct.buckets
     levels = replace(direct, buckets=(replace(bucket, node_size=2),))
     one, two = (

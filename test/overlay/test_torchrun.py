@@ -111,7 +111,7 @@ def job(folder):
     model, muon = build()
     if not saved.exists():
         schedule = muon._engine.schedule
-        assert all(layout.divided for layout in schedule.layouts)
+        assert all(layout.block_of for layout in schedule.layouts)
         assert all(bucket.node_size == 2 for bucket in schedule.buckets)
         torch.save(train(model, muon, range(6)), folder / f"undisturbed.{rank}")
         model, muon = build()

@@ -55,7 +55,7 @@ def least_bytes(optimizer: Muon) -> int:
     for layout, owner in zip(schedule.layouts, schedule.owners, strict=True):
         kept = layout.shards.numel_of(owner)
         elements += layout.numel - kept + sum(layout.shards.numels) - kept
-    return elements * schedule.buckets[0].scatter_dtype.itemsize
+    return elements * ns.NS_DTYPE.itemsize
 
 
 def described(schedule: Schedule, rank: int, prefetch: int) -> tuple[str, int]:

@@ -400,8 +400,8 @@ def _new_engine(muon: Muon) -> Engine:
 
     config: Any = muon._distributed_config
     formulas = [MuonFormulas.of_group(group) for group in muon.param_groups]
-    named = enumerate(checks.named(muon.param_groups))
-    params = [Param(i, p, name, at, formulas[at]) for i, (at, name, p) in named]
+    listed = enumerate(checks.named_params(muon.param_groups))
+    params = [Param(i, p, name, at, formulas[at]) for i, (at, name, p) in listed]
     takes_stacks = muon._allow_batched_matrices
     # The other ranks wait for this one, so they learn of a problem before it is raised.
     problem = checks.find_problem(muon)

@@ -102,7 +102,7 @@ def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
     stacks = muon._allow_batched_matrices
     forms = [MuonFormulas.of_group(group).form for group in groups]
     seen: dict[Tensor, str] = {}
-    for index, (group, name, param) in enumerate(named(groups)):
+    for index, (group, name, param) in enumerate(named_params(groups)):
         if group < first_group:
             continue
         described = f"parameter {index}" + (f" {name!r}" if name else "")
@@ -116,7 +116,7 @@ def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
     return None
 
 
-def named(groups: Sequence[dict]) -> Iterator[tuple[int, str | None, Tensor]]:
+def named_params(groups: Sequence[dict]) -> Iterator[tuple[int, str | None, Tensor]]:
     """The index of the group, the name if known, and the tensor of each parameter."""
     for at, group in enumerate(groups):
         names, params = group.get("param_names"), group["params"]
@@ -156,7 +156,7 @@ def check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
         # A checkpoint of stock Muon does not know them, but they say what the parameters are.
         for option in ("split", "flatten"):
             group.setdefault(option, current[option])
-    for index, (_, name, param) in enumerate(named(groups)):
+    for index, (_, name, param) in enumerate(named_params(groups)):
         state = loaded["state"].get(param)
         buffer = state.get("momentum_buffer") if state else None
         # FSDP1 flattens its parameters, and unflattens them for checkpoints.

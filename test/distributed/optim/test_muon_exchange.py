@@ -197,7 +197,7 @@ class TestMuonRelays(OnCPU):
     def connections(self, twins):
         """The collectives that the constructor makes on accelerators, so that backends connect."""
         with Recorder() as seen:
-            twins.optimizer._engine._pipeline().connect()
+            twins.optimizer._engine._make_runner().connect()
         return seen
 
     def test_each_element_travels_once_and_within_one_replica(self):

@@ -14,7 +14,6 @@ from torch.optim._muon_engine.layouts import Key, Layout, Shards
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, flops_of
-from torch.optim._newton_schulz import NS_DTYPE
 from torch.testing._internal.common_distributed import TIMEOUT_OVERRIDE
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_muon import OnCPU
@@ -407,7 +406,7 @@ class TestMuonScheduleFuzz(TestCase):
             """How long buckets take, run sequentially: each as long as its busiest owner."""
             return sum(busiest(part, flops, owners) for part in parts)
 
-        parts = [b.matrices for b in make_schedule(layouts, owners, NS_DTYPE).buckets]
+        parts = [b.matrices for b in make_schedule(layouts, owners).buckets]
         self.assertEqual(sorted(sum(parts, ())), [*range(len(layouts))])
         self.assertLessEqual(len(parts), max(Counter(owners).values()))
         places = itertools.product(range(len(parts)), repeat=len(layouts))

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
-from torch.optim._muon_engine.runtime import shared
+from torch.optim._muon_engine.runtime import divided
 from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
@@ -517,7 +517,7 @@ class TestMuonDivided(OnCPU):
             mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"),
             mock.patch.object(buckets, "MAX_REPLICAS", max_replicas),
             # The rounding of few products shows in small matrices.
-            mock.patch.object(shared, "_PARTS", 16),
+            mock.patch.object(divided, "_PARTS", 16),
         ):
             yield
 

@@ -179,7 +179,7 @@ class TestMuonRegressions(OnCPU):
         config = create_dtensor_config(owners_per_matrix=4)
         with mock.patch.object(owners, "MIN_DIVIDED", 16):
             twins = Twins([Spec((64, 64), mesh_of(4), (S0,))], config)
-        failing = "torch.optim._muon_engine.runtime.shared.products_for"
+        failing = "torch.optim._muon_engine.runtime.divided.products_for"
         with mock.patch(failing, side_effect=RuntimeError("no workspace")):
             step = twins.optimizer.step
             self.assertRaisesEverywhere(step, RuntimeError, "^no workspace")

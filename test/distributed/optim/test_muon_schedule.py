@@ -81,7 +81,7 @@ def busiest(taken, members, ranks):
 
 
 def scheduled(layouts, **options):
-    return make_schedule(layouts, assign_owners(layouts), torch.bfloat16, **options)
+    return make_schedule(layouts, assign_owners(layouts), **options)
 
 
 class TestMuonDivision(TestCase):

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.optim._muon_engine.schedule.owners import flops_of
 from torch.optim._muon_engine.schedule.packs import Bucket, Schedule
+from torch.optim._newton_schulz import NS_DTYPE
 
 from .hardware import Hardware
 
@@ -190,8 +191,8 @@ def _plan_bucket(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> Buck
         at = np.searchsorted(owner_ranks, schedule.owners[m])
         layout = schedule.layouts[m]
         work[at] += flops_of(layout)
-        if layout.divided:
-            shared[at].append((min(layout.divided), schedule.team(m)))
+        if layout.block_of:
+            shared[at].append((min(layout.block_of), schedule.team(m)))
     gathered, scattered = _volumes(schedule, bucket, owners)
     everybody, nodes = np.arange(len(ranks)), ranks // gpus_per_node
     if bucket.node_size > 1:
@@ -230,7 +231,7 @@ def _volumes(
         from_sources = count[:, None] * numels * (wanted == number)
         gathered += from_sources
         scattered += from_sources if bucket.relayed else count[:, None] * numels
-    dtypes = bucket.gather_dtype, bucket.scatter_dtype
+    dtypes = bucket.gather_dtype, NS_DTYPE
     for side, dtype in zip((gathered, scattered), dtypes):
         side[np.arange(len(owners)), owners] = 0
         side *= dtype.itemsize

@@ -34,7 +34,6 @@ def schedule_of(case: Case, hardware: Hardware, owners: int | str = 1) -> Schedu
     return make_schedule(
         layouts,
         assign_owners(layouts, ranks_per_node=hardware.gpus_per_node),
-        torch.bfloat16,
         ranks_per_node=hardware.gpus_per_node,
     )
 

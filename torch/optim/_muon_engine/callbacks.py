@@ -181,7 +181,7 @@ class FunctionStep:
     """
 
     # This rank raises its own problem after all calls, because the other ranks wait for them.
-    knows_before = False
+    awaits_statuses = False
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.config, self.rank = engine, engine.config, engine.rank

@@ -5,6 +5,7 @@ import logging
 import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from itertools import chain, count
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from .._newton_schulz import NS_DTYPE
 from . import callbacks, process_groups
 from .agreement import agree, Signature
 from .callbacks import FunctionStep, is_from_factory, own_functions
@@ -83,6 +83,7 @@ class Engine:
         self.groups: dict[Ranks, dist.ProcessGroup | None] = {}
         # Ranks that share matrices -> the serial number of this optimizer among those over these ranks.
         self.serials: dict[Ranks, int] = {}
+        # What runs steps, from the first one on.
         self._runner: Pipeline | FunctionStep | None = None
         replaced: list[Replacement] = []
         if former is not None:
@@ -103,7 +104,7 @@ class Engine:
             # Parameters on meta will be materialized, which builds another engine.
             is_meta = any(param.tensor.is_meta for param in params)
             if self.runs_on_engine and self.device.type != "cpu" and not is_meta:
-                self._pipeline().connect()
+                self._make_runner().connect()
         except Exception as raised:
             for step in (self.steps, self.steps + 1):
                 self._notes(step).leave(f"{type(raised).__name__}: {raised}")
@@ -126,11 +127,9 @@ class Engine:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         return self.config.state.get("world_size", world_size)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """The device of the communication buffers."""
-        if isinstance(self._runner, Pipeline):
-            return self._runner.device
         if self.reader is None:
             return torch.device("cpu")
         return self.reader.device_of([param.tensor for param in self.params])
@@ -180,7 +179,6 @@ class Engine:
         self.schedule = buckets.make_schedule(
             layouts,
             owners,
-            NS_DTYPE,
             one_owner_at_a_time=not self.config.async_gpu_parallelism,
             ranks_per_node=per_node,
             slots=slots_for(self.config.prefetch_count),
@@ -210,10 +208,10 @@ class Engine:
         self.assignments = {rank: list(owned) for rank, owned in assignments.items()}
         return owners
 
-    def _pipeline(self) -> Pipeline:
-        """The pipeline with the memory of all buckets. The first call makes it."""
-        if not isinstance(self._runner, Pipeline):
-            self._runner = Pipeline(self)
+    def _make_runner(self) -> Any:
+        """What runs steps. The first call makes it, with the memory of all buckets."""
+        if self._runner is None:
+            self._runner = (Pipeline if self.runs_on_engine else FunctionStep)(self)
         return self._runner
 
     # Parameters that change
@@ -284,7 +282,7 @@ class Engine:
             text = runner.begin(self.steps)
             problems = [f"{p.described}: {p.problem}" for p in self.params if p.problem]
             text = "; ".join(problems) or text
-            if text and runner.knows_before:
+            if text and runner.awaits_statuses:
                 is_fatal = False
                 raise RuntimeError(text)
             with _without_autocast(self.device.type):
@@ -314,7 +312,7 @@ class Engine:
         formulas: Sequence[Any],
         states: States,
         grads: Sequence[Tensor | None] | None,
-    ) -> Pipeline | FunctionStep:
+    ) -> Any:
         """Checks, and sets momentum and gradients. Returns what runs the step.
 
         The first step makes every momentum buffer, so that checkpoints are the same on all ranks.
@@ -344,10 +342,7 @@ class Engine:
                 # Through ranks between, a reason may come with this text already.
                 reason = reason.rpartition(_FAILED_BEFORE)[2]
                 raise RuntimeError(f"{_FAILED_BEFORE}{reason}")
-        if self.runs_on_engine:
-            return self._pipeline()
-        self._runner = FunctionStep(self)
-        return self._runner
+        return self._make_runner()
 
     def _fail(self, error: BaseException, is_fatal: bool) -> None:
         """Records the failure, and leaves a note for the ranks that wait for this one."""

@@ -173,7 +173,7 @@ class Shards:
         return tuple(map(tuple, sets.values()))
 
     @cached_property
-    def replicas(self) -> int:
+    def most_replicas(self) -> int:
         """The largest number of replicas of a shard that is not empty."""
         stored = (ranks for ranks in self.replica_sets if not self.is_empty(ranks[0]))
         return max(map(len, stored), default=0)
@@ -241,7 +241,7 @@ class Layout:
     """One matrix, or a block of a divided one: its global shape, and which rank stores what of it.
 
     ``placement`` names the placements or groups, for error messages. A ``frozen`` one is not in the schedule.
-    While ranks read, a layout is what a rank knows, and the ranks of ``cuts`` know the rest. ``divided`` is
+    While ranks read, a layout is what a rank knows, and the ranks of ``cuts`` know the rest. ``block_of`` is
     the shape of the matrix that a block is from.
     """
 
@@ -252,12 +252,12 @@ class Layout:
     placement: str = ""
     frozen: bool = False
     cuts: Cuts = ()
-    divided: Shape | None = None
+    block_of: Shape | None = None
 
     @property
     def full_shape(self) -> Shape:
         """The shape of the matrix; of a block, that of the matrix that it is from."""
-        return self.divided or self.shape
+        return self.block_of or self.shape
 
     @property
     def numel(self) -> int:

@@ -31,7 +31,7 @@ def divide(layout: Layout, owners: int) -> Iterator[Layout]:
     sizes = [long * (at + 1) // count - long * at // count for at in range(count)]
     for number, block in enumerate(_parts(layout, Split(tuple(sizes), 1, dim))):
         key = layout.key._replace(block=(number, count))
-        yield replace(block, key=key, divided=layout.shape)
+        yield replace(block, key=key, block_of=layout.shape)
 
 
 def _parts(layout: Layout, split: Split) -> Iterator[Layout]:

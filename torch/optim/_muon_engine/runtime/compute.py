@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 
 from ..layouts import listed, Region
+from ..schedule.packs import grouped
 from . import Matrix, Param
 from .transport import copy_all, InFlight, LocalBucket, Memory
 
@@ -22,7 +24,7 @@ log = logging.getLogger("torch.optim.muon")
 PREPARED_BYTES = 64 * 1024**2
 
 # A region of a matrix, and the tensor that is its source or target; None for no update.
-Move = tuple[Matrix, Region, Any]
+RegionTensor = tuple[Matrix, Region, Any]
 
 
 class Compute:
@@ -36,18 +38,18 @@ class Compute:
         self.device = device
         self.memory = memory
         # The phase and matrices at hand, for error messages.
-        self._at: tuple[str, Sequence[Matrix]] = ("", ())
+        self._current: tuple[str, Sequence[Matrix]] = ("", ())
 
     @property
     def where(self) -> str:
         """The phase of the step that is running or failed; "" between steps."""
-        phase, matrices = self._at
+        phase, matrices = self._current
         described = [matrix.layout.describe() for matrix in matrices]
         return f"{phase} of {listed(described)}" if phase else ""
 
-    def _phase(self, phase: str, of: InFlight) -> AbstractContextManager[Any]:
+    def _enter(self, phase: str, of: InFlight) -> AbstractContextManager[Any]:
         """Names a phase for a profiler and for error messages, which may name fewer matrices later."""
-        self._at = phase, of.matrices
+        self._current = phase, of.matrices
         return _RecordFunctionFast(f"Muon {phase}, {of.name}")
 
     def _log(self, phase: str, matrices: Iterable[Matrix]) -> None:
@@ -59,30 +61,30 @@ class Compute:
     def pack(self, bucket: LocalBucket) -> None:
         """Accumulates the gradients of the bucket's matrices, and packs this rank's shards."""
         one_by_one = [[matrix] for matrix in bucket.matrices]
-        for part in one_by_one if self.device.type == "cpu" else [bucket.matrices]:
-            self._at = "accumulate", part
-            accumulate(matrix.param for matrix in part)
-            self._at = "gather", part
-            self._log("gather", part)
+        for matrices in one_by_one if self.device.type == "cpu" else [bucket.matrices]:
+            self._current = "accumulate", matrices
+            accumulate(matrix.param for matrix in matrices)
+            self._current = "gather", matrices
+            self._log("gather", matrices)
             self.prepare(
                 (matrix, region, view)
-                for matrix in part
+                for matrix in matrices
                 for _, region, view in bucket.gather_send.of(matrix.index)
             )
 
-    def prepare(self, targets: Iterable[Move]) -> None:
+    def prepare(self, targets: Iterable[RegionTensor]) -> None:
         """Writes regions of the tensors to orthogonalize: momentum, blended with the gradient if nesterov.
 
         Without a gradient, that is momentum, so that the owner receives defined values.
         """
-        for part in self._grouped(targets, lambda move: id(move[0].param.formulas)):
-            momenta = [region.of_local(m.param.momentum) for m, region, _ in part]
-            grads = [region.of_local(m.param.lookahead) for m, region, _ in part]
+        for chunk in self._grouped(targets, lambda entry: id(entry[0].param.formulas)):
+            momenta = [region.of_local(m.param.momentum) for m, region, _ in chunk]
+            grads = [region.of_local(m.param.lookahead) for m, region, _ in chunk]
             out = None
             if self.device.type == "cpu":
                 out = self.memory.scratch("prepared", momenta[0].shape, momenta[0])
-            prepared = part[0][0].param.formulas.prepare(momenta, grads, out)
-            copy_all([(t, made) for (_, _, t), made in zip(part, prepared)])
+            prepared = chunk[0][0].param.formulas.prepare(momenta, grads, out)
+            copy_all([(t, made) for (_, _, t), made in zip(chunk, prepared)])
 
     def batches(self, bucket: LocalBucket) -> list[list[Matrix]]:
         """This rank's matrices of one shape and equal options, as many as the formulas allow in a batch."""
@@ -101,14 +103,14 @@ class Compute:
 
     def orthogonalize(self, bucket: LocalBucket, batch: Sequence[Matrix]) -> None:
         """Computes the updates of ``batch``, packs them for their holders, and applies this rank's part."""
-        with self._phase("orthogonalize", bucket):
-            self._at = "assemble", batch
+        with self._enter("orthogonalize", bucket):
+            self._current = "assemble", batch
             self._log("orthogonalize", batch)
             shape = (len(batch), *batch[0].layout.shape)
             whole = self.memory.scratch("whole", shape, bucket.scatter_send.flat)
             wholes = whole.unbind()
             self.assemble(bucket, batch, wholes)
-            self._at = "orthogonalize", batch
+            self._current = "orthogonalize", batch
             formulas, products = batch[0].param.formulas, batch[0].products
             if len(batch) == 1:
                 updates = [formulas.orthogonalize(wholes[0], products)]
@@ -127,7 +129,7 @@ class Compute:
                 ]
             )
             # The owner's own part of an update is not sent.
-            self._at = "apply", batch
+            self._current = "apply", batch
             self._log("apply", batch)
             self.apply(
                 (matrix, region, region.of_matrix(update))
@@ -139,7 +141,7 @@ class Compute:
         self, bucket: LocalBucket, batch: Sequence[Matrix], wholes: Sequence[Tensor]
     ) -> None:
         """Fills ``wholes``, of each matrix's shape, from the received regions and from this rank's own."""
-        own: list[Move] = []
+        own: list[RegionTensor] = []
         received: list[tuple[Tensor, Tensor]] = []
         for matrix, out in zip(batch, wholes, strict=True):
             if matrix.layout.shards.partial:
@@ -166,46 +168,38 @@ class Compute:
             prepared = torch.empty_like(matrix.local(region))
             self.prepare([(matrix, region, prepared)])
             contributions.append((own, region, prepared))
-        for _, region, tensor in sorted(contributions, key=lambda part: part[0]):
+        for _, region, tensor in sorted(contributions, key=lambda entry: entry[0]):
             region.of_matrix(total).add_(tensor)
         out.copy_(total)
 
-    def apply(self, moves: Iterable[Move]) -> None:
+    def apply(self, entries: Iterable[RegionTensor]) -> None:
         """Decays regions of parameters, and updates those that have an update."""
 
-        def key(move: Move) -> Hashable:
-            matrix, _, update = move
+        def key(entry: RegionTensor) -> Hashable:
+            matrix, _, update = entry
             # Some parameters may be offloaded to a CPU.
             place = id(matrix.param.formulas), matrix.param.local.device
             return *place, matrix.layout.full_shape, update is None
 
-        for part in self._grouped(moves, key):
-            matrix, _, first = part[0]
-            local = [m.local(region) for m, region, _ in part]
+        for chunk in self._grouped(entries, key):
+            matrix, _, first = chunk[0]
+            local = [m.local(region) for m, region, _ in chunk]
             updates = None
             if first is not None:
-                updates = [u.to(l.device) for (_, _, u), l in zip(part, local)]
+                updates = [u.to(l.device) for (_, _, u), l in zip(chunk, local)]
             matrix.param.formulas.apply(local, updates, matrix.layout.full_shape)
 
     def _grouped(
-        self, moves: Iterable[Move], key: Callable[[Move], Hashable]
-    ) -> Iterator[Sequence[Move]]:
-        """Moves with equal keys: one by one on a CPU, up to ``PREPARED_BYTES`` at once elsewhere."""
+        self, entries: Iterable[RegionTensor], key: Callable[[RegionTensor], Hashable]
+    ) -> Iterator[Sequence[RegionTensor]]:
+        """Entries with equal keys: one by one on a CPU, up to ``PREPARED_BYTES`` at once elsewhere."""
         if self.device.type == "cpu":
-            yield from ([move] for move in moves)
-            return
-        by_key: dict[Hashable, list[list[Move]]] = {}
-        room: dict[Hashable, int] = {}
-        for move in moves:
-            matrix, region, _ = move
-            nbytes, value = region.numel * matrix.layout.dtype.itemsize, key(move)
-            if room.get(value, -1) < nbytes:
-                by_key.setdefault(value, []).append([])
-                room[value] = max(nbytes, PREPARED_BYTES)
-            room[value] -= nbytes
-            by_key[value][-1].append(move)
-        for lists in by_key.values():
-            yield from lists
+            yield from ([entry] for entry in entries)
+        else:
+            sized = (
+                (e, key(e), e[1].numel * e[0].layout.dtype.itemsize) for e in entries
+            )
+            yield from chain(*grouped(sized, PREPARED_BYTES).values())
 
 
 def accumulate(params: Iterable[Param]) -> None:

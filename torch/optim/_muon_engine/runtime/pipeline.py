@@ -13,9 +13,9 @@ import torch
 from ..layouts import larger_first
 from ..schedule.packs import RELAYS_IN_FLIGHT, slots_for
 from . import Matrix
-from .compute import Compute, Move
+from .compute import Compute, RegionTensor
 from .relays import attach_relays
-from .shared import SharedProducts
+from .divided import DividedProducts
 from .statuses import Statuses
 from .transport import BoundPack, InFlight, local_buckets, LocalBucket, Memory
 
@@ -40,9 +40,9 @@ class Pipeline(Compute):
                 param = engine.params[schedule.layouts[index].key.index]
                 matrix = matrices[index] = Matrix(schedule, index, param, rank)
                 team = groups.get(schedule.team(index))
-                is_divided = matrix.layout.divided and team is not None
-                if is_divided and matrix.owner == rank:
-                    matrix.products = SharedProducts(matrix, team)
+                # Only the ranks of a team have its group.
+                if team is not None and matrix.owner == rank:
+                    matrix.products = DividedProducts(matrix, team)
                 by_group.setdefault(bucket.group, []).append(matrix)
         slots = slots_for(self.prefetch_count)
         buckets = local_buckets(schedule, matrices, rank, groups, memory, slots)
@@ -57,7 +57,7 @@ class Pipeline(Compute):
         ]
 
     @property
-    def knows_before(self) -> bool:
+    def awaits_statuses(self) -> bool:
         """Whether the ranks know that they differ before anything moves."""
         return self.device.type == "cpu"
 
@@ -100,14 +100,14 @@ class Pipeline(Compute):
         Returns:
             How ranks differ; "" if they do not, and on accelerators, which do not wait for the result.
         """
-        self._at = "statuses", [m for s in self.statuses for m in s.matrices]
+        self._current = "statuses", [m for s in self.statuses for m in s.matrices]
         text = ""
         # It may be in a matrix that no other rank has.
         has_problem = any(param.problem for param in self.params)
         with self._drained():
             for statuses in self.statuses:
                 statuses.start(step, differs=has_problem or bool(text))
-                if self.knows_before:
+                if self.awaits_statuses:
                     differs = statuses.mismatch()
                     text = text or differs
         return text
@@ -124,10 +124,10 @@ class Pipeline(Compute):
                 of_group.append(self._process(bucket, relaying))
             order = [bucket.ranks for bucket in self.buckets]
             run_in_turn(order, tasks, self.prefetch_count, self.one_at_a_time)
-            self._at = "statuses", [m for s in self.statuses for m in s.matrices]
+            self._current = "statuses", [m for s in self.statuses for m in s.matrices]
             for statuses in self.statuses:
                 statuses.finish()
-            self._at = "", ()
+            self._current = "", ()
 
     def _process(self, bucket: LocalBucket, relaying: Iterator[None]) -> Iterator[None]:
         """Brings one bucket from gradients to parameters. Other buckets go on where it pauses.
@@ -157,7 +157,7 @@ class Pipeline(Compute):
             yield
             self.wait(relay, "relay")
             if not relay.is_source:
-                with self._phase("apply", relay):
+                with self._enter("apply", relay):
                     self.apply_received(relay, relay.packed)
 
     @contextmanager
@@ -176,19 +176,19 @@ class Pipeline(Compute):
 
     def wait(self, flight: InFlight, phase: str) -> None:
         """Waits for the collective that ``flight`` has started."""
-        with self._phase(f"wait for {phase}", flight):
+        with self._enter(f"wait for {phase}", flight):
             flight.wait()
 
     def gather(self, bucket: LocalBucket) -> None:
         """Accumulates the gradients of the bucket's matrices and sends this rank's shards."""
-        with self._phase("gather", bucket):
+        with self._enter("gather", bucket):
             self.pack(bucket)
-            self._at = "gather", bucket.matrices
+            self._current = "gather", bucket.matrices
             bucket.start_gather()
 
     def scatter(self, bucket: LocalBucket) -> None:
         """Sends the updates of the matrices that this rank owns: zeros for those without a gradient."""
-        with self._phase("scatter", bucket):
+        with self._enter("scatter", bucket):
             zeros = [
                 packed.view
                 for matrix in bucket.matrices
@@ -201,7 +201,7 @@ class Pipeline(Compute):
 
     def apply_results(self, bucket: LocalBucket) -> None:
         """Applies the results that this rank received, and packs those that it relays."""
-        with self._phase("apply", bucket):
+        with self._enter("apply", bucket):
             self.apply_received(bucket, bucket.scatter_recv)
             # A contribution that receives no update decays, too.
             self.apply(
@@ -216,13 +216,13 @@ class Pipeline(Compute):
 
     def apply_received(self, flight: InFlight, received: BoundPack) -> None:
         """Applies the updates of other owners' matrices that are packed in ``received``."""
-        moves: list[Move] = []
+        entries: list[RegionTensor] = []
         for matrix in flight.matrices:
             packed = received.of(matrix.index)
             if matrix.owner != self.rank and matrix.applies:
                 self._log("apply", [matrix] if packed or matrix.is_empty else [])
-                moves += [(matrix, region, view) for _, region, view in packed]
-        self.apply(moves)
+                entries += [(matrix, region, view) for _, region, view in packed]
+        self.apply(entries)
 
 
 def run_in_turn(
@@ -238,7 +238,7 @@ def run_in_turn(
         tasks: by group. A task pauses after its gather, its scatter, the results and each relay.
     """
     turns = {
-        group: _overlap(of_group, prefetch_count + 1, one_at_a_time)
+        group: _interleave(of_group, prefetch_count + 1, one_at_a_time)
         for group, of_group in tasks.items()
     }
     for turn in turns.values():
@@ -250,7 +250,7 @@ def run_in_turn(
         _exhaust(turns[group])
 
 
-def _overlap(
+def _interleave(
     tasks: Sequence[Iterator[None]], ahead: int, one_at_a_time: bool
 ) -> Iterator[None]:
     """Runs the tasks of one group. Pauses after the first ``ahead`` gathers and after each scatter.

@@ -119,7 +119,7 @@ class CollectiveError(RuntimeError):
 
 
 @contextmanager
-def named(collective: str, matrices: Sequence[Matrix], ranks: Ranks) -> Iterator[None]:
+def naming(collective: str, matrices: Sequence[Matrix], ranks: Ranks) -> Iterator[None]:
     """Adds to a backend's error which collective failed and which matrices it carried."""
     try:
         yield
@@ -149,7 +149,7 @@ class InFlight:
 
     def launch(self, name: str, start: Start, *memory: Any) -> None:
         """Calls ``start(*memory)``. The memory must not be touched until :meth:`wait`."""
-        with named(name, self.matrices, self.ranks):
+        with naming(name, self.matrices, self.ranks):
             work = start(*memory)
         if work is not None:
             self.works.append((name, work, (start, memory)))
@@ -158,7 +158,7 @@ class InFlight:
         """Waits for all of them. Raises CollectiveError if one failed."""
         while self.works:
             name, work, _ = self.works.pop(0)
-            with named(name, self.matrices, self.ranks):
+            with naming(name, self.matrices, self.ranks):
                 work.wait()
 
 

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from operator import itemgetter
+from typing import Any
 
-import torch
-
+from ..._newton_schulz import NS_DTYPE
 from ..layouts import Layout, Ranks, Shards
 from .owners import flops_of
 from .packs import Bucket, Schedule
@@ -31,7 +31,6 @@ Queues = dict[int, list[int]]
 def make_schedule(
     layouts: Sequence[Layout],
     owners: Sequence[int],
-    wire_dtype: torch.dtype,
     *,
     one_owner_at_a_time: bool = False,
     ranks_per_node: int = 1,
@@ -39,28 +38,28 @@ def make_schedule(
 ) -> Schedule:
     """Cuts the work of each group into buckets, whose owners work at the same time.
 
-    Ranks exchange ``wire_dtype``, but contributions to a sum in their own dtype. As many buckets of a group
-    as ``slots`` have memory at the same time. ``ranks_per_node`` consecutive ranks are near each other.
+    As many buckets of a group as ``slots`` have memory at the same time. ``ranks_per_node`` consecutive ranks
+    are near each other.
     """
     families: dict[tuple, list[int]] = {}
     for i, layout in enumerate(layouts):
         if layout.frozen:
             continue
         # Contributions are summed before they are rounded.
-        dtype = layout.dtype if layout.shards.partial else wire_dtype
+        dtype = layout.dtype if layout.shards.partial else NS_DTYPE
         turn = 0, False
         if one_owner_at_a_time:
             # All owners of a divided matrix have the turn of the first.
-            turn = owners[i - layout.key.block[0]], layout.divided is None
+            turn = owners[i - layout.key.block[0]], layout.block_of is None
         families.setdefault((turn, layout.group, dtype), []).append(i)
 
     # Divided matrices come first, in one order for all of their owners, who have collectives for each.
     def order(m: int) -> tuple:
         layout = layouts[m]
-        return layout.divided is None, -flops_of(layout), layout.full_shape, m
+        return layout.block_of is None, -flops_of(layout), layout.full_shape, m
 
     max_buckets = 1 if one_owner_at_a_time else MAX_BUCKETS
-    ordered: list[tuple[tuple, torch.dtype, list[int]]] = []
+    ordered: list[tuple[tuple, Any, list[int]]] = []
     for (turn, group, dtype), members in families.items():
         queues: Queues = {}
         for m in sorted(members, key=order):
@@ -77,7 +76,7 @@ def make_schedule(
         peers = max(map(_destinations, shards)) if relayed else len(group) - 1
         size = _node_size(group, peers, ranks_per_node)
         index, matrices = counts[group], tuple(part)
-        buckets.append(Bucket(group, index, matrices, dtype, wire_dtype, relayed, size))
+        buckets.append(Bucket(group, index, matrices, dtype, relayed, size))
         counts[group] += 1
     return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
 
@@ -119,9 +118,9 @@ def _cut(
         return best
     # One bucket for each divided matrix and for one other matrix of every owner always fits.
     teams: dict[int, list[int]] = {}
-    for m in (m for queue in queues.values() for m in queue if layouts[m].divided):
+    for m in (m for queue in queues.values() for m in queue if layouts[m].block_of):
         teams.setdefault(m - layouts[m].key.block[0], []).append(m)
-    alone = [[m for m in queue if not layouts[m].divided] for queue in queues.values()]
+    alone = [[m for m in queue if not layouts[m].block_of] for queue in queues.values()]
     rounds = ([queue[i] for queue in alone if i < len(queue)] for i in range(longest))
     return [*teams.values(), *filter(None, rounds)]
 
@@ -182,7 +181,7 @@ def _load(counts: Counter[Shards]) -> int:
 
 
 def _replicas(counts: Counter[Shards]) -> int:
-    return max(shards.replicas for shards in counts)
+    return max(shards.most_replicas for shards in counts)
 
 
 def _is_relayed(counts: Counter[Shards], limit: int) -> bool:

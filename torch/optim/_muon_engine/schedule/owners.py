@@ -52,7 +52,7 @@ class Class(NamedTuple):
     @classmethod
     def of(cls, layout: Layout, algorithm: str = "quintic") -> "Class":
         shards = layout.shards
-        count = len(shards.replica_sets) if shards.replicas > 1 else 1
+        count = len(shards.replica_sets) if shards.most_replicas > 1 else 1
         return cls(layout.full_shape, algorithm, count)
 
 

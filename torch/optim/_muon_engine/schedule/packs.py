@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from ..._newton_schulz import NS_DTYPE
 from ..layouts import Layout, Ranks, Region
 
 
@@ -85,7 +86,6 @@ class Bucket:
     index: int
     matrices: tuple[int, ...]
     gather_dtype: torch.dtype
-    scatter_dtype: torch.dtype
     # Whether only one replica of each shard exchanges it with the owner.
     relayed: bool = False
     # As many consecutive ranks of the group are one node. With more than 1, an exchange has two levels.
@@ -133,7 +133,7 @@ class Schedule:
             gather_recv=self._gather(bucket, as_owner),
             scatter_send=self._scatter(bucket, as_owner),
             scatter_recv=self._scatter(bucket, as_holder),
-            own_results=self._pack([(rank, own)], bucket.scatter_dtype, self.receives),
+            own_results=self._pack([(rank, own)], NS_DTYPE, self.receives),
             relays=relays,
         )
 
@@ -168,26 +168,21 @@ class Schedule:
 
     def relays(self, bucket: Bucket, rank: int) -> tuple[Relay, ...]:
         """The relays along the replicas of ``rank``'s shards, in an order that all replicas share."""
-        # (replicas, source) -> the matrices of each relay, and the bytes for which the last one has room.
-        routes: dict[tuple[Ranks, int], list[list[int]]] = {}
-        room: dict[tuple[Ranks, int], int] = {}
-        dtype = bucket.scatter_dtype
+        # Each matrix with its (replicas, source) and its bytes.
+        sized: list[tuple[int, tuple[Ranks, int], int]] = []
         for matrix in bucket.matrices if bucket.relayed else ():
             shards = self.layouts[matrix].shards
             replicas = shards.replicas_of(rank)
-            if len(replicas) == 1 or shards.is_empty(rank):
-                continue
-            source = shards.source(rank, self.owners[matrix])
-            route = tuple(sorted(replicas)), source
-            size = shards.numel_of(rank) * dtype.itemsize
-            if room.get(route, -1) < size:
-                routes.setdefault(route, []).append([])
-                room[route] = RELAY_BYTES
-            room[route] -= size
-            routes[route][-1].append(matrix)
+            if len(replicas) > 1 and not shards.is_empty(rank):
+                route = (
+                    tuple(sorted(replicas)),
+                    shards.source(rank, self.owners[matrix]),
+                )
+                nbytes = shards.numel_of(rank) * NS_DTYPE.itemsize
+                sized.append((matrix, route, nbytes))
         return tuple(
-            Relay(ranks, source, self._pack([(rank, part)], dtype, self.receives))
-            for (ranks, source), parts in sorted(routes.items())
+            Relay(ranks, source, self._pack([(rank, part)], NS_DTYPE, self.receives))
+            for (ranks, source), parts in sorted(grouped(sized, RELAY_BYTES).items())
             for part in parts
         )
 
@@ -199,7 +194,7 @@ class Schedule:
             is_direct = not bucket.relayed or self.is_source(matrix, rank)
             return is_direct and self.receives(matrix, rank)
 
-        return self._pack(exchanged, bucket.scatter_dtype, receives)
+        return self._pack(exchanged, NS_DTYPE, receives)
 
     def _pack(self, exchanged: Exchanged, dtype: torch.dtype, travels: Travels) -> Pack:
         """One split per (holder, matrices); ``travels`` says whether a matrix goes from or to a holder."""
@@ -222,6 +217,19 @@ def _between(
 ) -> tuple[int, Sequence[int]]:
     """The matrices whose shards ``holder`` exchanges with ``owner``; none if they are one rank."""
     return holder, () if holder == owner else owned.get(owner, ())
+
+
+def grouped(sized: Iterable[tuple[Any, Any, int]], limit: int) -> dict[Any, list[list]]:
+    """The items of (item, key, size), by key, in lists of at most ``limit`` unless one item is larger."""
+    lists: dict[Any, list[list]] = {}
+    room: dict[Any, int] = {}
+    for item, key, size in sized:
+        if room.get(key, -1) < size:
+            lists.setdefault(key, []).append([])
+            room[key] = limit
+        room[key] -= size
+        lists[key][-1].append(item)
+    return lists
 
 
 def slots_for(prefetch_count: int) -> int:

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from ..._newton_schulz import _addmm, Products, products_for
 from . import Matrix
-from .transport import named
+from .transport import naming
 
 
 # A Gram matrix is the float32 sum of at least this many products in the matrix's dtype. With fewer, their
@@ -18,14 +18,14 @@ from .transport import named
 _PARTS = 4
 
 
-class SharedProducts(Products):
+class DividedProducts(Products):
     """The products of a matrix whose long side is cut into a block for each rank of ``group``.
 
     All ranks of the group have the same Gram matrix, and each makes some rows of a polynomial of it.
     """
 
     def __init__(self, matrix: Matrix, group: ProcessGroup) -> None:
-        super().__init__(matrix.layout.divided)
+        super().__init__(matrix.layout.block_of)
         self._matrix, self._group = matrix, group
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
@@ -68,7 +68,7 @@ class SharedProducts(Products):
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
         """Runs a collective of the owners. Other errors of Newton-Schulz are this rank's own."""
-        with named("Newton-Schulz", [self._matrix], self._ranks):
+        with naming("Newton-Schulz", [self._matrix], self._ranks):
             collective(*tensors, group=self._group)
 
     def connect(self, device: torch.device) -> None:
