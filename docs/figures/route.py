@@ -58,7 +58,7 @@ class Panel:
         param = empty(SHAPE, device_mesh=mesh, placements=list(placements))
         reader = DTensorLayouts()
         layouts = [reader.of(Key(i), param)[0] for i in range(COPIES)]
-        self.schedule = make_schedule(layouts, assign_owners(layouts), ns.NS_DTYPE)
+        self.schedule = make_schedule(layouts, assign_owners(layouts))
         self.matrix = self.schedule.owners.index(OWNER)
         self.shards = layouts[self.matrix].shards
         # Replicas hold equal shards, and have one colour.

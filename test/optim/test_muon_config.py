@@ -5,12 +5,15 @@ import copy
 import functools
 import itertools
 import pickle
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import _muon, _muon_formulas, Muon
 from torch.optim._muon_engine.layouts import Region
+from torch.optim._muon_engine.process_groups import device_of_group
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import (
     create_auto_config,
@@ -86,9 +89,24 @@ class TestDistributedConfig(MuonTestCase):
         ):
             with self.assertRaisesRegex(ValueError, words):
                 create_auto_config(**dict.fromkeys(names.split(), 0))
-        config = create_auto_config(expert_assignments={0: 3, 2: 1})
-        with self.assertRaisesRegex(ValueError, r"names parameters \[2\].* 0 to 1"):
-            Muon(make_params((2, 2), (3, 3)), distributed_config=config)
+        for given, words in (
+            ({"expert_assignments": {0: 3, 2: 1}}, r"names parameters \[2\].* 0 to 1"),
+            ({"expert_assignments": {"w": 1}}, r"names parameters \['w'\]"),
+            # What new_group() returns to a rank that is not in the group.
+            ({"tp_process_group": dist.GroupMember.NON_GROUP_MEMBER}, "with this rank"),
+        ):
+            with self.assertRaisesRegex(ValueError, words):
+                config = create_auto_config(**given)
+                Muon(make_params((2, 2), (3, 3)), distributed_config=config)
+
+    def test_device_of_a_group(self):
+        for kinds, expected in (
+            (["cuda"], "cuda"),
+            (["cuda", "cpu"], "cpu"),
+            ([], "cpu"),
+        ):
+            group = SimpleNamespace(_device_types=kinds)
+            self.assertEqual(device_of_group(group).type, expected)
 
     def test_state(self):
         for name, key, value in (

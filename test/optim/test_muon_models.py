@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.optim import Muon
+from torch.optim._muon_engine.layouts.dtensor import placed_like
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -121,6 +122,11 @@ class TestDTensorsOnOneRank(MuonTestCase):
             vector = distribute_tensor(torch.ones(3), self.mesh, [Shard(0)])
             with self.assertRaisesRegex(ValueError, "only supports 2D"):
                 config.assign_fn([vector], config.state)
+
+    def test_momentum_on_another_mesh(self):
+        meshes = (DeviceMesh("cpu", [0], mesh_dim_names=(name,)) for name in "ab")
+        tensors = [DTensor.from_local(torch.ones(2, 2), mesh) for mesh in meshes]
+        self.assertFalse(placed_like(*tensors))
 
     def test_detect_tp_dims_of_dtensors(self):
         mesh = DeviceMesh("cpu", [[0]], mesh_dim_names=("dp", "tp"))

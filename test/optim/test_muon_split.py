@@ -37,6 +37,7 @@ FORMS = [
     ((8, 12), {"flatten": True}),
     # Query, key and value of each group of heads; columns; alternating columns of a stack; alternating rows.
     ((24, 10), {"split": {"sizes": (4, 1, 3), "repeats": 3}}),
+    ((6, 4), {"split": {"sizes": (2,), "repeats": 3}}),
     ((9, 14), {"split": {"sizes": [3, 4], "repeats": 2, "dim": 1}}),
     ((10, 12), {"split": {"sizes": (5, 7), "dim": 1}}),
     ((3, 6, 10), {"split": {"sizes": (1, 1), "repeats": 5, "dim": 1}}),
@@ -53,7 +54,10 @@ SCRATCH = DistributedConfig(
 OPTIONS = [
     {},
     {"adjust_lr_fn": "match_rms_adamw", "nesterov": False},
-    {"adjust_lr_fn": "spectral_unclamped", "ns_coefficients": [COEFFICIENTS] * 5},
+    {
+        "adjust_lr_fn": "spectral_unclamped",
+        "ns_coefficients": torch.tensor([COEFFICIENTS] * 5),
+    },
     {"lr": torch.tensor(0.05)},
     {"foreach": True},
     {"ns_algorithm": "gram"},
@@ -135,7 +139,9 @@ class TestMuonSplit(TestCase):
             (qkv, {"split": (24, 8, 8)}, bad),
             (qkv, {"split": (48, 0)}, r"must be positive ints, .*but is \(48, 0\)"),
             (qkv, {"split": (64, -16)}, "positive ints"),
-            (qkv, {"split": map(int, ("7", "8"))}, r"split \(7, 8\) adds up to 15"),
+            (qkv, {"split": map(int, ("7", "8"))}, "positive ints"),
+            (qkv, {"split": {"sizes": iter((16, 32))}}, "positive ints"),
+            (qkv, {"split": {16, 32}}, "positive ints"),
             (qkv, {"split": {"sizes": None, "repeats": 3}}, "'sizes': None"),
             (stack, {"split": (6, 6)}, "adds up to 12, but dimension .* has 6"),
             (conv, {"flatten": True, "split": (6, 6)}, "12, but dimension 0 has 8"),

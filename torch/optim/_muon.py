@@ -5,13 +5,12 @@ r"""Implementation of the Muon optimizer: hyperparameters, state, step and check
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any, Literal, TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from . import _muon_checks as checks, optimizer as _optimizer_module
+from . import _muon_checks as checks
 from ._muon_formulas import _adjust_lr, MuonFormulas  # noqa: F401
 from ._newton_schulz import (
     _zeropower_via_newtonschulz,  # noqa: F401
@@ -40,11 +39,6 @@ log = logging.getLogger("torch.optim.muon")
 # Keller Jordan's Muon: https://kellerjordan.github.io/posts/muon/,
 # https://github.com/KellerJordan/Muon/blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbcbd/muon.py#L16
 _COEFFICIENTS = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
-
-_LOST_CONFIG = (
-    "This Muon is a copy of one with a distributed_config, which cannot be copied or pickled. "
-    "Build a new Muon with distributed_config=... and load this one's state_dict() into it"
-)
 
 
 class Muon(Optimizer):
@@ -187,9 +181,8 @@ class Muon(Optimizer):
     @property
     def assignments(self) -> dict[int, list[int]]:
         """Global rank -> indices of the parameters that it orthogonalizes; {} without a config."""
-        if self._engine is None:
-            return {}
-        return {rank: list(owned) for rank, owned in self._engine.assignments.items()}
+        assignments = {} if self._engine is None else self._engine.assignments
+        return {rank: list(owned) for rank, owned in assignments.items()}
 
     @property
     def matrix_owners(self) -> dict[tuple[int, int], int]:
@@ -251,13 +244,12 @@ class Muon(Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
         # A process group can be neither copied nor pickled, so the copy has no config. It must not go on
         # alone and take shards for matrices, so it refuses to step.
-        needs = self._needs_config or self._distributed_config is not None
-        state["_needs_config"] = needs
-        state["_allow_batched_matrices"] = self._allow_batched_matrices
-        return state
+        return super().__getstate__() | {
+            "_needs_config": self._needs_config or self._distributed_config is not None,
+            "_allow_batched_matrices": self._allow_batched_matrices,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy has defaults, load_state_dict() does not.
@@ -275,8 +267,6 @@ class Muon(Optimizer):
         With a ``distributed_config``, every rank that shares a matrix of this optimizer must make this
         call, because the ranks assign owners again. It raises the errors of the constructor.
         """
-        if isinstance(param_group.get("split"), Iterator):
-            param_group["split"] = tuple(param_group["split"])
         super().add_param_group(param_group)
         try:
             if self._distributed_config is None:
@@ -328,10 +318,9 @@ class Muon(Optimizer):
             log.warning("%s", self._engine.failure)
         self._engine.synchronize()
         # Optimizer.state_dict knows no index for a parameter that left the groups.
-        state, present = self.state, set(map(id, self._tensors()))
-        self.state = type(state)(
-            state.default_factory, {p: s for p, s in state.items() if id(p) in present}
-        )
+        state, present = self.state, set(self._tensors())
+        kept = {p: s for p, s in state.items() if p in present}
+        self.state = type(state)(state.default_factory, kept)
         try:
             return super().state_dict()
         finally:
@@ -359,8 +348,11 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        if self._needs_config and self._distributed_config is None:
-            raise RuntimeError(_LOST_CONFIG)
+        if self._needs_config:
+            raise RuntimeError(
+                "This Muon is a copy of one with a distributed_config, which cannot be copied or pickled. "
+                "Build a new Muon with distributed_config=... and load this one's state_dict() into it"
+            )
         if self._engine is not None:
             self._distributed_step(self._engine)
             return loss
@@ -426,16 +418,14 @@ def _single_tensor_muon(
     group = {**MuonFormulas._field_defaults, **options, "lr": lr, "foreach": foreach}
     formulas = MuonFormulas.of_group(group)
     takes_more = allow_batched_matrices or formulas.flatten
-    if distributed_config is not None:
-        if not takes_more and any(param.ndim > 2 for param in params):
-            raise ValueError("Param gradient must be a 2D matrix")
-        _distributed_muon(
-            params, grads, muon_momentum_bufs, formulas, distributed_config
-        )
-        return
-    formulas.check()
-    if any(grad.ndim != 2 and not (takes_more and grad.ndim > 2) for grad in grads):
+    # FSDP1 flattens parameters, and the engine knows the matrices inside.
+    least = 2 if distributed_config is None else 0
+    if any(p.ndim < least or (p.ndim > 2 and not takes_more) for p in params):
         raise ValueError("Param gradient must be a 2D matrix")
+    if distributed_config is not None:
+        bufs, config = muon_momentum_bufs, distributed_config
+        return _distributed_muon(params, grads, bufs, formulas, config)
+    formulas.check()
     split, _ = formulas.form
     if takes_more or split.sizes:
         if formulas.flatten:
@@ -471,7 +461,9 @@ def _batches(
     for i, (grad, buf) in enumerate(zip(grads, bufs, strict=True)):
         key: tuple = (grad.shape, grad.dtype, grad.device)
         # Wrapper types have their own kernels, and stacking would change strides.
-        if any(type(t) is not Tensor or not t.is_contiguous() for t in (grad, buf)):
+        if grad.ndim > 2 or any(
+            type(t) is not Tensor or not t.is_contiguous() for t in (grad, buf)
+        ):
             key = (i,)
         alike.setdefault(key, []).append(i)
     batches = []
@@ -503,7 +495,7 @@ def _distributed_muon(
     states: dict[Tensor, Any] = dict(zip(params, bufs, strict=True))
     live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
     takes_stacks = any(p.ndim > 2 for p in params)
-    engine = Engine(config, live, states, takes_stacks, is_lasting=False)
+    engine = Engine(config, live, states, takes_stacks)
     engine.begin_step()
     engine.step(config, [formulas], states, grads)
     engine.synchronize()
@@ -531,6 +523,10 @@ def muon(
     allow_batched_matrices: bool = False,
     distributed_config: DistributedConfig | None = None,
 ) -> None:
+    r"""Functional API that performs Muon algorithm computation.
+
+    See :class:`~torch.optim.Muon` for details.
+    """
     if foreach is None and allow_batched_matrices and distributed_config is None:
         # Accelerators iterate a stack at once.
         foreach = any(p.ndim > 2 and p.device.type != "cpu" for p in params)
@@ -557,12 +553,3 @@ def muon(
         allow_batched_matrices=allow_batched_matrices,
         distributed_config=distributed_config,
     )
-
-
-# The shared text for functional forms came with torch.optim.functional, after 2.13.
-muon.__doc__ = getattr(
-    _optimizer_module,
-    "_functional_api_doc",
-    "Functional API that performs {optimizer} algorithm computation.\n\n"
-    "See :class:`~torch.optim.{optimizer}` for details.",
-).format(optimizer="Muon")

@@ -1,11 +1,10 @@
 # mypy: allow-untyped-defs
 """Checks of what users pass to a Muon: parameters, parameter groups, the config and checkpoints."""
 
-from __future__ import annotations
-
 import warnings
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +12,6 @@ from torch import Tensor
 from ._muon_engine.config import DistributedConfig
 from ._muon_formulas import MuonFormulas
 from ._newton_schulz import check_ns_algorithm
-
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 _ADJUST_LR_FNS = ("original", "match_rms_adamw", "spectral_unclamped")

@@ -173,8 +173,7 @@ class MuonFormulas(NamedTuple):
 
     def update_of(self, prepared: Tensor) -> Tensor:
         """Like :meth:`orthogonalize`, for one of :meth:`matrices` and in its shape."""
-        update = self.orthogonalize(self.form[0].joined(prepared))
-        return update if prepared.ndim == 2 else update.reshape(prepared.shape)
+        return self.orthogonalize(self.split.joined(prepared)).reshape(prepared.shape)
 
     def batch_size(self, shape: Sequence[int], device: torch.device) -> int:
         """How many matrices of ``shape`` go into one batch."""
@@ -197,10 +196,12 @@ class MuonFormulas(NamedTuple):
                 params[0].add_(updates[0], alpha=alpha)
             return
         torch._foreach_mul_(params, decay)
-        if updates is not None:
+        if updates is not None and is_on_device:
+            # In float32, alpha is not rounded, and the sum only once, as by add_ with the value of alpha.
+            for param, update in zip(params, updates, strict=True):
+                param.addcmul_(update.float(), alpha)
+        elif updates is not None:
             updates = _of_one_dtype(params, updates)
-            if is_on_device:
-                updates, alpha = list(torch._foreach_mul(updates, alpha)), 1
             torch._foreach_add_(params, updates, alpha=float(alpha))
 
 

@@ -30,7 +30,8 @@ class Split(NamedTuple):
             return cls(sizes, option.get("repeats", 1), option.get("dim", 0))
         if option is None:
             return cls()
-        return cls(tuple(option) if hasattr(option, "__iter__") else (option,))
+        # An iterator would be empty the next time, and a set has no order.
+        return cls(tuple(option) if hasattr(option, "__getitem__") else (option,))
 
     @property
     def option(self) -> tuple[int, ...] | dict[str, Any]:

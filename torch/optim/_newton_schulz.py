@@ -7,18 +7,13 @@ https://github.com/KellerJordan/Muon/blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbc
 with suggestions by @jxbz, @leloykun and @YouJiacheng.
 """
 
-from __future__ import annotations
-
 import functools
 import math
-from typing import Any, TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 EPS = 1e-7
@@ -44,15 +39,15 @@ Coefficients = tuple[float, float, float]
 
 
 def as_tuples(ns_coefficients: Any) -> tuple:
-    """Returns ``ns_coefficients`` with tuples for the lists that JSON and YAML checkpoints contain."""
+    """Returns ``ns_coefficients`` with tuples for lists, which JSON and YAML checkpoints contain, and for arrays."""
     if not hasattr(ns_coefficients, "__iter__"):
         return (ns_coefficients,)
-    return tuple(tuple(c) if isinstance(c, list) else c for c in ns_coefficients)
+    return tuple(tuple(c) if hasattr(c, "__iter__") else c for c in ns_coefficients)
 
 
 def _per_step(ns_coefficients: Sequence[Any]) -> bool:
     """Returns whether ``ns_coefficients`` has one polynomial for each step."""
-    return bool(ns_coefficients) and not isinstance(ns_coefficients[0], (float, int))
+    return bool(ns_coefficients) and hasattr(ns_coefficients[0], "__iter__")
 
 
 def check_newton_schulz(ns_coefficients, ns_steps: int, ns_algorithm: str) -> None:
@@ -108,14 +103,10 @@ def _mirrored(base, left, right, beta, alpha=1, out=None, levels=_SYMMETRIC_LEVE
 
 
 class Products:
-    """The products of an iteration. Their factors commute, so the results are symmetric.
+    """The products of an iteration. Their factors commute, so the results are symmetric."""
 
-    Args:
-        shape: of the whole matrix, if a rank has only a block of it.
-    """
-
-    def __init__(self, shape: Sequence[int] | None = None) -> None:
-        self.shape = shape
+    # Of the whole matrix, if a rank has only a block of it.
+    shape: Sequence[int] | None = None
 
     def norm(self, x: Tensor) -> Tensor:
         """The Frobenius norm of each matrix."""
@@ -135,7 +126,6 @@ class SymmetricProducts(Products):
     """Computes the blocks on and above the diagonal, and mirrors those above."""
 
     def gram(self, x: Tensor) -> Tensor:
-        """``x`` times its transpose."""
         gram = x.new_empty(*x.shape[:-1], x.size(-2))
         # With ``beta`` 0, the content of ``base`` does not count.
         return _mirrored(gram, x, x.mT, 0, out=gram)
@@ -214,8 +204,7 @@ def newton_schulz_bytes(
 ) -> int:
     """The most bytes that exist at once for a matrix: itself, two iterates, Gram matrices.
 
-    Args:
-        owners: number of ranks that divide the matrix. Each has a block, and whole Gram matrices.
+    Each of several ``owners`` has a block of the matrix, and whole Gram matrices.
     """
     short, long = sorted(shape)
     square, block = short * short, short * long // owners
@@ -271,20 +260,10 @@ def _zeropower_via_newtonschulz(
     eps: float,
     ns_algorithm: str = "quintic",
 ) -> Tensor:
-    r"""Approximates the orthogonal factor :math:`UV^T` of ``grad`` :math:`= USV^T`.
+    r"""Approximates the orthogonal factor :math:`UV^T` of the matrix ``grad`` :math:`= USV^T`, in bfloat16.
 
     The coefficients maximize the quintic's slope at zero, so a few steps suffice. The singular values
     of the result lie between about 0.3 and 1.2 instead of at 1, which does not hurt training.
-
-    Args:
-        grad (Tensor): a matrix of shape (rows, columns). This function does not write to it.
-        ns_coefficients (tuple of three floats, or one tuple per step): coefficients of the odd quintic.
-        ns_steps (int): number of iterations, less than 100.
-        eps (float): lower bound of the norm that divides ``grad``.
-        ns_algorithm (str): "quintic", "gram" or "symmetric", as in :class:`Muon`.
-
-    Returns:
-        Tensor: has the shape of ``grad`` and dtype bfloat16.
     """
     check_newton_schulz(ns_coefficients, ns_steps, ns_algorithm)
     if len(grad.shape) != 2:

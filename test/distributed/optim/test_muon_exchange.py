@@ -285,6 +285,7 @@ class TestMuonDescribe(OnCPU):
             muon = Muon(self.params([(8, 8)] * 4, (R,)), distributed_config="auto")
             page = muon.describe()
         self.assertIn("relayed along replicas", page)
+        self.assertNotIn("owners_per_matrix", page)
         # Each owner broadcasts one matrix in bfloat16, and receives three.
         for row in rows(page):
             sizes = row["sends"], row["receives"]
@@ -437,6 +438,13 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
             self.assertIs(spanning_group(tuple(range(4)), []), dist.group.WORLD)
             self.assertIs(spanning_group(mine, [given]), given)
             self.assertEqual(len(dist.distributed_c10d._world.pg_names), before)
+            # A world of another backend may not take tensors of these devices.
+            kind = dist.get_backend_config(given)
+            with mock.patch.object(
+                dist, "get_backend_config", lambda g=None: g and kind
+            ):
+                world = spanning_group(tuple(range(4)), [given])
+            self.assertIsNot(world, dist.group.WORLD)
         ranks = (0, 1, 3)
         for _ in range(2):
             group = spanning_group(ranks, []) if self.rank in ranks else None

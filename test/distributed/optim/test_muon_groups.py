@@ -113,6 +113,16 @@ class TestMuonGroups(GroupParity):
         # A few bytes for each matrix more. The shards of each would take hundreds.
         self.assertLess((sizes[1] - sizes[0]) / 60, 50, f"{sizes}")
 
+    def test_forgotten_dimension(self):
+        """Each rank of TP got the update of the owner's half, without a word."""
+        strategy = Strategy(grid_of(2, 2), "fsdp", "tp")
+        with self.assertWarnsOnce("different values, but tp_dim_per_param"):
+            config = strategy.config(tp_dim_per_param={})
+            Muon(
+                [nn.Parameter(torch.full((3, 4), 1.0 + self.rank))],
+                distributed_config=config,
+            )
+
     def test_ddp_vs_single_device(self):
         self.check(Strategy(grid_of(4), "ddp").twins())
 

@@ -278,6 +278,13 @@ class TestMuonFunctions(OnCPU):
                 self.assertTrue(torch.equal(whole, full))
                 # The first zero is negative.
                 self.assertTrue(torch.equal(whole.signbit(), full.signbit()))
+        # The first reader needs this rank's matrices of a stack only.
+        stack, other = torch.arange(60.0).view(5, 4, 3), create_dtensor_config()
+        piece = place(stack, Spec((5, 4, 3), mesh_of(4), (S0,)))
+        other.assign_fn([piece], other.state)
+        whole = other.gather_fn(piece, 0, other.state)
+        with self.everywhere():
+            self.assertTrue(torch.equal(whole, stack))
         # These were silently cut to this rank's shape, and to this rank's matrices.
         with self.everywhere():
             with self.assertRaisesRegex(ValueError, r"of shape \(8, 3\), not \(3, 8\)"):

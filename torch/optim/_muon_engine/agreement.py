@@ -40,7 +40,6 @@ def agree(
     sharing: Mapping[Ranks, Sequence[ProcessGroup]],
     signatures: Mapping[Ranks, Sequence[Signature]],
     error: BaseException | None,
-    is_lasting: bool,
     groups: dict[Ranks, ProcessGroup | None],
     serials: dict[Ranks, int],
 ) -> None:
@@ -48,15 +47,9 @@ def agree(
 
     Args:
         sharing: ranks that share matrices -> the framework's groups among them.
-        signatures: of the matrices that they share.
         error: this rank's error so far. The other ranks raise it, too.
-        is_lasting: whether the next optimizer's owners start where those of this one stop.
         groups: gets a group for each key of ``sharing``; None for this rank alone.
         serials: gets the serial number of this optimizer among those over the same ranks.
-
-    Raises:
-        ValueError: the signatures of the ranks differ.
-        RuntimeError: ranks could not be reached.
     """
     # If one group fails, this rank leaves a note for the ranks of all.
     serials |= {r: counters_of(r).optimizers for r in sharing if len(r) > 1}
@@ -80,7 +73,7 @@ def agree(
         # Ranks that built other optimizers before go on with the largest number.
         serials[ranks] = max(counted)
         counters.optimizers = serials[ranks] + 1
-        if error is None and is_lasting:
+        if error is None:
             # The next optimizer's owners start where those of this one stop.
             start = counters.first_owner + len(shared)
             counters.first_owner = start % len(ranks)
@@ -102,8 +95,7 @@ def gather_reports(
 ) -> tuple[list[Any], BaseException | None]:
     """Returns ``value`` of every rank of ``group`` in the group's order, and the first error of a rank.
 
-    This rank's own error comes first. If ranks cannot be reached, the error names the ``shared``
-    parameters.
+    This rank's own error comes first. If ranks cannot be reached, it names the ``shared`` parameters.
     """
     report, me = None, dist.get_rank()
     if error is not None:

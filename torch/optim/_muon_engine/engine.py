@@ -47,16 +47,9 @@ class Engine:
         config: its functions and flags are read here, once. Its state is shared.
         params: all parameters, in the order of their indices.
         states: the optimizer's. Parameters that replace others may inherit their momentum.
-        takes_stacks: whether a parameter may be a stack of matrices.
         error: an error that this rank found already. The other ranks learn of it before it is raised.
         former: the optimizer's engine before its parameters changed. An error of its last step that this
             rank has not read yet is raised here.
-        is_lasting: whether the next optimizer's owners start where those of this one stop.
-
-    Raises:
-        AssertionError: an index is assigned to no rank, or to several.
-        ValueError: a rank does not exist or holds no shard, shards do not tile a matrix, or the ranks
-            disagree. Raised on every rank that shares a parameter with one that found it.
     """
 
     def __init__(
@@ -67,7 +60,6 @@ class Engine:
         takes_stacks: bool = False,
         error: BaseException | None = None,
         former: "Engine | None" = None,
-        is_lasting: bool = True,
     ) -> None:
         self.config = copy.copy(config)
         self.params = params
@@ -97,7 +89,7 @@ class Engine:
         try:
             # Indices and loads need values, in a dry run with fake tensors, too.
             with unset_fake_temporarily():
-                self._build(error, former, is_lasting)
+                self._build(error, former)
             if former is not None:
                 _take_momentum(replaced, params, states, self.rank == 0)
             self._hints = Hints(self.schedule.layouts, self.rank)
@@ -109,12 +101,11 @@ class Engine:
             for step in (self.steps, self.steps + 1):
                 self._notes(step).leave(f"{type(raised).__name__}: {raised}")
             raise
-        layouts, buckets = self.schedule.layouts, self.schedule.buckets
+        layouts = self.schedule.layouts
         if self.rank == min((layout.group[0] for layout in layouts), default=None):
             why = "rebuilt for changed parameters" if former else "built"
-            log.info(
-                "Muon %s: %d matrices, %d buckets", why, len(layouts), len(buckets)
-            )
+            counts = len(layouts), len(self.schedule.buckets)
+            log.info("Muon %s: %d matrices, %d buckets", why, *counts)
 
     @property
     def rank(self) -> int:
@@ -141,9 +132,7 @@ class Engine:
 
     # Building
 
-    def _build(
-        self, error: BaseException | None, former: "Engine | None", is_lasting: bool
-    ) -> None:
+    def _build(self, error: BaseException | None, former: "Engine | None") -> None:
         """Reads, assigns, agrees with the other ranks, and makes the schedule."""
         params, tensors = self.params, [param.tensor for param in self.params]
         per_node = process_groups.ranks_per_node()
@@ -172,10 +161,9 @@ class Engine:
         signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in sharing}
         # All ranks must have replaced the same parameters.
         before = {param.tensor for param in (former or self).params}
-        of_layouts = _signatures(self, layouts, owners, before)
-        for layout, signature in zip(layouts, of_layouts):
-            signatures[layout.group].append(signature)
-        agree(sharing, signatures, error, is_lasting, self.groups, self.serials)
+        for ranks, signature in _signatures(self, layouts, owners, before):
+            signatures[ranks].append(signature)
+        agree(sharing, signatures, error, self.groups, self.serials)
         self.schedule = buckets.make_schedule(
             layouts,
             owners,
@@ -256,17 +244,13 @@ class Engine:
         states: States,
         grads: Sequence[Tensor | None] | None = None,
     ) -> None:
-        """Makes one optimizer step.
+        """Makes one optimizer step. Raises what :meth:`Muon.step` does.
 
         Args:
             config: the user's, which must be the one of the build.
             formulas: the hyperparameters of each parameter group, with the phases that they define.
             states: the optimizer's. A parameter without a momentum buffer gets one.
             grads: the gradient of each parameter (default: its ``grad``).
-
-        Raises:
-            RuntimeError: ranks differ, a gradient cannot be used, or an earlier step failed.
-            ValueError: the config or an option that layouts depend on has changed.
         """
         if self.failure:
             raise RuntimeError(
@@ -298,10 +282,8 @@ class Engine:
                 raise
             # A launcher may end this process while it asks the others.
             log.error("%s", error)
-            reasons = filter(
-                None, [str(error), self._notes().wait_for_reason(error.ranks)]
-            )
-            raise RuntimeError(". ".join(reasons)) from error
+            reasons = str(error), self._notes().wait_for_reason(error.ranks)
+            raise RuntimeError(". ".join(filter(None, reasons))) from error
         finally:
             for param in self.params:
                 param.end()
@@ -329,7 +311,14 @@ class Engine:
         # All parameters of a group have its form.
         for param in {p.param_group: p for p in reversed(self.params)}.values():
             param.check_form(formulas[param.param_group])
-        _check_data(self.params, is_shared=bool(self.serials))
+        if any(torch.is_complex(param.tensor) for param in self.params):
+            raise RuntimeError("Muon does not support complex parameters")
+        on_meta = [param.described for param in self.params if param.tensor.is_meta]
+        if on_meta and self.serials and not process_groups.is_dry_run():
+            raise RuntimeError(
+                f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
+                "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
+            )
         for param in self.ordered:
             if not param.frozen:
                 grad = param.tensor.grad if grads is None else grads[param.key.index]
@@ -386,22 +375,10 @@ class Engine:
             raise error
 
 
-def _check_data(params: Sequence[Param], is_shared: bool) -> None:
-    """Raises RuntimeError for parameters that are complex or have no data."""
-    if any(torch.is_complex(param.tensor) for param in params):
-        raise RuntimeError("Muon does not support complex parameters")
-    on_meta = [param.described for param in params if param.tensor.is_meta]
-    if on_meta and is_shared and not process_groups.is_dry_run():
-        raise RuntimeError(
-            f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
-            "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
-        )
-
-
 def _signatures(
     engine: Engine, layouts: Sequence[Layout], owners: Sequence[int], before: set
-) -> Iterator[Signature]:
-    """The values of each matrix that ranks compare. ``before`` are the parameters before a change."""
+) -> Iterator[tuple[Ranks, Signature]]:
+    """The holders of each matrix, and the values that they compare. ``before`` are the parameters before a change."""
     config, per_node = engine.config, process_groups.ranks_per_node()
     of_config = {
         "prefetch_count": str(config.prefetch_count),
@@ -419,6 +396,8 @@ def _signatures(
             "name": str(key.name) if key.expert is None else f"expert {key.expert}",
             "owners_per_matrix": f"{each}, {key.block[1]} here",
             "LOCAL_WORLD_SIZE": str(per_node if is_near else ""),
+            # Before the shape, which follows from it.
+            "split": options[param.param_group]["split"],
             "shape": str(layout.shape),
             "dtype": str(layout.dtype),
             "placement": layout.placement,
@@ -428,7 +407,7 @@ def _signatures(
             "owner": str(owner),
         }
         fields |= options[param.param_group]
-        yield Signature(layout.describe(), tuple(fields.items()))
+        yield layout.group, Signature(layout.describe(), tuple(fields.items()))
 
 
 def _take_momentum(

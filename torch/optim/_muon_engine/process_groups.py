@@ -42,18 +42,16 @@ def spanning_group(
 ) -> ProcessGroup:
     """The group of exactly ``ranks``: the framework's if it has one, else one that its members make.
 
-    All members must call this for their groups in the same order.
-
-    Args:
-        ranks: sorted global ranks, including this one.
-        candidates: the framework's groups for these parameters. A new group takes its timeout from them.
-        shared: what the ranks share, for the description of a new group.
+    All members must call this for their groups in the same order. A new group takes its timeout from
+    ``candidates``, the framework's groups for these parameters, and is described by what it has ``shared``.
     """
     candidates = list(dict.fromkeys(candidates))
-    for group in [*candidates, distributed_c10d._get_default_group()]:
+    backend = dist.get_backend_config(candidates[0] if candidates else None)
+    # The default group may have another backend, for other devices.
+    is_alike = dist.get_backend_config() == backend
+    for group in [*candidates, *[distributed_c10d._get_default_group()] * is_alike]:
         if tuple(dist.get_process_group_ranks(group)) == ranks:
             return group
-    backend = dist.get_backend_config(candidates[0] if candidates else None)
     made = _of_world("groups")
     # A user who recovers from a failure makes new groups, and must not get a broken one from here.
     key = ranks, backend, tuple(sorted(group.group_name for group in candidates))
@@ -156,10 +154,7 @@ def rendezvous(ranks: Ranks, timeout: timedelta | None, name: str) -> None:
     """Waits over the store until all of ``ranks`` have come to ``name``.
 
     A collective would pair up with whichever collective the other ranks start next. A counter in the
-    store pairs up with nothing.
-
-    Raises:
-        RuntimeError: some ranks did not come within ``timeout``. The message names them.
+    store pairs up with nothing. A RuntimeError names the ranks that did not come within ``timeout``.
     """
     if len(ranks) == 1 or dist.group.WORLD is None or is_dry_run():
         return
@@ -187,9 +182,8 @@ class FailureNotes:
     A group itself cannot carry them after a failure. Each rank makes a few requests, whatever the number
     of ranks; only the first rank to fail looks for each of the others.
 
-    Args:
-        serials: ranks of each group -> the serial number of this optimizer among those over these ranks, so
-            that another optimizer's failure is not taken for this one's.
+    With its serial number among those over the ranks of a group, an optimizer does not take another one's
+    failure for its own.
     """
 
     def __init__(self, serials: Mapping[Ranks, int], step: int) -> None:

@@ -88,11 +88,10 @@ class DTensorLayouts:
 
         Those with an index in ``flat`` are one matrix; others of three and more dimensions are stacks.
         """
-        dtensors = [p for p in params if isinstance(p, DTensor)]
-        on_mesh = [p for p in dtensors if p.device_mesh.get_coordinate()]
-        shared: Sharing = {} if len(on_mesh) == len(params) else {(process_rank(),): []}
+        shared: Sharing = {}
         of_mesh: dict[DeviceMesh, list[ProcessGroup]] = {}
-        for mesh in dict.fromkeys(p.device_mesh for p in on_mesh):
+        meshes = [p.device_mesh for p in params if isinstance(p, DTensor)]
+        for mesh in dict.fromkeys(m for m in meshes if m.get_coordinate()):
             of_mesh[mesh] = shared.setdefault(mesh_ranks(mesh), [])
             of_mesh[mesh] += [*mesh.get_all_groups(), *_flattened_groups(mesh)]
         for index, stack in enumerate(params):

@@ -40,6 +40,7 @@ _EQUAL_SHARDS = {
     "tp": "all ranks of tp_process_group hold the same values, but the config says that tensor parallelism cuts it. If it "
     "does not, pass a dict tp_dim_per_param that lacks it: {} if the model's placements say which matrices are cut",
 }
+_UNEQUAL_REPLICAS = "the ranks of tp_process_group hold different values, but tp_dim_per_param does not say that TP cuts it"
 
 # How ranks name a matrix that they share: its expert's id and its number among the expert's matrices, or
 # None, the number of its parameter among those of no expert, and its number in the parameter.
@@ -116,10 +117,13 @@ class LocalParts:
             if error is not None:
                 continue
             try:
-                for name, part, of_ranks in _joined(key, parts, answers, described):
+                for name, part, cut, of_ranks in _joined(
+                    key, parts, answers, described
+                ):
                     parts[name] = part
-                    if len(of_ranks) > 1 and len({*of_ranks}) == 1 and of_ranks[0]:
-                        self.warnings[_EQUAL_SHARDS[key[0]]].append(described[name])
+                    hint = _hint(cut, of_ranks)
+                    if hint:
+                        self.warnings[hint].append(described[name])
                     # Each rank of another group has as many such parts.
                     digests[name] = hash(of_ranks) & _DIGEST if any(of_ranks) else 0
             except Exception as problem:
@@ -173,8 +177,8 @@ def _joined(
     parts: Mapping[Name, Layout],
     answers: Sequence[Message],
     described: Mapping[Name, str],
-) -> Iterator[tuple[Name, Layout, tuple[int, ...]]]:
-    """Names, joined layouts and value digests of those ``parts`` that a group shares. Raises ValueError if they do not fit."""
+) -> Iterator[tuple[Name, Layout, Cut, tuple[int, ...]]]:
+    """Names, joined layouts, cuts and value digests of those ``parts`` that a group shares. Raises ValueError if they do not fit."""
     joined_of: dict[tuple, tuple[Layout, list[int]]] = {}
     layouts, digests, ep_ranks = zip(*answers)
     ep_ranks_of = dict(zip(key[1], ep_ranks, strict=True))
@@ -195,8 +199,16 @@ def _joined(
                 raise common(ValueError(f"{described[name]}: {error}")) from None
             joined_of[content] = joined, [cut.ranks.index(r) for r in members]
         joined, places = joined_of[content]
-        of_values = places if cut.is_sharded else places[:1]
-        yield name, joined, tuple(digests[at][name] for at in of_values)
+        yield name, joined, cut, tuple(digests[at][name] for at in places)
+
+
+def _hint(cut: Cut, digests: Sequence[int]) -> str:
+    """What the ranks of a group, with values of these digests, probably did wrong; "" for nothing."""
+    are_equal = len({*digests}) == 1
+    if cut.is_sharded:
+        is_suspicious = are_equal and len(digests) > 1 and digests[0]
+        return _EQUAL_SHARDS[cut.kind] if is_suspicious else ""
+    return "" if are_equal or cut.kind != "tp" else _UNEQUAL_REPLICAS
 
 
 def _check_cuts(cuts: Cuts, cut: Cut, parts: Mapping[int, Layout]) -> None:

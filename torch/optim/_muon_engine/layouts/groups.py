@@ -40,6 +40,12 @@ class Reader:
     def __init__(self, state: Mapping[str, Any], takes_stacks: bool = False) -> None:
         self.takes_stacks = takes_stacks
         given = {k: state.get(f"{k}_process_group") for k in KINDS}
+        for kind, group in given.items():
+            # new_group() returns something else on ranks that are not in the group.
+            if group is not None and not isinstance(group, ProcessGroup):
+                raise ValueError(
+                    f"{kind}_process_group is not a ProcessGroup with this rank but {group!r}"
+                )
         self.has_fsdp_group = given["fsdp"] is not None
         # By kind, those of several ranks.
         self.shared: dict[str, ProcessGroup] = {
@@ -83,7 +89,7 @@ class Reader:
         tp_dims = self.tp_dims if "tp" in self.shared else None
         dicts = {"expert_assignments": self.experts, "tp_dim_per_param": tp_dims or {}}
         for name, indices in dicts.items():
-            unknown = sorted(i for i in indices if i >= count)
+            unknown = [index for index in indices if index not in range(count)]
             if unknown:
                 raise ValueError(
                     f"{name} names parameters {unknown}. Indices count the optimizer's parameters, 0 to {count - 1}, not the model's"

@@ -78,7 +78,7 @@ class Param:
         """Raises ValueError if ``formulas`` have another form than the layouts."""
         if self.form != formulas.form:
             raise ValueError(
-                f"split and flatten of {self.described} were {self.form} when this Muon was built and are {formulas.form} now; build a new Muon"
+                f"split or flatten of {self.described} changed, or a checkpoint has other ones: {self.form} when this Muon was built, {formulas.form} now. Build a new Muon"
             )
 
     def begin(self, formulas: Any, grad: Tensor | None, state: State) -> None:

@@ -121,13 +121,12 @@ class Compute:
                     # Transposing a tall update once is faster than transposing each region of it.
                     updates[i] = wholes[i].copy_(update)
             results = list(zip(batch, updates, strict=True))
-            copy_all(
-                [
-                    (view, region.of_matrix(update))
-                    for matrix, update in results
-                    for _, region, view in bucket.results_of(matrix.index)
-                ]
-            )
+            packed = [
+                (view, region.of_matrix(update))
+                for matrix, update in results
+                for _, region, view in bucket.results_of(matrix.index)
+            ]
+            copy_all(packed)
             # The owner's own part of an update is not sent.
             self._current = "apply", batch
             self._log("apply", batch)
@@ -177,9 +176,10 @@ class Compute:
 
         def key(entry: RegionTensor) -> Hashable:
             matrix, _, update = entry
-            # Some parameters may be offloaded to a CPU.
-            place = id(matrix.param.formulas), matrix.param.local.device
-            return *place, matrix.layout.full_shape, update is None
+            # Some parameters may be offloaded to a CPU. One launch rounds to one dtype.
+            param, shape = matrix.param, matrix.layout.full_shape
+            kind = param.local.device, param.local.dtype
+            return id(param.formulas), *kind, shape, update is None
 
         for chunk in self._grouped(entries, key):
             matrix, _, first = chunk[0]

@@ -25,8 +25,8 @@ class DividedProducts(Products):
     """
 
     def __init__(self, matrix: Matrix, group: ProcessGroup) -> None:
-        super().__init__(matrix.layout.block_of)
         self._matrix, self._group = matrix, group
+        self.shape = matrix.layout.block_of
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
 

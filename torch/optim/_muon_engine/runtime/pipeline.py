@@ -25,10 +25,12 @@ class Pipeline(Compute):
 
     def __init__(self, engine: Any) -> None:
         schedule, groups, rank = engine.schedule, engine.groups, engine.rank
-        keeps_memory = engine.config.state.get("keep_buffers", False)
-        memory = Memory(engine.device, keeps_memory)
+        keeps = engine.config.state.get("keep_buffers", False)
+        memory = Memory(engine.device, keeps)
         super().__init__(rank, engine.device, memory)
         self.params = engine.ordered
+        # Whether the ranks know that they differ before anything moves.
+        self.awaits_statuses = engine.device.type == "cpu"
         self.prefetch_count = engine.config.prefetch_count
         # For debugging: waits for each scatter before the next bucket.
         is_serial = schedule.one_owner_at_a_time
@@ -55,11 +57,6 @@ class Pipeline(Compute):
             for ranks in reversed(larger_first(by_group))
             if (group := groups[ranks]) is not None
         ]
-
-    @property
-    def awaits_statuses(self) -> bool:
-        """Whether the ranks know that they differ before anything moves."""
-        return self.device.type == "cpu"
 
     def connect(self) -> None:
         """Uses every communicator once while no other one is in use.
@@ -89,7 +86,7 @@ class Pipeline(Compute):
     def _wait_alone(self, flight: InFlight) -> None:
         flight.wait()
         if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(self.device)
 
     def begin(self, step: int) -> str:
         """Starts the side channel of this rank's ``step``-th step.
@@ -97,8 +94,7 @@ class Pipeline(Compute):
         On a CPU, nothing has moved yet when the result is known. A group passes a mismatch on to larger groups. A
         rank that cannot use a gradient tells all of its groups, because each of them must end the step here.
 
-        Returns:
-            How ranks differ; "" if they do not, and on accelerators, which do not wait for the result.
+        Returns how ranks differ; "" if they do not, and on accelerators, which do not wait for the result.
         """
         self._current = "statuses", [m for s in self.statuses for m in s.matrices]
         text = ""
@@ -231,11 +227,9 @@ def run_in_turn(
     prefetch_count: int,
     one_at_a_time: bool = False,
 ) -> None:
-    """Runs the tasks of several groups of ranks.
+    """Runs the tasks of several groups of ranks. ``order`` has the group of each, in the order of all ranks.
 
-    Args:
-        order: the group of each task, in the order of all ranks.
-        tasks: by group. A task pauses after its gather, its scatter, the results and each relay.
+    A task pauses after its gather, its scatter, the results and each relay.
     """
     turns = {
         group: _interleave(of_group, prefetch_count + 1, one_at_a_time)

@@ -16,13 +16,7 @@ from .transport import BoundPack, copy_all, InFlight, LocalBucket, Memory
 
 
 class LocalRelay(InFlight):
-    """One broadcast along replicas, on this rank.
-
-    Args:
-        bucket: whose results it broadcasts.
-        packed: the memory of the relay's pack.
-        group: of the replicas.
-    """
+    """One broadcast of results of ``bucket`` along the replicas of ``group``, on this rank."""
 
     def __init__(
         self,
@@ -35,26 +29,22 @@ class LocalRelay(InFlight):
         indices = {entry.matrix for entry in relay.pack.regions}
         matrices = [m for m in bucket.matrices if m.index in indices]
         super().__init__(matrices, relay.replicas)
-        self.bucket = bucket
         self.name = bucket.name
+        # No reference to the bucket, which refers to its relays.
+        self._origins = bucket.scatter_recv, bucket.own_results
         self.packed = packed
         self.is_source = relay.source == rank
-        self._source = relay.source
-        self._group = group
+        self._source, self._group = relay.source, group
 
     def pack(self) -> None:
         """On the source: copies the results that it received and those that it computed itself."""
-        origins = (self.bucket.scatter_recv, self.bucket.own_results)
-        copy_all(
-            [
-                (target.view, source.view)
-                for matrix in self.matrices
-                for origin in origins
-                for target, source in zip(
-                    self.packed.of(matrix.index), origin.of(matrix.index)
-                )
-            ]
-        )
+        results = [
+            (target.view, source.view)
+            for m in self.matrices
+            for origin in self._origins
+            for target, source in zip(self.packed.of(m.index), origin.of(m.index))
+        ]
+        copy_all(results)
 
     def start(self) -> None:
         """Starts the broadcast, unless it is in flight."""

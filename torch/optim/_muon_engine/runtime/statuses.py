@@ -47,12 +47,7 @@ _OTHER_GROUP = "ranks that share matrices with this one differ in others that th
 
 
 class Statuses(InFlight):
-    """The side channel of one group of ranks.
-
-    Args:
-        matrices: those that the group shares, in the order of all ranks.
-        serial: number of this optimizer among those over the same ranks.
-    """
+    """The side channel of a group of ranks, for the ``matrices`` that it shares, in the order of all ranks."""
 
     def __init__(
         self,
@@ -85,11 +80,7 @@ class Statuses(InFlight):
         self._is_new = False
 
     def start(self, step: int, differs: bool = False) -> None:
-        """Starts the all-reduce of this rank's ``step``-th step.
-
-        Args:
-            differs: whether this rank knows of a problem elsewhere.
-        """
+        """Starts the all-reduce of this rank's ``step``-th step. It ``differs`` if a problem is known elsewhere."""
         formulas = {id(m.param.formulas): m.param.formulas for m in self.matrices}
         digests = {key: options.digest for key, options in formulas.items()}
         rows: list[tuple[int, ...]] = [
@@ -148,7 +139,12 @@ class Statuses(InFlight):
             self._copied.synchronize()
         self.wait()
         header, *rows = self._host[: len(self.matrices) + 1].tolist()
-        text = self._other_step(header)
+        step, minus_step, identity, minus_identity, is_elsewhere, *_ = header
+        text = ""
+        if step + minus_step or identity + minus_identity:
+            text = _OTHER_OPTIMIZER if identity + minus_identity else _OTHER_STEP
+            shared = listed([matrix.layout.describe() for matrix in self.matrices], 4)
+            text += f". This rank's optimizer has {shared}"
         if self._device.type == "cpu" and len(self._host) > _ROWS and not text:
             # The second all-reduce comes after this check, or those of two optimizers would pair up.
             self._reduce(self._table[_ROWS:])
@@ -156,25 +152,15 @@ class Statuses(InFlight):
             rows = self._host[1 : len(self.matrices) + 1].tolist()
         # The most specific reason first.
         reasons = _OTHER_OPTIONS, _OTHER_VALUES, _UNUSABLE, _SOME_ABSENT
-        differing: dict[str, list[str]] = {reason: [] for reason in reasons}
-        for matrix, row in zip(self.matrices, rows, strict=True):
-            present, absent, unusable, options, minus_options, *values = row
-            differs = options + minus_options, sum(values), unusable, present and absent
-            reason = next((r for r, d in zip(reasons, differs) if d), None)
-            if reason is not None:
-                differing[reason].append(matrix.layout.describe())
-        for reason, named in differing.items():
+        differs = [
+            (options + minus_options, sum(values), unusable, present and absent)
+            for present, absent, unusable, options, minus_options, *values in rows
+        ]
+        for reason, column in zip(reasons, zip(*differs)):
+            named = [m.layout.describe() for m, d in zip(self.matrices, column) if d]
             if named and not text:
                 text = f"{reason}: {listed(named, 4)}"
-        return text or (_OTHER_GROUP if header[4] else "")
-
-    def _other_step(self, header: Sequence[int]) -> str:
-        step, minus_step, identity, minus_identity, *_ = header
-        if step + minus_step == identity + minus_identity == 0:
-            return ""
-        text = _OTHER_OPTIMIZER if identity + minus_identity else _OTHER_STEP
-        shared = listed([matrix.layout.describe() for matrix in self.matrices], 4)
-        return f"{text}. This rank's optimizer has {shared}"
+        return text or (_OTHER_GROUP if is_elsewhere else "")
 
 
 def _digest_of(matrix: Matrix) -> Tensor:

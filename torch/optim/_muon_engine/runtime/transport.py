@@ -168,9 +168,7 @@ class LocalBucket(InFlight):
     A slot has two parts. The packs that a gather sends and that the scatter later receives share
     ``outer``. Those of the owner are in ``inner``, in the same place if they have the same regions.
 
-    Args:
-        group: the process group; None for a single rank.
-        levels: of the gather and of the scatter, if they take two.
+    A single rank has no ``group``. ``levels`` are those of the gather and of the scatter, if they take two.
     """
 
     def __init__(
@@ -190,9 +188,8 @@ class LocalBucket(InFlight):
         self.gather_recv = BoundPack(packs.gather_recv, inner)
         self.scatter_send = BoundPack(packs.scatter_send, inner, back)
         self.scatter_recv = BoundPack(packs.scatter_recv, outer)
-        self.own_results = BoundPack(
-            packs.own_results, inner, back + packs.scatter_send.nbytes
-        )
+        end = back + packs.scatter_send.nbytes
+        self.own_results = BoundPack(packs.own_results, inner, end)
         # The LocalRelays that follow its scatter.
         self.relays: list[Any] = []
         self._group = group
@@ -234,20 +231,15 @@ def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 def all_to_all(
     recv: Tensor,
     send: Tensor,
-    recv_splits: Sequence[int],
-    send_splits: Sequence[int],
+    recv_splits: list[int],
+    send_splits: list[int],
     group: ProcessGroup | None,
 ) -> dist.Work | None:
     """Starts an all-to-all of flat tensors. The caller must keep the handle until it has waited."""
     if is_dry_run() and not (recv.numel() and send.numel()):
         return None  # The fake backend refuses an empty side.
     return dist.all_to_all_single(
-        recv,
-        send,
-        output_split_sizes=list(recv_splits),
-        input_split_sizes=list(send_splits),
-        group=group,
-        async_op=True,
+        recv, send, recv_splits, send_splits, group=group, async_op=True
     )
 
 
@@ -264,10 +256,8 @@ def two_level_all_to_all(
     An element first goes to the rank of the sender's node that is on the receiver's rail. A
     CPU waits for this first all-to-all.
 
-    Args:
-        levels: whose ``passed`` has the elements that this rank passes on, one row per rank of the node,
-            one column per rank of the rail.
-        temporary: gets the memory that must live until the result was waited for.
+    ``levels.passed`` has the number of elements that this rank passes on, one row per rank of the node, one
+    column per rank of the rail. ``temporary`` gets the memory that must live until the result was waited for.
     """
     node, rail, passed, stream = levels
     width, nodes = len(passed), len(passed[0])
@@ -314,9 +304,7 @@ def local_buckets(
 ) -> list[tuple[LocalBucket, tuple[Relay, ...]]]:
     """This rank's buckets in their global order, over one ring of slots per group; and their relays.
 
-    Args:
-        matrices: this rank's matrices by their index in the schedule.
-        groups: process groups by their sorted ranks; None for a single rank.
+    ``matrices`` are this rank's, by their index in the schedule.
     """
     packs = {b: schedule.packs(b, rank) for b in schedule.buckets if rank in b.group}
     # All buckets share one stream, whose temporary memory they can use again.
