@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -277,17 +277,15 @@ class Worktree:
         for path in (self._index, *locks):
             (self.git_dir / path).unlink(missing_ok=True)
 
-    def _bring(
-        self, texts: files.Texts, begin: Callable[[str, str], None] = lambda *_: None
-    ) -> None:
-        """Have git merge the texts into the index and the work tree.
+    def lay(self, texts: files.Texts, laid: str, head: str = "") -> None:
+        """Bring the texts there, and HEAD to that commit; ``laid`` is applied then.
 
         The caller knows what these paths have in the work tree. git refuses if anything
         else came there since. It works on a copy of the user's index, which replaces that
         at the end, under the lock that git would take.
         """
+        was, env = self.resolve("HEAD"), {"GIT_INDEX_FILE": str(self._index)}
         index, lock = self.git_dir / "index", self.git_dir / "index.lock"
-        env = {"GIT_INDEX_FILE": str(self._index)}
         self._index.write_bytes(_LOCK)
         try:
             os.link(self._index, lock)
@@ -302,33 +300,17 @@ class Worktree:
             self._take(texts, env)
             old = self._write_tree(env)
             new = self._tree(old, texts)
-            begin(old, new)
-            git.git(self.root, "read-tree", "-m", "-u", old, new, env=env)
-            os.replace(self._index, index)
-        finally:
-            self._index.unlink(missing_ok=True)
-            lock.unlink()
-
-    def lay(self, texts: files.Texts, laid: str, head: str = "") -> None:
-        """Bring the texts there, and HEAD to that commit; ``laid`` is applied then."""
-        was = self.resolve("HEAD")
-
-        def begin(old: str, new: str) -> None:
             before = self._commit(old, [was], "before", record=True)
             parents = [laid, before, *[head] * bool(head)]
             step = self._commit(new, parents, "after", record=True)
             moves = f"update HEAD {head} {was}\n" * bool(head)
             self.update_refs(f"update {NEXT} {step}\n{moves}")
-
-        try:
-            self._bring(texts, begin)
-        except BaseException:
-            if self.resolve(NEXT):
-                if head:
-                    self.update_refs(f"update HEAD {was} {head}\n")
-                self.settle(back=True)
-            raise
-        self.record(laid)
+            git.git(self.root, "read-tree", "-m", "-u", old, new, env=env)
+            os.replace(self._index, index)
+        finally:
+            self._index.unlink(missing_ok=True)
+            lock.unlink()
+            self.settle()
 
     def update_refs(self, lines: str) -> None:
         words = ("update-ref", "-m", "distributed muon", "--create-reflog", "--stdin")
@@ -339,37 +321,37 @@ class Worktree:
         lines = f"update {LAID} {laid}\n" * (laid not in ("", self.resolve(LAID)))
         self.update_refs(lines + f"delete {NEXT}\n" * bool(self.resolve(NEXT)))
 
-    def settle(self, *, back: bool = False) -> bool:
-        """Finish the step of a killed command, or take it back; whether there was one.
+    def settle(self) -> bool:
+        """Record the step that was begun, or take it back if the index lacks it.
 
-        It is taken back if HEAD has moved since. A file that was changed since is left.
+        Returns whether there was one. A file or a branch that was changed since is left.
         """
         step = self.resolve(NEXT)
         if not step:
             return False
-        laid, before, *heads = self.ask("rev-parse", f"{step}^@").split()
-        heads.append(self.resolve(f"{before}^"))
+        laid, before, *head = self.ask("rev-parse", f"{step}^@").split()
         rels = self.changed(before, step)
         was, want, staged = (self.texts(c, rels) for c in (before, step, ""))
-        work, texts = self.work(rels), {}
-        back = back or self.resolve("HEAD") not in heads
+        if staged == want:
+            self.record(laid)
+            return True
+        work, kept = self.work(rels), b""
         for rel in rels:
             # git was killed while it wrote: that is a beginning of the text.
             text, new = work[rel] or b"", want[rel] or b""
             begun = new.startswith(text.replace(b"\r", b""))
-            target = (staged if back else want)[rel]
-            here = (was[rel], want[rel])
-            if (begun or work[rel] in here) and staged[rel] in (*here, work[rel]):
-                if not work[rel] == staged[rel] == target:
-                    texts[rel] = target
-        if texts and not back:
-            self._bring(texts)
-        elif texts:  # the index is as before; on a full disk, space comes first
-            for rel in (rel for rel, text in texts.items() if text is None):
-                (self.root / rel).unlink(missing_ok=True)
+            if not begun or work[rel] == was[rel] or staged[rel] == want[rel]:
+                continue
+            if was[rel] is not None:
+                kept += f"{rel}\0".encode()
+            elif work[rel] is not None:  # first: it makes room on a full disk
+                (self.root / rel).unlink()
                 files.tidy(self.root / rel, self.root)
-            names = "".join(f"{r}\0" for r, text in texts.items() if text is not None)
-            out = ("checkout-index", "-f", "-z", "--stdin")
-            git.git(self.root, *out, data=names.encode())
-        self.record(self.resolve(LAID) if back else laid)
+        if kept:
+            paths = ("--pathspec-from-file=-", "--pathspec-file-nul")
+            restore = ("restore", f"--source={before}", "--worktree", *paths)
+            git.git(self.root, *restore, data=kept)
+        if [self.resolve("HEAD")] == head:
+            self.update_refs(f"update HEAD {self.resolve(f'{before}^')} {head[0]}\n")
+        self.record("")
         return True
