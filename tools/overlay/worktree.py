@@ -196,10 +196,8 @@ class Worktree:
     @functools.cached_property
     def _by_hand(self) -> set[str]:
         """The texts that were applied here: a commit by hand has these, and no trailer."""
-        laid = self.laid()
         rels = (*ADDED, REPLACED)
-        ours = self.named("--no-walk", *laid) if laid else {}
-        return {self.resolve(f"{c}:{rel}") for c in ours for rel in rels} - {""}
+        return {self.resolve(f"{c}:{r}") for c in self.records() for r in rels} - {""}
 
     def stock(self, rels: list[str]) -> dict[str, bytes | None]:
         """The texts without the overlay: of the base, with what other branches brought."""
@@ -221,6 +219,11 @@ class Worktree:
         log = self.ask("log", "--walk-reflogs", "--format=%H", "-n30", LAID, "--")
         names = [self.resolve(f"{NEXT}^1"), self.resolve(LAID), *log.split()]
         return list(dict.fromkeys(filter(None, names)))
+
+    def records(self) -> dict[str, str | None]:
+        """The overlays that were applied here, newest first, with their names."""
+        laid = self.laid()
+        return self.named("--no-walk=unsorted", *laid) if laid else {}
 
     def changed(self, base: str, commit: str) -> list[str]:
         names = ("diff-tree", "-r", "--name-only", "--no-renames", "-z")
