@@ -16,7 +16,8 @@ from .errors import Refused, WorkFailed, WrongTarget
 # The overlay that was applied last, with a reflog of the ones before (a reverted one
 # is followed by its base); and a step that a command has begun. Its tree is the index
 # after the step. Its parents are the overlay that is applied then, the index and HEAD
-# before the step, and, if the step commits, HEAD after it.
+# before the step, and, if the step commits, HEAD after it. Then it is the second parent:
+# a deletion locks all packed refs, and a killed git would leave that lock.
 LAID, NEXT = "refs/worktree/muon/laid", "refs/worktree/muon/next"
 # The files that `pull` took, from which the next one begins.
 PULLED = "refs/worktree/muon/pulled"
@@ -69,6 +70,7 @@ class Worktree:
         # It is relative to the folder that was asked.
         self.common = (root / answers[2]).resolve()
         self._index = files.scratch(self.git_dir / "index")
+        self._env = {"GIT_INDEX_FILE": str(self._index)}
         self._bases: dict[str, tuple[str, list[tuple[str, str]]]] = {}
 
     def ask(self, *args: str, **options: Any) -> str:
@@ -217,7 +219,7 @@ class Worktree:
     def laid(self) -> list[str]:
         """The commits that were applied to this work tree, newest first."""
         log = self.ask("log", "--walk-reflogs", "--format=%H", "-n30", LAID, "--")
-        names = [self.resolve(f"{NEXT}^1"), self.resolve(LAID), *log.split()]
+        names = [*self._step()[1:2], self.resolve(LAID), *log.split()]
         return list(dict.fromkeys(filter(None, names)))
 
     def records(self) -> dict[str, str | None]:
@@ -287,7 +289,7 @@ class Worktree:
         else came there since. It works on a copy of the user's index, which replaces that
         at the end, under the lock that git would take.
         """
-        was, env = self.resolve("HEAD"), {"GIT_INDEX_FILE": str(self._index)}
+        was, env = self.resolve("HEAD"), self._env
         index, lock = self.git_dir / "index", self.git_dir / "index.lock"
         self._index.write_bytes(_LOCK)
         try:
@@ -321,22 +323,26 @@ class Worktree:
 
     def record(self, laid: str) -> None:
         """That overlay, or base, is applied."""
-        lines = f"update {LAID} {laid}\n" * (laid not in ("", self.resolve(LAID)))
-        self.update_refs(lines + f"delete {NEXT}\n" * bool(self.resolve(NEXT)))
+        if laid != self.resolve(LAID):
+            self.update_refs(f"update {LAID} {laid}\n")
+
+    def _step(self) -> list[str]:
+        """The step that was begun, and its parents; empty if it has ended."""
+        commits = self.ask("rev-list", "--parents", "-n1", NEXT, "--").split()
+        return commits if len(commits) > 2 else []
 
     def settle(self) -> bool:
         """Record the step that was begun, or take it back if the index lacks it.
 
         Returns whether there was one. A file or a branch that was changed since is left.
         """
-        step = self.resolve(NEXT)
-        if not step:
+        if not (commits := self._step()):
             return False
-        laid, before, *head = self.ask("rev-parse", f"{step}^@").split()
-        rels = self.changed(before, step)
+        step, laid, before, *head = commits
+        rels, end = self.changed(before, step), f"update {NEXT} {before}\n"
         was, want, staged = (self.texts(c, rels) for c in (before, step, ""))
         if staged == want:
-            self.record(laid)
+            self.update_refs(f"{end}update {LAID} {laid}\n")
             return True
         work, kept = self.work(rels), b""
         for rel in rels:
@@ -353,8 +359,10 @@ class Worktree:
         if kept:
             paths = ("--pathspec-from-file=-", "--pathspec-file-nul")
             restore = ("restore", f"--source={before}", "--worktree", *paths)
-            git.git(self.root, *restore, data=kept)
+            os.link(self.git_dir / "index", self._index)  # git locks that name
+            git.git(self.root, *restore, data=kept, env=self._env)
+            self._index.unlink()
         if [self.resolve("HEAD")] == head:
-            self.update_refs(f"update HEAD {self.resolve(f'{before}^')} {head[0]}\n")
-        self.record("")
+            end += f"update HEAD {self.resolve(f'{before}^')} {head[0]}\n"
+        self.update_refs(end)
         return True
