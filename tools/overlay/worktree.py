@@ -16,8 +16,8 @@ from .errors import Refused, WorkFailed, WrongTarget
 # The overlay that was applied last, with a reflog of the ones before (a reverted one
 # is followed by its base); and a step that a command has begun. Its tree is the index
 # after the step. Its parents are the overlay that is applied then, the index and HEAD
-# before the step, and, if the step commits, HEAD after it. Then it is the second parent:
-# a deletion locks all packed refs, and a killed git would leave that lock.
+# before the step, and, if the step commits, HEAD after it. An ended step is replaced by
+# its second parent: a deletion locks all packed refs, and a killed git leaves the lock.
 LAID, NEXT = "refs/worktree/muon/laid", "refs/worktree/muon/next"
 # The files that `pull` took, from which the next one begins.
 PULLED = "refs/worktree/muon/pulled"
@@ -71,7 +71,7 @@ class Worktree:
         self.common = (root / answers[2]).resolve()
         self._index = files.scratch(self.git_dir / "index")
         self._env = {"GIT_INDEX_FILE": str(self._index)}
-        self._bases: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+        self._history = functools.cache(self._read_history)
 
     def ask(self, *args: str, **options: Any) -> str:
         return git.text(self.root, *args, **options)
@@ -129,24 +129,19 @@ class Worktree:
 
     def base(self, commit: str = "HEAD") -> str:
         """The newest commit in that history without the overlay."""
-        return self._history(commit)[0]
+        return self._history(self.resolve(f"{commit}^{{commit}}"))[0]
 
-    def _history(self, commit: str) -> tuple[str, list[tuple[str, str]]]:
+    def _read_history(self, tip: str) -> tuple[str, list[tuple[str, str]]]:
         """The base, and (merge, branch) of other branches without the overlay."""
-        tip = self.resolve(f"{commit}^{{commit}}")
-        if tip not in self._bases:
-            base, others = self._before(tip), []
-            merges = ("rev-list", "--first-parent", "--merges", "--reverse")
-            for merge in self.ask(*merges, f"{base}..{tip}").split():
-                for other in self.ask("rev-parse", f"{merge}^@").split()[1:]:
-                    if self.base(other) != other:
-                        continue
+        base, others = self._before(tip), []
+        merges = ("rev-list", "--first-parent", "--merges", "--reverse")
+        for merge in self.ask(*merges, f"{base}..{tip}").split():
+            for other in self.ask("rev-parse", f"{merge}^@").split()[1:]:
+                if self.base(other) == other:
                     # Upstream that was merged since. The base never moves backward.
-                    if self._is_ancestor(base, other):
-                        base = other
+                    base = other if self._is_ancestor(base, other) else base
                     others.append((merge, other))
-            self._bases[tip] = base, others
-        return self._bases[tip]
+        return base, others
 
     def _is_ancestor(self, old: str, new: str) -> bool:
         return git.works(self.root, "merge-base", "--is-ancestor", old, new)
@@ -203,7 +198,7 @@ class Worktree:
 
     def stock(self, rels: list[str]) -> dict[str, bytes | None]:
         """The texts without the overlay: of the base, with what other branches brought."""
-        base, others = self._history("HEAD")
+        base, others = self._history(self.resolve("HEAD"))
         texts = self.texts(base, rels)
         for merge, other in others:
             if self._is_ancestor(other, base):
