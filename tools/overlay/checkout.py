@@ -220,8 +220,8 @@ class Checkout(Target):
             if MARKER not in here:  # of an earlier conflict
                 changes[place] = text
         if changes and not dry:
-            for rel, text in changes.items():
-                files.write({root / rel: text}, root / payload.PATCHES / "series", root)
+            written = {root / rel: text for rel, text in changes.items()}
+            files.write(written, root / payload.PATCHES / "series", root)
             texts = [("pulled", {**laid, **there})]
             made = tree.build(tree.base(), texts, None, record=True)
             tree.update_refs(f"update {worktree.PULLED} {made}\n")
