@@ -292,10 +292,11 @@ def on(request, face):
 
 
 def everything(where):
-    """A user's files, index and refs."""
+    """A user's files, index and branches, and what is applied."""
     if not (where / ".git").exists():
         return snapshot(where)
-    return snapshot(where), git_status(where), git(where, "for-each-ref")
+    refs = ("for-each-ref", "refs/heads", "refs/stash", "refs/worktree/muon/laid")
+    return snapshot(where), git_status(where), git(where, *refs)
 
 
 def snapshot(root):

@@ -9,8 +9,9 @@ import pytest
 from overlay.conftest import append, BASE, C10D, commit_all, everything, fails, git
 from overlay.conftest import git_status, leads_on, MUON, OTHER, OWN, put, run, script
 from overlay.conftest import snapshot, SUBJECTS
-from tools.overlay import patches, payload
+from tools.overlay import patches, payload, worktree
 from tools.overlay.checkout import Checkout
+from tools.overlay.errors import WorkFailed
 from tools.overlay.payload import ROOT
 
 
@@ -284,6 +285,29 @@ def test_foreign_index_lock_and_no_identity(checkout, tool):
     fails(tool(*words, env=plain), 1, "git config --global user.email")
     assert everything(checkout) == before
     assert tool(*words[:-1], env=plain).code == 0
+
+
+@pytest.mark.parametrize("more", [(), ("--commit",)])
+def test_failure_half_way_leaves_it_as_it_was(checkout, on, overlay, monkeypatch, more):
+    """An overlay that was not staged was gone, and a git that was killed before left its lock."""
+    (checkout / ".git/packed-refs.lock").touch()
+    on("apply")
+    git(checkout, "reset", "-q")
+    append(overlay / OWN, "# newer\n")
+    real = worktree.git.git
+
+    def fails_at_last(where, *words, **options):
+        done = real(where, *words, **options)
+        if words[:2] == ("read-tree", "-m"):
+            raise WorkFailed("no space left")
+        return done
+
+    monkeypatch.setattr(worktree.git, "git", fails_at_last)
+    on("apply", *more, root=overlay, code=1, words=["no space left"])
+    monkeypatch.undo()
+    on("apply", root=overlay)
+    on("revert", root=overlay)
+    assert git_status(checkout) == ""
 
 
 def am(where, mails):

@@ -20,7 +20,7 @@ def commits(wheel):
     files = {rel: stock_of(wheel, rel) for rel in (MUON, *patches.series(source))}
     base = {rel: path.read_bytes() for rel, path in files.items() if path.is_file()}
     base |= UNINSTALLED
-    new, misfits = patches.overlay(source, base, bool)
+    new, misfits = patches.overlay(source, base)
     assert not misfits
     return patches.commits(source, base, new, stack=True)
 

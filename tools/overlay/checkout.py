@@ -49,7 +49,7 @@ class Checkout(Target):
         every = [texts for _, texts in overlays]
         rels = list(dict.fromkeys(chain(patches.paths(source), *every)))
         stock, now, staged = tree.stock(rels), tree.work(rels), tree.texts("", rels)
-        fresh, misfits = patches.overlay(source, stock, self.takes)
+        fresh, misfits = patches.overlay(source, stock)
 
         def score(overlay: Overlay) -> int:
             return sum(t == now[r] != stock[r] for r, t in overlay[1].items())
@@ -82,7 +82,7 @@ class Checkout(Target):
                         staged[rel] = now[rel]
             if not (is_known(rel, owned[rel]) and is_known(rel, also)):
                 edited.append(rel)
-        new, bad = patches.overlay(source, base, self.takes)
+        new, bad = patches.overlay(source, base)
         edited += [rel for rel in bad if base[rel] != stock[rel] and rel not in edited]
         return CheckoutPlan(
             source, new, list(misfits.values()), base, now, edited, mixed, laid, name, staged,
@@ -91,15 +91,14 @@ class Checkout(Target):
 
     def _overlays(self, root: Path, source: payload.Source) -> list[Overlay]:
         """Each overlay that was applied here or is committed: its name and texts."""
-        tree, base, laid = self.tree, self.tree.base(), self.tree.laid()
-        records = tree.named("--no-walk", *laid) if laid else {}
-        overlays = [(records[c], self._texts_of([c])) for c in laid if c in records]
+        tree, base, records = self.tree, self.tree.base(), self.tree.records()
+        overlays = [(name, self._texts_of([c])) for c, name in records.items()]
         # A clone, or a rebased branch: the commits name the overlay.
         ours = tree.named(f"{base}..HEAD")
         name = next(iter(ours.values()), None)
         if at := payload.at(root, name) if name else None:
             stock = tree.stock(patches.paths(at))
-            overlays.append((name, patches.overlay(at, stock, self.takes)[0]))
+            overlays.append((name, patches.overlay(at, stock)[0]))
         elif all(tree.base(commit) != base for commit in records):
             # Not known here: its commits have its texts.
             texts, paths = self._texts_of([*reversed(ours)]), {*patches.paths(source)}
@@ -138,7 +137,7 @@ class Checkout(Target):
         for rel in plan.patched:
             _, want[rel] = _parts(plan.stock[rel], plan.overlaid[rel], head[rel])
         if with_overlay:
-            want |= patches.overlay(plan.source, want, self.takes)[0]
+            want |= patches.overlay(plan.source, want)[0]
         return {rel: text for rel, text in want.items() if text != head[rel]}
 
     def _apply(self, plan: CheckoutPlan, report: Report, commit: bool) -> None:
@@ -221,8 +220,8 @@ class Checkout(Target):
             if MARKER not in here:  # of an earlier conflict
                 changes[place] = text
         if changes and not dry:
-            for rel, text in changes.items():
-                files.write({root / rel: text}, root / payload.PATCHES / "series", root)
+            written = {root / rel: text for rel, text in changes.items()}
+            files.write(written, root / payload.PATCHES / "series", root)
             texts = [("pulled", {**laid, **there})]
             made = tree.build(tree.base(), texts, None, record=True)
             tree.update_refs(f"update {worktree.PULLED} {made}\n")
@@ -252,7 +251,7 @@ class Checkout(Target):
         """Write the ``git am`` series; the files, the base, and edits that it lacks."""
         plan, base = self.plan(root), self.tree.base()
         stock = self.tree.texts(base, list(plan.now))
-        texts, misfits = patches.overlay(plan.source, stock, self.takes)
+        texts, misfits = patches.overlay(plan.source, stock)
         if misfits:
             raise WrongTarget(next(iter(misfits.values())))
         if any(out.glob("*.patch")):  # `git am out/*` would take them, too

@@ -5,7 +5,7 @@ import configparser
 import fnmatch
 import re
 from ast import literal_eval
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,14 +54,13 @@ def paths(source: Source) -> list[str]:
 
 
 def overlay(
-    source: Source, base: files.Texts, takes: Callable[[str], bool]
+    source: Source, base: files.Texts
 ) -> tuple[dict[str, bytes], dict[str, str]]:
     """The texts over ``base``, and why a patch does not fit; a patch needs its file."""
-    now = {rel: text for rel, text in source.whole.items() if takes(rel)}
-    misfits = {}
+    now, misfits = dict(source.whole), {}
     for rel, patch in series(source).items():
         text = base.get(rel)
-        if text is None or not takes(rel):
+        if text is None:
             continue
         try:
             new = patch.applied(rel, text)

@@ -93,10 +93,6 @@ class Target:
                 print("an earlier command was cut off half way")
             yield
 
-    def takes(self, rel: str) -> bool:
-        """Whether the overlay has this file for the target: tests are for checkouts."""
-        return self.kind == "checkout" or rel.startswith("torch/")
-
     def apply(
         self,
         root: Path,

@@ -129,11 +129,12 @@ class Wheel(Target):
 
     def plan(self, root: Path) -> Plan:
         source, manifest = payload.read(root), self._manifest()
-        before = manifest.files
+        whole = {r: t for r, t in source.whole.items() if r.startswith("torch/")}
+        source, before = source._replace(whole=whole), manifest.files
         every = dict.fromkeys([*patches.paths(source), *before])
-        rels = [rel for rel in every if self.takes(rel)]
+        rels = [rel for rel in every if rel.startswith("torch/")]
         base = self._stock(manifest, rels)
-        new, misfits = patches.overlay(source, base, self.takes)
+        new, misfits = patches.overlay(source, base)
         now = {rel: self.read(rel) for rel in rels}
         edited = [
             rel

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,7 +16,8 @@ from .errors import Refused, WorkFailed, WrongTarget
 # The overlay that was applied last, with a reflog of the ones before (a reverted one
 # is followed by its base); and a step that a command has begun. Its tree is the index
 # after the step. Its parents are the overlay that is applied then, the index and HEAD
-# before the step, and, if the step commits, HEAD after it.
+# before the step, and, if the step commits, HEAD after it. An ended step is replaced by
+# its second parent: a deletion locks all packed refs, and a killed git leaves the lock.
 LAID, NEXT = "refs/worktree/muon/laid", "refs/worktree/muon/next"
 # The files that `pull` took, from which the next one begins.
 PULLED = "refs/worktree/muon/pulled"
@@ -69,7 +70,8 @@ class Worktree:
         # It is relative to the folder that was asked.
         self.common = (root / answers[2]).resolve()
         self._index = files.scratch(self.git_dir / "index")
-        self._bases: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+        self._env = {"GIT_INDEX_FILE": str(self._index)}
+        self._history = functools.cache(self._read_history)
 
     def ask(self, *args: str, **options: Any) -> str:
         return git.text(self.root, *args, **options)
@@ -127,24 +129,19 @@ class Worktree:
 
     def base(self, commit: str = "HEAD") -> str:
         """The newest commit in that history without the overlay."""
-        return self._history(commit)[0]
+        return self._history(self.resolve(f"{commit}^{{commit}}"))[0]
 
-    def _history(self, commit: str) -> tuple[str, list[tuple[str, str]]]:
+    def _read_history(self, tip: str) -> tuple[str, list[tuple[str, str]]]:
         """The base, and (merge, branch) of other branches without the overlay."""
-        tip = self.resolve(f"{commit}^{{commit}}")
-        if tip not in self._bases:
-            base, others = self._before(tip), []
-            merges = ("rev-list", "--first-parent", "--merges", "--reverse")
-            for merge in self.ask(*merges, f"{base}..{tip}").split():
-                for other in self.ask("rev-parse", f"{merge}^@").split()[1:]:
-                    if self.base(other) != other:
-                        continue
+        base, others = self._before(tip), []
+        merges = ("rev-list", "--first-parent", "--merges", "--reverse")
+        for merge in self.ask(*merges, f"{base}..{tip}").split():
+            for other in self.ask("rev-parse", f"{merge}^@").split()[1:]:
+                if self.base(other) == other:
                     # Upstream that was merged since. The base never moves backward.
-                    if self._is_ancestor(base, other):
-                        base = other
+                    base = other if self._is_ancestor(base, other) else base
                     others.append((merge, other))
-            self._bases[tip] = base, others
-        return self._bases[tip]
+        return base, others
 
     def _is_ancestor(self, old: str, new: str) -> bool:
         return git.works(self.root, "merge-base", "--is-ancestor", old, new)
@@ -196,14 +193,12 @@ class Worktree:
     @functools.cached_property
     def _by_hand(self) -> set[str]:
         """The texts that were applied here: a commit by hand has these, and no trailer."""
-        laid = self.laid()
         rels = (*ADDED, REPLACED)
-        ours = self.named("--no-walk", *laid) if laid else {}
-        return {self.resolve(f"{c}:{rel}") for c in ours for rel in rels} - {""}
+        return {self.resolve(f"{c}:{r}") for c in self.records() for r in rels} - {""}
 
     def stock(self, rels: list[str]) -> dict[str, bytes | None]:
         """The texts without the overlay: of the base, with what other branches brought."""
-        base, others = self._history("HEAD")
+        base, others = self._history(self.resolve("HEAD"))
         texts = self.texts(base, rels)
         for merge, other in others:
             if self._is_ancestor(other, base):
@@ -219,8 +214,13 @@ class Worktree:
     def laid(self) -> list[str]:
         """The commits that were applied to this work tree, newest first."""
         log = self.ask("log", "--walk-reflogs", "--format=%H", "-n30", LAID, "--")
-        names = [self.resolve(f"{NEXT}^1"), self.resolve(LAID), *log.split()]
+        names = [*self._step()[1:2], self.resolve(LAID), *log.split()]
         return list(dict.fromkeys(filter(None, names)))
+
+    def records(self) -> dict[str, str | None]:
+        """The overlays that were applied here, newest first, with their names."""
+        laid = self.laid()
+        return self.named("--no-walk=unsorted", *laid) if laid else {}
 
     def changed(self, base: str, commit: str) -> list[str]:
         names = ("diff-tree", "-r", "--name-only", "--no-renames", "-z")
@@ -277,17 +277,15 @@ class Worktree:
         for path in (self._index, *locks):
             (self.git_dir / path).unlink(missing_ok=True)
 
-    def _bring(
-        self, texts: files.Texts, begin: Callable[[str, str], None] = lambda *_: None
-    ) -> None:
-        """Have git merge the texts into the index and the work tree.
+    def lay(self, texts: files.Texts, laid: str, head: str = "") -> None:
+        """Bring the texts there, and HEAD to that commit; ``laid`` is applied then.
 
         The caller knows what these paths have in the work tree. git refuses if anything
         else came there since. It works on a copy of the user's index, which replaces that
         at the end, under the lock that git would take.
         """
+        was, env = self.resolve("HEAD"), self._env
         index, lock = self.git_dir / "index", self.git_dir / "index.lock"
-        env = {"GIT_INDEX_FILE": str(self._index)}
         self._index.write_bytes(_LOCK)
         try:
             os.link(self._index, lock)
@@ -302,33 +300,17 @@ class Worktree:
             self._take(texts, env)
             old = self._write_tree(env)
             new = self._tree(old, texts)
-            begin(old, new)
-            git.git(self.root, "read-tree", "-m", "-u", old, new, env=env)
-            os.replace(self._index, index)
-        finally:
-            self._index.unlink(missing_ok=True)
-            lock.unlink()
-
-    def lay(self, texts: files.Texts, laid: str, head: str = "") -> None:
-        """Bring the texts there, and HEAD to that commit; ``laid`` is applied then."""
-        was = self.resolve("HEAD")
-
-        def begin(old: str, new: str) -> None:
             before = self._commit(old, [was], "before", record=True)
             parents = [laid, before, *[head] * bool(head)]
             step = self._commit(new, parents, "after", record=True)
             moves = f"update HEAD {head} {was}\n" * bool(head)
             self.update_refs(f"update {NEXT} {step}\n{moves}")
-
-        try:
-            self._bring(texts, begin)
-        except BaseException:
-            if self.resolve(NEXT):
-                if head:
-                    self.update_refs(f"update HEAD {was} {head}\n")
-                self.settle(back=True)
-            raise
-        self.record(laid)
+            git.git(self.root, "read-tree", "-m", "-u", old, new, env=env)
+            os.replace(self._index, index)
+        finally:
+            self._index.unlink(missing_ok=True)
+            lock.unlink()
+            self.settle()
 
     def update_refs(self, lines: str) -> None:
         words = ("update-ref", "-m", "distributed muon", "--create-reflog", "--stdin")
@@ -336,40 +318,46 @@ class Worktree:
 
     def record(self, laid: str) -> None:
         """That overlay, or base, is applied."""
-        lines = f"update {LAID} {laid}\n" * (laid not in ("", self.resolve(LAID)))
-        self.update_refs(lines + f"delete {NEXT}\n" * bool(self.resolve(NEXT)))
+        if laid != self.resolve(LAID):
+            self.update_refs(f"update {LAID} {laid}\n")
 
-    def settle(self, *, back: bool = False) -> bool:
-        """Finish the step of a killed command, or take it back; whether there was one.
+    def _step(self) -> list[str]:
+        """The step that was begun, and its parents; empty if it has ended."""
+        commits = self.ask("rev-list", "--parents", "-n1", NEXT, "--").split()
+        return commits if len(commits) > 2 else []
 
-        It is taken back if HEAD has moved since. A file that was changed since is left.
+    def settle(self) -> bool:
+        """Record the step that was begun, or take it back if the index lacks it.
+
+        Returns whether there was one. A file or a branch that was changed since is left.
         """
-        step = self.resolve(NEXT)
-        if not step:
+        if not (commits := self._step()):
             return False
-        laid, before, *heads = self.ask("rev-parse", f"{step}^@").split()
-        heads.append(self.resolve(f"{before}^"))
-        rels = self.changed(before, step)
+        step, laid, before, *head = commits
+        rels, end = self.changed(before, step), f"update {NEXT} {before}\n"
         was, want, staged = (self.texts(c, rels) for c in (before, step, ""))
-        work, texts = self.work(rels), {}
-        back = back or self.resolve("HEAD") not in heads
+        if staged == want:
+            self.update_refs(f"{end}update {LAID} {laid}\n")
+            return True
+        work, kept = self.work(rels), b""
         for rel in rels:
             # git was killed while it wrote: that is a beginning of the text.
             text, new = work[rel] or b"", want[rel] or b""
             begun = new.startswith(text.replace(b"\r", b""))
-            target = (staged if back else want)[rel]
-            here = (was[rel], want[rel])
-            if (begun or work[rel] in here) and staged[rel] in (*here, work[rel]):
-                if not work[rel] == staged[rel] == target:
-                    texts[rel] = target
-        if texts and not back:
-            self._bring(texts)
-        elif texts:  # the index is as before; on a full disk, space comes first
-            for rel in (rel for rel, text in texts.items() if text is None):
-                (self.root / rel).unlink(missing_ok=True)
+            if not begun or work[rel] == was[rel] or staged[rel] == want[rel]:
+                continue
+            if was[rel] is not None:
+                kept += f"{rel}\0".encode()
+            elif work[rel] is not None:  # first: it makes room on a full disk
+                (self.root / rel).unlink()
                 files.tidy(self.root / rel, self.root)
-            names = "".join(f"{r}\0" for r, text in texts.items() if text is not None)
-            out = ("checkout-index", "-f", "-z", "--stdin")
-            git.git(self.root, *out, data=names.encode())
-        self.record(self.resolve(LAID) if back else laid)
+        if kept:
+            paths = ("--pathspec-from-file=-", "--pathspec-file-nul")
+            restore = ("restore", f"--source={before}", "--worktree", *paths)
+            os.link(self.git_dir / "index", self._index)  # git locks that name
+            git.git(self.root, *restore, data=kept, env=self._env)
+            self._index.unlink()
+        if [self.resolve("HEAD")] == head:
+            end += f"update HEAD {self.resolve(f'{before}^')} {head[0]}\n"
+        self.update_refs(end)
         return True
