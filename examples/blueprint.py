@@ -273,7 +273,7 @@ def least_bytes(schedule: Schedule, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    schedule = make_schedule(layouts, owners, NS_DTYPE)
+    schedule = make_schedule(layouts, owners)
     buckets = "".join(f"bucket {bucket.index:<5}" for bucket in schedule.buckets)
     print(f"\nThe schedule\n\nrank  {buckets}{'bytes sent':>12}{'least':>8}")
     for rank in RANKS:
