@@ -190,9 +190,8 @@ class Muon(Optimizer):
         if self._engine is None:
             return {}
         schedule = self._engine.schedule
-        owners = zip(schedule.layouts, schedule.owners, strict=True)
-        keys = ((layout.key, owner) for layout, owner in owners)
-        return {(k.index, k.sub): owner for k, owner in keys if not k.block[0]}
+        owners = zip((layout.key for layout in schedule.layouts), schedule.owners)
+        return {(k.index, k.sub): owner for k, owner in owners if not k.block[0]}
 
     @property
     def current_rank(self) -> int:

@@ -5,11 +5,10 @@ A single process runs the phases in order. With a ``distributed_config``, the en
 ``torch.optim._muon_engine`` runs the same phases between its collectives.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
-from typing import Any, NamedTuple, TYPE_CHECKING
+from collections.abc import MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +16,6 @@ from torch import Tensor
 from ._muon_split import Split
 from ._newton_schulz import as_tuples, check_newton_schulz, newton_schulz, NS_DTYPE
 from .optimizer import _to_scalar
-
-
-if TYPE_CHECKING:
-    from collections.abc import MutableMapping, Sequence
-
-    from ._newton_schulz import Coefficients
 
 
 # Maximum bytes of matrices in one batched Newton-Schulz. Its workspace is four times as large.
@@ -57,7 +50,7 @@ class MuonFormulas(NamedTuple):
     weight_decay: float
     momentum: float
     nesterov: bool
-    ns_coefficients: Coefficients | Sequence[Coefficients]
+    ns_coefficients: Sequence[Any]
     ns_steps: int
     eps: float
     adjust_lr_fn: str | None
@@ -69,7 +62,7 @@ class MuonFormulas(NamedTuple):
     flatten: bool = False
 
     @classmethod
-    def of_group(cls, group: MutableMapping[str, Any]) -> MuonFormulas:
+    def of_group(cls, group: MutableMapping[str, Any]) -> "MuonFormulas":
         """The options of a parameter group. Raises KeyError if it lacks one."""
         values = {name: group[name] for name in cls._fields}
         values["ns_coefficients"] = as_tuples(values["ns_coefficients"])
@@ -99,10 +92,8 @@ class MuonFormulas(NamedTuple):
     @property
     def digest(self) -> int:
         """32 bits of the values in this step, whatever their types."""
-        lr, adjust_lr_fn = self._readable_lr, self.adjust_lr_fn or "original"
-        values = self._replace(
-            lr=lr, adjust_lr_fn=adjust_lr_fn, foreach=None, split=None
-        )
+        lr, scale = self._readable_lr, self.adjust_lr_fn or "original"
+        values = self._replace(lr=lr, adjust_lr_fn=scale, foreach=None, split=None)
         return zlib.crc32(repr(_plain(values)).encode())
 
     @property

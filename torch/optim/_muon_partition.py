@@ -30,8 +30,6 @@ _FUSED = r"kv|key_value|c_attn|att_proj|gate_up|input_linear|mlp1_weight|w1[23]|
 _EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
 _GATED = nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell
 
-Named = list[tuple[str, nn.Parameter]]
-
 
 def partition(
     module: nn.Module,
@@ -39,7 +37,7 @@ def partition(
     verbose: bool,
     split: Mapping[str, Any] | None,
     takes_stacks: bool,
-) -> tuple[list, Named]:
+) -> tuple[list, list]:
     """The parameters for Muon and the rest: :func:`torch.optim.muon.partition_named_parameters`."""
     tensors = list(fsdp1.logical_matrices(module))
     shapes = {name: tuple(shape) for _, _, inside in tensors for name, shape in inside}

@@ -20,7 +20,7 @@ from .callbacks import FunctionStep, is_from_factory, own_functions
 from .config import DistributedConfig
 from .hints import Hints
 from .layouts import larger_first, Layout, listed, process_rank
-from .layouts.dtensor import count_version
+from .layouts.dtensor import device_of
 from .layouts.groups import ParamInfo
 from .process_groups import FailureNotes, Ranks, spanning_group
 from .runtime import Param, transport
@@ -123,7 +123,8 @@ class Engine:
         """The device of the communication buffers."""
         if self.reader is None:
             return torch.device("cpu")
-        return self.reader.device_of([param.tensor for param in self.params])
+        params = [param.tensor for param in self.params]
+        return device_of(params, chain.from_iterable(self.reader.sharing.values()))
 
     @property
     def runs_on_engine(self) -> bool:
@@ -273,7 +274,9 @@ class Engine:
                 runner.run()
             for param in self.params:
                 if param.user_grad is not None:
-                    count_version(param.tensor, states[param.tensor]["momentum_buffer"])
+                    # A DTensor does not see writes to its local tensor.
+                    written = param.tensor, states[param.tensor]["momentum_buffer"]
+                    torch.autograd.graph.increment_version(written)
             if text:
                 raise RuntimeError(text)
         except BaseException as error:

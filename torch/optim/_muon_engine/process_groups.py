@@ -72,11 +72,9 @@ def spanning_group(
 def _by_members_alone(ranks: Ranks) -> Iterator[None]:
     """Lets the members of a group make it without the other ranks.
 
-    While the default group is bound to a device, c10d makes groups by ``ncclCommSplit`` of the world. All
-    ranks of the world must join that call, so the members alone would wait for ever.
-
-    A c10d without ``_local_sync_group_name`` names the group after the number of groups or calls in this
-    process, in which members may differ. They would wait under different names.
+    While the default group is bound to a device, c10d makes groups by ``ncclCommSplit``, which all ranks of
+    the world must join. Without ``_local_sync_group_name``, it names a group after the number of groups or
+    calls in this process, in which members may differ.
     """
     world: Any = dist.group.WORLD
     c10d: Any = distributed_c10d
@@ -103,7 +101,6 @@ class Counters:
 
 
 def counters_of(ranks: Ranks) -> Counters:
-    """The counters of the optimizers over exactly ``ranks`` in this world."""
     return _of_world("counters").setdefault(ranks, Counters())
 
 
@@ -122,7 +119,6 @@ def ranks_per_node() -> int:
 
 
 def current_device(kind: str) -> torch.device:
-    """This process's device of type ``kind``."""
     if kind == "cpu" or not torch.accelerator.is_available():
         return torch.device(kind)
     return torch.device(kind, torch.accelerator.current_device_index())
@@ -180,10 +176,8 @@ class FailureNotes:
     """The reasons for a failed step, which the ranks of each group leave and look up in the store.
 
     A group itself cannot carry them after a failure. Each rank makes a few requests, whatever the number
-    of ranks; only the first rank to fail looks for each of the others.
-
-    With its serial number among those over the ranks of a group, an optimizer does not take another one's
-    failure for its own.
+    of ranks; only the first rank to fail looks for each of the others. By its serial number among those
+    over the ranks of a group, an optimizer tells its failure from another one's.
     """
 
     def __init__(self, serials: Mapping[Ranks, int], step: int) -> None:

@@ -206,7 +206,6 @@ class Shards:
         return self.numels[self._place[rank]]
 
     def contribution_of(self, rank: int) -> int:
-        """The contribution to a sum to which the shard of ``rank`` belongs."""
         return self.contributions[self._place[rank]] if self.contributions else 0
 
     def replicas_of(self, rank: int) -> Ranks:

@@ -9,9 +9,6 @@ from . import Layout, Region, Regions, Shards
 
 def split(layout: Layout, fused: Split) -> Iterator[Layout]:
     """The parts of a ``fused`` weight. Raises ValueError if they do not add up to its rows or columns."""
-    if not fused.sizes:
-        yield layout
-        return
     problem = fused.problem_with(layout.shape)
     if problem:
         raise ValueError(f"{layout.describe()}: {problem}")

@@ -97,11 +97,10 @@ class DTensorLayouts:
         for index, stack in enumerate(params):
             if not isinstance(stack, DTensor) or stack.ndim < 3 or index in flat:
                 continue
-            mesh = stack.device_mesh
             # A stack that cannot be read is an error on every rank of its mesh.
             with suppress(ValueError):
                 for shards in self._shards_of(stack).values():
-                    shared.setdefault(shards.group, list(of_mesh[mesh]))
+                    shared.setdefault(shards.group, list(of_mesh[stack.device_mesh]))
         return shared
 
 
@@ -183,13 +182,6 @@ def origin_of(param: Tensor) -> tuple:
     return is_frozen(param), *tensor, *placed
 
 
-def count_version(*tensors: Tensor) -> None:
-    """Tells autograd that a step wrote these. A DTensor does not see writes to its local tensor."""
-    written = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    if written:
-        torch.autograd.graph.increment_version(written)
-
-
 def tp_mark_of(param: Tensor) -> int | None:
     """The dimension along which a framework says that TP cuts ``param``; -1 for none."""
     for mark in ("tp_dim", "partition_dim"):
@@ -245,8 +237,7 @@ def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
 
 def _problem_with_move(tensor: DTensor, placements: Sequence[Placement]) -> str:
     """Why DTensor cannot bring ``tensor`` to ``placements``; "" if it can."""
-    moves = zip(tensor.placements, placements)
-    for dim, (old, new) in enumerate(moves):
+    for dim, (old, new) in enumerate(zip(tensor.placements, placements)):
         sums = old.is_partial() and (new.is_partial() or new.is_replicate())
         if old == new or old.is_replicate() or sums:
             continue
@@ -261,7 +252,6 @@ def _problem_with_move(tensor: DTensor, placements: Sequence[Placement]) -> str:
 
 
 def like_param(param: Tensor, local: Tensor) -> Tensor:
-    """``local`` as a tensor of ``param``'s own type and placement."""
     if not isinstance(param, DTensor):
         return local
     mesh, placements = param.device_mesh, param.placements
@@ -270,7 +260,6 @@ def like_param(param: Tensor, local: Tensor) -> Tensor:
 
 
 def placed_like(param: Tensor, buffer: Tensor) -> bool:
-    """Whether ``buffer`` has ``param``'s type, shape and placement."""
     names = ("shape", "placements", "device_mesh")
     return all(getattr(param, n, None) == getattr(buffer, n, None) for n in names)
 

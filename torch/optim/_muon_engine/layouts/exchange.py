@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..agreement import common, gather_reports
-from ..process_groups import is_dry_run
+from ..process_groups import is_dry_run, Ranks
 from . import (
     check_cover,
     Cut,
@@ -21,7 +21,6 @@ from . import (
     Layout,
     listed,
     process_rank,
-    Ranks,
     Regions,
     Shape,
     Shards,
@@ -45,9 +44,8 @@ _UNEQUAL_REPLICAS = "the ranks of tp_process_group hold different values, but tp
 # How ranks name a matrix that they share: its expert's id and its number among the expert's matrices, or
 # None, the number of its parameter among those of no expert, and its number in the parameter.
 Name = tuple["int | None", int, int]
-# By kind; by kind and ranks.
+# By kind.
 KindGroups = Mapping[str, ProcessGroup]
-Groups = dict[tuple[str, Ranks], ProcessGroup]
 # A rank's layouts so far, digests of their values (0 for zeros), and its expert-parallel group.
 Message = tuple[Mapping[Name, Layout], Mapping[Name, int], Ranks]
 
@@ -71,7 +69,7 @@ class LocalParts:
 
     def __init__(self, shared: KindGroups, ep_group: ProcessGroup | None) -> None:
         # A unit of FSDP1 may have other groups than those that were given.
-        self.group_of: Groups = {(k, group_ranks(g)): g for k, g in shared.items()}
+        self.group_of = {(kind, group_ranks(g)): g for kind, g in shared.items()}
         self.ep_ranks = (process_rank(),) if ep_group is None else group_ranks(ep_group)
         self.layouts: list[Layout] = []
         # Digests of the values that this rank stores of cut matrices; 0 for zeros.
@@ -134,11 +132,8 @@ class LocalParts:
                     replace(l, shape=p.shape, shards=p.shards, cuts=()) if l.cuts else l
                     for l, p in zip(layouts, parts.values(), strict=True)
                 ]
-                covered: set[Shards] = set()
-                for layout in complete:
-                    if layout.shards not in covered:
-                        check_cover(layout)
-                    covered.add(layout.shards)
+                for layout in {l.shards: l for l in reversed(complete)}.values():
+                    check_cover(layout)
         except Exception as problem:
             error = problem
         # Ranks of the grid may see different contradictions, or none. All of them must raise.

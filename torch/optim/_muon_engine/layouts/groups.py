@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -48,9 +47,7 @@ class Reader:
                 )
         self.has_fsdp_group = given["fsdp"] is not None
         # By kind, those of several ranks.
-        self.shared: dict[str, ProcessGroup] = {
-            k: g for k, g in given.items() if g and dist.get_world_size(g) > 1
-        }
+        self.shared = {k: g for k, g in given.items() if g and g.size() > 1}
         self.ep_group: ProcessGroup | None = state.get("ep_process_group")
         # Config index -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
@@ -127,7 +124,7 @@ class Reader:
             index = layout.key.index
             self._by_param.setdefault(index, ([], params[index]))[0].append(layout)
             fused, _ = self.info(index).form
-            parts += split(layout, fused)
+            parts += split(layout, fused) if fused.sizes else [layout]
         # Ranks may list the same experts in different orders, and must share one order.
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
@@ -154,11 +151,6 @@ class Reader:
         """Sorted ranks that must read ``params`` together -> their groups; known before reading."""
         shared = {tuple(sorted(group_ranks(g))): [g] for g in self.shared.values()}
         return {**self.dtensors.sharing(params, self._flat()), **shared}
-
-    def device_of(self, params: Sequence[Tensor]) -> torch.device:
-        """The device of the communication buffers."""
-        groups = chain.from_iterable(self.sharing.values())
-        return dtensor.device_of(params, groups)
 
     def describe_state(self, state: dict[str, Any]) -> None:
         """Writes the entries into a config's ``state`` that users are promised."""
@@ -206,11 +198,9 @@ class Reader:
         if not (in_step and tensor.shape == like.shape):
             self._by_param[index] = layouts, tensor
         piece, shape = dtensor.local_part(tensor), self.shape_of(index)
-        if isinstance(tensor, DTensor):
-            # They may have different matrices of a stack.
-            ranks = dtensor.mesh_ranks(tensor.device_mesh)
-        else:
-            ranks = layouts[0].group
+        # The ranks of a mesh may have different matrices of a stack.
+        mesh = getattr(tensor, "device_mesh", None)
+        ranks = dtensor.mesh_ranks(mesh) if mesh else layouts[0].group
         if len(ranks) == 1:
             return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.

@@ -1,6 +1,5 @@
 """The live objects of a step: this rank's parameters and matrices, from the engine's build on."""
 
-from collections.abc import MutableMapping
 from enum import IntEnum
 from typing import Any
 
@@ -10,10 +9,6 @@ from torch import Tensor
 from ..._muon_split import Split
 from ..layouts import dtensor, Key, Region
 from ..schedule.packs import Schedule
-
-
-# The optimizer's state of one parameter.
-State = MutableMapping[str, Any]
 
 
 class Status(IntEnum):
@@ -81,7 +76,7 @@ class Param:
                 f"split or flatten of {self.described} changed, or a checkpoint has other ones: {self.form} when this Muon was built, {formulas.form} now. Build a new Muon"
             )
 
-    def begin(self, formulas: Any, grad: Tensor | None, state: State) -> None:
+    def begin(self, formulas: Any, grad: Tensor | None, state: Any) -> None:
         """Takes one step's hyperparameters and gradient. Makes a missing momentum buffer."""
         self.formulas = formulas
         buffer = state.get("momentum_buffer")

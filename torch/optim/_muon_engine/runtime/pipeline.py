@@ -25,16 +25,14 @@ class Pipeline(Compute):
 
     def __init__(self, engine: Any) -> None:
         schedule, groups, rank = engine.schedule, engine.groups, engine.rank
-        keeps = engine.config.state.get("keep_buffers", False)
-        memory = Memory(engine.device, keeps)
+        memory = Memory(engine.device, engine.config.state.get("keep_buffers", False))
         super().__init__(rank, engine.device, memory)
         self.params = engine.ordered
         # Whether the ranks know that they differ before anything moves.
         self.awaits_statuses = engine.device.type == "cpu"
         self.prefetch_count = engine.config.prefetch_count
         # For debugging: waits for each scatter before the next bucket.
-        is_serial = schedule.one_owner_at_a_time
-        self.one_at_a_time = is_serial and self.prefetch_count == 0
+        self.one_at_a_time = schedule.one_owner_at_a_time and self.prefetch_count == 0
         by_group: dict[Any, list[Matrix]] = {}
         matrices: dict[int, Matrix] = {}
         for bucket in schedule.buckets:

@@ -22,10 +22,6 @@ from ..schedule.packs import Bucket, LocalPacks, Pack, Relay, Schedule, slot_siz
 from . import Matrix
 
 
-# Starts a collective over memory.
-Start = Callable[..., "dist.Work | None"]
-
-
 class Memory:
     """Bytes for packs, and scratch memory. Unless ``keep``, packs take a device's memory in a step only.
 
@@ -147,7 +143,7 @@ class InFlight:
         # The name of each for errors, its handle, and what refers to its memory until it is waited for.
         self.works: list[tuple[str, dist.Work, Any]] = []
 
-    def launch(self, name: str, start: Start, *memory: Any) -> None:
+    def launch(self, name: str, start: Callable[..., Any], *memory: Any) -> None:
         """Calls ``start(*memory)``. The memory must not be touched until :meth:`wait`."""
         with naming(name, self.matrices, self.ranks):
             work = start(*memory)
@@ -204,7 +200,7 @@ class LocalBucket(InFlight):
         self._start("scatter", self.scatter_recv, self.scatter_send)
 
     def _start(self, phase: str, recv: BoundPack, send: BoundPack) -> None:
-        start: Start = partial(all_to_all, group=self._group)
+        start = partial(all_to_all, group=self._group)
         if self._levels:
             levels = self._levels[phase == "scatter"]
             start = partial(two_level_all_to_all, levels=levels, temporary=[])
@@ -212,10 +208,9 @@ class LocalBucket(InFlight):
             memory = recv.flat, send.flat, recv.splits, send.splits
             self.launch(f"{phase} of {self.name}", start, *memory)
 
-    def results_of(self, matrix: int) -> Iterator[PackedView]:
+    def results_of(self, matrix: int) -> Sequence[PackedView]:
         """Where this owner packs each holder's regions of the update of ``matrix``."""
-        yield from self.scatter_send.of(matrix)
-        yield from self.own_results.of(matrix)
+        return [*self.scatter_send.of(matrix), *self.own_results.of(matrix)]
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

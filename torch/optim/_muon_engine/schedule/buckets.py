@@ -47,10 +47,9 @@ def make_schedule(
             continue
         # Contributions are summed before they are rounded.
         dtype = layout.dtype if layout.shards.partial else NS_DTYPE
-        turn = 0, False
-        if one_owner_at_a_time:
-            # All owners of a divided matrix have the turn of the first.
-            turn = owners[i - layout.key.block[0]], layout.block_of is None
+        # All owners of a divided matrix have the turn of the first.
+        own = owners[i - layout.key.block[0]], layout.block_of is None
+        turn = own if one_owner_at_a_time else (0, False)
         families.setdefault((turn, layout.group, dtype), []).append(i)
 
     # Divided matrices come first, in one order for all of their owners, who have collectives for each.
@@ -65,8 +64,7 @@ def make_schedule(
         for m in sorted(members, key=order):
             queues.setdefault(owners[m], []).append(m)
         limit = BUCKET_BYTES // dtype.itemsize
-        parts = _cut(queues, layouts, max_buckets, limit, slots)
-        for at, part in enumerate(parts):
+        for at, part in enumerate(_cut(queues, layouts, max_buckets, limit, slots)):
             ordered.append(((turn, at, -len(group), group, str(dtype)), dtype, part))
     counts: Counter[Ranks] = Counter()
     buckets = []

@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -60,7 +60,7 @@ def divided(
     layouts: Sequence[Layout],
     owners: int | str,
     ranks_per_node: int = 1,
-    algorithms: Sequence[str] = (),
+    algorithms: Iterable[str] = repeat("quintic"),
 ) -> list[Layout]:
     """``layouts`` with as many blocks as ``owners`` for each matrix that is worth it.
 
@@ -69,11 +69,9 @@ def divided(
     if owners == 1:
         return list(layouts)
     by_group: dict[Ranks, dict[int, Class]] = {}
-    for i, layout in enumerate(layouts):
-        if not layout.frozen:
-            algorithm = algorithms[i] if algorithms else "quintic"
-            classes = by_group.setdefault(layout.group, {})
-            classes[i] = Class.of(layout, algorithm)
+    for i, kind in enumerate(map(Class.of, layouts, algorithms)):
+        if not layouts[i].frozen:
+            by_group.setdefault(layouts[i].group, {})[i] = kind
     numbers = [1] * len(layouts)
     for group, classes in by_group.items():
         members = Counter(classes.values())

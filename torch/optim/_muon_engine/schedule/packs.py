@@ -138,7 +138,6 @@ class Schedule:
         )
 
     def owned(self, bucket: Bucket) -> dict[int, list[int]]:
-        """Owner -> its matrices in ``bucket``."""
         by_owner: dict[int, list[int]] = {}
         for matrix in bucket.matrices:
             by_owner.setdefault(self.owners[matrix], []).append(matrix)
@@ -174,12 +173,9 @@ class Schedule:
             shards = self.layouts[matrix].shards
             replicas = shards.replicas_of(rank)
             if len(replicas) > 1 and not shards.is_empty(rank):
-                route = (
-                    tuple(sorted(replicas)),
-                    shards.source(rank, self.owners[matrix]),
-                )
+                source = shards.source(rank, self.owners[matrix])
                 nbytes = shards.numel_of(rank) * NS_DTYPE.itemsize
-                sized.append((matrix, route, nbytes))
+                sized.append((matrix, (tuple(sorted(replicas)), source), nbytes))
         return tuple(
             Relay(ranks, source, self._pack([(rank, part)], NS_DTYPE, self.receives))
             for (ranks, source), parts in sorted(grouped(sized, RELAY_BYTES).items())
