@@ -482,9 +482,8 @@ def _distributed_muon(
 ) -> None:
     """One step of the functional form, with an engine for this call."""
     from torch.optim._muon_engine.engine import Engine
-    from torch.optim._muon_engine.runtime import Param
-
     from torch.optim._muon_engine.layouts.dtensor import placed_like
+    from torch.optim._muon_engine.runtime import Param
 
     if not all(map(placed_like, params, muon_momentum_bufs)):
         raise ValueError(

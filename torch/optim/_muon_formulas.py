@@ -1,8 +1,6 @@
 # mypy: allow-untyped-defs
-"""The hyperparameters of a Muon, and the phases of a step that they define.
-
-A single process runs the phases in order. With a ``distributed_config``, the engine in
-``torch.optim._muon_engine`` runs the same phases between its collectives.
+"""The hyperparameters of a Muon, and the phases of a step that they define. A single process runs the phases
+in order, and with a ``distributed_config``, the engine runs them between its collectives.
 """
 
 import math
@@ -25,10 +23,8 @@ _BATCH_BYTES = 64 * 1024**2
 def _adjust_lr(
     lr: float | Tensor, adjust_lr_fn: str | None, param_shape: Sequence[int]
 ) -> float | Tensor:
-    """Scales ``lr`` for a matrix of the *global* shape ``param_shape``.
-
-    ``None`` and "original" follow Jordan, "match_rms_adamw" Liu et al.
-    (https://arxiv.org/abs/2502.16982), "spectral_unclamped" Bernstein
+    """Scales ``lr`` for a matrix of the *global* shape ``param_shape``. ``None`` and "original" follow Jordan,
+    "match_rms_adamw" Liu et al. (https://arxiv.org/abs/2502.16982), "spectral_unclamped" Bernstein
     (https://jeremybernste.in/writing/deriving-muon).
     """
     rows, columns = param_shape[:2]
@@ -102,9 +98,8 @@ class MuonFormulas(NamedTuple):
         return self.split, self.flatten
 
     def matrices(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The matrices in a parameter, as views; of three dimensions if ``split`` has repeats.
-
-        A DTensor stays whole, because its views may be copies.
+        """The matrices in a parameter, as views; of three dimensions if ``split`` has repeats. A DTensor stays
+        whole, because its views may be copies.
         """
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return [tensor]
@@ -123,7 +118,6 @@ class MuonFormulas(NamedTuple):
         return [part for matrix in stack for part in split.parts(matrix)]
 
     def check(self) -> None:
-        """Raises ValueError if the hyperparameters are invalid."""
         check_newton_schulz(self.ns_coefficients, self.ns_steps, self.ns_algorithm)
 
     def signature(self) -> dict[str, str]:
@@ -143,9 +137,8 @@ class MuonFormulas(NamedTuple):
     def prepare(
         self, bufs: list[Tensor], grads: list[Tensor], out: Tensor | None = None
     ) -> Sequence[Tensor]:
-        """Returns the tensors to orthogonalize: momentum, blended with ``grads`` if nesterov.
-
-        ``out`` gets the result if there is one tensor.
+        """Returns the tensors to orthogonalize: momentum, blended with ``grads`` if nesterov. ``out`` gets the
+        result if there is one tensor.
         """
         if not self.nesterov:
             return bufs
@@ -154,9 +147,8 @@ class MuonFormulas(NamedTuple):
         return torch._foreach_lerp(grads, bufs, self.momentum)
 
     def orthogonalize(self, prepared: Tensor, products: Any = None) -> Tensor:
-        """Returns the update of one matrix, or of a batch (matrices, rows, columns).
-
-        ``products`` computes with the other owners of a divided matrix.
+        """Returns the update of one matrix, or of a batch (matrices, rows, columns). ``products`` computes with
+        the other owners of a divided matrix.
         """
         x, steps, algorithm = prepared.to(NS_DTYPE), self.ns_steps, self.ns_algorithm
         coefficients = self.ns_coefficients

@@ -63,8 +63,7 @@ def _megatron_fc1(m: Any, shape: tuple[int, ...]) -> Split:
 
 
 # The module and class that has a weight, the weight's name there, and its split by the module and the shape.
-_Rule = tuple[str, str, Callable[[Any, tuple[int, ...]], Split]]
-_KNOWN: tuple[_Rule, ...] = (
+_KNOWN: tuple[tuple[str, str, Callable[..., Split]], ...] = (
     ("torch.nn.*.MultiheadAttention", "in_proj_weight", lambda m, s: _equal(3, s[0])),
     ("*.GPTBigCodeAttention", "c_attn.weight", lambda m, s: _grouped(s[0], m.num_heads if m.multi_query else 1, m.head_dim)),
     # GPT-2 and others: columns; cross-attention has no query.
@@ -75,7 +74,6 @@ _KNOWN: tuple[_Rule, ...] = (
     ("*.Phi3Attention", "qkv_proj.weight", _by_heads),
     ("*.MptAttention", "Wqkv.weight", lambda m, s: _equal(3, s[0])),
     ("*.DbrxAttention", "Wqkv.weight", _by_heads),
-    # All experts in one matrix.
     ("*.DbrxExpertGLU", "[vw][12]", lambda m, s: _equal(m.moe_num_experts, s[0])),
     ("*.Qwen*Attention", "q_proj.weight", _gated_queries),
     ("*MLP", "gate_up_proj.weight", lambda m, s: _equal(2, s[0])),

@@ -8,10 +8,9 @@ from torch import Tensor
 
 
 class Split(NamedTuple):
-    """How a fused weight is cut into matrices; without sizes not at all.
-
-    Along ``dim``, the lines of the parts repeat: ``sizes[0]`` lines of the first part, ``sizes[1]`` of the
-    second and so on, ``repeats`` times. A part is all of its lines, joined in order.
+    """How a fused weight is cut into matrices; without sizes not at all. Along ``dim``, the lines of the parts
+    repeat: ``sizes[0]`` lines of the first part, ``sizes[1]`` of the second and so on, ``repeats`` times. A
+    part is all of its lines, joined in order.
     """
 
     sizes: tuple[int, ...] = ()
@@ -40,7 +39,6 @@ class Split(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """The length of ``dim``."""
         return sum(self.sizes) * self.repeats
 
     def problem_with(self, shape: Sequence[int], dim: int | None = None) -> str:

@@ -46,7 +46,6 @@ def as_tuples(ns_coefficients: Any) -> tuple:
 
 
 def _per_step(ns_coefficients: Sequence[Any]) -> bool:
-    """Returns whether ``ns_coefficients`` has one polynomial for each step."""
     return bool(ns_coefficients) and hasattr(ns_coefficients[0], "__iter__")
 
 
@@ -67,7 +66,6 @@ def check_newton_schulz(ns_coefficients, ns_steps: int, ns_algorithm: str) -> No
 
 
 def check_ns_algorithm(ns_algorithm: str) -> None:
-    """Raises ValueError if ``ns_algorithm`` is unknown."""
     if ns_algorithm not in NS_ALGORITHMS:
         raise ValueError(
             f"ns_algorithm must be one of {NS_ALGORITHMS} but is {ns_algorithm!r}"
@@ -81,9 +79,8 @@ def _addmm(base, left, right, beta, alpha=1, out=None) -> Tensor:
 
 
 def _mirrored(base, left, right, beta, alpha=1, out=None, levels=_SYMMETRIC_LEVELS):
-    """Like :func:`_addmm`, for a symmetric ``base`` and result of shape (..., rows, rows).
-
-    The blocks below the diagonal are copies.
+    """Like :func:`_addmm`, for a symmetric ``base`` and result of shape (..., rows, rows). The blocks below the
+    diagonal are copies.
     """
     rows = left.size(-2)
     if not levels or rows < _MIN_SYMMETRIC:
@@ -109,14 +106,12 @@ class Products:
     shape: Sequence[int] | None = None
 
     def norm(self, x: Tensor) -> Tensor:
-        """The Frobenius norm of each matrix."""
         if x.ndim == 2:
             return x.norm()
         # One norm per matrix: a reduction over a batch may add in another order.
         return torch.stack([matrix.norm() for matrix in x])[:, None, None]
 
     def gram(self, x: Tensor) -> Tensor:
-        """``x`` times its transpose."""
         return x @ x.mT
 
     combine: Any = staticmethod(_addmm)
@@ -138,9 +133,8 @@ _PLAIN, _SYMMETRIC = Products(), SymmetricProducts()
 
 @functools.cache
 def _has_same_bits() -> bool:
-    """Whether symmetric products have the bits of plain ones on this CPU.
-
-    Measured on CPUs with AVX-512 bfloat16 and without AMX. Other CPUs and accelerators use them on request.
+    """Whether symmetric products have the bits of plain ones on this CPU. Measured on CPUs with AVX-512
+    bfloat16 and without AMX. Other CPUs and accelerators use them on request.
     """
     cpu = torch.cpu
     return cpu._is_avx512_bf16_supported() and not cpu._is_amx_tile_supported()
@@ -169,15 +163,10 @@ def newton_schulz(
     ns_algorithm: str = "quintic",
     products: Products | None = None,
 ) -> Tensor:
-    """Orthogonalizes ``x`` in its own dtype and does not write to it.
-
-    Args:
-        x (Tensor): one matrix of shape (rows, columns), or a batch of shape (matrices, rows, columns).
-        ns_coefficients (tuple): coefficients (a, b, c) of the odd quintic, or one such tuple per step.
-        ns_steps (int): number of iterations.
-        eps (float): lower bound of the Frobenius norm that divides ``x``.
-        ns_algorithm (str): "quintic", "gram" or "symmetric".
-        products (Products): computes with the other owners of a divided matrix; ``x`` is a block of it.
+    """Orthogonalizes ``x``, of shape (rows, columns) or (matrices, rows, columns), in its own dtype. It does
+    not write to ``x``. ``ns_coefficients`` are (a, b, c) of the odd quintic, or one such tuple for each of
+    ``ns_steps`` iterations. ``eps`` is a lower bound of the norm that divides ``x``. With ``products`` of all
+    owners of a divided matrix, ``x`` is a block of it.
     """
     products = products or products_for(x, ns_algorithm)
     rows, columns = products.shape or x.shape[-2:]
@@ -202,9 +191,8 @@ def newton_schulz(
 def newton_schulz_bytes(
     shape: Sequence[int], ns_algorithm: str = "quintic", owners: int = 1
 ) -> int:
-    """The most bytes that exist at once for a matrix: itself, two iterates, Gram matrices.
-
-    Each of several ``owners`` has a block of the matrix, and whole Gram matrices.
+    """The most bytes that exist at once for a matrix: itself, two iterates, Gram matrices. Each of several
+    ``owners`` has a block of the matrix, and whole Gram matrices.
     """
     short, long = sorted(shape)
     square, block = short * short, short * long // owners
@@ -231,11 +219,9 @@ def _gram_blocks(steps: Sequence[Coefficients]) -> list[list[Coefficients]]:
 
 
 def _gram_factor(x: Tensor, steps: list[Coefficients], products: Products) -> Tensor:
-    """Returns the factor, of shape (..., rows, rows), by which ``steps`` multiply ``x``.
-
-    Each step multiplies ``x`` by a polynomial of its Gram matrix, and the next Gram matrix is a
-    polynomial of this one. So all steps of a block need two products with the long side instead of two
-    per step.
+    """Returns the factor, of shape (..., rows, rows), by which ``steps`` multiply ``x``. Each step multiplies
+    ``x`` by a polynomial of its Gram matrix, and the next Gram matrix is a polynomial of this one. So all steps
+    of a block need two products with the long side instead of two per step.
     """
     gram = products.gram(x)
     factor = torch.empty(0)

@@ -48,8 +48,7 @@ def create_dtensor_config(
     Each rank takes a plain tensor for a whole matrix and updates it by itself.
 
     Args:
-        async_gpu_parallelism (bool, optional): see :class:`DistributedConfig` (default: True)
-        prefetch_count (int, optional): see :class:`DistributedConfig` (default: 1)
+        async_gpu_parallelism, prefetch_count: see :class:`DistributedConfig`
         owners_per_matrix (int or "auto", optional): number of ranks that orthogonalize a large matrix
             together, for fewer matrices than ranks. "auto" chooses up to 64 neighbouring ranks, of one
             node or of whole nodes, for the matrices of each shape, by the FLOPs and links of H100s;
@@ -65,9 +64,8 @@ def create_dtensor_config(
     # These modules import torch.distributed, as this one must not.
     from torch.optim._muon_engine.callbacks import factory_config
 
-    return factory_config(
-        {}, async_gpu_parallelism, prefetch_count, owners_per_matrix, keep_buffers
-    )
+    flags = async_gpu_parallelism, prefetch_count
+    return factory_config({}, *flags, owners_per_matrix, keep_buffers)
 
 
 def create_auto_config(
@@ -114,18 +112,14 @@ def create_auto_config(
         expert_assignments (dict[int, int], optional): parameter index -> id of its expert. Along the
             other groups, ranks with the same id share the expert. Ranks of one ``ep_process_group``
             never share one (default: None)
-        async_gpu_parallelism (bool, optional): see :class:`DistributedConfig` (default: True)
-        prefetch_count (int, optional): see :class:`DistributedConfig` (default: 1)
+        async_gpu_parallelism, prefetch_count: see :class:`DistributedConfig`
         tp_shard_dim (int, optional): alias of an int ``tp_dim_per_param`` (default: None)
-        shard_process_group (ProcessGroup, optional): alias of ``fsdp_process_group`` (default: None)
-        replicate_process_group (ProcessGroup, optional): alias of ``ddp_process_group`` (default: None)
-        pp_process_group (ProcessGroup, optional): kept in ``state``. Stages share no matrix (default: None)
-        pp_stage_id (int, optional): kept in ``state`` (default: None)
-        pp_num_stages (int, optional): kept in ``state`` (default: None)
+        shard_process_group, replicate_process_group (ProcessGroup, optional): aliases of
+            ``fsdp_process_group`` and ``ddp_process_group`` (default: None)
+        pp_process_group, pp_stage_id, pp_num_stages (optional): kept in ``state``. Stages share no matrix
         module (nn.Module, optional): the FSDP1-wrapped model. It knows the shapes that
             ``use_orig_params=True`` hides, and the groups of ``HYBRID_SHARD`` (default: None)
-        owners_per_matrix (int or "auto", optional): as in :func:`create_dtensor_config` (default: 1)
-        keep_buffers (bool, optional): as in :func:`create_dtensor_config` (default: False)
+        owners_per_matrix, keep_buffers: see :func:`create_dtensor_config`
 
     Returns:
         DistributedConfig: its ``state`` holds the arguments.
@@ -166,9 +160,8 @@ def create_auto_config(
         state["tp_dim_per_param"] = dict(tp_dim)
     from torch.optim._muon_engine.callbacks import factory_config
 
-    return factory_config(
-        state, async_gpu_parallelism, prefetch_count, owners_per_matrix, keep_buffers
-    )
+    flags = async_gpu_parallelism, prefetch_count
+    return factory_config(state, *flags, owners_per_matrix, keep_buffers)
 
 
 def _either(**spellings: Any) -> Any:

@@ -28,11 +28,7 @@ The vocabulary, in the order of the data:
 - *status*: whether a holder has a gradient. If the holders of a matrix differ, that is a *mismatch*.
 - *signature*: the values that ranks compare when they build the optimizer.
 
-Imports go one way, and a test checks it::
-
-    layouts <- schedule <- runtime <- engine <- torch.optim._muon
-                           callbacks <- engine
-
+Imports go one way, and a test checks it: ``layouts <- schedule <- runtime <- callbacks <- engine <- _muon``.
 ``config``, ``agreement`` and ``process_groups`` import none of these, except for helpers of ``layouts``.
 Only ``layouts`` knows frameworks, so a new kind of parallelism needs a new reader and nothing else.
 """

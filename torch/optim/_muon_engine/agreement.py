@@ -1,8 +1,7 @@
 """Ranks check that they are about to build the same engine before anything moves.
 
-If one rank raised an error alone, its peers would wait for it in a collective. So each rank brings its
-error and a digest of its signatures to one all-gather per group. All ranks see the same digests, come to
-the same conclusion and raise the same error.
+If one rank raised an error alone, its peers would wait for it in a collective. So each rank brings its error and
+a digest of its signatures to one all-gather per group, and all ranks come to the same conclusion.
 """
 
 import ctypes
@@ -44,12 +43,9 @@ def agree(
     serials: dict[Ranks, int],
 ) -> None:
     """Makes the process group of all ranks that share matrices, and compares their signatures in it.
-
-    Args:
-        sharing: ranks that share matrices -> the framework's groups among them.
-        error: this rank's error so far. The other ranks raise it, too.
-        groups: gets a group for each key of ``sharing``; None for this rank alone.
-        serials: gets the serial number of this optimizer among those over the same ranks.
+    ``sharing`` has the framework's groups among ranks that share matrices. The other ranks raise an ``error``
+    of this rank, too. For each key of ``sharing``, ``groups`` gets the group (None for this rank alone), and
+    ``serials`` the number of this optimizer among those over the same ranks.
     """
     # If one group fails, this rank leaves a note for the ranks of all.
     serials |= {r: counters_of(r).optimizers for r in sharing if len(r) > 1}
@@ -75,8 +71,7 @@ def agree(
         counters.optimizers = serials[ranks] + 1
         if error is None:
             # The next optimizer's owners start where those of this one stop.
-            start = counters.first_owner + len(shared)
-            counters.first_owner = start % len(ranks)
+            counters.first_owner = (counters.first_owner + len(shared)) % len(ranks)
     if error is not None:
         raise error
 
@@ -93,9 +88,8 @@ def gather_reports(
     error: BaseException | None,
     shared: Sequence[str] = (),
 ) -> tuple[list[Any], BaseException | None]:
-    """Returns ``value`` of every rank of ``group`` in the group's order, and the first error of a rank.
-
-    This rank's own error comes first. If ranks cannot be reached, it names the ``shared`` parameters.
+    """Returns ``value`` of every rank of ``group`` in the group's order, and the first error of a rank. This
+    rank's own error comes first. If ranks cannot be reached, it names the ``shared`` parameters.
     """
     report, me = None, dist.get_rank()
     if error is not None:

@@ -1,8 +1,7 @@
 """The three functions of a factory's config, and a step through functions that the user replaced.
 
-A user may replace or wrap ``gather_fn`` or ``redistribute_fn``, or write a config from scratch. Each
-parameter is then a bucket of its own, whose exchange calls these functions. A factory's own function does
-the reader's round trip.
+A user may replace or wrap ``gather_fn`` or ``redistribute_fn``, or write a config from scratch. Each parameter
+is then a bucket of its own, whose exchange calls these functions. A factory's own one asks the reader.
 """
 
 import math
@@ -18,9 +17,9 @@ from torch import Tensor
 
 from .._newton_schulz import NS_DTYPE
 from .config import DistributedConfig
-from .layouts import dtensor, Layout, matrix_shape, process_rank
+from .layouts import dtensor, Layout, matrix_shape
 from .layouts.groups import Reader
-from .process_groups import counters_of, ranks_per_node
+from .process_groups import counters_of, process_rank, ranks_per_node
 from .runtime import Param
 from .runtime.compute import accumulate
 from .runtime.pipeline import run_in_turn
@@ -34,9 +33,8 @@ LAYOUTS, _STEP, _READER = "_layouts", "_step", "_reader"
 
 @contextmanager
 def lent(state: dict[str, Any], entries: Mapping[str, Any]) -> Iterator[None]:
-    """Gives ``state`` the ``entries`` while functions of the config are called.
-
-    A config is data. Another engine, in another world, must not find the entries of this one.
+    """Gives ``state`` the ``entries`` while functions of the config are called. A config is data. Another
+    engine, in another world, must not find the entries of this one.
     """
     before = {key: state[key] for key in entries if key in state}
     state.update(entries)
@@ -61,9 +59,8 @@ def choose_owners(
     params: Sequence[Tensor], layouts: Sequence[Layout]
 ) -> tuple[list[int], dict[int, list[int]]]:
     """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
-    owners = assign_owners(
-        layouts, lambda g: counters_of(g).first_owner, ranks_per_node()
-    )
+    per_node = ranks_per_node()
+    owners = assign_owners(layouts, lambda g: counters_of(g).first_owner, per_node)
     groups = {layout.group for layout in layouts}
     owned: dict[int, list[int]] = {rank: [] for group in groups for rank in group}
     # A parameter counts for its first matrix. A rank that holds no matrix of a stack lists it as its own.
@@ -117,9 +114,8 @@ def factory_config(
     owners_per_matrix: int | str = 1,
     keep_buffers: bool = False,
 ) -> DistributedConfig:
-    """A config with the factory's functions; for DTensors unless ``state`` names another reader.
-
-    Raises ValueError if an option is invalid.
+    """A config with the factory's functions; for DTensors unless ``state`` names another reader. Raises
+    ValueError if an option is invalid.
     """
     owners = owners_per_matrix
     if owners != "auto" and (type(owners) is not int or owners < 1):
@@ -157,9 +153,8 @@ def _reader(state: dict[str, Any]) -> Reader:
 
 
 def check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
-    """Raises ValueError if a parameter holds other matrices on other ranks.
-
-    Functions are called once for each parameter, so ranks would call them in different orders.
+    """Raises ValueError if a parameter holds other matrices on other ranks. Functions are called once for each
+    parameter, so ranks would call them in different orders.
     """
     counts = Counter(layout.key.index for layout in layouts)
     for index, param in enumerate(params):
@@ -173,11 +168,9 @@ def check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
 
 
 class FunctionStep:
-    """One step that calls ``gather_fn`` and ``redistribute_fn`` of ``config`` for every parameter.
-
-    Each rank makes the same calls: a parameter without a gradient brings a zero piece, and its update is
-    not applied. Ranks that share parameters go through them in one order: ascending, but experts last
-    and by their ids.
+    """One step that calls ``gather_fn`` and ``redistribute_fn`` of ``config`` for every parameter. Each rank
+    makes the same calls: a parameter without a gradient brings a zero piece, and its update is not applied.
+    Ranks that share parameters go through them in one order: ascending, but experts last and by their ids.
     """
 
     # This rank raises its own problem after all calls, because the other ranks wait for them.
@@ -190,7 +183,6 @@ class FunctionStep:
         self.layouts: dict[int, list[Layout]] = defaultdict(list)
         for layout in engine.schedule.layouts:
             self.layouts[layout.key.index].append(layout)
-        # The phase that is running or failed.
         self.where = ""
 
     def begin(self, step: int) -> str:

@@ -19,10 +19,10 @@ from .agreement import agree, Signature
 from .callbacks import FunctionStep, is_from_factory, own_functions
 from .config import DistributedConfig
 from .hints import Hints
-from .layouts import larger_first, Layout, listed, process_rank
+from .layouts import larger_first, Layout, listed
 from .layouts.dtensor import device_of
 from .layouts.groups import ParamInfo
-from .process_groups import FailureNotes, Ranks, spanning_group
+from .process_groups import FailureNotes, process_rank, Ranks, spanning_group
 from .runtime import Param, transport
 from .runtime.pipeline import Pipeline
 from .schedule import buckets
@@ -34,22 +34,16 @@ States = MutableMapping[Tensor, MutableMapping[str, Any]]
 # A parameter, the one that took its place, and whether this one inherits the momentum.
 Replacement = tuple[Param, Param, bool]
 
-
 log = logging.getLogger("torch.optim.muon")
 
 _FAILED_BEFORE = "another rank failed before this step. "
 
 
 class Engine:
-    """The layouts, owners, schedule and memory for one list of parameters.
-
-    Args:
-        config: its functions and flags are read here, once. Its state is shared.
-        params: all parameters, in the order of their indices.
-        states: the optimizer's. Parameters that replace others may inherit their momentum.
-        error: an error that this rank found already. The other ranks learn of it before it is raised.
-        former: the optimizer's engine before its parameters changed. An error of its last step that this
-            rank has not read yet is raised here.
+    """The layouts, owners, schedule and memory for one list of parameters. It reads the functions and flags of
+    ``config`` once. ``former`` is the optimizer's engine before its parameters changed. An error of its last
+    step that this rank has not read yet is raised here, after the other ranks have learned of it, and so is an
+    ``error`` that this rank found already.
     """
 
     def __init__(
@@ -75,7 +69,7 @@ class Engine:
         self.groups: dict[Ranks, dist.ProcessGroup | None] = {}
         # Ranks that share matrices -> the serial number of this optimizer among those over these ranks.
         self.serials: dict[Ranks, int] = {}
-        # What runs steps, from the first one on.
+        # The pipeline or the step through functions, from the first step on.
         self._runner: Pipeline | FunctionStep | None = None
         replaced: list[Replacement] = []
         if former is not None:
@@ -120,7 +114,6 @@ class Engine:
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of the communication buffers."""
         if self.reader is None:
             return torch.device("cpu")
         params = [param.tensor for param in self.params]
@@ -130,8 +123,6 @@ class Engine:
     def runs_on_engine(self) -> bool:
         """Whether both functions that move data are the factory's."""
         return self.reader is not None and not own_functions(self.config)
-
-    # Building
 
     def _build(self, error: BaseException | None, former: "Engine | None") -> None:
         """Reads, assigns, agrees with the other ranks, and makes the schedule."""
@@ -198,12 +189,10 @@ class Engine:
         return owners
 
     def _make_runner(self) -> Any:
-        """What runs steps. The first call makes it, with the memory of all buckets."""
+        """The pipeline or the step through functions. The first call makes it, and takes its memory."""
         if self._runner is None:
             self._runner = (Pipeline if self.runs_on_engine else FunctionStep)(self)
         return self._runner
-
-    # Parameters that change
 
     def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
         """Whether this engine was built for the parameters of these groups, and they are unchanged."""
@@ -230,8 +219,6 @@ class Engine:
             process_groups.rendezvous(ranks, timeout, name)
         self._notes().take_back()
 
-    # Running
-
     # A compiled step that saw the counter would be compiled again.
     @torch._disable_dynamo
     def begin_step(self) -> None:
@@ -245,13 +232,9 @@ class Engine:
         states: States,
         grads: Sequence[Tensor | None] | None = None,
     ) -> None:
-        """Makes one optimizer step. Raises what :meth:`Muon.step` does.
-
-        Args:
-            config: the user's, which must be the one of the build.
-            formulas: the hyperparameters of each parameter group, with the phases that they define.
-            states: the optimizer's. A parameter without a momentum buffer gets one.
-            grads: the gradient of each parameter (default: its ``grad``).
+        """Makes one optimizer step. Raises what :meth:`Muon.step` does. ``config`` must be that of the build.
+        ``formulas`` has the hyperparameters of each parameter group, and ``grads`` the gradient of each
+        parameter (default: its ``grad``). Missing momentum buffers are made.
         """
         if self.failure:
             raise RuntimeError(
@@ -298,9 +281,8 @@ class Engine:
         states: States,
         grads: Sequence[Tensor | None] | None,
     ) -> Any:
-        """Checks, and sets momentum and gradients. Returns what runs the step.
-
-        The first step makes every momentum buffer, so that checkpoints are the same on all ranks.
+        """Checks, and sets momentum and gradients. Returns what runs the step. The first step makes every
+        momentum buffer, so that checkpoints are the same on all ranks.
         """
         config.check()
         before, now = vars(self.config), vars(config)
@@ -358,9 +340,8 @@ class Engine:
         return FailureNotes(self.serials, self.steps if step is None else step)
 
     def new_failure(self) -> RuntimeError | None:
-        """On accelerators: the error of the last step, which the host has not read before.
-
-        The first call waits until the step has ended.
+        """On accelerators: the error of the last step, which the host has not read before. The first call waits
+        until the step has ended.
         """
         if self.failure or not isinstance(self._runner, Pipeline):
             return None
@@ -372,7 +353,6 @@ class Engine:
         return error
 
     def synchronize(self) -> None:
-        """Raises :meth:`new_failure`, if there is one."""
         error = self.new_failure()
         if error is not None:
             raise error
@@ -416,9 +396,8 @@ def _signatures(
 def _take_momentum(
     replaced: list[Replacement], params: Sequence[Param], states: States, warns: bool
 ) -> None:
-    """Gives momentum to parameters that replace others, and restarts it if it does not fit.
-
-    The momentum of a parameter that left the groups stays with that parameter.
+    """Gives momentum to parameters that replace others, and restarts it if it does not fit. The momentum of a
+    parameter that left the groups stays with that parameter.
     """
     restarted = []
     for old, new, inherits in replaced:
@@ -455,11 +434,10 @@ def _keep_config_indices(
 
 
 def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement]:
-    """Each parameter that took another one's place.
-
-    It inherits the momentum if the shape and the name are the same and nothing else in its group moved.
-    Without names, the type, placement, dtype or device must differ as well: a framework has sharded the
-    parameter. Otherwise it is another layer of equal shape, whose momentum starts at zero as in stock Muon.
+    """Each parameter that took another one's place. It inherits the momentum if the shape and the name are the
+    same and nothing else in its group moved. Without names, the type, placement, dtype or device must differ as
+    well: a framework has sharded the parameter. Otherwise it is another layer of equal shape, whose momentum
+    starts at zero as in stock Muon.
     """
     stayed = {param.tensor for param in former} & {param.tensor for param in now}
     replaced = []

@@ -30,6 +30,15 @@ _MISSING = (
 )
 
 
+def group_ranks(group: ProcessGroup) -> Ranks:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def process_rank() -> int:
+    """This process's global rank; 0 without process groups."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def _of_world(kind: str) -> dict[Any, Any]:
     world = dist.group.WORLD
     if world is None:
@@ -40,9 +49,8 @@ def _of_world(kind: str) -> dict[Any, Any]:
 def spanning_group(
     ranks: Ranks, candidates: Iterable[ProcessGroup], shared: str = "shards"
 ) -> ProcessGroup:
-    """The group of exactly ``ranks``: the framework's if it has one, else one that its members make.
-
-    All members must call this for their groups in the same order. A new group takes its timeout from
+    """The group of exactly ``ranks``: the framework's if it has one, else one that its members make. All
+    members must call this for their groups in the same order. A new group takes its timeout from
     ``candidates``, the framework's groups for these parameters, and is described by what it has ``shared``.
     """
     candidates = list(dict.fromkeys(candidates))
@@ -50,7 +58,7 @@ def spanning_group(
     # The default group may have another backend, for other devices.
     is_alike = dist.get_backend_config() == backend
     for group in [*candidates, *[distributed_c10d._get_default_group()] * is_alike]:
-        if tuple(dist.get_process_group_ranks(group)) == ranks:
+        if group_ranks(group) == ranks:
             return group
     made = _of_world("groups")
     # A user who recovers from a failure makes new groups, and must not get a broken one from here.
@@ -70,11 +78,10 @@ def spanning_group(
 
 @contextmanager
 def _by_members_alone(ranks: Ranks) -> Iterator[None]:
-    """Lets the members of a group make it without the other ranks.
-
-    While the default group is bound to a device, c10d makes groups by ``ncclCommSplit``, which all ranks of
-    the world must join. Without ``_local_sync_group_name``, it names a group after the number of groups or
-    calls in this process, in which members may differ.
+    """Lets the members of a group make it without the other ranks. While the default group is bound to a
+    device, c10d makes groups by ``ncclCommSplit``, which all ranks of the world must join. Without
+    ``_local_sync_group_name``, it names a group after the number of groups or calls in this process, in which
+    members may differ.
     """
     world: Any = dist.group.WORLD
     c10d: Any = distributed_c10d
@@ -147,10 +154,9 @@ def _check_in(key: str) -> int:
 
 
 def rendezvous(ranks: Ranks, timeout: timedelta | None, name: str) -> None:
-    """Waits over the store until all of ``ranks`` have come to ``name``.
-
-    A collective would pair up with whichever collective the other ranks start next. A counter in the
-    store pairs up with nothing. A RuntimeError names the ranks that did not come within ``timeout``.
+    """Waits over the store until all of ``ranks`` have come to ``name``. A collective would pair up with
+    whichever collective the other ranks start next. A counter in the store pairs up with nothing. A
+    RuntimeError names the ranks that did not come within ``timeout``.
     """
     if len(ranks) == 1 or dist.group.WORLD is None or is_dry_run():
         return
@@ -173,18 +179,15 @@ def rendezvous(ranks: Ranks, timeout: timedelta | None, name: str) -> None:
 
 
 class FailureNotes:
-    """The reasons for a failed step, which the ranks of each group leave and look up in the store.
-
-    A group itself cannot carry them after a failure. Each rank makes a few requests, whatever the number
-    of ranks; only the first rank to fail looks for each of the others. By its serial number among those
-    over the ranks of a group, an optimizer tells its failure from another one's.
+    """The reasons for a failed step, which the ranks of each group leave and look up in the store. A group
+    itself cannot carry them after a failure. Each rank makes a few requests, whatever the number of ranks; only
+    the first rank to fail looks for each of the others. By its serial number among those over the ranks of a
+    group, an optimizer tells its failure from another one's.
     """
 
     def __init__(self, serials: Mapping[Ranks, int], step: int) -> None:
-        self._keys = {
-            ranks: f"muon/failed/{_short(ranks)}/{serial}/{step}"
-            for ranks, serial in serials.items()
-        }
+        numbers = serials.items()
+        self._keys = {r: f"muon/failed/{_short(r)}/{n}/{step}" for r, n in numbers}
 
     def leave(self, reason: str) -> None:
         """Tells the ranks that wait for this one why it does not complete the step."""
@@ -210,7 +213,6 @@ class FailureNotes:
 
     def wait_for_reason(self, among: Sequence[int]) -> str:
         """After a failed collective of the ranks ``among``: another rank's reason, or which ranks are missing.
-
         The first rank to come looks for the missing ranks, and tells the others.
         """
         groups = [ranks for ranks in self._keys if set(among) <= set(ranks)]

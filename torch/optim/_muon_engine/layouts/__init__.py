@@ -4,23 +4,21 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..process_groups import Ranks
 
 
 class Region(NamedTuple):
-    """A rectangle of a matrix, and where a rank's local storage holds it.
-
-    Element (i, j) of the rectangle is element (row + i, column + j) of the matrix, and element
-    ``offset + i * stride + j`` of the local tensor. With a ``repeat`` of (dim, count, apart), the rows
-    (dim 0) or columns (dim 1) are ``count`` equal blocks, which begin ``apart`` elements from each other.
+    """A rectangle of a matrix, and where a rank's local storage holds it. Element (i, j) of the rectangle is
+    element (row + i, column + j) of the matrix, and element ``offset + i * stride + j`` of the local tensor.
+    With a ``repeat`` of (dim, count, apart), the rows (dim 0) or columns (dim 1) are ``count`` equal blocks,
+    which begin ``apart`` elements from each other.
     """
 
     row: int
@@ -53,7 +51,6 @@ class Region(NamedTuple):
         return view if count == 1 else view.unflatten(dim, (count, -1))
 
     def of_matrix(self, matrix: Tensor) -> Tensor:
-        """The view of ``matrix``, of shape (rows, columns), that this rectangle covers."""
         if matrix.shape != (self.height, self.width):
             rows = slice(self.row, self.row + self.height)
             matrix = matrix[rows, self.column : self.column + self.width]
@@ -72,7 +69,6 @@ class Region(NamedTuple):
         if local.ndim > 2 and local.numel():
             at, offset = divmod(self.offset, local[0].numel())
             if last < (at + 1) * local[0].numel():
-                # The region is in one matrix of a stack.
                 return self._replace(offset=offset).of_local(local[at])
         if last >= local.numel():
             raise ValueError(
@@ -102,14 +98,12 @@ class Key(NamedTuple):
     index: int
     sub: int = 0
     name: str | None = None
-    # The id of the expert that it belongs to.
     expert: int | None = None
     # The place of a block, and the number of blocks.
     block: tuple[int, int] = (0, 1)
 
     @property
     def short(self) -> str:
-        """The name for tables."""
         name = self.name if self.name is not None else f"parameter {self.index}"
         name += f"[{self.sub}]" if self.sub else ""
         number, count = self.block
@@ -133,26 +127,20 @@ class Shards:
 
     Derived properties are computed once, because no loop may go over both all ranks and all matrices.
     Methods that take a rank raise KeyError for ranks that hold no shard.
-
-    Args:
-        ranks: global ranks, in the framework's order.
-        regions: what each of ``ranks`` stores, in storage order. Replicas hold equal rectangles.
-        contributions: to which contribution to a sum (Partial) the shard of each belongs; empty for no sum.
     """
 
+    # Global ranks, in the framework's order.
     ranks: Ranks
+    # What each of them stores, in storage order. Replicas hold equal rectangles.
     regions: tuple[Regions, ...]
+    # To which contribution to a sum (Partial) the shard of each belongs; empty for no sum.
     contributions: tuple[int, ...] = ()
+    # How matrices with these shards were cut -> the shards of each part, which they share.
+    parts: dict[Any, list["Shards"]] = field(default_factory=dict)
 
     @cached_property
     def group(self) -> Ranks:
-        """The ranks that share the matrix, in the order that all of them agree on."""
         return tuple(sorted(self.ranks))
-
-    @cached_property
-    def parts(self) -> dict[Any, list["Shards"]]:
-        """How matrices with these shards were cut -> the shards of each part, which they share."""
-        return {}
 
     @cached_property
     def _place(self) -> dict[int, int]:
@@ -160,7 +148,6 @@ class Shards:
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
-        """How many elements each of ``ranks`` stores."""
         return tuple(sum(r.numel for r in regions) for regions in self.regions)
 
     @cached_property
@@ -192,7 +179,6 @@ class Shards:
 
     @property
     def partial(self) -> bool:
-        """Whether the matrix is the sum of several contributions."""
         return len(set(self.contributions)) > 1
 
     def of(self, rank: int) -> Regions:
@@ -209,7 +195,6 @@ class Shards:
         return self.contributions[self._place[rank]] if self.contributions else 0
 
     def replicas_of(self, rank: int) -> Ranks:
-        """The replicas of ``rank``'s shard, including ``rank``."""
         return self._replicas[rank][0]
 
     def source(self, rank: int, owner: int) -> int:
@@ -238,7 +223,6 @@ Cuts = tuple[Cut, ...]
 @dataclass(frozen=True)
 class Layout:
     """One matrix, or a block of a divided one: its global shape, and which rank stores what of it.
-
     ``placement`` names the placements or groups, for error messages. A ``frozen`` one is not in the schedule.
     While ranks read, a layout is what a rank knows, and the ranks of ``cuts`` know the rest. ``block_of`` is
     the shape of the matrix that a block is from.
@@ -289,15 +273,6 @@ def not_2d(described: str) -> ValueError:
 def larger_first(groups: Iterable[Ranks]) -> list[Ranks]:
     """The order in which all ranks go through their groups: by size, then by rank."""
     return sorted(groups, key=lambda ranks: (-len(ranks), ranks))
-
-
-def group_ranks(group: dist.ProcessGroup) -> Ranks:
-    return tuple(dist.get_process_group_ranks(group))
-
-
-def process_rank() -> int:
-    """This process's global rank; 0 without process groups."""
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def check_cover(layout: Layout) -> None:

@@ -38,10 +38,8 @@ def _parts(layout: Layout, split: Split) -> Iterator[Layout]:
         # Replicas share one tuple of regions, and its parts.
         parts = {regions: _regions(regions, split) for regions in shards.regions}
         by_rank = [parts[regions] for regions in shards.regions]
-        shards.parts[split] = [
-            Shards(shards.ranks, regions, shards.contributions)
-            for regions in zip(*by_rank, strict=True)
-        ]
+        ranks, sums = shards.ranks, shards.contributions
+        shards.parts[split] = [Shards(ranks, part, sums) for part in zip(*by_rank)]
     for size, part in zip(split.sizes, shards.parts[split], strict=True):
         lines = size * split.repeats
         shape = (rows, lines) if split.dim else (lines, columns)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ..process_groups import current_device, device_of_group
-from . import Key, Layout, matrix_shape, process_rank, Ranks, Region, Regions, Shards
+from ..process_groups import current_device, device_of_group, process_rank, Ranks
+from . import Key, Layout, matrix_shape, Region, Regions, Shards
 
 
 # Ranks that share a matrix -> the framework's groups among them.
@@ -35,7 +35,6 @@ class DTensorLayouts:
         self, key: Key, tensor: DTensor, flatten: bool = False, everywhere: bool = False
     ) -> list[Layout]:
         """The layouts of the matrices of ``tensor`` of which this rank has a part, or ``everywhere`` of all.
-
         Raises ValueError for an unknown placement, a mesh without this rank, or a local tensor of another size.
         """
         mesh, rank, local = tensor.device_mesh, process_rank(), tensor._local_tensor
@@ -84,9 +83,8 @@ class DTensorLayouts:
         return self._shards[memo]
 
     def sharing(self, params: Sequence[Tensor], flat: Collection[int] = ()) -> Sharing:
-        """Sorted ranks that share one of ``params`` -> groups; the same on a mesh, even if one rank cannot read.
-
-        Those with an index in ``flat`` are one matrix; others of three and more dimensions are stacks.
+        """Sorted ranks that share one of ``params`` -> groups; the same on a mesh, even if one rank cannot
+        read. Those with an index in ``flat`` are one matrix; others of three and more dimensions are stacks.
         """
         shared: Sharing = {}
         of_mesh: dict[DeviceMesh, list[ProcessGroup]] = {}
@@ -192,10 +190,9 @@ def tp_mark_of(param: Tensor) -> int | None:
 
 
 def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
-    """``grad`` on this rank, with the placement and dtype of ``param``.
-
-    Changing the placement is the framework's collective, which every rank of the mesh must join. The
-    contributions to a sum may have one replicated gradient, that of the sum. The first one takes it.
+    """``grad`` on this rank, with the placement and dtype of ``param``. Changing the placement is the
+    framework's collective, which every rank of the mesh must join. The contributions to a sum may have one
+    replicated gradient, that of the sum. The first one takes it.
     """
     takes = True
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
@@ -211,7 +208,7 @@ def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
     return local if takes else torch.zeros_like(local)
 
 
-def problem_with_gradient(param: Tensor, grad: Tensor) -> str:
+def problem_with(param: Tensor, grad: Tensor) -> str:
     """Why ``grad`` cannot be used for ``param``; "" if it can."""
     if grad.layout != torch.strided:
         return "Muon does not support sparse gradients"
@@ -306,21 +303,18 @@ def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]
     first, dims = 0 if flatten else tensor.ndim - 2, range(tensor.ndim)
     parts = dims[:first], dims[first : first + 1], dims[first + 1 :]
     by_rank = list(zip(*(_runs_by_rank(part, tensor) for part in parts)))
-    # Replicas share the result.
     matrices: dict[tuple[Runs, ...], dict[int, Regions]] = {}
     for runs in set(by_rank):
         subs, rows, columns = runs
         stored = chain.from_iterable(range(start, start + n) for start, n in subs)
-        numbered = enumerate(stored)
-        matrices[runs] = {sub: _regions(rows, columns, n) for n, sub in numbered}
+        matrices[runs] = {m: _regions(rows, columns, n) for n, m in enumerate(stored)}
     return [matrices[runs] for runs in by_rank]
 
 
 def _runs_by_rank(dims: range, tensor: DTensor) -> list[Runs]:
-    """For each rank of the flattened mesh, the row-major indices that it holds along ``dims`` of a tensor.
-
-    The placements themselves cut an index tensor, so this function does not know the rules for uneven,
-    empty and strided shards.
+    """For each rank of the flattened mesh, the row-major indices that it holds along ``dims`` of a tensor. The
+    placements themselves cut an index tensor, so this function does not know the rules for uneven, empty and
+    strided shards.
     """
     placements, sizes = tensor.placements, tensor.device_mesh.shape
     shape = [size if dim in dims else 1 for dim, size in enumerate(tensor.shape)]
@@ -342,10 +336,9 @@ def _runs_by_rank(dims: range, tensor: DTensor) -> list[Runs]:
 def _order_of_cuts(
     placements: tuple[Placement, ...], sizes: tuple[int, ...], dim: int
 ) -> list[tuple[int, Any]]:
-    """The mesh dimensions that cut tensor dimension ``dim``, in their order, with their placements.
-
-    A strided shard whose split factor is the number of pieces of the dimensions to its right (FSDP over TP)
-    cuts each of their pieces after them, which for uneven sizes differs from cutting strides.
+    """The mesh dimensions that cut tensor dimension ``dim``, in their order, with their placements. A strided
+    shard whose split factor is the number of pieces of the dimensions to its right (FSDP over TP) cuts each of
+    their pieces after them, which for uneven sizes differs from cutting strides.
     """
     order: list[tuple[int, Any]] = []
     pieces = 1

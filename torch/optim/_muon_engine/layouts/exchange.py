@@ -11,20 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..agreement import common, gather_reports
-from ..process_groups import is_dry_run, Ranks
-from . import (
-    check_cover,
-    Cut,
-    Cuts,
-    group_ranks,
-    Key,
-    Layout,
-    listed,
-    process_rank,
-    Regions,
-    Shape,
-    Shards,
-)
+from ..process_groups import group_ranks, is_dry_run, process_rank, Ranks
+from . import check_cover, Cut, Cuts, Key, Layout, listed, Regions, Shape, Shards
 from .dtensor import is_frozen, local_part
 
 
@@ -44,7 +32,6 @@ _UNEQUAL_REPLICAS = "the ranks of tp_process_group hold different values, but tp
 # How ranks name a matrix that they share: its expert's id and its number among the expert's matrices, or
 # None, the number of its parameter among those of no expert, and its number in the parameter.
 Name = tuple["int | None", int, int]
-# By kind.
 KindGroups = Mapping[str, ProcessGroup]
 # A rank's layouts so far, digests of their values (0 for zeros), and its expert-parallel group.
 Message = tuple[Mapping[Name, Layout], Mapping[Name, int], Ranks]
@@ -62,9 +49,8 @@ def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
 
 
 class LocalParts:
-    """This rank's parts of matrices that groups share. A group does not say how they were cut.
-
-    So in each group, ranks tell each other their parts, put them together, and tell the next group the result.
+    """This rank's parts of matrices that groups share. A group does not say how they were cut. So in each
+    group, ranks tell each other their parts, put them together, and tell the next group the result.
     """
 
     def __init__(self, shared: KindGroups, ep_group: ProcessGroup | None) -> None:
@@ -115,9 +101,8 @@ class LocalParts:
             if error is not None:
                 continue
             try:
-                for name, part, cut, of_ranks in _joined(
-                    key, parts, answers, described
-                ):
+                joined = _joined(key, parts, answers, described)
+                for name, part, cut, of_ranks in joined:
                     parts[name] = part
                     hint = _hint(cut, of_ranks)
                     if hint:
@@ -198,7 +183,7 @@ def _joined(
 
 
 def _hint(cut: Cut, digests: Sequence[int]) -> str:
-    """What the ranks of a group, with values of these digests, probably did wrong; "" for nothing."""
+    """Why values of these digests are suspicious in a group; "" if they are not."""
     are_equal = len({*digests}) == 1
     if cut.is_sharded:
         is_suspicious = are_equal and len(digests) > 1 and digests[0]
@@ -208,11 +193,10 @@ def _hint(cut: Cut, digests: Sequence[int]) -> str:
 
 def _check_cuts(cuts: Cuts, cut: Cut, parts: Mapping[int, Layout]) -> None:
     """Raises ValueError if the ranks of a group have groups that contradict each other."""
+    grid = [(c.kind, len(c.ranks), c.dim) for c in cuts]
     for other, part in parts.items():
-        grids = [
-            [(c.kind, len(c.ranks), c.dim) for c in cs] for cs in (cuts, part.cuts)
-        ]
-        if grids[0] != grids[1] or cut not in part.cuts:
+        theirs = [(c.kind, len(c.ranks), c.dim) for c in part.cuts]
+        if grid != theirs or cut not in part.cuts:
             raise ValueError(
                 f"the process groups contradict each other. Rank {process_rank()} has {in_words(cuts, True)}, but rank {other} has "
                 f"{in_words(part.cuts, True)}. Pass groups of one grid, as those of a DeviceMesh, and one tp_dim_per_param"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..._muon_split import Split
 from ..agreement import all_gather_uneven
-from ..process_groups import spanning_group
-from . import dtensor, fsdp1, group_ranks, Key, Layout, matrix_shape, not_2d, Region
+from ..process_groups import group_ranks, spanning_group
+from . import dtensor, fsdp1, Key, Layout, matrix_shape, not_2d, Region
 from .divide import split
 from .exchange import KindGroups, KINDS, LocalParts
 
@@ -29,36 +30,32 @@ class ParamInfo(NamedTuple):
 
 
 class Reader:
-    """Asks the framework where the shards of an optimizer's parameters are.
-
-    Args:
-        state: a config's. A plain tensor that none of its groups shares is a whole matrix of each rank.
-        takes_stacks: whether FSDP1 may have flattened stacks of matrices.
+    """Asks the framework where the shards of an optimizer's parameters are. A plain tensor that no group of the
+    config's ``state`` shares is a whole matrix of each rank.
     """
 
     def __init__(self, state: Mapping[str, Any], takes_stacks: bool = False) -> None:
         self.takes_stacks = takes_stacks
-        given = {k: state.get(f"{k}_process_group") for k in KINDS}
+        given = {k: state.get(f"{k}_process_group") for k in (*KINDS, "ep")}
         for kind, group in given.items():
             # new_group() returns something else on ranks that are not in the group.
             if group is not None and not isinstance(group, ProcessGroup):
                 raise ValueError(
                     f"{kind}_process_group is not a ProcessGroup with this rank but {group!r}"
                 )
+        self.ep_group = given.pop("ep")
         self.has_fsdp_group = given["fsdp"] is not None
         # By kind, those of several ranks.
         self.shared = {k: g for k, g in given.items() if g and g.size() > 1}
-        self.ep_group: ProcessGroup | None = state.get("ep_process_group")
         # Config index -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
         self.tp_dim_default: int | None = state.get("tp_dim_default")
-        self.experts: Mapping[int, int] = state.get("expert_assignments") or {}
+        self.experts: Mapping[int, int] = state.get("expert_assignments", {})
         # The FSDP1 model. Only it knows what its original parameters are slices of.
         self.module: nn.Module | None = state.get("module")
         self._infos: Sequence[ParamInfo] = ()
         self.dtensors = dtensor.DTensorLayouts()
-        # From the parameters that were read last. If reading failed, only the ranks and groups that all
-        # ranks know without it.
+        # From the parameters that were read last; after a failure, what all ranks know without reading.
         self.sharing: dtensor.Sharing = {}
         # Index -> the layouts in a parameter, and a tensor with its type and local shape.
         self._by_param: dict[int, tuple[list[Layout], Tensor]] = {}
@@ -98,10 +95,9 @@ class Reader:
         infos: Sequence[ParamInfo] = (),
         error: BaseException | None = None,
     ) -> list[Layout]:
-        """The layouts of all matrices in ``params``, in an order that all ranks share.
-
-        The ranks of the groups exchange their parts, and all of them raise an ``error`` of this rank. ``infos``
-        are about each parameter (default: its index is its config index).
+        """The layouts of all matrices in ``params``, in an order that all ranks share. The ranks of the groups
+        exchange their parts, and all of them raise an ``error`` of this rank. ``infos`` are about each
+        parameter (default: its index is its config index).
         """
         self._infos = infos
         # Another mesh may get the address of a former one.
@@ -242,7 +238,10 @@ class _LocalReader(LocalParts):
     def __init__(self, reader: Reader) -> None:
         super().__init__(reader.shared, reader.ep_group)
         self.reader, self.shared = reader, reader.shared
-        self._views = None if reader.module is None else fsdp1.views(reader.module)
+
+    @cached_property
+    def _views(self) -> fsdp1.Views | None:
+        return None if self.reader.module is None else fsdp1.views(self.reader.module)
 
     def add(self, index: int, param: Tensor) -> None:
         reader, info = self.reader, self.reader.info(index)
@@ -265,10 +264,9 @@ class _LocalReader(LocalParts):
 
     def _add_dtensor(self, key: Key, tensor: DTensor, flatten: bool) -> None:
         """Adds the DTensor's own layouts. Groups can only add replicas of its whole mesh."""
-        groups = {k: g for k, g in self.shared.items() if k in ("ddp", "cp")}
         # The contributions to a sum are no replicas.
-        if any(placement.is_partial() for placement in tensor.placements):
-            groups = {}
+        kinds = () if any(p.is_partial() for p in tensor.placements) else ("ddp", "cp")
+        groups = {k: g for k, g in self.shared.items() if k in kinds}
         if groups:
             ranks = dtensor.mesh_ranks(tensor.device_mesh)
             groups = {k: g for k, g in groups.items() if _only_me(g, ranks)}
@@ -314,8 +312,7 @@ class _LocalReader(LocalParts):
                 f"{key.describe(param.shape)}: tensor parallelism cuts dimension {tp_dim} of it; flatten takes only 0 or 1"
             )
         if stacked:
-            # FSDP cuts a stack along its first dimension, so its ranks hold different matrices. A rank of
-            # its group is no replica, whichever other group the rank is in.
+            # FSDP cuts a stack along its first dimension, so no rank of its group is a replica of another.
             cutting = group_ranks(groups["fsdp"]) if "fsdp" in groups else ()
             groups = {k: g for k, g in groups.items() if _only_me(g, cutting)}
             if tp_dim is not None and tp_dim < stacked:

@@ -23,10 +23,9 @@ class Status(IntEnum):
 
 
 class Param:
-    """A parameter on this rank. A step sets its gradient and clears it again.
-
-    ``formulas`` are the hyperparameters of its group in this step, with the phases that they define:
-    ``accumulate``, ``prepare``, ``orthogonalize`` and ``apply``.
+    """A parameter on this rank. A step sets its gradient and clears it again. ``formulas`` are the
+    hyperparameters of its group in this step, with the phases that they define: ``accumulate``, ``prepare``,
+    ``orthogonalize`` and ``apply``.
     """
 
     def __init__(
@@ -36,7 +35,6 @@ class Param:
         self.key = Key(index, 0, name)
         # Its index when the optimizer got it, which the config's dicts count by.
         self.config_index = index
-        # The index of its parameter group.
         self.param_group = group
         self.formulas = formulas
         # The properties that the layout is read from. Every step compares them.
@@ -57,7 +55,6 @@ class Param:
 
     @property
     def form(self) -> tuple[Split, bool]:
-        """Its ``split`` and ``flatten``, which the layouts are made for."""
         return self.formulas.form
 
     @property
@@ -70,7 +67,6 @@ class Param:
         return self.tensor is tensor and self.origin == dtensor.origin_of(tensor)
 
     def check_form(self, formulas: Any) -> None:
-        """Raises ValueError if ``formulas`` have another form than the layouts."""
         if self.form != formulas.form:
             raise ValueError(
                 f"split or flatten of {self.described} changed, or a checkpoint has other ones: {self.form} when this Muon was built, {formulas.form} now. Build a new Muon"
@@ -90,9 +86,7 @@ class Param:
         self.local = dtensor.local_part(self.tensor)
         self.momentum = dtensor.local_part(buffer)
         self.user_grad, self.grad, self.is_accumulated = grad, None, False
-        self.problem = (
-            "" if grad is None else dtensor.problem_with_gradient(self.tensor, grad)
-        )
+        self.problem = "" if grad is None else dtensor.problem_with(self.tensor, grad)
 
     def end(self) -> None:
         """Drops what the user may free or replace between steps."""
@@ -116,7 +110,6 @@ class Matrix:
     """A matrix on this rank: its layout, its owner, the regions that this rank holds, and its Param."""
 
     def __init__(self, schedule: Schedule, index: int, param: Param, rank: int) -> None:
-        # In the schedule.
         self.index = index
         self.layout = schedule.layouts[index]
         self.owner = schedule.owners[index]
@@ -149,5 +142,4 @@ class Matrix:
         return self.applies or self.products is not None
 
     def local(self, region: Region) -> Tensor:
-        """The view of the parameter that holds ``region``."""
         return region.of_local(self.param.local)

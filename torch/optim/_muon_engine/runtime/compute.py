@@ -28,9 +28,8 @@ RegionTensor = tuple[Matrix, Region, Any]
 
 
 class Compute:
-    """Reads gradients and momentum into packs, orthogonalizes, and applies updates.
-
-    A CPU takes one matrix after another, while it is in the cache. Accelerators make few launches.
+    """Reads gradients and momentum into packs, orthogonalizes, and applies updates. A CPU takes one matrix
+    after another, while it is in the cache. Accelerators make few launches.
     """
 
     def __init__(self, rank: int, device: torch.device, memory: Memory) -> None:
@@ -74,7 +73,6 @@ class Compute:
 
     def prepare(self, targets: Iterable[RegionTensor]) -> None:
         """Writes regions of the tensors to orthogonalize: momentum, blended with the gradient if nesterov.
-
         Without a gradient, that is momentum, so that the owner receives defined values.
         """
         for chunk in self._grouped(targets, lambda entry: id(entry[0].param.formulas)):
@@ -127,7 +125,6 @@ class Compute:
                 for _, region, view in bucket.results_of(matrix.index)
             ]
             copy_all(packed)
-            # The owner's own part of an update is not sent.
             self._current = "apply", batch
             self._log("apply", batch)
             self.apply(

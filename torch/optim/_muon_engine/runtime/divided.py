@@ -19,9 +19,8 @@ _PARTS = 4
 
 
 class DividedProducts(Products):
-    """The products of a matrix whose long side is cut into a block for each rank of ``group``.
-
-    All ranks of the group have the same Gram matrix, and each makes some rows of a polynomial of it.
+    """The products of a matrix whose long side is cut into a block for each rank of ``group``. All ranks of the
+    group have the same Gram matrix, and each makes some rows of a polynomial of it.
     """
 
     def __init__(self, matrix: Matrix, group: ProcessGroup) -> None:
@@ -31,7 +30,6 @@ class DividedProducts(Products):
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
 
     def norm(self, x: Tensor) -> Tensor:
-        """The Frobenius norm of the whole matrix, of which ``x`` is this rank's block."""
         total = torch.linalg.vector_norm(x, dtype=torch.float32).square()
         self._run(dist.all_reduce, total)
         return total.sqrt().to(x.dtype)
@@ -72,6 +70,5 @@ class DividedProducts(Products):
             collective(*tensors, group=self._group)
 
     def connect(self, device: torch.device) -> None:
-        """Runs each of the collectives once."""
         self._run(dist.all_reduce, torch.zeros(1, device=device))
         self._all_gather(torch.zeros(1, device=device))

@@ -1,7 +1,5 @@
-"""One step: the buckets, overlapped.
-
-While bucket k is orthogonalized, the gathers of ``prefetch_count`` later buckets are in flight, and the
-results of bucket k-1 are on their way back.
+"""One step: the buckets, overlapped. While bucket k is orthogonalized, the gathers of ``prefetch_count`` later
+buckets are in flight, and the results of bucket k-1 are on their way back.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -47,7 +45,6 @@ class Pipeline(Compute):
         slots = slots_for(self.prefetch_count)
         buckets = local_buckets(schedule, matrices, rank, groups, memory, slots)
         attach_relays(buckets, groups, rank, memory)
-        # This rank's, in their global order.
         self.buckets = [bucket for bucket, _ in buckets]
         # Smaller groups first, so that a mismatch reaches the larger ones that contain them.
         self.statuses = [
@@ -57,10 +54,9 @@ class Pipeline(Compute):
         ]
 
     def connect(self) -> None:
-        """Uses every communicator once while no other one is in use.
-
-        Accelerator backends connect two ranks when they first exchange something. If other collectives
-        are in flight then, ranks may wait for each other.
+        """Uses every communicator once while no other one is in use. Accelerator backends connect two ranks
+        when they first exchange something. If other collectives are in flight then, ranks may wait for each
+        other.
         """
         with self.memory, self._drained():
             for statuses in self.statuses:
@@ -124,10 +120,9 @@ class Pipeline(Compute):
             self._current = "", ()
 
     def _process(self, bucket: LocalBucket, relaying: Iterator[None]) -> Iterator[None]:
-        """Brings one bucket from gradients to parameters. Other buckets go on where it pauses.
-
-        ``relaying`` is the task of the group's bucket k-2, which has only relays left. It awaits one of them
-        each time it goes on.
+        """Brings one bucket from gradients to parameters. Other buckets go on where it pauses. ``relaying`` is
+        the task of the group's bucket k-2, which has only relays left. It awaits one of them each time it goes
+        on.
         """
         self.gather(bucket)
         yield
@@ -169,7 +164,6 @@ class Pipeline(Compute):
             raise
 
     def wait(self, flight: InFlight, phase: str) -> None:
-        """Waits for the collective that ``flight`` has started."""
         with self._enter(f"wait for {phase}", flight):
             flight.wait()
 
@@ -225,14 +219,11 @@ def run_in_turn(
     prefetch_count: int,
     one_at_a_time: bool = False,
 ) -> None:
-    """Runs the tasks of several groups of ranks. ``order`` has the group of each, in the order of all ranks.
-
-    A task pauses after its gather, its scatter, the results and each relay.
+    """Runs the tasks of several groups of ranks. ``order`` has the group of each, in the order of all ranks. A
+    task pauses after its gather, its scatter, the results and each relay.
     """
-    turns = {
-        group: _interleave(of_group, prefetch_count + 1, one_at_a_time)
-        for group, of_group in tasks.items()
-    }
+    ahead = prefetch_count + 1
+    turns = {g: _interleave(of, ahead, one_at_a_time) for g, of in tasks.items()}
     for turn in turns.values():
         next(turn)
     for group in order:
@@ -245,10 +236,9 @@ def run_in_turn(
 def _interleave(
     tasks: Sequence[Iterator[None]], ahead: int, one_at_a_time: bool
 ) -> Iterator[None]:
-    """Runs the tasks of one group. Pauses after the first ``ahead`` gathers and after each scatter.
-
-    From one pause to the next, this rank launches and awaits collectives of this group only, in an order
-    that is the same on all of its ranks. So ranks cannot wait for each other in a circle.
+    """Runs the tasks of one group. Pauses after the first ``ahead`` gathers and after each scatter. From one
+    pause to the next, this rank launches and awaits collectives of this group only, in an order that is the
+    same on all of its ranks. So ranks cannot wait for each other in a circle.
     """
     for task in tasks[:ahead]:
         next(task)

@@ -1,6 +1,5 @@
-"""Relays: one replica of each shard gets the owner's result and broadcasts it to the other replicas.
-
-Without relays, an owner would hold and send one copy per replica.
+"""Relays: one replica of each shard gets the owner's result and broadcasts it to the other replicas. Without
+relays, an owner would hold and send one copy per replica.
 """
 
 import itertools
@@ -61,10 +60,9 @@ def attach_relays(
     rank: int,
     memory: Memory,
 ) -> None:
-    """Gives the buckets of each group their relays, over memory that these buckets share.
-
-    A source packs all results of a bucket, which frees the bucket's slot at once. Results from other
-    sources arrive in a ring, whose memory the next but one relay uses again.
+    """Gives the buckets of each group their relays, over memory that these buckets share. A source packs all
+    results of a bucket, which frees the bucket's slot at once. Results from other sources arrive in a ring,
+    whose memory the next but one relay uses again.
     """
     for group in dict.fromkeys(bucket.ranks for bucket, _ in buckets):
         pairs = [(b, relays) for b, relays in buckets if b.ranks == group]

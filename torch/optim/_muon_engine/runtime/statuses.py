@@ -3,10 +3,8 @@
 Gradients never decide which collectives run. At the start of a step, each rank of a group puts what it
 knows about each matrix into one small ``all_reduce(MAX)`` of integers, or two if the matrices are many.
 A CPU waits for the result, and raises before anything moves if the ranks differ. On accelerators, a rank
-acts on its own status, and reads the result when the next step begins.
-
-A digest comes together with its negative. All ranks have the same digest if and only if the two maxima
-add up to zero.
+acts on its own status, and reads the result when the next step begins. A digest comes together with its
+negative: all ranks have the same digest if and only if the two maxima add up to zero.
 """
 
 import zlib
@@ -76,16 +74,15 @@ class Statuses(InFlight):
         if device.type != "cpu":
             pins = torch.accelerator.is_available()
             self._host = torch.zeros_like(self._table, device="cpu", pin_memory=pins)
-        # Whether ``_host`` has the result of a step that nothing has looked at.
+        # Whether nothing has looked at the result in ``_host``.
         self._is_new = False
 
     def start(self, step: int, differs: bool = False) -> None:
         """Starts the all-reduce of this rank's ``step``-th step. It ``differs`` if a problem is known elsewhere."""
         formulas = {id(m.param.formulas): m.param.formulas for m in self.matrices}
         digests = {key: options.digest for key, options in formulas.items()}
-        rows: list[tuple[int, ...]] = [
-            (step, -step, self._identity, -self._identity, differs, 0, 0)
-        ]
+        header = step, -step, self._identity, -self._identity, differs, 0, 0
+        rows: list[tuple[int, ...]] = [header]
         for matrix in self.matrices:
             digest = digests[id(matrix.param.formulas)]
             status = matrix.status
@@ -128,9 +125,8 @@ class Statuses(InFlight):
             self._copied.record()
 
     def mismatch(self) -> str:
-        """How the ranks differ in the last step; "" if they do not, or if the answer was given before.
-
-        A CPU waits for the step's all-reduce. An accelerator waits until an earlier :meth:`finish` is done.
+        """How the ranks differ in the last step; "" if they do not, or if the answer was given before. A CPU
+        waits for the step's all-reduce. An accelerator waits until an earlier :meth:`finish` is done.
         """
         if not self._is_new or is_dry_run():
             return ""  # Fake tensors have no values.
@@ -152,14 +148,17 @@ class Statuses(InFlight):
             rows = self._host[1 : len(self.matrices) + 1].tolist()
         # The most specific reason first.
         reasons = _OTHER_OPTIONS, _OTHER_VALUES, _UNUSABLE, _SOME_ABSENT
-        differs = [
+        by_matrix = [
             (options + minus_options, sum(values), unusable, present and absent)
             for present, absent, unusable, options, minus_options, *values in rows
         ]
-        for reason, column in zip(reasons, zip(*differs)):
-            named = [m.layout.describe() for m, d in zip(self.matrices, column) if d]
-            if named and not text:
-                text = f"{reason}: {listed(named, 4)}"
+        for reason, column in zip(reasons, zip(*by_matrix)):
+            different = [m for m, differs in zip(self.matrices, column) if differs]
+            if different and not text:
+                names = listed([matrix.layout.describe() for matrix in different], 4)
+                text = f"{reason}: {names}"
+                if reason == _OTHER_OPTIONS:
+                    text += f". This rank has {different[0].param.formulas}"
         return text or (_OTHER_GROUP if is_elsewhere else "")
 
 

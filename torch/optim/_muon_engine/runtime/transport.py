@@ -1,8 +1,4 @@
-"""The packed memory of each bucket and the all-to-alls that move it.
-
-The schedule alone decides what is sent, to whom and how much. Gradients fill the memory and never
-change a call.
-"""
+"""The packed memory of each bucket and the all-to-alls that move it."""
 
 import itertools
 import math
@@ -24,15 +20,13 @@ from . import Matrix
 
 class Memory:
     """Bytes for packs, and scratch memory. Unless ``keep``, packs take a device's memory in a step only.
-
-    Entering this object allocates the storages of packs, and leaving it empties them, as FSDP2 does. So
-    views of them stay valid.
+    Entering this object allocates the storages of packs, and leaving it empties them, as FSDP2 does. So views
+    of them stay valid.
     """
 
     def __init__(self, device: torch.device, keep: bool) -> None:
         self.device = device
         self._is_freed = device.type != "cpu" and not keep
-        # Each storage with its size in bytes.
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         # Views of the memory that one matrix after another uses, by purpose, dtype and device, and by shape.
         self._scratch: dict[Any, dict[Any, Tensor]] = {}
@@ -68,9 +62,8 @@ class Memory:
 
 
 class Levels(NamedTuple):
-    """The groups and sizes of an all-to-all in two levels, for the gather or for the scatter.
-
-    ``passed`` is as in :func:`two_level_all_to_all`. Accelerators run both levels on ``stream``.
+    """The groups and sizes of an all-to-all in two levels. Accelerators run both on ``stream``. ``passed`` has
+    the elements that this rank passes on: a row per rank of the node, a column per rank of the rail.
     """
 
     node: ProcessGroup | None
@@ -102,7 +95,6 @@ class BoundPack:
             views.append(PackedView(rank, region, view))
 
     def of(self, matrix: int) -> Sequence[PackedView]:
-        """The packed regions of ``matrix``."""
         return self._views.get(matrix, ())
 
 
@@ -134,7 +126,6 @@ def naming(collective: str, matrices: Sequence[Matrix], ranks: Ranks) -> Iterato
 class InFlight:
     """The collectives with ``matrices`` among ``ranks`` that have started and were not waited for."""
 
-    # For a profiler.
     name = "statuses"
 
     def __init__(self, matrices: Sequence[Matrix], ranks: Ranks) -> None:
@@ -298,7 +289,6 @@ def local_buckets(
     slot_count: int,
 ) -> list[tuple[LocalBucket, tuple[Relay, ...]]]:
     """This rank's buckets in their global order, over one ring of slots per group; and their relays.
-
     ``matrices`` are this rank's, by their index in the schedule.
     """
     packs = {b: schedule.packs(b, rank) for b in schedule.buckets if rank in b.group}

@@ -36,10 +36,8 @@ def make_schedule(
     ranks_per_node: int = 1,
     slots: int = 3,
 ) -> Schedule:
-    """Cuts the work of each group into buckets, whose owners work at the same time.
-
-    As many buckets of a group as ``slots`` have memory at the same time. ``ranks_per_node`` consecutive ranks
-    are near each other.
+    """Cuts the work of each group into buckets, whose owners work at the same time. As many buckets of a group
+    as ``slots`` have memory at the same time. ``ranks_per_node`` consecutive ranks are near each other.
     """
     families: dict[tuple, list[int]] = {}
     for i, layout in enumerate(layouts):
@@ -82,11 +80,10 @@ def make_schedule(
 def _cut(
     queues: Queues, layouts: Sequence[Layout], max_buckets: int, limit: int, slots: int
 ) -> list[list[int]]:
-    """Distributes the owners' matrices over buckets, whose owners work at the same time.
-
-    A rank waits for a bucket's results, so a bucket takes as long as its busiest owner. The fewest buckets
-    win whose sum is close to the busiest owner's own work. There are more than ``max_buckets`` only if owners
-    would gather more than ``limit`` elements in one.
+    """Distributes the owners' matrices over buckets, whose owners work at the same time. A rank waits for a
+    bucket's results, so a bucket takes as long as its busiest owner. The fewest buckets win whose sum is close
+    to the busiest owner's own work. There are more than ``max_buckets`` only if owners would gather more than
+    ``limit`` elements in one.
     """
     work = {m: flops_of(layouts[m]) for queue in queues.values() for m in queue}
     largest = max(layouts[m].numel for m in work)
@@ -126,10 +123,9 @@ def _cut(
 def _spread(
     queues: Queues, layouts: Sequence[Layout], work: dict[int, int], limits: list[int]
 ) -> tuple[list[list[int]], int]:
-    """All matrices in buckets, and the sum of the busiest owners' work; [] if they do not fit.
-
-    The busiest owner's matrices, cut into parts of equal work, give each bucket a height. Every owner
-    puts its matrices, heaviest first, where it has most room. The resulting heights are filled again.
+    """All matrices in buckets, and the sum of the busiest owners' work; [] if they do not fit. The busiest
+    owner's matrices, cut into parts of equal work, give each bucket a height. Every owner puts its matrices,
+    heaviest first, where it has most room. The resulting heights are filled again.
     """
     leader = max(queues.values(), key=lambda queue: sum(work[m] for m in queue))
     count = len(limits)
@@ -184,10 +180,9 @@ def _replicas(counts: Counter[Shards]) -> int:
 
 def _is_relayed(counts: Counter[Shards], limit: int) -> bool:
     """Whether one replica of each shard relays the results to the others."""
-    if 1 < _replicas(counts) <= MAX_REPLICAS:
-        # Without relays, an owner has memory for each replica's copy.
-        return 3 * _load(counts) > 2 * limit
-    return _replicas(counts) > MAX_REPLICAS
+    most = _replicas(counts)
+    # Without relays, an owner has memory for each replica's copy.
+    return most > MAX_REPLICAS or (most > 1 and 3 * _load(counts) > 2 * limit)
 
 
 def _destinations(shards: Shards) -> int:

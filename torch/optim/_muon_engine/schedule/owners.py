@@ -15,10 +15,8 @@ from ..layouts.divide import divide
 
 
 def newton_schulz_flops(shape: Sequence[int], algorithm: str = "quintic") -> int:
-    """Multiply-adds, doubled, of five iterations: three products on the short side.
-
-    Five eighths of a symmetric product are computed: with "gram", of two of the four long products, and of
-    all square ones.
+    """Multiply-adds, doubled, of five iterations: three products on the short side. Five eighths of a symmetric
+    product are computed: with "gram", of two of the four long products, and of all square ones.
     """
     short, long = sorted(shape)
     wide, square = 2 * short * short * long, 2 * short**3
@@ -62,9 +60,8 @@ def divided(
     ranks_per_node: int = 1,
     algorithms: Iterable[str] = repeat("quintic"),
 ) -> list[Layout]:
-    """``layouts`` with as many blocks as ``owners`` for each matrix that is worth it.
-
-    "auto" takes the numbers of :func:`best_division`, by the ``ns_algorithm`` of each (default: "quintic").
+    """``layouts`` with as many blocks as ``owners`` for each matrix that is worth it. "auto" takes the numbers
+    of :func:`best_division`, by the ``ns_algorithm`` of each (default: "quintic").
     """
     if owners == 1:
         return list(layouts)
@@ -90,11 +87,9 @@ def divided(
 def best_division(
     members: Mapping[Class, int], group: Sequence[int], ranks_per_node: int
 ) -> tuple[dict[Class, int], float]:
-    """The numbers of owners with which ``group`` is fastest.
-
-    It compares one number for all classes with the smallest numbers that keep each matrix within a limit.
-    The busiest rank decides, and the transfers of one matrix, which overlap with nothing. Also returns the
-    seconds that Newton-Schulz takes then.
+    """The numbers of owners with which ``group`` is fastest. It compares one number for all classes with the
+    smallest numbers that keep each matrix within a limit. The busiest rank decides, and the transfers of one
+    matrix, which overlap with nothing. Also returns the seconds that Newton-Schulz takes then.
     """
     ranks = len(group)
     # Owners are ranks of one node, of which the group may have few, or whole nodes.
@@ -223,10 +218,9 @@ def assign_owners(
 def _give(
     load: Tensor, teams: Tensor, flops: int, received: Tensor, count: int
 ) -> Tensor:
-    """Gives some of ``count`` equal matrices to the least loaded teams, and returns these.
-
-    Teams that receive the fewest elements come first. ``load`` is the FLOPs of each rank and the elements
-    that it receives, of shape (2, ranks), and ``received`` the elements of each block, of shape (size, ranks).
+    """Gives some of ``count`` equal matrices to the least loaded teams, and returns these. Teams that receive
+    the fewest elements come first. ``load`` is the FLOPs of each rank and the elements that it receives, of
+    shape (2, ranks), and ``received`` the elements of each block, of shape (size, ranks).
     """
     busy = load[0, teams].amax(1)
     teams = teams[busy == busy.min()]

@@ -15,12 +15,10 @@ RELAY_BYTES = 64 * 1024**2
 # Number of broadcasts along replicas whose results have memory at the same time.
 RELAYS_IN_FLIGHT = 2
 
-
 # Holders, each with the matrices whose shards it exchanges.
 Exchanged = Sequence[tuple[int, Sequence[int]]]
 # Whether the shard of a matrix on a rank is sent.
 Travels = Callable[[int, int], bool]
-# Elements for each peer.
 Splits = tuple[int, ...]
 
 
@@ -72,7 +70,6 @@ class LocalPacks(NamedTuple):
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of the holder's and of the owner's memory."""
         inner = self.scatter_send.nbytes + self.own_results.nbytes
         inner += 0 if self.in_place else self.gather_recv.nbytes
         return max(self.gather_send.nbytes, self.scatter_recv.nbytes), inner
