@@ -286,6 +286,7 @@ class TestMuonDescribe(OnCPU):
             page = muon.describe()
         self.assertIn("relayed along replicas", page)
         self.assertNotIn("owners_per_matrix", page)
+        self.assertNotIn("keeps 0 MiB", page)
         # Each owner broadcasts one matrix in bfloat16, and receives three.
         for row in rows(page):
             sizes = row["sends"], row["receives"]
