@@ -38,13 +38,8 @@ if dist.is_available():
         checkpoint_wrapper,
     )
     from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
-    from torch.distributed.tensor import (
-        DeviceMesh,
-        distribute_tensor,
-        DTensor,
-        Replicate,
-        Shard,
-    )
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 
 
 class TestModels(MuonTestCase):
@@ -584,13 +579,16 @@ class TestSplits(TestCase):
             self.assertEqual(split_of(module), {})
         del module.config.kv_channels
         self.assertEqual(split_of(module), {})
-        # A linear layer (out, in), columns that are no third, and fewer rows than a group of heads has.
+        # A linear layer (out, in), columns that are no third, fewer rows than a group of heads has, and
+        # queries without a gate.
         for kind, weight, shape in (
             ("SelfAttention", "c_attn.weight", (24, 8)),
             ("SelfAttention", "c_attn.weight", (8, 20)),
             ("BloomAttention", "query_key_value.weight", (8, 8)),
+            ("QwenAttention", "q_proj.weight", (24, 8)),
         ):
-            self.assertEqual(split_of(known(kind, weight, shape, head_dim=4)), {})
+            sizes = {"head_dim": 4, "o_proj": SimpleNamespace(in_features=24)}
+            self.assertEqual(split_of(known(kind, weight, shape, **sizes)), {})
 
     def groups(self, parts, split, **options):
         groups, others = partition_named_parameters(tree(parts), split=split, **options)
