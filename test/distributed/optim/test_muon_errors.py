@@ -23,15 +23,13 @@ from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL
+from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.common_muon import (
     as_on_an_accelerator,
     Cut,
     everyone,
     full,
-    OnCPU,
-    local,
     mesh_of,
-    place,
     R,
     S0,
     S1,
@@ -47,14 +45,14 @@ OTHER_OPTIONS = {**OTHER, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
 
 
 def parameter(spec, seed=0):
-    return nn.Parameter(place(full(seed, spec.shape, spec.dtype), spec))
+    return nn.Parameter(common_muon.place(full(seed, spec.shape, spec.dtype), spec))
 
 
 def snapshot(params):
-    return [local(p.detach()).clone() for p in params]
+    return [common_muon.local(p.detach()).clone() for p in params]
 
 
-class TestMuonMistakes(OnCPU):
+class TestMuonMistakes(common_muon.OnCPU):
     def build(self, placed, change=None, named=True, **options):
         """Makes an optimizer; ``change`` gets the list of (name, parameter) pairs."""
         pairs = [(f"w{i}", parameter(spec, i)) for i, spec in enumerate(placed)]
@@ -351,7 +349,7 @@ class TestMuonMistakes(OnCPU):
     def test_momentum_that_does_not_fit(self):
         pattern = r"momentum buffer of parameter 0.*\(7, 8\)"
         small = Spec((7, 8), mesh_of(4), (S0,))
-        for buffer in (torch.zeros(7, 8), place(torch.zeros(7, 8), small)):
+        for buffer in (torch.zeros(7, 8), common_muon.place(torch.zeros(7, 8), small)):
             twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)]))
             twins.step()
             state_dict = twins.optimizer.state_dict()
@@ -525,14 +523,19 @@ class TestMuonMistakes(OnCPU):
         self.assertNothingMoves(twins, ValueError, "parameter 0 .*replaced is")
 
 
-class TestMuonUnreadErrors(OnCPU):
+class TestMuonUnreadErrors(common_muon.OnCPU):
     """On accelerators, the host reads a mismatch later than the step. Nothing may lose it until then."""
+
+    def twins(self, placement=S0):
+        """Twins after a step."""
+        twins = Twins(specs(mesh_of(4), [(placement,)], [(8, 8)] * 4), foreach=False)
+        twins.step()
+        as_on_an_accelerator(twins.optimizer)
+        return twins
 
     def mismatched(self):
         """Twins after a step in which rank 1 had no gradient of parameter 0."""
-        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 3), foreach=False)
-        twins.step()
-        as_on_an_accelerator(twins.optimizer)
+        twins = self.twins()
         twins.set_gradients(missing=(0,) if self.rank == 1 else ())
         twins.optimizer.step()
         return twins
@@ -561,9 +564,7 @@ class TestMuonUnreadErrors(OnCPU):
     def test_rank_without_a_gradient_sends_defined_values(self):
         """Values from before in the same memory came into parameters once."""
         for layout, missing in itertools.product((S0, S1, R), (0, 1, 2, 3)):
-            twins = Twins(specs(mesh_of(4), [(layout,)], [(8, 8)] * 4), foreach=False)
-            twins.step()
-            as_on_an_accelerator(twins.optimizer)
+            twins = self.twins(layout)
             storages = twins.optimizer._engine._runner.memory._storages
             for storage, nbytes in storages:
                 memory = torch.tensor([], dtype=torch.uint8)
@@ -573,13 +574,11 @@ class TestMuonUnreadErrors(OnCPU):
             twins.optimizer.step()
             with self.everywhere(f"{layout} {missing}"):
                 for param in twins.params:
-                    self.assertTrue(local(param).isfinite().all())
+                    self.assertTrue(common_muon.local(param).isfinite().all())
 
     def test_gradient_that_this_rank_cannot_use(self):
         """A rank that raised alone, before it took part, would leave the others waiting."""
-        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 3), foreach=False)
-        twins.step()
-        as_on_an_accelerator(twins.optimizer)
+        twins = self.twins()
         twins.set_gradients()
         if self.rank == 1:
             twins.params[0]._grad = torch.ones(8, 8).to_sparse()
@@ -620,7 +619,7 @@ class TestMuonUnreadErrors(OnCPU):
     def test_functional_form_with_momentum_of_another_placement(self):
         """Its momentum restarted in every call."""
         param = parameter(Spec((8, 8), mesh_of(4), (S0,))).detach()
-        buffer = place(torch.zeros(8, 8), Spec((8, 8), mesh_of(4), (R,)))
+        buffer = common_muon.place(torch.zeros(8, 8), Spec((8, 8), mesh_of(4), (R,)))
         options = {**FUNCTIONAL, "distributed_config": create_dtensor_config()}
         step = functools.partial(functional_muon, [param], [param], [buffer], **options)
         self.assertRaisesEverywhere(step, ValueError, "placements of params")
