@@ -19,20 +19,14 @@ from torch import nn
 from torch.optim import _muon as ours, Muon, muon as public_module
 from torch.optim._newton_schulz import newton_schulz
 from torch.optim.muon import create_auto_config, create_dtensor_config
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-    TestCase,
-)
+from torch.testing._internal import common_utils
+from torch.testing._internal.common_utils import parametrize, TestCase
+from torch.testing._internal.distributed._muon import common_config
 from torch.testing._internal.distributed._muon.common_config import (
     COEFFICIENTS,
-    exact,
     FUNCTIONAL,
     make_matrix,
     MuonTestCase,
-    near,
-    ROUNDING,
 )
 from torch.testing._internal.distributed._muon.common_stock import needs_stock, stock
 
@@ -105,7 +99,7 @@ def stock_case(index, rows, columns):
     return (numbers % 11).to(torch.float32) / 4 - 1.25
 
 
-@instantiate_parametrized_tests
+@common_utils.instantiate_parametrized_tests
 class TestStockResults(TestCase):
     """The numbers that stock computes. No other test shows them where stock is not kept."""
 
@@ -131,7 +125,7 @@ class TestStockResults(TestCase):
 
 
 @needs_stock
-@instantiate_parametrized_tests
+@common_utils.instantiate_parametrized_tests
 class TestStockParity(MuonTestCase):
     @parametrize("dtype", DTYPES)
     @parametrize("nesterov", [True, False])
@@ -226,8 +220,8 @@ class TestRounding(TestCase):
             for same in (batch, other.flip(1, 2)):
                 far += ((same - one).norm(dim=(1, 2)) / one.norm(dim=(1, 2))).tolist()
         self.assertGreater(max(far), 0)
-        self.assertLess(max(far), ROUNDING)
-        self.assertLess(sorted(far)[-len(far) // 100], ROUNDING / 2)
+        self.assertLess(max(far), common_config.ROUNDING)
+        self.assertLess(sorted(far)[-len(far) // 100], common_config.ROUNDING / 2)
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
@@ -246,7 +240,7 @@ class TestMuonOnGPU(MuonTestCase):
             for mine, other in zip(buffers, their_buffers):
                 torch.testing.assert_close(mine.cpu(), other)
             for mine, other, start in zip(params, others, starts):
-                self.assertTrue(near(mine.cpu(), other, other - start))
+                self.assertTrue(common_config.near(mine.cpu(), other, other - start))
 
 
 class TestCompile(MuonTestCase):
@@ -269,7 +263,7 @@ class TestCompile(MuonTestCase):
             self.assert_same_bits(compiled, self.trained(stock().Muon, True))
 
 
-@instantiate_parametrized_tests
+@common_utils.instantiate_parametrized_tests
 class TestMuonCore(MuonTestCase):
     def test_backward_compatibility(self):
         layers = nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False)
@@ -383,7 +377,7 @@ class TestGramNewtonSchulz(TestCase):
             ("flat", "decaying", "low rank"),
         ):
             x = spectrum(kind, *shape).bfloat16()
-            expected = exact(x, triples)
+            expected = common_config.exact(x, triples)
             quintic, gram = (
                 (newton_schulz(x, coefficients, 5, ours.EPS, name) - expected).norm()
                 for name in ("quintic", "gram")
@@ -533,4 +527,4 @@ class TestPublicNames(TestCase):
 
 
 if __name__ == "__main__":
-    run_tests()
+    common_utils.run_tests()

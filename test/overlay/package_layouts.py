@@ -5,17 +5,12 @@ from distributed_muon import create_auto_config, Muon
 from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-    RowwiseParallel,
-)
+from torch.distributed.tensor import DTensor, parallel, Replicate
 
 
 SIDES = {
-    "a": ColwiseParallel(output_layouts=Replicate()),
-    "b": RowwiseParallel(input_layouts=Replicate()),
+    "a": parallel.ColwiseParallel(output_layouts=Replicate()),
+    "b": parallel.RowwiseParallel(input_layouts=Replicate()),
 }
 
 
@@ -70,7 +65,7 @@ expected = [p.detach().clone() for p in alone.parameters()]
 for name, place in {
     "FSDP2": lambda model: fully_shard(model, mesh=line),
     "HSDP": lambda model: fully_shard(model, mesh=grid),
-    "TP": lambda model: parallelize_module(model, line, SIDES),
+    "TP": lambda model: parallel.parallelize_module(model, line, SIDES),
 }.items():
     model = place(Model())
     train(model, Muon(model.parameters(), lr=0.1, distributed_config="auto"))

@@ -4,11 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-    RowwiseParallel,
-)
+from torch.distributed.tensor import parallel
 from torch.nn import functional as F
 from torch.optim import AdamW, Muon
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
@@ -117,11 +113,12 @@ class MoE(nn.Module):
 
 
 def parallelize(model, mesh):
-    columns = dict.fromkeys(("attention.qkv_proj", "ffn.w1"), ColwiseParallel())
-    rows = dict.fromkeys(("attention.out_proj", "ffn.w2"), RowwiseParallel())
+    columns, rows = parallel.ColwiseParallel(), parallel.RowwiseParallel()
+    plan = dict.fromkeys(("attention.qkv_proj", "ffn.w1"), columns)
+    plan |= dict.fromkeys(("attention.out_proj", "ffn.w2"), rows)
     layers = model.layers
     for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
-        parallelize_module(layer, mesh, columns | rows)
+        parallel.parallelize_module(layer, mesh, plan)
     return model
 
 

@@ -15,12 +15,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import distribute_tensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-    RowwiseParallel,
-)
+from torch.distributed.tensor import distribute_tensor, parallel, Replicate, Shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
@@ -209,7 +204,7 @@ class TestTensorParallel(Recipe):
         """EXAMPLES 5, PROJECT process groups: weights cut by hand, under FSDP1, with EXAMPLES' settings
         for debugging, production and many parameters: the same bits."""
         _, fsdp, tp = self.grid("fsdp", "tp")
-        for parallel, ahead in ((False, 0), (True, 1), (True, 2)):
+        for is_async, ahead in ((False, 0), (True, 1), (True, 2)):
             model = cut_linears(Transformer(), tp)
             # A flat parameter has one dimension that TP cuts, and these have two.
             model = FSDP(model, process_group=fsdp, device_id=CPU, use_orig_params=True)
@@ -217,7 +212,7 @@ class TestTensorParallel(Recipe):
                 fsdp_process_group=fsdp,
                 tp_process_group=tp,
                 tp_dim_per_param=BY_INDEX,
-                async_gpu_parallelism=parallel,
+                async_gpu_parallelism=is_async,
                 prefetch_count=ahead,
                 module=model,
             )
@@ -362,8 +357,8 @@ class TestExpertsAndStages(Recipe):
         mesh, ep, tp = self.grid("ep", "tp")
         model = MoE(ep)
         for expert in model.experts.values():
-            plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel()}
-            parallelize_module(expert, mesh["tp"], plan)
+            plan = {"w1": parallel.ColwiseParallel(), "w2": parallel.RowwiseParallel()}
+            parallel.parallelize_module(expert, mesh["tp"], plan)
         matrices = list(model.experts.parameters())
         tp_dims = detect_tp_dims_from_model(matrices)
         config = create_auto_config(tp_process_group=tp, tp_dim_per_param=tp_dims)

@@ -28,22 +28,14 @@ from torch.optim.muon import (
     detect_tp_dims_from_model,
 )
 from torch.testing._internal.common_distributed import MultiProcessTestCase
-from torch.testing._internal.common_utils import (
-    instantiate_parametrized_tests,
-    parametrize,
-    run_tests,
-    TestCase,
-)
-from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal import common_utils
+from torch.testing._internal.distributed._muon import common_modules, common_muon
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_modules import (
     data_parallel,
     make_model,
-    ModuleParity,
-    place_weights,
-    Run,
     tensor_parallel,
 )
-from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     device,
@@ -51,9 +43,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     full,
     OnCPU,
     grid_of,
-    local,
     mesh_of,
-    moved_alike,
     OnGPUs,
     R,
     S0,
@@ -69,7 +59,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
 SHAPES = [(16, 8), (9, 13), (3, 20), (13, 9)]
 
 
-class Tests(ModuleParity):
+class Tests(common_modules.ModuleParity):
     """The base of the tests on both kinds of devices."""
 
     world_size = 4
@@ -79,7 +69,7 @@ class Tests(ModuleParity):
         mesh = mesh_of(self.world_size)
         torch.manual_seed(42)
         model = torch.nn.Linear(size, size, device=device())
-        place_weights(model, mesh, [Shard(0)])
+        common_modules.place_weights(model, mesh, [Shard(0)])
 
         def inputs(step):
             return distribute_tensor(full(step, (batch, size)), mesh, [Replicate()])
@@ -89,7 +79,7 @@ class Tests(ModuleParity):
         self.assertEqual(model.weight.placements, (Shard(0),))
 
 
-class TestDTensorConfig(TestCase):
+class TestDTensorConfig(common_utils.TestCase):
     """The config's three functions called directly, in a process group of one."""
 
     def setUp(self):
@@ -169,7 +159,7 @@ class DTensorTests(Tests):
             for _ in range(12):
                 twins.step()
             self.assertParity(twins)
-            values.append([local(p.detach()).clone() for p in twins.params])
+            values.append([common_muon.local(p.detach()).clone() for p in twins.params])
         with self.everywhere():
             for first, second in zip(*values):
                 self.assertTrue(torch.equal(first, second))
@@ -186,14 +176,14 @@ class MeshTests(Tests):
 
 class FSDPTests(Tests):
     def test_fsdp_correctness(self):
-        run = Run(orig=False)
+        run = common_modules.Run(orig=False)
         count = sum(everyone(len(run.step())))
         self.assertEverywhere(run.alone.problems())
         self.assertEqual(count, sum(p.ndim == 2 for p in run.one.parameters()))
 
     def test_fsdp_vs_single_device(self):
         for orig in (False, True):
-            run = Run(orig=orig)
+            run = common_modules.Run(orig=orig)
             for _ in range(10):
                 run.step()
             self.assertEverywhere(run.alone.problems(), f"use_orig_params={orig}")
@@ -308,13 +298,13 @@ COMPARING = [
 ]
 
 
-@instantiate_parametrized_tests
+@common_utils.instantiate_parametrized_tests
 class TestMuonComparison(Tests, OnCPU):
     """The tests on GPUs fail with a wrong update, and pass with one that is rounded differently."""
 
     world_size = 2
 
-    @parametrize("change", CHANGES)
+    @common_utils.parametrize("change", CHANGES)
     def test_update(self, change):
         formulas, run, changed = MuonFormulas.orthogonalize, Pipeline.orthogonalize, []
 
@@ -416,7 +406,7 @@ class TestMuonPerformance(OnGPUs, Tests, MultiProcessTestCase):
             print(f"prefetch speed-up: {speedup:.2f}")
         with self.everywhere():
             for first, second, start in zip(*results.values(), starts):
-                self.assertTrue(moved_alike(first, second, 13, start))
+                self.assertTrue(common_muon.moved_alike(first, second, 13, start))
             self.assertGreater(speedup, 1.2)
 
 
@@ -440,7 +430,7 @@ if os.environ.get("MUON_TEST_WHOLE_MATRIX") != "1":
     CELLS_OF_8 = [(kind, *flags) for kind, flags in zip(KINDS, FLAGS, strict=True)]
 
 
-class Matrix(ModuleParity):
+class Matrix(common_modules.ModuleParity):
     """Each cell trains pieces that are cut by hand, DTensors in the same buckets, and a module."""
 
     def check_cell(self, parallelism, async_parallel, prefetch):
@@ -483,9 +473,9 @@ class Matrix(ModuleParity):
         self.check(model, config, 1, data_rank, count=2 * grid.size() // mesh.size())
 
 
-@instantiate_parametrized_tests
+@common_utils.instantiate_parametrized_tests
 class WholeMatrix(Matrix):
-    @parametrize(CELL, CELLS)
+    @common_utils.parametrize(CELL, CELLS)
     def test_matrix(self, **cell):
         self.check_cell(**cell)
 
@@ -498,11 +488,11 @@ class TestMuonMatrixOf4(WholeMatrix, OnCPU):
     pass
 
 
-@instantiate_parametrized_tests
+@common_utils.instantiate_parametrized_tests
 class TestMuonMatrixOf8(Matrix, OnCPU):
     world_size = 8
 
-    @parametrize(CELL, CELLS_OF_8)
+    @common_utils.parametrize(CELL, CELLS_OF_8)
     def test_matrix(self, **cell):
         self.check_cell(**cell)
 
@@ -526,4 +516,4 @@ class TestMuonMatrixOf8(Matrix, OnCPU):
 
 
 if __name__ == "__main__":
-    run_tests()
+    common_utils.run_tests()

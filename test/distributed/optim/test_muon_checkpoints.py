@@ -25,24 +25,15 @@ from torch.nn import ParameterList
 from torch.optim import Muon
 from torch.optim.muon import create_auto_config
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_modules import (
-    give_flat_gradients,
-    make_model,
-    tensor_parallel,
-    wrap,
-)
+from torch.testing._internal.distributed._muon import common_modules, common_muon
+from torch.testing._internal.distributed._muon.common_modules import make_model, wrap
 from torch.testing._internal.distributed._muon.common_muon import (
-    everyone,
-    full,
-    OnCPU,
     grid_of,
     mesh_of,
-    place,
     R,
     S0,
     S1,
     Spec,
-    specs,
     Twins,
 )
 from torch.testing._internal.distributed._muon.common_stock import needs_stock, stock
@@ -91,7 +82,8 @@ def sharded(model, kind, ranks):
         return fully_shard(model, mesh=grid_of(2, 2))
     if kind == "fsdp2 tp":
         mesh = grid_of(2, 2)
-        return fully_shard(tensor_parallel(model, mesh["b"]), mesh=mesh["a"])
+        model = common_modules.tensor_parallel(model, mesh["b"])
+        return fully_shard(model, mesh=mesh["a"])
     if kind == "alone":
         return model
     return wrap(model, kind == "fsdp1 orig", units=None, device_mesh=line_of(ranks))
@@ -111,13 +103,13 @@ class Job:
 
     def step(self, grads):
         if isinstance(self.model, FSDP):
-            give_flat_gradients(self.model._handle.flat_param, grads)
+            common_modules.give_flat_gradients(self.model._handle.flat_param, grads)
         else:
             for name, param in self.model.named_parameters():
                 param.grad = grads[name].clone()
                 if isinstance(param, DTensor):
                     spec = Spec(param.shape, param.device_mesh, param.placements)
-                    param.grad = place(grads[name], spec)
+                    param.grad = common_muon.place(grads[name], spec)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -163,9 +155,9 @@ JOURNEY = [
 ]
 
 
-class TestMuonCheckpoints(OnCPU):
+class TestMuonCheckpoints(common_muon.OnCPU):
     def directory(self):
-        path = everyone(tempfile.mkdtemp() if self.rank == 0 else None)[0]
+        path = common_muon.everyone(tempfile.mkdtemp() if self.rank == 0 else None)[0]
         if self.rank == 0:
             self.addCleanup(shutil.rmtree, path)
         self.addCleanup(dist.barrier)
@@ -200,8 +192,8 @@ class TestMuonCheckpoints(OnCPU):
     def test_first_step_makes_all_momentum(self):
         # Checkpoints would otherwise differ from rank to rank.
         mesh = mesh_of(4)
-        twins = Twins(specs(mesh, [(S0,)], [(3, 9), (2, 4), (8, 8)]))
-        frozen = torch.nn.Parameter(full(9, (4, 4)), requires_grad=False)
+        twins = Twins(common_muon.specs(mesh, [(S0,)], [(3, 9), (2, 4), (8, 8)]))
+        frozen = torch.nn.Parameter(common_muon.full(9, (4, 4)), requires_grad=False)
         twins.optimizer.add_param_group({"params": [frozen]})
         twins.set_gradients([1])
         if self.rank == 3:
@@ -213,7 +205,7 @@ class TestMuonCheckpoints(OnCPU):
             "momentum_buffer" in twins.optimizer.state.get(p, {})
             for p in [*twins.params, frozen]
         ]
-        self.assertEqual(everyone(has), [[True, True, True, False]] * 4)
+        self.assertEqual(common_muon.everyone(has), [[True, True, True, False]] * 4)
         # Without a gradient it is zero.
         self.assertParity(twins)
 
@@ -272,7 +264,7 @@ class TestMuonCheckpoints(OnCPU):
                 if number:
                     job.load(f"{folder}/{number}")
             gradients = {
-                name: full(100 * number + i, param.shape)
+                name: common_muon.full(100 * number + i, param.shape)
                 for i, (name, param) in enumerate(names.items())
             }
             uninterrupted.step(gradients)

@@ -28,21 +28,17 @@ from torch.optim.muon import create_dtensor_config
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
+from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
-    as_on_an_accelerator,
     everyone,
-    full,
     grid_of,
-    local,
     mesh_of,
     OnCPU,
-    ParityAssertions,
     place,
     R,
     S0,
     S1,
-    Spec,
     specs,
     Twins,
 )
@@ -101,7 +97,7 @@ class TestMuonExchange(OnCPU):
             now = self.collectives_of_a_step(twins, missing)
             self.assertEqual(now.launches, usual.launches)
         # Accelerators make the same calls even if ranks disagree about gradients.
-        as_on_an_accelerator(twins.optimizer)
+        common_muon.as_on_an_accelerator(twins.optimizer)
         twins.set_gradients()
         for i, param in enumerate(twins.params):
             if i % 4 == self.rank:
@@ -132,7 +128,7 @@ class TestMuonExchange(OnCPU):
         twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 8))
         twins.step()
         twins.set_gradients()
-        before = [local(param.detach()).clone() for param in twins.params]
+        before = [common_muon.local(param.detach()).clone() for param in twins.params]
         if self.rank == 2:
             # A step that the other ranks do not make.
             with contextlib.suppress(KeyError):
@@ -140,7 +136,7 @@ class TestMuonExchange(OnCPU):
         for _ in range(2):
             pattern = "not in the same step"
             self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, pattern)
-        after = [local(param.detach()) for param in twins.params]
+        after = [common_muon.local(param.detach()) for param in twins.params]
         self.assertEqual(after, before)
 
     def test_mismatches_on_an_accelerator_are_seen_in_the_next_step(self):
@@ -150,7 +146,7 @@ class TestMuonExchange(OnCPU):
         for look in (Muon.step, Muon.state_dict, Muon.synchronize):
             twins = Twins(placed, weight_decay=0.2, foreach=False)
             twins.step()
-            as_on_an_accelerator(twins.optimizer)
+            common_muon.as_on_an_accelerator(twins.optimizer)
             self.assertTrainsAlike(twins, 2, missing=[(1,), ()].__getitem__)
             twins.set_gradients(missing=(0,) if self.rank == 1 else ())
             with self.everywhere():
@@ -274,9 +270,9 @@ def mebibytes(count):
 
 class TestMuonDescribe(OnCPU):
     def params(self, shapes, placements=(S0,)):
-        placed = [Spec(shape, mesh_of(4), placements) for shape in shapes]
+        placed = [common_muon.Spec(shape, mesh_of(4), placements) for shape in shapes]
         return [
-            (f"layers.{i}", nn.Parameter(place(full(i, spec.shape), spec)))
+            (f"layers.{i}", nn.Parameter(place(common_muon.full(i, spec.shape), spec)))
             for i, spec in enumerate(placed)
         ]
 
@@ -381,7 +377,7 @@ def met(group):
     return [rank for rank in range(dist.get_world_size()) if bits.item() >> rank & 1]
 
 
-class LocalGroups(ParityAssertions):
+class LocalGroups(common_muon.ParityAssertions):
     def make_unequal_numbers_of_groups(self):
         self.make_groups_up_to(self.rank)
         counts = everyone(len(dist.distributed_c10d._world.pg_names))
@@ -497,7 +493,7 @@ class TestMuonMeshGroups(LocalGroups, OnCPU):
         part = grid_of(2, 2, 2)["a", "b"]
         for group, seconds in zip(part.get_all_groups(), (37, 41)):
             _set_pg_timeout(timedelta(seconds=seconds), group)
-        twins = Twins([Spec((8, 8), part, (S0, S1))])
+        twins = Twins([common_muon.Spec((8, 8), part, (S0, S1))])
         original = dist.all_to_all_single
         with mock.patch.object(dist, "all_to_all_single", wraps=original) as seen:
             twins.step()

@@ -38,10 +38,7 @@ from torch.optim._muon_engine.runtime.statuses import Statuses
 from torch.optim._muon_engine.runtime.transport import LocalBucket
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import create_auto_config
-from torch.testing._internal.common_distributed import (
-    MultiProcessTestCase,
-    requires_gloo,
-)
+from torch.testing._internal import common_distributed
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_muon import R, S0, Spec, Twins
 
@@ -192,7 +189,7 @@ class Job:
         return [group for group in made if group is not dist.group.WORLD]
 
 
-class Faults(MultiProcessTestCase):
+class Faults(common_distributed.MultiProcessTestCase):
     # The cases of each team, which plays them sequentially.
     cases: list[dict[str, Case]]
     # Whether each case ends a rank.
@@ -335,7 +332,7 @@ def in_phases(act, *names):
     return {name: Case(PHASES[name], act) for name in names}
 
 
-@requires_gloo()
+@common_distributed.requires_gloo()
 class TestMuonKilled(Faults):
     cases = [in_phases(kill, "gather", "relay", "save")]
     deadly = True
@@ -345,7 +342,7 @@ class TestMuonKilled(Faults):
         self.run_cases()
 
 
-@requires_gloo()
+@common_distributed.requires_gloo()
 class TestMuonStopped(Faults):
     # Two teams, since the default group would otherwise be one of theirs.
     cases = [in_phases(stop, "statuses"), in_phases(stop, "groups")]
@@ -386,7 +383,7 @@ RAISING = {
 }
 
 
-@requires_gloo()
+@common_distributed.requires_gloo()
 class TestMuonRaises(Faults):
     cases = [dict(list(RAISING.items())[at::2]) for at in range(2)]
     world_size = 2 * TEAM

@@ -17,15 +17,11 @@ from torch.optim._muon_engine.schedule.owners import assign_owners, flops_of
 from torch.testing._internal.common_distributed import TIMEOUT_OVERRIDE
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_muon import OnCPU
+from torch.testing._internal.distributed._muon import fuzz_player
 from torch.testing._internal.distributed._muon.fuzz_player import (
-    Config,
-    Matrix,
     Mesh,
     OTHER,
     Plan,
-    Player,
-    STEP,
-    TIMEOUT,
     WORLD,
 )
 from torch.testing._internal.distributed._muon.fuzz_settings import fuzz, one_of
@@ -132,7 +128,7 @@ def dtensors(draw, batched, meshes):
     form = draw(forms(shape))
     placed, dtype = draw(placements(mesh, len(shape))), draw(one_of(*DTYPES))
     flags = {"turned": draw(rarely()) and not form, "frozen": draw(rarely())}
-    return Matrix(shape, mesh, placed, dtype, form=form, **flags)
+    return fuzz_player.Matrix(shape, mesh, placed, dtype, form=form, **flags)
 
 
 @st.composite
@@ -147,7 +143,7 @@ def plain(draw, batched, config, later=False):
     flags = {"turned": draw(rarely()) and not form, "frozen": draw(rarely())}
     expert = bool(config.dims_of("ep")) and not later and draw(st.booleans())
     flags |= {"tp_dim": tp_dim, "how": how, "expert": expert}
-    return Matrix(shape, dtype=dtype, form=form, **flags)
+    return fuzz_player.Matrix(shape, dtype=dtype, form=form, **flags)
 
 
 @st.composite
@@ -155,14 +151,14 @@ def configs(draw):
     kinds = "fsdp", "tp", "ep", "ddp", "cp"
     kind = draw(one_of("dtensor", "dtensor", "dtensor", "auto", *kinds))
     if kind == "auto":
-        return Config(kind)
+        return fuzz_player.Config(kind)
     mesh, of_dims = None, ()
     if kind != "dtensor":
         mesh = draw(one_of(*WHOLE, *PARTS))
         others = draw(st.permutations([k for k in (*kinds, None) if k != kind]))
         of_dims = (kind, *others)[: len(mesh.sizes)]
         of_dims = of_dims[:: draw(one_of(1, -1))]
-    return Config(
+    return fuzz_player.Config(
         "dtensor" if mesh is None else "groups",
         draw(st.booleans()),
         draw(st.integers(0, 3)),
@@ -226,7 +222,8 @@ def actions(draw, plan, batched):
         names = [name for name, *_ in found]
         last = max((i for i, name in enumerate(names) if name == "step"), default=-1)
         if kind not in ("step", "change_options", "reload", "freeze"):
-            found += [STEP] * bool(last < 0 or {*CHANGES} & {*names[last + 1 :]})
+            if last < 0 or {*CHANGES} & {*names[last + 1 :]}:
+                found.append(fuzz_player.STEP)
         if kind == "step":
             found.append(draw(steps(present)))
         elif kind == "change_options":
@@ -331,13 +328,13 @@ def plans(draw):
 
 class TestMuonFuzz(OnCPU):
     world_size = WORLD
-    timeout = TIMEOUT
+    timeout = fuzz_player.TIMEOUT
 
     # Each rank draws the same plans.
     @fuzz(130)
     @given(plans())
     def test_trains_as_one_process(self, plan):
-        problems = Player(plan, self.rank).run()
+        problems = fuzz_player.Player(plan, self.rank).run()
         # Not assertFalse, whose text would be cut.
         if problems:
             self.fail("\n".join(problems))

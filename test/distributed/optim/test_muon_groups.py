@@ -20,29 +20,21 @@ from torch.optim.muon import (
 )
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
-from torch.testing._internal.distributed._muon.common_modules import (
-    Block,
-    Model,
-    Run,
-    Tail,
-    wrap,
-)
+from torch.testing._internal.distributed._muon import common_modules, common_muon
+from torch.testing._internal.distributed._muon.common_modules import Model, Run, wrap
 from torch.testing._internal.distributed._muon.common_muon import (
     Cut,
     everyone,
     full,
     grid_of,
     mesh_of,
-    OnCPU,
     R,
     S0,
     S1,
-    SHAPES,
     Spec,
     specs,
     Strategy,
     Twins,
-    wrap_functions,
 )
 from torch.testing._internal.distributed._muon.common_rules import Recorder
 
@@ -54,7 +46,7 @@ DENSE = [(8, 8), (7, 5), (3, 9)]
 EXPERT = [(6, 4), (4, 6), (5, 5)]
 
 
-class GroupParity(OnCPU):
+class GroupParity(common_muon.OnCPU):
     def check(self, twins, total=None, message=""):
         """``twins`` train, and each matrix is orthogonalized once. Returns the collectives.
 
@@ -133,7 +125,7 @@ class TestMuonGroups(GroupParity):
             cp_process_group=grid_of(2, 2).get_group("a"),
         )
         strategy = Strategy(grid_of(4), "fsdp")
-        self.check(Twins([strategy.cut(s) for s in SHAPES], config))
+        self.check(Twins([strategy.cut(s) for s in common_muon.SHAPES], config))
 
     def test_combinations_vs_single_device(self):
         # Swapped pairs would only permute the mesh.
@@ -424,7 +416,7 @@ FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 NONE, HYBRID = ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD
 
 
-class TestMuonFSDP1(OnCPU):
+class TestMuonFSDP1(common_muon.OnCPU):
     def check(self, run, steps=2, message=""):
         for step in range(steps):
             shapes = run.step()
@@ -432,7 +424,7 @@ class TestMuonFSDP1(OnCPU):
             self.assertEverywhere(run.alone.problems(), f"{message} step {step}")
 
     def test_strategies_and_units(self):
-        policy = (Block, Tail)
+        policy = (common_modules.Block, common_modules.Tail)
         for orig, strategy, units, by_module in (
             (False, FULL, policy, False),
             (False, GRAD_OP, None, False),
@@ -465,7 +457,7 @@ class TestMuonFSDP1(OnCPU):
         """They give the bits of the engine, and cannot tell apart the matrices of a flat parameter."""
         flat, orig = Run(False, units=None), Run(True)
         for run in (flat, orig):
-            wrap_functions(run.config, "gather_fn")
+            common_muon.wrap_functions(run.config, "gather_fn")
         orig.build()
         self.check(orig)
         pattern = "parameter 0 .*holds 8 matrices"
@@ -527,7 +519,7 @@ class TestMuonFSDP1(OnCPU):
         model = Model()
         for block in model.blocks:
             parallelize_module(block, grid["b"], {"a": ColwiseParallel()})
-        model = wrap(model, False, units=(Block,), device_mesh=grid["a"])
+        model = wrap(model, False, units=(common_modules.Block,), device_mesh=grid["a"])
         options = {"tp_process_group": grid.get_group("b"), "module": model}
         params, _ = partition_parameters(model)
         for dims, pattern in ((1, r"blocks.0.b.weight.*tp_dim_per_param"), ({}, None)):

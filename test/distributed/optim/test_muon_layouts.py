@@ -25,16 +25,10 @@ from torch.optim._muon_engine.runtime import divided
 from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_config import (
-    COEFFICIENTS,
-    exact,
-    NewtonSchulzCalls,
-)
+from torch.testing._internal.distributed._muon import common_config, common_muon
+from torch.testing._internal.distributed._muon.common_config import COEFFICIENTS, exact
 from torch.testing._internal.distributed._muon.common_modules import Run
 from torch.testing._internal.distributed._muon.common_muon import (
-    all_placements,
-    Cut,
-    everyone,
     full,
     grid_of,
     local,
@@ -42,16 +36,12 @@ from torch.testing._internal.distributed._muon.common_muon import (
     OnCPU,
     piece_of,
     place,
-    placed as stored,
     R,
     S0,
     S1,
-    SHAPES,
     Spec,
     specs,
-    Strategy,
     Twins,
-    wrap_functions,
 )
 from torch.testing._internal.distributed._muon.common_rules import Recorder
 
@@ -143,9 +133,9 @@ class TestMuonPartial(OnCPU):
                 param.grad = place(terms(i, param.shape, ()), whole)
         config = create_dtensor_config()
         if wrapped:
-            wrap_functions(config, "redistribute_fn")
+            common_muon.wrap_functions(config, "redistribute_fn")
         optimizer = Muon(params, distributed_config=config, **options)
-        with NewtonSchulzCalls() as calls, Recorder() as seen:
+        with common_config.NewtonSchulzCalls() as calls, Recorder() as seen:
             optimizer.step()
         problems = []
         for i, param in enumerate(params):
@@ -170,7 +160,7 @@ class TestMuonPartial(OnCPU):
                 problems.append(f"momentum {i}")
         self.assertEverywhere(problems, f"{mesh} {placements}")
         # Each matrix once.
-        total = sum(everyone(len(calls.shapes)))
+        total = sum(common_muon.everyone(len(calls.shapes)))
         self.assertEqual(total, len(TERMS) * self.world_size // mesh.size())
         if wrapped:
             return
@@ -220,7 +210,7 @@ class TestMuonFunctions(OnCPU):
         return [
             spec
             for mesh in (grid_of(2, 2), mesh_of(2), mesh_of(1))
-            for spec in specs(mesh, all_placements(mesh), [(7, 5)])
+            for spec in specs(mesh, common_muon.all_placements(mesh), [(7, 5)])
         ] + [Spec((8, 5), grid_of(2, 2), (_StridedShard(0, split_factor=2), S0))]
 
     def check_round_trip(self, config, tensor, spec):
@@ -235,7 +225,7 @@ class TestMuonFunctions(OnCPU):
             again = config.redistribute_fn(whole, 3, config.state)
         self.assertEqual(seen.names, [])
         self.assertTrue(torch.equal(local(mine), piece_of(given, spec)))
-        self.assertEqual(stored(again), stored(tensor))
+        self.assertEqual(common_muon.placed(again), common_muon.placed(tensor))
         self.assertTrue(torch.equal(local(again), local(tensor)))
 
     def check_round_trips(self, twins, unused):
@@ -260,8 +250,8 @@ class TestMuonFunctions(OnCPU):
             ("ddp", "fsdp", "balanced"),
             ("tp", "cp", "last"),
         ):
-            strategy = Strategy(grid_of(2, 2), *kinds)
-            twins = strategy.twins(SHAPES[1:6:2], how)
+            strategy = common_muon.Strategy(grid_of(2, 2), *kinds)
+            twins = strategy.twins(common_muon.SHAPES[1:6:2], how)
             dims = {i: d for i, d in enumerate(strategy.dims) if d is not None}
             self.check_round_trips(twins, strategy.config(tp_dim_per_param=dims))
 
@@ -296,7 +286,7 @@ class TestMuonFunctions(OnCPU):
         """Muon makes no collective of its own here, so it cannot compare the ranks."""
         placed = specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)])
         config = create_dtensor_config()
-        wrap_functions(config, "gather_fn", "redistribute_fn")
+        common_muon.wrap_functions(config, "gather_fn", "redistribute_fn")
         twins = Twins(placed, config)
         twins.set_gradients()
         if self.rank == 2:
@@ -341,7 +331,7 @@ class TestMuonFunctions(OnCPU):
         twins.set_gradients()
         outcome = self.outcome(twins.optimizer.step)
         (owner,) = [r for r, own in twins.optimizer.assignments.items() if own]
-        outcomes = everyone(outcome)
+        outcomes = common_muon.everyone(outcome)
         with self.everywhere(f"{outcomes}"):
             self.assertEqual([kind for kind, _ in outcomes], ["RuntimeError"] * 4)
             given = "None" if owner < 2 else r"\(4, 8\)"
@@ -422,7 +412,7 @@ class TestMuonForms(OnCPU):
         ):
             twins = self.twins(specs(mesh_of(4), [(placement,)], [(8, 6, 10)]))
             twins.set_gradients()
-            with Recorder() as seen, NewtonSchulzCalls() as calls:
+            with Recorder() as seen, common_config.NewtonSchulzCalls() as calls:
                 twins.optimizer.step()
             twins.single.step()
             self.assertParity(twins)
@@ -436,7 +426,7 @@ class TestMuonForms(OnCPU):
     def test_groups_whose_ranks_hold_different_matrices(self):
         """Experts that start as copies of one expert: a comparison of values cannot tell them apart."""
         shape, pairs = (4, 6, 10), grid_of(2, 2).get_group(1)
-        cut = Cut(shape, ((0, (1, 1, 1, 1), self.rank),))
+        cut = common_muon.Cut(shape, ((0, (1, 1, 1, 1), self.rank),))
         for spec, fsdp in (
             (Spec(shape, mesh_of(4), (S0,)), None),
             (cut, dist.group.WORLD),
@@ -558,7 +548,7 @@ class TestMuonDivided(OnCPU):
             here[i, hash(tuple(elements.flatten().tolist()))] = piece
         apart = [
             key
-            for other in everyone(here)
+            for other in common_muon.everyone(here)
             for key in other.keys() & here.keys()
             if not torch.equal(other[key], here[key])
         ]
@@ -593,7 +583,7 @@ class TestMuonDivided(OnCPU):
             layout = self.placed(mesh, *placements)
             with self.small(max_replicas=replicas):
                 self.check(layout, make, message, **options)
-        strategy = Strategy(grid, "fsdp", "tp")
+        strategy = common_muon.Strategy(grid, "fsdp", "tp")
         groups = {"owners_per_matrix": 2, "tp_dim_per_param": 0}
         with self.small():
             layout = [strategy.cut(shape, 0) for shape, _ in TO_DIVIDE]
@@ -619,7 +609,7 @@ class TestMuonDivided(OnCPU):
             alone = self.placed(mesh_of(1), S0)
             self.assertTrainsAlike(self.twins(alone, config(owners_per_matrix=4)), 2)
             wrapped = config(owners_per_matrix=2)
-            wrap_functions(wrapped, "gather_fn")
+            common_muon.wrap_functions(wrapped, "gather_fn")
             self.assertTrainsAlike(self.twins(layout, wrapped), 2)
 
     def test_errors_and_description(self):

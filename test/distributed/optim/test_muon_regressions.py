@@ -25,30 +25,17 @@ from torch.optim._muon_engine.schedule import owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_modules import (
-    make_model,
-    Run,
-    tensor_parallel,
-)
+from torch.testing._internal.distributed._muon import common_modules, common_muon
 from torch.testing._internal.distributed._muon.common_muon import (
-    device,
-    everyone,
     full,
-    grid_of,
-    local,
     mesh_of,
-    OnCPU,
-    OnGPUs,
-    ParityAssertions,
     place,
     R,
     S0,
     S1,
     Spec,
     specs,
-    Strategy,
     Twins,
-    wrap_functions,
 )
 
 
@@ -72,13 +59,13 @@ def usage():
         "objects": len(objects),
         "resident": resident,
     }
-    if device().type == "cuda":
+    if common_muon.device().type == "cuda":
         torch.cuda.synchronize()
         found["bytes on the GPU"] = torch.cuda.memory_allocated()
     return found
 
 
-class TestMuonRegressions(OnCPU):
+class TestMuonRegressions(common_muon.OnCPU):
     def test_checkpoint_after_a_step_of_the_experts_only(self):
         """Ranks without momentum made the step that a checkpoint asks for; others had some, and did not."""
         for missing in ((), (0,), (0, 1)):
@@ -133,7 +120,7 @@ class TestMuonRegressions(OnCPU):
         mesh, order = mesh_of(4), (0, 1) if self.rank % 2 else (1, 0)
         for names in ((), ("gather_fn",)):
             config = create_auto_config(expert_assignments=dict(enumerate(order)))
-            wrap_functions(config, *names)
+            common_muon.wrap_functions(config, *names)
             twins = Twins([Spec((6, 4), mesh, (R,))] * 2, config, seeds=order)
             twins.set_gradients()
             for param, single, e in zip(twins.params, twins.singles, order):
@@ -148,7 +135,7 @@ class TestMuonRegressions(OnCPU):
 
     def test_mesh_whose_ranks_do_not_ascend(self):
         """DTensor's redistribute() mixes up shards there, so gradients and momentum were those of others."""
-        mesh = DeviceMesh(device().type, [3, 1, 0, 2])
+        mesh = DeviceMesh(common_muon.device().type, [3, 1, 0, 2])
         for placement, of_grad in ((S0, S1), (R, S0), (S0, R)):
             spec, moved = (Spec((8, 8), mesh, (p,)) for p in (placement, of_grad))
             twins = Twins([spec])
@@ -213,7 +200,7 @@ class TestMuonRegressions(OnCPU):
         """After the step, zero_grad() and an offload of the state, nothing holds a gradient or momentum."""
         for names in ((), ("gather_fn",)):
             config = create_dtensor_config()
-            wrap_functions(config, *names)
+            common_muon.wrap_functions(config, *names)
             twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]), config)
             for _ in range(2):
                 twins.step()
@@ -244,7 +231,7 @@ class TestMuonRegressions(OnCPU):
             torch.set_num_threads(1)
 
 
-class LongRuns(ParityAssertions):
+class LongRuns(common_muon.ParityAssertions):
     world_size = 4
 
     def run_flat(self, call, times, rebuilds=0):
@@ -265,8 +252,9 @@ class LongRuns(ParityAssertions):
         self.assertEverywhere(found, f"more after {counted} times")
 
     def test_fsdp2_tp(self):
-        mesh = grid_of(2, 2)
-        model = tensor_parallel(make_model(width=9, bias=False), mesh["b"])
+        mesh = common_muon.grid_of(2, 2)
+        model = common_modules.make_model(width=9, bias=False)
+        common_modules.tensor_parallel(model, mesh["b"])
         params = fully_shard(model, mesh=mesh["a"]).parameters()
         twins = Twins([Spec(p.shape, p.device_mesh, p.placements) for p in params])
         # Some lack a gradient now and then, as unused experts do.
@@ -274,14 +262,14 @@ class LongRuns(ParityAssertions):
         self.assertParity(twins)
 
 
-class TestMuonLongRuns(LongRuns, OnCPU):
+class TestMuonLongRuns(LongRuns, common_muon.OnCPU):
     def test_fsdp1(self):
-        run = Run(False)
+        run = common_modules.Run(False)
         self.run_flat(lambda step: run.step(), STEPS)
         self.assertEverywhere(run.alone.problems())
 
     def test_optimizers_made_and_dropped(self):
-        mesh, engines = grid_of(2, 2), weakref.WeakSet()
+        mesh, engines = common_muon.grid_of(2, 2), weakref.WeakSet()
 
         def make_one(number):
             twins = Twins(specs(mesh, [(S0, S1), (R, S0)]))
@@ -296,7 +284,7 @@ class TestMuonLongRuns(LongRuns, OnCPU):
             self.assertEqual(len(engines), 0)
 
 
-class TestMuonLongRunsOnGPUs(OnGPUs, LongRuns, MultiProcessTestCase):
+class TestMuonLongRunsOnGPUs(common_muon.OnGPUs, LongRuns, MultiProcessTestCase):
     pass
 
 
@@ -304,7 +292,7 @@ class TestMuonLongRunsOnGPUs(OnGPUs, LongRuns, MultiProcessTestCase):
 SHAPES = [(8, 8), (7, 5), (3, 9)]
 
 
-class TestMuonReplaced(OnCPU):
+class TestMuonReplaced(common_muon.OnCPU):
     """Parameters that frameworks change under a Muon. The single process makes the same changes."""
 
     def placed(self, *placements, mesh=None):
@@ -331,7 +319,7 @@ class TestMuonReplaced(OnCPU):
         twins.optimizer.param_groups[0]["params"] = list(twins.params)
 
     def test_data_of_equal_shape(self):
-        strategy = Strategy(mesh_of(4), "fsdp")
+        strategy = common_muon.Strategy(mesh_of(4), "fsdp")
         for placed, config in [
             (self.placed(), None),
             ([strategy.cut(shape) for shape in SHAPES], strategy.config()),
@@ -343,7 +331,7 @@ class TestMuonReplaced(OnCPU):
 
     def test_placements(self):
         """Local shapes stay the same."""
-        grid = grid_of(2, 2)
+        grid = common_muon.grid_of(2, 2)
         twins = self.trained([Spec((8, 8), grid, (S0, S1))])
         (param,), twins.specs = twins.params, [Spec((8, 8), grid, (S1, S0))]
         other = place(twins.singles[0].detach(), twins.specs[0])
@@ -387,10 +375,10 @@ class TestMuonReplaced(OnCPU):
         twins = self.trained(self.placed(S0, mesh=mesh))
         if self.rank == 3:
             self.replace(twins, 1, twins.specs[1])
-        before = [local(param.detach()).clone() for param in twins.params]
+        before = [common_muon.local(param.detach()).clone() for param in twins.params]
         dist.barrier()
         _set_pg_timeout(timedelta(seconds=2), group)
-        found = everyone(self.outcome(twins.step))
+        found = common_muon.everyone(self.outcome(twins.step))
         with self.everywhere(f"{found}"):
             self.assertEqual([kind for kind, _ in found], ["RuntimeError"] * 4)
             # It waits over the store: a collective would pair up with the others' first one.
@@ -399,7 +387,7 @@ class TestMuonReplaced(OnCPU):
             for _, text in found[:3]:
                 self.assertRegex(text, r"Rank 3 reports: it found changed parameters")
             for param, old in zip(twins.params, before, strict=True):
-                self.assertTrue(torch.equal(local(param.detach()), old))
+                self.assertTrue(torch.equal(common_muon.local(param.detach()), old))
 
     def test_rebuild_makes_as_many_store_requests_on_any_number_of_ranks(self):
         """Each rank asked for each other rank: at 256 ranks, 131,840 requests."""
@@ -412,7 +400,7 @@ class TestMuonReplaced(OnCPU):
                 distributed_c10d, "_get_default_store", lambda store=store: store
             ):
                 self.assertTrainsAlike(twins, 1, f"{count} ranks")
-            requests.append(max(everyone(len(store.method_calls))))
+            requests.append(max(common_muon.everyone(len(store.method_calls))))
         self.assertGreater(requests[0], 0)
         self.assertEqual(*requests)
 

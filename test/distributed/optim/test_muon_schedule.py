@@ -17,21 +17,10 @@ from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
 from torch.optim._muon_engine.layouts.divide import divide
 from torch.optim._muon_engine.schedule import buckets, owners
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
-from torch.optim._muon_engine.schedule.owners import (
-    assign_owners,
-    best_division,
-    Class,
-    divided,
-    newton_schulz_flops,
-)
+from torch.optim._muon_engine.schedule.owners import Class, divided, newton_schulz_flops
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.common_muon import (
-    full,
-    place,
-    R,
-    S0,
-    specs,
-)
+from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.distributed._muon.common_muon import place, R, S0, specs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -81,7 +70,7 @@ def busiest(taken, members, ranks):
 
 
 def scheduled(layouts, **options):
-    return make_schedule(layouts, assign_owners(layouts), **options)
+    return make_schedule(layouts, owners.assign_owners(layouts), **options)
 
 
 class TestMuonDivision(TestCase):
@@ -128,7 +117,7 @@ class TestMuonDivision(TestCase):
         draw, found = random.Random(3), Counter()
         for _ in range(300):
             members, numbers, group, per_node, near = self.drawn(draw)
-            best, seconds = best_division(members, group, per_node)
+            best, seconds = owners.best_division(members, group, per_node)
             where = members, len(group), near
             choices = itertools.product(*numbers.values())
             every = [dict(zip(members, choice)) for choice in choices]
@@ -203,7 +192,7 @@ class TestMuonDivision(TestCase):
 
     def test_matrices_without_elements(self):
         """They were a division by zero."""
-        best = best_division({Class((8, 0)): 3, Class((8, 8)): 1}, range(2), 2)
+        best = owners.best_division({Class((8, 0)): 3, Class((8, 8)): 1}, range(2), 2)
         self.assertEqual(best[0], {Class((8, 0)): 1, Class((8, 8)): 1})
 
 
@@ -274,7 +263,10 @@ class TestMuonDryRun(TestCase):
             mesh = DeviceMesh("cpu", torch.arange(world).view(shape))
             placements = [(*[R] * (len(shape) - 1), S0)]
             placed = specs(mesh, placements, [(32, 8), (16, 48), (7, 5)] * 3)
-            values = [[place(full(i, s.shape), s) for s in placed] for i in range(3)]
+            values = [
+                [place(common_muon.full(i, s.shape), s) for s in placed]
+                for i in range(3)
+            ]
             params, *grads = [*map(nn.Parameter, values[0])], *values[1:]
             muon = Muon(params, distributed_config="auto")
             for given in grads:

@@ -17,26 +17,15 @@ from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
     DTensor,
+    parallel,
     Replicate,
-)
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-    RowwiseParallel,
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
 from torch.optim.muon import create_auto_config, partition_parameters
+from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
-from torch.testing._internal.distributed._muon.common_muon import (
-    device,
-    equal,
-    everyone,
-    full,
-    grid_of,
-    moved_alike,
-    ParityAssertions,
-)
+from torch.testing._internal.distributed._muon.common_muon import device, equal, grid_of
 
 
 def make_model(width=12, hidden=16, layers=2, bias=True, seed=3):
@@ -50,10 +39,11 @@ def make_model(width=12, hidden=16, layers=2, bias=True, seed=3):
 
 def tensor_parallel(model, mesh):
     """The first layer of each block by columns, the second by rows."""
+    columns, rows = parallel.ColwiseParallel(), parallel.RowwiseParallel()
     plan = {}
     for up in range(0, len(model), 3):
-        plan |= {str(up): ColwiseParallel(), str(up + 2): RowwiseParallel()}
-    return parallelize_module(model, mesh, plan)
+        plan |= {str(up): columns, str(up + 2): rows}
+    return parallel.parallelize_module(model, mesh, plan)
 
 
 def place_weights(model, mesh, placements):
@@ -132,7 +122,7 @@ class OneProcess:
         found, key = [], "momentum_buffer"
         for name, value in self.join({p: p for p in self.muons}).items():
             expected, start = self.whole[name].detach(), self.starts[name]
-            if not moved_alike(value, expected, self.steps, start):
+            if not common_muon.moved_alike(value, expected, self.steps, start):
                 found.append(f"parameter {name}")
             if torch.equal(expected, start):
                 found.append(f"parameter {name} does not move")
@@ -192,11 +182,11 @@ def gathered_values(tensors, group):
     if not tensors:
         return
     values = [tensor.detach().cpu() for tensor in tensors.values()]
-    for key, parts in zip(tensors, zip(*everyone(values, group))):
+    for key, parts in zip(tensors, zip(*common_muon.everyone(values, group))):
         yield key, [part.to(device()) for part in parts]
 
 
-class ModuleParity(ParityAssertions):
+class ModuleParity(common_muon.ParityAssertions):
     def check(
         self, model, config, steps=2, data_rank=0, inputs=None, count=None, **pieces
     ):
@@ -213,13 +203,13 @@ class ModuleParity(ParityAssertions):
         alone = OneProcess(model, [muon], **pieces)
         for step in range(steps):
             seed = 100 * step + data_rank
-            x = full(seed, (6, 12)) if inputs is None else inputs(step)
+            x = common_muon.full(seed, (6, 12)) if inputs is None else inputs(step)
             model(x).pow(2).mean().backward()
             alone.step()
             with NewtonSchulzCalls() as calls:
                 muon.step()
             model.zero_grad()
-            total = sum(everyone(len(calls.shapes)))
+            total = sum(common_muon.everyone(len(calls.shapes)))
             self.assertEqual(total, len(matrices) if count is None else count)
             self.assertEverywhere(alone.problems(), f"step {step}")
         return matrices, muon
@@ -323,7 +313,7 @@ class Run:
     def step(self):
         """The shapes of the matrices that this rank orthogonalized."""
         self.steps += 1
-        self.model(full(100 * self.steps, self.x)).pow(2).sum().backward()
+        self.model(common_muon.full(100 * self.steps, self.x)).pow(2).sum().backward()
         self.alone.step()
         with NewtonSchulzCalls() as calls:
             self.optimizer.step()

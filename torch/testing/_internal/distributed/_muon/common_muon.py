@@ -27,11 +27,7 @@ from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shar
 from torch.optim import Muon
 from torch.optim._muon_engine import process_groups
 from torch.optim.muon import create_auto_config, create_dtensor_config
-from torch.testing._internal.common_distributed import (
-    MultiProcContinuousTest,
-    requires_gloo,
-    skip_if_lt_x_gpu,
-)
+from torch.testing._internal import common_distributed
 from torch.testing._internal.distributed._muon.common_config import near
 
 
@@ -78,7 +74,8 @@ class OnGPUs:
 
     def join_or_run(self, fn: Callable) -> Any:
         # Before NCCL starts, which would fail without a GPU.
-        run = skip_if_lt_x_gpu(self.needed)(lambda case: case._run_on_gpu(fn))
+        skip = common_distributed.skip_if_lt_x_gpu(self.needed)
+        run = skip(lambda case: case._run_on_gpu(fn))
         return super().join_or_run(functools.wraps(fn)(functools.partial(run, self)))
 
     def _run_on_gpu(self, fn: Callable) -> None:
@@ -481,8 +478,8 @@ class ParityAssertions:
                     self.assertFalse(torch.equal(old, new.detach()), message)
 
 
-@requires_gloo()
-class OnCPU(ParityAssertions, MultiProcContinuousTest):
+@common_distributed.requires_gloo()
+class OnCPU(ParityAssertions, common_distributed.MultiProcContinuousTest):
     """Methods run on every rank, over gloo. A failed test does not make torch skip the ones after it."""
 
     world_size = 4

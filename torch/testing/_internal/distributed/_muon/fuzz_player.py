@@ -29,20 +29,8 @@ from torch.distributed.tensor.placement_types import _StridedShard, Placement
 from torch.optim import Muon
 from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_auto_config, create_dtensor_config
-from torch.testing._internal.distributed._muon.common_config import (
-    NewtonSchulzCalls,
-    parts_of,
-)
-from torch.testing._internal.distributed._muon.common_muon import (
-    equal,
-    everyone,
-    full,
-    local,
-    moved_alike,
-    placed,
-    sizes_of,
-    wrap_functions,
-)
+from torch.testing._internal.distributed._muon import common_config, common_muon
+from torch.testing._internal.distributed._muon.common_muon import full, local, sizes_of
 from torch.testing._internal.distributed._muon.common_rules import Call, Recorder
 
 
@@ -334,7 +322,7 @@ class Held:
         here = torch.zeros(self.matrix.shape)
         numbers = torch.arange(here.numel()).view(here.shape)
         here.view(-1)[self.piece(numbers).flatten()] = 1
-        return parts_of(here, **dict(self.matrix.form))
+        return common_config.parts_of(here, **dict(self.matrix.form))
 
     def cut(self, whole: torch.Tensor, turned: bool = False) -> torch.Tensor:
         piece = self.piece(whole).mT if turned else self.piece(whole)
@@ -386,7 +374,7 @@ class Held:
     def problems(self, optimizer: Muon, single: Muon) -> list[str]:
         name = f"{self.number}: {self.matrix}"
         expected, found = self.piece(self.single.detach()), local(self.param.detach())
-        alike = moved_alike(found, expected, self.steps)
+        alike = common_muon.moved_alike(found, expected, self.steps)
         wrong = [] if alike else [f"parameter {name}: {found} instead of {expected}"]
         mine = its = None
         if not self.is_new:
@@ -397,7 +385,7 @@ class Held:
         if its is None:
             its = torch.zeros(self.matrix.shape, dtype=self.dtype)
         alike = (mine.dtype, mine.shape) == (self.dtype, self.param.shape)
-        alike = alike and equal(local(mine), self.piece(its))
+        alike = alike and common_muon.equal(local(mine), self.piece(its))
         return wrong if alike else [*wrong, f"momentum {name}: {mine} instead of {its}"]
 
 
@@ -477,7 +465,7 @@ class Player:
         dist.all_reduce(told, group=control_group())
         if not told:
             return []
-        found = list(enumerate(everyone(problems, control_group())))
+        found = list(enumerate(common_muon.everyone(problems, control_group())))
         renew_groups()
         return [f"{event}, rank {r}: {text}" for r, texts in found for text in texts]
 
@@ -534,7 +522,7 @@ class Player:
         if config.functions == "assigned":
             made.assign_fn = self.assign
         elif config.functions == "wrapped":
-            wrap_functions(made, "gather_fn", "redistribute_fn")
+            common_muon.wrap_functions(made, "gather_fn", "redistribute_fn")
         return made
 
     def new_group_config(self):
@@ -572,7 +560,7 @@ class Player:
         self.set_gradients(gradients)
         before = list(self.versions())
         seen = Late() if self.is_late else Recorder()
-        with seen, NewtonSchulzCalls() as calls:
+        with seen, common_config.NewtonSchulzCalls() as calls:
             self.optimizer.step()
         problems = seen.problems + self.unexpected(seen, len(calls.shapes))
         for held, tensor, version in before:
@@ -758,7 +746,7 @@ class Player:
             optimizer.param_groups[number]["params"][at] = new
         state = self.single.state.pop(old, None)
         # Without names, a parameter of the same placement is another layer, and starts at zero.
-        inherits = placed(held.param) != placed(former)
+        inherits = common_muon.placed(held.param) != common_muon.placed(former)
         if self.plan.named:
             inherits = not renamed
             if renamed:
