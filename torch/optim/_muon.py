@@ -493,7 +493,7 @@ def _distributed_muon(
     states: dict[Tensor, Any] = dict(zip(params, bufs, strict=True))
     live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
     takes_stacks = any(p.ndim > 2 for p in params)
-    engine = Engine(config, live, states, takes_stacks)
+    engine = Engine(config, live, states, takes_stacks, is_lasting=False)
     engine.begin_step()
     engine.step(config, [formulas], states, grads)
     engine.synchronize()

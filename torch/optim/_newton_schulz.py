@@ -42,11 +42,14 @@ def as_tuples(ns_coefficients: Any) -> tuple:
     """Returns ``ns_coefficients`` with tuples for lists, which JSON and YAML checkpoints contain, and for arrays."""
     if not hasattr(ns_coefficients, "__iter__"):
         return (ns_coefficients,)
-    return tuple(tuple(c) if hasattr(c, "__iter__") else c for c in ns_coefficients)
+    return tuple(
+        tuple(c) if getattr(c, "ndim", hasattr(c, "__iter__")) else c
+        for c in ns_coefficients
+    )
 
 
 def _per_step(ns_coefficients: Sequence[Any]) -> bool:
-    return bool(ns_coefficients) and hasattr(ns_coefficients[0], "__iter__")
+    return bool(ns_coefficients) and isinstance(ns_coefficients[0], (list, tuple))
 
 
 def check_newton_schulz(ns_coefficients, ns_steps: int, ns_algorithm: str) -> None:

@@ -48,7 +48,7 @@ def create_dtensor_config(
     Each rank takes a plain tensor for a whole matrix and updates it by itself.
 
     Args:
-        async_gpu_parallelism, prefetch_count: see :class:`DistributedConfig`
+        async_gpu_parallelism, prefetch_count (optional): see :class:`DistributedConfig` (default: True, 1)
         owners_per_matrix (int or "auto", optional): number of ranks that orthogonalize a large matrix
             together, for fewer matrices than ranks. "auto" chooses up to 64 neighbouring ranks, of one
             node or of whole nodes, for the matrices of each shape, by the FLOPs and links of H100s;
@@ -112,14 +112,14 @@ def create_auto_config(
         expert_assignments (dict[int, int], optional): parameter index -> id of its expert. Along the
             other groups, ranks with the same id share the expert. Ranks of one ``ep_process_group``
             never share one (default: None)
-        async_gpu_parallelism, prefetch_count: see :class:`DistributedConfig`
+        async_gpu_parallelism, prefetch_count (optional): see :class:`DistributedConfig` (default: True, 1)
         tp_shard_dim (int, optional): alias of an int ``tp_dim_per_param`` (default: None)
         shard_process_group, replicate_process_group (ProcessGroup, optional): aliases of
             ``fsdp_process_group`` and ``ddp_process_group`` (default: None)
         pp_process_group, pp_stage_id, pp_num_stages (optional): kept in ``state``. Stages share no matrix
         module (nn.Module, optional): the FSDP1-wrapped model. It knows the shapes that
             ``use_orig_params=True`` hides, and the groups of ``HYBRID_SHARD`` (default: None)
-        owners_per_matrix, keep_buffers: see :func:`create_dtensor_config`
+        owners_per_matrix, keep_buffers (optional): as in :func:`create_dtensor_config` (default: 1, False)
 
     Returns:
         DistributedConfig: its ``state`` holds the arguments.

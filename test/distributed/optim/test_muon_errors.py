@@ -624,6 +624,19 @@ class TestMuonUnreadErrors(common_muon.OnCPU):
         step = functools.partial(functional_muon, [param], [param], [buffer], **options)
         self.assertRaisesEverywhere(step, ValueError, "placements of params")
 
+    def test_functional_form_leaves_the_next_optimizers_owners(self):
+        options = {**FUNCTIONAL, "distributed_config": create_dtensor_config()}
+        owners = []
+        for calls in (0, 3):
+            params = [parameter(Spec((8, 8), mesh_of(4), (S0,))) for _ in range(2)]
+            for _ in range(calls):
+                values = [param.detach().clone() for param in params]
+                functional_muon(values, values, values, **options)
+            muon = Muon(params, distributed_config="auto")
+            owners.append(muon.matrix_owners[0, 0])
+        # Each of the two optimizers has two matrices.
+        self.assertEqual((owners[1] - owners[0]) % 4, 2, f"{owners}")
+
 
 if __name__ == "__main__":
     run_tests()

@@ -24,7 +24,6 @@ from .process_groups import counters_of, device_of_group, Ranks, spanning_group
 DERIVED = ("shards", "owner")
 _SAME_PARAMETERS = "Build Muon from the same parameters on all of them, in one order and with the same options"
 _ONE_GRID = "Pass process groups of one grid, as those of a DeviceMesh, and an assign_fn that returns the same on all of them"
-# Errors that the other ranks raise with the same type.
 _SAME_TYPE = (AssertionError, IndexError, TypeError, ValueError)
 
 
@@ -39,6 +38,7 @@ def agree(
     sharing: Mapping[Ranks, Sequence[ProcessGroup]],
     signatures: Mapping[Ranks, Sequence[Signature]],
     error: BaseException | None,
+    is_lasting: bool,
     groups: dict[Ranks, ProcessGroup | None],
     serials: dict[Ranks, int],
 ) -> None:
@@ -69,7 +69,7 @@ def agree(
         # Ranks that built other optimizers before go on with the largest number.
         serials[ranks] = max(counted)
         counters.optimizers = serials[ranks] + 1
-        if error is None:
+        if error is None and is_lasting:
             # The next optimizer's owners start where those of this one stop.
             counters.first_owner = (counters.first_owner + len(shared)) % len(ranks)
     if error is not None:

@@ -54,6 +54,7 @@ class Engine:
         takes_stacks: bool = False,
         error: BaseException | None = None,
         former: "Engine | None" = None,
+        is_lasting: bool = True,
     ) -> None:
         self.config = copy.copy(config)
         self.params = params
@@ -69,7 +70,6 @@ class Engine:
         self.groups: dict[Ranks, dist.ProcessGroup | None] = {}
         # Ranks that share matrices -> the serial number of this optimizer among those over these ranks.
         self.serials: dict[Ranks, int] = {}
-        # The pipeline or the step through functions, from the first step on.
         self._runner: Pipeline | FunctionStep | None = None
         replaced: list[Replacement] = []
         if former is not None:
@@ -83,7 +83,7 @@ class Engine:
         try:
             # Indices and loads need values, in a dry run with fake tensors, too.
             with unset_fake_temporarily():
-                self._build(error, former)
+                self._build(error, former, is_lasting)
             if former is not None:
                 _take_momentum(replaced, params, states, self.rank == 0)
             self._hints = Hints(self.schedule.layouts, self.rank)
@@ -124,7 +124,9 @@ class Engine:
         """Whether both functions that move data are the factory's."""
         return self.reader is not None and not own_functions(self.config)
 
-    def _build(self, error: BaseException | None, former: "Engine | None") -> None:
+    def _build(
+        self, error: BaseException | None, former: "Engine | None", is_lasting: bool
+    ) -> None:
         """Reads, assigns, agrees with the other ranks, and makes the schedule."""
         params, tensors = self.params, [param.tensor for param in self.params]
         per_node = process_groups.ranks_per_node()
@@ -155,7 +157,7 @@ class Engine:
         before = {param.tensor for param in (former or self).params}
         for ranks, signature in _signatures(self, layouts, owners, before):
             signatures[ranks].append(signature)
-        agree(sharing, signatures, error, self.groups, self.serials)
+        agree(sharing, signatures, error, is_lasting, self.groups, self.serials)
         self.schedule = buckets.make_schedule(
             layouts,
             owners,

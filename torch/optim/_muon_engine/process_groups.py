@@ -22,7 +22,6 @@ Ranks = tuple[int, ...]
 _worlds = WeakIdKeyDictionary()
 # Seconds that ranks wait for a reason after a failed collective.
 PATIENCE = 5.0
-# Raised when the store, the default group or a group is gone.
 _GONE = KeyError, RuntimeError, ValueError
 _MISSING = (
     "Ranks {} did not come to this step(), or no longer run. If they run, and a GradScaler skipped the step on them because "

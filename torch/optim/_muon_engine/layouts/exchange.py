@@ -79,7 +79,8 @@ class LocalParts:
         layout = Layout(key, shape, param.dtype, shards, words, frozen, cuts)
         self.layouts.append(layout)
         has_values = not param.is_meta and not is_dry_run()
-        if has_values and any(cut.is_sharded for cut in cuts):
+        # Replicas along TP may be shards that the user forgot.
+        if has_values and any(c.is_sharded or c.kind == "tp" for c in cuts):
             local = local_part(param)
             sums = (r.of_local(local).abs().sum(dtype=torch.float64) for r in regions)
             self.digests[key] = hash(sum(part.item() for part in sums)) & _DIGEST

@@ -37,15 +37,14 @@ class Reader:
     def __init__(self, state: Mapping[str, Any], takes_stacks: bool = False) -> None:
         self.takes_stacks = takes_stacks
         given = {k: state.get(f"{k}_process_group") for k in (*KINDS, "ep")}
+        self.problem = ""
         for kind, group in given.items():
             # new_group() returns something else on ranks that are not in the group.
             if group is not None and not isinstance(group, ProcessGroup):
-                raise ValueError(
-                    f"{kind}_process_group is not a ProcessGroup with this rank but {group!r}"
-                )
+                self.problem = f"{kind}_process_group is not a ProcessGroup with this rank but {group!r}"
+                given[kind] = None
         self.ep_group = given.pop("ep")
         self.has_fsdp_group = given["fsdp"] is not None
-        # By kind, those of several ranks.
         self.shared = {k: g for k, g in given.items() if g and g.size() > 1}
         # Config index -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
@@ -245,6 +244,8 @@ class _LocalReader(LocalParts):
 
     def add(self, index: int, param: Tensor) -> None:
         reader, info = self.reader, self.reader.info(index)
+        if reader.problem:
+            raise ValueError(reader.problem)
         reader.check_tp_dim(param, index)
         key = Key(index, 0, info.name, reader.experts.get(info.config_index))
         described, (_, flatten) = key.describe(param.shape), info.form

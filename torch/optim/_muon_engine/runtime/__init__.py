@@ -44,9 +44,7 @@ class Param:
         # The gradient that the user set, and its local part placed like the parameter.
         self.user_grad: Tensor | None = None
         self.grad: Tensor | None = None
-        # Why this rank cannot use the gradient.
         self.problem = ""
-        # Whether momentum has the gradient of this step.
         self.is_accumulated = False
 
     @property

@@ -36,7 +36,6 @@ class Compute:
         self.rank = rank
         self.device = device
         self.memory = memory
-        # The phase and matrices at hand, for error messages.
         self._current: tuple[str, Sequence[Matrix]] = ("", ())
 
     @property

@@ -12,8 +12,8 @@ from ..layouts import larger_first
 from ..schedule.packs import RELAYS_IN_FLIGHT, slots_for
 from . import Matrix
 from .compute import Compute, RegionTensor
-from .relays import attach_relays
 from .divided import DividedProducts
+from .relays import attach_relays
 from .statuses import Statuses
 from .transport import BoundPack, InFlight, local_buckets, LocalBucket, Memory
 
@@ -29,7 +29,6 @@ class Pipeline(Compute):
         # Whether the ranks know that they differ before anything moves.
         self.awaits_statuses = engine.device.type == "cpu"
         self.prefetch_count = engine.config.prefetch_count
-        # For debugging: waits for each scatter before the next bucket.
         self.one_at_a_time = schedule.one_owner_at_a_time and self.prefetch_count == 0
         by_group: dict[Any, list[Matrix]] = {}
         matrices: dict[int, Matrix] = {}
@@ -79,7 +78,7 @@ class Pipeline(Compute):
 
     def _wait_alone(self, flight: InFlight) -> None:
         flight.wait()
-        if torch.accelerator.is_available():
+        if self.device.type != "cpu" and torch.accelerator.is_available():
             torch.accelerator.synchronize(self.device)
 
     def begin(self, step: int) -> str:

@@ -146,7 +146,6 @@ class Statuses(InFlight):
             self._reduce(self._table[_ROWS:])
             self.wait()
             rows = self._host[1 : len(self.matrices) + 1].tolist()
-        # The most specific reason first.
         reasons = _OTHER_OPTIONS, _OTHER_VALUES, _UNUSABLE, _SOME_ABSENT
         by_matrix = [
             (options + minus_options, sum(values), unusable, present and absent)

@@ -177,7 +177,6 @@ class LocalBucket(InFlight):
         self.scatter_recv = BoundPack(packs.scatter_recv, outer)
         end = back + packs.scatter_send.nbytes
         self.own_results = BoundPack(packs.own_results, inner, end)
-        # The LocalRelays that follow its scatter.
         self.relays: list[Any] = []
         self._group = group
         self._levels = levels
