@@ -223,9 +223,8 @@ def all_to_all(
     """Starts an all-to-all of flat tensors. The caller must keep the handle until it has waited."""
     if is_dry_run() and not (recv.numel() and send.numel()):
         return None  # The fake backend refuses an empty side.
-    return dist.all_to_all_single(
-        recv, send, recv_splits, send_splits, group=group, async_op=True
-    )
+    splits = {"output_split_sizes": recv_splits, "input_split_sizes": send_splits}
+    return dist.all_to_all_single(recv, send, **splits, group=group, async_op=True)
 
 
 def two_level_all_to_all(
