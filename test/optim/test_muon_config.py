@@ -92,7 +92,7 @@ class TestDistributedConfig(MuonTestCase):
         for given, words in (
             ({"expert_assignments": {0: 3, 2: 1}}, r"names parameters \[2\].* 0 to 1"),
             ({"expert_assignments": {"w": 1}}, r"names parameters \['w'\]"),
-            # What new_group() returns to a rank that is not in the group.
+            # new_group() returns this on a rank that is not in the group.
             ({"tp_process_group": dist.GroupMember.NON_GROUP_MEMBER}, "with this rank"),
         ):
             with self.assertRaisesRegex(ValueError, words):

@@ -105,7 +105,7 @@ def _mirrored(base, left, right, beta, alpha=1, out=None, levels=_SYMMETRIC_LEVE
 class Products:
     """The products of an iteration. Their factors commute, so the results are symmetric."""
 
-    # Of the whole matrix, if a rank has only a block of it.
+    # The whole matrix's shape, if a rank has only a block of it.
     shape: Sequence[int] | None = None
 
     def norm(self, x: Tensor) -> Tensor:

@@ -131,9 +131,9 @@ class Shards:
 
     # Global ranks, in the framework's order.
     ranks: Ranks
-    # What each of them stores, in storage order. Replicas hold equal rectangles.
+    # The regions of each of these ranks, in storage order. Replicas hold equal rectangles.
     regions: tuple[Regions, ...]
-    # To which contribution to a sum (Partial) the shard of each belongs; empty for no sum.
+    # The number of each shard's contribution to a sum (Partial); empty for no sum.
     contributions: tuple[int, ...] = ()
     # How matrices with these shards were cut -> the shards of each part, which they share.
     parts: dict[Any, list["Shards"]] = field(default_factory=dict)
