@@ -463,6 +463,10 @@ class TestMuonRefusals(TestCase):
                 ours.muon(*lists, **FUNCTIONAL, **options)
             with self.assertRaisesRegex(ValueError, "Complex .* not supported"):
                 ours.muon([], [], [], **{**FUNCTIONAL, **options, "has_complex": True})
+        # It would be added to each row of the momentum.
+        matrix, row = torch.zeros(2, 3), torch.ones(3)
+        with self.assertRaisesRegex(ValueError, "gradient must be a 2D matrix"):
+            ours.muon([matrix], [row], [matrix.clone()], **FUNCTIONAL)
 
     def test_newton_schulz_options_are_checked_by_the_step(self):
         for options, words in (

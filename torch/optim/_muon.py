@@ -190,7 +190,7 @@ class Muon(Optimizer):
         if self._engine is None:
             return {}
         schedule = self._engine.schedule
-        owners = zip((layout.key for layout in schedule.layouts), schedule.owners)
+        owners = zip((l.key for l in schedule.layouts), schedule.owners, strict=True)
         return {(k.index, k.sub): owner for k, owner in owners if not k.block[0]}
 
     @property
@@ -418,8 +418,8 @@ def _single_tensor_muon(
     formulas = MuonFormulas.of_group(group)
     takes_more = allow_batched_matrices or formulas.flatten
     # FSDP1 flattens parameters, and the engine knows the matrices inside.
-    least = 2 if distributed_config is None else 0
-    if any(p.ndim < least or (p.ndim > 2 and not takes_more) for p in params):
+    least, tensors = (2, grads) if distributed_config is None else (0, params)
+    if any(t.ndim < least or (t.ndim > 2 and not takes_more) for t in tensors):
         raise ValueError("Param gradient must be a 2D matrix")
     if distributed_config is not None:
         bufs, config = muon_momentum_bufs, distributed_config

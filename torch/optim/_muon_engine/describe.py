@@ -139,9 +139,8 @@ def _table(schedule: Schedule, group: Ranks, rank: int, ahead: int) -> list[str]
 
 def _division(engine: Any, group: Ranks) -> list[str]:
     """The numbers of owners that differ from one, or that "auto" would choose; at most one line."""
-    layouts = engine.schedule.layouts
-    layouts = [l for l in layouts if l.group == group and not l.key.block[0]]
-    layouts = [layout for layout in layouts if not layout.frozen]
+    every = [l for l in engine.schedule.layouts if l.group == group and not l.frozen]
+    layouts = [layout for layout in every if not layout.key.block[0]]
     algorithms = (engine.params[l.key.index].formulas.ns_algorithm for l in layouts)
     members = Counter(map(owners.Class.of, layouts, algorithms))
     # In a dry run, fake tensors have no values.

@@ -20,7 +20,7 @@ from .callbacks import FunctionStep, is_from_factory, own_functions
 from .config import DistributedConfig
 from .hints import Hints
 from .layouts import larger_first, Layout, listed
-from .layouts.dtensor import device_of
+from .layouts.dtensor import device_of, is_dtensor
 from .layouts.groups import ParamInfo
 from .process_groups import FailureNotes, process_rank, Ranks, spanning_group
 from .runtime import Param, transport
@@ -258,7 +258,7 @@ class Engine:
             with _without_autocast(self.device.type):
                 runner.run()
             for param in self.params:
-                if param.user_grad is not None:
+                if param.user_grad is not None and is_dtensor(param.tensor):
                     # A DTensor does not see writes to its local tensor.
                     written = param.tensor, states[param.tensor]["momentum_buffer"]
                     torch.autograd.graph.increment_version(written)

@@ -37,9 +37,9 @@ def _parts(layout: Layout, split: Split) -> Iterator[Layout]:
     if split not in shards.parts:
         # Replicas share one tuple of regions, and its parts.
         parts = {regions: _regions(regions, split) for regions in shards.regions}
-        by_rank = [parts[regions] for regions in shards.regions]
+        by_part = zip(*(parts[regions] for regions in shards.regions), strict=True)
         ranks, sums = shards.ranks, shards.contributions
-        shards.parts[split] = [Shards(ranks, part, sums) for part in zip(*by_rank)]
+        shards.parts[split] = [Shards(ranks, part, sums) for part in by_part]
     for size, part in zip(split.sizes, shards.parts[split], strict=True):
         lines = size * split.repeats
         shape = (rows, lines) if split.dim else (lines, columns)

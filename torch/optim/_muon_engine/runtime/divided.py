@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..._newton_schulz import _addmm, Products, products_for
+from ..process_groups import group_ranks
 from . import Matrix
 from .transport import naming
 
@@ -26,7 +27,7 @@ class DividedProducts(Products):
     def __init__(self, matrix: Matrix, group: ProcessGroup) -> None:
         self._matrix, self._group = matrix, group
         self.shape = matrix.layout.block_of
-        self._ranks = tuple(dist.get_process_group_ranks(group))
+        self._ranks = group_ranks(group)
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
 
     def norm(self, x: Tensor) -> Tensor:

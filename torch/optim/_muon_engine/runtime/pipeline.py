@@ -26,8 +26,6 @@ class Pipeline(Compute):
         memory = Memory(engine.device, engine.config.state.get("keep_buffers", False))
         super().__init__(rank, engine.device, memory)
         self.params = engine.ordered
-        # Whether the ranks know that they differ before anything moves.
-        self.awaits_statuses = engine.device.type == "cpu"
         self.prefetch_count = engine.config.prefetch_count
         self.one_at_a_time = schedule.one_owner_at_a_time and self.prefetch_count == 0
         by_group: dict[Any, list[Matrix]] = {}
@@ -52,10 +50,14 @@ class Pipeline(Compute):
             if (group := groups[ranks]) is not None
         ]
 
+    @property
+    def awaits_statuses(self) -> bool:
+        """Whether the ranks know that they differ before anything moves."""
+        return self.device.type == "cpu"
+
     def connect(self) -> None:
-        """Uses every communicator once while no other one is in use. Accelerator backends connect two ranks
-        when they first exchange something. If other collectives are in flight then, ranks may wait for each
-        other.
+        """Uses every communicator once while no other one is in use. Accelerator backends connect two ranks when
+        they first exchange something. With other collectives in flight, ranks may wait for each other.
         """
         with self.memory, self._drained():
             for statuses in self.statuses:
@@ -86,7 +88,6 @@ class Pipeline(Compute):
 
         On a CPU, nothing has moved yet when the result is known. A group passes a mismatch on to larger groups. A
         rank that cannot use a gradient tells all of its groups, because each of them must end the step here.
-
         Returns how ranks differ; "" if they do not, and on accelerators, which do not wait for the result.
         """
         self._current = "statuses", [m for s in self.statuses for m in s.matrices]
@@ -120,8 +121,7 @@ class Pipeline(Compute):
 
     def _process(self, bucket: LocalBucket, relaying: Iterator[None]) -> Iterator[None]:
         """Brings one bucket from gradients to parameters. Other buckets go on where it pauses. ``relaying`` is
-        the task of the group's bucket k-2, which has only relays left. It awaits one of them each time it goes
-        on.
+        the task of the group's bucket k-2, which has only relays left. It awaits one of them at each turn.
         """
         self.gather(bucket)
         yield

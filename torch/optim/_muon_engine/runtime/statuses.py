@@ -152,7 +152,7 @@ class Statuses(InFlight):
             for present, absent, unusable, options, minus_options, *values in rows
         ]
         for reason, column in zip(reasons, zip(*by_matrix)):
-            different = [m for m, differs in zip(self.matrices, column) if differs]
+            different = [m for m, d in zip(self.matrices, column, strict=True) if d]
             if different and not text:
                 names = listed([matrix.layout.describe() for matrix in different], 4)
                 text = f"{reason}: {names}"

@@ -230,8 +230,7 @@ def as_on_an_accelerator(optimizer):
     Its first step has made the buffers, which are on the CPU. Later steps also accumulate the gradients
     of a bucket together.
     """
-    runner = optimizer._engine._runner
-    runner.device, runner.awaits_statuses = torch.device("cuda"), False
+    optimizer._engine._runner.device = torch.device("cuda")
 
 
 def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
