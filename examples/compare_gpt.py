@@ -20,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,7 @@ def main() -> int:
         if dist.get_rank() == 0:
             figures["ranks"].write_text(json.dumps(ranks))
         dist.destroy_process_group()
+        time.sleep(0.2)  # as in train_fsdp2.py
         return 0
 
     args.out.mkdir(parents=True, exist_ok=True)

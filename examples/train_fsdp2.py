@@ -195,6 +195,8 @@ def main() -> None:
             figures = {"steps": history, "held_out": loss}
             Path(args.losses).write_text(json.dumps(figures))
     dist.destroy_process_group()
+    # A thread of gloo that still drops a tensor when Python ends would abort the process.
+    time.sleep(0.2)
 
 
 if __name__ == "__main__":
