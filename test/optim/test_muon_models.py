@@ -167,8 +167,15 @@ class TestDTensorsOnOneRank(MuonTestCase):
 
     def test_flat_parameter_of_an_embedding_and_a_matrix(self):
         model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+        model = FSDP(model, device_id=torch.device("cpu"))
         with self.assertRaisesRegex(ValueError, "mixes matrices for Muon with others"):
-            partition_named_parameters(FSDP(model, device_id=torch.device("cpu")))
+            partition_named_parameters(model)
+        # The other optimizer takes a table and a norm in one flat parameter.
+        tables = nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4))
+        matrices, others = partition_named_parameters(
+            FSDP(tables, device_id=torch.device("cpu"))
+        )
+        self.assertEqual((len(matrices), len(others)), (0, 1))
 
     def test_flat_parameters_with_splits(self):
         def layers():

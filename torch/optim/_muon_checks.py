@@ -70,7 +70,7 @@ def problem_with(
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Raises ValueError for an invalid option of the constructor."""
+    """Raises ValueError for an invalid option of the constructor or of a parameter group."""
     lr, adjust_lr_fn = options["lr"], options["adjust_lr_fn"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
@@ -87,11 +87,12 @@ def _check_options(options: dict[str, Any]) -> None:
 
 def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
     """The error for an invalid option, or parameter in ``first_group`` or later, if there is one."""
+    config, groups = muon._distributed_config, muon.param_groups
     try:
-        _check_options(muon.defaults)
+        for options in (muon.defaults, *groups[first_group:]):
+            _check_options(options)
     except (TypeError, ValueError) as error:
         return error
-    config, groups = muon._distributed_config, muon.param_groups
     reader = None if config is None else config.state.get("reader")
     stacks = muon._allow_batched_matrices
     forms = [MuonFormulas.of_group(group).form for group in groups]

@@ -223,8 +223,14 @@ def partition_parameters(
     from torch.optim._muon_engine.layouts.fsdp1 import logical_matrices
 
     matrices, others = [], []
-    for _, param, ((_, shape), *_) in logical_matrices(module):
-        (matrices if len(shape) == 2 else others).append(param)
+    for name, param, inside in logical_matrices(module):
+        are_matrices = {len(shape) == 2 for _, shape in inside}
+        if len(are_matrices) > 1:
+            raise ValueError(
+                f"{name} is a flat parameter that mixes matrices with others: {[name for name, _ in inside]}. Wrap with "
+                "use_orig_params=True, or wrap the others in units of their own"
+            )
+        (matrices if True in are_matrices else others).append(param)
     return matrices, others
 
 

@@ -29,6 +29,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Cut,
     everyone,
     full,
+    grid_of,
     mesh_of,
     R,
     S0,
@@ -53,14 +54,15 @@ def snapshot(params):
 
 
 class TestMuonMistakes(common_muon.OnCPU):
-    def build(self, placed, change=None, named=True, **options):
+    def build(self, placed, change=None, named=True, group=None, **options):
         """Makes an optimizer; ``change`` gets the list of (name, parameter) pairs."""
         pairs = [(f"w{i}", parameter(spec, i)) for i, spec in enumerate(placed)]
         if change is not None:
             pairs = change(pairs)
         options.setdefault("distributed_config", create_dtensor_config())
         self.before = [p.detach() for _, p in pairs]
-        return Muon(pairs if named else [p for _, p in pairs], **options)
+        params = pairs if named else [p for _, p in pairs]
+        return Muon([{"params": params, **(group or {})}], **options)
 
     def assertRefused(self, kind, pattern, placed=None, **options):
         placed = self.placed() if placed is None else placed
@@ -147,11 +149,18 @@ class TestMuonMistakes(common_muon.OnCPU):
             kind = TypeError if other == "0.9" else ValueError
             self.assertRefused(kind, expected, **options)
         for split in ((4, -1), (4, 5), "ab", {"size": 4}, {"sizes": 4, "repeats": "x"}):
-            pairs = [("w0", parameter(Spec((8, 8), mesh_of(4), (S0,))))]
-            group = {"params": pairs, "split": split if self.rank == 2 else None}
-            self.assertRaisesEverywhere(
-                lambda: Muon([group], distributed_config="auto"), ValueError, "split"
-            )
+            group = {"split": split} if self.rank == 2 else {}
+            self.assertRefused(ValueError, "split", group=group)
+
+    def test_error_of_a_rank_that_reaches_others_over_a_mesh(self):
+        """Ranks 1 and 3 are in no group of the config with rank 0, which has an invalid option in a group."""
+        mesh = grid_of(2, 2)
+        config = create_auto_config(ddp_process_group=mesh.get_group("a"))
+        group = {} if self.rank else {"adjust_lr_fn": "match_rms_adam"}
+        options = {"distributed_config": config, "group": group}
+        placed = [Spec((8, 8), mesh["b"], (S0,))]
+        text = "function match_rms_adam is not supported"
+        self.assertRefused(ValueError, text, placed, **options)
 
     def test_different_flags_of_the_config(self):
         for flag, value, pattern in (

@@ -563,6 +563,10 @@ class TestMuonFSDP1(common_muon.OnCPU):
         for params in (matrices, list(flat.parameters())):
             build = partial(Muon, params, distributed_config=create_dtensor_config())
             self.assertRaisesEverywhere(build, ValueError, "create_auto_config")
+        # Only the units know the groups in which a rank reports its error.
+        config, lr = create_auto_config(module=orig), 1.0 - 2 * (self.rank == 1)
+        build = partial(Muon, matrices, lr=lr, distributed_config=config)
+        self.assertRaisesEverywhere(build, ValueError, "Learning rate should be")
         # Another optimizer over the same ranks works.
         self.check(Run(True), 1)
 

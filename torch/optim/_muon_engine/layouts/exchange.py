@@ -85,8 +85,14 @@ class LocalParts:
             sums = (r.of_local(local).abs().sum(dtype=torch.float64) for r in regions)
             self.digests[key] = hash(sum(part.item() for part in sums)) & _DIGEST
 
-    def complete(self, error: BaseException | None = None) -> list[Layout]:
-        """The layouts, with the parts of all ranks put together. Raises the error of any rank of the grid."""
+    def complete(
+        self,
+        error: BaseException | None = None,
+        of_meshes: Sequence[ProcessGroup] = (),
+    ) -> list[Layout]:
+        """The layouts, with the parts of all ranks put together. Raises the error of any rank of the grid of the
+        groups and of ``of_meshes``, the groups of the meshes of DTensors.
+        """
         layouts, parts = self.layouts, _by_name(self.layouts)
         described = {name: l.describe() for name, l in zip(parts, layouts, strict=True)}
         digests = {name: self.digests.get(l.key, 0) for name, l in zip(parts, layouts)}
@@ -123,8 +129,8 @@ class LocalParts:
         except Exception as problem:
             error = problem
         # Ranks of the grid may see different contradictions, or none. All of them must raise.
-        for key in order:
-            _, error = gather_reports(self.group_of[key], None, error, shared)
+        for group in (*(self.group_of[key] for key in order), *of_meshes):
+            _, error = gather_reports(group, None, error, shared)
         if error is not None:
             raise error
         # Only the lowest rank warns.

@@ -104,7 +104,14 @@ def matrices_of(
     tensors: Sequence[FlatTensor], described: str, takes_stacks: bool, flatten: bool
 ) -> Iterator[FlatMatrix]:
     """The matrices in ``tensors``, those of stacks one by one. Raises ValueError for a tensor without any."""
-    others = _others(tensors, described, math.inf if takes_stacks or flatten else 2)
+    most_dims = math.inf if takes_stacks or flatten else 2
+    others = [t for t in tensors if not 2 <= len(t.shape) <= most_dims]
+    if 0 < len(others) < len(tensors):
+        matrices = listed([t.name for t in tensors if t not in others], 4)
+        raise ValueError(
+            f"{described} is a flat parameter that mixes matrices ({matrices}) with {listed([t.name for t in others], 4)}. Pass "
+            "use_orig_params=True and module=model, or wrap the others in units of their own"
+        )
     if others:
         names = listed([tensor.name for tensor in others], 4)
         raise not_2d(f"{described}, which is {names} of shape {others[0].shape}")
@@ -124,20 +131,6 @@ def matrices_of(
             yield tensor, shape, tensor.regions(shape, number)
 
 
-def _others(
-    tensors: Sequence[FlatTensor], described: str, most_dims: float = 2
-) -> list[FlatTensor]:
-    """Those of ``tensors`` that hold no matrix. Raises ValueError if only some of them do."""
-    others = [t for t in tensors if not 2 <= len(t.shape) <= most_dims]
-    if 0 < len(others) < len(tensors):
-        matrices = listed([t.name for t in tensors if t not in others], 4)
-        raise ValueError(
-            f"{described} is a flat parameter that mixes matrices ({matrices}) with {listed([t.name for t in others], 4)}. Pass "
-            "use_orig_params=True and module=model, or wrap the others in units of their own"
-        )
-    return others
-
-
 def logical_matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Inside]]:
     """The name of each parameter of ``module``, the parameter, and what is in it."""
     flat_views = views(module)
@@ -146,6 +139,5 @@ def logical_matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Ins
         inside: Inside = [(name, tuple(param.shape))]
         if param in flat_views:
             tensors, _ = flat_views[param]
-            _others(tensors, f"parameter {name!r}")
             inside = [(tensor.name, tensor.shape) for tensor in tensors]
         yield name, param, inside

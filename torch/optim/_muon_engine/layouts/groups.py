@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from ..._muon_split import Split
 from ..agreement import all_gather_uneven
 from ..process_groups import group_ranks, spanning_group
-from . import dtensor, fsdp1, Key, Layout, matrix_shape, not_2d, Region
+from . import dtensor, fsdp1, Key, larger_first, Layout, matrix_shape, not_2d, Region
 from .divide import split
 from .exchange import KindGroups, KINDS, LocalParts
 
@@ -105,6 +105,7 @@ class Reader:
         local = _LocalReader(self)
         try:
             self.sharing = self.dtensors.sharing(params, self._flat())
+            local.add_units()
             if error is None and is_first:
                 self._check_indices(len(params))
             for index, param in enumerate(params if error is None else ()):
@@ -112,7 +113,7 @@ class Reader:
         except Exception as problem:
             # The other ranks are on their way into the exchange, so they hear of it there.
             error = error or problem
-        layouts = local.complete(error)
+        layouts = local.complete(error, self._mesh_groups() if local.group_of else ())
         self.sharing = self._sharing_of(params, layouts, local)
         parts: list[Layout] = []
         for layout in layouts:
@@ -138,6 +139,15 @@ class Reader:
             within = [g for (_, part), g in groups if {*part} <= {*ranks}]
             sharing[ranks] = [*within, *sharing.get(ranks, []), *of_mesh]
         return sharing
+
+    def _mesh_groups(self) -> list[ProcessGroup]:
+        """The groups of the parameters' meshes, in one order on all ranks."""
+        order = [
+            (ranks, g)
+            for ranks in larger_first(self.sharing)
+            for g in self.sharing[ranks]
+        ]
+        return [g for ranks, g in order if {*group_ranks(g)} <= {*ranks}]
 
     def _flat(self) -> list[int]:
         return [index for index, info in enumerate(self._infos) if info.form[1]]
@@ -241,6 +251,14 @@ class _LocalReader(LocalParts):
     @cached_property
     def _views(self) -> fsdp1.Views | None:
         return None if self.reader.module is None else fsdp1.views(self.reader.module)
+
+    def add_units(self) -> None:
+        """Adds the groups of FSDP1's units, in which this rank must report an error that comes first."""
+        for tensors, groups in (self._views or {}).values():
+            self.cuts_of(groups, {})
+            for spec in {tensor.tp for tensor in tensors if tensor.tp is not None}:
+                if spec.mesh.ndim == 1:
+                    self.cuts_of({"tp": spec.mesh.get_group()}, {})
 
     def add(self, index: int, param: Tensor) -> None:
         reader, info = self.reader, self.reader.info(index)
