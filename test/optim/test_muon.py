@@ -482,6 +482,8 @@ class TestMuonRefusals(TestCase):
         call = ours._zeropower_via_newtonschulz
         with self.assertRaisesRegex(ValueError, "gradient must be a 2D matrix"):
             call(torch.randn(3, 4, 5), COEFFICIENTS, 5, 1e-7)
+        with self.assertRaisesRegex(ValueError, "steps must be less than 100"):
+            call(torch.randn(4, 5), COEFFICIENTS, 100, 1e-7)
 
     def test_state_dict_of_another_model(self):
         """torch.optim takes any state_dict with the same number of parameters."""

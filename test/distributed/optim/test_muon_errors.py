@@ -310,8 +310,13 @@ class TestMuonMistakes(common_muon.OnCPU):
         twins = Twins([Spec((4, 4), mesh_of(4), (S0,))] * 260)
         twins.set_gradients([259] if self.rank == 1 else [])
         pattern = r"some have none[^']* parameter 259 of shape \(4, 4\)$"
-        self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, pattern)
+        step = twins.optimizer.step
+        self.assertRaisesEverywhere(step, RuntimeError, pattern)
         self.assertTrainsAlike(twins, 1)
+        as_on_an_accelerator(twins.optimizer)
+        twins.set_gradients([259] if self.rank == 1 else [])
+        step()
+        self.assertRaisesEverywhere(step, RuntimeError, pattern)
 
     def test_failure_of_another_optimizer_over_the_same_ranks(self):
         """A rank that fails in one optimizer's step and then stays away is missed in the other's."""

@@ -23,7 +23,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
 from torch.optim._muon_engine.runtime import divided
 from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
-from torch.optim.muon import create_auto_config, create_dtensor_config
+from torch.optim.muon import (
+    create_auto_config,
+    create_dtensor_config,
+    DistributedConfig,
+)
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_config, common_muon
 from torch.testing._internal.distributed._muon.common_config import COEFFICIENTS, exact
@@ -301,6 +305,25 @@ class TestMuonFunctions(OnCPU):
             for i, (param, old) in enumerate(zip(twins.params, before)):
                 stayed = torch.equal(local(param.detach()), old)
                 self.assertEqual(stayed, (self.rank, i) == (2, 1))
+
+    def test_functions_that_return_their_argument(self):
+        """Without a broadcast, the update stays with its owner."""
+
+        def sent(update, owner, state):
+            dist.broadcast(update, owner)
+            return update
+
+        for redistribute in (sent, lambda update, owner, state: update):
+            functions = lambda p, s: {0: [0]}, lambda t, owner, s: t, redistribute
+            param = nn.Parameter(torch.ones(4, 4))
+            param.grad = torch.eye(4)
+            muon = Muon([param], distributed_config=DistributedConfig(*functions, {}))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                muon.step()
+            warned = any("diverge" in str(w.message) for w in caught)
+            with self.everywhere():
+                self.assertEqual(warned, redistribute is not sent and self.rank > 0)
 
     def test_wrapper_that_changes_the_dtype(self):
         """The other ranks read the owner's bits as bfloat16."""

@@ -135,14 +135,21 @@ class TestMuonRegressions(common_muon.OnCPU):
 
     def test_mesh_whose_ranks_do_not_ascend(self):
         """DTensor's redistribute() mixes up shards there, so gradients and momentum were those of others."""
-        mesh = DeviceMesh(common_muon.device().type, [3, 1, 0, 2])
-        for placement, of_grad in ((S0, S1), (R, S0), (S0, R)):
-            spec, moved = (Spec((8, 8), mesh, (p,)) for p in (placement, of_grad))
+        line = DeviceMesh(common_muon.device().type, [3, 1, 0, 2])
+        # Only the second dimension descends.
+        grid = DeviceMesh(common_muon.device().type, [[1, 0], [3, 2]])
+        for mesh, placement, of_grad in (
+            (line, (S0,), (S1,)),
+            (line, (R,), (S0,)),
+            (line, (S0,), (R,)),
+            (grid, (R, S0), (R, S1)),
+        ):
+            spec, moved = (Spec((8, 8), mesh, p) for p in (placement, of_grad))
             twins = Twins([spec])
             twins.set_gradients()
             (param,), grad, muon = twins.params, twins.singles[0].grad, twins.optimizer
             param.grad = place(grad, moved)
-            if of_grad == R:
+            if of_grad == (R,):
                 twins.single.step()
                 muon.step()
                 self.assertParity(twins)

@@ -230,7 +230,10 @@ def as_on_an_accelerator(optimizer):
     Its first step has made the buffers, which are on the CPU. Later steps also accumulate the gradients
     of a bucket together.
     """
-    optimizer._engine._runner.device = torch.device("cuda")
+    runner = optimizer._engine._runner
+    runner.device = torch.device("cuda")
+    for statuses in runner.statuses:
+        statuses._device = runner.device
 
 
 def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
