@@ -260,7 +260,7 @@ def sent_by(schedule: Schedule, rank: int) -> int:
     """The bytes that ``rank`` sends in a step."""
     packs = (schedule.packs(bucket, rank) for bucket in schedule.buckets)
     sides = (side for pack in packs for side in (pack.gather_send, pack.scatter_send))
-    return sum(sum(side.splits) for side in sides) * NS_DTYPE.itemsize
+    return sum(sum(side.split_sizes) for side in sides) * NS_DTYPE.itemsize
 
 
 def least_bytes(schedule: Schedule, rank: int) -> int:

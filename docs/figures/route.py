@@ -74,7 +74,7 @@ class Panel:
         for bucket in self.schedule.buckets:
             for rank in RANKS if self.matrix in bucket.matrices else ():
                 pack = getattr(self.schedule.packs(bucket, rank), f"{kind}_send")
-                ends = list(accumulate(pack.splits))
+                ends = list(accumulate(pack.split_sizes))
                 for packed in pack.regions:
                     if packed.matrix == self.matrix:
                         pair = rank, bisect_right(ends, packed.offset)

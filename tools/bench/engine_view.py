@@ -21,7 +21,7 @@ def all_to_alls(optimizer: Muon) -> list[tuple]:
                 (packs.gather_recv, packs.gather_send),
                 (packs.scatter_recv, packs.scatter_send),
             ):
-                splits = list(receive.splits), list(send.splits)
+                splits = list(receive.split_sizes), list(send.split_sizes)
                 how = {"dtype": send.dtype, "device": engine.device}
                 flat = [torch.zeros(sum(sizes), **how) for sizes in splits]
                 calls.append((*flat, *splits, group))

@@ -180,7 +180,7 @@ class Muon(Optimizer):
 
     @property
     def assignments(self) -> dict[int, list[int]]:
-        """Global rank -> indices of the parameters that it orthogonalizes; {} without a config."""
+        """Global rank -> indices of the parameters whose first matrix it orthogonalizes; {} without a config."""
         assignments = {} if self._engine is None else self._engine.assignments
         return {rank: list(owned) for rank, owned in assignments.items()}
 
@@ -308,8 +308,7 @@ class Muon(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as :meth:`Optimizer.state_dict` does, without the ``distributed_config``.
 
-        On accelerators, it raises RuntimeError if the last step turns out to have failed. It only logs a
-        failure that was raised before.
+        On accelerators, it raises RuntimeError if the last step failed. It only logs an earlier failure.
         """
         if self._engine is None:
             return super().state_dict()
@@ -340,6 +339,11 @@ class Muon(Optimizer):
             RuntimeError: ranks differ in gradients, hyperparameters, parameters or their number of steps;
                 a gradient cannot be used; this is a copy without its config; or an earlier step failed.
         """
+        if self._needs_config:
+            raise RuntimeError(
+                "This Muon is a copy of one with a distributed_config, which cannot be copied or pickled. "
+                "Build a new Muon with distributed_config=... and load this one's state_dict() into it"
+            )
         if self._engine is not None:
             self._engine.begin_step()
         loss = None
@@ -347,11 +351,6 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        if self._needs_config:
-            raise RuntimeError(
-                "This Muon is a copy of one with a distributed_config, which cannot be copied or pickled. "
-                "Build a new Muon with distributed_config=... and load this one's state_dict() into it"
-            )
         if self._engine is not None:
             self._distributed_step(self._engine)
             return loss

@@ -20,9 +20,8 @@ _KERNELS = "with allow_batched_matrices=True, a convolution is a stack of small 
 
 
 def _storage_is_gone(param: Tensor) -> bool:
-    """Whether ``param.data = dtensor`` has destroyed ``param``. PyTorch accepts that assignment to a plain
-    Parameter and leaves a tensor of the global shape over a null pointer. The next kernel that reads the tensor
-    crashes the process.
+    """Whether ``param.data = dtensor`` has destroyed ``param``. PyTorch accepts that for a plain Parameter and
+    leaves the global shape over a null pointer. The next kernel that reads it crashes the process.
     """
     if type(param) not in (Tensor, torch.nn.Parameter) or param.device.type == "meta":
         return False

@@ -70,8 +70,8 @@ class MuonFormulas(NamedTuple):
     @property
     def compute_key(self) -> tuple:
         """Matrices with equal keys may share a batch."""
-        newton_schulz = self.ns_coefficients, self.ns_steps, self.eps, self.ns_algorithm
-        return *newton_schulz, self.foreach
+        iteration = self.ns_coefficients, self.ns_steps, self.eps, self.ns_algorithm
+        return *iteration, self.foreach
 
     @property
     def _readable_lr(self) -> float | None:
@@ -98,9 +98,7 @@ class MuonFormulas(NamedTuple):
         return self.split, self.flatten
 
     def matrices(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The matrices in a parameter, as views; of three dimensions if ``split`` has repeats. A DTensor stays
-        whole, because its views may be copies.
-        """
+        """The matrices in a parameter, as views; of three dimensions if ``split`` has repeats. DTensors stay whole."""
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return [tensor]
         split, flatten = self.form
@@ -137,9 +135,7 @@ class MuonFormulas(NamedTuple):
     def prepare(
         self, bufs: list[Tensor], grads: list[Tensor], out: Tensor | None = None
     ) -> Sequence[Tensor]:
-        """Returns the tensors to orthogonalize: momentum, blended with ``grads`` if nesterov. ``out`` gets the
-        result if there is one tensor.
-        """
+        """Returns the tensors to orthogonalize: momentum, blended with ``grads`` if nesterov, of one in ``out``."""
         if not self.nesterov:
             return bufs
         if len(grads) == 1:

@@ -82,9 +82,7 @@ def _addmm(base, left, right, beta, alpha=1, out=None) -> Tensor:
 
 
 def _mirrored(base, left, right, beta, alpha=1, out=None, levels=_SYMMETRIC_LEVELS):
-    """Like :func:`_addmm`, for a symmetric ``base`` and result of shape (..., rows, rows). The blocks below the
-    diagonal are copies.
-    """
+    """Like :func:`_addmm`, for a symmetric ``base`` and result, whose blocks below the diagonal are copies."""
     rows = left.size(-2)
     if not levels or rows < _MIN_SYMMETRIC:
         return _addmm(base, left, right, beta, alpha, out)

@@ -272,8 +272,7 @@ def partition_named_parameters(
         parameter groups, one for each split. Names lack the prefixes of wrappers.
 
     Raises:
-        ValueError: a flat FSDP1 parameter holds parameters for both or of different splits, or a pattern
-            matches no name.
+        ValueError: a flat FSDP1 parameter mixes both or different splits, or a pattern matches no name.
     """
     from torch.optim._muon_partition import partition
 

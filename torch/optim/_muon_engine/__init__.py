@@ -10,7 +10,8 @@ part of the result::
     rank 1: shard of A, shard of B --+-- gather -->  owns B: assemble, orthogonalize --+-- scatter --> apply
 
 The ranks decide the route of every element once, when they build the optimizer. A step fills memory and
-starts collectives. No gradient ever changes which collectives these are.
+starts collectives. No gradient changes which of the engine's collectives these are. DTensor's own may bring a
+gradient to the placement of its parameter first.
 
 The vocabulary, in the order of the data:
 
@@ -20,8 +21,9 @@ The vocabulary, in the order of the data:
 - *owner*: the rank that orthogonalizes a matrix, out of all its holders.
 - *bucket*: matrices of one group of ranks that are processed together. Its owners work at the same time.
 - *gather* and *scatter*: one packed all-to-all each, to the owners and back.
-- *split*: what one rank sends another in an all-to-all. *Pack*: one side of it, with the place of each region.
-- *relay*: with many replicas, only the *source* exchanges its shard with the owner, and broadcasts the result.
+- *split sizes*: how many elements go to or come from each rank in an all-to-all. *Pack*: one side of it, with
+  the place of each region. (The option *split* cuts a fused weight into *parts*, matrices of their own.)
+- *relay*: with many replicas, the owner sends a result to one of them, the *source*, which broadcasts it.
 - *node* and *rail*: with many peers, an all-to-all has two levels: within a node, then along the ranks at
   the same place of each node.
 - *slot*: the memory of one bucket in flight. *Prefetch*: later buckets whose gathers are in flight.
@@ -30,5 +32,5 @@ The vocabulary, in the order of the data:
 
 Imports go one way, and a test checks it: ``layouts <- schedule <- runtime <- callbacks <- engine <- _muon``.
 ``config``, ``agreement`` and ``process_groups`` import none of these, except for helpers of ``layouts``.
-Only ``layouts`` knows frameworks, so a new kind of parallelism needs a new reader and nothing else.
+Only ``layouts`` knows frameworks, so a new kind of parallelism changes nothing else.
 """

@@ -28,7 +28,7 @@ _SAME_TYPE = (AssertionError, IndexError, TypeError, ValueError)
 
 
 class Signature(NamedTuple):
-    """One rank's view of one parameter: its description, and fields in words."""
+    """One rank's view of one matrix: its description, and fields in words."""
 
     description: str
     fields: tuple[tuple[str, str], ...]
@@ -156,7 +156,7 @@ def _first_difference(ranks: Ranks, everyone: Sequence[Sequence[Signature]]) -> 
             if len(others) != len(first):
                 extra = max(first, others, key=len)[min(len(first), len(others))]
                 return (
-                    f"ranks disagree about the number of parameters that they share: {len(first)} on rank {ranks[0]} "
+                    f"ranks disagree about the number of matrices that they share: {len(first)} on rank {ranks[0]} "
                     f"and {len(others)} on rank {rank}; only one of them has {extra.description}"
                 )
     return "ranks disagree about the parameters that they share"

@@ -114,9 +114,7 @@ def factory_config(
     owners_per_matrix: int | str = 1,
     keep_buffers: bool = False,
 ) -> DistributedConfig:
-    """A config with the factory's functions; for DTensors unless ``state`` names another reader. Raises
-    ValueError if an option is invalid.
-    """
+    """A config with the factory's functions. Raises ValueError if an option is invalid."""
     owners = owners_per_matrix
     if owners != "auto" and (type(owners) is not int or owners < 1):
         raise ValueError(
@@ -290,7 +288,7 @@ class FunctionStep:
             update = param.local.new_empty(shape, dtype=NS_DTYPE)
         group = self.engine.groups[self.layouts[index][0].group]
         # A wrapper may have changed the owner's dtype. The other ranks receive this one.
-        update = update.to(NS_DTYPE).contiguous()
+        update = update.to(self.engine.device, NS_DTYPE).contiguous()
         if group is not None:
             dist.broadcast(update, owner, group=group)
         return update

@@ -16,10 +16,11 @@ class DistributedConfig:
     a framework other than ``torch.distributed``. With a ``gather_fn`` or ``redistribute_fn`` of yours,
     :meth:`Muon.step` issues no collective but that of the function you kept, and DTensor's for gradients.
 
-    During :meth:`Muon.step`, every rank that holds a piece calls ``gather_fn`` and then
-    ``redistribute_fn`` for every parameter, in the order of the parameters' indices, whether or not it
-    has a gradient. ``state["current_param_idx"]`` and ``state["current_owner"]`` are set before each call.
-    Indices count the parameters in the order of ``param_groups``. Muon reads the flags when it is built.
+    During :meth:`Muon.step`, every rank that holds a piece calls ``gather_fn`` and then ``redistribute_fn``
+    for every parameter that takes gradients, whether or not it has one, in the order of their indices (experts
+    last, by id). With ``prefetch_count``, later gathers come first. ``state["current_param_idx"]`` and
+    ``state["current_owner"]`` are set before each call. Indices count the parameters in the order of
+    ``param_groups``. Muon reads the flags when it is built.
 
     Args:
         assign_fn (Callable[[list[Tensor], dict], dict[int, list[int]]]): maps the parameters and
@@ -37,7 +38,7 @@ class DistributedConfig:
             None, the learning rate is scaled by ``state["global_shapes"]``, a dict of index -> shape of
             the whole matrix.
         async_gpu_parallelism (bool, optional): lets all owners work at the same time. False is for
-            debugging: one owner works at a time, in rank order (default: True)
+            debugging: with ``prefetch_count=0``, one owner works at a time, in rank order (default: True)
         prefetch_count (int, optional): number of later gathers in flight while one bucket is
             orthogonalized; each takes memory (default: 1)
 

@@ -78,7 +78,7 @@ def _memory(engine: Any) -> str:
         local = schedule.packs(bucket, rank)
         moving = [relay.pack for relay in local.relays if relay.source != rank]
         moving += [local.gather_send, local.scatter_recv]
-        moved = [sum(pack.splits) for pack in moving]
+        moved = [sum(pack.split_sizes) for pack in moving]
         itemsize = max(schedule.layouts[m].dtype.itemsize for m in bucket.matrices)
         batches: Counter[tuple] = Counter()
         for m in schedule.owned(bucket).get(rank, ()):

@@ -4,7 +4,6 @@ import copy
 import logging
 import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import chain, count
 from typing import Any
@@ -41,9 +40,8 @@ _FAILED_BEFORE = "another rank failed before this step. "
 
 class Engine:
     """The layouts, owners, schedule and memory for one list of parameters. It reads the functions and flags of
-    ``config`` once. ``former`` is the optimizer's engine before its parameters changed. An error of its last
-    step that this rank has not read yet is raised here, after the other ranks have learned of it, and so is an
-    ``error`` that this rank found already.
+    ``config`` once. ``former`` is the optimizer's engine before its parameters changed. After the other ranks
+    have learned of it, this rank raises its ``error``, or one of ``former``'s last step that it had not read.
     """
 
     def __init__(
@@ -255,7 +253,8 @@ class Engine:
             if text and runner.awaits_statuses:
                 is_fatal = False
                 raise RuntimeError(text)
-            with _without_autocast(self.device.type):
+            # Autocast would end the iteration in a dtype that the packs do not have.
+            with torch._C._DisableAutocast():
                 runner.run()
             for param in self.params:
                 if param.user_grad is not None and is_dtensor(param.tensor):
@@ -295,8 +294,7 @@ class Engine:
             )
         for of_group in formulas:
             of_group.check()
-        # All parameters of a group have its form.
-        for param in {p.param_group: p for p in reversed(self.params)}.values():
+        for param in self.params:
             param.check_form(formulas[param.param_group])
         if any(torch.is_complex(param.tensor) for param in self.params):
             raise RuntimeError("Muon does not support complex parameters")
@@ -342,9 +340,7 @@ class Engine:
         return FailureNotes(self.serials, self.steps if step is None else step)
 
     def new_failure(self) -> RuntimeError | None:
-        """On accelerators: the error of the last step, which the host has not read before. The first call waits
-        until the step has ended.
-        """
+        """On accelerators: the error of the last step, if it is new. The first call waits for the step's end."""
         if self.failure or not isinstance(self._runner, Pipeline):
             return None
         text = "; ".join(filter(None, [s.mismatch() for s in self._runner.statuses]))
@@ -454,10 +450,3 @@ def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement
             fits = bool(same) and a.tensor.shape == b.tensor.shape
             replaced.append((a, b, fits and len(pairs) == len(moved)))
     return replaced
-
-
-def _without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Autocast would end the iteration in a dtype that the packs do not have."""
-    if not torch.amp.is_autocast_available(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)

@@ -1,4 +1,4 @@
-"""Warnings about probable mistakes: each once, on one rank. No collective depends on them."""
+"""Warnings about probable mistakes: each once for an engine, on the first rank of a group."""
 
 import warnings
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d, ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-# Global ranks in ascending order.
+# Global ranks: of a group of matrices in ascending order, of a process group in its order.
 Ranks = tuple[int, ...]
 # One dict per default group: a new world starts without groups and counts. (In a multi-threaded test,
 # each thread has its own default group.) A group outlives the optimizers that asked for it, because
@@ -78,9 +78,8 @@ def spanning_group(
 @contextmanager
 def _by_members_alone(ranks: Ranks) -> Iterator[None]:
     """Lets the members of a group make it without the other ranks. While the default group is bound to a
-    device, c10d makes groups by ``ncclCommSplit``, which all ranks of the world must join. Without
-    ``_local_sync_group_name``, it names a group after the number of groups or calls in this process, in which
-    members may differ.
+    device, c10d makes groups by ``ncclCommSplit``, which all ranks of the world must join. Older versions name
+    a group after the number of groups in this process, in which members may differ.
     """
     world: Any = dist.group.WORLD
     c10d: Any = distributed_c10d
@@ -88,9 +87,9 @@ def _by_members_alone(ranks: Ranks) -> Iterator[None]:
     world.bound_device_id = None
     if not hasattr(c10d, "_local_sync_group_name"):
         # It only grows: the store keeps what the members of a destroyed group wrote.
-        made = _of_world("names")
-        made[ranks] = made.get(ranks, 0) + 1
-        name = f"muon_{_short(ranks)}_{made[ranks]}"
+        calls = _of_world("calls")
+        calls[ranks] = calls.get(ranks, 0) + 1
+        name = f"muon_{_short(ranks)}_{calls[ranks]}"
         c10d._process_group_name = lambda *args, **kwargs: name
     try:
         yield
@@ -185,8 +184,9 @@ class FailureNotes:
     """
 
     def __init__(self, serials: Mapping[Ranks, int], step: int) -> None:
-        numbers = serials.items()
-        self._keys = {r: f"muon/failed/{_short(r)}/{n}/{step}" for r, n in numbers}
+        self._keys = {
+            r: f"muon/failed/{_short(r)}/{n}/{step}" for r, n in serials.items()
+        }
 
     def leave(self, reason: str) -> None:
         """Tells the ranks that wait for this one why it does not complete the step."""

@@ -126,7 +126,7 @@ class Shards:
     """The shards of all ranks of a group, of one matrix or of many with equal shards.
 
     Derived properties are computed once, because no loop may go over both all ranks and all matrices.
-    Methods that take a rank raise KeyError for ranks that hold no shard.
+    A rank that holds no shard is a KeyError.
     """
 
     # Global ranks, in the framework's order.
@@ -152,7 +152,7 @@ class Shards:
 
     @cached_property
     def replica_sets(self) -> tuple[Ranks, ...]:
-        """The ranks that store one (contribution, shard), for each distinct one, in the group's order."""
+        """The ranks that store one (contribution, shard), for each distinct one, in the order of ``ranks``."""
         sets: dict[tuple[int, Regions], list[int]] = {}
         contributions = self.contributions or itertools.repeat(0)
         for rank, of_sum, shard in zip(self.ranks, contributions, self.regions):
@@ -223,7 +223,7 @@ Cuts = tuple[Cut, ...]
 @dataclass(frozen=True)
 class Layout:
     """One matrix, or a block of a divided one: its global shape, and which rank stores what of it.
-    ``placement`` names the placements or groups, for error messages. A ``frozen`` one is not in the schedule.
+    ``placement`` names the placements or groups, for error messages. A ``frozen`` one is in no bucket.
     While ranks read, a layout is what a rank knows, and the ranks of ``cuts`` know the rest. ``block_of`` is
     the shape of the matrix that a block is from.
     """

@@ -7,13 +7,13 @@ from ..._muon_split import Split
 from . import Layout, Region, Regions, Shards
 
 
-def split(layout: Layout, fused: Split) -> Iterator[Layout]:
+def split_fused(layout: Layout, fused: Split) -> Iterator[Layout]:
     """The parts of a ``fused`` weight. Raises ValueError if they do not add up to its rows or columns."""
     problem = fused.problem_with(layout.shape)
     if problem:
         raise ValueError(f"{layout.describe()}: {problem}")
-    for number, part in enumerate(_parts(layout, fused)):
-        key = layout.key._replace(sub=layout.key.sub * len(fused.sizes) + number)
+    for place, part in enumerate(_parts(layout, fused)):
+        key = layout.key._replace(sub=layout.key.sub * len(fused.sizes) + place)
         yield replace(part, key=key)
 
 
@@ -26,8 +26,9 @@ def divide(layout: Layout, owners: int) -> Iterator[Layout]:
     rows, columns = layout.shape
     dim, long = (0, rows) if rows > columns else (1, columns)
     sizes = [long * (at + 1) // count - long * at // count for at in range(count)]
-    for number, block in enumerate(_parts(layout, Split(tuple(sizes), 1, dim))):
-        key = layout.key._replace(block=(number, count))
+    # Blocks are cut like the parts of a fused weight.
+    for place, block in enumerate(_parts(layout, Split(tuple(sizes), 1, dim))):
+        key = layout.key._replace(block=(place, count))
         yield replace(block, key=key, block_of=layout.shape)
 
 

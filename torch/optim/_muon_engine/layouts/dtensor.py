@@ -252,8 +252,8 @@ def like_param(param: Tensor, local: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return local
     mesh, placements = param.device_mesh, param.placements
-    whole = {"shape": param.shape, "stride": param.stride()}
-    return DTensor.from_local(local, mesh, placements, run_check=False, **whole)
+    size = {"shape": param.shape, "stride": param.stride()}
+    return DTensor.from_local(local, mesh, placements, run_check=False, **size)
 
 
 def placed_like(param: Tensor, buffer: Tensor) -> bool:
@@ -301,8 +301,8 @@ def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]
     """For each rank of the flattened mesh, the matrices that it holds a part of, and their regions."""
     # The dimension of the rows. Those before it number the matrices of a stack, those after it are columns.
     first, dims = 0 if flatten else tensor.ndim - 2, range(tensor.ndim)
-    parts = dims[:first], dims[first : first + 1], dims[first + 1 :]
-    by_rank = list(zip(*(_runs_by_rank(part, tensor) for part in parts)))
+    axes = dims[:first], dims[first : first + 1], dims[first + 1 :]
+    by_rank = list(zip(*(_runs_by_rank(axis, tensor) for axis in axes)))
     matrices: dict[tuple[Runs, ...], dict[int, Regions]] = {}
     for runs in set(by_rank):
         subs, rows, columns = runs
@@ -313,8 +313,7 @@ def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]
 
 def _runs_by_rank(dims: range, tensor: DTensor) -> list[Runs]:
     """For each rank of the flattened mesh, the row-major indices that it holds along ``dims`` of a tensor. The
-    placements themselves cut an index tensor, so this function does not know the rules for uneven, empty and
-    strided shards.
+    placements themselves cut an index tensor, because they know the rules for uneven and strided shards.
     """
     placements, sizes = tensor.placements, tensor.device_mesh.shape
     shape = [size if dim in dims else 1 for dim, size in enumerate(tensor.shape)]

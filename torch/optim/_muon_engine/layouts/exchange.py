@@ -16,8 +16,8 @@ from . import check_cover, Cut, Cuts, Key, Layout, listed, Regions, Shape, Shard
 from .dtensor import is_frozen, local_part
 
 
-# Bits of a digest of values.
-_DIGEST = 2**31 - 1
+# The bits of a hash of values.
+_HASH_MASK = 2**31 - 1
 # The order in which cuts are undone. FSDP cuts last, the shard that TP left. DDP and CP replicate.
 KINDS = ("fsdp", "tp", "ddp", "cp")
 
@@ -48,7 +48,7 @@ def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
     return f"process groups: {', '.join(words)}" if words else "no process groups"
 
 
-class LocalParts:
+class LocalPieces:
     """This rank's parts of matrices that groups share. A group does not say how they were cut. So in each
     group, ranks tell each other their parts, put them together, and tell the next group the result.
     """
@@ -57,6 +57,8 @@ class LocalParts:
         # A unit of FSDP1 may have other groups than those that were given.
         self.group_of = {(kind, group_ranks(g)): g for kind, g in shared.items()}
         self.ep_ranks = (process_rank(),) if ep_group is None else group_ranks(ep_group)
+        # Those of the DTensors' meshes, whose ranks must hear of an error, too.
+        self.mesh_groups: list[ProcessGroup] = []
         self.layouts: list[Layout] = []
         # Digests of the values that this rank stores of cut matrices; 0 for zeros.
         self.digests: dict[Key, int] = {}
@@ -70,7 +72,7 @@ class LocalParts:
         self.group_of |= {(cut.kind, cut.ranks): shared[cut.kind] for cut in cuts}
         return cuts
 
-    def add_part(
+    def add_piece(
         self, key: Key, param: Tensor, shape: Shape, regions: Regions, cuts: Cuts
     ) -> None:
         """Adds a matrix of which this rank has a piece of ``shape``, and stores ``regions`` of the piece."""
@@ -83,16 +85,10 @@ class LocalParts:
         if has_values and any(c.is_sharded or c.kind == "tp" for c in cuts):
             local = local_part(param)
             sums = (r.of_local(local).abs().sum(dtype=torch.float64) for r in regions)
-            self.digests[key] = hash(sum(part.item() for part in sums)) & _DIGEST
+            self.digests[key] = hash(sum(part.item() for part in sums)) & _HASH_MASK
 
-    def complete(
-        self,
-        error: BaseException | None = None,
-        of_meshes: Sequence[ProcessGroup] = (),
-    ) -> list[Layout]:
-        """The layouts, with the parts of all ranks put together. Raises the error of any rank of the grid of the
-        groups and of ``of_meshes``, the groups of the meshes of DTensors.
-        """
+    def complete(self, error: BaseException | None = None) -> list[Layout]:
+        """The layouts, with the pieces of all ranks put together. Raises the error of any rank of the grid."""
         layouts, parts = self.layouts, _by_name(self.layouts)
         described = {name: l.describe() for name, l in zip(parts, layouts, strict=True)}
         digests = {name: self.digests.get(l.key, 0) for name, l in zip(parts, layouts)}
@@ -115,7 +111,7 @@ class LocalParts:
                     if hint:
                         self.warnings[hint].append(described[name])
                     # Each rank of another group has as many such parts.
-                    digests[name] = hash(of_ranks) & _DIGEST if any(of_ranks) else 0
+                    digests[name] = hash(of_ranks) & _HASH_MASK if any(of_ranks) else 0
             except Exception as problem:
                 error = problem
         try:
@@ -129,7 +125,7 @@ class LocalParts:
         except Exception as problem:
             error = problem
         # Ranks of the grid may see different contradictions, or none. All of them must raise.
-        for group in (*(self.group_of[key] for key in order), *of_meshes):
+        for group in (*(self.group_of[key] for key in order), *self.mesh_groups):
             _, error = gather_reports(group, None, error, shared)
         if error is not None:
             raise error

@@ -76,9 +76,8 @@ def views(module: nn.Module) -> Views:
 def view_of(
     param: Tensor, described: str, flat_views: Views | None, has_group: bool
 ) -> FlatView | None:
-    """The view of ``param``; None if FSDP1 did not flatten it. Raises ValueError if the user must say more.
-    ``flat_views`` are those of the user's module, if there is one. ``has_group`` is whether the user gave the
-    group that shares flat parameters.
+    """The view of ``param``; None if FSDP1 did not flatten it. ``flat_views`` are those of the user's module, and
+    ``has_group`` is whether the user gave the group. Raises ValueError if the user must say more.
     """
     if not getattr(param, "_fsdp_flattened", False):
         return None

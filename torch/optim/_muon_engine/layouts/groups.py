@@ -17,8 +17,8 @@ from ..._muon_split import Split
 from ..agreement import all_gather_uneven
 from ..process_groups import group_ranks, spanning_group
 from . import dtensor, fsdp1, Key, larger_first, Layout, matrix_shape, not_2d, Region
-from .divide import split
-from .exchange import KindGroups, KINDS, LocalParts
+from .divide import split_fused
+from .exchange import KindGroups, KINDS, LocalPieces
 
 
 class ParamInfo(NamedTuple):
@@ -113,19 +113,22 @@ class Reader:
         except Exception as problem:
             # The other ranks are on their way into the exchange, so they hear of it there.
             error = error or problem
-        layouts = local.complete(error, self._mesh_groups() if local.group_of else ())
+        for ranks in larger_first(self.sharing) if local.group_of else ():
+            groups = [g for g in self.sharing[ranks] if {*group_ranks(g)} <= {*ranks}]
+            local.mesh_groups += groups
+        layouts = local.complete(error)
         self.sharing = self._sharing_of(params, layouts, local)
         parts: list[Layout] = []
         for layout in layouts:
             index = layout.key.index
             self._by_param.setdefault(index, ([], params[index]))[0].append(layout)
             fused, _ = self.info(index).form
-            parts += split(layout, fused) if fused.sizes else [layout]
+            parts += split_fused(layout, fused) if fused.sizes else [layout]
         # Ranks may list the same experts in different orders, and must share one order.
         return sorted(parts, key=lambda l: -1 if l.key.expert is None else l.key.expert)
 
     def _sharing_of(
-        self, params: Sequence[Tensor], layouts: Sequence[Layout], local: LocalParts
+        self, params: Sequence[Tensor], layouts: Sequence[Layout], local: LocalPieces
     ) -> dtensor.Sharing:
         of_meshes, groups = self.sharing, local.group_of.items()
         # Without groups, the ranks of a mesh agree even if they hold different matrices of a stack.
@@ -139,15 +142,6 @@ class Reader:
             within = [g for (_, part), g in groups if {*part} <= {*ranks}]
             sharing[ranks] = [*within, *sharing.get(ranks, []), *of_mesh]
         return sharing
-
-    def _mesh_groups(self) -> list[ProcessGroup]:
-        """The groups of the parameters' meshes, in one order on all ranks."""
-        order = [
-            (ranks, g)
-            for ranks in larger_first(self.sharing)
-            for g in self.sharing[ranks]
-        ]
-        return [g for ranks, g in order if {*group_ranks(g)} <= {*ranks}]
 
     def _flat(self) -> list[int]:
         return [index for index, info in enumerate(self._infos) if info.form[1]]
@@ -211,15 +205,19 @@ class Reader:
         # The engine's group, if it has read this parameter.
         sharing = self.sharing or self.dtensors.sharing([tensor], [0] * flatten)
         group = spanning_group(ranks, sharing.get(ranks, self.shared.values()))
-        flat = all_gather_uneven(piece.reshape(-1), group)
-        parts = dict(zip(ranks, flat, strict=True))
+        # Backends of accelerators do not take an offloaded piece.
+        sent = piece.reshape(-1).to(dtensor.device_of([tensor], [group]))
+        flat = [
+            received.to(piece.device) for received in all_gather_uneven(sent, group)
+        ]
+        pieces = dict(zip(ranks, flat, strict=True))
         # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
         full = piece.new_zeros(shape)
         for layout in layouts:
             for rank, *_ in layout.shards.replica_sets:
                 for region in layout.shards.of(rank):
                     matrix = full.view(-1, *layout.shape)[layout.key.sub]
-                    part, out = region.of_local(parts[rank]), region.of_matrix(matrix)
+                    part, out = region.of_local(pieces[rank]), region.of_matrix(matrix)
                     # Adding to zeros would lose the sign of a zero.
                     out.add_(part) if layout.shards.partial else out.copy_(part)
         return full
@@ -241,7 +239,7 @@ class Reader:
         return dtensor.cut_out(layouts, full, like, owner)
 
 
-class _LocalReader(LocalParts):
+class _LocalReader(LocalPieces):
     """Collects what this rank knows about the matrices of one ``reader``."""
 
     def __init__(self, reader: Reader) -> None:
@@ -338,11 +336,11 @@ class _LocalReader(LocalParts):
                 groups.pop("tp", None)
         dims = {"fsdp": 0, "tp": None if tp_dim is None else tp_dim - stacked}
         cuts, shape = self.cuts_of(groups, dims), matrix_shape(param.shape, flatten)
-        whole = Region(0, 0, *shape, 0, shape[1])
+        first = Region(0, 0, *shape, 0, shape[1])
         for sub in range(math.prod(param.shape[:stacked])):
-            region = whole._replace(offset=sub * whole.numel)
-            regions = (region,) if whole.numel else ()
-            self.add_part(key._replace(sub=sub), param, shape, regions, cuts)
+            region = first._replace(offset=sub * first.numel)
+            regions = (region,) if region.numel else ()
+            self.add_piece(key._replace(sub=sub), param, shape, regions, cuts)
 
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
         """The dimension along which TP cuts ``param``, from the user or else from the framework's mark."""
@@ -377,7 +375,7 @@ class _LocalReader(LocalParts):
                 self.warnings[text].append(described)
         # Each rank has its regions of the whole matrix, so FSDP's cut has no dimension.
         cuts = self.cuts_of({**self.shared, **groups}, {"tp": tp_dim})
-        self.add_part(key, param, shape, regions, cuts)
+        self.add_piece(key, param, shape, regions, cuts)
 
     def _tp_of_spec(
         self, key: Key, described: str, spec: DTensorSpec

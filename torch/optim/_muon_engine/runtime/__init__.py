@@ -23,9 +23,8 @@ class Status(IntEnum):
 
 
 class Param:
-    """A parameter on this rank. A step sets its gradient and clears it again. ``formulas`` are the
-    hyperparameters of its group in this step, with the phases that they define: ``accumulate``, ``prepare``,
-    ``orthogonalize`` and ``apply``.
+    """A parameter on this rank. A step sets its gradient and clears it again. ``formulas`` are the MuonFormulas
+    of its group in this step.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ log = logging.getLogger("torch.optim.muon")
 # Accelerators blend and apply regions of this many bytes at once, unless one region is larger.
 PREPARED_BYTES = 64 * 1024**2
 
-# A region of a matrix, and the tensor that is its source or target; None for no update.
+# A region of a matrix, and the tensor that it is read from or written to. Without an update, that is None.
 RegionTensor = tuple[Matrix, Region, Any]
 
 
@@ -45,10 +45,10 @@ class Compute:
         described = [matrix.layout.describe() for matrix in matrices]
         return f"{phase} of {listed(described)}" if phase else ""
 
-    def _enter(self, phase: str, of: InFlight) -> AbstractContextManager[Any]:
+    def _enter(self, phase: str, flight: InFlight) -> AbstractContextManager[Any]:
         """Names a phase for a profiler and for error messages, which may name fewer matrices later."""
-        self._current = phase, of.matrices
-        return _RecordFunctionFast(f"Muon {phase}, {of.name}")
+        self._current = phase, flight.matrices
+        return _RecordFunctionFast(f"Muon {phase}, {flight.name}")
 
     def _log(self, phase: str, matrices: Iterable[Matrix]) -> None:
         if log.isEnabledFor(logging.DEBUG):
@@ -60,9 +60,8 @@ class Compute:
         """Accumulates the gradients of the bucket's matrices, and packs this rank's shards."""
         one_by_one = [[matrix] for matrix in bucket.matrices]
         for matrices in one_by_one if self.device.type == "cpu" else [bucket.matrices]:
-            self._current = "accumulate", matrices
-            accumulate(matrix.param for matrix in matrices)
             self._current = "gather", matrices
+            accumulate(matrix.param for matrix in matrices)
             self._log("gather", matrices)
             self.prepare(
                 (matrix, region, view)

@@ -52,7 +52,7 @@ class Pipeline(Compute):
 
     @property
     def awaits_statuses(self) -> bool:
-        """Whether the ranks know that they differ before anything moves."""
+        """Whether ranks that share matrices know that they differ before these move."""
         return self.device.type == "cpu"
 
     def connect(self) -> None:
@@ -98,6 +98,7 @@ class Pipeline(Compute):
             for statuses in self.statuses:
                 statuses.start(step, differs=has_problem or bool(text))
                 if self.awaits_statuses:
+                    # It may launch a collective, so every rank calls it.
                     differs = statuses.mismatch()
                     text = text or differs
         return text
@@ -222,7 +223,7 @@ def run_in_turn(
     task pauses after its gather, its scatter, the results and each relay.
     """
     ahead = prefetch_count + 1
-    turns = {g: _interleave(of, ahead, one_at_a_time) for g, of in tasks.items()}
+    turns = {g: _interleave(ts, ahead, one_at_a_time) for g, ts in tasks.items()}
     for turn in turns.values():
         next(turn)
     for group in order:

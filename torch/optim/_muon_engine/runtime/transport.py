@@ -19,17 +19,16 @@ from . import Matrix
 
 
 class Memory:
-    """Bytes for packs, and scratch memory. Unless ``keep``, packs take a device's memory in a step only.
-    Entering this object allocates the storages of packs, and leaving it empties them, as FSDP2 does. So views
-    of them stay valid.
+    """Bytes for packs, and scratch memory. Unless ``keep``, packs take a device's memory in a step only: entering
+    this object fills the storages of packs, and leaving it empties them, as FSDP2 does. Views stay valid.
     """
 
     def __init__(self, device: torch.device, keep: bool) -> None:
         self.device = device
         self._is_freed = device.type != "cpu" and not keep
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
-        # Views of the memory that one matrix after another uses, by purpose, dtype and device, and by shape.
-        self._scratch: dict[Any, dict[Any, Tensor]] = {}
+        # Memory that one matrix after another uses, by purpose, dtype and device.
+        self._scratch: dict[Any, Tensor] = {}
 
     def empty(self, nbytes: int) -> Tensor:
         """A 1D tensor of ``nbytes`` bytes for packs. Its storage may be empty between steps."""
@@ -39,14 +38,10 @@ class Memory:
 
     def scratch(self, purpose: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """A tensor of ``shape``, valid until the next call with this purpose."""
-        views = self._scratch.setdefault((purpose, like.dtype, like.device), {})
-        if shape not in views:
-            numel = math.prod(shape)
-            if None not in views or numel > len(views[None]):
-                views.clear()
-                views[None] = like.new_empty(numel)
-            views[shape] = views[None][:numel].view(shape)
-        return views[shape]
+        key, numel = (purpose, like.dtype, like.device), math.prod(shape)
+        if key not in self._scratch or numel > len(self._scratch[key]):
+            self._scratch[key] = like.new_empty(numel)
+        return self._scratch[key][:numel].view(shape)
 
     def __enter__(self) -> None:
         for storage, nbytes in self._storages:
@@ -86,7 +81,7 @@ class BoundPack:
     def __init__(self, pack: Pack, memory: Tensor, start: int = 0) -> None:
         # These views also exist for fake tensors of any device, which dry runs use.
         self.flat = memory.narrow(0, start, pack.nbytes).view(pack.dtype)
-        self.splits = list(pack.splits)
+        self.split_sizes = list(pack.split_sizes)
         self._views: dict[int, list[PackedView]] = {}
         for matrix, rank, region, offset in pack.regions:
             flat = self.flat.narrow(0, offset, region.numel)
@@ -195,7 +190,7 @@ class LocalBucket(InFlight):
             levels = self._levels[phase == "scatter"]
             start = partial(two_level_all_to_all, levels=levels, temporary=[])
         if self._group is not None:
-            memory = recv.flat, send.flat, recv.splits, send.splits
+            memory = recv.flat, send.flat, recv.split_sizes, send.split_sizes
             self.launch(f"{phase} of {self.name}", start, *memory)
 
     def results_of(self, matrix: int) -> Sequence[PackedView]:
@@ -216,22 +211,22 @@ def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 def all_to_all(
     recv: Tensor,
     send: Tensor,
-    recv_splits: list[int],
-    send_splits: list[int],
+    recv_sizes: list[int],
+    send_sizes: list[int],
     group: ProcessGroup | None,
 ) -> dist.Work | None:
     """Starts an all-to-all of flat tensors. The caller must keep the handle until it has waited."""
     if is_dry_run() and not (recv.numel() and send.numel()):
         return None  # The fake backend refuses an empty side.
-    splits = {"output_split_sizes": recv_splits, "input_split_sizes": send_splits}
+    splits = {"output_split_sizes": recv_sizes, "input_split_sizes": send_sizes}
     return dist.all_to_all_single(recv, send, **splits, group=group, async_op=True)
 
 
 def two_level_all_to_all(
     recv: Tensor,
     send: Tensor,
-    recv_splits: Sequence[int],
-    send_splits: Sequence[int],
+    recv_sizes: Sequence[int],
+    send_sizes: Sequence[int],
     levels: Levels,
     temporary: list[Tensor],
 ) -> dist.Work | None:
@@ -252,7 +247,7 @@ def two_level_all_to_all(
         recv.record_stream(stream)
         send.record_stream(stream)
     with stream or nullcontext():
-        chunks = send.split(list(send_splits))
+        chunks = send.split(list(send_sizes))
         by_rail = [chunks[at::width] for at in range(width)]
         arriving = send.new_empty(sum(sum(row) for row in passed))
         leaving = torch.cat([chunk for of_rail in by_rail for chunk in of_rail])
@@ -272,7 +267,7 @@ def two_level_all_to_all(
         return all_to_all(
             recv,
             passing,
-            [sum(recv_splits[at * width : (at + 1) * width]) for at in range(nodes)],
+            [sum(recv_sizes[at * width : (at + 1) * width]) for at in range(nodes)],
             [sum(column) for column in zip(*passed)],
             rail,
         )

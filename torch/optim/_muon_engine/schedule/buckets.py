@@ -15,7 +15,7 @@ from .packs import Bucket, Schedule
 
 # Enough buckets to hide transfers behind orthogonalization.
 MAX_BUCKETS = 4
-# Maximum size of what an owner gathers in a bucket, unless one matrix of the group is larger.
+# Size of what an owner gathers in a bucket. A group with large matrices exceeds it, see ``_cut``.
 BUCKET_BYTES = 256 * 1024**2
 # The buckets, run sequentially, should take at most this many times the busiest owner's own work.
 MAX_STRETCH = 1.1
@@ -62,16 +62,16 @@ def make_schedule(
         for m in sorted(members, key=order):
             queues.setdefault(owners[m], []).append(m)
         limit = BUCKET_BYTES // dtype.itemsize
-        for at, part in enumerate(_cut(queues, layouts, max_buckets, limit, slots)):
-            ordered.append(((turn, at, -len(group), group, str(dtype)), dtype, part))
+        for at, cut in enumerate(_cut(queues, layouts, max_buckets, limit, slots)):
+            ordered.append(((turn, at, -len(group), group, str(dtype)), dtype, cut))
     counts: Counter[Ranks] = Counter()
     buckets = []
-    for (*_, group, _), dtype, part in sorted(ordered, key=itemgetter(0)):
-        shards = Counter(layouts[m].shards for m in part)
+    for (*_, group, _), dtype, cut in sorted(ordered, key=itemgetter(0)):
+        shards = Counter(layouts[m].shards for m in cut)
         relayed = _is_relayed(shards, BUCKET_BYTES // dtype.itemsize)
         peers = max(map(_destinations, shards)) if relayed else len(group) - 1
         size = _node_size(group, peers, ranks_per_node)
-        index, matrices = counts[group], tuple(part)
+        index, matrices = counts[group], tuple(cut)
         buckets.append(Bucket(group, index, matrices, dtype, relayed, size))
         counts[group] += 1
     return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
@@ -81,9 +81,9 @@ def _cut(
     queues: Queues, layouts: Sequence[Layout], max_buckets: int, limit: int, slots: int
 ) -> list[list[int]]:
     """Distributes the owners' matrices over buckets, whose owners work at the same time. A rank waits for a
-    bucket's results, so a bucket takes as long as its busiest owner. The fewest buckets win whose sum is close
-    to the busiest owner's own work. There are more than ``max_buckets`` only if owners would gather more than
-    ``limit`` elements in one.
+    bucket's results, so a bucket takes as long as its busiest owner. The first distribution wins whose sum is
+    close to the busiest owner's own work, or else the shortest: with ``max_buckets``, or as many as keep each
+    owner's elements at ``limit``, then with fewer, then with a few more.
     """
     work = {m: flops_of(layouts[m]) for queue in queues.values() for m in queue}
     largest = max(layouts[m].numel for m in work)
@@ -103,12 +103,12 @@ def _cut(
         if shortest <= MAX_STRETCH * busiest:
             break
         limits = [rest if at % slots else first for at in range(count)]
-        parts, time = _spread(queues, layouts, work, limits)
-        of_parts = [Counter(layouts[m].shards for m in part) for part in parts]
+        buckets, time = _spread(queues, layouts, work, limits)
+        shards = [Counter(layouts[m].shards for m in bucket) for bucket in buckets]
         # No holder sends more than twice the limit in a bucket without relays.
-        fits = all(_replicas(s) > 1 or _load(s) <= 2 * first for s in of_parts)
-        if parts and time < shortest and fits:
-            best, shortest = parts, time
+        fits = all(_replicas(s) > 1 or _load(s) <= 2 * first for s in shards)
+        if buckets and time < shortest and fits:
+            best, shortest = buckets, time
     if best:
         return best
     # One bucket for each divided matrix and for one other matrix of every owner always fits.
@@ -124,7 +124,7 @@ def _spread(
     queues: Queues, layouts: Sequence[Layout], work: dict[int, int], limits: list[int]
 ) -> tuple[list[list[int]], int]:
     """All matrices in buckets, and the sum of the busiest owners' work; [] if they do not fit. The busiest
-    owner's matrices, cut into parts of equal work, give each bucket a height. Every owner puts its matrices,
+    owner's matrices, cut into shares of equal work, give each bucket a height. Every owner puts its matrices,
     heaviest first, where it has most room. The resulting heights are filled again.
     """
     leader = max(queues.values(), key=lambda queue: sum(work[m] for m in queue))
@@ -136,13 +136,13 @@ def _spread(
         at = min(count - 1, count * (2 * before + work[m]) // (2 * total))
         heights[at] += work[m]
         before += work[m]
-    # The longest parts go to the buckets with the largest limits.
+    # The longest shares go to the buckets with the largest limits.
     places = sorted(range(count), key=lambda at: -limits[at])
     for at, height in zip(places, sorted(heights, reverse=True)):
         heights[at] = height
     best: tuple[list[list[int]], int] = [], 0
     for _ in range(2):
-        parts: list[list[int]] = [[] for _ in range(count)]
+        buckets: list[list[int]] = [[] for _ in range(count)]
         busiest = [0] * count
         # The first block of each matrix -> the bucket of all its blocks.
         placed: dict[int, int] = {}
@@ -157,10 +157,10 @@ def _spread(
                 at = placed[first] = max(fitting, key=room.__getitem__)
                 room[at] -= work[m]
                 free[at] -= size
-                parts[at].append(m)
+                buckets[at].append(m)
             busiest = [max(b, h - r) for b, h, r in zip(busiest, heights, room)]
         if not best[0] or sum(busiest) < best[1]:
-            best = [part for part in parts if part], sum(busiest)
+            best = [bucket for bucket in buckets if bucket], sum(busiest)
         heights = busiest
     return best
 

@@ -15,7 +15,7 @@ from ..layouts.divide import divide
 
 
 def newton_schulz_flops(shape: Sequence[int], algorithm: str = "quintic") -> int:
-    """Multiply-adds, doubled, of five iterations: three products on the short side. Five eighths of a symmetric
+    """FLOPs of five iterations: three products on the short side. Five eighths of a symmetric
     product are computed: with "gram", of two of the four long products, and of all square ones.
     """
     short, long = sorted(shape)
@@ -34,7 +34,7 @@ MIN_LOAD = 1.0
 # ``owners_per_matrix="auto"``: an H100's FLOP/s in Newton-Schulz, bytes/s in a node and between nodes, and
 # the seconds of a hop in a node. Ranks must choose the same numbers, so these are constants.
 FLOPS, NODE, NETWORK, LATENCY = 989e12 / 2, 450e9, 50e9, 0.47e-6
-# Each further owner of a matrix makes its bucket this much slower in simulations of docs/data/scale.md.
+# Each further owner of a matrix makes its bucket this much slower in simulations.
 WAIT = 0.02
 # A larger number of owners, which rounds differently, must save this part of the time.
 MIN_SAVED = 0.02
@@ -108,12 +108,14 @@ def best_division(
         choices.append([(_seconds(kind, count, near), count) for count in numbers])
     divisions = set()
     for limit, most in chain.from_iterable(choices):
-        few = tuple([c for c in of if c[1] <= most][-1] for of in choices)
-        fast = tuple(next((c for c in of if c[0] <= limit), min(of)) for of in choices)
+        few = tuple([c for c in row if c[1] <= most][-1] for row in choices)
+        fast = tuple(
+            next((c for c in row if c[0] <= limit), min(row)) for row in choices
+        )
         divisions |= {few, fast}
     best: dict[Class, int] = {}
     seconds = shortest = math.inf
-    for taken in sorted(divisions, key=lambda of: (sum(n for _, n in of), of)):
+    for taken in sorted(divisions, key=lambda d: (sum(n for _, n in d), d)):
         busy = _busiest(dict(zip(members, taken)), members, ranks)
         counts = dict(zip(members, (count for _, count in taken)))
         largest = max(math.prod(kind.shape) / n for kind, n in counts.items())

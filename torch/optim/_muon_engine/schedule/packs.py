@@ -19,7 +19,7 @@ RELAYS_IN_FLIGHT = 2
 Exchanged = Sequence[tuple[int, Sequence[int]]]
 # Whether the shard of a matrix on a rank is sent.
 Travels = Callable[[int, int], bool]
-Splits = tuple[int, ...]
+SplitSizes = tuple[int, ...]
 
 
 class PackedRegion(NamedTuple):
@@ -36,12 +36,12 @@ class Pack:
     """One side of a gather or scatter on one rank: the split for each peer, and the packed regions."""
 
     dtype: torch.dtype
-    splits: Splits
+    split_sizes: SplitSizes
     regions: tuple[PackedRegion, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(self.splits) * self.dtype.itemsize
+        return sum(self.split_sizes) * self.dtype.itemsize
 
 
 class Relay(NamedTuple):
@@ -140,13 +140,17 @@ class Schedule:
             by_owner.setdefault(self.owners[matrix], []).append(matrix)
         return by_owner
 
-    def passed_on(self, bucket: Bucket, rank: int) -> tuple[list[Splits], list[Splits]]:
+    def passed_on(
+        self, bucket: Bucket, rank: int
+    ) -> tuple[list[SplitSizes], list[SplitSizes]]:
         """Elements that ``rank`` passes on in a gather and in a scatter, from each of its node to each of its rail."""
         (node, rail), owned = bucket.node_and_rail(rank), self.owned(bucket)
         gathers = ([_between(h, o, owned) for o in rail] for h in node)
         scatters = ([_between(h, o, owned) for h in rail] for o in node)
-        gathered = [self._gather(bucket, exchanged).splits for exchanged in gathers]
-        return gathered, [self._scatter(bucket, ex).splits for ex in scatters]
+        gathered = [
+            self._gather(bucket, exchanged).split_sizes for exchanged in gathers
+        ]
+        return gathered, [self._scatter(bucket, ex).split_sizes for ex in scatters]
 
     def further_groups(self, rank: int) -> dict[Ranks, str]:
         """Further sets of ranks with which ``rank`` has collectives, and what these ranks share."""
@@ -191,7 +195,7 @@ class Schedule:
 
     def _pack(self, exchanged: Exchanged, dtype: torch.dtype, travels: Travels) -> Pack:
         """One split per (holder, matrices); ``travels`` says whether a matrix goes from or to a holder."""
-        splits: list[int] = []
+        split_sizes: list[int] = []
         regions: list[PackedRegion] = []
         offset = 0
         for holder, matrices in exchanged:
@@ -201,8 +205,8 @@ class Schedule:
                     for region in self.layouts[matrix].shards.of(holder):
                         regions.append(PackedRegion(matrix, holder, region, offset))
                         offset += region.numel
-            splits.append(offset - start)
-        return Pack(dtype, tuple(splits), tuple(regions))
+            split_sizes.append(offset - start)
+        return Pack(dtype, tuple(split_sizes), tuple(regions))
 
 
 def _between(
