@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.optim import _muon as ours, Muon, muon as public_module
-from torch.optim._newton_schulz import newton_schulz
+from torch.optim._newton_schulz import newton_schulz, newton_schulz_bytes
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal import common_utils
 from torch.testing._internal.common_utils import parametrize, TestCase
@@ -385,6 +385,9 @@ class TestGramNewtonSchulz(TestCase):
             # Both round to bfloat16 on the way, the Gram matrix what is small the most.
             bound = max(0.05 * expected.norm(), 2 * quintic)
             self.assertLessEqual(gram, bound, f"{shape} {kind} {quintic}")
+        # Three iterates and a Gram matrix, or two and five.
+        nbytes = [newton_schulz_bytes((4, long), "gram") for long in (64, 8)]
+        self.assertEqual(nbytes, [2 * (3 * 256 + 16), 2 * (2 * 32 + 5 * 16)])
 
     def test_nearly_square_matrices_keep_the_quintic(self):
         for shape, alike in [((8, 11), True), ((11, 8), True), ((8, 12), False)]:
