@@ -428,6 +428,11 @@ class TestMuonForms(OnCPU):
             for _ in range(2):
                 run.step()
                 self.assertEverywhere(run.alone.problems(), f"{orig} {wrapping}")
+        conv = nn.Sequential(nn.Conv2d(4, 8, 3, bias=False))
+        model = FullyShardedDataParallel(conv, device_id=torch.device("cpu"))
+        group = {"params": model.parameters(), "flatten": True}
+        # Without stacks, too.
+        Muon([group], distributed_config=create_auto_config(module=model))
 
     def test_owners_of_a_stack(self):
         """Each matrix has an owner. Experts that one rank holds as a whole stay there."""
