@@ -331,6 +331,7 @@ class TestMuonDescribe(OnCPU):
         self.assertEqual(first, counts + share)
         # A vector is no matrix.
         self.assertIn("Muon on rank", more[0])
+        self.assertRegex("".join(more), r"parameter 0.*parameter 0\[1\]")
 
     def test_one_line_in_the_log_for_each_construction(self):
         params = self.params([(8, 8)] * 4)

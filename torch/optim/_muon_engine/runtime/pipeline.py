@@ -171,7 +171,6 @@ class Pipeline(Compute):
         """Accumulates the gradients of the bucket's matrices and sends this rank's shards."""
         with self._enter("gather", bucket):
             self.pack(bucket)
-            self._current = "gather", bucket.matrices
             bucket.start_gather()
 
     def scatter(self, bucket: LocalBucket) -> None:
