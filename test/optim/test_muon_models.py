@@ -152,17 +152,14 @@ class TestDTensorsOnOneRank(MuonTestCase):
         fully_shard(model["positions"])
         device = torch.device("cpu")
         model["hidden"] = FSDP(model["hidden"], device_id=device, use_orig_params=True)
-        options = {"exclude": ["rout*"], "verbose": True}
-        with mock.patch("builtins.print") as said:
-            matrices, others = partition_named_parameters(model, **options)
+        lines, (matrices, others) = printed(model, exclude=["rout*"])
         self.assertEqual([name for name, _ in matrices], ["hidden.weight"])
         rest = ["embedding", "positions", "hidden.bias", "router", "conv", "lm_head"]
         for start, (name, _) in zip(rest, others, strict=True):
             self.assertTrue(name.startswith(start), name)
         self.assertEqual({p for _, p in matrices + others}, {*model.parameters()})
-        lines = [call.args[0].rpartition("> ")[2] for call in said.call_args_list]
         first, last = ["embedding"] * 2, ["1D", "excluded", "3D", "output head"]
-        words = [line.removeprefix("rest: ") for line in lines]
+        words = [line.rpartition("> ")[2].removeprefix("rest: ") for line in lines]
         self.assertEqual(words, [*first, "Muon", *last])
 
     def test_flat_parameter_of_an_embedding_and_a_matrix(self):

@@ -28,7 +28,7 @@ from torch.optim import Muon
 from torch.optim._muon_engine import process_groups
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal import common_distributed
-from torch.testing._internal.distributed._muon.common_config import near
+from torch.testing._internal.distributed._muon.common_config import near, randn
 
 
 if TYPE_CHECKING:
@@ -142,8 +142,7 @@ class Cut(NamedTuple):
 
 def full(seed: int, shape: Sequence[int], dtype: torch.dtype = torch.float32):
     """The same full-rank matrix on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(device(), dtype)
+    return randn(seed, *shape).to(device(), dtype)
 
 
 def place(tensor: torch.Tensor, spec: Spec | Cut) -> torch.Tensor:
