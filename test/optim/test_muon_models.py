@@ -270,35 +270,15 @@ class Router(nn.Linear):
     """Told by its class."""
 
 
-# Stand-ins for classes of Megatron: the names and attributes that split_of reads.
-
-
 class SelfAttention(nn.Module):
+    """A stand-in for Megatron's: the names and attributes that split_of reads."""
+
     def __init__(self, rows=40, **config):
         super().__init__()
         self.config = SimpleNamespace(
             num_attention_heads=6, num_query_groups=2, kv_channels=4, **config
         )
         self.linear_qkv = linear(rows)
-
-
-class MLP(nn.Module):
-    def __init__(self, gated, group=None):
-        super().__init__()
-        self.config = SimpleNamespace(
-            gated_linear_unit=gated, tensor_model_parallel_size=2
-        )
-        self.tp_group = group
-        self.linear_fc1 = linear(12)
-
-
-class TEGroupedMLP(MLP):
-    num_local_experts = 2
-
-    def __init__(self, block=None):
-        super().__init__(True, SimpleNamespace(size=lambda: 3))
-        self.config.moe_mlp_glu_interleave_size = block
-        self.linear_fc1 = Bare(weight0=(12, 8), weight1=(12, 8))
 
 
 def known(kind, weight, shape, **attributes):
@@ -510,22 +490,12 @@ class TestSplits(TestCase):
         parts = {
             "attention": wrapped,
             "gated": SelfAttention(64, attention_output_gate=True),
-            "mlp": MLP(True),
-            "plain": MLP(False),
-            "experts": TEGroupedMLP(),
-            "blocks": TEGroupedMLP(2),
             "torch": nn.MultiheadAttention(8, 2),
             "no": {"kv_b_proj": linear(8)},
         }
         expected = {
             "attention.linear_qkv.weight": ((12, 4, 4), 2, 0),
             "gated.linear_qkv.weight": ((12, 12, 4, 4), 2, 0),
-            # Each of two ranks of tensor parallelism has 12 rows.
-            "mlp.linear_fc1.weight": ((6, 6), 2, 0),
-            "experts.linear_fc1.weight0": ((6, 6), 3, 0),
-            "experts.linear_fc1.weight1": ((6, 6), 3, 0),
-            "blocks.linear_fc1.weight0": ((2, 2), 9, 0),
-            "blocks.linear_fc1.weight1": ((2, 2), 9, 0),
             "torch.in_proj_weight": (8, 8, 8),
         }
         qkv = "query_key_value.weight"
@@ -534,6 +504,12 @@ class TestSplits(TestCase):
         gate = {"head_dim": 4, "o_proj": SimpleNamespace(in_features=12)}
         many = {"num_heads": 8, "head_dim": 4}
         latent = {"qk_nope_head_dim": 6, "v_head_dim": 4}
+        # Each of two ranks of tensor parallelism has 12 rows, or of three that a group has.
+        gated = {"gated_linear_unit": True, "tensor_model_parallel_size": 2}
+        mlp = {"config": SimpleNamespace(**gated)}
+        experts = {"num_local_experts": 2, "tp_group": SimpleNamespace(size=lambda: 3)}
+        gated["moe_mlp_glu_interleave_size"] = 2
+        blocks = experts | {"config": SimpleNamespace(**gated)}
         # Class, weight, its shape, its split, and the attributes that the rule reads.
         for at, (kind, weight, shape, split, attributes) in enumerate((
             ("GptOssExperts", "gate_up_proj", (2, 8, 6), ((1, 1), 3, 1), {}),
@@ -563,6 +539,9 @@ class TestSplits(TestCase):
             ("FusedSwiGLU", "w13", (8, 2, 5), ((5, 5), 1, 1), {}),
             ("torchtitan.FeedForward", "w13.weight", (10, 8), ((1, 1), 5, 0), {}),
             ("MLP", "linear_fc1.weight", (12, 8), (6, 6), {"config": SimpleNamespace(gated_linear_unit=True)}),
+            ("MLP", "linear_fc1.weight", (12, 8), ((6, 6), 2, 0), mlp),
+            ("TEGroupedMLP", "linear_fc1.weight0", (12, 8), ((6, 6), 3, 0), experts | mlp),
+            ("TEGroupedMLP", "linear_fc1.weight1", (12, 8), ((2, 2), 9, 0), blocks),
         )):  # fmt: skip
             parts[f"n{at}"] = known(kind, weight, shape, **attributes)
             expected[f"n{at}.{weight}"] = split
@@ -583,15 +562,17 @@ class TestSplits(TestCase):
             self.assertEqual(split_of(module), {})
         del module.config.kv_channels
         self.assertEqual(split_of(module), {})
-        # A linear layer (out, in), columns that are no third, fewer rows than a group of heads has, and
-        # queries without a gate.
+        # A linear layer (out, in), columns that are no third, fewer rows than a group of heads has,
+        # queries without a gate, and an MLP without one.
         for kind, weight, shape in (
             ("SelfAttention", "c_attn.weight", (24, 8)),
             ("SelfAttention", "c_attn.weight", (8, 20)),
             ("BloomAttention", "query_key_value.weight", (8, 8)),
             ("QwenAttention", "q_proj.weight", (24, 8)),
+            ("MLP", "linear_fc1.weight", (12, 8)),
         ):
             sizes = {"head_dim": 4, "o_proj": SimpleNamespace(in_features=24)}
+            sizes["config"] = SimpleNamespace(gated_linear_unit=False)
             self.assertEqual(split_of(known(kind, weight, shape, **sizes)), {})
 
     def groups(self, parts, split, **options):
