@@ -16,11 +16,8 @@ from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
 from torch.nn.functional import mse_loss
 from torch.optim import Muon
 from torch.optim._muon import _single_tensor_muon, _zeropower_via_newtonschulz, muon
-from torch.optim.muon import (
-    create_auto_config,
-    create_dtensor_config,
-    DistributedConfig,
-)
+from torch.optim.muon import create_auto_config, create_dtensor_config
+from torch.optim.muon import DistributedConfig
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed._muon.common_config import (
     COEFFICIENTS,

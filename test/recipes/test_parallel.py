@@ -8,23 +8,16 @@ from recipes.common import average, Block, CPU, cut_linears, MLP, MoE, paralleli
 from recipes.common import Recipe, Transformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    fully_shard,
-    FullyShardedDataParallel as FSDP,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import fully_shard, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import distribute_tensor, parallel, Replicate, Shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
-from torch.optim.muon import (
-    create_auto_config,
-    create_dtensor_config,
-    detect_tp_dims_from_model,
-    partition_named_parameters,
-)
+from torch.optim.muon import create_auto_config, create_dtensor_config
+from torch.optim.muon import detect_tp_dims_from_model, partition_named_parameters
 from torch.testing._internal.distributed._muon.common_modules import place_weights
 
 
