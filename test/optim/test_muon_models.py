@@ -266,19 +266,8 @@ class Bare(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
 
-class Router(nn.Linear):
-    """Told by its class."""
-
-
-class SelfAttention(nn.Module):
-    """A stand-in for Megatron's: the names and attributes that split_of reads."""
-
-    def __init__(self, rows=40, **config):
-        super().__init__()
-        self.config = SimpleNamespace(
-            num_attention_heads=6, num_query_groups=2, kv_channels=4, **config
-        )
-        self.linear_qkv = linear(rows)
+# The config of Megatron's attention.
+HEADS = {"num_attention_heads": 6, "num_query_groups": 2, "kv_channels": 4}
 
 
 def known(kind, weight, shape, **attributes):
@@ -445,7 +434,7 @@ class TestPartition(TestCase):
             "named": {"router": {"layer": linear(3)}},
             # It has rows for two shared experts, too.
             "shared": {
-                "gate": Router(8, 6, bias=False),
+                "gate": known("Router", "weight", (6, 8)),
                 "experts": Bare(up=(4, 12, 8)),
             },
             # Adapters of rank 2 beside two layers.
@@ -485,17 +474,17 @@ class TestPartition(TestCase):
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
 class TestSplits(TestCase):
     def test_splits_of_known_classes(self):
+        config = SimpleNamespace(**HEADS)
+        wrapped = known("SelfAttention", "linear_qkv.weight", (40, 8), config=config)
         # FSDP2 gives a module a class of its own.
-        wrapped = type("FSDPSelfAttention", (SelfAttention,), {})()
+        wrapped.__class__ = type("FSDPSelfAttention", (type(wrapped),), {})
         parts = {
             "attention": wrapped,
-            "gated": SelfAttention(64, attention_output_gate=True),
             "torch": nn.MultiheadAttention(8, 2),
             "no": {"kv_b_proj": linear(8)},
         }
         expected = {
             "attention.linear_qkv.weight": ((12, 4, 4), 2, 0),
-            "gated.linear_qkv.weight": ((12, 12, 4, 4), 2, 0),
             "torch.in_proj_weight": (8, 8, 8),
         }
         qkv = "query_key_value.weight"
@@ -507,6 +496,7 @@ class TestSplits(TestCase):
         # Each of two ranks of tensor parallelism has 12 rows, or of three that a group has.
         gated = {"gated_linear_unit": True, "tensor_model_parallel_size": 2}
         mlp = {"config": SimpleNamespace(**gated)}
+        heads_and_gates = SimpleNamespace(**HEADS, attention_output_gate=True)
         experts = {"num_local_experts": 2, "tp_group": SimpleNamespace(size=lambda: 3)}
         gated["moe_mlp_glu_interleave_size"] = 2
         blocks = experts | {"config": SimpleNamespace(**gated)}
@@ -538,6 +528,7 @@ class TestSplits(TestCase):
             ("torchtitan.Experts", "mlp1_weight_EGD", (3, 10, 8), ((1, 1), 5, 0), {}),
             ("FusedSwiGLU", "w13", (8, 2, 5), ((5, 5), 1, 1), {}),
             ("torchtitan.FeedForward", "w13.weight", (10, 8), ((1, 1), 5, 0), {}),
+            ("SelfAttention", "linear_qkv.weight", (64, 8), ((12, 12, 4, 4), 2, 0), {"config": heads_and_gates}),
             ("MLP", "linear_fc1.weight", (12, 8), (6, 6), {"config": SimpleNamespace(gated_linear_unit=True)}),
             ("MLP", "linear_fc1.weight", (12, 8), ((6, 6), 2, 0), mlp),
             ("TEGroupedMLP", "linear_fc1.weight0", (12, 8), ((6, 6), 3, 0), experts | mlp),
@@ -551,16 +542,16 @@ class TestSplits(TestCase):
         self.assertEqual(expected, {})
         (found,) = split_of(wrapped)
         self.assertEqual(found, "linear_qkv.weight")
-        wrapped.linear_qkv = tree(lora(wrapped.linear_qkv))
+        wrapped.linear_qkv = tree(lora(linear(40)))
         (found,) = split_of(torch.compile(tree({"attention": wrapped})))
         self.assertEqual(found, "_orig_mod.attention.linear_qkv.base_layer.weight")
 
     def test_class_of_the_same_name(self):
         for wrong in ({"num_attention_heads": 9}, {"kv_channels": None}):
-            module = SelfAttention()
-            vars(module.config).update(wrong)
+            config = SimpleNamespace(**HEADS | wrong)
+            module = known("SelfAttention", "linear_qkv.weight", (40, 8), config=config)
             self.assertEqual(split_of(module), {})
-        del module.config.kv_channels
+        del config.kv_channels
         self.assertEqual(split_of(module), {})
         # A linear layer (out, in), columns that are no third, fewer rows than a group of heads has,
         # queries without a gate, and an MLP without one.
