@@ -1,6 +1,7 @@
 """Recipes for the update rule, for functions of a user's own, and for a look at a setup."""
 
 import copy
+import functools
 import itertools
 import pickle
 import re
@@ -135,10 +136,7 @@ class TestFunctions(Recipe):
         state = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         config = DistributedConfig(assign_fn, gather_fn, redistribute_fn, state)
         model, world = Transformer(layers=1), dist.group.WORLD
-
-        def after():
-            average(model.parameters(), world)
-
+        after = functools.partial(average, list(model.parameters()), world)
         self.check(Transformer(layers=1), model, config, data=[world], after=after)
 
     def test_other_framework(self):
@@ -338,10 +336,7 @@ class TestDebugging(Recipe):
             group = dist.new_group()
         dist.set_debug_level_from_env()
         model, config = MLP(), create_auto_config(ddp_process_group=group)
-
-        def after():
-            average(model.parameters(), group)
-
+        after = functools.partial(average, list(model.parameters()), group)
         self.check(MLP(), model, config, data=[group], after=after)
         both = "Rank . is running.*Rank . is running"
         with self.assertRaisesRegex(RuntimeError, both):
