@@ -389,14 +389,11 @@ class Strategy:
                 sizes[dim] = parts[which]
         return Cut(tuple(shape), tuple(cuts))
 
-    def twins(self, shapes=SHAPES, how="chunk", dims=None, flags=None):
-        """Matrices with TP dimensions ``dims``, by default some of each."""
-        self.dims = [
-            (TP_DIMS[i % 5] if dims is None else dims) if "tp" in self.kinds else None
-            for i in range(len(shapes))
-        ]
-        flags = dict(flags or {})
-        if "tp" in self.kinds:
+    def twins(self, shapes=SHAPES, how="chunk"):
+        """Matrices with some of each TP dimension."""
+        has_tp, flags = "tp" in self.kinds, {}
+        self.dims = [TP_DIMS[i % 5] if has_tp else None for i in range(len(shapes))]
+        if has_tp:
             given = {i: dim for i, dim in enumerate(self.dims) if dim is not None}
             flags["tp_dim_per_param"] = given
         cuts = [self.cut(s, d, how) for s, d in zip(shapes, self.dims)]
