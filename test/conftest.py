@@ -4,7 +4,6 @@ ranks start fast.
 Not for PyTorch, which has a conftest.py of its own: `apply` leaves this one here.
 """
 
-import contextlib
 import itertools
 import multiprocessing
 import os
@@ -19,12 +18,7 @@ LARGE = 8
 
 
 def stage_of(folder, case):
-    """The marker of a test.
-
-    Args:
-        folder: under test/, with its parents.
-        case: the class; None for a function.
-    """
+    """The marker of a test in that folder under test/; ``case`` is its class, None for a function."""
     if folder in ("overlay", "frameworks"):
         return "overlay"
     world_size = getattr(case, "world_size", 1)
@@ -82,20 +76,6 @@ UNTRACED_FILES = {
 UNTRACED = {"TestMuonKilled", "TestMuonLongRuns", "TestMuonStopped"}
 
 
-@contextlib.contextmanager
-def untraced():
-    """Coverage is not measured, nor in processes that are started meanwhile."""
-    tracer = sys.gettrace()
-    config = os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
-    sys.settrace(None)
-    try:
-        yield
-    finally:
-        sys.settrace(tracer)
-        if config is not None:
-            os.environ["COVERAGE_PROCESS_CONFIG"] = config
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     name, case = item.path.stem, getattr(item.cls, "__name__", "")
@@ -104,8 +84,16 @@ def pytest_runtest_protocol(item):
     # In a run of some tests, all of them are measured.
     if os.environ.get("MUON_MEASURE") != "once" or is_traced:
         return (yield)
-    with untraced():
+    # Nor are processes that are started meanwhile.
+    tracer = sys.gettrace()
+    config = os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+    sys.settrace(None)
+    try:
         return (yield)
+    finally:
+        sys.settrace(tracer)
+        if config is not None:
+            os.environ["COVERAGE_PROCESS_CONFIG"] = config
 
 
 def pytest_sessionfinish(session):

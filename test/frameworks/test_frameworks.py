@@ -178,17 +178,15 @@ def test_schedulers_and_exchanged_parameters_reach_the_parts(combined):
     assert inner[0].param_groups[0]["params"][0] is other
 
 
-def losses(out):
-    return dict(re.findall(r"step: +(\d+) .*?loss: +([\d.]+)", out))
-
-
 @needs("torchtitan")
 def test_torchtitan_goes_on_from_its_checkpoint(tmp_path):
     def train(folder, *more):
         words = ["--module", "titan", "--config", "tiny", "--dump-folder", folder]
         words += more
         done = start("torchtitan.train", *words, stand_in="torchtitan")
-        return done, losses(done[1] + done[2])
+        # A step -> its loss.
+        found = re.findall(r"step: +(\d+) .*?loss: +([\d.]+)", done[1] + done[2])
+        return done, dict(found)
 
     done, straight = train(tmp_path / "straight")
     assert_checked(done, TITAN, steps=4)

@@ -26,23 +26,22 @@ SIZES |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 SIZES |= {"first_k_dense_replace": 0, "kv_lora_rank": 8, "q_lora_rank": 8}
 SIZES |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 4}
 QKV, GATE = ("query", "key", "value"), ("gate",)
-FALCON, ATTENTION = "FalconForCausalLM", {"query_key_value.weight": QKV}
+C_ATTN, ATTENTION = {"attn.c_attn.weight": QKV}, {"query_key_value.weight": QKV}
 LATENT, EXPERTS = {"kv_b_proj.weight": QKV[1:]}, {"gate_up_proj": GATE}
+FALCON = "FalconForCausalLM"
 LONGCAT = {"head_dim": 2, "num_key_value_heads": 6, "num_hidden_layers": 2}
 LONGCAT |= {"ffn_hidden_size": 10, "expert_ffn_hidden_size": 10}
+DEEPSEEK = {"num_key_value_heads": 6}
+CROSS, FULL = {"add_cross_attention": True}, {"layer_types": ["full_attention"]}
 # A model, its options, and its fused weights with the tensors that are computed from their parts. With one
 # tensor, the other part is the rest; without one, the weight is cut like the one before it.
 MODELS = [
-    ("GPT2LMHeadModel", {}, {"attn.c_attn.weight": QKV}),
-    (
-        "GPT2LMHeadModel",
-        {"add_cross_attention": True},
-        {"attn.c_attn.weight": QKV, "crossattention.c_attn.weight": QKV[1:]},
-    ),
-    ("ImageGPTForCausalImageModeling", {}, {"attn.c_attn.weight": QKV}),
-    ("OpenAIGPTLMHeadModel", {}, {"attn.c_attn.weight": QKV}),
-    ("GPTBigCodeForCausalLM", {"multi_query": True}, {"attn.c_attn.weight": QKV}),
-    ("GPTBigCodeForCausalLM", {"multi_query": False}, {"attn.c_attn.weight": QKV}),
+    ("GPT2LMHeadModel", {}, C_ATTN),
+    ("GPT2LMHeadModel", CROSS, C_ATTN | {"crossattention.c_attn.weight": QKV[1:]}),
+    ("ImageGPTForCausalImageModeling", {}, C_ATTN),
+    ("OpenAIGPTLMHeadModel", {}, C_ATTN),
+    ("GPTBigCodeForCausalLM", {"multi_query": True}, C_ATTN),
+    ("GPTBigCodeForCausalLM", {"multi_query": False}, C_ATTN),
     ("MptForCausalLM", {}, {"Wqkv.weight": QKV}),
     (
         "DbrxForCausalLM",
@@ -62,25 +61,13 @@ MODELS = [
     ("Glm4ForCausalLM", {}, {"gate_up_proj.weight": GATE}),
     ("GptOssForCausalLM", {}, EXPERTS),
     ("Qwen3MoeForCausalLM", {}, EXPERTS),
-    (
-        "Qwen3NextForCausalLM",
-        {"layer_types": ["full_attention"]},
-        {"q_proj.weight": ("query",), "gate_up_proj": GATE},
-    ),
-    (
-        "Qwen3_5ForCausalLM",
-        {"layer_types": ["full_attention"]},
-        {"q_proj.weight": ("query",)},
-    ),
+    ("Qwen3NextForCausalLM", FULL, {"q_proj.weight": ("query",)} | EXPERTS),
+    ("Qwen3_5ForCausalLM", FULL, {"q_proj.weight": ("query",)}),
     ("MixtralForCausalLM", {}, EXPERTS),
     ("AriaTextForCausalLM", {"moe_num_experts": 3, "moe_topk": 2}, EXPERTS),
     ("Llama4ForCausalLM", {"moe_layers": [0]}, EXPERTS),
-    ("DeepseekV2ForCausalLM", {"num_key_value_heads": 6}, LATENT | EXPERTS),
-    (
-        "DeepseekV3ForCausalLM",
-        {"num_key_value_heads": 6, "head_dim": 2},
-        LATENT | EXPERTS,
-    ),
+    ("DeepseekV2ForCausalLM", DEEPSEEK, LATENT | EXPERTS),
+    ("DeepseekV3ForCausalLM", DEEPSEEK | {"head_dim": 2}, LATENT | EXPERTS),
     ("LongcatFlashForCausalLM", LONGCAT, LATENT),
 ]
 

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import _muon, _muon_formulas, Muon
+from torch.optim import _muon, Muon
 from torch.optim._muon_engine.layouts import Region
 from torch.optim._muon_engine.process_groups import device_of_group
 from torch.optim._muon_engine.schedule import buckets
@@ -28,6 +28,7 @@ from torch.testing._internal.distributed._muon.common_config import (
     make_params,
     MuonTestCase,
     NewtonSchulzCalls,
+    randn,
 )
 
 
@@ -210,12 +211,10 @@ class TestDistributedConfig(MuonTestCase):
         for foreach in (None, False, True):
             options = {"distributed_config": "auto", "foreach": foreach}
             optimizer = Muon(make_params(*shapes), **options)
-            original = _muon_formulas.newton_schulz
-            counted = mock.patch.object(_muon_formulas, "newton_schulz", wraps=original)
-            with counted as seen:
+            with NewtonSchulzCalls() as calls:
                 optimizer.step()
-            found = [tuple(call.args[0].shape) for call in seen.call_args_list]
-            self.assertEqual(found, [(4, 4, 6)] * 4 if foreach else shapes)
+            self.assertEqual(calls.shapes, shapes)
+            self.assertEqual(calls.batches, [(4, 4, 6)] * 4 if foreach else [])
             # On an accelerator, None batches too.
             formulas = _muon.MuonFormulas.of_group(optimizer.param_groups[0])
             size = formulas.batch_size((4, 6), torch.device("cuda"))
@@ -372,10 +371,6 @@ class TestCopies(MuonTestCase):
             optimizer.step()
 
 
-def matrix(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 class TestReplaced(MuonTestCase):
     def train(self, make, change, before=2):
         """Trains before and after a change, as a Muon without a config does from the start."""
@@ -392,12 +387,12 @@ class TestReplaced(MuonTestCase):
 
         def replace(optimizer, params):
             optimizer.state.pop(params[0], None)
-            params[0] = nn.Parameter(matrix(7, 16, 8))
+            params[0] = nn.Parameter(randn(7, 16, 8))
 
         def fill(optimizer, params):
             if optimizer.assignments:
                 params[0].grad = None
-                params[0].data = matrix(7, 16, 8)
+                params[0].data = randn(7, 16, 8)
             else:
                 # Stock Muon cannot continue with a buffer of another shape.
                 replace(optimizer, params)
@@ -410,7 +405,7 @@ class TestReplaced(MuonTestCase):
         """The order of all parameters stays the same, but one of them gets other options."""
 
         def move(optimizer, params):
-            added = nn.Parameter(matrix(9, 3, 7))
+            added = nn.Parameter(randn(9, 3, 7))
             optimizer.add_param_group({"params": [("added", added)], "lr": 0.5})
             first, second = optimizer.param_groups
             for key in ("params", "param_names"):
@@ -420,16 +415,16 @@ class TestReplaced(MuonTestCase):
             self.train(factory, move)
 
     def test_replaced_before_a_group_is_added(self):
-        named = [(f"w{i}", nn.Parameter(matrix(i, 6, 4))) for i in range(2)]
+        named = [(f"w{i}", nn.Parameter(randn(i, 6, 4))) for i in range(2)]
         ours = Muon(named, distributed_config=create_dtensor_config())
         params = ours.param_groups[0]["params"]
         for param in params:
-            param.grad = matrix(9, 6, 4)
+            param.grad = randn(9, 6, 4)
         ours.step()
-        old, new = params[1], nn.Parameter(matrix(7, 6, 4))
+        old, new = params[1], nn.Parameter(randn(7, 6, 4))
         momentum = ours.state[old]["momentum_buffer"]
         params[1] = new
-        ours.add_param_group({"params": [("w2", nn.Parameter(matrix(8, 3, 3)))]})
+        ours.add_param_group({"params": [("w2", nn.Parameter(randn(8, 3, 3)))]})
         # A parameter of the same name inherits the momentum.
         self.assertIs(ours.state[new]["momentum_buffer"], momentum)
         # As in stock Muon, the momentum of the old one stays with it, but not in a checkpoint.
@@ -437,14 +432,14 @@ class TestReplaced(MuonTestCase):
         self.assertEqual(set(ours.state_dict()["state"]), {0, 1})
 
     def test_a_frozen_layer_does_not_leave_its_momentum_to_another(self):
-        first = nn.Parameter(matrix(0, 4, 4))
+        first = nn.Parameter(randn(0, 4, 4))
         ours = Muon([first], distributed_config=create_dtensor_config())
-        first.grad = matrix(1, 4, 4)
+        first.grad = randn(1, 4, 4)
         ours.step()
         first.requires_grad_(False)
         first.grad = None
         ours.step()
-        ours.param_groups[0]["params"] = [nn.Parameter(matrix(7, 4, 4))]
+        ours.param_groups[0]["params"] = [nn.Parameter(randn(7, 4, 4))]
         # A rebuild is logged once.
         with self.assertLogs("torch.optim.muon", "INFO") as logs:
             with self.assertWarnsRegex(UserWarning, "starts at zero"):

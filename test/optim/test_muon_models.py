@@ -152,17 +152,14 @@ class TestDTensorsOnOneRank(MuonTestCase):
         fully_shard(model["positions"])
         device = torch.device("cpu")
         model["hidden"] = FSDP(model["hidden"], device_id=device, use_orig_params=True)
-        options = {"exclude": ["rout*"], "verbose": True}
-        with mock.patch("builtins.print") as said:
-            matrices, others = partition_named_parameters(model, **options)
+        lines, (matrices, others) = printed(model, exclude=["rout*"])
         self.assertEqual([name for name, _ in matrices], ["hidden.weight"])
         rest = ["embedding", "positions", "hidden.bias", "router", "conv", "lm_head"]
         for start, (name, _) in zip(rest, others, strict=True):
             self.assertTrue(name.startswith(start), name)
         self.assertEqual({p for _, p in matrices + others}, {*model.parameters()})
-        lines = [call.args[0].rpartition("> ")[2] for call in said.call_args_list]
         first, last = ["embedding"] * 2, ["1D", "excluded", "3D", "output head"]
-        words = [line.removeprefix("rest: ") for line in lines]
+        words = [line.rpartition("> ")[2].removeprefix("rest: ") for line in lines]
         self.assertEqual(words, [*first, "Muon", *last])
 
     def test_flat_parameter_of_an_embedding_and_a_matrix(self):
@@ -269,39 +266,8 @@ class Bare(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
 
-class Router(nn.Linear):
-    """Told by its class."""
-
-
-# Stand-ins for classes of Megatron: the names and attributes that split_of reads.
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, rows=40, **config):
-        super().__init__()
-        self.config = SimpleNamespace(
-            num_attention_heads=6, num_query_groups=2, kv_channels=4, **config
-        )
-        self.linear_qkv = linear(rows)
-
-
-class MLP(nn.Module):
-    def __init__(self, gated, group=None):
-        super().__init__()
-        self.config = SimpleNamespace(
-            gated_linear_unit=gated, tensor_model_parallel_size=2
-        )
-        self.tp_group = group
-        self.linear_fc1 = linear(12)
-
-
-class TEGroupedMLP(MLP):
-    num_local_experts = 2
-
-    def __init__(self, block=None):
-        super().__init__(True, SimpleNamespace(size=lambda: 3))
-        self.config.moe_mlp_glu_interleave_size = block
-        self.linear_fc1 = Bare(weight0=(12, 8), weight1=(12, 8))
+# The config of Megatron's attention.
+HEADS = {"num_attention_heads": 6, "num_query_groups": 2, "kv_channels": 4}
 
 
 def known(kind, weight, shape, **attributes):
@@ -468,7 +434,7 @@ class TestPartition(TestCase):
             "named": {"router": {"layer": linear(3)}},
             # It has rows for two shared experts, too.
             "shared": {
-                "gate": Router(8, 6, bias=False),
+                "gate": known("Router", "weight", (6, 8)),
                 "experts": Bare(up=(4, 12, 8)),
             },
             # Adapters of rank 2 beside two layers.
@@ -508,27 +474,17 @@ class TestPartition(TestCase):
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
 class TestSplits(TestCase):
     def test_splits_of_known_classes(self):
+        config = SimpleNamespace(**HEADS)
+        wrapped = known("SelfAttention", "linear_qkv.weight", (40, 8), config=config)
         # FSDP2 gives a module a class of its own.
-        wrapped = type("FSDPSelfAttention", (SelfAttention,), {})()
+        wrapped.__class__ = type("FSDPSelfAttention", (type(wrapped),), {})
         parts = {
             "attention": wrapped,
-            "gated": SelfAttention(64, attention_output_gate=True),
-            "mlp": MLP(True),
-            "plain": MLP(False),
-            "experts": TEGroupedMLP(),
-            "blocks": TEGroupedMLP(2),
             "torch": nn.MultiheadAttention(8, 2),
             "no": {"kv_b_proj": linear(8)},
         }
         expected = {
             "attention.linear_qkv.weight": ((12, 4, 4), 2, 0),
-            "gated.linear_qkv.weight": ((12, 12, 4, 4), 2, 0),
-            # Each of two ranks of tensor parallelism has 12 rows.
-            "mlp.linear_fc1.weight": ((6, 6), 2, 0),
-            "experts.linear_fc1.weight0": ((6, 6), 3, 0),
-            "experts.linear_fc1.weight1": ((6, 6), 3, 0),
-            "blocks.linear_fc1.weight0": ((2, 2), 9, 0),
-            "blocks.linear_fc1.weight1": ((2, 2), 9, 0),
             "torch.in_proj_weight": (8, 8, 8),
         }
         qkv = "query_key_value.weight"
@@ -537,6 +493,13 @@ class TestSplits(TestCase):
         gate = {"head_dim": 4, "o_proj": SimpleNamespace(in_features=12)}
         many = {"num_heads": 8, "head_dim": 4}
         latent = {"qk_nope_head_dim": 6, "v_head_dim": 4}
+        # Each of two ranks of tensor parallelism has 12 rows, or of three that a group has.
+        gated = {"gated_linear_unit": True, "tensor_model_parallel_size": 2}
+        mlp = {"config": SimpleNamespace(**gated)}
+        heads_and_gates = SimpleNamespace(**HEADS, attention_output_gate=True)
+        experts = {"num_local_experts": 2, "tp_group": SimpleNamespace(size=lambda: 3)}
+        gated["moe_mlp_glu_interleave_size"] = 2
+        blocks = experts | {"config": SimpleNamespace(**gated)}
         # Class, weight, its shape, its split, and the attributes that the rule reads.
         for at, (kind, weight, shape, split, attributes) in enumerate((
             ("GptOssExperts", "gate_up_proj", (2, 8, 6), ((1, 1), 3, 1), {}),
@@ -565,7 +528,11 @@ class TestSplits(TestCase):
             ("torchtitan.Experts", "mlp1_weight_EGD", (3, 10, 8), ((1, 1), 5, 0), {}),
             ("FusedSwiGLU", "w13", (8, 2, 5), ((5, 5), 1, 1), {}),
             ("torchtitan.FeedForward", "w13.weight", (10, 8), ((1, 1), 5, 0), {}),
+            ("SelfAttention", "linear_qkv.weight", (64, 8), ((12, 12, 4, 4), 2, 0), {"config": heads_and_gates}),
             ("MLP", "linear_fc1.weight", (12, 8), (6, 6), {"config": SimpleNamespace(gated_linear_unit=True)}),
+            ("MLP", "linear_fc1.weight", (12, 8), ((6, 6), 2, 0), mlp),
+            ("TEGroupedMLP", "linear_fc1.weight0", (12, 8), ((6, 6), 3, 0), experts | mlp),
+            ("TEGroupedMLP", "linear_fc1.weight1", (12, 8), ((2, 2), 9, 0), blocks),
         )):  # fmt: skip
             parts[f"n{at}"] = known(kind, weight, shape, **attributes)
             expected[f"n{at}.{weight}"] = split
@@ -575,26 +542,28 @@ class TestSplits(TestCase):
         self.assertEqual(expected, {})
         (found,) = split_of(wrapped)
         self.assertEqual(found, "linear_qkv.weight")
-        wrapped.linear_qkv = tree(lora(wrapped.linear_qkv))
+        wrapped.linear_qkv = tree(lora(linear(40)))
         (found,) = split_of(torch.compile(tree({"attention": wrapped})))
         self.assertEqual(found, "_orig_mod.attention.linear_qkv.base_layer.weight")
 
     def test_class_of_the_same_name(self):
         for wrong in ({"num_attention_heads": 9}, {"kv_channels": None}):
-            module = SelfAttention()
-            vars(module.config).update(wrong)
+            config = SimpleNamespace(**HEADS | wrong)
+            module = known("SelfAttention", "linear_qkv.weight", (40, 8), config=config)
             self.assertEqual(split_of(module), {})
-        del module.config.kv_channels
+        del config.kv_channels
         self.assertEqual(split_of(module), {})
-        # A linear layer (out, in), columns that are no third, fewer rows than a group of heads has, and
-        # queries without a gate.
+        # A linear layer (out, in), columns that are no third, fewer rows than a group of heads has,
+        # queries without a gate, and an MLP without one.
         for kind, weight, shape in (
             ("SelfAttention", "c_attn.weight", (24, 8)),
             ("SelfAttention", "c_attn.weight", (8, 20)),
             ("BloomAttention", "query_key_value.weight", (8, 8)),
             ("QwenAttention", "q_proj.weight", (24, 8)),
+            ("MLP", "linear_fc1.weight", (12, 8)),
         ):
             sizes = {"head_dim": 4, "o_proj": SimpleNamespace(in_features=24)}
+            sizes["config"] = SimpleNamespace(gated_linear_unit=False)
             self.assertEqual(split_of(known(kind, weight, shape, **sizes)), {})
 
     def groups(self, parts, split, **options):

@@ -9,18 +9,20 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.optim import _muon_formulas, Muon
+from torch.optim import Muon
 from torch.optim._newton_schulz import (
     _has_same_bits,
     newton_schulz,
     Products,
     SymmetricProducts,
 )
-from torch.optim.muon import DistributedConfig
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_config import (
     COEFFICIENTS,
+    local_config,
+    NewtonSchulzCalls,
     parts_of,
+    randn,
 )
 
 
@@ -45,12 +47,6 @@ FORMS = [
     ((3, 4, 6), {}),
     ((2, 3, 6, 4), {}),
 ]
-SCRATCH = DistributedConfig(
-    lambda params, state: {0: list(range(len(params)))},
-    lambda piece, rank, state: piece,
-    lambda update, rank, state: update,
-    {"rank": 0, "world_size": 1},
-)
 OPTIONS = [
     {},
     {"adjust_lr_fn": "match_rms_adamw", "nesterov": False},
@@ -63,12 +59,8 @@ OPTIONS = [
     {"ns_algorithm": "gram"},
     {"ns_algorithm": "symmetric"},
     {"distributed_config": "auto"},
-    {"distributed_config": SCRATCH},
+    {"distributed_config": local_config()},
 ]
-
-
-def randn(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class TestMuonSplit(TestCase):
@@ -199,24 +191,15 @@ class TestMuonSplit(TestCase):
 
     def test_batches_have_the_bits_of_single_matrices(self):
         """But for the rounding of a batch, which is taken apart here. A compiler fuses a loop better."""
-        original, shapes, found = _muon_formulas.newton_schulz, [], []
-
-        def alone(x, *args):
-            shapes.append(x.shape)
-            if x.ndim == 2:
-                return original(x, *args)
-            return torch.stack([original(matrix, *args) for matrix in x])
-
-        apart = mock.patch.object(_muon_formulas, "newton_schulz", alone)
+        found = []
         for foreach, compiles in ((False, False), (True, False), (True, True)):
             fused, parts = self.build(foreach=foreach)
             self.set_gradients(0)
-            shapes.clear()
-            with apart, mock.patch("torch.compiler.is_compiling", lambda: compiles):
+            compiling = mock.patch("torch.compiler.is_compiling", lambda: compiles)
+            with compiling, NewtonSchulzCalls() as calls:
                 fused.step()
                 parts.step()
-            batched = any(len(shape) > 2 for shape in shapes)
-            self.assertEqual(batched, foreach and not compiles)
+            self.assertEqual(bool(calls.batches), foreach and not compiles)
             found.append([p.detach() for p in itertools.chain(self.whole, *self.parts)])
         for others in found[1:]:
             self.assertTrue(all(map(torch.equal, found[0], others)))

@@ -8,16 +8,8 @@ import stat
 import sys
 
 import pytest
-from overlay.conftest import (
-    append,
-    fails,
-    leads_on,
-    run,
-    script,
-    snapshot,
-    write_record,
-)
-from overlay.conftest import METADATA, MUON, OTHER, OWN
+from overlay.conftest import append, fails, leads_on, METADATA, MUON, OTHER, OWN, run
+from overlay.conftest import script, snapshot, write_record
 from tools.overlay import files, payload, wheel as wheels
 from tools.overlay.errors import WorkFailed, WrongTarget
 from tools.overlay.payload import ROOT

@@ -1,7 +1,7 @@
 """Recipes for the update rule, for functions of a user's own, and for a look at a setup."""
 
-import contextlib
 import copy
+import functools
 import itertools
 import pickle
 import re
@@ -17,11 +17,8 @@ from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
 from torch.nn.functional import mse_loss
 from torch.optim import Muon
 from torch.optim._muon import _single_tensor_muon, _zeropower_via_newtonschulz, muon
-from torch.optim.muon import (
-    create_auto_config,
-    create_dtensor_config,
-    DistributedConfig,
-)
+from torch.optim.muon import create_auto_config, create_dtensor_config
+from torch.optim.muon import DistributedConfig
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed._muon.common_config import (
     COEFFICIENTS,
@@ -139,10 +136,7 @@ class TestFunctions(Recipe):
         state = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         config = DistributedConfig(assign_fn, gather_fn, redistribute_fn, state)
         model, world = Transformer(layers=1), dist.group.WORLD
-
-        def after():
-            average(model.parameters(), world)
-
+        after = functools.partial(average, list(model.parameters()), world)
         self.check(Transformer(layers=1), model, config, data=[world], after=after)
 
     def test_other_framework(self):
@@ -244,44 +238,6 @@ def check_groups(**groups):
             raise ValueError(f"rank {rank}: ranks {shared} are in both {a} and {b}")
 
 
-@torch.no_grad()
-def compare_params(some, others, atol=0.0):
-    """Whether their values differ by at most ``atol``."""
-    pairs = zip(some, others, strict=True)
-    return all(torch.allclose(a, b, rtol=0.0, atol=atol) for a, b in pairs)
-
-
-def create_simple_model(hidden_size=64, num_layers=2):
-    """Square layers with ReLU between them, without biases."""
-    layers = []
-    for _ in range(num_layers):
-        layers += [nn.Linear(hidden_size, hidden_size, bias=False), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-@torch.no_grad()
-def sync_model_params(model):
-    """Gives all ranks the parameters of the first."""
-    for p in model.parameters():
-        dist.broadcast(p, src=0)
-
-
-@contextlib.contextmanager
-def watched(store, group):
-    """Says which ranks of ``group`` do not make a step.
-
-    The group's own timeout ends the wait. A signal's handler would not run before: Python calls it
-    between its own instructions, and this rank waits in the backend.
-    """
-    store.set(f"in step: {dist.get_rank()}", "")
-    try:
-        yield
-    except RuntimeError as error:
-        ranks = dist.get_process_group_ranks(group)
-        missing = [r for r in ranks if not store.check([f"in step: {r}"])]
-        raise TimeoutError(f"{missing} missing") from error
-
-
 class TestDebugging(Recipe):
     def test_debug_mode(self):
         """END_TO_END, debug mode: one owner at a time, and a line per parameter and phase."""
@@ -308,11 +264,12 @@ class TestDebugging(Recipe):
         """END_TO_END, compare with one process; TESTING, a simple model, parameters made equal on all
         ranks, and parameters compared."""
         torch.manual_seed(dist.get_rank())
-        single = create_simple_model(hidden_size=32)
-        before = copy.deepcopy(single)
-        sync_model_params(single)
-        same = compare_params(before.parameters(), single.parameters())
-        self.assertEqual(same, dist.get_rank() == 0)
+        layers = (nn.Linear(32, 32, bias=False) for _ in range(2))
+        single = nn.Sequential(*layers)
+        for p in single.parameters():
+            before = p.detach().clone()
+            dist.broadcast(p.detach(), src=0)
+            self.assertEqual(torch.equal(p, before), dist.get_rank() == 0)
         start = copy.deepcopy(single)
         # A second model made after the same seed would start from other random numbers.
         sharded = FSDP(copy.deepcopy(single), device_id=CPU)
@@ -327,9 +284,9 @@ class TestDebugging(Recipe):
                 optimizer.step()
                 optimizer.zero_grad()
         with FSDP.summon_full_params(sharded, writeback=False):
-            its = list(sharded.module.parameters())
-            self.assertTrue(compare_params(single.parameters(), its, atol=1e-5))
-            self.assertFalse(compare_params(start.parameters(), its, atol=1e-5))
+            its, near = list(sharded.module.parameters()), {"atol": 1e-5, "rtol": 0}
+            self.assertEqual(list(single.parameters()), its, **near)
+            self.assertNotEqual(list(start.parameters()), its, **near)
 
     def test_profile(self):
         """END_TO_END, profile a step: exchanges between ranks, products of matrices."""
@@ -348,7 +305,11 @@ class TestDebugging(Recipe):
         self.assertEqual(events["aten::mm"], 5 * mine)
 
     def test_hang(self):
-        """END_TO_END, find out who hangs: a rank leaves out a step, and the others say which."""
+        """END_TO_END, find out who hangs: a rank leaves out a step, and the others say which.
+
+        The group's own timeout ends the wait. A signal's handler would not run before: Python calls it
+        between its own instructions, and this rank waits in the backend.
+        """
         group = dist.new_group(timeout=timedelta(seconds=2))
         # A store that all ranks can reach, whatever became of their process groups.
         store = dist.PrefixStore("hang", dist.distributed_c10d._get_default_store())
@@ -358,9 +319,13 @@ class TestDebugging(Recipe):
         inputs, targets = next(batches())
         mse_loss(model(inputs), targets).backward()
         if dist.get_rank() != 3:
-            with self.assertRaisesRegex(TimeoutError, r"\[3\] missing"):
-                with watched(store, group):
-                    muon.step()
+            store.set(f"in step: {dist.get_rank()}", "")
+            with self.assertRaises(RuntimeError):
+                muon.step()
+            missing = [
+                rank for rank in range(4) if not store.check([f"in step: {rank}"])
+            ]
+            self.assertEqual(missing, [3])
         dist.barrier()
 
     def test_detailed_checks(self):
@@ -371,10 +336,7 @@ class TestDebugging(Recipe):
             group = dist.new_group()
         dist.set_debug_level_from_env()
         model, config = MLP(), create_auto_config(ddp_process_group=group)
-
-        def after():
-            average(model.parameters(), group)
-
+        after = functools.partial(average, list(model.parameters()), group)
         self.check(MLP(), model, config, data=[group], after=after)
         both = "Rank . is running.*Rank . is running"
         with self.assertRaisesRegex(RuntimeError, both):

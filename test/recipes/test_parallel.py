@@ -8,23 +8,16 @@ from recipes.common import average, Block, CPU, cut_linears, MLP, MoE, paralleli
 from recipes.common import Recipe, Transformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    fully_shard,
-    FullyShardedDataParallel as FSDP,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import fully_shard, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import distribute_tensor, parallel, Replicate, Shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Muon
-from torch.optim.muon import (
-    create_auto_config,
-    create_dtensor_config,
-    detect_tp_dims_from_model,
-    partition_named_parameters,
-)
+from torch.optim.muon import create_auto_config, create_dtensor_config
+from torch.optim.muon import detect_tp_dims_from_model, partition_named_parameters
 from torch.testing._internal.distributed._muon.common_modules import place_weights
 
 
@@ -267,11 +260,16 @@ def numbers_of(model, matrices):
     return {i: number[p] for i, p in enumerate(matrices) if p in number}
 
 
-def divide(model, count):
-    """Makes the gradients of the experts those of the mean over ``count`` ranks' losses."""
-    for p in model.experts.parameters():
-        if p.grad is not None:
-            p.grad.div_(count)
+def averaging(model, group, count):
+    """Makes the gradients of the router and of the experts those of the mean over ``count`` ranks' losses."""
+
+    def after():
+        average(model.router.parameters(), group)
+        for p in model.experts.parameters():
+            if p.grad is not None:
+                p.grad.div_(count)
+
+    return after
 
 
 class Stage(nn.Module):
@@ -306,11 +304,7 @@ class TestExpertsAndStages(Recipe):
         """END_TO_END, experts: each rank's experts are its own, without a config."""
         ep = dist.group.WORLD
         model = MoE(ep)
-
-        def after():
-            average(model.router.parameters(), ep)
-            divide(model, ep.size())
-
+        after = averaging(model, ep, ep.size())
         # Without a config, every rank orthogonalizes the router.
         self.check(MoE(), model, None, data=[ep], after=after, once=False)
 
@@ -343,11 +337,8 @@ class TestExpertsAndStages(Recipe):
             fsdp_process_group=fsdp,
             expert_assignments=numbers_of(model, matrices),
         )
-
-        def after():
-            average(model.router.parameters(), dist.group.WORLD)
-            divide(model, ep.size())  # FSDP averages over its own group
-
+        # FSDP averages over its own group.
+        after = averaging(model, dist.group.WORLD, ep.size())
         how = {"fsdp": fsdp, "data": [fsdp, ep], "after": after}
         how["others"] = list(model.router.parameters())
         self.check(MoE(), model, config, matrices, **how)
@@ -362,13 +353,9 @@ class TestExpertsAndStages(Recipe):
         matrices = list(model.experts.parameters())
         tp_dims = detect_tp_dims_from_model(matrices)
         config = create_auto_config(tp_process_group=tp, tp_dim_per_param=tp_dims)
-
-        def after():
-            average(model.router.parameters(), ep)
-            divide(model, ep.size())
-
-        how = {"others": list(model.router.parameters()), "after": after}
-        self.check(MoE(), model, config, matrices, data=[ep], **how)
+        how = {"others": list(model.router.parameters()), "data": [ep]}
+        after = averaging(model, ep, ep.size())
+        self.check(MoE(), model, config, matrices, after=after, **how)
 
     def test_four_stages(self):
         """END_TO_END, pipeline: 1F1B over four stages of one process each."""

@@ -163,16 +163,6 @@ class TestMuonExchange(OnCPU):
 
 
 @contextlib.contextmanager
-def relayed():
-    """Two replicas are many, and a relay carries a few shards at a time."""
-    with (
-        mock.patch.object(buckets, "MAX_REPLICAS", 1),
-        mock.patch.object(packs, "RELAY_BYTES", 200),
-    ):
-        yield
-
-
-@contextlib.contextmanager
 def in_two_levels(ranks_per_node=4):
     """More than two peers are too many."""
     with (
@@ -199,7 +189,9 @@ class TestMuonRelays(OnCPU):
     def test_each_element_travels_once_and_within_one_replica(self):
         grid = grid_of(4, 2)
         layout = specs(grid, [(R, S0)], [(16, 8)] * 8)
-        with relayed():
+        # Two replicas are many, and a relay carries a few shards at a time.
+        few = mock.patch.object(buckets, "MAX_REPLICAS", 1)
+        with few, mock.patch.object(packs, "RELAY_BYTES", 200):
             twins = Twins(layout)
         with Recorder() as seen:
             twins.step()
@@ -253,21 +245,6 @@ class TestMuonRelays(OnCPU):
             self.assertEqual(levels, [near, across, near, across])
 
 
-# Rank, matrices, TFLOP, times the mean, MiB sent, received and of memory, names.
-ROW = re.compile(
-    r"^ +(?P<rank>\d+) +(?P<owns>\d+) +\S+ +\S+ +(?P<sends>\S+) +(?P<receives>\S+) +(?P<memory>\S+)",
-    re.MULTILINE,
-)
-
-
-def rows(page):
-    return [found.groupdict() for found in ROW.finditer(page)]
-
-
-def mebibytes(count):
-    return f"{count / 2**20:.4g}"
-
-
 class TestMuonDescribe(OnCPU):
     def params(self, shapes, placements=(S0,)):
         placed = [common_muon.Spec(shape, mesh_of(4), placements) for shape in shapes]
@@ -283,10 +260,11 @@ class TestMuonDescribe(OnCPU):
         self.assertIn("relayed along replicas", page)
         self.assertNotIn("owners_per_matrix", page)
         self.assertNotIn("keeps 0 MiB", page)
+        # Of each rank, after matrices, TFLOP and times the mean: MiB sent and received.
+        rows = re.findall(r"(?m)^ +\d+ +\d+ +\S+ +\S+ +(\S+) +(\S+) +\S", page)
         # Each owner broadcasts one matrix in bfloat16, and receives three.
-        for row in rows(page):
-            sizes = row["sends"], row["receives"]
-            self.assertEqual(sizes, (mebibytes(128), mebibytes(3 * 128)))
+        sent, received = (f"{count * 128 / 2**20:.4g}" for count in (1, 3))
+        self.assertEqual(rows, [(sent, received)] * 4)
 
     def test_who_is_busy_and_what_is_left_out(self):
         params = self.params([(256, 256), (8, 8), (8, 8)])
@@ -371,13 +349,6 @@ def made(ranks):
     return dist.new_group(ranks, timeout=WAIT, use_local_synchronization=True)
 
 
-def met(group):
-    """Which ranks take part in a sum over the group."""
-    bits = torch.tensor([1 << dist.get_rank()])
-    dist.all_reduce(bits, group=group)
-    return [rank for rank in range(dist.get_world_size()) if bits.item() >> rank & 1]
-
-
 class LocalGroups(common_muon.ParityAssertions):
     def make_unequal_numbers_of_groups(self):
         self.make_groups_up_to(self.rank)
@@ -394,7 +365,7 @@ class LocalGroups(common_muon.ParityAssertions):
     def assertMeet(self, ranks, group, message=""):
         with self.everywhere(message):
             if self.rank in ranks:
-                self.assertEqual(met(group), sorted(ranks))
+                self.assertEqual(everyone(self.rank, group), sorted(ranks))
         # All of them know the group by one name.
         names = everyone(group.group_name if self.rank in ranks else None)
         self.assertEqual(len({names[rank] for rank in ranks}), 1, message)

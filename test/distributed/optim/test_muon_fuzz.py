@@ -18,12 +18,7 @@ from torch.testing._internal.common_distributed import TIMEOUT_OVERRIDE
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_muon import OnCPU
 from torch.testing._internal.distributed._muon import fuzz_player
-from torch.testing._internal.distributed._muon.fuzz_player import (
-    Mesh,
-    OTHER,
-    Plan,
-    WORLD,
-)
+from torch.testing._internal.distributed._muon.fuzz_player import Mesh, Plan, WORLD
 from torch.testing._internal.distributed._muon.fuzz_settings import fuzz, one_of
 
 
@@ -239,7 +234,9 @@ def actions(draw, plan, batched):
                 moved = ((choice, other),)
             found.append((kind, draw(one_of("same", "new", "whole")), moved))
         elif kind == "mismatch":
-            found.append((kind, draw(one_of("none", "sparse", *OTHER)), *choice))
+            found.append(
+                (kind, draw(one_of("none", "sparse", *fuzz_player.OTHER)), *choice)
+            )
         elif kind == "replace":
             mesh, placed = present[choice].mesh, present[choice].placements
             if mesh.in_order:

@@ -59,6 +59,10 @@ def local_config(assign_fn=None, *, state=None, **options):
     )
 
 
+def randn(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def make_matrix(shape, dtype=torch.float32, generator=None, strided="contiguous"):
     rows, columns = shape
     if strided == "transposed":
@@ -97,6 +101,7 @@ class NewtonSchulzCalls:
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
+        self.batches: list[tuple[int, ...]] = []
         self._original = _muon_formulas.newton_schulz
         self._patch = mock.patch.object(
             _muon_formulas, "newton_schulz", side_effect=self._call
@@ -104,6 +109,7 @@ class NewtonSchulzCalls:
 
     def _call(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
         if x.ndim > 2:
+            self.batches.append(tuple(x.shape))
             return torch.stack([self._call(matrix, *args) for matrix in x])
         self.shapes.append(tuple(x.shape))
         return self._original(x, *args)
