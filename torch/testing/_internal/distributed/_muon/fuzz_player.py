@@ -592,7 +592,19 @@ class Player:
             if not held.param.requires_grad:
                 continue
             has_grad = held.single.grad is not None
-            for sub, here in enumerate(held.elements_here()):
+            elements = held.elements_here()
+            if held.matrix.mesh is None and not self.plan.share_all_matrices(
+                held.matrix
+            ):
+                # A rank numbers the matrices in its own piece of a plain stack.
+                parts = len(elements) // math.prod(held.matrix.shape[:-2])
+                stack = [
+                    elements[i : i + parts] for i in range(0, len(elements), parts)
+                ]
+                elements = [
+                    here for one in stack if any(map(torch.any, one)) for here in one
+                ]
+            for sub, here in enumerate(elements):
                 owner, own = owners.get((index, sub)), int(here.sum())
                 if owner == self.rank:
                     least += has_grad
