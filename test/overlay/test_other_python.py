@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from overlay.conftest import OWN, script
+from overlay.conftest import fails, OWN, script
 
 
 HAS_OVERLAY = f"""
@@ -51,6 +51,9 @@ def test_overlay_is_there_and_nothing_is_written(
     assert tool(*args, "-k", "nothing").code == 5  # as pytest says it
     assert times(site.root) == before
     assert list(scrap.iterdir()) == []
+    if kind == "overlaid":
+        (site.root / OWN).write_text("# an edit\n")
+        fails(tool(*args), 3, f"  rm {site.root / OWN}\n")
 
 
 def test_missing_packages_are_named_first(tool, tmp_path, installed):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import env, git
 from .errors import WrongTarget
-from .wheel import ask_python, find_wheel, plain_environment
+from .wheel import ask_python, find_wheel, plain_environment, Wheel
 
 
 # Folders of torch without Python.
@@ -60,26 +60,21 @@ def run_elsewhere(python: str, words: list[str], root: Path) -> int:
     target = find_wheel(python)
     if "pytest" in words:
         check_packages(target.python)
-    plan, top = target.plan(root), target.torch_dir
-    for line in plan.misfits:
-        print(f"warning: {line}", file=sys.stderr)
+    target.revert(root, dry=True)  # it refuses edits by their own paths
     with git.scratch() as place:
-        for folder, names, rest in os.walk(top, followlinks=True):
-            if folder == str(top):  # libraries find others from where they are
+        copy = Wheel(target.python, place, target.version, target.record)
+        for folder, names, rest in os.walk(target.torch_dir, followlinks=True):
+            if folder == str(target.torch_dir):
+                # Libraries find others from where they are.
                 rest += WHOLE & {*names}
                 names[:] = {*names} - WHOLE
-            copy = place / Path(folder).relative_to(target.root)
-            copy.mkdir()
+            links = place / Path(folder).relative_to(target.root)
+            links.mkdir()
             for name in rest:
-                (copy / name).symlink_to(Path(folder, name))
-        # Tests compare with stock Muon.
-        kept = {target.copy_of(rel): plan.base.get(rel) for rel in plan.new}
-        texts = {str(copy.relative_to(target.root)): t for copy, t in kept.items()}
-        wanted = plan.base.keys() | plan.new.keys()
-        texts |= {rel: text for rel, text in plan.wanted.items() if rel in wanted}
-        for rel in texts:
-            (place / rel).unlink(missing_ok=True)  # not through a link
-        git.put(place, texts)
+                (links / name).symlink_to(Path(folder, name))
+        copy.revert(root)  # another overlay, newer ones too
+        for line in copy.apply(root, force=True).warnings:
+            print(f"warning: {line}", file=sys.stderr)
         paths = plain_environment(with_path=True).get("PYTHONPATH", "")
         path = f"{place}{os.pathsep}{paths}".rstrip(os.pathsep)
         shared = {"PYTHONPATH": path, "MUON_TEST_SHARE_GPU": "1"}

@@ -47,7 +47,7 @@ class Wheel(Target):
         self, python: Path, root: Path, version: str | None, record: str | None
     ) -> None:
         super().__init__(root, version)
-        self.python = python
+        self.python, self.record = python, record
         self.copies = self.torch_dir / FOLDER / "original"
         self.lock, self.option = self.torch_dir, ("--python", str(python))
         self.words = f"torch {version or '(uninstalled)'} in {root}"
