@@ -51,8 +51,8 @@ def _renamed(text: str, place: str, private: Iterable[str]) -> str:
     return re.sub(r"\btorch\.optim\.muon\b", NAME, text)
 
 
-def build(root: Path) -> tuple[str, bytes]:
-    """Name and text of the wheel. One commit gives the same bytes everywhere."""
+def write(root: Path, out: Path, *, dry: bool = False) -> Path:
+    """Write the wheel there. One commit gives the same bytes everywhere."""
     source = payload.read(root)
     if source.name is None:
         raise WrongTarget(f"{root} has no commit to name the wheel after: clone it")
@@ -82,18 +82,14 @@ def build(root: Path) -> tuple[str, bytes]:
     }
     rows = [f"{rel},{record_hash(text)},{len(text)}\n" for rel, text in texts.items()]
     texts[f"{info}/RECORD"] = "".join([*rows, f"{info}/RECORD,,\n"]).encode()
-    out = io.BytesIO()
+    packed = io.BytesIO()
     # Not compressed: each zlib has its own bytes.
-    with zipfile.ZipFile(out, "w") as wheel:
+    with zipfile.ZipFile(packed, "w") as wheel:
         for rel, text in texts.items():
             entry = zipfile.ZipInfo(rel, when[:6])
             entry.create_system, entry.external_attr = 3, 0o100644 << 16  # Unix
             wheel.writestr(entry, text)
-    return f"{NAME}-{version}-py3-none-any.whl", out.getvalue()
-
-
-def write(root: Path, out: Path, *, dry: bool = False) -> Path:
-    name, text = build(root)
+    place = out / f"{NAME}-{version}-py3-none-any.whl"
     if not dry:
-        files.write({out / name: text}, root / "LICENSE", out)
-    return out / name
+        files.write({place: packed.getvalue()}, root / "LICENSE", out)
+    return place
