@@ -23,8 +23,24 @@ class CheckoutPlan(Plan):
     stock: dict[str, bytes | None]  # the base's texts, without changes of the user's
     fresh: dict[str, bytes]  # with this repository's overlay on them
     overlaid: dict[str, list[bytes]]  # the overlays' texts
-    patched: list[str]  # upstream's files in which only hunks are an overlay's
     owned: dict[str, bytes | None]  # the overlay's part of ``now``
+
+    def parts(self, rel: str, text: bytes | None) -> tuple[bytes | None, bytes | None]:
+        """The overlay's part of a text: a whole file, or its hunks. And the other part.
+
+        A hunk that touches one of the overlay's is an edit of that.
+        """
+        stock, overlays = self.stock[rel], self.overlaid[rel]
+        if rel in self.source.whole or stock is None:
+            return text, stock
+        if text is None or text in (stock, *overlays):
+            return text, None if text is None else stock
+        if not overlays:
+            return stock, text
+        clean = (each for each in overlays if git.merged(text, each, stock)[1])
+        # Without the overlay: where a hunk touches one of its own, stock's lines stay.
+        bare, _ = git.merged(text, next(clean, overlays[0]), stock, "--theirs")
+        return git.merged(text, bare, stock)[0], bare
 
 
 class Checkout(Target):
@@ -59,10 +75,10 @@ class Checkout(Target):
         overlaid = {
             r: [t for of in every if (t := of.get(r)) is not None] for r in rels
         }
-        patched = [r for r in rels if r not in source.whole and stock[r]]
-        owned, base = dict(now), dict(stock)
-        edited: list[str] = []
-        mixed: list[str] = []
+        plan = CheckoutPlan(
+            source, fresh, [*misfits.values()], dict(stock), now, [], [], laid, name, staged,
+            stock, fresh, overlaid, dict(now),
+        )  # fmt: skip
 
         def is_known(rel: str, text: bytes | None) -> bool:
             """Whether it is an overlay's text, or this repository has all its edits."""
@@ -72,22 +88,18 @@ class Checkout(Target):
             return bool(was and new) and git.merged(new, was, text) == (new, True)
 
         for rel in rels:
-            also = staged[rel]
-            if rel in patched:
-                owned[rel], base[rel] = _parts(stock[rel], overlaid[rel], now[rel])
-                also, rest = _parts(stock[rel], overlaid[rel], staged[rel])
-                if rest != base[rel]:
-                    mixed.append(rel)
-                    if also == owned[rel]:  # of the overlay, the index has the same
-                        staged[rel] = now[rel]
-            if not (is_known(rel, owned[rel]) and is_known(rel, also)):
-                edited.append(rel)
-        new, bad = patches.overlay(source, base)
-        edited += [rel for rel in bad if base[rel] != stock[rel] and rel not in edited]
-        return CheckoutPlan(
-            source, new, list(misfits.values()), base, now, edited, mixed, laid, name, staged,
-            stock, fresh, overlaid, patched, owned,
-        )  # fmt: skip
+            plan.owned[rel], plan.base[rel] = plan.parts(rel, now[rel])
+            also, rest = plan.parts(rel, staged[rel])
+            if rest != plan.base[rel]:
+                plan.mixed.append(rel)
+                if also == plan.owned[rel]:  # of the overlay, the index has the same
+                    staged[rel] = now[rel]
+            if not (is_known(rel, plan.owned[rel]) and is_known(rel, also)):
+                plan.edited.append(rel)
+        plan.new, bad = patches.overlay(source, plan.base)
+        bad = [rel for rel in bad if plan.base[rel] != stock[rel]]
+        plan.edited += [rel for rel in bad if rel not in plan.edited]
+        return plan
 
     def _overlays(self, root: Path, source: payload.Source) -> list[Overlay]:
         """Each overlay that was applied here or is committed: its name and texts."""
@@ -133,9 +145,8 @@ class Checkout(Target):
 
     def _at_head(self, plan: CheckoutPlan, *, with_overlay: bool) -> files.Texts:
         """The changes that a commit on the branch would make."""
-        head, want = self.tree.texts("HEAD", list(plan.now)), dict(plan.stock)
-        for rel in plan.patched:
-            _, want[rel] = _parts(plan.stock[rel], plan.overlaid[rel], head[rel])
+        head = self.tree.texts("HEAD", list(plan.now))
+        want = {rel: plan.parts(rel, text)[1] for rel, text in head.items()}
         if with_overlay:
             want |= patches.overlay(plan.source, want)[0]
         return {rel: text for rel, text in want.items() if text != head[rel]}
@@ -214,7 +225,7 @@ class Checkout(Target):
             if clean and text == here:
                 continue
             place = rel
-            if rel in plan.patched:
+            if stock and rel not in whole:
                 place, text = _patch_to(plan, rel, text)
             both |= {} if clean else {place: rel}
             if MARKER not in here:  # of an earlier conflict
@@ -268,23 +279,6 @@ class Checkout(Target):
             more = ("--signature=overlay", "-o", str(out), f"{base}..{tip}")
             mails = git.text(scratch, *command, *more, env=git.ALONE, check=True)
         return [Path(mail) for mail in mails.splitlines()], base, plan.edited
-
-
-def _parts(
-    stock: bytes | None, overlays: list[bytes], text: bytes | None
-) -> tuple[bytes | None, bytes | None]:
-    """A patched file's text with the overlay's hunks alone, and with all others alone.
-
-    A hunk that touches one of the overlay's is an edit of that.
-    """
-    if text is None or stock is None or text in (stock, *overlays):
-        return text, stock if text is not None else None
-    if not overlays:
-        return stock, text
-    clean = (each for each in overlays if git.merged(text, each, stock)[1])
-    # Without the overlay: where a hunk touches one of its own, stock's lines stay.
-    bare, _ = git.merged(text, next(clean, overlays[0]), stock, "--theirs")
-    return git.merged(text, bare, stock)[0], bare
 
 
 def _patch_to(plan: CheckoutPlan, rel: str, text: bytes) -> tuple[str, bytes]:
