@@ -34,19 +34,8 @@ TEST = "test/distributed/optim/test_muon.py"
 FEW = 5  # more files than these are counted, not named
 
 
-def _given(text: str) -> str:
-    """An unset variable of a script is empty; as a path, that is the current folder."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("the value is empty")
-    return text
-
-
-def _folder(text: str) -> Path:
-    return Path(_given(text)).expanduser().resolve()
-
-
 def _value(metavar: str, words: str, **more: Any) -> dict[str, Any]:
-    return {"metavar": metavar, "type": _given, "help": words} | more
+    return {"metavar": metavar, "help": words} | more
 
 
 def _flag(words: str) -> dict[str, Any]:
@@ -59,7 +48,7 @@ OPTIONS = {
     "--torch": _value("VERSION", f"{versions.SUPPORTED} (default: {versions.PINNED})"),
     "--checkout": _value("DIR", "a PyTorch git checkout (default: the current folder)"),
     "--python": _value("EXE", "an interpreter"),
-    "--out": _value("DIR", OUT, type=_folder, default="out"),
+    "--out": _value("DIR", OUT, default="out"),
     "--mode": {"choices": ["source", "wheel"], "required": True, "help": "how"},
     "--stack": _flag("a mail for each commit of patches/stack.toml, not one for all"),
     "--commit": _flag("commit it in the checkout, layer by layer"),
@@ -334,9 +323,15 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         parser.exit()
     if args.command is None:
         parser.error("a command is missing")
+    for name, value in vars(args).items():
+        # An unset variable of a script. As a path, it would be the current folder.
+        if isinstance(value, str) and not value.strip():
+            args.sub.error(f"argument --{name}: the value is empty")
     if extra and args.command not in ("test", "verify", "gpu"):
         args.sub.error(f"unknown arguments: {' '.join(extra)}")
     args.extra = extra
+    if "out" in args:
+        args.out = Path(args.out).expanduser().resolve()
     return args
 
 
