@@ -322,7 +322,13 @@ class Held:
         here = torch.zeros(self.matrix.shape)
         numbers = torch.arange(here.numel()).view(here.shape)
         here.view(-1)[self.piece(numbers).flatten()] = 1
-        return common_config.parts_of(here, **dict(self.matrix.form))
+        form = dict(self.matrix.form)
+        is_stack = here.ndim > 2 and "flatten" not in form
+        if self.matrix.mesh is None and is_stack and here.any():
+            # A rank numbers the matrices in its own piece of a plain stack.
+            here = here.flatten(0, -3)
+            here = here[here.flatten(1).any(1)]
+        return common_config.parts_of(here, **form)
 
     def cut(self, whole: torch.Tensor, turned: bool = False) -> torch.Tensor:
         piece = self.piece(whole).mT if turned else self.piece(whole)
@@ -592,19 +598,7 @@ class Player:
             if not held.param.requires_grad:
                 continue
             has_grad = held.single.grad is not None
-            elements = held.elements_here()
-            if held.matrix.mesh is None and not self.plan.share_all_matrices(
-                held.matrix
-            ):
-                # A rank numbers the matrices in its own piece of a plain stack.
-                parts = len(elements) // math.prod(held.matrix.shape[:-2])
-                stack = [
-                    elements[i : i + parts] for i in range(0, len(elements), parts)
-                ]
-                elements = [
-                    here for one in stack if any(map(torch.any, one)) for here in one
-                ]
-            for sub, here in enumerate(elements):
+            for sub, here in enumerate(held.elements_here()):
                 owner, own = owners.get((index, sub)), int(here.sum())
                 if owner == self.rank:
                     least += has_grad
