@@ -409,8 +409,7 @@ class TestPartition(TestCase):
         few = "output head: few rows at the end"
         block = {"up": linear(16), "down": linear(WIDTH, 16)}
         # A layer takes eight outputs, and three are too many for 16 columns.
-        ends = (2, 16, few), (8, 64, ""), (3, 16, "")
-        for rows, columns, why in ends:
+        for rows, columns, why in (2, 16, few), (8, 64, ""), (3, 16, ""):
             for end in linear(rows, columns), lora(linear(rows, columns)):
                 self.expect({"block": (block, ""), "summary": (end, why)})
         blocks = [({"up": linear(16), "kv": linear(2, 16)}, "") for _ in range(2)]
