@@ -412,8 +412,7 @@ class TestPartition(TestCase):
         for rows, columns, why in (2, 16, few), (8, 64, ""), (3, 16, ""):
             for end in linear(rows, columns), lora(linear(rows, columns)):
                 self.expect({"block": (block, ""), "summary": (end, why)})
-        blocks = [({"up": linear(16), "kv": linear(2, 16)}, "") for _ in range(2)]
-        self.expect({"blocks": blocks})
+        self.expect({"kv": [(linear(2, 16), ""), (linear(2, 16), "")]})
 
     def test_layers_in_a_module_named_like_a_head(self):
         def two():
