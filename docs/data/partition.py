@@ -12,12 +12,13 @@ import transformers
 from torch.optim.muon import partition_named_parameters, split_of
 
 
-TRANSFORMERS = """BartForSequenceClassification BertForPreTraining BertForQuestionAnswering CLIPModel GPT2LMHeadModel
-DeepseekV3ForCausalLM DetrForObjectDetection FalconForCausalLM FunnelForMaskedLM GPTNeoXForCausalLM Gemma3ForCausalLM
-GptOssForCausalLM JetMoeForCausalLM LlamaForCausalLM LlamaForQuestionAnswering MambaForCausalLM MixtralForCausalLM
-MusicgenForCausalLM PerceiverForMaskedLM Qwen2MoeForCausalLM RobertaForSequenceClassification RwkvForCausalLM
-SwinForImageClassification SwitchTransformersForConditionalGeneration T5ForConditionalGeneration Wav2Vec2ForCTC
-ViTForImageClassification WhisperForConditionalGeneration XLNetForSequenceClassification"""
+TRANSFORMERS = """BartForSequenceClassification BertForPreTraining CLIPModel GPT2LMHeadModel DeepseekV3ForCausalLM
+DetrForObjectDetection FalconForCausalLM FlaubertForSequenceClassification FunnelForMaskedLM GPTNeoXForCausalLM
+Gemma3ForCausalLM GptOssForCausalLM JetMoeForCausalLM Kosmos2ForConditionalGeneration LlamaForCausalLM MambaForCausalLM
+MixtralForCausalLM MusicgenForCausalLM PI0ForConditionalGeneration PerceiverForSequenceClassification
+Qwen2MoeForCausalLM RobertaForSequenceClassification RwkvForCausalLM SwinForImageClassification
+SwitchTransformersForConditionalGeneration T5ForConditionalGeneration Wav2Vec2ForCTC ViTForImageClassification
+XLNetForSequenceClassification"""
 LORA = {
     "LlamaForSequenceClassification": {"task_type": "SEQ_CLS"},
     "RobertaForSequenceClassification": {"task_type": "SEQ_CLS", "use_dora": True},

@@ -371,6 +371,15 @@ class TestPartition(TestCase):
             rest = [name for name, why in self.reasons(model).items() if why]
             self.assertEqual(rest, ["token.weight", "fc.weight"])
 
+    def test_few_rows_at_the_end_are_an_output_head(self):
+        few = "output head: few rows at the end"
+        block = {"up": linear(16), "down": linear(WIDTH, 16)}
+        # A layer takes eight outputs, and three are too many for 16 columns.
+        for rows, columns, why in (2, 16, few), (8, 64, ""), (3, 16, ""):
+            for end in linear(rows, columns), lora(linear(rows, columns)):
+                self.expect({"block": (block, ""), "summary": (end, why)})
+        self.expect({"kv": [(linear(2, 16), ""), (linear(2, 16), "")]})
+
     def test_layers_in_a_module_named_like_a_head(self):
         def two():
             return {"dense": linear(8), "out_proj": linear(2)}
@@ -459,7 +468,7 @@ class TestPartition(TestCase):
     def test_parameters_without_a_layer(self):
         names = (
             *("pos_embed", "relative_position_bias_table", "rel_pos_h", "latents"),
-            *("attention_biases", "register_tokens", "A_log"),
+            *("attention_biases", "register_tokens", "A_log", "latent_query"),
         )
         matrices = "in_proj_weight", "w1", "post_proj", "latent_proj"
         bare = Bare(**dict.fromkeys((*names, *matrices), (6, 8)))

@@ -36,6 +36,7 @@ def test_step(capsys, tmp_path):
     page = (tmp_path / "step.md").read_text()
     assert "python -m tools.bench step --workloads tiny" in page
     assert overview.strip() in page
+    assert cli.main(["splits", "--reps", "1"]) == 0
 
 
 def test_bytes_are_the_least(capsys):

@@ -220,7 +220,7 @@ def test_the_page_about_your_model_says_what_the_command_prints(
     assert len(printed.splitlines()) <= 25
 
 
-def test_a_model_of_names_and_shapes(tmp_path, capsys):
+def test_a_model_of_names_and_shapes(tmp_path, capsys, monkeypatch):
     path = tmp_path / "shapes.json"
     layer = {"norm.weight": [8], "experts.0.up": [8, 4], "experts.1.up": [8, 4]}
     shapes = {f"h.{at}.{name}": shape for at in (0, 1) for name, shape in layer.items()}
@@ -230,6 +230,11 @@ def test_a_model_of_names_and_shapes(tmp_path, capsys):
     assert (model.dense, model.expert) == ([(4, 4), (9, 4)], [(8, 4)] * 2)
     assert (model.n_experts, model.active_numel) == (2, 16 + 36 + 2 * 32)
     assert "6 matrices" in notes and notes.endswith("look like AdamW's: wte")
+    stack = torch.nn.ParameterDict({"up": torch.empty(4, 6, 8)})
+    parts = torch.nn.ModuleDict({"gate": torch.nn.Linear(8, 4), "mlp": stack})
+    monkeypatch.setattr(own, "make", lambda: parts, raising=False)
+    made, _ = own.read("tools.bench.scale.own:make", 1)
+    assert made.names == [f"mlp.up[{expert}]" for expert in range(4)]
     case = own.case_of(model, "mine", "hsdp:2x4", 8, tokens=7)
     assert (case.title, case.model.tokens) == ("mine, HSDP 2 x 4, 8 ranks", 7)
     assert [layout.key.name for layout in case.layouts()] == model.names

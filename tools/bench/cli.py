@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from . import check, contestants, fleet, page, step, table, traffic
+from . import check, contestants, fleet, page, splits, step, table, traffic
 from .layouts import fits, LAYOUTS, WORKLOADS
 from .scale import own, report
 from .scale.cases import CASES
@@ -20,6 +20,7 @@ def parser() -> argparse.ArgumentParser:
         ("bytes", run_bytes, "count what a step sends"),
         ("scale", run_scale, "simulate a step of public models on many ranks"),
         ("check", run_check, "compare simulated steps with real ones on a slow wire"),
+        ("splits", run_splits, "compare fused weights with and without split"),
     ):
         command = commands.add_parser(name, help=words)
         command.set_defaults(run=run)
@@ -43,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
         add("--timeout", type=float, default=900.0, help="seconds of one table")
         if name != "bytes":
             add("--reps", type=int, default=11)
-        if name == "check":
+        if name in ("check", "splits"):
             continue
         add("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
         add("--workloads", nargs="+", choices=WORKLOADS, default=["pairs", "gpt2"])
@@ -111,6 +112,14 @@ def run_bytes(args: argparse.Namespace) -> Iterator[str]:
 
 def run_check(args: argparse.Namespace) -> Iterator[str]:
     yield check.text(fleet.run(check.work, args.reps, check.WORLD, args.timeout))
+
+
+def run_splits(args: argparse.Namespace) -> Iterator[str]:
+    results = fleet.run(splits.work, args.reps, 2, args.timeout)
+    unsplit, *slowest = [list(map(max, zip(*times))) for times in zip(*results)]
+    ratios = [[f"{a / b:.2f}" for a, b in zip(of, unsplit)] for of in slowest]
+    rows = [[str(split), *cells] for split, cells in zip(splits.SPLITS, ratios)]
+    yield table.render(["x unsplit", "planning", "packing"], rows)
 
 
 def run_scale(args: argparse.Namespace) -> Iterator[str]:

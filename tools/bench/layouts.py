@@ -29,6 +29,7 @@ WORKLOADS: dict[str, list[Shape]] = {
     "pairs": [(512, 512), (512, 2048)] * 12,
     "gpt2": [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12,
     "llama1b": MODELS["Llama 3.2 1B"].shapes,
+    "fused": [(1536, 1536)] * 8,  # for ``splits``
     "square": [(64, 64)] * 16,  # for ``check``
     "tiny": [(32, 64), (64, 64), (64, 32)] * 2,  # for tests
 }

@@ -25,7 +25,7 @@ _HEAD = r"classifier|embed_out|(lm_)?head|output_layer|qa_outputs|score|unembed(
 # Inside blocks, hidden layers have such names as well, and attention has heads.
 _HEAD_OUTSIDE = r"(?i)heads|head_\w+|\w+_(heads?|classifier)|\w*logits(_proj)?"
 # Of parameters without a linear layer: tables of positions and tokens, biases of a stack, Mamba's A_log.
-_TABLE = r"(^|_)(pos(?!t)|table|tokens?$|latents$)|embed|bias|_log$"
+_TABLE = r"(^|_)(pos(?!t)|table|tokens?$|latent(s|_quer))|embed|bias|_log$"
 # Layers that have several matrices in one.
 _FUSED = r"kv|key_value|c_attn|att_proj|gate_up|input_linear|mlp1_weight|w1[23]|\bWi\b|\bin_proj"
 _EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
@@ -146,7 +146,7 @@ class _Model:
         # The rank of an adapter says nothing.
         own = [p for p in layers if p.unit != p.layer or ".base_layer." in p.name]
         matrices = [p for p in own if len(p.shape) == 2]
-        self.last = [p.name for p in matrices][-1:]
+        self.last = {p.unit for p in matrices[-1:]}
         # Experts are a list of modules, or stacks. Their router has a row for each of them.
         experts: defaultdict[int, set[str]] = defaultdict(set)
         for name, submodule in named:
@@ -158,20 +158,21 @@ class _Model:
         wide = [p for p in matrices if p.shape[0] < p.shape[1]]
         self.routers = {p.unit for p in wide if experts[p.shape[0]] & p.places}
         # One with rows for shared experts, too, has another number of them.
-        self.routers |= {
-            p.unit for p in wide if type(p.module).__name__.endswith("Router")
-        }
+        self.routers |= {p.unit for p in wide if "Router" in type(p.module).__name__}
         # With expert parallelism, a stack may have a part of the experts.
         routers = [p for p in matrices if p.unit in self.routers or _is_router(p.unit)]
-        self.expert_counts = {p.shape[0] for p in routers}
-        # The output of a head is a vocabulary. No layer takes it, and no other block has such a layer.
+        self.n_experts = {p.shape[0] for p in routers}
+        # The output of a head is a vocabulary, or small and last. No layer takes it, no other block has such a layer.
         embeddings = [m for _, m in named if isinstance(m, _EMBEDDINGS)]
         self.tied = {id(p) for m in embeddings for p in m.parameters(recurse=False)}
-        sizes = {m.num_embeddings for m in embeddings}
-        sizes -= {size for p in layers for size in p.shape[1:]}
-        candidates = {(p.unit, p.shape) for p in matrices if p.shape[0] in sizes}
+        few, same = "few rows at the end", "as many rows as an embedding"
+        sizes = {p.shape[0]: few for p in matrices[-1:] if p.shape[1] >= 8 * p.shape[0]}
+        sizes |= {m.num_embeddings: same for m in embeddings}
+        outputs = sizes.keys() - {size for p in own for size in p.shape[1:]}
+        candidates = {(p.unit, p.shape) for p in matrices if p.shape[0] in outputs}
         blocks = Counter((_NUMBER.sub("*", unit), shape) for unit, shape in candidates)
-        self.heads = {u for u, s in candidates if blocks[_NUMBER.sub("*", u), s] == 1}
+        heads = [(u, s) for u, s in candidates if blocks[_NUMBER.sub("*", u), s] == 1]
+        self.heads = {u: f"output head: {sizes[s[0]]}" for u, s in heads}
 
     def _param(self, name: str, shape: tuple[int, ...]) -> _Param:
         unit = unwrapped(name)
@@ -190,8 +191,7 @@ class _Model:
         if leaf == "weight" and not hasattr(module, "in_features"):
             leaf = layer.split(".")[-1]
         is_stack = self.takes_stacks and len(shape) == 3 and not _is_conv(module)
-        counts = self.expert_counts
-        is_stack &= any(n % shape[0] == 0 or "expert" in layer for n in counts)
+        is_stack &= any(n % shape[0] == 0 or "expert" in layer for n in self.n_experts)
         if len(shape) != 2 and not flatten and not is_stack:
             return f"{len(shape)}D"
         if isinstance(module, _EMBEDDINGS):
@@ -209,10 +209,8 @@ class _Model:
         heads = [part for part in parts if re.fullmatch(_HEAD, part)]
         heads += [part for part in parts[:block] if re.fullmatch(_HEAD_OUTSIDE, part)]
         # BERT, RWKV and others have hidden layers of these names in their blocks.
-        if parts[-1] == "output" or (parts[-1] == "fc" and name in self.last):
+        if parts[-1] == "output" or (parts[-1] == "fc" and unit in self.last):
             heads += parts[-1:] if block == len(parts) else []
         if heads:
             return "output head" + f": in {heads[0]}" * (heads[0] != parts[-1])
-        if unit in self.routers:
-            return "router"
-        return "output head: as many rows as an embedding" if unit in self.heads else ""
+        return "router" if unit in self.routers else self.heads.get(unit, "")

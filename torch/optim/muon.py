@@ -248,9 +248,9 @@ def partition_named_parameters(
 
     - everything that is not 2D, and matrices of one row or column;
     - embeddings, tied ones too, and 2D parameters that are named like a table (of positions) or a bias;
-    - output heads: layers with as many rows as an embedding, unless hidden layers have this size; layers
-      that are named like a head (``lm_head``, ``classifier``, ``score`` and others) or are in a module with
-      such a name; and an ``fc`` at the end of the model;
+    - output heads: layers with as many rows as an embedding, and a last one with at least eight columns to a
+      row, unless hidden layers have this size; layers that are named like a head (``lm_head``, ``classifier``,
+      ``score`` and others) or are in a module with such a name; and an ``fc`` at the end of the model;
     - routers: layers with "router" in their name, or with one row for each of the experts next to them;
     - the weights of LSTM and GRU, which are several gates in one.
 

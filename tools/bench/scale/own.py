@@ -26,7 +26,7 @@ from .timeline import simulate
 
 SOURCES = "a JSON of names and shapes, a transformers config.json, or module:function"
 FORMS = "fsdp, ddp, hsdp:AxB (replicas x shards), fsdp-tp:AxB or fsdp-ep:AxB"
-# Layers of embeddings, heads, routers and biases of experts: two dimensions, but AdamW's.
+# Embeddings, heads, routers and biases of experts in a JSON: two dimensions, but AdamW's.
 DOUBTFUL = re.compile(
     r"emb|tok|wte|wpe|head$|^output$|classifier|score|router|^gate$|bias"
 )
@@ -61,9 +61,8 @@ def read(source: str, active: int | None) -> tuple[Model, str]:
     if make is not None:
         with torch.device("meta"):
             model = make()
-        matrices, others = partition_named_parameters(model)
-        stacks = [(name, param) for name, param in others if param.ndim == 3]
-        shapes = {name: param.shape for name, param in [*matrices, *stacks]}
+        matrices, _ = partition_named_parameters(model, allow_batched_matrices=True)
+        shapes = {name: param.shape for name, param in matrices}
         everything = {name: param.shape for name, param in model.named_parameters()}
         config = getattr(model, "config", None)
         config = getattr(config, "get_text_config", lambda: config)()
@@ -72,7 +71,7 @@ def read(source: str, active: int | None) -> tuple[Model, str]:
     found, stacked = [], False
     for name, shape in shapes.items():
         numbered = re.search(r"\bexperts\.(\d+)\.", name)
-        if len(shape) == 3 and "expert" in name:
+        if len(shape) == 3 and (make or "expert" in name):
             stacked = True
             found += [(f"{name}[{e}]", tuple(shape[1:]), e) for e in range(shape[0])]
         elif len(shape) == 2:
@@ -94,7 +93,7 @@ def read(source: str, active: int | None) -> tuple[Model, str]:
         notes += f"; {active} of {experts} experts are active"
     layers = {re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight")) for name in names}
     kinds = sorted(l for l in layers if DOUBTFUL.search(l.rpartition(".")[2]))
-    if kinds:
+    if kinds and make is None:
         notes += f".\nAmong them are some that look like AdamW's: {listed(kinds, 3)}"
     return model, notes
 
