@@ -115,7 +115,7 @@ class Reader:
             error = error or problem
         for ranks in larger_first(self.sharing) if local.group_of else ():
             groups = [g for g in self.sharing[ranks] if {*group_ranks(g)} <= {*ranks}]
-            local.mesh_groups += groups
+            local.mesh_groups += [group for group in groups if group.size() > 1]
         layouts = local.complete(error)
         self.sharing = self._sharing_of(params, layouts, local)
         parts: list[Layout] = []
