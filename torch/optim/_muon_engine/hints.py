@@ -45,7 +45,7 @@ class Hints:
         text = ""
         if not self._trains and self.steps >= STEPS_WITHOUT_ANY:
             text = _NO_GRADIENTS
-        elif self._trains and self.steps >= STEPS_WITHOUT_ONE:
+        elif self.steps >= STEPS_WITHOUT_ONE:
             names = listed([*self._without.values()])
             text = f"these have had no gradient in {self.steps} steps; if intended, freeze them with requires_grad_(False): {names}"
         if text:
