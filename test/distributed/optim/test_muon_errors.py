@@ -612,6 +612,16 @@ class TestMuonUnreadErrors(common_muon.OnCPU):
         self.assertRaisesEverywhere(optimizer.step, RuntimeError, text)
         self.assertEqual(snapshot([shared, alone]), before)
 
+    def test_gradient_that_a_larger_group_needs(self):
+        """Ranks of a smaller group with rank 1 were told that they do not hold the matrix."""
+        placed = [Spec((8, 8), mesh_of(size), (S0,)) for size in (4, 2)]
+        twins = Twins(placed)
+        twins.set_gradients()
+        if self.rank == 1:
+            twins.params[0]._grad = torch.ones(8, 8).to_sparse()
+        step = twins.optimizer.step
+        self.assertRaisesEverywhere(step, RuntimeError, r"parameter 0\b")
+
     def test_partial_gradient_on_some_ranks_only(self):
         """DTensor's collective for the gradient waited for the rank without one."""
         spec = Spec((8, 8), mesh_of(4), (R,))

@@ -14,7 +14,7 @@ from . import Matrix
 from .compute import Compute, RegionTensor
 from .divided import DividedProducts
 from .relays import attach_relays
-from .statuses import Statuses
+from .statuses import OTHER_GROUP, Statuses
 from .transport import BoundPack, InFlight, local_buckets, LocalBucket, Memory
 
 
@@ -100,7 +100,8 @@ class Pipeline(Compute):
                 if self.awaits_statuses:
                     # It may launch a collective, so every rank calls it.
                     differs = statuses.mismatch()
-                    text = text or differs
+                    # A larger group's own reason says more.
+                    text = differs if differs and text in ("", OTHER_GROUP) else text
         return text
 
     def run(self) -> None:

@@ -41,7 +41,7 @@ _SOME_ABSENT = (
     "some of the ranks that hold these have a gradient and some have none. All need one, or none of them: zeros for an "
     "unused expert or a branch that one rank skips"
 )
-_OTHER_GROUP = "ranks that share matrices with this one differ in others that this rank does not hold. The error on those ranks says how"
+OTHER_GROUP = "ranks that share matrices with this one differ in others that this rank does not hold. The error on those ranks says how"
 
 
 class Statuses(InFlight):
@@ -158,7 +158,7 @@ class Statuses(InFlight):
                 text = f"{reason}: {names}"
                 if reason == _OTHER_OPTIONS:
                     text += f". This rank has {different[0].param.formulas}"
-        return text or (_OTHER_GROUP if is_elsewhere else "")
+        return text or (OTHER_GROUP if is_elsewhere else "")
 
 
 def _digest_of(matrix: Matrix) -> Tensor:
