@@ -643,7 +643,9 @@ class Player:
             ones = torch.ones(held.param.shape, dtype=held.dtype)
             held.param._grad = None if kind == "none" else ones.to_sparse()
         index = self.order().index(held)
-        where = "expert" if held.matrix.expert else rf"parameter {index}\b"
+        # A rank names its own parameter, and the others the expert.
+        is_expert = held.matrix.expert and (kind, self.rank) != ("sparse", culprit)
+        where = "expert" if is_expert else rf"parameter {index}\b"
         texts = {"none": "some have none", "sparse": "cannot use|sparse"}
         try:
             self.optimizer.step()
