@@ -260,7 +260,7 @@ class TestMuonDescribe(OnCPU):
         self.assertIn("relayed along replicas", page)
         self.assertNotIn("owners_per_matrix", page)
         self.assertNotIn("keeps 0 MiB", page)
-        # Of each rank, after matrices, TFLOP and times the mean: MiB sent and received.
+        # Each row has MiB sent and received after matrices, TFLOP and times the mean.
         rows = re.findall(r"(?m)^ +\d+ +\d+ +\S+ +\S+ +(\S+) +(\S+) +\S", page)
         # Each owner broadcasts one matrix in bfloat16, and receives three.
         sent, received = (f"{count * 128 / 2**20:.4g}" for count in (1, 3))

@@ -49,8 +49,8 @@ def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
 
 
 class LocalPieces:
-    """This rank's parts of matrices that groups share. A group does not say how they were cut. So in each
-    group, ranks tell each other their parts, put them together, and tell the next group the result.
+    """This rank's pieces of matrices that groups share. A group does not say how they were cut. So in each
+    group, ranks tell each other their pieces, put them together, and tell the next group the result.
     """
 
     def __init__(self, shared: KindGroups, ep_group: ProcessGroup | None) -> None:

@@ -207,9 +207,7 @@ class Reader:
         group = spanning_group(ranks, sharing.get(ranks, self.shared.values()))
         # Backends of accelerators do not take an offloaded piece.
         sent = piece.reshape(-1).to(dtensor.device_of([tensor], [group]))
-        flat = [
-            received.to(piece.device) for received in all_gather_uneven(sent, group)
-        ]
+        flat = [other.to(piece.device) for other in all_gather_uneven(sent, group)]
         pieces = dict(zip(ranks, flat, strict=True))
         # DTensor.full_tensor() is wrong on meshes whose ranks are not in ascending order.
         full = piece.new_zeros(shape)
@@ -252,7 +250,10 @@ class _LocalReader(LocalPieces):
 
     def add_units(self) -> None:
         """Adds the groups of FSDP1's units, in which this rank must report an error that comes first."""
-        for tensors, groups in (self._views or {}).values():
+        for param, (tensors, groups) in (self._views or {}).items():
+            # A flat parameter has the tensors of its whole unit.
+            if not getattr(param, "_is_flat_param", False):
+                continue
             self.cuts_of(groups, {})
             for spec in {tensor.tp for tensor in tensors if tensor.tp is not None}:
                 if spec.mesh.ndim == 1:

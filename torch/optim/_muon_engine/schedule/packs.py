@@ -33,7 +33,7 @@ class PackedRegion(NamedTuple):
 
 @dataclass(frozen=True)
 class Pack:
-    """One side of a gather or scatter on one rank: the split for each peer, and the packed regions."""
+    """One side of a gather or scatter on one rank: the split size for each peer, and the packed regions."""
 
     dtype: torch.dtype
     split_sizes: SplitSizes
@@ -194,7 +194,7 @@ class Schedule:
         return self._pack(exchanged, NS_DTYPE, receives)
 
     def _pack(self, exchanged: Exchanged, dtype: torch.dtype, travels: Travels) -> Pack:
-        """One split per (holder, matrices); ``travels`` says whether a matrix goes from or to a holder."""
+        """One split size per (holder, matrices); ``travels`` says whether a matrix goes from or to a holder."""
         split_sizes: list[int] = []
         regions: list[PackedRegion] = []
         offset = 0
