@@ -101,7 +101,7 @@ def test_ranks_have_the_experts_that_fsdp2_gives_them():
     for place, replicas in ((("fsdp", 4), 1), (("hsdp", 2, 4), 2)):
         for expert, layout in enumerate(layouts_of(stack, *place)):
             first = next(rank for rank, part in enumerate(parts) if expert in part)
-            assert layout.group == (first, first + 4)[:replicas]
+            assert layout.holders == (first, first + 4)[:replicas]
 
 
 @pytest.mark.parametrize("max_peers", [512, 1], ids=["one level", "two levels"])

@@ -460,7 +460,7 @@ class Matrix(common_modules.ModuleParity):
             twins = Twins(placed, strategy.config(**given), seeds=seeds)
         found = twins.optimizer._engine.schedule.buckets
         # With fewer, there is nothing to prefetch.
-        self.assertGreaterEqual(sum(self.rank in b.group for b in found), 3)
+        self.assertGreaterEqual(sum(self.rank in b.ranks for b in found), 3)
         self.assertTrainsAlike(twins, 1, f"{strategy}")
         model, data_rank = make_model(layers=1, seed=number), self.rank
         if kinds == ("ddp",):

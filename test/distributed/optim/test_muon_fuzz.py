@@ -368,7 +368,7 @@ class TestMuonScheduleFuzz(TestCase):
         flops, owners = list(map(flops_of, layouts)), assign_owners(layouts)
         given_to = Counter()
         for group in sorted({g for _, g in drawn}, key=lambda g: (-len(g), g)):
-            mine = [i for i, one in enumerate(layouts) if one.group == group]
+            mine = [i for i, one in enumerate(layouts) if one.holders == group]
             mine.sort(key=flops.__getitem__, reverse=True)
             for work_of_each in dict.fromkeys(flops[i] for i in mine):
                 left = Counter(owners[i] for i in mine if flops[i] == work_of_each)
@@ -383,7 +383,7 @@ class TestMuonScheduleFuzz(TestCase):
                     given_to[group, free] += work_of_each
         # At most a third busier than the best, in a single group.
         if len({g for _, g in drawn}) == 1 and len(layouts) < 6:
-            group, every = layouts[0].group, range(len(layouts))
+            group, every = layouts[0].holders, range(len(layouts))
             choices = itertools.product(group, repeat=len(layouts))
             best = min(busiest(every, flops, choice) for choice in choices)
             self.assertLessEqual(busiest(every, flops, owners), best * 4 / 3)

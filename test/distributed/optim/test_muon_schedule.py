@@ -143,7 +143,9 @@ class TestMuonDivision(TestCase):
         ):
             every = [s for s, n in zip(shapes, counts) for _ in range(n)]
             blocks = divided(shards_of(every, 64) + others, number, 8)
-            found = Counter((layout.full_shape, len(layout.group)) for layout in blocks)
+            found = Counter(
+                (layout.full_shape, len(layout.holders)) for layout in blocks
+            )
             totals = [n * k for n, k in zip(counts, expected)]
             self.assertEqual([found[s, 64] for s in shapes[: len(totals)]], totals)
             self.assertEqual(found[shapes[0], 32], 64)

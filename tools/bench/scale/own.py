@@ -128,7 +128,7 @@ def answer(found: dict[str, Any], notes: str, hardware: Hardware, prefetch: int)
     work = [m for m, owner in enumerate(schedule.owners) if owner == rank]
     batches = Counter(schedule.layouts[m].shape for m in work).items()
     space = max(newton_schulz_bytes(s) * min(n, batch_size(s)) for s, n in batches)
-    mine = [layout for layout in schedule.layouts if rank in layout.group]
+    mine = [layout for layout in schedule.layouts if rank in layout.holders]
     momentum = 4 * sum(layout.shards.numel_of(rank) for layout in mine)
     # With these tokens, forward and backward take 99 times as long as Muon.
     tokens = 99 * step / rest * model.tokens

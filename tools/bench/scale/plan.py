@@ -172,7 +172,7 @@ def make_plan(schedule: Schedule, world: int, gpus_per_node: int) -> Plan:
     plan = Plan(world, gpus_per_node, schedule.one_owner_at_a_time)
     busy = np.ones(world, bool)
     for bucket in schedule.buckets:
-        group = np.array(bucket.group)
+        group = np.array(bucket.ranks)
         if busy[group].any():
             plan.turns.append([])
             busy[:] = False
@@ -182,7 +182,7 @@ def make_plan(schedule: Schedule, world: int, gpus_per_node: int) -> Plan:
 
 
 def _plan_bucket(schedule: Schedule, bucket: Bucket, gpus_per_node: int) -> BucketPlan:
-    ranks = np.array(bucket.group)
+    ranks = np.array(bucket.ranks)
     owner_ranks = np.unique([schedule.owners[m] for m in bucket.matrices])
     owners = np.searchsorted(ranks, owner_ranks)
     work = np.zeros(len(owners))
@@ -210,7 +210,7 @@ def _volumes(
     schedule: Schedule, bucket: Bucket, owners: NDArray
 ) -> tuple[NDArray, NDArray]:
     """Bytes that owners gather and send back, shape (owners, ranks)."""
-    ranks = np.array(bucket.group)
+    ranks = np.array(bucket.ranks)
     counts = {}
     for matrix in bucket.matrices:
         count = counts.setdefault(schedule.layouts[matrix].shards, 0 * owners)

@@ -108,11 +108,11 @@ def link_bytes(plan: Plan) -> NDArray:
 
 def all_gather(layouts: Sequence[Layout], hardware: Hardware) -> float:
     """Seconds if every rank gathers and orthogonalizes each of its matrices, perfectly overlapped."""
-    mine = [layout for layout in layouts if 0 in layout.group]
+    mine = [layout for layout in layouts if 0 in layout.holders]
     work = sum(newton_schulz_flops(layout.shape) for layout in mine) / hardware.flops
     wire = 0.0
     for layout in mine:
-        near = layout.group[-1] < hardware.gpus_per_node
+        near = layout.holders[-1] < hardware.gpus_per_node
         bandwidth = hardware.intra_bandwidth if near else hardware.inter_bandwidth
         lacking = layout.numel - min(layout.shards.numels)
         wire += lacking * torch.bfloat16.itemsize / bandwidth

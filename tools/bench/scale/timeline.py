@@ -43,7 +43,7 @@ class Timeline:
         self.by_group: dict[tuple[int, ...], list[BucketPlan]] = {}
         for turn in plan.turns:
             for bucket in turn:
-                self.by_group.setdefault(bucket.bucket.group, []).append(bucket)
+                self.by_group.setdefault(bucket.bucket.ranks, []).append(bucket)
         # When the link of each rank is free: its transfers take turns.
         self.free = np.zeros(plan.world)
         # When the last collective of each communicator is over.
@@ -62,14 +62,14 @@ class Timeline:
             self.orthogonalize(turn)
             for bucket in turn:
                 self.exchange(bucket, "scatter")
-                finished = returning.pop(bucket.bucket.group, None)
+                finished = returning.pop(bucket.bucket.ranks, None)
                 if self.plan.one_owner_at_a_time and self.prefetch == 0:
                     finished = bucket
                 else:
-                    returning[bucket.bucket.group] = bucket
+                    returning[bucket.bucket.ranks] = bucket
                 if finished is not None:
                     self.finish(finished)
-                ring = self.by_group[bucket.bucket.group]
+                ring = self.by_group[bucket.bucket.ranks]
                 if bucket.bucket.index + self.prefetch + 1 < len(ring):
                     follower = ring[bucket.bucket.index + self.prefetch + 1]
                     self.exchange(follower, "gather")
@@ -84,7 +84,7 @@ class Timeline:
         ranks = bucket.ranks
         over = self.now[ranks]
         for hop in getattr(bucket, kind):
-            key = hop.along, bucket.bucket.group
+            key = hop.along, bucket.bucket.ranks
             begin = np.maximum(over, self.free[ranks])
             begin = np.maximum(begin, self.over.get(key, 0.0))
             sent = begin + hop.seconds(self.hardware)

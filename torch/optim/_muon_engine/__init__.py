@@ -23,7 +23,8 @@ The vocabulary, in the order of the data:
 - *gather* and *scatter*: one packed all-to-all each, to the owners and back.
 - *split sizes*: how many elements go to or come from each rank in an all-to-all. *Pack*: one side of it, with
   the place of each region. (The option *split* cuts a fused weight into *parts*, matrices of their own.)
-- *relay*: with many replicas, the owner sends a result to one of them, the *source*, which broadcasts it.
+- *source*: the replica of a shard that sends it to the owner. *Relay*: with many replicas, the owner sends a
+  result only to the source, which broadcasts it.
 - *node* and *rail*: with many peers, an all-to-all has two levels: within a node, then along the ranks at
   the same place of each node.
 - *slot*: the memory of one bucket in flight. *Prefetch*: later buckets whose gathers are in flight.

@@ -61,7 +61,7 @@ def choose_owners(
     """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
     per_node = ranks_per_node()
     owners = assign_owners(layouts, lambda g: counters_of(g).first_owner, per_node)
-    groups = {layout.group for layout in layouts}
+    groups = {layout.holders for layout in layouts}
     owned: dict[int, list[int]] = {rank: [] for group in groups for rank in group}
     # A parameter counts for its first matrix. A rank that holds no matrix of a stack lists it as its own.
     owner_of: dict[int, int] = {}
@@ -197,7 +197,7 @@ class FunctionStep:
             param.place_gradient()
             layouts = self.layouts[param.key.index]
             if not param.frozen and (layouts or reader is None):
-                order.append(layouts[0].group if layouts else None)
+                order.append(layouts[0].holders if layouts else None)
                 tasks.setdefault(order[-1], []).append(self._process(param))
         entries = {_STEP: self, "current_owner": None, "current_param_idx": None}
         if reader is not None:
@@ -286,7 +286,7 @@ class FunctionStep:
                 text = f"redistribute_fn was given {given} for {param.described}"
                 raise RuntimeError(f"{text} on its owner")
             update = param.local.new_empty(shape, dtype=NS_DTYPE)
-        group = self.engine.groups[self.layouts[index][0].group]
+        group = self.engine.groups[self.layouts[index][0].holders]
         # A wrapper may have changed the owner's dtype. The other ranks receive this one.
         update = update.to(self.engine.device, NS_DTYPE).contiguous()
         if group is not None:

@@ -57,9 +57,9 @@ def in_full(engine: Any) -> str:
         serial, ahead = schedule.one_owner_at_a_time, engine.config.prefetch_count
         turns = "one owner at a time (debugging)" if serial else "all owners at once"
         lines = [f"{first}{turns}, prefetch_count {ahead}", _memory(engine)]
-        for group in dict.fromkeys(bucket.group for bucket in schedule.buckets):
-            table = _table(schedule, group, engine.rank, ahead)
-            lines += ["", *table, *_division(engine, group)]
+        for ranks in dict.fromkeys(bucket.ranks for bucket in schedule.buckets):
+            table = _table(schedule, ranks, engine.rank, ahead)
+            lines += ["", *table, *_division(engine, ranks)]
     frozen = [param.described for param in engine.params if param.frozen]
     if frozen:
         lines.append(f"Frozen, and not in the schedule: {listed(frozen)}")
@@ -69,9 +69,9 @@ def in_full(engine: Any) -> str:
 def _memory(engine: Any) -> str:
     """The memory of this rank, without parameters, gradients and momentum."""
     schedule, rank, ahead = engine.schedule, engine.rank, engine.config.prefetch_count
-    buckets = [bucket for bucket in schedule.buckets if rank in bucket.group]
-    groups = {bucket.group for bucket in buckets}
-    exchange = sum(bytes_of(schedule, group, rank, ahead)[2] for group in groups)
+    buckets = [bucket for bucket in schedule.buckets if rank in bucket.ranks]
+    sharing = {bucket.ranks for bucket in buckets}
+    exchange = sum(bytes_of(schedule, ranks, rank, ahead)[2] for ranks in sharing)
     # What Newton-Schulz needs at once, the whole matrices of a batch, and regions in their own dtype.
     iterates = wholes = regions = 0
     for bucket in buckets:
@@ -107,46 +107,46 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.4g}"
 
 
-def _table(schedule: Schedule, group: Ranks, rank: int, ahead: int) -> list[str]:
+def _table(schedule: Schedule, ranks: Ranks, rank: int, ahead: int) -> list[str]:
     """One row per rank. FLOPs are those of five quintic steps, which also decide the owners."""
-    buckets = [bucket for bucket in schedule.buckets if bucket.group == group]
-    owned: dict[int, list[int]] = {r: [] for r in group}
+    buckets = [bucket for bucket in schedule.buckets if bucket.ranks == ranks]
+    owned: dict[int, list[int]] = {r: [] for r in ranks}
     for matrix in (matrix for bucket in buckets for matrix in bucket.matrices):
         owned[schedule.owners[matrix]].append(matrix)
     flops = [owners.flops_of(layout) for layout in schedule.layouts]
     loads = {r: sum(flops[m] for m in matrices) for r, matrices in owned.items()}
-    mean = sum(loads.values()) / len(group) or 1
-    busiest = sorted(group, key=lambda r: (-loads[r], r))
+    mean = sum(loads.values()) / len(ranks) or 1
+    busiest = sorted(ranks, key=lambda r: (-loads[r], r))
     heaviest = max(flops[m] for matrices in owned.values() for m in matrices)
     ways = ", relayed along replicas" * any(b.relayed for b in buckets)
     ways += ", in two levels" * any(b.node_size > 1 for b in buckets)
-    shown = {rank, *busiest[:3]} if len(group) > MOST_RANKS else group
+    shown = {rank, *busiest[:3]} if len(ranks) > MOST_RANKS else ranks
     lines = [
-        f"{len(group)} ranks ({listed(group)}), {sum(map(len, owned.values()))} matrices, "
+        f"{len(ranks)} ranks ({listed(ranks)}), {sum(map(len, owned.values()))} matrices, "
         f"{len(buckets)} buckets{ways}. Rank {busiest[0]} is the busiest, with {loads[busiest[0]] / mean:.2f} times the "
         f"mean work. The largest matrix is {heaviest / mean:.2f} times the mean work.",
         _ROW.format(*_HEADER),
     ]
     for r in sorted(shown):
         work = f"{loads[r] / 1e12:.3g}", f"{loads[r] / mean:.2f}"
-        sizes = map(_mib, bytes_of(schedule, group, r, ahead))
+        sizes = map(_mib, bytes_of(schedule, ranks, r, ahead))
         names = listed([schedule.layouts[m].key.short for m in owned[r]], 3)
         lines.append(_ROW.format(r, len(owned[r]), *work, *sizes, names).rstrip())
-    if len(shown) < len(group):
-        lines.append(f"  {len(group) - len(shown):,} other ranks are not shown")
+    if len(shown) < len(ranks):
+        lines.append(f"  {len(ranks) - len(shown):,} other ranks are not shown")
     return lines
 
 
-def _division(engine: Any, group: Ranks) -> list[str]:
+def _division(engine: Any, ranks: Ranks) -> list[str]:
     """The numbers of owners that differ from one, or that "auto" would choose; at most one line."""
-    every = [l for l in engine.schedule.layouts if l.group == group and not l.frozen]
+    every = [l for l in engine.schedule.layouts if l.holders == ranks and not l.frozen]
     layouts = [layout for layout in every if not layout.key.block[0]]
     algorithms = (engine.params[l.key.index].formulas.ns_algorithm for l in layouts)
     members = Counter(map(owners.Class.of, layouts, algorithms))
     # In a dry run, fake tensors have no values.
     with unset_fake_temporarily():
-        _, slow = owners.best_division(members, group, 1)
-        best, fast = owners.best_division(members, group, ranks_per_node())
+        _, slow = owners.best_division(members, ranks, 1)
+        best, fast = owners.best_division(members, ranks, ranks_per_node())
     verb = "has"
     counts = {layout.full_shape: layout.key.block[1] for layout in layouts}
     if max(counts.values()) == 1:
@@ -161,10 +161,10 @@ def _division(engine: Any, group: Ranks) -> list[str]:
 
 
 def bytes_of(
-    schedule: Schedule, group: Ranks, rank: int, ahead: int
+    schedule: Schedule, ranks: Ranks, rank: int, ahead: int
 ) -> tuple[int, int, int]:
-    """Bytes that ``rank`` sends, receives and has memory for, with ``ahead`` prefetched buckets of ``group``."""
-    buckets = [b for b in schedule.buckets if b.group == group]
+    """Bytes that ``rank`` sends, receives and has memory for, with ``ahead`` prefetched buckets of ``ranks``."""
+    buckets = [b for b in schedule.buckets if b.ranks == ranks]
     of_buckets = [schedule.packs(b, rank) for b in buckets]
     sent = received = copied = 0
     for bucket, pack in zip(buckets, of_buckets):

@@ -94,7 +94,7 @@ class Engine:
                 self._notes(step).leave(f"{type(raised).__name__}: {raised}")
             raise
         layouts = self.schedule.layouts
-        if self.rank == min((layout.group[0] for layout in layouts), default=None):
+        if self.rank == min((layout.holders[0] for layout in layouts), default=None):
             why = "rebuilt for changed parameters" if former else "built"
             counts = len(layouts), len(self.schedule.buckets)
             log.info("Muon %s: %d matrices, %d buckets", why, *counts)
@@ -371,7 +371,7 @@ def _signatures(
     each = config.state.get("owners_per_matrix", 1)
     for layout, owner in zip(layouts, owners):
         key, param = layout.key, engine.params[layout.key.index]
-        is_near = each != 1 or len(layout.group) > buckets.MAX_PEERS
+        is_near = each != 1 or len(layout.holders) > buckets.MAX_PEERS
         fields = {
             # No index: ranks that also hold other experts or stages count differently.
             "name": str(key.name) if key.expert is None else f"expert {key.expert}",
@@ -388,7 +388,7 @@ def _signatures(
             "owner": str(owner),
         }
         fields |= options[param.param_group]
-        yield layout.group, Signature(layout.describe(), tuple(fields.items()))
+        yield layout.holders, Signature(layout.describe(), tuple(fields.items()))
 
 
 def _take_momentum(

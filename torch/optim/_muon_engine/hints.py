@@ -30,7 +30,7 @@ class Hints:
             for layout in layouts
             if layout.key.expert is None
             and not layout.shards.is_empty(rank)
-            and rank == (layout.group[0] if len(layout.group) > 1 else 0)
+            and rank == (layout.holders[0] if len(layout.holders) > 1 else 0)
         }
 
     def look(self, params: Sequence[Param]) -> None:

@@ -106,8 +106,8 @@ class Key(NamedTuple):
     def short(self) -> str:
         name = self.name if self.name is not None else f"parameter {self.index}"
         name += f"[{self.sub}]" if self.sub else ""
-        number, count = self.block
-        return f"{name} {number + 1}/{count}" if count > 1 else name
+        place, count = self.block
+        return f"{name} {place + 1}/{count}" if count > 1 else name
 
     def describe(self, shape: tuple[int, ...]) -> str:
         """The matrix in words, with the ``shape`` of the tensor that is meant."""
@@ -115,8 +115,8 @@ class Key(NamedTuple):
         text += f" {self.name!r}" if self.name is not None else ""
         text += f", its matrix {self.sub}," if self.sub else ""
         text += f", expert {self.expert}," if self.expert is not None else ""
-        number, count = self.block
-        text += f", block {number + 1} of {count}," if count > 1 else ""
+        place, count = self.block
+        text += f", block {place + 1} of {count}," if count > 1 else ""
         return f"{text} of shape {tuple(shape)}"
 
 
@@ -133,13 +133,14 @@ class Shards:
     ranks: Ranks
     # The regions of each of these ranks, in storage order. Replicas hold equal rectangles.
     regions: tuple[Regions, ...]
-    # The number of each shard's contribution to a sum (Partial); empty for no sum.
+    # The place of each shard's contribution to a sum (Partial); empty for no sum.
     contributions: tuple[int, ...] = ()
     # How matrices with these shards were cut -> the shards of each part, which they share.
     parts: dict[Any, list["Shards"]] = field(default_factory=dict)
 
     @cached_property
-    def group(self) -> Ranks:
+    def holders(self) -> Ranks:
+        """The same ranks, sorted."""
         return tuple(sorted(self.ranks))
 
     @cached_property
@@ -200,8 +201,8 @@ class Shards:
     def source(self, rank: int, owner: int) -> int:
         """The replica of ``rank``'s shard that exchanges it with ``owner``: the one in the owner's replica."""
         # The n-th ranks of all replica sets form the n-th replica.
-        replicas, (_, number) = self.replicas_of(rank), self._replicas[owner]
-        return replicas[min(number, len(replicas) - 1)]
+        replicas, (_, place) = self.replicas_of(rank), self._replicas[owner]
+        return replicas[min(place, len(replicas) - 1)]
 
 
 class Cut(NamedTuple):
@@ -247,8 +248,8 @@ class Layout:
         return self.shape[0] * self.shape[1]
 
     @property
-    def group(self) -> Ranks:
-        return self.shards.group
+    def holders(self) -> Ranks:
+        return self.shards.holders
 
     def describe(self) -> str:
         return self.key.describe(self.shape)

@@ -19,7 +19,7 @@ def split_fused(layout: Layout, fused: Split) -> Iterator[Layout]:
 
 def divide(layout: Layout, owners: int) -> Iterator[Layout]:
     """``owners`` blocks along the long side, or one for each rank of a smaller group."""
-    count = min(owners, len(layout.group))
+    count = min(owners, len(layout.holders))
     if count == 1:
         yield layout
         return

@@ -98,7 +98,7 @@ class DTensorLayouts:
             # A stack that cannot be read is an error on every rank of its mesh.
             with suppress(ValueError):
                 for shards in self._shards_of(stack).values():
-                    shared.setdefault(shards.group, list(of_mesh[stack.device_mesh]))
+                    shared.setdefault(shards.holders, list(of_mesh[stack.device_mesh]))
         return shared
 
 
@@ -145,7 +145,7 @@ def cut_out(
     local = full.new_zeros(part.shape, device=part.device)
     for layout in (l for l in layouts if rank in l.shards.ranks):
         shards = layout.shards
-        taker = shards.contribution_of(owner) if owner in layout.group else 0
+        taker = shards.contribution_of(owner) if owner in layout.holders else 0
         for region in shards.of(rank) if shards.contribution_of(rank) == taker else ():
             matrix = full.reshape(-1, *layout.shape)[layout.key.sub]
             region.of_local(local).copy_(region.of_matrix(matrix))

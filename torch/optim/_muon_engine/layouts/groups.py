@@ -135,7 +135,7 @@ class Reader:
         sharing = {} if self.shared else dict(of_meshes)
         tensors = (params[layout.key.index] for layout in layouts)
         meshes = (getattr(tensor, "device_mesh", None) for tensor in tensors)
-        for ranks, mesh in dict.fromkeys(zip((l.group for l in layouts), meshes)):
+        for ranks, mesh in dict.fromkeys(zip((l.holders for l in layouts), meshes)):
             # Replicas along other groups make a mesh one part of several. A mesh of other parameters does
             # not count: not all of these ranks may be on one.
             of_mesh = of_meshes.get(dtensor.mesh_ranks(mesh), []) if mesh else []
@@ -199,7 +199,7 @@ class Reader:
         piece, shape = dtensor.local_part(tensor), self.shape_of(index)
         # The ranks of a mesh may have different matrices of a stack.
         mesh = getattr(tensor, "device_mesh", None)
-        ranks = dtensor.mesh_ranks(mesh) if mesh else layouts[0].group
+        ranks = dtensor.mesh_ranks(mesh) if mesh else layouts[0].holders
         if len(ranks) == 1:
             return piece if piece.shape == shape else piece.reshape(shape)
         # The engine's group, if it has read this parameter.
@@ -232,7 +232,7 @@ class Reader:
                 f"redistribute_fn takes the whole parameter {index} of shape {tuple(self.shape_of(index))}, not {tuple(full.shape)}"
             )
         if not isinstance(like, DTensor):
-            if not layouts or len(layouts[0].group) == 1:
+            if not layouts or len(layouts[0].holders) == 1:
                 return full if full.shape == like.shape else full.reshape(like.shape)
         return dtensor.cut_out(layouts, full, like, owner)
 
@@ -310,7 +310,7 @@ class _LocalReader(LocalPieces):
                 text = f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement is {actual}"
                 self.warnings[f"{text}. {verdict}"].append(layout.describe())
         replicas = group_ranks(self.shared["ddp"]) if "ddp" in self.shared else ()
-        inside = sorted({*replicas} & {*layout.group})
+        inside = sorted({*replicas} & {*layout.holders})
         if len({layout.shards.of(rank) for rank in inside}) > 1:
             text = f"ddp_process_group says that ranks {list(replicas)} hold replicas, but ranks {inside} hold different shards"
             self.warnings[f"{text}. {verdict}"].append(layout.describe())

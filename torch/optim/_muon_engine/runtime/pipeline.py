@@ -28,25 +28,25 @@ class Pipeline(Compute):
         self.params = engine.ordered
         self.prefetch_count = engine.config.prefetch_count
         self.one_at_a_time = schedule.one_owner_at_a_time and self.prefetch_count == 0
-        by_group: dict[Any, list[Matrix]] = {}
+        by_ranks: dict[Any, list[Matrix]] = {}
         matrices: dict[int, Matrix] = {}
         for bucket in schedule.buckets:
-            for index in bucket.matrices if rank in bucket.group else ():
+            for index in bucket.matrices if rank in bucket.ranks else ():
                 param = engine.params[schedule.layouts[index].key.index]
                 matrix = matrices[index] = Matrix(schedule, index, param, rank)
                 team = groups.get(schedule.team(index))
                 # Only the ranks of a team have its group.
                 if team is not None and matrix.owner == rank:
                     matrix.products = DividedProducts(matrix, team)
-                by_group.setdefault(bucket.group, []).append(matrix)
+                by_ranks.setdefault(bucket.ranks, []).append(matrix)
         slots = slots_for(self.prefetch_count)
         buckets = local_buckets(schedule, matrices, rank, groups, memory, slots)
         attach_relays(buckets, groups, rank, memory)
         self.buckets = [bucket for bucket, _ in buckets]
         # Smaller groups first, so that a mismatch reaches the larger ones that contain them.
         self.statuses = [
-            Statuses(by_group[ranks], ranks, group, engine.serials[ranks], self.device)
-            for ranks in reversed(larger_first(by_group))
+            Statuses(by_ranks[ranks], ranks, group, engine.serials[ranks], self.device)
+            for ranks in reversed(larger_first(by_ranks))
             if (group := groups[ranks]) is not None
         ]
 
@@ -111,9 +111,9 @@ class Pipeline(Compute):
                 param.place_gradient()
             tasks: dict[Hashable, list[Iterator[None]]] = {}
             for bucket in self.buckets:
-                of_group = tasks.setdefault(bucket.ranks, [])
-                relaying = of_group[-2] if len(of_group) > 1 else iter(())
-                of_group.append(self._process(bucket, relaying))
+                of_ranks = tasks.setdefault(bucket.ranks, [])
+                relaying = of_ranks[-2] if len(of_ranks) > 1 else iter(())
+                of_ranks.append(self._process(bucket, relaying))
             order = [bucket.ranks for bucket in self.buckets]
             run_in_turn(order, tasks, self.prefetch_count, self.one_at_a_time)
             self._current = "statuses", [m for s in self.statuses for m in s.matrices]

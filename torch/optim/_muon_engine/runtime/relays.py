@@ -64,8 +64,8 @@ def attach_relays(
     results of a bucket, which frees the bucket's slot at once. Results from other sources arrive in a ring,
     whose memory the next but one relay uses again.
     """
-    for group in dict.fromkeys(bucket.ranks for bucket, _ in buckets):
-        pairs = [(b, relays) for b, relays in buckets if b.ranks == group]
+    for ranks in dict.fromkeys(bucket.ranks for bucket, _ in buckets):
+        pairs = [(b, relays) for b, relays in buckets if b.ranks == ranks]
         sent, received = relay_sizes((relays for _, relays in pairs), rank)
         outgoing = memory.empty(sent)
         incoming = [memory.empty(received) for _ in range(RELAYS_IN_FLIGHT)]

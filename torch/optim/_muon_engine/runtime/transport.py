@@ -162,10 +162,10 @@ class LocalBucket(InFlight):
         group: ProcessGroup | None,
         levels: Sequence[Levels],
     ) -> None:
-        super().__init__(matrices, bucket.group)
+        super().__init__(matrices, bucket.ranks)
         outer, inner = slot
         back = 0 if packs.in_place else packs.gather_recv.nbytes
-        self.name = f"bucket {bucket.index} of {len(bucket.group)} ranks"
+        self.name = f"bucket {bucket.index} of {len(bucket.ranks)} ranks"
         self.gather_send = BoundPack(packs.gather_send, outer)
         self.gather_recv = BoundPack(packs.gather_recv, inner)
         self.scatter_send = BoundPack(packs.scatter_send, inner, back)
@@ -284,13 +284,13 @@ def local_buckets(
     """This rank's buckets in their global order, over one ring of slots per group; and their relays.
     ``matrices`` are this rank's, by their index in the schedule.
     """
-    packs = {b: schedule.packs(b, rank) for b in schedule.buckets if rank in b.group}
+    packs = {b: schedule.packs(b, rank) for b in schedule.buckets if rank in b.ranks}
     # All buckets share one stream, whose temporary memory they can use again.
     has_stream = memory.device.type != "cpu" and any(b.node_size > 1 for b in packs)
     stream = torch.Stream(memory.device) if has_stream else None
     local: dict[Bucket, LocalBucket] = {}
-    for group in dict.fromkeys(bucket.group for bucket in packs):
-        ring = [bucket for bucket in packs if bucket.group == group]
+    for ranks in dict.fromkeys(bucket.ranks for bucket in packs):
+        ring = [bucket for bucket in packs if bucket.ranks == ranks]
         sizes = slot_sizes([packs[b] for b in ring], slot_count)
         slots = [(memory.empty(outer), memory.empty(inner)) for outer, inner in sizes]
         for bucket, slot in zip(ring, itertools.cycle(slots)):
@@ -301,6 +301,6 @@ def local_buckets(
                 passed = schedule.passed_on(bucket, rank)
                 levels = [Levels(node, rail, of_phase, stream) for of_phase in passed]
             local[bucket] = LocalBucket(
-                bucket, own, packs[bucket], slot, groups[group], levels
+                bucket, own, packs[bucket], slot, groups[ranks], levels
             )
     return [(local[bucket], of_rank.relays) for bucket, of_rank in packs.items()]

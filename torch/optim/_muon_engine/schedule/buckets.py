@@ -48,7 +48,7 @@ def make_schedule(
         # All owners of a divided matrix have the turn of the first.
         own = owners[i - layout.key.block[0]], layout.block_of is None
         turn = own if one_owner_at_a_time else (0, False)
-        families.setdefault((turn, layout.group, dtype), []).append(i)
+        families.setdefault((turn, layout.holders, dtype), []).append(i)
 
     # Divided matrices come first, in one order for all of their owners, who have collectives for each.
     def order(m: int) -> tuple:
@@ -57,23 +57,23 @@ def make_schedule(
 
     max_buckets = 1 if one_owner_at_a_time else MAX_BUCKETS
     ordered: list[tuple[tuple, Any, list[int]]] = []
-    for (turn, group, dtype), members in families.items():
+    for (turn, ranks, dtype), members in families.items():
         queues: Queues = {}
         for m in sorted(members, key=order):
             queues.setdefault(owners[m], []).append(m)
         limit = BUCKET_BYTES // dtype.itemsize
         for at, cut in enumerate(_cut(queues, layouts, max_buckets, limit, slots)):
-            ordered.append(((turn, at, -len(group), group, str(dtype)), dtype, cut))
+            ordered.append(((turn, at, -len(ranks), ranks, str(dtype)), dtype, cut))
     counts: Counter[Ranks] = Counter()
     buckets = []
-    for (*_, group, _), dtype, cut in sorted(ordered, key=itemgetter(0)):
+    for (*_, ranks, _), dtype, cut in sorted(ordered, key=itemgetter(0)):
         shards = Counter(layouts[m].shards for m in cut)
         relayed = _is_relayed(shards, BUCKET_BYTES // dtype.itemsize)
-        peers = max(map(_destinations, shards)) if relayed else len(group) - 1
-        size = _node_size(group, peers, ranks_per_node)
-        index, matrices = counts[group], tuple(cut)
-        buckets.append(Bucket(group, index, matrices, dtype, relayed, size))
-        counts[group] += 1
+        peers = max(map(_destinations, shards)) if relayed else len(ranks) - 1
+        size = _node_size(ranks, peers, ranks_per_node)
+        index, matrices = counts[ranks], tuple(cut)
+        buckets.append(Bucket(ranks, index, matrices, dtype, relayed, size))
+        counts[ranks] += 1
     return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
 
 
@@ -190,12 +190,12 @@ def _destinations(shards: Shards) -> int:
     return sum(not shards.is_empty(ranks[0]) for ranks in shards.replica_sets)
 
 
-def _node_size(group: Ranks, peers: int, ranks_per_node: int) -> int:
-    """How many ranks of ``group`` count as one node, so that a rank has few peers; 1 for a direct exchange."""
+def _node_size(ranks: Ranks, peers: int, ranks_per_node: int) -> int:
+    """How many of ``ranks`` count as one node, so that a rank has few peers; 1 for a direct exchange."""
     if peers <= MAX_PEERS:
         return 1
-    count = len(group)
-    per_node = Counter(rank // ranks_per_node for rank in group)
+    count = len(ranks)
+    per_node = Counter(rank // ranks_per_node for rank in ranks)
     fewest = min(per_node.values())
     step = fewest if fewest == max(per_node.values()) else 1
     # How many peers a rank has on its node and its rail, by the size of a node.

@@ -65,18 +65,18 @@ def divided(
     """
     if owners == 1:
         return list(layouts)
-    by_group: dict[Ranks, dict[int, Class]] = {}
+    by_ranks: dict[Ranks, dict[int, Class]] = {}
     for i, kind in enumerate(map(Class.of, layouts, algorithms)):
         if not layouts[i].frozen:
-            by_group.setdefault(layouts[i].group, {})[i] = kind
+            by_ranks.setdefault(layouts[i].holders, {})[i] = kind
     numbers = [1] * len(layouts)
-    for group, classes in by_group.items():
+    for ranks, classes in by_ranks.items():
         members = Counter(classes.values())
         if owners == "auto":
-            counts, _ = best_division(members, group, ranks_per_node)
+            counts, _ = best_division(members, ranks, ranks_per_node)
         else:
             work = {kind: newton_schulz_flops(kind.shape) for kind in members}
-            mean = sum(n * work[kind] for kind, n in members.items()) / len(group)
+            mean = sum(n * work[kind] for kind, n in members.items()) / len(ranks)
             heavy = (kind for kind in members if work[kind] > MIN_LOAD * mean)
             counts = {c: int(owners) for c in heavy if min(c.shape) >= MIN_DIVIDED}
         for i, kind in classes.items():
@@ -85,18 +85,18 @@ def divided(
 
 
 def best_division(
-    members: Mapping[Class, int], group: Sequence[int], ranks_per_node: int
+    members: Mapping[Class, int], ranks: Sequence[int], ranks_per_node: int
 ) -> tuple[dict[Class, int], float]:
-    """The numbers of owners with which ``group`` is fastest. It compares one number for all classes with the
+    """The numbers of owners with which ``ranks`` are fastest. It compares one number for all classes with the
     smallest numbers that keep each matrix within a limit. The busiest rank decides, and the transfers of one
     matrix, which overlap with nothing. Also returns the seconds that Newton-Schulz takes then.
     """
-    ranks = len(group)
-    # Owners are ranks of one node, of which the group may have few, or whole nodes.
-    near = min(Counter(rank // ranks_per_node for rank in group).values())
+    size = len(ranks)
+    # Owners are ranks of one node, of which there may be few, or whole nodes.
+    near = min(Counter(rank // ranks_per_node for rank in ranks).values())
     possible = {*range(1, near + 1)}
     if near > 1:
-        possible |= {*range(near, ranks + 1, near)}
+        possible |= {*range(near, size + 1, near)}
     # (seconds, number of owners) of each class, by the number.
     choices: list[list[tuple[float, int]]] = []
     for kind in members:
@@ -116,11 +116,11 @@ def best_division(
     best: dict[Class, int] = {}
     seconds = shortest = math.inf
     for taken in sorted(divisions, key=lambda d: (sum(n for _, n in d), d)):
-        busy = _busiest(dict(zip(members, taken)), members, ranks)
+        busy = _busiest(dict(zip(members, taken)), members, size)
         counts = dict(zip(members, (count for _, count in taken)))
         largest = max(math.prod(kind.shape) / n for kind, n in counts.items())
         # Both ways, in bfloat16. Owners wait for the slowest of them.
-        total = busy + 2 * 2 * largest / (NODE if ranks == near else NETWORK)
+        total = busy + 2 * 2 * largest / (NODE if size == near else NETWORK)
         total *= 1 + WAIT * (max(counts.values()) - 1)
         if total < (1 - MIN_SAVED) * shortest:
             best, seconds, shortest = counts, busy, total
@@ -165,7 +165,7 @@ def flops_of(layout: Layout) -> int:
 
 def assign_owners(
     layouts: Sequence[Layout],
-    start: Callable[[Ranks], int] = lambda group: 0,
+    start: Callable[[Ranks], int] = lambda ranks: 0,
     ranks_per_node: int = 1,
 ) -> list[int]:
     """One owner for each layout, out of all ranks of its group; the first one for a frozen layout.
@@ -175,35 +175,35 @@ def assign_owners(
     contain all of them (dense matrices, for a group that shares experts). It counts no other work, in which
     its ranks differ. The blocks of a matrix, which follow each other, go to neighbours.
     """
-    owners = [layout.group[0] for layout in layouts]
-    # Group -> equal matrices, by their work and by the shards of their blocks.
+    owners = [layout.holders[0] for layout in layouts]
+    # Ranks -> equal matrices, by their work and by the shards of their blocks.
     members: dict[Ranks, dict[tuple, list[int]]] = {}
     for i, layout in enumerate(layouts):
-        number, count = layout.key.block
-        if number == 0 and not layout.frozen:
+        place, count = layout.key.block
+        if place == 0 and not layout.frozen:
             digests = tuple(block.shards.digest for block in layouts[i : i + count])
-            of_group = members.setdefault(layout.group, {})
-            of_group.setdefault((-flops_of(layout), digests), []).append(i)
+            of_ranks = members.setdefault(layout.holders, {})
+            of_ranks.setdefault((-flops_of(layout), digests), []).append(i)
     # For each rank of a group, the FLOPs and the elements to receive that its matrices add.
     added: dict[Ranks, Tensor] = {}
-    for group in larger_first(members):
-        load = torch.zeros(2, len(group), dtype=torch.int64, device="cpu")
+    for ranks in larger_first(members):
+        load = torch.zeros(2, len(ranks), dtype=torch.int64, device="cpu")
         for wider, work in added.items():
             place = {rank: at for at, rank in enumerate(wider)}
-            if place.keys() >= set(group):
-                load += work[:, [place[rank] for rank in group]]
+            if place.keys() >= set(ranks):
+                load += work[:, [place[rank] for rank in ranks]]
         before = load.clone()
         # By size, the places of neighbours, of shape (teams, size), on one node if each node has enough.
         teams_of: dict[int, Tensor] = {}
-        per_node = [*Counter(rank // ranks_per_node for rank in group).values()]
-        kinds = sorted(members[group].items(), key=lambda item: item[0][0])
+        per_node = [*Counter(rank // ranks_per_node for rank in ranks).values()]
+        kinds = sorted(members[ranks].items(), key=lambda item: item[0][0])
         for (minus_flops, digests), equal in kinds:
             size = len(digests)
             if size not in teams_of:
-                nodes = per_node if min(per_node) >= size else [len(group)]
-                parts = torch.arange(len(group), device="cpu").split(nodes)
+                nodes = per_node if min(per_node) >= size else [len(ranks)]
+                parts = torch.arange(len(ranks), device="cpu").split(nodes)
                 teams = torch.cat([part.unfold(0, size, size) for part in parts])
-                teams_of[size] = teams.roll(-(start(group) // size), 0)
+                teams_of[size] = teams.roll(-(start(ranks) // size), 0)
             blocks = layouts[equal[0] : equal[0] + size]
             numels = [[b.numel - n for n in b.shards.numels] for b in blocks]
             order = torch.tensor(blocks[0].shards.ranks, device="cpu").argsort()
@@ -211,9 +211,9 @@ def assign_owners(
             while equal:
                 chosen = _give(load, teams_of[size], -minus_flops, received, len(equal))
                 for i, team in zip(equal, chosen.tolist()):
-                    owners[i : i + size] = [group[place] for place in team]
+                    owners[i : i + size] = [ranks[place] for place in team]
                 equal = equal[len(chosen) :]
-        added[group] = load - before
+        added[ranks] = load - before
     return owners
 
 
@@ -269,8 +269,8 @@ def owners_of(
     by_index = {index: rank for rank, owned in assignments.items() for index in owned}
     owners = [by_index[layout.key.index] for layout in layouts]
     for layout, owner in zip(layouts, owners, strict=True):
-        if owner not in layout.group:
+        if owner not in layout.holders:
             raise ValueError(
-                f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; the ranks that do are {list(layout.group)}"
+                f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; the ranks that do are {list(layout.holders)}"
             )
     return owners

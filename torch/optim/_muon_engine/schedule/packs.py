@@ -77,22 +77,22 @@ class LocalPacks(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices of one group that are processed together; ``index`` counts the group's buckets."""
+    """Matrices of the same ``ranks`` that are processed together; ``index`` counts the buckets of these ranks."""
 
-    group: Ranks
+    ranks: Ranks
     index: int
     matrices: tuple[int, ...]
     gather_dtype: torch.dtype
     # Whether only one replica of each shard exchanges it with the owner.
     relayed: bool = False
-    # As many consecutive ranks of the group are one node. With more than 1, an exchange has two levels.
+    # As many consecutive ranks are one node. With more than 1, an exchange has two levels.
     node_size: int = 1
 
     def node_and_rail(self, rank: int) -> tuple[Ranks, Ranks]:
-        """The ranks of the group on ``rank``'s node, and the ranks at its place of each node."""
-        place, size = self.group.index(rank), self.node_size
+        """The ranks on the node of ``rank``, and those at its place of each node."""
+        place, size = self.ranks.index(rank), self.node_size
         start = place - place % size
-        return self.group[start : start + size], self.group[place % size :: size]
+        return self.ranks[start : start + size], self.ranks[place % size :: size]
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Schedule:
 
     def team(self, matrix: int) -> Ranks:
         """The owners of all blocks of a divided matrix, in the order of the blocks."""
-        number, count = self.layouts[matrix].key.block
-        return self.owners[matrix - number : matrix - number + count]
+        place, count = self.layouts[matrix].key.block
+        return self.owners[matrix - place : matrix - place + count]
 
     def is_source(self, matrix: int, rank: int) -> bool:
         """Whether ``rank`` sends its shard to the owner of ``matrix``; one replica of each shard does."""
@@ -120,8 +120,8 @@ class Schedule:
 
     def packs(self, bucket: Bucket, rank: int) -> LocalPacks:
         owned = self.owned(bucket)
-        as_holder = [_between(rank, peer, owned) for peer in bucket.group]
-        as_owner = [_between(peer, rank, owned) for peer in bucket.group]
+        as_holder = [_between(rank, peer, owned) for peer in bucket.ranks]
+        as_owner = [_between(peer, rank, owned) for peer in bucket.ranks]
         relays = self.relays(bucket, rank)
         relayed = {region.matrix for relay in relays for region in relay.pack.regions}
         own = [matrix for matrix in owned.get(rank, ()) if matrix in relayed]
@@ -155,7 +155,7 @@ class Schedule:
     def further_groups(self, rank: int) -> dict[Ranks, str]:
         """Further sets of ranks with which ``rank`` has collectives, and what these ranks share."""
         groups: dict[Ranks, str] = {}
-        for bucket in (bucket for bucket in self.buckets if rank in bucket.group):
+        for bucket in (bucket for bucket in self.buckets if rank in bucket.ranks):
             for matrix in self.owned(bucket).get(rank, ()):
                 if len(self.team(matrix)) > 1:
                     groups[self.team(matrix)] = "a matrix"
