@@ -129,6 +129,10 @@ class TestDistributedConfig(MuonTestCase):
             self.assertEqual(config.state["param_metadata"], {})
             new = config.state.keys() - before
             self.assertLessEqual(new, {"param_metadata", "_reader"})
+            # A later call reads the state again.
+            config.state["tp_dim_default"] = 2
+            with self.assertRaises(IndexError):
+                config.assign_fn(params, config.state)
 
     def test_one_process_is_one_process(self):
         shapes = [(8, 6), (6, 8), (1, 5), (6, 8)]

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.optim import Muon
 from torch.optim._muon_engine.layouts.dtensor import placed_like
+from torch.optim._muon_formulas import MuonFormulas
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -86,6 +87,28 @@ class TestModels(MuonTestCase):
                 buffer = optimizer.state[param]["momentum_buffer"]
                 self.assertIs(type(buffer), type(param.data))
                 self.assertEqual(buffer.device, param.device)
+
+    def test_batches_are_of_one_device(self):
+        """Without ``foreach``, accelerators batch the matrices of a stack, and CPUs do not."""
+        batches = []
+        orthogonalize = MuonFormulas.orthogonalize
+
+        def recorded(formulas, prepared, *products):
+            batches.append((prepared.device.type, prepared.ndim))
+            return orthogonalize(formulas, prepared, *products)
+
+        devices = "cpu", "meta"
+        matrices = [nn.Parameter(torch.ones(3, 4, device=at)) for at in devices]
+        stacks = [nn.Parameter(torch.ones(2, 3, 4, device=at)) for at in devices]
+        for param in matrices + stacks:
+            param.grad = torch.empty_like(param)
+        with mock.patch.object(MuonFormulas, "orthogonalize", recorded):
+            Muon(matrices, foreach=True).step()
+            for stack in stacks:
+                Muon([stack], allow_batched_matrices=True).step()
+        self.assertEqual(
+            batches, [("cpu", 2), ("meta", 2)] + 2 * [("cpu", 2)] + [("meta", 3)]
+        )
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")
