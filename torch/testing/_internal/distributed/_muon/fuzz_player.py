@@ -676,7 +676,9 @@ class Player:
         """A parameter leaves its group for a step, and keeps its momentum."""
         held = self.held.get(number)
         if held is None:
-            return
+            # A later group may be of all ranks, which must be in the same step then.
+            self.step()
+            return self.step()
         number = self.group_of(held)
         at = self.groups[number].index(held)
         lists = [self.groups[number]]
@@ -736,7 +738,7 @@ class Player:
         """Another parameter in the place of one, otherwise placed, on some mesh of the same ranks."""
         held = self.held.get(number)
         if held is None:
-            return
+            return self.step()
         number = self.group_of(held)
         at = self.groups[number].index(held)
         old, former = held.single, held.param
