@@ -56,6 +56,12 @@ def test_overlay_is_there_and_nothing_is_written(
         fails(tool(*args), 3, f"  rm {site.root / OWN}\n")
 
 
+def test_options_do_not_replace_the_folders(tool, installed):
+    """`-m stage1` collected the overlay's tests too, whose packages that torch lacks."""
+    shown = tool("test", "--python", installed, "--dry-run", "-m", "stage1").out
+    assert shown.endswith("-rs test/optim test/distributed/optim -m stage1\n")
+
+
 def test_missing_packages_are_named_first(tool, tmp_path, installed):
     python = script(tmp_path / "bare", f'exec "{installed}" -S "$@"\n')
     done = tool("test", "--python", python)

@@ -158,11 +158,9 @@ def _test(args: argparse.Namespace) -> int:
     alone, extra = args.python or args.frameworks, args.extra
     if alone and (args.torch or args.coverage or (args.python and args.frameworks)):
         raise WrongTarget("--python and --frameworks go without other options of ours")
-    if args.python:
-        extra = extra or tests.ELSEWHERE
-    elif args.frameworks:
-        named = any(word.startswith("test/frameworks") for word in extra)
-        extra = extra if named else ["test/frameworks", *extra]
+    if alone and not any(word.startswith(("test/", "/")) for word in extra):
+        folders = tests.ELSEWHERE if args.python else ["test/frameworks"]
+        extra = [*folders, *extra]
     args.coverage |= not extra
     return _start(args, ["-m", "pytest", *extra])
 
