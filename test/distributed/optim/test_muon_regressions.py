@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.optim import Muon
 from torch.optim._muon_engine.schedule import owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
@@ -101,6 +101,17 @@ class TestMuonRegressions(common_muon.OnCPU):
                 twins.single.step()
                 twins.optimizer.step()
                 self.assertParity(twins)
+
+    def test_flattened_momentum_of_another_placement(self):
+        """A collective left momentum with strides that a flattened parameter cannot have."""
+        flat = [((0,), {"flatten": True})]
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(4, 8, 7)]), groups=flat)
+        twins.step()
+        state = twins.optimizer.state[twins.params[0]]
+        placed = [Shard(2)]
+        state["momentum_buffer"] = state["momentum_buffer"].redistribute(None, placed)
+        twins.step()
+        self.assertParity(twins)
 
     def test_ranks_that_order_their_mesh_differently(self):
         """Ranks whose meshes had another order agreed, and put the pieces of a matrix in wrong places."""

@@ -275,7 +275,9 @@ def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
         if problem:
             raise ValueError(f"the momentum buffer of {description}: {problem}")
         if near is not None:
-            return buffer.redistribute(mesh, placements)
+            # Flattened momentum must not have the strides that a collective leaves.
+            local = buffer.redistribute(mesh, placements).to_local()
+            return like_param(param, local.contiguous())
         buffer = buffer.full_tensor()
     if not isinstance(param, DTensor):
         return buffer
