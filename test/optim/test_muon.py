@@ -414,6 +414,14 @@ class TestGramNewtonSchulz(TestCase):
                     for coefficients in ([COEFFICIENTS] * steps, COEFFICIENTS)
                 )
                 self.assertTrue(torch.equal(alike, expected))
+                # A batch may be added up in another order.
+                singly = [
+                    newton_schulz(one, COEFFICIENTS, steps, 1e-7, algorithm)
+                    for one in x.view(-1, *shape[-2:])
+                ]
+                self.assertEqual(
+                    alike.view(-1, *shape[-2:]), torch.stack(singly), atol=0.05, rtol=0
+                )
         params = [nn.Parameter(torch.randn(6, 4))]
         optimizer = Muon(params, ns_coefficients=self.POLAR_EXPRESS)
         params[0].grad = torch.randn(6, 4)

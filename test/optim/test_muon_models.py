@@ -658,6 +658,9 @@ class TestSplits(TestCase):
         columns = {"sizes": (4, 4), "repeats": 1, "dim": 1}
         found = self.groups({"c_attn": nn.Linear(8, 24)}, {"*c_attn*": columns})
         expected = [(["c_attn.weight"], {"split": columns})], ["c_attn.bias"]
+        # A kernel whose split does not fit the flattened one, either.
+        kernel = self.groups({"conv": nn.Conv1d(4, 6, 3, bias=False)}, {"*": (5, 4)})
+        self.assertEqual(kernel, ([], ["conv.weight"]))
         self.assertEqual(found, expected)
         shard = known("GPT2Attention", "c_attn.weight", (16, 12))
         self.assertEqual(split_of(shard), {})

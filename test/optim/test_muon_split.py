@@ -14,6 +14,7 @@ from torch.optim._newton_schulz import (
     _has_same_bits,
     newton_schulz,
     Products,
+    products_for,
     SymmetricProducts,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
@@ -242,6 +243,16 @@ class TestMuonSplit(TestCase):
             groups = [{"params": [experts]}, {"params": [conv.weight], "flatten": True}]
             _, said = self.warnings_of(lambda: Muon(groups, **stacks))
             self.assertEqual(said, [])
+
+    def test_symmetric_products_where_they_have_the_same_bits(self):
+        x = randn(0, 512, 512).bfloat16()
+        for threads, is_alike in ((2, True), (3, False)):
+            with mock.patch("torch.get_num_threads", lambda threads=threads: threads):
+                with mock.patch(
+                    "torch.optim._newton_schulz._has_same_bits", lambda: True
+                ):
+                    products = products_for(x, "quintic")
+            self.assertIs(isinstance(products, SymmetricProducts), is_alike)
 
     def test_bits_of_plain_products(self):
         # Blocks of even and odd sizes on two levels, a batch, and a matrix too small for blocks.

@@ -106,6 +106,8 @@ class TestMuonRegressions(common_muon.OnCPU):
         """A collective left momentum with strides that a flattened parameter cannot have."""
         flat = [((0,), {"flatten": True})]
         twins = Twins(specs(mesh_of(4), [(S0,)], [(4, 8, 7)]), groups=flat)
+        # A stack would also have a group for each rank.
+        self.assertEqual([*twins.optimizer._engine.groups], [tuple(range(4))])
         twins.step()
         state = twins.optimizer.state[twins.params[0]]
         placed = [Shard(2)]

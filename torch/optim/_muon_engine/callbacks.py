@@ -205,7 +205,6 @@ class FunctionStep:
             entries = {**entries, **ranks, _READER: reader}
         with lent(self.config.state, entries):
             run_in_turn(order, tasks, self.config.prefetch_count)
-        self.where = ""
 
     def _process(self, param: Param) -> Iterator[None]:
         """Brings one parameter from its gradient to its update, as the pipeline does for a bucket."""

@@ -162,8 +162,6 @@ class Reader:
     def shape_of(self, index: int) -> torch.Size:
         """The shape of the tensor that :meth:`whole` returns for parameter ``index``."""
         layouts, like = self._by_param[index]
-        if isinstance(like, DTensor):
-            return like.shape
         rows, columns = layouts[0].shape
         _, flatten = self.info(index).form
         outer, inner = ((), like.shape[2:]) if flatten else (like.shape[:-2], ())
