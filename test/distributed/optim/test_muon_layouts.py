@@ -471,22 +471,27 @@ class TestMuonForms(OnCPU):
                 twins.params[0].copy_(place(whole, spec))
             self.assertTrainsAlike(twins, 1)
 
-    def test_fsdp1_over_tensor_parallelism_is_an_error(self):
-        grid = grid_of(2, 2)
-        for use_orig_params in (False, True):
-            stack = place(full(0, (4, 6, 10)), Spec((4, 6, 10), grid["b"], [S0]))
+    def test_errors_of_fsdp1_over_tensor_parallelism(self):
+        grid, cpu = grid_of(2, 2), torch.device("cpu")
+        # Rank 3 is in no unit with rank 0, whose learning rate is wrong.
+        rate = -1.0 if self.rank == 0 else 0.1
+        stacked = r"'0' of shape .* tensor parallelism has cut"
+        for use_orig_params, (shape, lr, pattern) in itertools.product(
+            (False, True),
+            (((4, 6, 10), 0.1, stacked), ((6, 10), rate, "Learning rate should be")),
+        ):
+            weight = place(full(0, shape), Spec(shape, grid["b"], [S0]))
             model = FullyShardedDataParallel(
-                nn.ParameterList([stack]),
+                nn.ParameterList([weight]),
                 device_mesh=grid["a"],
-                device_id=torch.device("cpu"),
+                device_id=cpu,
                 use_orig_params=use_orig_params,
             )
-            config = create_auto_config(module=model)
-            options = {"distributed_config": config, "allow_batched_matrices": True}
-            pattern = "'0' of shape .* tensor parallelism has cut"
-            with self.everywhere():
-                with self.assertRaisesRegex(ValueError, pattern):
-                    Muon(model.parameters(), **options)
+            options = {"lr": lr, "distributed_config": create_auto_config(module=model)}
+            build = partial(
+                Muon, model.parameters(), **options, allow_batched_matrices=True
+            )
+            self.assertRaisesEverywhere(build, ValueError, pattern)
 
     def test_errors(self):
         def sharded(*shape):
