@@ -492,6 +492,7 @@ class TestPartition(TestCase):
         names = (
             *("pos_embed", "relative_position_bias_table", "rel_pos_h", "latents"),
             *("attention_biases", "register_tokens", "A_log", "latent_query"),
+            *("layer_scale", "gamma"),
         )
         matrices = "in_proj_weight", "w1", "post_proj", "latent_proj"
         bare = Bare(**dict.fromkeys((*names, *matrices), (6, 8)))
@@ -499,7 +500,10 @@ class TestPartition(TestCase):
         why = dict.fromkeys(names, table) | dict.fromkeys(matrices, "")
         # A table in a class of its own, and a linear layer for relative positions.
         own = (Bare(weight=(6, 8)), table)
+        # A gain for each head, whatever the name of the layer.
+        norms = nn.LayerNorm((6, 8), bias=False), nn.RMSNorm((6, 8))
         model = {"block": (bare, why), "position_embeddings": own}
+        model |= {"ln": (norms[0], table), "q": (norms[1], table)}
         self.expect({**model, "linear_pos": (linear(6), "")})
 
 
@@ -553,7 +557,7 @@ class TestSplits(TestCase):
             ("GPTBigCodeAttention", "c_attn.weight", (40, 8), (32, 4, 4), many | {"multi_query": True}),
             ("GPTBigCodeAttention", "c_attn.weight", (24, 8), ((4, 4, 4), 2, 0), many | {"multi_query": False}),
             ("QwenAttention", "q_proj.weight", (24, 8), ((4, 4), 3, 0), gate),
-            ("QuickMLP", "gate_up_proj.weight", (10, 8), (5, 5), {}),
+            ("transformers.QuickMLP", "gate_up_proj.weight", (10, 8), (5, 5), {}),
             ("OtherAttention", "kv_b_proj.weight", (20, 8), ((6, 4), 2, 0), latent),
             ("FusedQKVLinear", "wqkv.weight", (40, 8), ((12, 4, 4), 2, 0), {"heads_per_kv": 3, "head_dim": 4}),
             ("torchtitan.Attention", "wkv_b.weight", (20, 8), ((6, 4), 2, 0), latent),
@@ -586,13 +590,14 @@ class TestSplits(TestCase):
         del config.kv_channels
         self.assertEqual(split_of(module), {})
         # A linear layer (out, in), columns that are no third, fewer rows than a group of heads has,
-        # queries without a gate, and an MLP without one.
+        # queries without a gate, an MLP without one, and one of a user, who may alternate rows.
         for kind, weight, shape in (
             ("SelfAttention", "c_attn.weight", (24, 8)),
             ("SelfAttention", "c_attn.weight", (8, 20)),
             ("BloomAttention", "query_key_value.weight", (8, 8)),
             ("QwenAttention", "q_proj.weight", (24, 8)),
             ("MLP", "linear_fc1.weight", (12, 8)),
+            ("MLP", "gate_up_proj.weight", (12, 8)),
         ):
             sizes = {"head_dim": 4, "o_proj": SimpleNamespace(in_features=24)}
             sizes["config"] = SimpleNamespace(gated_linear_unit=False)

@@ -76,7 +76,7 @@ _KNOWN: tuple[tuple[str, str, Callable[..., Split]], ...] = (
     ("*.DbrxAttention", "Wqkv.weight", _by_heads),
     ("*.DbrxExpertGLU", "[vw][12]", lambda m, s: _equal(m.moe_num_experts, s[0])),
     ("*.Qwen*Attention", "q_proj.weight", _gated_queries),
-    ("*MLP", "gate_up_proj.weight", lambda m, s: _equal(2, s[0])),
+    ("transformers*MLP", "gate_up_proj.weight", lambda m, s: _equal(2, s[0])),
     ("*", "*kv_b*.weight", lambda m, s: Split(mla := (m.qk_nope_head_dim, m.v_head_dim), s[0] // sum(mla))),
     ("*.GptOssExperts", "gate_up_proj", lambda m, s: Split((1, 1), s[2] // 2, 1)),
     ("*.Llama4TextExperts", "gate_up_proj", lambda m, s: _equal(2, s[2], 1)),

@@ -21,11 +21,11 @@ _PARAMETRIZED = r"\bparametrizations\.\w+\.(?=original)"
 # Layers of a block differ in their numbers only.
 _NUMBER = re.compile(r"\b\d+\b")
 # Names that models give to the layer that computes logits, or to the module around it.
-_HEAD = r"classifier|embed_out|(lm_)?head|output_layer|qa_outputs|score|unembed(ding)?"
+_HEAD = r"class_embed|classifier|embed_out|(lm_)?head|output_layer|qa_outputs|score|unembed(ding)?"
 # Inside blocks, hidden layers have such names as well, and attention has heads.
 _HEAD_OUTSIDE = r"(?i)heads|head_\w+|\w+_(heads?|classifier)|\w*logits(_proj)?"
-# Of parameters without a linear layer: tables of positions and tokens, biases of a stack, Mamba's A_log.
-_TABLE = r"(^|_)(pos(?!t)|table|tokens?$|latent(s|_quer))|embed|bias|_log$"
+# Of parameters without a linear layer: tables of positions and tokens, biases, gains of heads, Mamba's A_log.
+_TABLE = r"(^|_)(pos(?!t)|table|tokens?$|latent(s|_quer)|gain|gamma|scale)|norm|embed|bias|_log$"
 # Layers that have several matrices in one.
 _FUSED = r"kv|key_value|c_attn|att_proj|gate_up|input_linear|mlp1_weight|w1[23]|\bWi\b|\bin_proj"
 _EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
@@ -189,7 +189,8 @@ class _Model:
         leaf = name.split(".")[-1]
         # A module that is not a linear layer may be a table that calls itself a weight.
         if leaf == "weight" and not hasattr(module, "in_features"):
-            leaf = layer.split(".")[-1]
+            is_norm = "Norm" in type(module).__name__
+            leaf = "norm" if is_norm else layer.split(".")[-1]
         is_stack = self.takes_stacks and len(shape) == 3 and not _is_conv(module)
         is_stack &= any(n % shape[0] == 0 or "expert" in layer for n in self.n_experts)
         if len(shape) != 2 and not flatten and not is_stack:
