@@ -371,6 +371,21 @@ class TestMuonExperts(GroupParity):
         twins = self.twins(ids, ddp_process_group=world, ep_process_group=world)
         self.check(twins, len(DENSE) + 6 * len(EXPERT))
 
+    def test_stack_without_a_matrix_on_some_ranks(self):
+        """The expert's next matrix was joined with one of the stack, and the groups "contradict each other"."""
+        grid = grid_of(2, 2)
+        groups = {
+            "fsdp_process_group": grid.get_group("a"),
+            "ep_process_group": grid.get_group("b"),
+        }
+        at, expert = grid.get_coordinate()
+        for ids in ({0: expert, 1: expert}, {0: expert}):
+            config = create_auto_config(expert_assignments=ids, **groups)
+            params = [torch.ones(1 - at, 3, 4), torch.ones(2, 4)]
+            options = {"distributed_config": config, "allow_batched_matrices": True}
+            owners = sorted(Muon(params, **options).matrix_owners)
+            self.assertEqual(owners, [(0, 0), (1, 0)][at:])
+
     def test_gradient_on_some_holders_of_an_expert(self):
         for group in (grid_of(2, 2).get_group("a"), dist.group.WORLD):
             twins = self.twins(ddp_process_group=group)

@@ -1,10 +1,10 @@
 """The data that ranks exchange about tensors that process groups share, and the layouts that follow."""
 
 import warnings
-from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -29,8 +29,8 @@ _EQUAL_SHARDS = {
 }
 _UNEQUAL_REPLICAS = "the ranks of tp_process_group hold different values, but tp_dim_per_param does not say that TP cuts it"
 
-# How ranks name a matrix that they share: its expert's id and its number among the expert's matrices, or
-# None, the number of its parameter among those of no expert, and its number in the parameter.
+# How ranks name a matrix that they share: its expert's id, or None, the number of its parameter among those
+# of the expert or of none, and its number in the parameter.
 Name = tuple["int | None", int, int]
 KindGroups = Mapping[str, ProcessGroup]
 # A rank's layouts so far, digests of their values (0 for zeros), and its expert-parallel group.
@@ -60,6 +60,8 @@ class LocalPieces:
         # Those of the DTensors' meshes, whose ranks must hear of an error, too.
         self.mesh_groups: list[ProcessGroup] = []
         self.layouts: list[Layout] = []
+        # Index -> the expert's id, also of a stack of which this rank has no matrix.
+        self.expert_of: dict[int, int | None] = {}
         # Digests of the values that this rank stores of cut matrices; 0 for zeros.
         self.digests: dict[Key, int] = {}
         # Text -> the matrices that it is about.
@@ -89,7 +91,7 @@ class LocalPieces:
 
     def complete(self, error: BaseException | None = None) -> list[Layout]:
         """The layouts, with the pieces of all ranks put together. Raises the error of any rank of the grid."""
-        layouts, parts = self.layouts, _by_name(self.layouts)
+        layouts, parts = self.layouts, _by_name(self.layouts, self.expert_of)
         described = {name: l.describe() for name, l in zip(parts, layouts, strict=True)}
         digests = {name: self.digests.get(l.key, 0) for name, l in zip(parts, layouts)}
         shared = list(described.values())
@@ -136,19 +138,17 @@ class LocalPieces:
         return complete
 
 
-def _by_name(layouts: Sequence[Layout]) -> dict[Name, Layout]:
+def _by_name(
+    layouts: Sequence[Layout], expert_of: Mapping[int, int | None]
+) -> dict[Name, Layout]:
     """The layouts by their names. Equal ones are one object, so that a message has each once."""
     named: dict[Name, Layout] = {}
     equal: dict[tuple, Layout] = {}
-    of_experts = sorted({l.key.index for l in layouts if l.key.expert is not None})
-    counts: Counter[int] = Counter()
+    counts: defaultdict[int | None, count] = defaultdict(count)
+    numbers = {index: next(counts[expert]) for index, expert in expert_of.items()}
     for layout in layouts:
         index, sub, _, expert, _ = layout.key
-        if expert is None:
-            name: Name = None, index - bisect(of_experts, index), sub
-        else:
-            name = expert, counts[expert], 0
-            counts[expert] += 1
+        name: Name = expert, numbers[index], sub
         # Without cuts, ranks look at nothing else of it.
         content = layout.cuts and (layout.shape, layout.shards.digest, layout.cuts)
         named[name] = equal.setdefault(content, layout)

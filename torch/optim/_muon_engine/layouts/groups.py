@@ -263,6 +263,7 @@ class _LocalReader(LocalPieces):
             raise ValueError(reader.problem)
         reader.check_tp_dim(param, index)
         key = Key(index, 0, info.name, reader.experts.get(info.config_index))
+        self.expert_of[index] = key.expert
         described, (_, flatten) = key.describe(param.shape), info.form
         view = fsdp1.view_of(param, described, self._views, reader.has_fsdp_group)
         if view is not None:
