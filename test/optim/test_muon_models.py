@@ -419,6 +419,9 @@ class TestPartition(TestCase):
             "output": (linear(30), is_one),
             "qa_outputs": (linear(2), is_one),
             "head_dist": (linear(30), is_one),
+            "heads_dist": ([linear(30), linear(30)], "output head: in heads_dist"),
+            # DETR has one for each layer of its decoder.
+            "class_embed": ([linear(2), linear(2)], "output head: in class_embed"),
             "lm_heads": ([linear(30), linear(30)], "output head: in lm_heads"),
         }
         self.expect(model)

@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"\b\d+\b")
 # Names that models give to the layer that computes logits, or to the module around it.
 _HEAD = r"class_embed|classifier|embed_out|(lm_)?head|output_layer|qa_outputs|score|unembed(ding)?"
 # Inside blocks, hidden layers have such names as well, and attention has heads.
-_HEAD_OUTSIDE = r"(?i)heads|head_\w+|\w+_(heads?|classifier)|\w*logits(_proj)?"
+_HEAD_OUTSIDE = r"(?i)heads|heads?_\w+|\w+_(heads?|classifier)|\w*logits(_proj)?"
 # Of parameters without a linear layer: tables of positions and tokens, biases, gains of heads, Mamba's A_log.
 _TABLE = r"(^|_)(pos(?!t)|table|tokens?$|latent(s|_quer)|gain|gamma|scale)|norm|embed|bias|_log$"
 # Layers that have several matrices in one.
