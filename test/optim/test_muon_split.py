@@ -144,6 +144,11 @@ class TestMuonSplit(TestCase):
             (qkv, {"split": 4}, r"split \(4,\) adds up to 4"),
             (qkv, {"split": {"sizes": (4, 2), "repeats": 3}}, r"\(4, 2\) x 3 .* to 18"),
             (qkv, {"split": {"sizes": (16,), "dim": 2}}, "positive ints.*'dim': 2"),
+            (
+                qkv,
+                {"split": {"sizes": (24, 24), "dim": None}},
+                "positive ints.*'dim': None",
+            ),
         ):
             group = {"params": [("w", nn.Parameter(tensor))], **form}
             options = {"allow_batched_matrices": tensor.ndim == 3}

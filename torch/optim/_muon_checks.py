@@ -64,7 +64,7 @@ def problem_with(
     if not split.sizes:
         return ""
     whole = param.flatten(1) if flatten else param
-    text = split.problem_with(whole.shape[-2:], split.dim + whole.ndim - 2)
+    text = split.problem_with(whole.shape[-2:], whole.ndim - 2)
     return f"{described} of shape {shape}: {text}" if text else ""
 
 

@@ -41,8 +41,8 @@ class Split(NamedTuple):
     def lines(self) -> int:
         return sum(self.sizes) * self.repeats
 
-    def problem_with(self, shape: Sequence[int], dim: int | None = None) -> str:
-        """Why a matrix of ``shape`` cannot be cut; "" if it can. ``dim`` is named for a stack."""
+    def problem_with(self, shape: Sequence[int], stacked: int = 0) -> str:
+        """Why a matrix of ``shape`` cannot be cut; "" if it can. ``stacked`` dimensions come before its own."""
         numbers = *self.sizes, self.repeats
         if any(type(n) is not int or n < 1 for n in numbers) or self.dim not in (0, 1):
             return f"split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim', but is {self.option}"
@@ -50,8 +50,7 @@ class Split(NamedTuple):
         if self.lines == length:
             return ""
         times = f" x {self.repeats}" if self.repeats > 1 else ""
-        dim = self.dim if dim is None else dim
-        return f"split {self.sizes}{times} adds up to {self.lines}, but dimension {dim} has {length}"
+        return f"split {self.sizes}{times} adds up to {self.lines}, but dimension {self.dim + stacked} has {length}"
 
     def parts(self, matrix: Tensor) -> Sequence[Tensor]:
         """The parts as views; with repeats, ``dim`` is two dimensions (repeats, size)."""
