@@ -56,9 +56,10 @@ def partition(
             reasons = dict.fromkeys(reasons, "embedding")
         kinds = {() if why else forms[n] for n, why in reasons.items()}
         if len(kinds) > 1:
+            mixed = {n: w or _described(n, *forms[n]) for n, w in reasons.items()}
             raise ValueError(
                 f"{name} is a flat parameter that mixes matrices for Muon with others, or such of different splits: "
-                f"{reasons}. Wrap with use_orig_params=True, or wrap the others in units of their own"
+                f"{mixed}. Wrap with use_orig_params=True, or wrap the others in units of their own"
             )
         (kind,) = kinds
         (groups.setdefault(kind, []) if kind else others).append((name, param))
