@@ -402,6 +402,9 @@ class TestMuonExperts(GroupParity):
         build = partial(self.twins, [0, 1], ddp_process_group=dist.group.WORLD)
         pattern = "expert [01].*one ep_process_group.*expert_assignments"
         self.assertRaisesEverywhere(build, ValueError, pattern)
+        # Without other groups, ids that count on each rank do not clash.
+        twins = self.twins([0, 1], ddp_process_group=grid_of(2, 2).get_group("b"))
+        self.check(twins, 2 * len(DENSE) + 8 * len(EXPERT))
 
     def test_shards_that_leave_a_gap_on_one_rank(self):
         gap = ValueError("gap") if self.rank == 2 else None
