@@ -18,7 +18,6 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations
 from torch.optim import Muon
 from torch.optim._muon_engine.layouts.dtensor import placed_like
-from torch.optim._muon_formulas import MuonFormulas
 from torch.optim.muon import (
     create_auto_config,
     create_dtensor_config,
@@ -31,6 +30,7 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_config import (
     local_config,
     MuonTestCase,
+    NewtonSchulzCalls,
 )
 
 
@@ -90,25 +90,18 @@ class TestModels(MuonTestCase):
 
     def test_batches_are_of_one_device(self):
         """Without ``foreach``, accelerators batch the matrices of a stack, and CPUs do not."""
-        batches = []
-        orthogonalize = MuonFormulas.orthogonalize
-
-        def recorded(formulas, prepared, *products):
-            batches.append((prepared.device.type, prepared.ndim))
-            return orthogonalize(formulas, prepared, *products)
-
-        devices = "cpu", "meta"
+        devices = {"cpu": 4, "meta": 5}
         matrices = [nn.Parameter(torch.ones(3, 4, device=at)) for at in devices]
-        stacks = [nn.Parameter(torch.ones(2, 3, 4, device=at)) for at in devices]
+        stacks = [
+            nn.Parameter(torch.ones(2, 3, n, device=at)) for at, n in devices.items()
+        ]
         for param in matrices + stacks:
             param.grad = torch.empty_like(param)
-        with mock.patch.object(MuonFormulas, "orthogonalize", recorded):
+        with NewtonSchulzCalls() as calls:
             Muon(matrices, foreach=True).step()
             for stack in stacks:
                 Muon([stack], allow_batched_matrices=True).step()
-        self.assertEqual(
-            batches, [("cpu", 2), ("meta", 2)] + 2 * [("cpu", 2)] + [("meta", 3)]
-        )
+        self.assertEqual(calls.batches, [(2, 3, 5)])
 
 
 @unittest.skipIf(not dist.is_available(), "torch.distributed is not in this build")

@@ -743,17 +743,12 @@ class Player:
         at = self.groups[number].index(held)
         old, former = held.single, held.param
         held.placements, held.matrix = placements, held.matrix._replace(mesh=mesh)
-        if fresh:
-            held.seed += 500
-            held.single = torch.nn.Parameter(held.values(0))
-        else:
-            held.single = torch.nn.Parameter(old.detach().clone())
+        held.seed += 500 * fresh
+        value = held.values(0) if fresh else old.detach().clone()
+        held.single = torch.nn.Parameter(value)
         held.param = held.new_param().requires_grad_(former.requires_grad)
-        for optimizer, new in (
-            (self.single, held.single),
-            (self.optimizer, held.param),
-        ):
-            optimizer.param_groups[number]["params"][at] = new
+        self.single.param_groups[number]["params"][at] = held.single
+        self.optimizer.param_groups[number]["params"][at] = held.param
         state = self.single.state.pop(old, None)
         # Without names, a parameter of the same placement is another layer, and starts at zero.
         inherits = common_muon.placed(held.param) != common_muon.placed(former)
