@@ -249,14 +249,12 @@ class TestMuonSplit(TestCase):
             _, said = self.warnings_of(lambda: Muon(groups, **stacks))
             self.assertEqual(said, [])
 
+    @mock.patch("torch.optim._newton_schulz._has_same_bits", lambda: True)
     def test_symmetric_products_where_they_have_the_same_bits(self):
         x = randn(0, 512, 512).bfloat16()
         for threads, is_alike in ((2, True), (3, False)):
-            with mock.patch("torch.get_num_threads", lambda threads=threads: threads):
-                with mock.patch(
-                    "torch.optim._newton_schulz._has_same_bits", lambda: True
-                ):
-                    products = products_for(x, "quintic")
+            with mock.patch("torch.get_num_threads", return_value=threads):
+                products = products_for(x, "quintic")
             self.assertIs(isinstance(products, SymmetricProducts), is_alike)
 
     def test_bits_of_plain_products(self):

@@ -31,7 +31,7 @@ from torch.optim.muon import (
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_config, common_muon
 from torch.testing._internal.distributed._muon.common_config import COEFFICIENTS, exact
-from torch.testing._internal.distributed._muon.common_modules import Run
+from torch.testing._internal.distributed._muon.common_modules import Run, wrap
 from torch.testing._internal.distributed._muon.common_muon import (
     full,
     grid_of,
@@ -472,25 +472,17 @@ class TestMuonForms(OnCPU):
             self.assertTrainsAlike(twins, 1)
 
     def test_errors_of_fsdp1_over_tensor_parallelism(self):
-        grid, cpu = grid_of(2, 2), torch.device("cpu")
+        grid, stacked = grid_of(2, 2), r"'0' of shape .* tensor parallelism has cut"
         # Rank 3 is in no unit with rank 0, whose learning rate is wrong.
         rate = -1.0 if self.rank == 0 else 0.1
-        stacked = r"'0' of shape .* tensor parallelism has cut"
-        for use_orig_params, (shape, lr, pattern) in itertools.product(
-            (False, True),
-            (((4, 6, 10), 0.1, stacked), ((6, 10), rate, "Learning rate should be")),
-        ):
+        cases = ((4, 6, 10), 0.1, stacked), ((6, 10), rate, "Learning rate should be")
+        for orig, (shape, lr, pattern) in itertools.product((False, True), cases):
             weight = place(full(0, shape), Spec(shape, grid["b"], [S0]))
-            model = FullyShardedDataParallel(
-                nn.ParameterList([weight]),
-                device_mesh=grid["a"],
-                device_id=cpu,
-                use_orig_params=use_orig_params,
-            )
-            options = {"lr": lr, "distributed_config": create_auto_config(module=model)}
-            build = partial(
-                Muon, model.parameters(), **options, allow_batched_matrices=True
-            )
+            weights = nn.ParameterList([weight])
+            model = wrap(weights, orig, units=None, device_mesh=grid["a"])
+            config = create_auto_config(module=model)
+            options = {"distributed_config": config, "allow_batched_matrices": True}
+            build = partial(Muon, model.parameters(), lr, **options)
             self.assertRaisesEverywhere(build, ValueError, pattern)
 
     def test_errors(self):

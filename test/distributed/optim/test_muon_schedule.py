@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Muon
 from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
 from torch.optim._muon_engine.layouts.divide import divide
+from torch.optim._muon_engine.runtime.pipeline import run_in_turn
 from torch.optim._muon_engine.schedule import buckets, owners
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
 from torch.optim._muon_engine.schedule.owners import Class, divided, newton_schulz_flops
@@ -71,6 +72,14 @@ def busiest(taken, members, ranks):
 
 def scheduled(layouts, **options):
     return make_schedule(layouts, owners.assign_owners(layouts), **options)
+
+
+class TestTurns(TestCase):
+    def test_groups_take_turns(self):
+        seen, phases = [], ("gather", "scatter", "apply")
+        tasks = [map(seen.append, [(p, n) for p in phases]) for n in range(4)]
+        run_in_turn("abab", {"a": tasks[::2], "b": tasks[1::2]}, 0)
+        self.assertEqual([n for phase, n in seen if phase == "scatter"], [0, 1, 2, 3])
 
 
 class TestMuonDivision(TestCase):

@@ -58,7 +58,7 @@ class Engine:
         self.params = params
         # In the order of all ranks: experts last, by their ids.
         self.ordered: Sequence[Param] = params
-        self.reader = callbacks.reader_of(config, takes_stacks)
+        self.reader: Any = callbacks.reader_of(config, takes_stacks)
         self.steps = 0
         # Why a step failed half way. After that, the ranks' parameters may not belong together.
         self.failure = ""
@@ -112,10 +112,8 @@ class Engine:
 
     @cached_property
     def device(self) -> torch.device:
-        if self.reader is None:
-            return torch.device("cpu")
-        params = [param.tensor for param in self.params]
-        return device_of(params, chain.from_iterable(self.reader.sharing.values()))
+        params, reader = [param.tensor for param in self.params], self.reader
+        return device_of(params, chain.from_iterable(reader.sharing.values()))
 
     @property
     def runs_on_engine(self) -> bool:
