@@ -415,10 +415,8 @@ class TestMuonSpanningGroups(LocalGroups, OnCPU):
                 world = spanning_group(tuple(range(4)), [given])
             self.assertIsNot(world, dist.group.WORLD)
             # Whichever of the framework's groups comes first.
-            found = [
-                spanning_group(mine[:1], gs) for gs in ([given, world], [world, given])
-            ]
-            self.assertIs(*found)
+            orders = [given, world], [world, given]
+            self.assertIs(*(spanning_group(mine[:1], order) for order in orders))
         ranks = (0, 1, 3)
         for _ in range(2):
             group = spanning_group(ranks, []) if self.rank in ranks else None
