@@ -59,7 +59,7 @@ class Pipeline(Compute):
         """Uses every communicator once while no other one is in use. Accelerator backends connect two ranks when
         they first exchange something. With other collectives in flight, ranks may wait for each other.
         """
-        with self.memory, self._drained():
+        with self._drained(), self.memory:
             for statuses in self.statuses:
                 statuses.reduce()
                 self._wait_alone(statuses)
@@ -106,7 +106,7 @@ class Pipeline(Compute):
 
     def run(self) -> None:
         """Makes a step in the one order of all ranks. DTensor's collectives for gradients come first."""
-        with self.memory, self._drained():
+        with self._drained(), self.memory:
             for param in self.params:
                 param.place_gradient()
             tasks: dict[Hashable, list[Iterator[None]]] = {}

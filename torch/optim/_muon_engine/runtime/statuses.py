@@ -121,8 +121,9 @@ class Statuses(InFlight):
         self._replicated = [m for m in self._replicated if not m.param.formulas.moves]
         if self._host is not self._table and not is_dry_run():
             self._host.copy_(self._table, non_blocking=True)
-            self._copied = self._copied or torch.Event(self._device)
-            self._copied.record()
+            # An event alone would record on the current device, which may be another one.
+            stream = torch.accelerator.current_stream(self._device)
+            self._copied = stream.record_event(self._copied)
 
     def mismatch(self) -> str:
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. A CPU

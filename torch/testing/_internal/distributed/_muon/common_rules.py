@@ -302,6 +302,8 @@ class Recorder(TorchDispatchMode):
             number, before = self._number(storage), storage.nbytes()
             if size < before:
                 self.freed(number)
+            else:
+                self.operate()
             found = resize(storage, size)
             if size > before:
                 self.allocated(number, size)
@@ -678,8 +680,8 @@ class Event:
         self.clock: Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        queue = self.model.current[-1] if stream is None else stream.queue
-        self.clock = self.model.clocks[queue]
+        """Without a stream, on the current device, which need not be that of the tensors."""
+        self.clock = {} if stream is None else self.model.clocks[stream.queue]
 
     def synchronize(self) -> None:
         self.model.host_waits(self.clock, "an event")
