@@ -322,6 +322,37 @@ class TestMuonRules(TestCase):
                 self.assertEqual(*operations)
                 self.assertEqual(part.problems, [], name)
 
+    def test_offloaded(self):
+        """Momentum stays with its parameter on the host, and nothing but copies between devices waits."""
+        held = Held(FOUR, (0,), offloaded=True), Held(FOUR, (1,), offloaded=True)
+        program = Program(4, (*held, Held(FOUR, (0,))))
+        for rank in range(4):
+            with Rank(program, rank, LAZY) as one, Accelerator() as part:
+                one.build()
+                one.step()
+                buffers = [one.muon.state[p]["momentum_buffer"] for p in one.params]
+                part.begin()
+                one.step()
+            self.assertEqual(
+                [b.device for b in buffers], [p.device for p in one.params]
+            )
+            problems = "".join(p + ";" for p in part.problems)
+            self.assertRegex(
+                problems, r"^(the host waits for aten.(_to_)?copy_?.default;)+$"
+            )
+
+    def test_one_order_while_an_engine_is_built(self):
+        """Ranks agree, make groups and use each communicator alone in an order without deadlocks."""
+        for name, program in PROGRAMS.items():
+            logs = {}
+            for rank in range(program.world):
+                with Rank(program, rank, LAZY) as one, Accelerator() as part:
+                    if one.params:
+                        one.build()
+                self.assertEqual(part.problems, [], name)
+                logs[rank] = part.log
+            self.assertEqual(deadlock(logs, in_turn=True), [], name)
+
     def test_launches_do_not_grow_with_matrices_or_ranks(self):
         """A launch took tens of microseconds for each shard of each matrix once."""
         found = []

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from ..process_groups import current_device, device_of_group, process_rank, Ranks
@@ -251,9 +252,10 @@ def _problem_with_move(tensor: DTensor, placements: Sequence[Placement]) -> str:
 def like_param(param: Tensor, local: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return local
-    mesh, placements = param.device_mesh, param.placements
-    size = {"shape": param.shape, "stride": param.stride()}
-    return DTensor.from_local(local, mesh, placements, run_check=False, **size)
+    # DTensor.from_local() would move an offloaded one to the mesh's device.
+    meta = TensorMeta(param.shape, param.stride(), local.dtype)
+    spec = DTensorSpec(param.device_mesh, param.placements, meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def placed_like(param: Tensor, buffer: Tensor) -> bool:

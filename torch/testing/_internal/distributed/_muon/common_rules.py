@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Muon
 from torch.optim._muon_engine.schedule import buckets, owners, packs
@@ -435,6 +436,7 @@ class Held(NamedTuple):
     count: int = 4
     sizes: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
+    offloaded: bool = False
 
 
 class Program(NamedTuple):
@@ -487,11 +489,12 @@ class Rank(contextlib.ExitStack):
         mesh = self.meshes[of.ranks, of.sizes]
         with unset_fake_temporarily():
             shape, _ = compute_local_shape_and_global_offset(of.shape, mesh, placements)
-        local = torch.ones(shape, dtype=of.dtype, device=self.device)
-        shape, stride = torch.Size(of.shape), (of.shape[1], 1)
-        return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+        device = "cpu" if of.offloaded else self.device
+        local = torch.ones(shape, dtype=of.dtype, device=device)
+        meta = TensorMeta(torch.Size(of.shape), (of.shape[1], 1), of.dtype)
+        # As FSDP2 makes them: DTensor.from_local() moves an offloaded one.
+        spec = DTensorSpec(mesh, tuple(placements), meta)
+        return DTensor(local, spec, requires_grad=False)
 
     def build(self, **flags: Any) -> Muon:
         program = self.program
