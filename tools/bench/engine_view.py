@@ -75,7 +75,7 @@ def planning_and_packing(groups: list[dict], config: object) -> list[float]:
 def described(schedule: Schedule, rank: int, prefetch: int) -> tuple[str, int]:
     """The tables of ``Muon.describe()`` on ``rank``, and the bytes of the buffers that it keeps."""
     tables, memory = [], 0
-    for group in dict.fromkeys(b.ranks for b in schedule.buckets if rank in b.ranks):
-        tables.append("\n".join(describe._table(schedule, group, rank, prefetch)))
-        memory += describe.bytes_of(schedule, group, rank, prefetch)[2]
+    for ranks in dict.fromkeys(b.ranks for b in schedule.buckets if rank in b.ranks):
+        tables.append("\n".join(describe._table(schedule, ranks, rank, prefetch)))
+        memory += describe.bytes_of(schedule, ranks, rank, prefetch)[2]
     return "\n\n".join(tables), memory

@@ -172,11 +172,11 @@ def make_plan(schedule: Schedule, world: int, gpus_per_node: int) -> Plan:
     plan = Plan(world, gpus_per_node, schedule.one_owner_at_a_time)
     busy = np.ones(world, bool)
     for bucket in schedule.buckets:
-        group = np.array(bucket.ranks)
-        if busy[group].any():
+        ranks = np.array(bucket.ranks)
+        if busy[ranks].any():
             plan.turns.append([])
             busy[:] = False
-        busy[group] = True
+        busy[ranks] = True
         plan.turns[-1].append(_plan_bucket(schedule, bucket, gpus_per_node))
     return plan
 

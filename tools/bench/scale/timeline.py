@@ -40,10 +40,10 @@ class Timeline:
         self.now = np.zeros(plan.world)
         self.busy = np.zeros(plan.world)
         self.events: list[Event] = []
-        self.by_group: dict[tuple[int, ...], list[BucketPlan]] = {}
+        self.by_ranks: dict[tuple[int, ...], list[BucketPlan]] = {}
         for turn in plan.turns:
             for bucket in turn:
-                self.by_group.setdefault(bucket.bucket.ranks, []).append(bucket)
+                self.by_ranks.setdefault(bucket.bucket.ranks, []).append(bucket)
         # When the link of each rank is free: its transfers take turns.
         self.free = np.zeros(plan.world)
         # When the last collective of each communicator is over.
@@ -69,7 +69,7 @@ class Timeline:
                     returning[bucket.bucket.ranks] = bucket
                 if finished is not None:
                     self.finish(finished)
-                ring = self.by_group[bucket.bucket.ranks]
+                ring = self.by_ranks[bucket.bucket.ranks]
                 if bucket.bucket.index + self.prefetch + 1 < len(ring):
                     follower = ring[bucket.bucket.index + self.prefetch + 1]
                     self.exchange(follower, "gather")

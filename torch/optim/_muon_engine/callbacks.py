@@ -61,8 +61,8 @@ def choose_owners(
     """One owner per layout, and the parameter indices of each rank that shares one with this rank."""
     per_node = ranks_per_node()
     owners = assign_owners(layouts, lambda g: counters_of(g).first_owner, per_node)
-    groups = {layout.holders for layout in layouts}
-    owned: dict[int, list[int]] = {rank: [] for group in groups for rank in group}
+    sharing = {layout.holders for layout in layouts}
+    owned: dict[int, list[int]] = {rank: [] for ranks in sharing for rank in ranks}
     # A parameter counts for its first matrix. A rank that holds no matrix of a stack lists it as its own.
     owner_of: dict[int, int] = {}
     for layout, owner in zip(layouts, owners, strict=True):

@@ -58,7 +58,7 @@ class Engine:
         self.params = params
         # In the order of all ranks: experts last, by their ids.
         self.ordered: Sequence[Param] = params
-        self.reader: Any = callbacks.reader_of(config, takes_stacks)
+        self.reader = callbacks.reader_of(config, takes_stacks)
         self.steps = 0
         # Why a step failed half way. After that, the ranks' parameters may not belong together.
         self.failure = ""
@@ -112,7 +112,8 @@ class Engine:
 
     @cached_property
     def device(self) -> torch.device:
-        params, reader = [param.tensor for param in self.params], self.reader
+        reader: Any = self.reader  # Nothing asks an engine without one.
+        params = [param.tensor for param in self.params]
         return device_of(params, chain.from_iterable(reader.sharing.values()))
 
     @property

@@ -133,7 +133,7 @@ class Shards:
     ranks: Ranks
     # The regions of each of these ranks, in storage order. Replicas hold equal rectangles.
     regions: tuple[Regions, ...]
-    # The place of each shard's contribution to a sum (Partial); empty for no sum.
+    # Which contribution to a sum (Partial) each shard is; empty for no sum.
     contributions: tuple[int, ...] = ()
     # How matrices with these shards were cut -> the shards of each part, which they share.
     parts: dict[Any, list["Shards"]] = field(default_factory=dict)
