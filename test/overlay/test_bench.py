@@ -1,7 +1,6 @@
 """The bench runs, its figures are those of the arithmetic, and its simulation is that of real steps."""
 
 import re
-import time
 
 import pytest
 
@@ -12,10 +11,6 @@ from tools.bench import check, cli, fleet, step
 
 
 TINY = ("--workloads", "tiny", "--world", "2", "--layouts")
-
-
-def sleep(rank, world, job):
-    time.sleep(60)
 
 
 def table_of(text, name):
@@ -71,13 +66,3 @@ def test_ratios_are_of_the_same_repetition():
     found = step.ratios([seconds, idle], 2)
     # Of 3 / (2 / 2 + 1 + 0.5) and 8 / (4 / 2 + 2 + 1).
     assert found["ours-1-quintic"][1][1] == pytest.approx((1.2 + 1.6) / 2)
-
-
-def test_errors(capsys):
-    job = step.Job("shard", "tiny", ("ours-nothing",))
-    with pytest.raises(fleet.Failed, match="Traceback"):
-        fleet.run(step.work, job, 2, 60)
-    with pytest.raises(fleet.Failed, match="the ranks took more than 1 s"):
-        fleet.run(sleep, None, 1, 1)
-    assert cli.main(["scale", "--only", "no such row"]) == 1
-    assert "no row has 'no such row'" in capsys.readouterr().err

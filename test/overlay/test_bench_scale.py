@@ -160,7 +160,7 @@ def test_report():
     assert (half.flops, half.gpus_per_node) == (Hardware().flops / 2, 4)
 
 
-def test_html_page(tmp_path, capsys):
+def test_html_page(tmp_path):
     path = tmp_path / "step.html"
     assert cli.main(["scale", "--only", "HSDP 8 x 8", "--html", str(path)]) == 0
     page = path.read_text()
@@ -178,12 +178,8 @@ def test_html_page(tmp_path, capsys):
     assert kinds == {"gather", "orthogonalize", "scatter", "relay"}
     assert drawn <= set(ranks)
     assert 'width="-' not in page
-    for words in ("GPT-2 124M, HSDP 8 x 8, 64 ranks", "48 matrices", "64 ranks (0, 1"):
-        assert words in page
+    assert "GPT-2 124M, HSDP 8 x 8, 64 ranks" in page
     assert "http" not in page
-    # It is about one row.
-    assert cli.main(["scale", "--only", "GPT-2", "--html", str(path)]) == 1
-    assert "GPT-2 124M, FSDP, 8 ranks\nGPT-2" in capsys.readouterr().err
 
 
 def test_hardware(capsys):

@@ -190,9 +190,7 @@ def test_dry_run_makes_no_environment(overlay, face):
 
 # `--checkout ""` was the current folder, and `--torch=` the default version.
 EMPTY = [
-    "env --torch=", "test --torch=", "test --python=", "verify --torch=",
-    "apply --checkout=", "revert --python=", "pull --checkout=", "status --checkout=",
-    "rebuild --mode=wheel --checkout=", "export --checkout=x --out=",
+    "env --torch=", "test --python=", "apply --checkout=", "export --checkout=x --out=",
 ]  # fmt: skip
 WRONG = {
     **dict.fromkeys(EMPTY, "the value is empty"),

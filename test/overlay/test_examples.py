@@ -132,10 +132,3 @@ def test_wrong_figures_are_named(compare_gpt):
     ):
         (problem,) = compare_gpt.report(one, many, [rank, rank | wrong], 2)
         assert words in problem
-
-
-def test_unknown_option(compare_gpt, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["compare_gpt.py", "--stpes", "3"])
-    with pytest.raises(SystemExit):
-        compare_gpt.main()
-    assert "unrecognized arguments: --stpes 3" in capsys.readouterr().err

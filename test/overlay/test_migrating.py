@@ -70,20 +70,12 @@ def original(rows, columns):
     return math.sqrt(max(1, rows / columns))
 
 
-def by_ratio(rows, columns):
-    return math.sqrt(rows / columns)
-
-
-def by_longer_side(rows, columns):
-    return math.sqrt(max(rows, columns))
-
-
 # lr, weight decay and scale; dion and Megatron have no nesterov, and five triples.
 PUBLISHED = {
     "like_stock": (1e-3, 0.1, original),
     "like_keller_jordan": (0.02, 0, original),
-    "like_dion": (0.01, 0.01, by_ratio, False, True),
-    "like_megatron": (3e-4, 0.01, by_longer_side, False),
+    "like_dion": (0.01, 0.01, lambda m, n: math.sqrt(m / n), False, True),
+    "like_megatron": (3e-4, 0.01, lambda *sides: math.sqrt(max(sides)), False),
 }
 
 
