@@ -209,7 +209,8 @@ class TestMuonRules(TestCase):
         """It launches nothing more, and frees no memory before those who use it are done."""
         program = PROGRAMS[name]._replace(options=(("foreach", True),))
         before = step_of(program, 1, Accelerator(), LAZY)
-        after = Accelerator(stumbles=data.draw(st.integers(1, before.done)))
+        places = st.sampled_from(before.resizes) | st.integers(1, before.done)
+        after = Accelerator(stumbles=data.draw(places))
         with self.assertRaisesRegex(ArithmeticError, "stumbled"):
             step_of(program, 1, after, LAZY)
         self.assertEqual(after.problems, [])

@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, stumbles: int = 0) -> None:
         super().__init__()
-        self._stumbles, self._stumbles_now, self.done = stumbles, 0, 0
+        self._stumbles, self._stumbles_now, self.done, self.resizes = stumbles, 0, 0, []
         self.log: list[tuple[str, Call]] = []
         self.problems: list[str] = []
         self.flying: list[Call] = []
@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
     def begin(self) -> None:
         """From here on, ``log`` is of interest."""
         self.log.clear()
-        self.done, self._stumbles_now = 0, self._stumbles
+        self.done, self.resizes, self._stumbles_now = 0, [], self._stumbles
 
     def operate(self) -> None:
         self.done += 1
@@ -301,6 +301,7 @@ class Recorder(TorchDispatchMode):
                 self.freed(number)
             else:
                 self.operate()
+                self.resizes.append(self.done)
             found = resize(storage, size)
             if size > before:
                 self.allocated(number, size)
