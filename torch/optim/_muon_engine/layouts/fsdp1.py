@@ -74,17 +74,17 @@ def views(module: nn.Module) -> Views:
 
 
 def view_of(
-    param: Tensor, described: str, flat_views: Views | None, has_group: bool
+    param: Tensor, described: str, flat_views: Views | None, given: ProcessGroup | None
 ) -> FlatView | None:
     """The view of ``param``; None if FSDP1 did not flatten it. ``flat_views`` are those of the user's module, and
-    ``has_group`` is whether the user gave the group. Raises ValueError if the user must say more.
+    ``given`` is the group that the user gave. Raises ValueError if the user must say more.
     """
     if not getattr(param, "_fsdp_flattened", False):
         return None
     if flat_views and param in flat_views:
         return flat_views[param]
     is_flat = getattr(param, "_is_flat_param", False)
-    if is_flat and has_group:
+    if is_flat and given is not None:
         return _tensors(param), {}
     which = "an" if flat_views is None else "another"
     group = "fsdp_process_group=model.process_group, or " * is_flat

@@ -36,16 +36,16 @@ class Reader:
 
     def __init__(self, state: Mapping[str, Any], takes_stacks: bool = False) -> None:
         self.takes_stacks = takes_stacks
-        given = {k: state.get(f"{k}_process_group") for k in (*KINDS, "ep")}
+        kinds = *KINDS, "ep"
+        self.given = {kind: state.get(f"{kind}_process_group") for kind in kinds}
         self.problem = ""
-        for kind, group in given.items():
+        for kind, group in self.given.items():
             # new_group() returns something else on ranks that are not in the group.
             if group is not None and not isinstance(group, ProcessGroup):
                 self.problem = f"{kind}_process_group is not a ProcessGroup with this rank but {group!r}"
-                given[kind] = None
-        self.ep_group = given.pop("ep")
-        self.has_fsdp_group = given["fsdp"] is not None
-        self.shared = {k: g for k, g in given.items() if g and g.size() > 1}
+                self.given[kind] = None
+        groups = {kind: self.given[kind] for kind in KINDS}
+        self.shared = {k: g for k, g in groups.items() if g and g.size() > 1}
         # Config index -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
         self.tp_dim_default: int | None = state.get("tp_dim_default")
@@ -239,7 +239,7 @@ class _LocalReader(LocalPieces):
     """Collects what this rank knows about the matrices of one ``reader``."""
 
     def __init__(self, reader: Reader) -> None:
-        super().__init__(reader.shared, reader.ep_group)
+        super().__init__(reader.shared, reader.given["ep"])
         self.reader, self.shared = reader, reader.shared
 
     @cached_property
@@ -265,7 +265,7 @@ class _LocalReader(LocalPieces):
         key = Key(index, 0, info.name, reader.experts.get(info.config_index))
         self.expert_of[index] = key.expert
         described, (_, flatten) = key.describe(param.shape), info.form
-        view = fsdp1.view_of(param, described, self._views, reader.has_fsdp_group)
+        view = fsdp1.view_of(param, described, self._views, reader.given["fsdp"])
         if view is not None:
             tensors, groups = view
             takes_stacks = reader.takes_stacks
