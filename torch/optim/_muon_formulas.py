@@ -164,11 +164,12 @@ class MuonFormulas(NamedTuple):
         self, params: list[Tensor], updates: list[Tensor] | None, shape: Sequence[int]
     ) -> None:
         """Decays and updates matrices, or pieces of matrices, of the global ``shape``."""
-        decay = 1 - self.lr * self.weight_decay
-        # ``alpha`` may be a Tensor of one element, which the stubs do not know.
-        alpha: Any = -_adjust_lr(self.lr, self.adjust_lr_fn, shape)
-        # Reading a Tensor on the host would wait for its device.
-        is_on_device = isinstance(self.lr, Tensor) and not self.lr.is_cpu
+        lr: Any = self.lr
+        # Reading a Tensor on the host would wait for its device. Offloaded parameters wait anyway.
+        is_on_device = isinstance(lr, Tensor) and not lr.is_cpu
+        lr = lr.to(params[0].device) if is_on_device else lr
+        decay = 1 - lr * self.weight_decay
+        alpha = -_adjust_lr(lr, self.adjust_lr_fn, shape)
         if len(params) == 1 and not is_on_device:
             params[0].mul_(decay)
             if updates is not None:

@@ -142,13 +142,19 @@ class TestMuonExchange(OnCPU):
     def test_mismatches_on_an_accelerator_are_seen_in_the_next_step(self):
         # A step does not wait for the device to learn the statuses of other ranks.
         placed = specs(grid_of(2, 2), [(S0, R), (S0, S1)], [(8, 8), (16, 12), (9, 7)])
-        named = r"parameter 0.* \(8, 8\)"
+        named, one_missing = r"parameter 0.* \(8, 8\)", (0,) * (self.rank == 1)
+        # In its first step it waits, and nothing has moved.
+        twins = Twins(placed)
+        common_muon.as_on_an_accelerator(twins.optimizer)
+        twins.set_gradients(one_missing)
+        self.assertRaisesEverywhere(twins.optimizer.step, RuntimeError, named)
+        self.assertTrainsAlike(twins)
         for look in (Muon.step, Muon.state_dict, Muon.synchronize):
             twins = Twins(placed, weight_decay=0.2, foreach=False)
             twins.step()
             common_muon.as_on_an_accelerator(twins.optimizer)
             self.assertTrainsAlike(twins, 2, missing=[(1,), ()].__getitem__)
-            twins.set_gradients(missing=(0,) if self.rank == 1 else ())
+            twins.set_gradients(one_missing)
             with self.everywhere():
                 with self.assertNoLogs("torch.optim.muon", "WARNING"):
                     twins.optimizer.step()

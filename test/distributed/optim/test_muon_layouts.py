@@ -472,7 +472,7 @@ class TestMuonForms(OnCPU):
             self.assertTrainsAlike(twins, 1)
 
     def test_errors_of_fsdp1_over_tensor_parallelism(self):
-        grid, stacked = grid_of(2, 2), r"'0' of shape .* tensor parallelism has cut"
+        grid, stacked = grid_of(2, 2), r"'0' of shape .* TP cut"
         # Rank 3 is in no unit with rank 0, whose learning rate is wrong.
         rate = -1.0 if self.rank == 0 else 0.1
         cases = ((4, 6, 10), 0.1, stacked), ((6, 10), rate, "Learning rate should be")

@@ -175,11 +175,17 @@ class TestMuonRegressions(common_muon.OnCPU):
 
     def test_out_of_memory_in_an_exchange(self):
         """It was told as another rank's failure, so this rank left no note for those that wait."""
-        twins = Twins(specs(mesh_of(4), [(S0,)]))
-        error = torch.OutOfMemoryError("no memory")
-        with mock.patch("torch.distributed.all_to_all_single", side_effect=error):
-            step = twins.optimizer.step
-            self.assertRaisesEverywhere(step, torch.OutOfMemoryError, "no memory")
+        for kind in (torch.OutOfMemoryError, torch.AcceleratorError):
+            twins, error = Twins(specs(mesh_of(4), [(S0,)])), kind("of a device")
+            for call, name in (
+                (twins.optimizer.step, "torch.distributed.all_to_all_single"),
+                (
+                    lambda: Twins(twins.specs),
+                    "torch.optim._muon_engine.agreement.all_gather_uneven",
+                ),
+            ):
+                with mock.patch(name, side_effect=error):
+                    self.assertRaisesEverywhere(call, kind, "of a device")
 
     def test_own_error_in_a_divided_matrix(self):
         """It was told as another rank's, too."""

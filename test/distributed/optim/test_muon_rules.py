@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.optim._muon_engine.runtime.transport import Memory
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_muon import local
 from torch.testing._internal.distributed._muon.common_rules import (
@@ -305,7 +306,7 @@ class TestMuonRules(TestCase):
             self.assertEqual(len(splits_of(Program(4, ()), build)), count)
 
     def test_host_and_first_use(self):
-        """Nothing waits, the third step launches what the second did, and no communicator is new."""
+        """Nothing waits, the fourth step launches what the third did, and no communicator is new."""
         for name, lr in (
             ("groups, divided", 0.02),
             ("levels, relayed", "on the device"),
@@ -314,20 +315,20 @@ class TestMuonRules(TestCase):
             for rank in (1, program.world - 1):
                 with Rank(program, rank, LAZY) as one, Accelerator() as part:
                     one.build()
-                    one.step()
                     operations = []
-                    for _ in range(2):
-                        part.begin()
+                    for _ in range(4):
                         one.step()
                         operations.append(part.operations)
-                self.assertEqual(*operations)
+                        part.begin()
+                self.assertEqual(*operations[2:])
                 self.assertEqual(part.problems, [], name)
 
     def test_offloaded(self):
         """Momentum stays with its parameter on the host, and nothing but copies between devices waits."""
         held = Held(FOUR, (0,), offloaded=True), Held(FOUR, (1,), offloaded=True)
         program = Program(4, (*held, Held(FOUR, (0,))))
-        for rank in range(4):
+        for lr, rank in itertools.product((0.02, "on the device"), range(4)):
+            program = program._replace(options=(("lr", lr),))
             with Rank(program, rank, LAZY) as one, Accelerator() as part:
                 one.build()
                 one.step()
@@ -341,6 +342,14 @@ class TestMuonRules(TestCase):
             self.assertRegex(
                 problems, r"^(the host waits for aten.(_to_)?copy_?.default;)+$"
             )
+
+    def test_no_storage_of_mps_is_resized(self):
+        storage = mock.Mock(nbytes=lambda: 8)
+        memory = Memory(torch.device("mps"), keep=False)
+        memory._storages.append((storage, 8))
+        with memory:
+            pass
+        storage.resize_.assert_not_called()
 
     def test_one_order_while_an_engine_is_built(self):
         """Ranks agree, make groups and use each communicator alone in an order without deadlocks."""
@@ -365,8 +374,7 @@ class TestMuonRules(TestCase):
             # One matrix is iterated by mm and addmm, several by bmm and baddbmm.
             products = [names.pop(n, 0) for n in ("mm", "addmm", "bmm", "baddbmm")]
             self.assertEqual(sum(products), 4 * 15)
-            # The host reads its copy of the statuses.
-            for name in ("stack", "_unsafe_view", "_local_scalar_dense"):
+            for name in ("stack", "_unsafe_view"):
                 del names[name]
             found.append(names.total())
         self.assertEqual(*found[1:])

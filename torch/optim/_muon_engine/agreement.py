@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from . import process_groups
 from .layouts import larger_first, listed
 from .process_groups import counters_of, device_of_group, Ranks, spanning_group
 
@@ -47,16 +48,17 @@ def agree(
     of this rank, too. For each key of ``sharing``, ``groups`` gets the group (None for this rank alone), and
     ``serials`` the number of this optimizer among those over the same ranks.
     """
-    # If one group fails, this rank leaves a note for the ranks of all.
-    serials |= {r: counters_of(r).optimizers for r in sharing if len(r) > 1}
+    # If one group fails, this rank leaves a note for the ranks of all, which the next optimizer must not read.
+    for ranks in (ranks for ranks in sharing if len(ranks) > 1):
+        serials[ranks] = counters_of(ranks).optimizers
+        counters_of(ranks).optimizers += 1
     for ranks in larger_first(sharing):
         groups[ranks] = None
         if len(ranks) == 1:
             continue
         counters, shared = counters_of(ranks), signatures[ranks]
         described = [signature.description for signature in shared]
-        fields = repr([signature.fields for signature in shared])
-        digest = hashlib.sha256(fields.encode()).hexdigest()
+        digest = hashlib.sha256(repr([s.fields for s in shared]).encode()).hexdigest()
         with _reaching(ranks, described, error):
             group = groups[ranks] = spanning_group(ranks, sharing[ranks])
         own = digest, serials[ranks]
@@ -112,6 +114,8 @@ def _reaching(
     """Raises ``error``, or else a RuntimeError that names the other ranks, if a collective fails."""
     try:
         yield
+    except process_groups.OWN_ERRORS:
+        raise
     except RuntimeError as failed:
         others = sorted(set(ranks) - {dist.get_rank()})
         raise error or RuntimeError(

@@ -78,9 +78,12 @@ class Engine:
             former._runner = None
             replaced = _replaced(former.params, params)
             _keep_config_indices(former.params, params, replaced)
+        # Ranks exchange objects on the current device, which DDP does not ask its users to set.
+        indices = [i for p in params if (i := p.tensor.device.index) is not None]
+        index = indices[0] if indices and torch.accelerator.is_available() else None
         try:
             # Indices and loads need values, in a dry run with fake tensors, too.
-            with unset_fake_temporarily():
+            with unset_fake_temporarily(), torch.accelerator.device_index(index):
                 self._build(error, former, is_lasting)
             if former is not None:
                 _take_momentum(replaced, params, states, self.rank == 0)

@@ -23,6 +23,8 @@ _worlds = WeakIdKeyDictionary()
 # Seconds that ranks wait for a reason after a failed collective.
 PATIENCE = 5.0
 _GONE = KeyError, RuntimeError, ValueError
+# Those of this rank's own device, whichever call they surface in.
+OWN_ERRORS = torch.OutOfMemoryError, torch.AcceleratorError
 _MISSING = (
     "Ranks {} did not come to this step(), or no longer run. If they run, and a GradScaler skipped the step on them because "
     "of an inf in their own gradients, use ShardedGradScaler of torch.distributed.fsdp.sharded_grad_scaler"

@@ -276,11 +276,10 @@ def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
         problem = _problem_with_move(buffer, placements)
         if problem:
             raise ValueError(f"the momentum buffer of {description}: {problem}")
+        buffer = buffer.redistribute(mesh, placements).to_local()
         if near is not None:
             # Flattened momentum must not have the strides that a collective leaves.
-            local = buffer.redistribute(mesh, placements).to_local()
-            return like_param(param, local.contiguous())
-        buffer = buffer.full_tensor()
+            return like_param(param, buffer.contiguous())
     if not isinstance(param, DTensor):
         return buffer
     return cut_out(DTensorLayouts().of(Key(0), param), buffer, param)

@@ -118,13 +118,9 @@ def matrices_of(
         named = f"{tensor.name!r} of shape {tensor.shape}"
         stacked = () if flatten else tensor.shape[:-2]
         if stacked and tensor.tp is not None:
-            raise ValueError(
-                f"{named} is a stack that tensor parallelism has cut, too; use fully_shard"
-            )
+            raise ValueError(f"{named} is a stack that TP cut, too; use fully_shard")
         if not tensor.contiguous:
-            raise ValueError(
-                f"{named} was not contiguous; make it contiguous before FSDP1 flattens it"
-            )
+            raise ValueError(f"{named} is not contiguous; make it so before wrapping")
         shape = matrix_shape(tensor.shape, flatten)
         for number in range(math.prod(stacked)):
             yield tensor, shape, tensor.regions(shape, number)

@@ -27,6 +27,7 @@ class Pipeline(Compute):
         super().__init__(rank, engine.device, memory)
         self.params = engine.ordered
         self.prefetch_count = engine.config.prefetch_count
+        self.has_run = False
         self.one_at_a_time = schedule.one_owner_at_a_time and self.prefetch_count == 0
         by_ranks: dict[Any, list[Matrix]] = {}
         matrices: dict[int, Matrix] = {}
@@ -52,8 +53,8 @@ class Pipeline(Compute):
 
     @property
     def awaits_statuses(self) -> bool:
-        """Whether ranks that share matrices know that they differ before these move."""
-        return self.device.type == "cpu"
+        """Whether ranks know how they differ before anything moves: on a CPU, and elsewhere in the first step."""
+        return self.device.type == "cpu" or not self.has_run
 
     def connect(self) -> None:
         """Uses every communicator once while no other one is in use. Accelerator backends connect two ranks when
@@ -86,9 +87,9 @@ class Pipeline(Compute):
     def begin(self, step: int) -> str:
         """Starts the side channel of this rank's ``step``-th step.
 
-        On a CPU, nothing has moved yet when the result is known. A group passes a mismatch on to larger groups. A
-        rank that cannot use a gradient tells all of its groups, because each of them must end the step here.
-        Returns how ranks differ; "" if they do not, and on accelerators, which do not wait for the result.
+        If it awaits the result, nothing has moved yet. A group passes a mismatch on to larger groups. A rank that
+        cannot use a gradient tells all of its groups, because each of them must end the step here.
+        Returns how ranks differ; "" if they do not, or if it does not wait.
         """
         self._current = "statuses", [m for s in self.statuses for m in s.matrices]
         text = ""
@@ -116,10 +117,9 @@ class Pipeline(Compute):
                 of_ranks.append(self._process(bucket, relaying))
             order = [bucket.ranks for bucket in self.buckets]
             run_in_turn(order, tasks, self.prefetch_count, self.one_at_a_time)
-            self._current = "statuses", [m for s in self.statuses for m in s.matrices]
             for statuses in self.statuses:
                 statuses.finish()
-            self._current = "", ()
+            self._current, self.has_run = ("", ()), True
 
     def _process(self, bucket: LocalBucket, relaying: Iterator[None]) -> Iterator[None]:
         """Brings one bucket from gradients to parameters. Other buckets go on where it pauses. ``relaying`` is

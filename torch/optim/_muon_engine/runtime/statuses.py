@@ -22,8 +22,6 @@ from . import Matrix, Status
 from .transport import InFlight
 
 
-# Some present, some absent, some unusable: the first columns of each matrix's row.
-_SOME = Status.PRESENT, Status.ABSENT, Status.UNUSABLE
 # Rows of the first all-reduce: equal for optimizers of all sizes, so that ranks which confuse them get an
 # error instead of another size. Few optimizers need a second one.
 _ROWS = 256
@@ -86,7 +84,8 @@ class Statuses(InFlight):
         for matrix in self.matrices:
             digest = digests[id(matrix.param.formulas)]
             status = matrix.status
-            rows.append((*(status == s for s in _SOME), digest, -digest, 0, 0))
+            some = (status == each for each in range(Status.EMPTY))
+            rows.append((*some, digest, -digest, 0, 0))
         self._host[: len(rows)] = torch.tensor(rows, device="cpu")
         self._table.copy_(self._host, non_blocking=True)
         self._add_values()
@@ -115,26 +114,29 @@ class Statuses(InFlight):
             self._table[rows, 5], self._table[rows, 6] = values, -values
 
     def finish(self) -> None:
-        """On accelerators: copies the result to the host without waiting for the device."""
-        self.wait()
+        """Ends a step that has moved its matrices."""
         # A step that raised has moved nothing, and the next one compares the values again.
         self._replicated = [m for m in self._replicated if not m.param.formulas.moves]
-        if self._host is not self._table and not is_dry_run():
+        self._fetch()
+
+    def _fetch(self) -> None:
+        """On accelerators, the host waits neither for the all-reduce nor for the copy of the result."""
+        is_new = bool(self.works) and not is_dry_run()
+        self.wait()
+        if is_new and self._host is not self._table:
             self._host.copy_(self._table, non_blocking=True)
             # An event alone would record on the current device, which may be another one.
             stream = torch.accelerator.current_stream(self._device)
             self._copied = stream.record_event(self._copied)
 
     def mismatch(self) -> str:
-        """How the ranks differ in the last step; "" if they do not, or if the answer was given before. A CPU
-        waits for the step's all-reduce. An accelerator waits until an earlier :meth:`finish` is done.
-        """
+        """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits."""
         if not self._is_new or is_dry_run():
             return ""  # Fake tensors have no values.
         self._is_new = False
+        self._fetch()
         if self._copied is not None:
             self._copied.synchronize()
-        self.wait()
         header, *rows = self._host[: len(self.matrices) + 1].tolist()
         step, minus_step, identity, minus_identity, is_elsewhere, *_ = header
         text = ""

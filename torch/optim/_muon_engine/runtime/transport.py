@@ -13,19 +13,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..layouts import listed, Region
-from ..process_groups import is_dry_run, Ranks
+from ..process_groups import is_dry_run, OWN_ERRORS, Ranks
 from ..schedule.packs import Bucket, LocalPacks, Pack, Relay, Schedule, slot_sizes
 from . import Matrix
 
 
 class Memory:
-    """Bytes for packs, and scratch memory. Unless ``keep``, packs take a device's memory in a step only: entering
-    this object fills the storages of packs, and leaving it empties them, as FSDP2 does. Views stay valid.
+    """Bytes for packs, and scratch memory. Unless ``keep``, packs take a device's memory in a step only (MPS
+    cannot): entering this object fills their storages, and leaving it empties them, as FSDP2 does. Views stay valid.
     """
 
     def __init__(self, device: torch.device, keep: bool) -> None:
         self.device = device
-        self._is_freed = device.type != "cpu" and not keep
+        self._is_freed = device.type not in ("cpu", "mps") and not keep
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         # Memory that one matrix after another uses, by purpose, dtype and device.
         self._scratch: dict[Any, Tensor] = {}
@@ -106,9 +106,8 @@ def naming(collective: str, matrices: Sequence[Matrix], ranks: Ranks) -> Iterato
     """Adds to a backend's error which collective failed and which matrices it carried."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        # It is this rank's own error, which its note tells the others.
-        raise
+    except OWN_ERRORS:
+        raise  # This rank's note tells the others.
     except RuntimeError as error:
         carried = listed([matrix.layout.describe() for matrix in matrices])
         raise CollectiveError(
@@ -145,12 +144,10 @@ class InFlight:
 
 
 class LocalBucket(InFlight):
-    """A bucket on this rank: its packs bound to a slot, and the collective in flight.
-
-    A slot has two parts. The packs that a gather sends and that the scatter later receives share
-    ``outer``. Those of the owner are in ``inner``, in the same place if they have the same regions.
-
-    A single rank has no ``group``. ``levels`` are those of the gather and of the scatter, if they take two.
+    """A bucket on this rank: its packs bound to a slot, and the collective in flight. A slot has two parts. The
+    packs that a gather sends and that the scatter later receives share ``outer``. Those of the owner are in
+    ``inner``, in the same place if they have the same regions. A single rank has no ``group``. ``levels`` are
+    those of the gather and of the scatter, if they take two.
     """
 
     def __init__(
@@ -230,13 +227,9 @@ def two_level_all_to_all(
     levels: Levels,
     temporary: list[Tensor],
 ) -> dist.Work | None:
-    """Like :func:`all_to_all`, but a rank connects only to the ranks of its node and of its rail.
-
-    An element first goes to the rank of the sender's node that is on the receiver's rail. A
-    CPU waits for this first all-to-all.
-
-    ``levels.passed`` has the number of elements that this rank passes on, one row per rank of the node, one
-    column per rank of the rail. ``temporary`` gets the memory that must live until the result was waited for.
+    """Like :func:`all_to_all`, but a rank connects only to the ranks of its node and of its rail. An element first
+    goes to the rank of the sender's node that is on the receiver's rail, for which a CPU waits. ``temporary``
+    gets the memory that must live until the result was waited for.
     """
     node, rail, passed, stream = levels
     width, nodes = len(passed), len(passed[0])

@@ -218,12 +218,10 @@ def moved_alike(
 
 
 def as_on_an_accelerator(optimizer):
-    """From now on, ``optimizer`` looks for mismatches where a step on an accelerator does.
-
-    Its first step has made the buffers, which are on the CPU. Later steps also accumulate the gradients
-    of a bucket together.
+    """From now on, ``optimizer`` looks for mismatches where a step on an accelerator does. Steps also accumulate
+    the gradients of a bucket together. The buffers are on the CPU.
     """
-    runner = optimizer._engine._runner
+    runner = optimizer._engine._make_runner()
     runner.device = torch.device("cuda")
     for statuses in runner.statuses:
         statuses._device = runner.device

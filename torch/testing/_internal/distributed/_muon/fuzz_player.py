@@ -312,10 +312,11 @@ class Held:
                     whole = whole.split(parts, dim)[group.index(self.rank)]
         return whole
 
-    def numel_of(self, rank: int) -> int:
+    def numels_of(self, rank: int) -> list[int]:
+        """How many elements of each matrix in the parameter a rank holds."""
         other = copy.copy(self)
         other.rank = rank
-        return other.piece(torch.empty(self.matrix.shape, device="meta")).numel()
+        return [int(here.sum()) for here in other.elements_here()]
 
     def elements_here(self) -> list[torch.Tensor]:
         """For each matrix in the parameter, 1 where this rank holds an element, else 0."""
@@ -630,8 +631,9 @@ class Player:
         others = set() if held is None else set(held.sharing) - {culprit}
         knows = held is not None and culprit in held.sharing
         knows = knows and held.param.requires_grad
-        # A shard without elements needs no gradient.
-        if not (knows and held.numel_of(culprit) and any(map(held.numel_of, others))):
+        counts = [held.numels_of(r) for r in (culprit, *others)] if knows else []
+        # A shard without elements needs no gradient, and a matrix of one rank has no other opinion.
+        if not any(own and any(rest) for own, *rest in zip(*counts)):
             self.step()
             return
         self.set_gradients(())
