@@ -436,10 +436,8 @@ class TestMuonForms(OnCPU):
 
     def test_owners_of_a_stack(self):
         """Each matrix has an owner. Experts that one rank holds as a whole stay there."""
-        for placement, names in (
-            (S0, set()),
-            (S1, {"all_to_all_single", "all_reduce"}),
-        ):
+        cases = (S0, set()), (S1, {"all_to_all_single", "all_reduce"})
+        for placement, names in cases:
             twins = self.twins(specs(mesh_of(4), [(placement,)], [(8, 6, 10)]))
             twins.set_gradients()
             with Recorder() as seen, common_config.NewtonSchulzCalls() as calls:
@@ -457,10 +455,8 @@ class TestMuonForms(OnCPU):
         """Experts that start as copies of one expert: a comparison of values cannot tell them apart."""
         shape, pairs = (4, 6, 10), grid_of(2, 2).get_group(1)
         cut = common_muon.Cut(shape, ((0, (1, 1, 1, 1), self.rank),))
-        for spec, fsdp in (
-            (Spec(shape, mesh_of(4), (S0,)), None),
-            (cut, dist.group.WORLD),
-        ):
+        cases = (Spec(shape, mesh_of(4), (S0,)), None), (cut, dist.group.WORLD)
+        for spec, fsdp in cases:
             config = create_auto_config(fsdp, cp_process_group=pairs)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

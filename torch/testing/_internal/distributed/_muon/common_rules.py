@@ -13,6 +13,7 @@ import itertools
 import os
 import weakref
 from collections import defaultdict
+from functools import partial
 from typing import Any, NamedTuple, TYPE_CHECKING
 from unittest import mock
 
@@ -528,7 +529,7 @@ class Accelerator(Recorder):
     def __init__(self, stumbles: int = 0) -> None:
         super().__init__(stumbles=stumbles)
         self.current = [COMPUTE]
-        self.device_index: int | None = None
+        self.at: int | None = None  # the device that the engine chose
         self.operations: list[Any] = []
         self._used: set[tuple[Comm, str]] = set()
         self._pinned: set[int] = set()
@@ -561,7 +562,7 @@ class Accelerator(Recorder):
             (torch, "Event", type("Event", (Event,), {"model": self})),
             (torch.accelerator, "current_stream", lambda *_: self.stream()),
             (torch.accelerator, "current_device_index", lambda: 0),
-            (torch.accelerator, "device_index", self.on_device),
+            (torch.accelerator, "device_index", partial(mock.patch.object, self, "at")),
             (torch.accelerator, "is_available", lambda: True),
             (torch.accelerator, "synchronize", synchronize),
             (torch.Tensor, "record_stream", record_stream),
@@ -581,12 +582,9 @@ class Accelerator(Recorder):
             self.problems.append(f"the host waits for {reason}")
         self.add(HOST, clock)
 
-    def on_device(self, index: int | None) -> Any:
-        return mock.patch.object(self, "device_index", index)
-
     def launched(self, call: Call) -> None:
         key = call.comm, call.name
-        if call.name == "all_gather" and self.device_index is None:
+        if call.name == "all_gather" and self.at is None:
             self.problems.append("ranks exchange objects on any device")
         others = [one for one in self.flying if one.comm != call.comm]
         if key not in self._used and others:
