@@ -164,22 +164,13 @@ def test_html_page(tmp_path):
     path = tmp_path / "step.html"
     assert cli.main(["scale", "--only", "HSDP 8 x 8", "--html", str(path)]) == 0
     page = path.read_text()
-    bars = {}
-    for figure in page.split("<svg ")[1:]:
-        name = re.search(r'id="(\w+)"', figure)[1]
-        bar = r'<rect class="(\w+)" data-rank="(\d+)"'
-        bars[name] = re.findall(bar, figure.partition("</svg>")[0])
-    # The busiest 32 ranks of 64 own a matrix each.
-    ranks = [rank for _, rank in bars["loads"]]
-    assert len(set(ranks)) == len(ranks) == 32
-    sides = ("sent", "received")
-    assert bars["traffic"] == [(side, rank) for rank in ranks for side in sides]
-    kinds, drawn = map(set, zip(*bars["timeline"]))
-    assert kinds == {"gather", "orthogonalize", "scatter", "relay"}
-    assert drawn <= set(ranks)
-    assert 'width="-' not in page
+    bars = re.findall(r'<rect class="(\w+)" data-rank="(\d+)"', page)
+    kinds = {"gather", "orthogonalize", "scatter", "relay", "sent", "received"}
+    assert kinds <= {kind for kind, _ in bars}
+    # The busiest ranks own a matrix each, and other 32 of 64 none.
+    assert len({rank for _, rank in bars}) == 32
     assert "GPT-2 124M, HSDP 8 x 8, 64 ranks" in page
-    assert "http" not in page
+    assert not {'width="-', "http"} & {*re.findall('width="-|http', page)}
 
 
 def test_hardware(capsys):

@@ -371,7 +371,7 @@ def test_folders_of_others_stay(checkout, on, tmp_path, monkeypatch):
 
 def test_fork_with_its_own_muon(checkout, on):
     """`revert --commit` deleted it, and `apply` overwrote it."""
-    rels = (OWN, "test/optim/test_muon_engine.py")
+    rels = (OWN, "torch/optim/_newton_schulz.py", "test/optim/test_muon_engine.py")
     put(checkout, dict.fromkeys(rels, b"# the fork's\n"))
     tree = tree_of(checkout, commit_all(checkout))
     assert state(checkout) == "none"
@@ -406,6 +406,50 @@ def test_topic_cut_before_upstream_was_merged(checkout, on, first):
     on("revert", "--commit")
     assert git(checkout, "diff", "release", "--stat").count("|") == 1
     assert (checkout / SGD).read_text().endswith("# topic\n")
+
+
+@pytest.mark.parametrize("how", ["--no-ff", "--squash"])
+def test_topic_with_a_fix_below_the_overlay(checkout, on, how):
+    """On the branch that merged it, `apply` and `revert` took the fix away."""
+    fixed = f"# a fix\n{(checkout / C10D).read_text()}"
+    branch(checkout, "topic", {C10D: fixed})
+    on("apply", "--commit")
+    git(checkout, "switch", "-q", "main")
+    branch(checkout, "other", {SGD: ""})
+    git(checkout, "merge", "-q", how, "topic")
+    commit_all(checkout) if how == "--squash" else None
+    assert state(checkout) == "current"
+    on("revert", "--commit")
+    assert (checkout / C10D).read_text() == fixed
+
+
+def test_part_of_the_stack_on_a_branch(checkout, on):
+    """After `revert` there, the overlay elsewhere was reverted to an older PyTorch."""
+    branch(checkout, "last-year", {MUON: "# of last year\n"})
+    tree = tree_of(checkout, "main")
+    git(checkout, "restore", "--source=main", "--", MUON)
+    commit_all(checkout)
+    on("apply", "--commit")
+    git(checkout, "switch", "-q", "-c", "part", f"HEAD~{len(SUBJECTS) - 1}")
+    on("revert")
+    git(checkout, "switch", "-q", "last-year")
+    on("revert", "--commit")
+    assert restored(checkout, tree)
+
+
+def test_shallow_clone_of_this_repository(there, ours, tmp_path):
+    """It was told that it is older than what it had applied."""
+    there.apply(ours)
+    append(ours / OWN, "# newer\n")
+    commit_all(ours)
+    git(tmp_path, "clone", "-q", "--depth=1", ours.as_uri(), "shallow")
+    assert there.apply(tmp_path / "shallow").written == [OWN]
+
+
+def test_folder_that_this_user_may_not_write(checkout, on, monkeypatch):
+    on("apply")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    on("revert", code=2, words=["may not write"])
 
 
 @pytest.mark.parametrize("how", ["commit -qam fix", "add .", "status"])

@@ -7,6 +7,7 @@ from overlay.conftest import append, BASE, commit_all, git, git_status, leads_on
 from overlay.conftest import OWN, put, snapshot
 from tools.overlay import patches, payload
 from tools.overlay.checkout import Checkout
+from tools.overlay.errors import WrongTarget
 
 
 DOC = "docs/source/optim.md"
@@ -162,6 +163,19 @@ def test_what_is_no_source_of_the_overlay(there, ours, monkeypatch):
     replace(there.root / DOC, "one owner rank", "one owning rank")
     assert there.pull(ours)[0] == [PATCH]
     assert "+one owning rank" in (ours / PATCH).read_text()
+
+
+def test_what_cannot_be_merged_stays(there, ours):
+    """A patch that misfits the checkout and a binary file took the lines here away."""
+    there.apply(ours)
+    append(ours / OWN, "# mine\n")
+    (there.root / OWN).write_bytes(b"\0")
+    assert there.pull(ours) == ([OWN], {OWN: OWN}, [])
+    assert (ours / OWN).read_text().endswith("# mine\n")
+    replace(there.root / DOC, "one owner rank", "one owning rank")
+    replace(ours / PATCH, "\n ", "\n other ")
+    with pytest.raises(WrongTarget, match="does not fit"):
+        there.pull(ours)
 
 
 def test_edits_that_left_this_repository(there, ours, face):

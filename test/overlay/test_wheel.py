@@ -273,6 +273,16 @@ def test_torch_of_pythonpath(site, make_installed, face, tmp_path, monkeypatch):
     assert own.status(ROOT)["state"] == "none"
 
 
+def test_shim_that_goes_by_the_folder(make_installed, tmp_path, monkeypatch):
+    """The overlay went into another torch than that of the interpreter."""
+    here, other = make_installed(), make_installed(name="other")
+    body = f'[ -e mark ] && exec "{here}" "$@"\nexec "{other}" "$@"\n'
+    shim = script(tmp_path / "shims" / "python", body)
+    (tmp_path / "mark").touch()
+    monkeypatch.chdir(tmp_path)
+    assert find_wheel(shim).root == find_wheel(here).root
+
+
 def test_read_only_torch(site, on, monkeypatch):
     access, closed = os.access, site.torch_dir / "optim"
 

@@ -119,13 +119,20 @@ class Checkout(Target):
         return overlays
 
     def _texts_of(self, commits: list[str]) -> files.Texts:
-        """The texts that these commits brought, oldest first."""
+        """The texts that these commits brought, oldest first, over the present base."""
         texts: dict[str, bytes | None] = {}
         for commit in commits:
             rels = self.tree.changed(f"{commit}^", commit)
-            new = self.tree.texts(commit, rels).items()
-            # Later, a patched file may have changes of somebody's.
-            texts |= {r: t for r, t in new if _is_muons(r) or r not in texts}
+            was, now = (self.tree.texts(c, rels) for c in (f"{commit}^", commit))
+            for rel, stock in self.tree.stock(rels).items():
+                old, text = was[rel], now[rel]
+                if _is_muons(rel):
+                    texts[rel] = text
+                elif rel not in texts:  # later ones may have changes of somebody's
+                    # So may that commit's base, and the present one may lack them.
+                    if stock and old and text:
+                        text = git.merged(stock, old, text)[0]
+                    texts[rel] = text
         return texts
 
     def way_out(self, plan: Plan, rels: list[str]) -> str:
@@ -172,6 +179,10 @@ class Checkout(Target):
         if commit and differs:
             head = self.tree.build("HEAD", [(REVERT, differs)], "none")
         self._lay(report, self.tree.base(), head)
+        report.warnings += [
+            f"changes of {rel} in {other[:12]} conflict with yours. Only yours are there"
+            for rel, other in self.tree.conflicts.items()
+        ]
         if differs and not commit:
             report.words.append(
                 "the overlay is committed; its revert is in the work tree and not committed.\n"
@@ -212,7 +223,10 @@ class Checkout(Target):
         pulled = tree.texts(before, list(there)) if before else {}
         changes: dict[str, bytes] = {}
         both: dict[str, str] = {}
+        _, misfits = patches.overlay(plan.source, plan.stock)
         for rel, theirs in there.items():
+            if rel in misfits:
+                raise WrongTarget(misfits[rel])
             stock = plan.stock.get(rel)
             if theirs in (stock, *plan.overlaid.get(rel, ())):
                 continue  # an edit that is staged alone

@@ -337,6 +337,7 @@ def main(argv: list[str]) -> int:
     # A `timeout` around this command then also ends what it started, and a
     # half-done write is undone.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path of another encoding
     try:
         args = _arguments(argv)
         code = COMMANDS[args.command][0](args)

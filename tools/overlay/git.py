@@ -25,10 +25,11 @@ _THEIRS = re.compile(
 _SETTINGS = (
     "core.fsmonitor=false", "core.safecrlf=false", "log.follow=false",
     "log.showSignature=false", "log.showRoot=true", "diff.orderFile=/dev/null",
-    "index.sparse=false",
+    "index.sparse=false", "log.diffMerges=separate",
 )  # fmt: skip
 # In a scratch folder, no setting of the user counts.
-ALONE = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+ALONE = dict.fromkeys(("GIT_CONFIG_GLOBAL", "XDG_CONFIG_HOME"), os.devnull)
+ALONE |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
 
 
 def git(
@@ -87,7 +88,7 @@ def texts(
     where: Path, commit: str, rels: list[str], **options: Any
 ) -> dict[str, bytes | None]:
     """The texts of those paths at a commit (empty: in the index; None: no file)."""
-    asked = "".join(f"{commit or ':0'}:{rel}\n" for rel in rels).encode()
+    asked = os.fsencode("".join(f"{commit or ':0'}:{rel}\n" for rel in rels))
     out = git(where, "cat-file", "--batch", data=asked, **options).stdout
     by_path: dict[str, bytes | None] = {}
     for rel in rels:
@@ -130,4 +131,6 @@ def merged(ours: bytes, base: bytes, theirs: bytes, *more: str) -> tuple[bytes, 
         put(folder, {"this repository": ours, "base": base, "the checkout": theirs})
         command = ("merge-file", "-p", *more, "this repository", "base", "the checkout")
         done = git(folder, *command, check=False, env=ALONE)
+        if done.returncode > 127:  # it merges no binary files
+            return ours, False
         return done.stdout, done.returncode == 0

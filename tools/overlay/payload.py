@@ -1,8 +1,8 @@
 """This repository's files for PyTorch."""
 
 import hashlib
+import os
 import shlex
-import shutil
 import sys
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -53,20 +53,24 @@ def at(root: Path, commit: str) -> Source | None:
     """The files at a commit; None if this repository does not have it."""
     if commit.endswith(DIRTY) or not _has(root, commit):
         return None
-    with git.scratch() as folder:
-        packed = folder / "at.zip"
-        git.git(root, "archive", "-o", str(packed), commit, env=git.ALONE)
-        shutil.unpack_archive(packed, folder)
-        return read(folder)._replace(name=commit)
+    names = ("ls-tree", "-r", "-z", "--name-only", commit, "--", *ROOTS, PATCHES)
+    texts = git.texts(root, commit, git.lines(root, *names))
+    whole = {rel: text for rel, text in texts.items() if text and is_source(rel)}
+    others = {Path(rel).name: text for rel, text in texts.items() if text}
+    return Source(whole, others, commit)
 
 
 def name(root: Path) -> str | None:
     """The commit of this repository, marked if files for PyTorch differ from it."""
-    top = git.text(root, "rev-parse", "--show-toplevel")
+    done = git.git(root, "rev-parse", "--show-toplevel", check=False)
+    if b"safe.directory" in done.stderr:
+        raise WrongTarget(done.stderr.decode(errors="replace").strip())
+    top = os.fsdecode(done.stdout).strip()
     if not top or Path(top).resolve() != root.resolve():
         return None
     commit = git.text(root, "rev-parse", "--verify", "--quiet", "HEAD")
-    changed = git.text(root, "status", "--porcelain", "--", *ROOTS, PATCHES)
+    status = ("status", "--porcelain", "--untracked-files=all")
+    changed = git.text(root, *status, "--", *ROOTS, PATCHES)
     return commit + DIRTY * bool(changed) if commit else None
 
 
@@ -80,4 +84,6 @@ def is_newer(root: Path, here: str | None, there: str | None) -> bool:
         return False
     old, new = (text.removesuffix(DIRTY) for text in (here, there))
     later = git.works(root, "merge-base", "--is-ancestor", old, new)
-    return (later and old != new) or not _has(root, new)
+    # A shallow clone knows neither older commits nor newer ones.
+    is_shallow = git.text(root, "rev-parse", "--is-shallow-repository") == "true"
+    return (later and old != new) or not (_has(root, new) or is_shallow)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -73,6 +74,7 @@ class Target:
     kind: str
     words: str  # its name in messages
     note = ""  # what a user may not expect of it
+    instead = ""  # for a user who may not write there
     lock: Path  # the folder that one command at a time may hold
     option: tuple[str, str]  # how a command names it
 
@@ -103,6 +105,7 @@ class Target:
     ) -> Report:
         plan = self.plan(root)
         report = self._report(plan, plan.wanted)
+        self._check_access(report.changes)
         report.warnings = self._check_apply(plan, root, report.changes, force)
         if not dry:
             self._apply(plan, report, commit)
@@ -112,6 +115,7 @@ class Target:
         plan = self.plan(root)
         report = self._report(plan, plan.base)
         if not dry:
+            self._check_access(report.changes)
             self._revert(plan, report, commit)
         return report
 
@@ -121,6 +125,12 @@ class Target:
         new = {rel: text for rel, text in changes.items() if text != plan.now[rel]}
         removed = [rel for rel, text in new.items() if text is None]
         return Report(changes, [rel for rel in new if rel not in removed], removed)
+
+    def _check_access(self, changes: files.Texts) -> None:
+        for folder in {(self.root / rel).parent for rel in changes}:
+            if folder.is_dir() and not os.access(folder, os.W_OK):
+                text = f"{self.words}: this user may not write {folder}"
+                raise WrongTarget(f"{text}{self.instead}")
 
     def _check_edits(self, plan: Plan, changes: files.Texts) -> None:
         """The one rule: a path whose text is of no known origin is not written."""

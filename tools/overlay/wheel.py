@@ -42,6 +42,9 @@ class Manifest(NamedTuple):
 
 class Wheel(Target):
     kind = "wheel"
+    instead = (
+        f". This builds a package that changes no torch:\n  {payload.COMMAND} wheel"
+    )
 
     def __init__(
         self, python: Path, root: Path, version: str | None, record: str | None
@@ -158,17 +161,6 @@ class Wheel(Target):
                 + self._reinstall()
             )
 
-    def _check_apply(
-        self, plan: Plan, root: Path, changes: files.Texts, force: bool
-    ) -> list[str]:
-        for folder in {(self.root / rel).parent for rel in changes}:
-            if folder.is_dir() and not os.access(folder, os.W_OK):
-                raise WrongTarget(
-                    f"{self.words}: this user may not write {folder}. This builds a package "
-                    f"that changes no torch:\n  {payload.COMMAND} wheel"
-                )
-        return super()._check_apply(plan, root, changes, force)
-
     def _reinstall(self) -> str:
         return f"Reinstall torch {self.version}, with the program and from the index it is from"
 
@@ -271,11 +263,10 @@ def plain_environment(*, with_path: bool = False) -> dict[str, str]:
 
 
 def ask_python(python: Path, code: str, *, with_path: bool = True) -> str:
-    """Run ``code`` in that interpreter, away from the caller's own folder."""
+    """Run ``code`` in that interpreter. A shim may choose it by the caller's folder."""
     done = subprocess.run(
         [python, "-c", _ALONE + code], capture_output=True, text=True, check=False,
-        env=plain_environment(with_path=with_path), cwd=python.parent,
-        stdin=subprocess.DEVNULL,
+        env=plain_environment(with_path=with_path), stdin=subprocess.DEVNULL,
     )  # fmt: skip
     if done.returncode:
         # Programs that are no Python tend to repeat the whole probe.

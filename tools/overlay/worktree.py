@@ -21,8 +21,11 @@ from .errors import Refused, WorkFailed, WrongTarget
 LAID, NEXT = "refs/worktree/muon/laid", "refs/worktree/muon/next"
 # The files that `pull` took, from which the next one begins.
 PULLED = "refs/worktree/muon/pulled"
-# The overlay adds the first two and replaces the last one.
-ADDED = ("torch/optim/_newton_schulz.py", "torch/optim/muon.py")
+# The overlay adds some files, of which a fork may have its own, and replaces one.
+ADDED = tuple(
+    f"torch/optim/{name}"
+    for name in ("_newton_schulz.py", "muon.py", "_muon_engine/__init__.py")
+)
 REPLACED = "torch/optim/_muon.py"
 # Each commit of this tool has it; that of a revert says "none". A merge that squashes
 # them indents their messages.
@@ -72,6 +75,8 @@ class Worktree:
         self._index = files.scratch(self.git_dir / "index")
         self._env = {"GIT_INDEX_FILE": str(self._index)}
         self._history = functools.cache(self._read_history)
+        # Files whose changes by a merged branch are unclear, and that branch.
+        self.conflicts: dict[str, str] = {}
 
     def ask(self, *args: str, **options: Any) -> str:
         return git.text(self.root, *args, **options)
@@ -137,10 +142,11 @@ class Worktree:
         merges = ("rev-list", "--first-parent", "--merges", "--reverse")
         for merge in self.ask(*merges, f"{base}..{tip}").split():
             for other in self.ask("rev-parse", f"{merge}^@").split()[1:]:
-                if self.base(other) == other:
-                    # Upstream that was merged since. The base never moves backward.
-                    base = other if self._is_ancestor(base, other) else base
-                    others.append((merge, other))
+                # Upstream that was merged since, or what a topic's overlay is on. The
+                # base never moves backward.
+                other = self.base(other)
+                base = other if self._is_ancestor(base, other) else base
+                others.append((merge, other))
         return base, others
 
     def _is_ancestor(self, old: str, new: str) -> bool:
@@ -194,7 +200,11 @@ class Worktree:
     def _by_hand(self) -> set[str]:
         """The texts that were applied here: a commit by hand has these, and no trailer."""
         rels = (*ADDED, REPLACED)
-        return {self.resolve(f"{c}:{r}") for c in self.records() for r in rels} - {""}
+        made, kept = (
+            {self.resolve(f"{c}{up}:{r}") for c in self.records() for r in rels}
+            for up in ("", "^")  # after a revert, a base is a record
+        )
+        return made - kept - {""}
 
     def stock(self, rels: list[str]) -> dict[str, bytes | None]:
         """The texts without the overlay: of the base, with what other branches brought."""
@@ -206,9 +216,12 @@ class Worktree:
             was = self.texts(self.ask("merge-base", f"{merge}^1", other), rels)
             for rel, theirs in self.texts(other, rels).items():
                 ours, old = texts[rel], was[rel]
-                if ours and old and theirs and theirs not in (old, ours):
+                if theirs and not (ours or old):
+                    texts[rel] = theirs
+                elif ours and old and theirs and theirs not in (old, ours):
                     text, clean = git.merged(ours, old, theirs)
                     texts[rel] = text if clean else ours
+                    self.conflicts |= {} if clean else {rel: other}
         return texts
 
     def laid(self) -> list[str]:

@@ -761,4 +761,5 @@ class Player:
                 names[at] = f"{names[at]} renamed"
         if state is not None and inherits:
             self.single.state[held.single] = state
+            held.is_new = not held.param.requires_grad
         self.step()
