@@ -51,15 +51,6 @@ def assert_checked(done, matrices, steps=STEPS):
     assert sorted(lines) == expected
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_wrong_step_is_found(version):
-    program = HERE / "cases" / "wrong.py"
-    assert_checked(start(program, version, 0), 1, steps=2)
-    code, _, err = start(program, version, 1e-6)
-    assert code == 1
-    assert "a parameter of (5, 6) differs" in err
-
-
 CPU = {"ACCELERATE_USE_CPU": "true"}
 
 

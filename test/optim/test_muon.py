@@ -466,8 +466,12 @@ class TestMuonRefusals(TestCase):
                 param = torch.rand(2, 3, dtype=dtype)
                 grad = torch.rand_like(param)
                 param.grad = grad.to_sparse() if sparse else grad
+                muon = Muon([param], distributed_config=config)
                 with self.assertRaisesRegex(RuntimeError, words):
-                    Muon([param], distributed_config=config).step()
+                    muon.step()
+                param.grad = None
+                if sparse:
+                    muon.step()
         lists = [[torch.randn(2, 3, 4)] for _ in range(3)]
         for options in ({}, {"foreach": True}, {"distributed_config": CONFIGS[1]}):
             with self.assertRaisesRegex(ValueError, "must be a 2D matrix"):

@@ -109,7 +109,9 @@ class TestDistributedConfig(MuonTestCase):
     def test_state(self):
         given = {"expert_assignments": {}, "pp_process_group": object()}
         given |= {"pp_stage_id": 1, "pp_num_stages": 4}
-        self.assertLessEqual(given.items(), create_auto_config(**given).state.items())
+        state = create_auto_config(**given).state
+        self.assertLessEqual(given.items(), state.items())
+        self.assertIsNot(state["expert_assignments"], given["expert_assignments"])
         for alias, kind in ("shard", "fsdp"), ("replicate", "ddp"):
             state = create_auto_config(**{f"{alias}_process_group": given}).state
             self.assertIs(state[f"{kind}_process_group"], given)
@@ -217,6 +219,13 @@ class TestDistributedConfig(MuonTestCase):
             formulas = _muon.MuonFormulas.of_group(optimizer.param_groups[0])
             size = formulas.batch_size((4, 6), torch.device("cuda"))
             self.assertEqual(size > 1, foreach is not False)
+        groups = [
+            {"params": make_params(*shapes[:8]), "foreach": foreach}
+            for foreach in (True, False)
+        ]
+        with NewtonSchulzCalls() as calls:
+            Muon(groups, distributed_config="auto").step()
+        self.assertEqual(calls.batches, [(2, 4, 6)] * 4)
 
 
 class TestMuonErrors(MuonTestCase):
@@ -407,6 +416,17 @@ class TestReplaced(MuonTestCase):
 
         for factory in FACTORIES:
             self.train(factory, move)
+
+    def test_parameters_come_and_go(self):
+        *params, new = make_params(*[(4, 4)] * 4)
+        config = create_auto_config(expert_assignments={2: 7})
+        ours = Muon(params, distributed_config=config)
+        now = ours.param_groups[0]["params"]
+        for change in (lambda: now.append(new), lambda: now.pop(0)):
+            change()
+            before = new.detach().clone()
+            self.assertEqual(ours.step(lambda: 3.5), 3.5)
+            self.assertNotEqual(new, before)
 
     def test_replaced_before_a_group_is_added(self):
         named = [(f"w{i}", nn.Parameter(randn(i, 6, 4))) for i in range(2)]

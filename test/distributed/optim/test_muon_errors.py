@@ -422,9 +422,10 @@ class TestMuonMistakes(common_muon.OnCPU):
     def test_parameter_that_is_never_trained(self):
         twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 6)] * 4))
         pattern = r"have had no gradient in .*: parameter 2 of shape \(8, 6\)$"
+        twins.params[3].requires_grad_(False)
         with self.assertWarnsOnce(pattern):
-            for _ in range(8):
-                twins.set_gradients(missing=[2])
+            for step in range(8):
+                twins.set_gradients(missing=range(4) if step == 4 else [2, 3])
                 twins.optimizer.step()
 
     def replicas(self):

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from datetime import timedelta
 from functools import partial
 from unittest import mock
@@ -316,6 +317,14 @@ class TestMuonDescribe(OnCPU):
         # A vector is no matrix.
         self.assertIn("Muon on rank", more[0])
         self.assertRegex("".join(more), r"parameter 0.*parameter 0\[1\]")
+
+    def test_lines_in_the_log_for_each_step(self):
+        twins = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4))
+        with self.assertLogs("torch.optim.muon", "DEBUG") as seen:
+            twins.step()
+        with self.everywhere():
+            phases = Counter(record.args[1] for record in seen.records)
+            self.assertEqual(phases, {"gather": 4, "orthogonalize": 1, "apply": 4})
 
     def test_one_line_in_the_log_for_each_construction(self):
         params = self.params([(8, 8)] * 4)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
+from torch.optim._muon_engine.layouts.dtensor import place_like
 from torch.optim._muon_engine.runtime import divided
 from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
 from torch.optim.muon import (
@@ -161,9 +162,10 @@ class TestMuonPartial(OnCPU):
                 problems.append(f"momentum {i} is {momentum.placements}")
             # Some versions cannot bring a strided shard of a sum to full_tensor().
             config = create_dtensor_config()
-            whole = config.gather_fn(momentum, 0, config.state)
-            if terms is contribution and not torch.equal(whole, total):
-                problems.append(f"momentum {i}")
+            for buffer in (momentum, place_like(param, total, "whole")):
+                whole = config.gather_fn(buffer, 0, config.state)
+                if terms is contribution and not torch.equal(whole, total):
+                    problems.append(f"momentum {i}")
         self.assertEverywhere(problems, f"{mesh} {placements}")
         # Each matrix once.
         total = sum(common_muon.everyone(len(calls.shapes)))
@@ -450,6 +452,10 @@ class TestMuonForms(OnCPU):
         owners = twins.optimizer.matrix_owners
         self.assertEqual(list(owners), [(0, sub) for sub in range(8)])
         self.assertEqual(sorted(owners.values()), [0, 0, 1, 1, 2, 2, 3, 3])
+        self.assertEqual(twins.optimizer.assignments[owners[0, 0]], [0])
+        options = {"distributed_config": "auto", "allow_batched_matrices": True}
+        fused = Muon([{"params": twins.params, "split": (2, 4)}], **options)
+        self.assertEqual(len(fused.matrix_owners), 2 * 8)
 
     def test_groups_whose_ranks_hold_different_matrices(self):
         """Experts that start as copies of one expert: a comparison of values cannot tell them apart."""
@@ -645,6 +651,8 @@ class TestMuonDivided(OnCPU):
         with self.small():
             twins = self.twins(layout, create_dtensor_config(owners_per_matrix=2))
             self.assertRegex(twins.optimizer.describe(), "parameter 0 1/2")
+            first = twins.optimizer._engine.schedule.owners[0]
+            self.assertEqual(twins.optimizer.matrix_owners[0, 0], first)
             text = self.twins(layout, create_dtensor_config()).optimizer.describe()
             self.assertRegex(text, r'is 1; "auto" would have \d for \d+ x \d+')
             config = create_dtensor_config(owners_per_matrix="auto")

@@ -85,8 +85,10 @@ class Engine:
             # Indices and loads need values, in a dry run with fake tensors, too.
             with unset_fake_temporarily(), torch.accelerator.device_index(index):
                 self._build(error, former, is_lasting)
+            layouts = self.schedule.layouts
+            is_first = self.rank == min((l.holders[0] for l in layouts), default=0)
             if former is not None:
-                _take_momentum(replaced, params, states, self.rank == 0)
+                _take_momentum(replaced, params, states, is_first)
             self._hints = Hints(self.schedule.layouts, self.rank)
             # Parameters on meta will be materialized, which builds another engine.
             is_meta = any(param.tensor.is_meta for param in params)
@@ -96,8 +98,7 @@ class Engine:
             for step in (self.steps, self.steps + 1):
                 self._notes(step).leave(f"{type(raised).__name__}: {raised}")
             raise
-        layouts = self.schedule.layouts
-        if self.rank == min((layout.holders[0] for layout in layouts), default=None):
+        if layouts and is_first:
             why = "rebuilt for changed parameters" if former else "built"
             counts = len(layouts), len(self.schedule.buckets)
             log.info("Muon %s: %d matrices, %d buckets", why, *counts)
@@ -353,8 +354,7 @@ class Engine:
         return error
 
     def synchronize(self) -> None:
-        error = self.new_failure()
-        if error is not None:
+        if error := self.new_failure():
             raise error
 
 
