@@ -107,7 +107,7 @@ class TestDistributedConfig(MuonTestCase):
             self.assertEqual(device_of_group(group).type, expected)
 
     def test_state(self):
-        given = {"expert_assignments": {}, "pp_process_group": object()}
+        given = {"expert_assignments": {0: 1}, "pp_process_group": object()}
         given |= {"pp_stage_id": 1, "pp_num_stages": 4}
         state = create_auto_config(**given).state
         self.assertLessEqual(given.items(), state.items())
@@ -422,11 +422,12 @@ class TestReplaced(MuonTestCase):
         config = create_auto_config(expert_assignments={2: 7})
         ours = Muon(params, distributed_config=config)
         now = ours.param_groups[0]["params"]
-        for change in (lambda: now.append(new), lambda: now.pop(0)):
+        changes = (lambda: now.pop(0), params[1]), (lambda: now.append(new), new)
+        for change, moving in changes:
             change()
-            before = new.detach().clone()
+            before = moving.detach().clone()
             self.assertEqual(ours.step(lambda: 3.5), 3.5)
-            self.assertNotEqual(new, before)
+            self.assertNotEqual(moving, before)
 
     def test_replaced_before_a_group_is_added(self):
         named = [(f"w{i}", nn.Parameter(randn(i, 6, 4))) for i in range(2)]
