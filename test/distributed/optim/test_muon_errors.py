@@ -134,6 +134,12 @@ class TestMuonMistakes(common_muon.OnCPU):
             pattern = rf"'w0'.*{field} is .* on rank 0 and {given} on rank 2"
             options = {field: other} if self.rank == 2 else {}
             self.assertRefused(ValueError, pattern, **options)
+        rates = {0: 0.1, 1: 0.1 + self.rank}
+        params = self.whole((4, 6), (5, 3))
+        groups = [{"params": [params[i]], "lr": rate} for i, rate in rates.items()]
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        build = functools.partial(Muon, groups, distributed_config=config)
+        self.assertRaisesEverywhere(build, ValueError, "parameter 1 .*lr is 0.1 on")
 
     def test_invalid_option_of_one_rank(self):
         for field, other, expected in (

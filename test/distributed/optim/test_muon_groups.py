@@ -76,6 +76,10 @@ class TestMuonGroups(GroupParity):
         for each in lists:
             each.reverse()
         self.assertTrainsAlike(twins, 2)
+        # So does one that takes its place.
+        lists[0][0] = twins.params[0] = nn.Parameter(twins.params[0].detach())
+        del twins.single.state[twins.singles[0]]
+        self.assertTrainsAlike(twins, 1)
 
     def test_inside_of_another_default_device(self):
         twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]))
