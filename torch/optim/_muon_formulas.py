@@ -169,7 +169,7 @@ class MuonFormulas(NamedTuple):
         is_on_device = isinstance(lr, Tensor) and not lr.is_cpu
         lr = lr.to(params[0].device) if is_on_device else lr
         decay = 1 - lr * self.weight_decay
-        alpha = -_adjust_lr(lr, self.adjust_lr_fn, shape)
+        alpha: Any = -_adjust_lr(lr, self.adjust_lr_fn, shape)
         if len(params) == 1 and not is_on_device:
             params[0].mul_(decay)
             if updates is not None:
