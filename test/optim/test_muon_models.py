@@ -351,7 +351,7 @@ class TestPartition(TestCase):
     def test_exclude_that_matches_nothing(self):
         block = {"mlp": {"gate_router": linear(3), "up": linear(16)}}
         model = tree({"layers": [block, block]})
-        # Every name of a stack would be as near, so one pattern stands for them.
+        # All names of a stack are equally near, so one pattern stands for them.
         near = r"'gate_ruoter.weight'.*near names.*'layers\.\*\.mlp\.gate_router\.w"
         for exclude in ("gate_ruoter.weight", ["*.up.*", "gate_ruoter.weight"]):
             with self.assertRaisesRegex(ValueError, near):
@@ -466,7 +466,7 @@ class TestPartition(TestCase):
                 "gate": known("Router", "weight", (6, 8)),
                 "experts": Bare(up=(4, 12, 8)),
             },
-            # Adapters of rank 2 beside two layers.
+            # Adapters of rank 2 next to two layers.
             "two": {"layers": [linear(16), linear(16)], "hidden": lora(linear(8))},
             # The gate of a gated MLP, next to a convolution with as many channels.
             "mlp": {"gate": linear(4), "conv": nn.Conv1d(8, 4, 3, bias=False)},

@@ -76,7 +76,7 @@ class Checkout(Target):
             r: [t for of in every if (t := of.get(r)) is not None] for r in rels
         }
         plan = CheckoutPlan(
-            source, fresh, [*misfits.values()], dict(stock), now, [], [], laid, name, staged,
+            source, fresh, misfits, dict(stock), now, [], [], laid, name, staged,
             stock, fresh, overlaid, dict(now),
         )  # fmt: skip
 
@@ -130,7 +130,7 @@ class Checkout(Target):
                     texts[rel] = text
                 elif rel not in texts:  # later ones may have changes of somebody's
                     # So may that commit's base, and the present one may lack them.
-                    if stock and old and text:
+                    if stock and old and text and stock != old:
                         text = git.merged(stock, old, text)[0]
                     texts[rel] = text
         return texts
@@ -223,10 +223,9 @@ class Checkout(Target):
         pulled = tree.texts(before, list(there)) if before else {}
         changes: dict[str, bytes] = {}
         both: dict[str, str] = {}
-        _, misfits = patches.overlay(plan.source, plan.stock)
         for rel, theirs in there.items():
-            if rel in misfits:
-                raise WrongTarget(misfits[rel])
+            if rel in plan.misfits:
+                raise WrongTarget(plan.misfits[rel])
             stock = plan.stock.get(rel)
             if theirs in (stock, *plan.overlaid.get(rel, ())):
                 continue  # an edit that is staged alone

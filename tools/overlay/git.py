@@ -78,6 +78,10 @@ def text(where: Path, *args: str, check: bool = False, **options: Any) -> str:
     return done.stdout.decode(errors="replace").strip()
 
 
+def is_shallow(where: Path) -> bool:
+    return text(where, "rev-parse", "--is-shallow-repository") == "true"
+
+
 def lines(where: Path, *args: str, **options: Any) -> list[str]:
     """Output of a ``-z`` command, one entry per name."""
     out = git(where, *args, **options).stdout.decode(errors="surrogateescape")

@@ -55,9 +55,10 @@ def at(root: Path, commit: str) -> Source | None:
         return None
     names = ("ls-tree", "-r", "-z", "--name-only", commit, "--", *ROOTS, PATCHES)
     texts = git.texts(root, commit, git.lines(root, *names))
-    whole = {rel: text for rel, text in texts.items() if text and is_source(rel)}
-    others = {Path(rel).name: text for rel, text in texts.items() if text}
-    return Source(whole, others, commit)
+    there = {rel: text for rel, text in texts.items() if text is not None}
+    whole = {rel: text for rel, text in there.items() if is_source(rel)}
+    names = (rel for rel in there if rel.startswith(f"{PATCHES}/"))
+    return Source(whole, {Path(rel).name: there[rel] for rel in names}, commit)
 
 
 def name(root: Path) -> str | None:
@@ -84,6 +85,7 @@ def is_newer(root: Path, here: str | None, there: str | None) -> bool:
         return False
     old, new = (text.removesuffix(DIRTY) for text in (here, there))
     later = git.works(root, "merge-base", "--is-ancestor", old, new)
+    if later or _has(root, new):
+        return later and old != new
     # A shallow clone knows neither older commits nor newer ones.
-    is_shallow = git.text(root, "rev-parse", "--is-shallow-repository") == "true"
-    return (later and old != new) or not (_has(root, new) or is_shallow)
+    return not git.is_shallow(root)

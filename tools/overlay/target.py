@@ -21,7 +21,7 @@ class Plan:
 
     source: payload.Source
     new: dict[str, bytes]  # with the overlay
-    misfits: list[str]  # patches that do not fit, in words
+    misfits: dict[str, str]  # why the patch of a path does not fit
     base: dict[str, bytes | None]  # without the overlay; no key: not known
     now: dict[str, bytes | None]
     edited: list[str]  # paths whose text has no known origin
@@ -155,9 +155,9 @@ class Target:
             if not force:
                 on = self.command("apply", "--force")
                 raise WrongTarget(f"{warning}\nThis goes on:{on}")
-            warnings += [warning, *plan.misfits]
+            warnings += [warning, *plan.misfits.values()]
         elif plan.misfits:
-            raise WrongTarget(plan.misfits[0])
+            raise WrongTarget(next(iter(plan.misfits.values())))
         if not changes:
             return []
         if payload.is_newer(root, source.name, plan.laid_name):

@@ -147,9 +147,7 @@ class Wheel(Target):
         ]
         laid: files.Texts = {r: b"" for r, e in before.items() if e.new != e.stock}
         name = manifest.overlay if laid else None
-        return Plan(
-            source, new, list(misfits.values()), base, now, edited, [], laid, name, {}
-        )
+        return Plan(source, new, misfits, base, now, edited, [], laid, name, {})
 
     def _check_edits(self, plan: Plan, changes: files.Texts) -> None:
         super()._check_edits(plan, changes)

@@ -181,7 +181,7 @@ class Worktree:
         return parent
 
     def _refuse_shallow(self) -> None:
-        if self.ask("rev-parse", "--is-shallow-repository") == "true":
+        if git.is_shallow(self.root):
             raise WrongTarget(
                 f"the history of {self.root} does not reach back to the commit before the "
                 f"overlay. Fetch it:\n  git -C {self.quoted} fetch --unshallow"
@@ -199,12 +199,12 @@ class Worktree:
     @functools.cached_property
     def _by_hand(self) -> set[str]:
         """The texts that were applied here: a commit by hand has these, and no trailer."""
-        rels = (*ADDED, REPLACED)
-        made, kept = (
-            {self.resolve(f"{c}{up}:{r}") for c in self.records() for r in rels}
-            for up in ("", "^")  # after a revert, a base is a record
+        # After a revert, a base is a record, too. What it kept is nobody's overlay.
+        raw = ("diff-tree", "-r", "--no-renames", "--no-abbrev", "--diff-filter=AM")
+        out = (
+            self.ask(*raw, f"{c}^", c, "--", *ADDED, REPLACED) for c in self.records()
         )
-        return made - kept - {""}
+        return {line.split()[3] for text in out for line in text.splitlines()}
 
     def stock(self, rels: list[str]) -> dict[str, bytes | None]:
         """The texts without the overlay: of the base, with what other branches brought."""

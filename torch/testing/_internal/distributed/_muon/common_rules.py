@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 
 # Collectives that write their first argument. The first ones read the second one, the others the same.
-FROM_TO = "all_gather", "all_gather_into_tensor", "all_gather_single"
-FROM_TO += ("all_to_all_single",)
+FROM_TO = "all_gather", "all_gather_into_tensor", "all_gather_single", "all_to_all_single"  # fmt: skip
 IN_PLACE = "all_reduce", "broadcast"
 # Operations that look at a tensor and not at its elements.
 BLIND = ("device", "empty", "new_empty", "is_pinned", "record", "_record", "zeros_like")
