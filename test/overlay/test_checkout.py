@@ -273,8 +273,8 @@ def test_older_clone_does_not_downgrade(request, kind, ours, tool, tmp_path):
 
 def test_foreign_index_lock_and_no_identity(checkout, tool):
     plain = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    plain |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "EMAIL": ""}
-    git(checkout, "config", "user.useConfigOnly", "true")
+    plain |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    plain["EMAIL"] = "me@example.org"
     lock = checkout / ".git/index.lock"
     lock.touch()
     words = ("apply", "--checkout", checkout, "--commit")
@@ -308,6 +308,19 @@ def test_failure_half_way_leaves_it_as_it_was(checkout, on, overlay, monkeypatch
     on("apply", root=overlay)
     on("revert", root=overlay)
     assert git_status(checkout) == ""
+
+
+def test_edit_while_the_command_works(checkout, face, monkeypatch):
+    """It was overwritten: a passphrase for a signature leaves a minute for it."""
+    real = worktree.Worktree.lay
+
+    def late(tree, *args):
+        append(checkout / MUON, "# mine\n")
+        real(tree, *args)
+
+    monkeypatch.setattr(worktree.Worktree, "lay", late)
+    fails(face("apply", "--checkout", checkout), 1, "changed meanwhile")
+    assert (checkout / MUON).read_text().endswith("# mine\n")
 
 
 def am(where, mails):

@@ -171,14 +171,14 @@ class Checkout(Target):
             texts = {r: t for r, t in plan.fresh.items() if t != plan.stock[r]}
             overlay = [(patches.SUBJECT, texts)]
             laid = tree.build(base, overlay, source.name, record=True)
-            self._lay(report, laid, head)
+            self._lay(plan, report, laid, head)
 
     def _revert(self, plan: CheckoutPlan, report: Report, commit: bool) -> None:
         differs = self._at_head(plan, with_overlay=False)
         head = ""
         if commit and differs:
             head = self.tree.build("HEAD", [(REVERT, differs)], "none")
-        self._lay(report, self.tree.base(), head)
+        self._lay(plan, report, self.tree.base(), head)
         report.warnings += [
             f"changes of {rel} in {other[:12]} conflict with yours. Only yours are there"
             for rel, other in self.tree.conflicts.items()
@@ -191,12 +191,12 @@ class Checkout(Target):
         if count := parts.remove(self.tree):
             report.words.append(f"removed {count} compiled parts that a wheel had lent")
 
-    def _lay(self, report: Report, laid: str, head: str) -> None:
+    def _lay(self, plan: CheckoutPlan, report: Report, laid: str, head: str) -> None:
         if head:
             new = ("rev-list", "--reverse", "--abbrev-commit", f"HEAD..{head}")
             report.words.append(f"committed as {' '.join(self.tree.ask(*new).split())}")
         if report.changes or head:
-            self.tree.lay(report.changes, laid, head)
+            self.tree.lay(report.changes, plan.now, laid, head)
         elif self.tree.resolve(worktree.LAID):
             self.tree.record(laid)
 

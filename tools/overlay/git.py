@@ -25,7 +25,7 @@ _THEIRS = re.compile(
 _SETTINGS = (
     "core.fsmonitor=false", "core.safecrlf=false", "log.follow=false",
     "log.showSignature=false", "log.showRoot=true", "diff.orderFile=/dev/null",
-    "index.sparse=false", "log.diffMerges=separate",
+    "index.sparse=false", "log.diffMerges=separate", "user.useConfigOnly=true",
 )  # fmt: skip
 # In a scratch folder, no setting of the user counts.
 ALONE = dict.fromkeys(("GIT_CONFIG_GLOBAL", "XDG_CONFIG_HOME"), os.devnull)

@@ -290,11 +290,12 @@ class Worktree:
         for path in (self._index, *locks):
             (self.git_dir / path).unlink(missing_ok=True)
 
-    def lay(self, texts: files.Texts, laid: str, head: str = "") -> None:
+    def lay(
+        self, texts: files.Texts, now: files.Texts, laid: str, head: str = ""
+    ) -> None:
         """Bring the texts there, and HEAD to that commit; ``laid`` is applied then.
 
-        The caller knows what these paths have in the work tree. git refuses if anything
-        else came there since. It works on a copy of the user's index, which replaces that
+        ``now`` is what the caller found at these paths. It works on a copy of the user's index, which replaces that
         at the end, under the lock that git would take.
         """
         was, env = self.resolve("HEAD"), self._env
@@ -312,6 +313,8 @@ class Worktree:
             shutil.copy2(index, self._index)
             self._take(texts, env)
             old = self._write_tree(env)
+            if self.texts(old, [*texts]) != {rel: now[rel] for rel in texts}:
+                raise WorkFailed(f"files in {self.root} changed meanwhile; try again")
             new = self._tree(old, texts)
             before = self._commit(old, [was], "before", record=True)
             parents = [laid, before, *[head] * bool(head)]
