@@ -523,6 +523,8 @@ class TestMuonRefusals(TestCase):
             "has no distributed_config",
         ):
             self.assertIn(words, page)
+        page = muon.describe(nn.Linear(6, 4).parameters(), other)
+        self.assertIn("28 elements\nNo optimizer given here has (4, 6)", page)
         copied = copy.deepcopy(Muon(muon.param_groups, distributed_config="auto"))
         self.assertIn("lost its distributed_config", copied.describe())
 

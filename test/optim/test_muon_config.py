@@ -418,16 +418,21 @@ class TestReplaced(MuonTestCase):
             self.train(factory, move)
 
     def test_parameters_come_and_go(self):
-        *params, new = make_params(*[(4, 4)] * 4)
+        *params, new, last = make_params(*[(4, 4)] * 5)
         config = create_auto_config(expert_assignments={2: 7})
         ours = Muon(params, distributed_config=config)
         now = ours.param_groups[0]["params"]
-        changes = (lambda: now.pop(0), params[1]), (lambda: now.append(new), new)
-        for change, moving in changes:
-            change()
+        for change, moving, places in (
+            (lambda: now.pop(0), params[1], [1]),
+            (now.pop, params[1], []),
+            (lambda: now.append(new), new, []),
+            (lambda: now.append(last), last, []),
+        ):
             before = moving.detach().clone()
-            self.assertEqual(ours.step(lambda: 3.5), 3.5)
+            self.assertEqual(ours.step(lambda change=change: (change(), 3.5)[1]), 3.5)
             self.assertNotEqual(moving, before)
+            keys = [layout.key for layout in ours._engine.schedule.layouts]
+            self.assertEqual([k.index for k in keys if k.expert == 7], places)
 
     def test_replaced_before_a_group_is_added(self):
         named = [(f"w{i}", nn.Parameter(randn(i, 6, 4))) for i in range(2)]
@@ -439,12 +444,15 @@ class TestReplaced(MuonTestCase):
         old, new = params[1], nn.Parameter(randn(7, 6, 4))
         momentum = ours.state[old]["momentum_buffer"]
         params[1] = new
+        # One of another name does not.
+        params[0] = nn.Parameter(randn(5, 6, 4))
+        ours.param_groups[0]["param_names"][0] = "other"
         ours.add_param_group({"params": [("w2", nn.Parameter(randn(8, 3, 3)))]})
         # A parameter of the same name inherits the momentum.
         self.assertIs(ours.state[new]["momentum_buffer"], momentum)
         # As in stock Muon, the momentum of the old one stays with it, but not in a checkpoint.
         self.assertIs(ours.state[old]["momentum_buffer"], momentum)
-        self.assertEqual(set(ours.state_dict()["state"]), {0, 1})
+        self.assertEqual(set(ours.state_dict()["state"]), {1})
 
     def test_a_frozen_layer_does_not_leave_its_momentum_to_another(self):
         first = nn.Parameter(randn(0, 4, 4))

@@ -18,8 +18,8 @@ ENGINE = "torch.optim._muon_engine"
 ROWS = [
     {"config"},
     {"process_groups"},
-    # A helper for messages is in layouts.
-    {"agreement", "layouts"},
+    {"agreement"},
+    {"layouts"},
     {"schedule"},
     {"runtime"},
     {"hints"},

@@ -38,8 +38,8 @@ if dist.is_available():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         checkpoint_wrapper,
     )
-    from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel as FSDP
     from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 
 
@@ -375,6 +375,8 @@ class TestPartition(TestCase):
                 # A table of as many positions as layers are wide does not make them heads.
                 "position": (nn.Embedding(WIDTH, WIDTH), "embedding"),
                 "block": ({"up": linear(16), "down": linear(WIDTH, 16)}, ""),
+                # The next token, and those after it.
+                "more": ([linear(VOCABULARY), linear(VOCABULARY)], head),
                 "to_words": (last, head),
             }
             self.expect(model)

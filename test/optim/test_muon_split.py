@@ -2,6 +2,7 @@
 """Fused and flattened weights, stacks, and symmetric products, in one process."""
 
 import copy
+import functools
 import itertools
 import json
 import warnings
@@ -17,6 +18,7 @@ from torch.optim._newton_schulz import (
     products_for,
     SymmetricProducts,
 )
+from torch.optim.muon import create_dtensor_config
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_config import (
     COEFFICIENTS,
@@ -48,6 +50,9 @@ FORMS = [
     ((3, 4, 6), {}),
     ((2, 3, 6, 4), {}),
 ]
+# A function of the user's that only delegates.
+DELEGATES = create_dtensor_config()
+DELEGATES.gather_fn = functools.partial(DELEGATES.gather_fn)
 OPTIONS = [
     {},
     {"adjust_lr_fn": "match_rms_adamw", "nesterov": False},
@@ -61,6 +66,7 @@ OPTIONS = [
     {"ns_algorithm": "symmetric"},
     {"distributed_config": "auto"},
     {"distributed_config": local_config()},
+    {"distributed_config": DELEGATES},
 ]
 
 
@@ -169,7 +175,7 @@ class TestMuonSplit(TestCase):
         qkv.grad = randn(1, 48, 16)
         # A list that changes in place went unnoticed.
         muon.param_groups[0]["split"].reverse()
-        with self.assertRaisesRegex(ValueError, r"split .*\(16, 32\).* when this Muon"):
+        with self.assertRaisesRegex(ValueError, r"split .* was .*\(16, 32\).* is .*\(32, 16\)"):
             muon.step()
         self.assertTrue(torch.equal(qkv, randn(0, 48, 16)))
         muon.param_groups[0]["split"] = (16, 32)

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch.optim.muon", reason="the interpreter's torch has no overlay")
 
-from tools.bench import check, cli, fleet, step
+from tools.bench import check, cli, fleet
 
 
 TINY = ("--workloads", "tiny", "--world", "2", "--layouts")
@@ -53,16 +53,3 @@ def test_a_step_takes_no_less_than_simulated():
     assert len(found) == 12
     for setting, measured, simulated in found:
         assert measured > 0.99 * simulated, setting
-
-
-def test_ratios_are_of_the_same_repetition():
-    seconds = {
-        "ours-1-quintic": [3.0, 8.0],
-        "newton_schulz": [2.0, 4.0],
-        "exchange": [1.0, 2.0],
-        "elementwise": [0.5, 1.0],
-    }
-    idle = {name: [0.0, 0.0] for name in seconds}
-    found = step.ratios([seconds, idle], 2)
-    # Of 3 / (2 / 2 + 1 + 0.5) and 8 / (4 / 2 + 2 + 1).
-    assert found["ours-1-quintic"][1][1] == pytest.approx((1.2 + 1.6) / 2)

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 
@@ -55,17 +54,6 @@ def test_buckets_by_hand():
         assert step.busy.tolist() == [matrices / 2] * 2
 
 
-def test_relays_hide_behind_the_next_bucket():
-    """Two owners of three matrices each, in three buckets; two broadcasts per bucket."""
-    layouts = layouts_of(Model([(4, 4)] * 6), "hsdp", 2, 1)
-    with mock.patch.object(buckets, "MAX_REPLICAS", 1):
-        schedule = schedule_of(layouts)
-    fast = replace(BY_HAND, inter_bandwidth=32 / 0.25)
-    step = simulate(make_plan(schedule, 2, 1), fast)
-    # Those of buckets 0 and 1 end before the next Newton-Schulz does. Those of bucket 2 are not hidden.
-    assert step.done == pytest.approx([4.5, 4.5])
-
-
 def test_two_levels_by_hand():
     """Four ranks hold a row each, which takes a second; the schedule has two nodes of two."""
     direct = make_schedule(layouts_of(Model([(4, 4)]), "fsdp", 4), [0])
@@ -93,15 +81,6 @@ PLACES = {
     "fsdp, stacks": ("fsdp", 16),
     "hsdp, stacks": ("hsdp", 8, 2),
 }
-
-
-def test_ranks_have_the_experts_that_fsdp2_gives_them():
-    stack = Model([], [(4, 4)], 6, stacked=True)
-    parts = [part.tolist() for part in torch.arange(6).chunk(4)]
-    for place, replicas in ((("fsdp", 4), 1), (("hsdp", 2, 4), 2)):
-        for expert, layout in enumerate(layouts_of(stack, *place)):
-            first = next(rank for rank, part in enumerate(parts) if expert in part)
-            assert layout.holders == (first, first + 4)[:replicas]
 
 
 @pytest.mark.parametrize("max_peers", [512, 1], ids=["one level", "two levels"])

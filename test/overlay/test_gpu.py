@@ -77,9 +77,3 @@ def test_a_stage_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch):
     ends = "RuntimeError: of this stage", "took more than 1 s", "none after 0 s\nbegun"
     for stage, end in zip(found.values(), ends):
         assert stage["texts"][0].endswith(end)
-
-
-def test_no_test_runs_without_its_packages(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "find_spec", lambda name: None)
-    with pytest.raises(stages.NotRun, match="has no pytest, expecttest, numpy"):
-        stages.tests(stages.Machine("cpu", 0, tmp_path, 0.0))

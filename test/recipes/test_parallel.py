@@ -183,7 +183,7 @@ class TestTensorParallel(Recipe):
             options = {"device_mesh": mesh["fsdp"], "device_id": CPU}
             model = FSDP(model, use_orig_params=orig, **options)
             source = {"module": model} if orig else {"fsdp_process_group": fsdp}
-            config = create_auto_config(tp_process_group=tp, **source)
+            config = create_auto_config(tp_process_group=tp, tp_shard_dim=1, **source)
             self.check(Transformer(), model, config, fsdp=fsdp, tp=tp, data=[fsdp])
 
     def test_fsdp2_over_plan(self):
@@ -226,6 +226,7 @@ class TestThreeDimensions(Recipe):
         )
         config = create_auto_config(
             tp_process_group=tp,
+            tp_shard_dim=1,
             shard_process_group=shard,
             replicate_process_group=replicate,
         )
@@ -383,7 +384,7 @@ class TestFourDimensions(Recipe):
             pp_stage_id=pp.rank(),
             pp_num_stages=2,
             tp_process_group=tp,
-            tp_dim_per_param=detect_tp_dims_from_model(model),
+            tp_shard_dim=1,
             shard_process_group=shard,
             replicate_process_group=replicate,
         )

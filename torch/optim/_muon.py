@@ -202,15 +202,15 @@ class Muon(Optimizer):
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     @torch._disable_dynamo
-    def describe(self, model: torch.nn.Module | None = None, *others: Optimizer) -> str:
+    def describe(self, model: Any = None, *others: Optimizer) -> str:
         """Returns a text that says who owns what and what a step costs each rank.
 
         A group of more than 16 ranks shows the busiest ones and this one. It asks no other rank.
 
         Args:
-            model (nn.Module, optional): of which the text tells Muon's share, and the matrices that
-                neither Muon nor ``others`` have. For FSDP1, only the model knows whole shapes
-                (default: None)
+            model (nn.Module or its parameters, optional): of which the text tells Muon's share, and the
+                matrices that neither Muon nor ``others`` have. Only a module has their names, and
+                FSDP1's whole shapes (default: None)
             others (Optimizer): the model's other optimizers.
         """
         page = f"It {'lost its' if self._needs_config else 'has no'} distributed_config"

@@ -20,9 +20,7 @@ _KERNELS = "with allow_batched_matrices=True, a convolution is a stack of small 
 
 
 def _storage_is_gone(param: Tensor) -> bool:
-    """Whether ``param.data = dtensor`` has destroyed ``param``. PyTorch accepts that for a plain Parameter and
-    leaves the global shape over a null pointer. The next kernel that reads it crashes the process.
-    """
+    """Whether ``param.data = dtensor`` has left a plain Parameter over a null pointer. Reading it is a crash."""
     if type(param) not in (Tensor, torch.nn.Parameter) or param.device.type == "meta":
         return False
     if torch._is_functional_tensor(param) or param.layout != torch.strided:
@@ -51,11 +49,11 @@ def problem_with(
     is_known = reader == "process_groups" and (is_flat or param.ndim == 1)
     if not (param.ndim == 2 or flatten or is_stack or is_known):
         if is_flat:
-            hint = ". FSDP1 flattened it: use distributed_config=create_auto_config(fsdp_process_group=model.process_group, module=model)"
+            hint = ". FSDP1 flattened it: use create_auto_config(fsdp_process_group=model.process_group, module=model)"
         elif param.ndim < 2:
             hint = ". Biases and norms belong to AdamW. DeepSpeed's ZeRO flattens parameters; use its stage 0, or FSDP2"
         else:
-            hint = ". flatten=True in its parameter group takes it as one matrix, allow_batched_matrices=True as a stack of matrices"
+            hint = ". flatten=True in its group takes it as one matrix, allow_batched_matrices=True as a stack of matrices"
         return f"Muon only supports 2D parameters whereas we found a parameter with size: {param.size()} ({described}){hint}"
     if reader is not None or not (split.sizes or param.ndim > 2):
         return ""

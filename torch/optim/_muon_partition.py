@@ -56,11 +56,8 @@ def partition(
             reasons = dict.fromkeys(reasons, "embedding")
         kinds = {() if why else forms[n] for n, why in reasons.items()}
         if len(kinds) > 1:
-            mixed = {n: w or _described(n, *forms[n]) for n, w in reasons.items()}
-            raise ValueError(
-                f"{name} is a flat parameter that mixes matrices for Muon with others, or such of different splits: "
-                f"{mixed}. Wrap with use_orig_params=True, or wrap the others in units of their own"
-            )
+            kind_of = {w or _described(n, *forms[n]): n for n, w in reasons.items()}
+            raise fsdp1.mixed(name, kind_of)
         (kind,) = kinds
         (groups.setdefault(kind, []) if kind else others).append((name, param))
         for n, shape in inside if verbose and process_rank() == 0 else ():
@@ -85,7 +82,7 @@ def _form(split: Split, shape: tuple[int, ...]) -> tuple[Split, bool]:
 
 def _described(name: str, split: Split, flatten: bool) -> str:
     suffix = f", split {split.option}" if split.sizes else ""
-    if not suffix and re.search(_FUSED, ".".join(unwrapped(name).split(".")[-2:])):
+    if not suffix and re.search(_FUSED, ".".join(unwrapped(name).split(".")[-3:])):
         suffix = ", left whole: named like a fused weight"
     return f"Muon{suffix}" + ", flattened" * flatten
 
@@ -172,7 +169,10 @@ class _Model:
         outputs = sizes.keys() - {size for p in own for size in p.shape[1:]}
         candidates = {(p.unit, p.shape) for p in matrices if p.shape[0] in outputs}
         blocks = Counter((_NUMBER.sub("*", unit), shape) for unit, shape in candidates)
-        heads = [(u, s) for u, s in candidates if blocks[_NUMBER.sub("*", u), s] == 1]
+        heads = {(u, s) for u, s in candidates if blocks[_NUMBER.sub("*", u), s] == 1}
+        # A list of heads, each for another token, is no list of blocks.
+        numbered = {(u, s) for u, s in candidates if re.search(r"\d(.weight)?$", u)}
+        heads |= {(u, s) for u, s in numbered if sizes[s[0]] == same}
         self.heads = {u: f"output head: {sizes[s[0]]}" for u, s in heads}
 
     def _param(self, name: str, shape: tuple[int, ...]) -> _Param:

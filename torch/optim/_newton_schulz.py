@@ -63,7 +63,7 @@ def check_newton_schulz(ns_coefficients, ns_steps: int, ns_algorithm: str) -> No
         raise ValueError("Coefficients must be a tuple of exactly 3 values")
     if per_step and len(ns_coefficients) != ns_steps:
         raise ValueError(
-            f"ns_coefficients has {len(ns_coefficients)} tuples but ns_steps is {ns_steps}; pass one tuple per step or one tuple for all steps"
+            f"ns_coefficients has {len(ns_coefficients)} tuples but ns_steps is {ns_steps}; pass one per step or one for all steps"
         )
     check_ns_algorithm(ns_algorithm)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 if not hasattr(Muon, "describe"):
     raise ImportError(
-        "torch.optim.Muon takes no distributed_config: torch was installed again under the patch that added torch.optim.muon; apply it again"
+        "torch.optim.Muon takes no distributed_config: torch was installed again over the patch of torch.optim.muon; apply it again"
     )
 
 __all__ = [
@@ -64,8 +64,9 @@ def create_dtensor_config(
     # These modules import torch.distributed, as this one must not.
     from torch.optim._muon_engine.callbacks import factory_config
 
-    flags = async_gpu_parallelism, prefetch_count
-    return factory_config({}, *flags, owners_per_matrix, keep_buffers)
+    return factory_config(
+        {}, async_gpu_parallelism, prefetch_count, owners_per_matrix, keep_buffers
+    )
 
 
 def create_auto_config(
@@ -160,17 +161,16 @@ def create_auto_config(
         state["tp_dim_per_param"] = dict(tp_dim)
     from torch.optim._muon_engine.callbacks import factory_config
 
-    flags = async_gpu_parallelism, prefetch_count
-    return factory_config(state, *flags, owners_per_matrix, keep_buffers)
+    return factory_config(
+        state, async_gpu_parallelism, prefetch_count, owners_per_matrix, keep_buffers
+    )
 
 
 def _either(**spellings: Any) -> Any:
     """The one value that is not None. Raises ValueError if there are two."""
     spelled = {name: value for name, value in spellings.items() if value is not None}
     if len(spelled) > 1:
-        raise ValueError(
-            f"{' and '.join(spelled)} are two spellings of one argument; pass one of them"
-        )
+        raise ValueError(f"{' and '.join(spelled)} are two spellings; pass one of them")
     return next(iter(spelled.values()), None)
 
 
@@ -220,16 +220,13 @@ def partition_parameters(
     Raises:
         ValueError: a flat FSDP1 parameter holds matrices together with others.
     """
-    from torch.optim._muon_engine.layouts.fsdp1 import logical_matrices
+    from torch.optim._muon_engine.layouts.fsdp1 import logical_matrices, mixed
 
     matrices, others = [], []
     for name, param, inside in logical_matrices(module):
         are_matrices = {len(shape) == 2 for _, shape in inside}
         if len(are_matrices) > 1:
-            raise ValueError(
-                f"{name} is a flat parameter that mixes matrices with others: {[name for name, _ in inside]}. Wrap with "
-                "use_orig_params=True, or wrap the others in units of their own"
-            )
+            raise mixed(name, {f"{len(shape)}D": inner for inner, shape in inside})
         (matrices if True in are_matrices else others).append(param)
     return matrices, others
 

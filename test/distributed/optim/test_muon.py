@@ -27,8 +27,8 @@ from torch.optim.muon import (
     create_dtensor_config,
     detect_tp_dims_from_model,
 )
-from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal import common_utils
+from torch.testing._internal.common_distributed import MultiProcessTestCase
 from torch.testing._internal.distributed._muon import common_modules, common_muon
 from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_modules import (
@@ -41,9 +41,9 @@ from torch.testing._internal.distributed._muon.common_muon import (
     device,
     everyone,
     full,
-    OnCPU,
     grid_of,
     mesh_of,
+    OnCPU,
     OnGPUs,
     R,
     S0,

@@ -22,8 +22,8 @@ from torch.optim._muon_engine import hints
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL
 from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.distributed._muon.common_config import FUNCTIONAL
 from torch.testing._internal.distributed._muon.common_muon import (
     as_on_an_accelerator,
     Cut,
@@ -386,7 +386,7 @@ class TestMuonMistakes(common_muon.OnCPU):
         flags, group = vars(twins.config), twins.optimizer.param_groups[0]
         for where, name, wrong, pattern in (
             (flags, "prefetch_count", -1, "prefetch_count must be"),
-            (flags, "prefetch_count", 3, "Set them before you build"),
+            (flags, "prefetch_count", 3, "Set them before that"),
             (flags, "async_gpu_parallelism", False, "Set them before"),
             (group, "ns_steps", 100, "less than 100"),
         ):
@@ -599,12 +599,15 @@ class TestMuonUnreadErrors(common_muon.OnCPU):
 
     def test_gradient_that_this_rank_cannot_use(self):
         """A rank that raised alone, before it took part, would leave the others waiting."""
-        twins = self.twins()
-        twins.set_gradients()
-        if self.rank == 1:
-            twins.params[0]._grad = torch.ones(8, 8).to_sparse()
-        step = twins.optimizer.step
-        self.assertRaisesEverywhere(step, RuntimeError, "parameter 0.*sparse", [1])
+        functions = create_dtensor_config()
+        common_muon.wrap_functions(functions, "gather_fn")
+        own = Twins(specs(mesh_of(4), [(S0,)], [(8, 8)] * 4), functions)
+        for twins in (self.twins(), own):
+            twins.set_gradients()
+            if self.rank == 1:
+                twins.params[0]._grad = torch.ones(8, 8).to_sparse()
+            step = twins.optimizer.step
+            self.assertRaisesEverywhere(step, RuntimeError, "parameter 0.*sparse", [1])
 
     def test_gradient_that_only_its_own_rank_would_need(self):
         """No other rank has the matrix. All have another one, whose gather would wait for this rank."""

@@ -7,7 +7,6 @@ Each holder may have any number of groups before.
 
 import contextlib
 import itertools
-import logging
 import os
 import re
 import shutil
@@ -28,8 +27,8 @@ from torch.optim._muon_engine.schedule import buckets, packs
 from torch.optim.muon import create_dtensor_config
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_muon import (
     all_placements,
     everyone,
@@ -325,19 +324,6 @@ class TestMuonDescribe(OnCPU):
         with self.everywhere():
             phases = Counter(record.args[1] for record in seen.records)
             self.assertEqual(phases, {"gather": 4, "orthogonalize": 1, "apply": 4})
-
-    def test_one_line_in_the_log_for_each_construction(self):
-        params = self.params([(8, 8)] * 4)
-        with self.assertLogs("torch.optim.muon", "INFO") as seen:
-            logging.getLogger("torch.optim.muon").info("first")
-            muon = Muon(params, distributed_config="auto")
-            another = params[0][1].detach().requires_grad_()
-            muon.add_param_group({"params": [("layers.4", another)]})
-        with self.everywhere():
-            lines = [record.getMessage() for record in seen.records][1:]
-            self.assertEqual(len(lines), 0 if self.rank else 2)
-            for line, words in zip(lines, ("4 matrices", "rebuilt")):
-                self.assertRegex(line, f"Muon.*{words}")
 
     def test_functions_of_the_users(self):
         config = create_dtensor_config()

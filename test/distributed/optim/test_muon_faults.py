@@ -23,12 +23,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim._muon import MuonFormulas
 from torch.optim._muon_engine import agreement, process_groups
@@ -71,7 +71,7 @@ RELAYED = rf"the (gather|scatter|relay|all-reduce) of .*, with {NAMED}.* failed"
 BUILDING = {
     "reading": Phase(_LocalReader, "add", UNREACHED),
     "agreement": Phase(agreement, "gather_reports", UNREACHED),
-    "groups": Phase(agreement, "spanning_group", UNREACHED),
+    "groups": Phase(process_groups, "spanning_group", UNREACHED),
 }
 STEPPING = {
     "pack": Phase(MuonFormulas, "prepare", EXCHANGE),

@@ -16,13 +16,10 @@ from torch.optim._muon_engine.schedule.buckets import make_schedule
 from torch.optim._muon_engine.schedule.owners import assign_owners, flops_of
 from torch.testing._internal.common_distributed import TIMEOUT_OVERRIDE
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed._muon.common_muon import OnCPU
 from torch.testing._internal.distributed._muon import fuzz_player
+from torch.testing._internal.distributed._muon.common_muon import OnCPU
 from torch.testing._internal.distributed._muon.fuzz_player import Mesh, Plan, WORLD
-from torch.testing._internal.distributed._muon.fuzz_settings import fuzz, one_of
-
-
-from hypothesis import given, strategies as st
+from torch.testing._internal.distributed._muon.fuzz_settings import fuzz, one_of, st
 
 
 # Few enough to be made once: whole meshes, and slices of meshes.
@@ -30,7 +27,7 @@ WHOLE = [
     Mesh((4,), (0, 1, 2, 3)),
     Mesh((4,), (2, 0, 3, 1)),
     Mesh((2, 2), (0, 1, 2, 3)),
-    Mesh((2, 2), (3, 1, 2, 0)),
+    Mesh((2, 2), (0, 3, 1, 2)),
     Mesh((4, 1), (0, 1, 2, 3)),
     Mesh((1, 4), (1, 0, 3, 2)),
     Mesh((2, 1, 2), (0, 1, 2, 3)),
@@ -186,7 +183,7 @@ def matrices(draw, config, batched, later=False):
 # Those that take effect in a step, and must not come before another one does.
 CHANGES = "freeze", "replace"
 # Few matrices of few plans allow these.
-RARE = "mismatch", "replace"
+RARE = "mismatch", "mismatch", "replace", "replace", "rest"
 
 
 @st.composite
@@ -212,7 +209,7 @@ def actions(draw, plan, batched):
             "rest": [n for n in plain_ones if holders_have_others(plan, n, present)],
         }
         kinds = [kind for kind, choices in possible.items() if choices]
-        kind = draw(one_of(*kinds, *sorted({*RARE} & {*kinds})))
+        kind = draw(one_of(*kinds, *(kind for kind in RARE if kind in kinds)))
         choice = draw(one_of(*possible[kind]))
         names = [name for name, *_ in found]
         last = max((i for i, name in enumerate(names) if name == "step"), default=-1)
@@ -328,8 +325,7 @@ class TestMuonFuzz(OnCPU):
     timeout = fuzz_player.TIMEOUT
 
     # Each rank draws the same plans.
-    @fuzz(130)
-    @given(plans())
+    @fuzz(130, plans())
     def test_trains_as_one_process(self, plan):
         problems = fuzz_player.Player(plan, self.rank).run()
         # Not assertFalse, whose text would be cut.
@@ -342,7 +338,7 @@ TIMEOUT_OVERRIDE["test_trains_as_one_process"] = 10**6
 
 
 # Sides of matrices that differ in their work.
-side = one_of(1, 3, 8, 17, 64, 100)
+side = one_of(1, 8, 9, 12, 17, 100)
 rectangles = st.tuples(side, side)
 # Nested groups, and disjoint ones.
 GROUPS = [(0, 1, 2, 3, 4, 5), (0, 1, 2, 3), (4, 5), (0, 1), (2, 3), (1, 2)]
@@ -360,8 +356,9 @@ def busiest(matrices, flops, owners):
 
 
 class TestMuonScheduleFuzz(TestCase):
-    @fuzz(100)
-    @given(st.lists(st.tuples(rectangles, one_of(*GROUPS)), min_size=1, max_size=12))
+    @fuzz(
+        100, st.lists(st.tuples(rectangles, one_of(*GROUPS)), min_size=1, max_size=12)
+    )
     def test_owners_are_the_least_busy(self, drawn):
         """The heaviest matrix first, to a rank that has least work of this group and of those around it."""
         layouts = [layout(i, *each) for i, each in enumerate(drawn)]
@@ -388,8 +385,9 @@ class TestMuonScheduleFuzz(TestCase):
             best = min(busiest(every, flops, choice) for choice in choices)
             self.assertLessEqual(busiest(every, flops, owners), best * 4 / 3)
 
-    @fuzz(60)
-    @given(st.lists(st.tuples(st.integers(0, 2), rectangles), min_size=1, max_size=6))
+    @fuzz(
+        60, st.lists(st.tuples(st.integers(0, 2), rectangles), min_size=1, max_size=6)
+    )
     def test_buckets_are_nearly_the_best(self, drawn):
         """As many are as quick as any distribution of the matrices over them, or hardly slower."""
         owners = [owner for owner, _ in drawn]

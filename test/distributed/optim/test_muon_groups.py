@@ -4,11 +4,13 @@
 import copy
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import Muon
@@ -19,8 +21,8 @@ from torch.optim.muon import (
     partition_parameters,
 )
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon import common_modules, common_muon
+from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
 from torch.testing._internal.distributed._muon.common_modules import Model, Run, wrap
 from torch.testing._internal.distributed._muon.common_muon import (
     Cut,
@@ -133,9 +135,10 @@ class TestMuonGroups(GroupParity):
         self.check(Twins([strategy.cut(s) for s in common_muon.SHAPES], config))
 
     def test_combinations_vs_single_device(self):
-        # Swapped pairs would only permute the mesh.
+        swapped = DeviceMesh(common_muon.device().type, [[0, 3], [1, 2]])
         for kinds, how in zip([*PAIRS, ("fsdp",)], [*HOWS, "last"], strict=True):
             mesh = grid_of(2, 2) if len(kinds) == 2 else grid_of(4)
+            mesh = swapped if "ddp" in kinds else mesh
             twins = Strategy(mesh, *kinds).twins(how=how)
             self.check(twins, message=f"{kinds} {how}")
             assignments = twins.optimizer.assignments
@@ -178,15 +181,16 @@ class TestMuonGroups(GroupParity):
 
     def test_marks_say_the_tp_dim_if_the_user_does_not(self):
         strategy, dims = Strategy(mesh_of(4), "tp"), (0, 1, None)
-        for mark in ("tp_dim", "partition_dim"):
-            twins = Twins(
-                [strategy.cut((8, 12), d) for d in dims],
-                strategy.config(tp_dim_per_param={0: 0, 1: 1}),
-            )
-            for param, dim in zip(twins.params, dims):
-                setattr(param, mark, -1 if dim is None else dim)
+        given = {"tp_dim_per_param": {0: 0, 1: 1}}
+        for mark, options in product(("tp_dim", "partition_dim"), ({}, given)):
+            placed = [strategy.cut((8, 12), d) for d in dims]
+            twins = Twins(placed, strategy.config(**given))
+            # No mark counts for what the user leaves out.
+            marks = 0, 1, 0 if options else -1
+            for param, dim in zip(twins.params, marks):
+                setattr(param, mark, dim)
             with self.assertWarnsOnce():
-                config = strategy.config()
+                config = strategy.config(**options)
                 twins.optimizer = Muon(twins.params, distributed_config=config)
             self.assertTrainsAlike(twins, 1, mark)
 

@@ -26,10 +26,7 @@ from torch.testing._internal.distributed._muon.common_rules import (
     Rank,
     Recorder,
 )
-from torch.testing._internal.distributed._muon.fuzz_settings import fuzz, one_of
-
-
-from hypothesis import given, strategies as st
+from torch.testing._internal.distributed._muon.fuzz_settings import fuzz, one_of, st
 
 
 LAZY = "lazy:0"
@@ -198,14 +195,12 @@ class TestMuonRules(TestCase):
                 exchanges = [w[0] for w, c in part.log if c.name != "all_reduce"]
                 self.assertEqual("".join(exchanges), expected, f"{parallel} {ahead}")
 
-    @fuzz(16)
-    @given(programs())
+    @fuzz(16, programs())
     def test_drawn_programs(self, program):
         self.check(play(program))
         self.check(play(program, Accelerator, LAZY))
 
-    @fuzz(12)
-    @given(one_of("levels", "levels, relayed", "groups, divided"), st.data())
+    @fuzz(12, one_of("levels", "levels, relayed", "groups, divided"), st.data())
     def test_a_rank_that_stumbles(self, name, data):
         """It launches nothing more, and frees no memory before those who use it are done."""
         program = PROGRAMS[name]._replace(options=(("foreach", True),))

@@ -219,6 +219,15 @@ class TestMuonSchedule(TestCase):
                     self.assertEqual(rail, tuple(range(node - 1, world, node)))
                     self.assertLessEqual(len(ranks) + len(rail), 514)
 
+    def test_contributions_are_larger(self):
+        """They are summed before they are rounded."""
+        layouts = shards_of([(8, 8)] * 64, 1, replicas=2)
+        terms = replace(layouts[0].shards, contributions=(0, 1))
+        summed = [replace(layout, shards=terms) for layout in layouts]
+        with mock.patch.object(buckets, "BUCKET_BYTES", 256):
+            found = [len(scheduled(some).buckets) for some in (layouts, summed)]
+        self.assertGreater(found[1], found[0])
+
     def test_nodes_of_several_kinds(self):
         """A group has nodes where equally many of its ranks stand together."""
         for ranks, peers, size in (

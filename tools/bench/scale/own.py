@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim._muon_engine.layouts import listed
+from torch.optim._muon_engine.process_groups import listed
 from torch.optim._newton_schulz import newton_schulz_bytes
 from torch.optim.muon import partition_named_parameters
 from tools.bench.models import Model
@@ -177,7 +177,7 @@ def _changes(found: dict[str, Any], hardware: Hardware, prefetch: int) -> str:
         tried[words] = simulate(plan, hardware, prefetch).seconds
     lines = [
         f"  {ms(seconds):>6} ms, {seconds / (seconds + found['rest']):.2%}: {words}"
-        for words, seconds in sorted(tried.items(), key=lambda item: item[1])
+        for words, seconds in sorted(tried.items(), key=lambda item: item[1])[:3]
         if seconds < (1 - WORTH) * found["step"]
     ]
     return "\n".join(lines) or f"  nothing: no option saves {WORTH:.0%} of the step"

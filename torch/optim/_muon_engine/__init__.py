@@ -32,6 +32,5 @@ The vocabulary, in the order of the data:
 - *signature*: the values that ranks compare when they build the optimizer.
 
 Imports go one way, and a test checks it: ``layouts <- schedule <- runtime <- callbacks <- engine <- _muon``.
-``config``, ``agreement`` and ``process_groups`` import none of these, except for helpers of ``layouts``.
-Only ``layouts`` knows frameworks, so a new kind of parallelism changes nothing else.
+``config``, ``agreement`` and ``process_groups`` import none of these. Only ``layouts`` knows frameworks.
 """

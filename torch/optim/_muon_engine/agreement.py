@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import process_groups
-from .layouts import larger_first, listed
-from .process_groups import counters_of, device_of_group, Ranks, spanning_group
+from .process_groups import counters_of, device_of_group, larger_first, listed, Ranks
 
 
 # Fields that follow from other fields, of this parameter or of another one.
@@ -60,7 +59,7 @@ def agree(
         described = [signature.description for signature in shared]
         digest = hashlib.sha256(repr([s.fields for s in shared]).encode()).hexdigest()
         with _reaching(ranks, described, error):
-            group = groups[ranks] = spanning_group(ranks, sharing[ranks])
+            group = groups[ranks] = process_groups.spanning_group(ranks, sharing[ranks])
         own = digest, serials[ranks]
         answers, error = gather_reports(group, own, error, described)
         digests, counted = zip(*answers)
@@ -154,8 +153,8 @@ def _first_difference(ranks: Ranks, everyone: Sequence[Sequence[Signature]]) -> 
                 for (field, value), (_, other) in zip(one.fields, another.fields):
                     if (field in DERIVED) == derived and other != value:
                         return (
-                            f"ranks disagree about {one.description}: {field} is {value} on rank {ranks[0]} and {other} on rank {rank}. "
-                            f"{_ONE_GRID if derived else _SAME_PARAMETERS}"
+                            f"ranks disagree about {one.description}: {field} is {value} on rank {ranks[0]} and {other} on rank "
+                            f"{rank}. {_ONE_GRID if derived else _SAME_PARAMETERS}"
                         )
             if len(others) != len(first):
                 extra = max(first, others, key=len)[min(len(first), len(others))]

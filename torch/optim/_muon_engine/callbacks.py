@@ -117,13 +117,12 @@ def factory_config(
     """A config with the factory's functions. Raises ValueError if an option is invalid."""
     owners = owners_per_matrix
     if owners != "auto" and (type(owners) is not int or owners < 1):
-        raise ValueError(
-            f'owners_per_matrix must be an int >= 1 or "auto" but is {owners!r}'
-        )
+        raise ValueError(f'owners_per_matrix is {owners!r}, not "auto" or an int >= 1')
     state = {"reader": "dtensor", "is_dtensor": True, "param_metadata": {}, **state}
     state |= {"owners_per_matrix": owners, "keep_buffers": keep_buffers}
-    flags = async_gpu_parallelism, prefetch_count
-    return DistributedConfig(assign, gather, redistribute, state, *flags)
+    return DistributedConfig(
+        assign, gather, redistribute, state, async_gpu_parallelism, prefetch_count
+    )
 
 
 def is_from_factory(config: DistributedConfig, name: str) -> bool:
@@ -143,17 +142,13 @@ def _is_factorys(state: Mapping[str, Any]) -> bool:
 def _reader(state: dict[str, Any]) -> Reader:
     if _READER not in state:
         if not _is_factorys(state):
-            raise RuntimeError(
-                "the functions of a factory's config need the state of that config: pass it on"
-            )
+            raise RuntimeError("a factory's functions need the state of that config")
         state[_READER] = Reader(state)
     return state[_READER]
 
 
 def check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
-    """Raises ValueError if a parameter holds other matrices on other ranks. Functions are called once for each
-    parameter, so ranks would call them in different orders.
-    """
+    """Raises ValueError if ranks hold other matrices of a parameter: they would call functions in other orders."""
     counts = Counter(layout.key.index for layout in layouts)
     for index, param in enumerate(params):
         shape, (split, flatten) = param.tensor.shape, param.form
@@ -307,8 +302,8 @@ class FunctionStep:
         if not layouts:
             split, flatten = param.form
             shape = matrix_shape(self._global_shape(param, whole), flatten)
-            pieces = map(formulas.matrices, (param.local, update))
-            for local, part in zip(*pieces):
+            cut = formulas.matrices
+            for local, part in zip(cut(param.local), cut(update)):
                 joined = split.joined_shape(local.shape) if split.sizes else shape
                 formulas.apply([local], [part], joined)
 

@@ -57,6 +57,7 @@ class DistributedConfig:
         self.check()
 
     def check(self) -> None:
+        """Raises ValueError if a flag is invalid."""
         count = self.prefetch_count
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ValueError(f"prefetch_count must be an int >= 0 but is {count!r}")

@@ -9,8 +9,8 @@ from torch import nn, Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .._newton_schulz import newton_schulz_bytes, NS_DTYPE
-from .layouts import fsdp1, listed, Ranks
-from .process_groups import ranks_per_node
+from .layouts import fsdp1, Ranks
+from .process_groups import listed, ranks_per_node
 from .runtime.compute import PREPARED_BYTES
 from .schedule import owners, packs
 from .schedule.packs import Schedule
@@ -22,11 +22,13 @@ _ROW = "  {:>6} {:>6} {:>8} {:>8} {:>11} {:>11} {:>11}  {}"
 _HEADER = "rank", "owns", "TFLOP", "x mean", "MiB sent", "received", "memory", ""
 
 
-def coverage(muon: Any, model: nn.Module | None, others: Sequence[Any]) -> str:
+def coverage(muon: Any, model: Any, others: Sequence[Any]) -> str:
     """How much Muon has, its share of ``model``, and the matrices that no optimizer has."""
     group_of = {p: group for group in muon.param_groups for p in group["params"]}
-    logical = [] if model is None else list(fsdp1.logical_matrices(model))
-    of_model = {p: tensors for _, p, tensors in logical}
+    if isinstance(model, nn.Module):
+        of_model = {p: tensors for _, p, tensors in fsdp1.logical_matrices(model)}
+    else:
+        of_model = {p: [(f"{tuple(p.shape)}", p.shape)] for p in model or ()}
     inside: dict[Tensor, Any] = {p: [("", p.shape)] for p in group_of} | of_model
     numel = {p: sum(math.prod(s) for _, s in inside[p]) for p in inside}
     deep = [p for p in group_of if any(len(shape) > 2 for _, shape in inside[p])]

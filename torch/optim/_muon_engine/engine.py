@@ -4,8 +4,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
-from functools import cached_property
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ from .agreement import agree, Signature
 from .callbacks import FunctionStep, is_from_factory, own_functions
 from .config import DistributedConfig
 from .hints import Hints
-from .layouts import larger_first, Layout, listed
+from .layouts import Layout
 from .layouts.dtensor import device_of, is_dtensor
 from .layouts.groups import ParamInfo
-from .process_groups import FailureNotes, process_rank, Ranks, spanning_group
+from .process_groups import FailureNotes, larger_first, listed, Ranks, spanning_group
 from .runtime import Param, transport
 from .runtime.pipeline import Pipeline
 from .schedule import buckets
@@ -100,13 +99,13 @@ class Engine:
             raise
         if layouts and is_first:
             why = "rebuilt for changed parameters" if former else "built"
-            counts = len(layouts), len(self.schedule.buckets)
-            log.info("Muon %s: %d matrices, %d buckets", why, *counts)
+            n_buckets = len(self.schedule.buckets)
+            log.info("Muon %s: %d matrices, %d buckets", why, len(layouts), n_buckets)
 
     @property
     def rank(self) -> int:
         """This process's global rank, unless the config's state replaces it."""
-        return self.config.state.get("rank", process_rank())
+        return self.config.state.get("rank", process_groups.process_rank())
 
     @property
     def world_size(self) -> int:
@@ -114,7 +113,7 @@ class Engine:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         return self.config.state.get("world_size", world_size)
 
-    @cached_property
+    @property
     def device(self) -> torch.device:
         reader: Any = self.reader  # Nothing asks an engine without one.
         params = [param.tensor for param in self.params]
@@ -143,7 +142,7 @@ class Engine:
                     of_layouts = [self.params[layout.key.index] for layout in layouts]
                     algorithms = [param.formulas.ns_algorithm for param in of_layouts]
                     layouts = divided(layouts, each, per_node, algorithms)
-                owners = self._assign(tensors, layouts)
+                owners = _assign(self, layouts)
         except Exception as raised:
             error = error or raised
         if self.reader is None:
@@ -172,24 +171,6 @@ class Engine:
                 within = [sharing[wide] for wide in sharing if set(ranks) <= set(wide)]
                 groups = chain.from_iterable(within)
                 self.groups[ranks] = spanning_group(ranks, groups, further[ranks])
-
-    def _assign(self, tensors: list[Tensor], layouts: Sequence[Layout]) -> list[int]:
-        """Fills ``assignments``. Returns the owner of each layout."""
-        entries: dict[str, Any] = {callbacks.LAYOUTS: layouts}
-        if self.reader is not None:
-            self.reader.describe_state(self.config.state)
-            if not self.runs_on_engine:
-                callbacks.check_stacks(self.params, layouts)
-            if is_from_factory(self.config, "assign"):
-                owners, self.assignments = callbacks.choose_owners(tensors, layouts)
-                return owners
-            entries |= {"rank": self.rank, "world_size": self.world_size}
-        with callbacks.lent(self.config.state, entries):
-            assignments = self.config.assign_fn(list(tensors), self.config.state)
-        described = [param.described for param in self.params]
-        owners = owners_of(assignments, layouts, described, self.world_size)
-        self.assignments = {rank: list(owned) for rank, owned in assignments.items()}
-        return owners
 
     def _make_runner(self) -> Any:
         """The pipeline or the step through functions. The first call makes it, and takes its memory."""
@@ -293,7 +274,7 @@ class Engine:
         changed = [name for name in before if before[name] != now[name]]
         if changed:
             raise ValueError(
-                f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon, or build a new one"
+                f"{listed(changed)} of the config changed after this Muon was built. Set them before that, or build a new one"
             )
         for of_group in formulas:
             of_group.check()
@@ -356,6 +337,26 @@ class Engine:
     def synchronize(self) -> None:
         if error := self.new_failure():
             raise error
+
+
+def _assign(engine: Engine, layouts: Sequence[Layout]) -> list[int]:
+    """Fills ``engine.assignments``. Returns the owner of each layout."""
+    config, tensors = engine.config, [param.tensor for param in engine.params]
+    entries: dict[str, Any] = {callbacks.LAYOUTS: layouts}
+    if engine.reader is not None:
+        engine.reader.describe_state(config.state)
+        if not engine.runs_on_engine:
+            callbacks.check_stacks(engine.params, layouts)
+        if is_from_factory(config, "assign"):
+            owners, engine.assignments = callbacks.choose_owners(tensors, layouts)
+            return owners
+        entries |= {"rank": engine.rank, "world_size": engine.world_size}
+    with callbacks.lent(config.state, entries):
+        assignments = config.assign_fn(tensors, config.state)
+    described = [param.described for param in engine.params]
+    owners = owners_of(assignments, layouts, described, engine.world_size)
+    engine.assignments = {rank: list(owned) for rank, owned in assignments.items()}
+    return owners
 
 
 def _signatures(
@@ -424,13 +425,11 @@ def _take_momentum(
 def _keep_config_indices(
     former: Sequence[Param], now: Sequence[Param], replaced: list[Replacement]
 ) -> None:
-    """Gives each parameter the config index that it has had, or that of the parameter that it replaces."""
+    """Gives each parameter the config index that it has had, or the one that it replaces; -1 to a further one."""
     indices = {param.tensor: param.config_index for param in former}
     indices |= {new.tensor: old.config_index for old, new, _ in replaced}
-    following = count(max(indices.values(), default=-1) + 1)
     for param in now:
-        index = indices.get(param.tensor)
-        param.config_index = next(following) if index is None else index
+        param.config_index = indices.get(param.tensor, -1)
 
 
 def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement]:

@@ -3,7 +3,8 @@
 import warnings
 from collections.abc import Sequence
 
-from .layouts import Layout, listed
+from .layouts import Layout
+from .process_groups import listed
 from .runtime import Param
 
 

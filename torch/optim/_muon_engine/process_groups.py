@@ -26,13 +26,24 @@ _GONE = KeyError, RuntimeError, ValueError
 # Those of this rank's own device, whichever call they surface in.
 OWN_ERRORS = torch.OutOfMemoryError, torch.AcceleratorError
 _MISSING = (
-    "Ranks {} did not come to this step(), or no longer run. If they run, and a GradScaler skipped the step on them because "
-    "of an inf in their own gradients, use ShardedGradScaler of torch.distributed.fsdp.sharded_grad_scaler"
+    "Ranks {} did not come to this step(), or no longer run. Under DDP's join(), all must make equally many steps. If a "
+    "GradScaler skipped the step there because of an inf, use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
 )
 
 
 def group_ranks(group: ProcessGroup) -> Ranks:
     return tuple(dist.get_process_group_ranks(group))
+
+
+def listed(names: Sequence[Any], most: int = 8) -> str:
+    """The first of ``names``, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
+
+
+def larger_first(groups: Iterable[Ranks]) -> list[Ranks]:
+    """The order in which all ranks go through their groups: by size, then by rank."""
+    return sorted(groups, key=lambda ranks: (-len(ranks), ranks))
 
 
 def process_rank() -> int:

@@ -1,4 +1,4 @@
-"""Which rank stores which region of a matrix. In the engine, only this folder knows frameworks."""
+"""Which rank stores which region of a matrix. Of the engine, only this folder knows frameworks."""
 
 import hashlib
 import itertools
@@ -255,12 +255,6 @@ class Layout:
         return self.key.describe(self.shape)
 
 
-def listed(names: Sequence[Any], most: int = 8) -> str:
-    """The first of ``names``, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
-
-
 def matrix_shape(shape: Sequence[int], flatten: bool) -> Shape:
     """The shape of a matrix in a parameter: dimension 0 by all others, or else the last two."""
     return (shape[0], math.prod(shape[1:])) if flatten else (shape[-2], shape[-1])
@@ -269,11 +263,6 @@ def matrix_shape(shape: Sequence[int], flatten: bool) -> Shape:
 def not_2d(described: str) -> ValueError:
     """The error for a parameter that holds no matrix, in upstream's words."""
     return ValueError(f"Muon only supports 2D parameters whereas we found {described}")
-
-
-def larger_first(groups: Iterable[Ranks]) -> list[Ranks]:
-    """The order in which all ranks go through their groups: by size, then by rank."""
-    return sorted(groups, key=lambda ranks: (-len(ranks), ranks))
 
 
 def check_cover(layout: Layout) -> None:

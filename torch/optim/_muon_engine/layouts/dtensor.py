@@ -296,8 +296,8 @@ def _contributions(tensor: DTensor) -> tuple[int, ...]:
             "of Partial parameters only Partial('sum') has a defined update; redistribute it first"
         )
     sizes = [n if is_partial else 1 for n, is_partial in zip(shape, partial)]
-    numbers = torch.arange(math.prod(sizes), device="cpu").view(sizes)
-    return tuple(numbers.expand(shape).flatten().tolist())
+    terms = torch.arange(math.prod(sizes), device="cpu").view(sizes)
+    return tuple(terms.expand(shape).flatten().tolist())
 
 
 def _matrices_by_rank(tensor: DTensor, flatten: bool) -> list[dict[int, Regions]]:
@@ -368,10 +368,10 @@ def _runs(indices: Tensor) -> Runs:
     return tuple((v, e - s) for v, s, e in zip(firsts, starts, ends))
 
 
-def _regions(rows: Runs, columns: Runs, number: int) -> Regions:
-    """The regions of the ``number``-th matrix that a rank holds."""
+def _regions(rows: Runs, columns: Runs, place: int) -> Regions:
+    """The regions of the ``place``-th matrix that a rank holds."""
     stride = sum(width for _, width in columns)
-    regions, offset = [], number * stride * sum(height for _, height in rows)
+    regions, offset = [], place * stride * sum(height for _, height in rows)
     for row, height in rows:
         at = offset
         for column, width in columns:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..agreement import common, gather_reports
-from ..process_groups import group_ranks, is_dry_run, process_rank, Ranks
-from . import check_cover, Cut, Cuts, Key, Layout, listed, Regions, Shape, Shards
+from ..process_groups import group_ranks, is_dry_run, listed, process_rank, Ranks
+from . import check_cover, Cut, Cuts, Key, Layout, Regions, Shape, Shards
 from .dtensor import is_frozen, local_part
 
 
@@ -161,7 +161,7 @@ def _joined(
     answers: Sequence[Message],
     described: Mapping[Name, str],
 ) -> Iterator[tuple[Name, Layout, Cut, tuple[int, ...]]]:
-    """Names, joined layouts, cuts and value digests of those ``parts`` that a group shares. Raises ValueError if they do not fit."""
+    """Names, joined layouts, cuts and value digests of those ``parts`` that a group shares; ValueError if they do not fit."""
     joined_of: dict[tuple, tuple[Layout, list[int]]] = {}
     layouts, digests, ep_ranks = zip(*answers)
     ep_ranks_of = dict(zip(key[1], ep_ranks, strict=True))

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from . import listed, matrix_shape, not_2d, Region
+from ..process_groups import listed
+from . import matrix_shape, not_2d, Region
 
 
 class FlatTensor(NamedTuple):
@@ -24,12 +25,12 @@ class FlatTensor(NamedTuple):
     # FSDP's ShardParamInfo. Its indices count the elements in the order of flattening.
     shard: Any
 
-    def regions(self, shape: tuple[int, int], number: int) -> tuple[Region, ...]:
-        """The stored part of the ``number``-th matrix of ``shape``: the end of a row, whole rows, the start of one."""
+    def regions(self, shape: tuple[int, int], place: int) -> tuple[Region, ...]:
+        """The stored part of the ``place``-th matrix of ``shape``: the end of a row, whole rows, the start of one."""
         if not self.shard.in_shard:
             return ()
         (rows, columns), start = shape, self.shard.intra_param_start_idx
-        first, offset = number * rows * columns, self.shard.offset_in_shard
+        first, offset = place * rows * columns, self.shard.offset_in_shard
         end = min(self.shard.intra_param_end_idx + 1, first + rows * columns)
         at, parts = max(start, first), []
         while at < end:
@@ -99,6 +100,14 @@ def _tensors(flat: Any, prefix: str = "") -> list[FlatTensor]:
     return list(map(FlatTensor, names, shapes, tps, flat._contiguities, shards))
 
 
+def mixed(described: str, inside: Mapping[str, str]) -> ValueError:
+    """The error for a flat parameter that only a part of is for Muon, with a tensor of each kind ``inside``."""
+    return ValueError(
+        f"{described} is a flat parameter that mixes matrices for Muon with others, or such of different splits: {inside}. Pass "
+        "use_orig_params=True and module=model, or wrap the others in units of their own"
+    )
+
+
 def matrices_of(
     tensors: Sequence[FlatTensor], described: str, takes_stacks: bool, flatten: bool
 ) -> Iterator[FlatMatrix]:
@@ -106,11 +115,7 @@ def matrices_of(
     most_dims = math.inf if takes_stacks or flatten else 2
     others = [t for t in tensors if not 2 <= len(t.shape) <= most_dims]
     if 0 < len(others) < len(tensors):
-        matrices = listed([t.name for t in tensors if t not in others], 4)
-        raise ValueError(
-            f"{described} is a flat parameter that mixes matrices ({matrices}) with {listed([t.name for t in others], 4)}. Pass "
-            "use_orig_params=True and module=model, or wrap the others in units of their own"
-        )
+        raise mixed(described, {f"{len(t.shape)}D": t.name for t in tensors})
     if others:
         names = listed([tensor.name for tensor in others], 4)
         raise not_2d(f"{described}, which is {names} of shape {others[0].shape}")

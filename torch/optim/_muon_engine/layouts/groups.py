@@ -15,8 +15,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..._muon_split import Split
 from ..agreement import all_gather_uneven
-from ..process_groups import group_ranks, spanning_group
-from . import dtensor, fsdp1, Key, larger_first, Layout, matrix_shape, not_2d, Region
+from ..process_groups import group_ranks, larger_first, spanning_group
+from . import dtensor, fsdp1, Key, Layout, matrix_shape, not_2d, Region
 from .divide import split_fused
 from .exchange import KindGroups, KINDS, LocalPieces
 
@@ -85,7 +85,7 @@ class Reader:
             unknown = [index for index in indices if index not in range(count)]
             if unknown:
                 raise ValueError(
-                    f"{name} names parameters {unknown}. Indices count the optimizer's parameters, 0 to {count - 1}, not the model's"
+                    f"{name} names parameters {unknown}. Indices count the optimizer's parameters, 0 to {count - 1}"
                 )
 
     def read(
@@ -258,6 +258,7 @@ class _LocalReader(LocalPieces):
                     self.cuts_of({"tp": spec.mesh.get_group()}, {})
 
     def add(self, index: int, param: Tensor) -> None:
+        """Adds the matrices in a parameter. Raises ValueError or IndexError if Muon cannot take it."""
         reader, info = self.reader, self.reader.info(index)
         if reader.problem:
             raise ValueError(reader.problem)

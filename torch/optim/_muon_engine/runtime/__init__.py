@@ -66,7 +66,7 @@ class Param:
     def check_form(self, formulas: Any) -> None:
         if self.form != formulas.form:
             raise ValueError(
-                f"split or flatten of {self.described} changed, or a checkpoint has other ones: {self.form} when this Muon was built, {formulas.form} now. Build a new Muon"
+                f"split or flatten of {self.described} was {self.form} and is {formulas.form} now. Build a new Muon"
             )
 
     def begin(self, formulas: Any, grad: Tensor | None, state: Any) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 # The public profiler range costs tens of microseconds even when no profiler runs.
 from torch._C._profiler import _RecordFunctionFast
 
-from ..layouts import listed, Region
+from ..layouts import Region
+from ..process_groups import listed
 from ..schedule.packs import grouped
 from . import Matrix, Param
 from .transport import copy_all, InFlight, LocalBucket, Memory
@@ -29,7 +30,7 @@ RegionTensor = tuple[Matrix, Region, Any]
 
 class Compute:
     """Reads gradients and momentum into packs, orthogonalizes, and applies updates. A CPU takes one matrix
-    after another, while it is in the cache. Accelerators make few launches.
+    after another, while it is in the cache. Accelerators take all of a bucket.
     """
 
     def __init__(self, rank: int, device: torch.device, memory: Memory) -> None:

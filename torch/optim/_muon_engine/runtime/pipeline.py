@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..layouts import larger_first
+from ..process_groups import larger_first
 from ..schedule.packs import RELAYS_IN_FLIGHT, slots_for
 from . import Matrix
 from .compute import Compute, RegionTensor

@@ -38,10 +38,10 @@ class LocalRelay(InFlight):
     def pack(self) -> None:
         """On the source: copies the results that it received and those that it computed itself."""
         results = [
-            (target.view, source.view)
+            (target.view, result.view)
             for m in self.matrices
             for origin in self._origins
-            for target, source in zip(self.packed.of(m.index), origin.of(m.index))
+            for target, result in zip(self.packed.of(m.index), origin.of(m.index))
         ]
         copy_all(results)
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..layouts import listed
-from ..process_groups import is_dry_run, Ranks
+from ..process_groups import is_dry_run, listed, Ranks
 from . import Matrix, Status
 from .transport import InFlight
 
@@ -27,8 +26,8 @@ from .transport import InFlight
 _ROWS = 256
 
 _OTHER_STEP = "the ranks are not in the same step(): a closure or a check raised on some of them, and the caller went on"
-_OTHER_OPTIMIZER = "the ranks step different optimizers. Build and step them in the same order; a set has another order on each rank"
-_OTHER_OPTIONS = "the ranks have different hyperparameters for these. A scheduler or a checkpoint changed param_groups on some ranks only"
+_OTHER_OPTIMIZER = "the ranks step different optimizers. Build and step them in the same order; a set has another on each rank"
+_OTHER_OPTIONS = "the ranks have different hyperparameters for these. A scheduler or a checkpoint changed those of some ranks only"
 _OTHER_VALUES = (
     "the ranks hold different values of these, so they are not replicas. Broadcast the parameters before the first "
     "step, as DistributedDataParallel does. If each rank has parameters of its own (ZeroRedundancyOptimizer, layers or "
@@ -39,7 +38,7 @@ _SOME_ABSENT = (
     "some of the ranks that hold these have a gradient and some have none. All need one, or none of them: zeros for an "
     "unused expert or a branch that one rank skips"
 )
-OTHER_GROUP = "ranks that share matrices with this one differ in others that this rank does not hold. The error on those ranks says how"
+OTHER_GROUP = "ranks that share matrices with this one differ in others that this rank does not hold. Their error says how"
 
 
 class Statuses(InFlight):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..layouts import listed, Region
-from ..process_groups import is_dry_run, OWN_ERRORS, Ranks
+from ..layouts import Region
+from ..process_groups import is_dry_run, listed, OWN_ERRORS, Ranks
 from ..schedule.packs import Bucket, LocalPacks, Pack, Relay, Schedule, slot_sizes
 from . import Matrix
 
@@ -196,7 +196,7 @@ class LocalBucket(InFlight):
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copies each (target, source), in few launches."""
+    """Copies to the first tensor of each pair from the second."""
     # Foreach functions refuse empty lists.
     if len(pairs) == 1:
         pairs[0][0].copy_(pairs[0][1])

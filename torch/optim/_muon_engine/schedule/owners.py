@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..._newton_schulz import GRAM_RATIO
-from ..layouts import larger_first, Layout, listed, Ranks, Shape
+from ..layouts import Layout, Ranks, Shape
 from ..layouts.divide import divide
+from ..process_groups import larger_first, listed
 
 
 def newton_schulz_flops(shape: Sequence[int], algorithm: str = "quintic") -> int:
@@ -102,8 +103,11 @@ def best_division(
     for kind in members:
         numbers = {1}
         if min(kind.shape) >= MIN_DIVIDED:
-            # If blocks are no shards, the replicas of some shards have more to relay than others.
-            numbers |= {kind.shards} if kind.shards > 1 else {2, 4, 8, 16, 32, 64}
+            numbers |= {2, 4, 8, 16, 32, 64}
+            if kind.shards > 1:
+                # With other numbers, the replicas of some shards have more to relay than others.
+                even = {n for n in numbers if not (n % near or kind.shards % n)}
+                numbers = {1, kind.shards} | even
         numbers = sorted(numbers & possible)
         choices.append([(_seconds(kind, count, near), count) for count in numbers])
     divisions = set()
@@ -271,6 +275,6 @@ def owners_of(
     for layout, owner in zip(layouts, owners, strict=True):
         if owner not in layout.holders:
             raise ValueError(
-                f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; the ranks that do are {list(layout.holders)}"
+                f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; {list(layout.holders)} do"
             )
     return owners

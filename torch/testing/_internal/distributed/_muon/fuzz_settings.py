@@ -10,16 +10,17 @@ import unittest
 
 try:
     import hypothesis
+    from hypothesis import strategies as st
 except ImportError as error:
     raise unittest.SkipTest("hypothesis is not installed") from error
 
 
 def one_of(*values):
-    return hypothesis.strategies.sampled_from(values)
+    return st.sampled_from(values)
 
 
-def fuzz(examples: int):
-    """A decorator for a test of ``given`` arguments, which are drawn ``examples`` times by default."""
+def fuzz(examples: int, *drawn):
+    """A decorator for a test, whose arguments are drawn ``examples`` times by default."""
     seed = os.environ.get("MUON_TEST_FUZZ_SEED")
     settings = hypothesis.settings(
         max_examples=int(os.environ.get("MUON_TEST_FUZZ", examples)),
@@ -31,4 +32,4 @@ def fuzz(examples: int):
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     seeded = hypothesis.seed(int(seed)) if seed else lambda test: test
-    return lambda test: settings(seeded(test))
+    return lambda test: settings(seeded(hypothesis.given(*drawn)(test)))
