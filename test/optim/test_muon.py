@@ -523,8 +523,9 @@ class TestMuonRefusals(TestCase):
             "has no distributed_config",
         ):
             self.assertIn(words, page)
-        page = muon.describe(nn.Linear(6, 4).parameters(), other)
-        self.assertIn("28 elements\nNo optimizer given here has (4, 6)", page)
+        for model, name in (("parameters", "(4, 6)"), ("named_parameters", "weight")):
+            page = muon.describe(getattr(nn.Linear(6, 4), model)(), other)
+            self.assertIn(f"28 elements\nNo optimizer given here has {name}", page)
         copied = copy.deepcopy(Muon(muon.param_groups, distributed_config="auto"))
         self.assertIn("lost its distributed_config", copied.describe())
 

@@ -91,7 +91,7 @@ class TestDistributedConfig(MuonTestCase):
             with self.assertRaisesRegex(ValueError, words):
                 create_auto_config(**dict.fromkeys(names.split(), 0))
         for given, words in (
-            ({"expert_assignments": {0: 3, 2: 1}}, r"names parameters \[2\].* 0 to 1"),
+            ({"expert_assignments": {0: 3, 2: 1}}, r"names parameters \[2\].* 2 parameters, not"),
             ({"expert_assignments": {"w": 1}}, r"names parameters \['w'\]"),
             # new_group() returns this on a rank that is not in the group.
             ({"tp_process_group": dist.GroupMember.NON_GROUP_MEMBER}, "with this rank"),
@@ -286,7 +286,7 @@ class TestMuonErrors(MuonTestCase):
         wrapped = map(functools.partial, (built.gather_fn, built.redistribute_fn))
         config = DistributedConfig(all_to(0), *wrapped, {})
         optimizer = Muon(make_params((4, 4)), distributed_config=config)
-        with self.assertRaisesRegex(RuntimeError, "state of that config"):
+        with self.assertRaisesRegex(RuntimeError, "state of their config"):
             optimizer.step()
 
 
@@ -427,6 +427,7 @@ class TestReplaced(MuonTestCase):
             (now.pop, params[1], []),
             (lambda: now.append(new), new, []),
             (lambda: now.append(last), last, []),
+            (lambda: now.append(params[2]), params[2], [3]),
         ):
             before = moving.detach().clone()
             self.assertEqual(ours.step(lambda change=change: (change(), 3.5)[1]), 3.5)

@@ -202,7 +202,7 @@ class TestDTensorsOnOneRank(MuonTestCase):
             splits = split_of(model)
             self.assertEqual(splits, dict.fromkeys(names[::2], (4, 4, 4)))
             if not use_orig_params:
-                pattern = r"or such of different splits.*Muon, split \(4, 4, 4\)"
+                pattern = r"with other splits.*Muon, split \(4, 4, 4\)"
                 with self.assertRaisesRegex(ValueError, pattern):
                     partition_named_parameters(model, split=splits)
                 same = {"*in_proj_weight": (8, 4), "*out_proj.weight": [8, 4]}
@@ -383,7 +383,7 @@ class TestPartition(TestCase):
 
     def test_vocabulary_that_is_a_width_too(self):
         token = nn.Embedding(VOCABULARY, WIDTH)
-        fused = [{"kv": linear(VOCABULARY)}, {"kv": linear(VOCABULARY)}]
+        fused = [{"w12": linear(VOCABULARY), "net": [linear(VOCABULARY)]} for _ in "ab"]
         mlp = {"up": linear(VOCABULARY), "down": linear(WIDTH, VOCABULARY)}
         for hidden in ({"blocks": fused}, {"block": mlp}):
             model = {"token": token, **hidden, "fc": linear(VOCABULARY)}
@@ -676,7 +676,7 @@ class TestSplits(TestCase):
         self.assertEqual(found, ([(["up.weight"], {})], []))
 
     def test_fused_weights_that_stay_whole(self):
-        unknown = {"Wqkv": linear(24), "lora": lora(linear(8))}
+        unknown = {"Wqkv": linear(24), "lora": lora(linear(8)), "qkv": [linear(24)]}
         parts = {
             "known": {"qkv": linear(24), "up": linear(16)},
             "unknown": unknown | {"c_attn": lora(linear(24))},
@@ -690,6 +690,7 @@ class TestSplits(TestCase):
             "known.up.weight (16, 8) -> Muon",
             f"unknown.Wqkv.weight (24, 8) -> {how}",
             f"unknown.c_attn.base_layer.weight (24, 8) -> {how}",
+            f"unknown.qkv.0.weight (24, 8) -> {how}",
             "unknown.c_attn.lora_A.default.weight (2, 8) -> Muon",
             f"bare.in_proj_weight (24, 8) -> {how}",
         ):

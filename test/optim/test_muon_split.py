@@ -175,7 +175,7 @@ class TestMuonSplit(TestCase):
         qkv.grad = randn(1, 48, 16)
         # A list that changes in place went unnoticed.
         muon.param_groups[0]["split"].reverse()
-        with self.assertRaisesRegex(ValueError, r"split .* was .*\(16, 32\).* is .*\(32, 16\)"):
+        with self.assertRaisesRegex(ValueError, r"split .*\(16, 32\).*\(32, 16\)"):
             muon.step()
         self.assertTrue(torch.equal(qkv, randn(0, 48, 16)))
         muon.param_groups[0]["split"] = (16, 32)

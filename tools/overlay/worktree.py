@@ -295,8 +295,9 @@ class Worktree:
     ) -> None:
         """Bring the texts there, and HEAD to that commit; ``laid`` is applied then.
 
-        ``now`` is what the caller found at these paths. It works on a copy of the user's index, which replaces that
-        at the end, under the lock that git would take.
+        ``now`` is what the caller found at these paths. git refuses changes from here on.
+        It works on a copy of the user's index, which replaces that at the end, under the
+        lock that git would take.
         """
         was, env = self.resolve("HEAD"), self._env
         index, lock = self.git_dir / "index", self.git_dir / "index.lock"
@@ -315,6 +316,8 @@ class Worktree:
             old = self._write_tree(env)
             if self.texts(old, [*texts]) != {rel: now[rel] for rel in texts}:
                 raise WorkFailed(f"files in {self.root} changed meanwhile; try again")
+            if head and not self._is_ancestor(was, head):
+                raise WorkFailed(f"{self.root} has a new commit; try again")
             new = self._tree(old, texts)
             before = self._commit(old, [was], "before", record=True)
             parents = [laid, before, *[head] * bool(head)]

@@ -162,15 +162,13 @@ def check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
 
 def checked_config(config: DistributedConfig | str | None) -> DistributedConfig | None:
     """The config of the argument ``distributed_config``. Raises TypeError if it is neither a config nor "auto"."""
-    if config is None:
-        return None
+    if config is None or isinstance(config, DistributedConfig):
+        return config
     if config == "auto":
         from torch.optim._muon_engine.callbacks import factory_config
 
         return factory_config({})
-    if not isinstance(config, DistributedConfig):
-        actual = repr(config) if isinstance(config, str) else type(config).__name__
-        raise TypeError(
-            f'distributed_config must be a torch.optim.muon.DistributedConfig or "auto" but is {actual}'
-        )
-    return config
+    actual = repr(config) if isinstance(config, str) else type(config).__name__
+    raise TypeError(
+        f'distributed_config must be a torch.optim.muon.DistributedConfig or "auto" but is {actual}'
+    )

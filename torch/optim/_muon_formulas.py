@@ -143,7 +143,7 @@ class MuonFormulas(NamedTuple):
         return torch._foreach_lerp(grads, bufs, self.momentum)
 
     def orthogonalize(self, prepared: Tensor, products: Any = None) -> Tensor:
-        """Returns the update of a matrix, or of a batch (matrices, rows, columns). A divided one needs ``products``."""
+        """Returns the update of a matrix, or of a batch (matrices, rows, columns). ``products`` is that of a divided one."""
         x, steps, algorithm = prepared.to(NS_DTYPE), self.ns_steps, self.ns_algorithm
         coefficients = self.ns_coefficients
         return newton_schulz(x, coefficients, steps, self.eps, algorithm, products)

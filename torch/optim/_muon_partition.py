@@ -20,6 +20,8 @@ _WRAPPERS = r"\b(_orig_mod|base_layer|original_module|modules_to_save\.\w+)\."
 _PARAMETRIZED = r"\bparametrizations\.\w+\.(?=original)"
 # Layers of a block differ in their numbers only.
 _NUMBER = re.compile(r"\b\d+\b")
+# An element of a list that is in no other list.
+_LISTED = r"[^*]*\*(\.weight)?"
 # Names that models give to the layer that computes logits, or to the module around it.
 _HEAD = r"class_embed|classifier|embed_out|(lm_)?head|output_layer|qa_outputs|score|unembed(ding)?"
 # Inside blocks, hidden layers have such names as well, and attention has heads.
@@ -168,10 +170,11 @@ class _Model:
         sizes |= {m.num_embeddings: same for m in embeddings}
         outputs = sizes.keys() - {size for p in own for size in p.shape[1:]}
         candidates = {(p.unit, p.shape) for p in matrices if p.shape[0] in outputs}
-        blocks = Counter((_NUMBER.sub("*", unit), shape) for unit, shape in candidates)
-        heads = {(u, s) for u, s in candidates if blocks[_NUMBER.sub("*", u), s] == 1}
+        starred = {unit: _NUMBER.sub("*", unit) for unit, _ in candidates}
+        blocks = Counter((starred[unit], shape) for unit, shape in candidates)
+        heads = {(u, s) for u, s in candidates if blocks[starred[u], s] == 1}
         # A list of heads, each for another token, is no list of blocks.
-        numbered = {(u, s) for u, s in candidates if re.search(r"\d(.weight)?$", u)}
+        numbered = {(u, s) for u, s in candidates if re.fullmatch(_LISTED, starred[u])}
         heads |= {(u, s) for u, s in numbered if sizes[s[0]] == same}
         self.heads = {u: f"output head: {sizes[s[0]]}" for u, s in heads}
 

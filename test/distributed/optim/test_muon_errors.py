@@ -386,7 +386,7 @@ class TestMuonMistakes(common_muon.OnCPU):
         flags, group = vars(twins.config), twins.optimizer.param_groups[0]
         for where, name, wrong, pattern in (
             (flags, "prefetch_count", -1, "prefetch_count must be"),
-            (flags, "prefetch_count", 3, "Set them before that"),
+            (flags, "prefetch_count", 3, "Set them before you build"),
             (flags, "async_gpu_parallelism", False, "Set them before"),
             (group, "ns_steps", 100, "less than 100"),
         ):

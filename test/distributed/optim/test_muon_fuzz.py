@@ -194,8 +194,6 @@ def actions(draw, plan, batched):
         numbers, groups = range(len(present)), range(len(plan.options))
         changing = [n for n in numbers if plan.see([present[n]], present)]
         of_group = [[m for m in present if m.group == at] for at in groups]
-        entries = {n: (present[n].tp_dim, present[n].expert) for n in changing}
-        plain_ones = [n for n in changing if entries[n] == (None, False)]
         possible = {
             "step": (None,),
             "change_options": groups,
@@ -205,8 +203,7 @@ def actions(draw, plan, batched):
             "replace": [n for n in changing if present[n].mesh is not None],
             "mismatch": [*mismatches(plan, present)],
             "reverse": [at for at in groups if plan.see(of_group[at], present, 2)],
-            # The config's dicts do not know a parameter that comes back.
-            "rest": [n for n in plain_ones if holders_have_others(plan, n, present)],
+            "rest": [n for n in changing if holders_have_others(plan, n, present)],
         }
         kinds = [kind for kind, choices in possible.items() if choices]
         kind = draw(one_of(*kinds, *(kind for kind in RARE if kind in kinds)))

@@ -96,12 +96,13 @@ class TestMuonDivision(TestCase):
         members, numbers = {}, {}
         for _ in range(draw.randint(1, 3)):
             shape = tuple(draw.choice((2047, 2048, 16384, 32768)) for _ in "ab")
-            of = Class(
-                shape, draw.choice(("quintic", "gram")), draw.choice((1, 1, 2, 3))
-            )
+            shards = draw.choice((1, 1, 2, 3, 16, 32))
+            of = Class(shape, draw.choice(("quintic", "gram")), shards)
             members[of] = draw.choice((1, 1, 2, 9))
-            # A block is a shard, or the replicas of some shards would relay more than others.
-            more = {of.shards} if of.shards > 1 else {2, 4, 8, 16, 32}
+            more = {2, 4, 8, 16, 32, 64}
+            if shards > 1:
+                # Else the replicas of some shards would relay more than those of others.
+                more = {n for n in more if n % near == 0 == shards % n} | {shards}
             more = more if min(shape) > 2047 else ()
             # Owners are ranks of one node, or whole nodes.
             whole = range(near, len(group) + 1, near) if near > 1 else ()

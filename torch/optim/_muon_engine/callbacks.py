@@ -33,9 +33,7 @@ LAYOUTS, _STEP, _READER = "_layouts", "_step", "_reader"
 
 @contextmanager
 def lent(state: dict[str, Any], entries: Mapping[str, Any]) -> Iterator[None]:
-    """Gives ``state`` the ``entries`` while functions of the config are called. A config is data. Another
-    engine, in another world, must not find the entries of this one.
-    """
+    """Gives ``state`` the ``entries`` while functions are called: an engine of another world must not find them."""
     before = {key: state[key] for key in entries if key in state}
     state.update(entries)
     try:
@@ -142,13 +140,13 @@ def _is_factorys(state: Mapping[str, Any]) -> bool:
 def _reader(state: dict[str, Any]) -> Reader:
     if _READER not in state:
         if not _is_factorys(state):
-            raise RuntimeError("a factory's functions need the state of that config")
+            raise RuntimeError("a factory's functions need the state of their config")
         state[_READER] = Reader(state)
     return state[_READER]
 
 
 def check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
-    """Raises ValueError if ranks hold other matrices of a parameter: they would call functions in other orders."""
+    """Raises ValueError if ranks may hold different matrices of a parameter, and call functions in different orders."""
     counts = Counter(layout.key.index for layout in layouts)
     for index, param in enumerate(params):
         shape, (split, flatten) = param.tensor.shape, param.form
@@ -171,6 +169,7 @@ class FunctionStep:
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.config, self.rank = engine, engine.config, engine.rank
+        self.device = engine.device if engine.reader is not None else None
         # By parameter index. Without a reader, there are no layouts.
         self.owners = {i: r for r, owned in engine.assignments.items() for i in owned}
         self.layouts: dict[int, list[Layout]] = defaultdict(list)
@@ -282,7 +281,7 @@ class FunctionStep:
             update = param.local.new_empty(shape, dtype=NS_DTYPE)
         group = self.engine.groups[self.layouts[index][0].holders]
         # A wrapper may have changed the owner's dtype. The other ranks receive this one.
-        update = update.to(self.engine.device, NS_DTYPE).contiguous()
+        update = update.to(self.device, NS_DTYPE).contiguous()
         if group is not None:
             dist.broadcast(update, owner, group=group)
         return update

@@ -28,7 +28,8 @@ def coverage(muon: Any, model: Any, others: Sequence[Any]) -> str:
     if isinstance(model, nn.Module):
         of_model = {p: tensors for _, p, tensors in fsdp1.logical_matrices(model)}
     else:
-        of_model = {p: [(f"{tuple(p.shape)}", p.shape)] for p in model or ()}
+        pairs = [e if type(e) is tuple else (tuple(e.shape), e) for e in model or ()]
+        of_model = {p: [(name, p.shape)] for name, p in pairs}
     inside: dict[Tensor, Any] = {p: [("", p.shape)] for p in group_of} | of_model
     numel = {p: sum(math.prod(s) for _, s in inside[p]) for p in inside}
     deep = [p for p in group_of if any(len(shape) > 2 for _, shape in inside[p])]

@@ -55,8 +55,6 @@ class Engine:
     ) -> None:
         self.config = copy.copy(config)
         self.params = params
-        # In the order of all ranks: experts last, by their ids.
-        self.ordered: Sequence[Param] = params
         self.reader = callbacks.reader_of(config, takes_stacks)
         self.steps = 0
         # Why a step failed half way. After that, the ranks' parameters may not belong together.
@@ -68,6 +66,8 @@ class Engine:
         # Ranks that share matrices -> the serial number of this optimizer among those over these ranks.
         self.serials: dict[Ranks, int] = {}
         self._runner: Pipeline | FunctionStep | None = None
+        # The config's dicts count the first parameters. One that leaves may come back, with its state.
+        self._config_indices: dict[Tensor, int] = {}
         replaced: list[Replacement] = []
         if former is not None:
             error = former.new_failure() or error
@@ -76,7 +76,11 @@ class Engine:
             # Two sets of slots may not fit.
             former._runner = None
             replaced = _replaced(former.params, params)
-            _keep_config_indices(former.params, params, replaced)
+            self._config_indices = kept = dict(former._config_indices)
+            kept |= {new.tensor: kept.pop(old.tensor) for old, new, _ in replaced}
+        for param in params:
+            index = -1 if former is not None else param.config_index
+            param.config_index = self._config_indices.setdefault(param.tensor, index)
         # Ranks exchange objects on the current device, which DDP does not ask its users to set.
         indices = [i for p in params if (i := p.tensor.device.index) is not None]
         index = indices[0] if indices and torch.accelerator.is_available() else None
@@ -114,6 +118,12 @@ class Engine:
         return self.config.state.get("world_size", world_size)
 
     @property
+    def ordered(self) -> Sequence[Param]:
+        """The parameters in the order of all ranks: experts last, by their ids."""
+        experts = {} if self.reader is None else self.reader.experts
+        return sorted(self.params, key=lambda p: experts.get(p.config_index, -1))
+
+    @property
     def device(self) -> torch.device:
         reader: Any = self.reader  # Nothing asks an engine without one.
         params = [param.tensor for param in self.params]
@@ -149,8 +159,6 @@ class Engine:
             if error is not None:
                 raise error
             return
-        experts = self.reader.experts
-        self.ordered = sorted(params, key=lambda p: experts.get(p.config_index, -1))
         sharing = self.reader.sharing
         signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in sharing}
         # All ranks must have replaced the same parameters.
@@ -274,7 +282,7 @@ class Engine:
         changed = [name for name in before if before[name] != now[name]]
         if changed:
             raise ValueError(
-                f"{listed(changed)} of the config changed after this Muon was built. Set them before that, or build a new one"
+                f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon"
             )
         for of_group in formulas:
             of_group.check()
@@ -420,16 +428,6 @@ def _take_momentum(
             f"the momentum of these starts at zero, because they took the place of other parameters: {listed(restarted)}",
             stacklevel=2,
         )
-
-
-def _keep_config_indices(
-    former: Sequence[Param], now: Sequence[Param], replaced: list[Replacement]
-) -> None:
-    """Gives each parameter the config index that it has had, or the one that it replaces; -1 to a further one."""
-    indices = {param.tensor: param.config_index for param in former}
-    indices |= {new.tensor: old.config_index for old, new, _ in replaced}
-    for param in now:
-        param.config_index = indices.get(param.tensor, -1)
 
 
 def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement]:

@@ -27,7 +27,7 @@ _GONE = KeyError, RuntimeError, ValueError
 OWN_ERRORS = torch.OutOfMemoryError, torch.AcceleratorError
 _MISSING = (
     "Ranks {} did not come to this step(), or no longer run. Under DDP's join(), all must make equally many steps. If a "
-    "GradScaler skipped the step there because of an inf, use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+    "GradScaler skipped the step on them because of an inf, use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
 )
 
 

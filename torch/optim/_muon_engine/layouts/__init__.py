@@ -1,4 +1,4 @@
-"""Which rank stores which region of a matrix. Of the engine, only this folder knows frameworks."""
+"""Which rank stores which region of a matrix. Only this folder of the engine knows frameworks."""
 
 import hashlib
 import itertools

@@ -101,10 +101,10 @@ def _tensors(flat: Any, prefix: str = "") -> list[FlatTensor]:
 
 
 def mixed(described: str, inside: Mapping[str, str]) -> ValueError:
-    """The error for a flat parameter that only a part of is for Muon, with a tensor of each kind ``inside``."""
+    """The error for a flat parameter of which only a part is for Muon, with a tensor of each kind ``inside``."""
     return ValueError(
-        f"{described} is a flat parameter that mixes matrices for Muon with others, or such of different splits: {inside}. Pass "
-        "use_orig_params=True and module=model, or wrap the others in units of their own"
+        f"{described} is a flat parameter that mixes matrices for Muon with others, or with other splits: {inside}. Wrap with "
+        "use_orig_params=True and give create_auto_config module=model, or wrap the others in units of their own"
     )
 
 

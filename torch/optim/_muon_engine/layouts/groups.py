@@ -85,7 +85,7 @@ class Reader:
             unknown = [index for index in indices if index not in range(count)]
             if unknown:
                 raise ValueError(
-                    f"{name} names parameters {unknown}. Indices count the optimizer's parameters, 0 to {count - 1}"
+                    f"{name} names parameters {unknown}. Indices count the optimizer's {count} parameters, not the model's"
                 )
 
     def read(

@@ -44,7 +44,6 @@ class Param:
         self.user_grad: Tensor | None = None
         self.grad: Tensor | None = None
         self.problem = ""
-        self.is_accumulated = False
 
     @property
     def described(self) -> str:
@@ -66,7 +65,7 @@ class Param:
     def check_form(self, formulas: Any) -> None:
         if self.form != formulas.form:
             raise ValueError(
-                f"split or flatten of {self.described} was {self.form} and is {formulas.form} now. Build a new Muon"
+                f"split or flatten of {self.described} was {self.form}, and is now {formulas.form}. Build a new Muon"
             )
 
     def begin(self, formulas: Any, grad: Tensor | None, state: Any) -> None:

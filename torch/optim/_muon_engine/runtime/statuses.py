@@ -26,7 +26,7 @@ from .transport import InFlight
 _ROWS = 256
 
 _OTHER_STEP = "the ranks are not in the same step(): a closure or a check raised on some of them, and the caller went on"
-_OTHER_OPTIMIZER = "the ranks step different optimizers. Build and step them in the same order; a set has another on each rank"
+_OTHER_OPTIMIZER = "the ranks step different optimizers. Build and step them in the same order; a set has its own on each rank"
 _OTHER_OPTIONS = "the ranks have different hyperparameters for these. A scheduler or a checkpoint changed those of some ranks only"
 _OTHER_VALUES = (
     "the ranks hold different values of these, so they are not replicas. Broadcast the parameters before the first "

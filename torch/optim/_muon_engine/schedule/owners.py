@@ -275,6 +275,6 @@ def owners_of(
     for layout, owner in zip(layouts, owners, strict=True):
         if owner not in layout.holders:
             raise ValueError(
-                f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; {list(layout.holders)} do"
+                f"assign_fn gives {layout.describe()} to rank {owner}, which holds no piece of it; ranks {list(layout.holders)} do"
             )
     return owners
