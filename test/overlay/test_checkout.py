@@ -149,7 +149,7 @@ def test_main_of_upstream(checkout, on, face):
     texts = {MUON: "# a fix of upstream\n", C10D: "# all new\n"}
     branch(checkout, "newer", {**texts, "version.txt": "2.16.0a0\n"})
     words = ("apply", "--checkout", checkout)
-    on("apply", code=2, words=["distributed_c10d.py: as in no supported version"])
+    on("apply", "--commit", code=2, words=["--force --commit", "in no supported ver"])
     warning = f"warning: {MUON} there is of no release"
     fails(face(*words, "--force"), 0, "0002-local-groups", warning)
     assert face(*words, "--force").err == ""

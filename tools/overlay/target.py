@@ -75,6 +75,7 @@ class Target:
     words: str  # its name in messages
     note = ""  # what a user may not expect of it
     instead = ""  # for a user who may not write there
+    again: list[str]  # the options with which a refused ``apply`` goes on
     lock: Path  # the folder that one command at a time may hold
     option: tuple[str, str]  # how a command names it
 
@@ -103,7 +104,7 @@ class Target:
         force: bool = False,
         dry: bool = False,
     ) -> Report:
-        plan = self.plan(root)
+        plan, self.again = self.plan(root), ["--force", *["--commit"] * commit]
         report = self._report(plan, plan.wanted)
         self._check_access(report.changes)
         report.warnings = self._check_apply(plan, root, report.changes, force)
@@ -153,7 +154,7 @@ class Target:
         if not versions.supported(version):
             warning = versions.untested(self.words, version, plan.base)
             if not force:
-                on = self.command("apply", "--force")
+                on = self.command("apply", *self.again)
                 raise WrongTarget(f"{warning}\nThis goes on:{on}")
             warnings += [warning, *plan.misfits.values()]
         elif plan.misfits:
@@ -177,7 +178,7 @@ class Target:
             raise Refused(
                 f"{self.words} has files of its own where the overlay adds some:\n"
                 f"{''.join(own)}This replaces them, and `revert` restores them:"
-                + self.command("apply", "--force")
+                + self.command("apply", *self.again)
             )
         return warnings + [
             f"{rel} there is of no release that this overlay knows. The overlay replaces "
