@@ -62,18 +62,17 @@ class Record:
         ).get_opcodes():
             for at in range(i, j):
                 was[at + 1] = [at - i + k + 1] if same == "equal" else range(k, m + 2)
-        found = []
-        # Each test that executes a file needs the lines that only an import executes.
-        for lines in range(fault.first, fault.last + 1), was:
-            before = {number for line in lines for number in was[line]}
-            words = [c.split(".") for line in before for c in known.get(line, ())]
-            # A class may have its tests from another one of the file, and with parameters.
-            runs = {(word, each[-1]) for each in words for word in each}
-            found = found or [
-                test
-                for test in self._seconds
-                if any((Path(test[0]).stem, test[2][:n]) in runs for n in range(1, 200))
-            ]
+        before = {n for line in range(fault.first, fault.last + 1) for n in was[line]}
+        words = [c.split(".") for line in before for c in known.get(line, ())]
+        # A class may have its tests from another one of the file, and with parameters.
+        runs = {(word, each[-1]) for each in words for word in each}
+        found = [
+            test
+            for test in self._seconds
+            if any((Path(test[0]).stem, test[2][:n]) in runs for n in range(1, 200))
+        ]
+        # Any test may need the lines that only an import executes.
+        found = found or list(self._seconds)
         cost = Counter()
         for test in found:
             cost[test[:2]] += self._seconds[test]
