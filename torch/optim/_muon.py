@@ -209,8 +209,8 @@ class Muon(Optimizer):
 
         Args:
             model (nn.Module or its parameters, optional): of which the text tells Muon's share, and the
-                matrices that neither Muon nor ``others`` have. Only a module has their names, and
-                FSDP1's whole shapes (default: None)
+                matrices that neither Muon nor ``others`` have. For FSDP1, only the module knows whole
+                shapes (default: None)
             others (Optimizer): the model's other optimizers.
         """
         page = f"It {'lost its' if self._needs_config else 'has no'} distributed_config"
