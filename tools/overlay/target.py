@@ -75,7 +75,6 @@ class Target:
     words: str  # its name in messages
     note = ""  # what a user may not expect of it
     instead = ""  # for a user who may not write there
-    again: list[str]  # the options with which a refused ``apply`` goes on
     lock: Path  # the folder that one command at a time may hold
     option: tuple[str, str]  # how a command names it
 
@@ -104,10 +103,11 @@ class Target:
         force: bool = False,
         dry: bool = False,
     ) -> Report:
-        plan, self.again = self.plan(root), ["--force", *["--commit"] * commit]
+        plan = self.plan(root)
         report = self._report(plan, plan.wanted)
         self._check_access(report.changes)
-        report.warnings = self._check_apply(plan, root, report.changes, force)
+        again = ("apply", "--force", *["--commit"] * commit)
+        report.warnings = self._check_apply(plan, root, report.changes, force, again)
         if not dry:
             self._apply(plan, report, commit)
         return report
@@ -143,9 +143,14 @@ class Target:
             )
 
     def _check_apply(
-        self, plan: Plan, root: Path, changes: files.Texts, force: bool
+        self,
+        plan: Plan,
+        root: Path,
+        changes: files.Texts,
+        force: bool,
+        again: tuple[str, ...],
     ) -> list[str]:
-        """Raise if ``apply`` must not go on; the warnings if it may."""
+        """Raise if ``apply`` must not go on, unless ``again``; the warnings if it may."""
         version, source = self.version, plan.source
         if version is None:
             gone = f"{self.words}. This removes the overlay:"
@@ -154,7 +159,7 @@ class Target:
         if not versions.supported(version):
             warning = versions.untested(self.words, version, plan.base)
             if not force:
-                on = self.command("apply", *self.again)
+                on = self.command(*again)
                 raise WrongTarget(f"{warning}\nThis goes on:{on}")
             warnings += [warning, *plan.misfits.values()]
         elif plan.misfits:
@@ -178,7 +183,7 @@ class Target:
             raise Refused(
                 f"{self.words} has files of its own where the overlay adds some:\n"
                 f"{''.join(own)}This replaces them, and `revert` restores them:"
-                + self.command("apply", *self.again)
+                + self.command(*again)
             )
         return warnings + [
             f"{rel} there is of no release that this overlay knows. The overlay replaces "

@@ -199,7 +199,7 @@ class Worktree:
     @functools.cached_property
     def _by_hand(self) -> set[str]:
         """The texts that were applied here: a commit by hand has these, and no trailer."""
-        # After a revert, a base is a record, too. What it kept is nobody's overlay.
+        # After a revert, a base is a record, too. Its files are nobody's overlay.
         raw = ("diff-tree", "-r", "--no-renames", "--no-abbrev", "--diff-filter=AM")
         out = (
             self.ask(*raw, f"{c}^", c, "--", *ADDED, REPLACED) for c in self.records()
@@ -252,13 +252,12 @@ class Worktree:
         """The newest of those commits (message, texts); only objects are written."""
         for words, texts in commits:
             words = f"{words.strip()}\n\n{TRAILER}: {name or 'unknown'}\n"
-            tree = self._tree(parent, texts)
+            tree = self._tree(parent, self.texts(parent, [*texts]), texts)
             parent = self._commit(tree, [parent], words, record=record)
         return parent
 
-    def _tree(self, tree: str, texts: files.Texts) -> str:
-        """That tree with these texts."""
-        before = self.texts(tree, list(texts))
+    def _tree(self, tree: str, before: files.Texts, texts: files.Texts) -> str:
+        """That tree, which has the texts ``before``, with these texts."""
         patch = git.difference(before, texts, "--binary", "--full-index")
         with git.scratch() as scratch:
             env = {"GIT_INDEX_FILE": str(scratch / "index")}
@@ -314,11 +313,12 @@ class Worktree:
             shutil.copy2(index, self._index)
             self._take(texts, env)
             old = self._write_tree(env)
-            if self.texts(old, [*texts]) != {rel: now[rel] for rel in texts}:
+            found = self.texts(old, [*texts])
+            if found != {rel: now[rel] for rel in texts}:
                 raise WorkFailed(f"files in {self.root} changed meanwhile; try again")
             if head and not self._is_ancestor(was, head):
                 raise WorkFailed(f"{self.root} has a new commit; try again")
-            new = self._tree(old, texts)
+            new = self._tree(old, found, texts)
             before = self._commit(old, [was], "before", record=True)
             parents = [laid, before, *[head] * bool(head)]
             step = self._commit(new, parents, "after", record=True)

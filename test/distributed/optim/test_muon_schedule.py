@@ -101,7 +101,7 @@ class TestMuonDivision(TestCase):
             members[of] = draw.choice((1, 1, 2, 9))
             more = {2, 4, 8, 16, 32, 64}
             if shards > 1:
-                # Else the replicas of some shards would relay more than those of others.
+                # With other numbers, the replicas of some shards relay more than others.
                 more = {n for n in more if n % near == 0 == shards % n} | {shards}
             more = more if min(shape) > 2047 else ()
             # Owners are ranks of one node, or whole nodes.

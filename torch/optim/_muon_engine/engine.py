@@ -92,7 +92,7 @@ class Engine:
             is_first = self.rank == min((l.holders[0] for l in layouts), default=0)
             if former is not None:
                 _take_momentum(replaced, params, states, is_first)
-            self._hints = Hints(self.schedule.layouts, self.rank)
+            self._hints = Hints(layouts, self.rank)
             # Parameters on meta will be materialized, which builds another engine.
             is_meta = any(param.tensor.is_meta for param in params)
             if self.runs_on_engine and self.device.type != "cpu" and not is_meta:

@@ -119,7 +119,7 @@ class Schedule:
         return shards.contribution_of(rank) == shards.contribution_of(owner)
 
     def packs(self, bucket: Bucket, rank: int) -> LocalPacks:
-        """What ``rank`` sends and receives in ``bucket``, in the order of the peers."""
+        """The packs of ``rank``, with splits in the order of the ranks of ``bucket``."""
         owned = self.owned(bucket)
         as_holder = [_between(rank, peer, owned) for peer in bucket.ranks]
         as_owner = [_between(peer, rank, owned) for peer in bucket.ranks]
