@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -32,7 +31,6 @@ BY_HAND = Hardware(
     inter_latency=0.25,
     gpus_per_node=1,
 )
-SLOW = replace(BY_HAND, inter_bandwidth=8.0)
 
 
 def schedule_of(layouts, **options):
@@ -52,22 +50,6 @@ def test_buckets_by_hand():
         step = simulate(make_plan(schedule_of(layouts), 2, 1), BY_HAND, prefetch)
         assert step.done.tolist() == [seconds] * 2
         assert step.busy.tolist() == [matrices / 2] * 2
-
-
-def test_two_levels_by_hand():
-    """Four ranks hold a row each, which takes a second; the schedule has two nodes of two."""
-    direct = make_schedule(layouts_of(Model([(4, 4)]), "fsdp", 4), [0])
-    (bucket,) = direct.buckets
-    levels = replace(direct, buckets=(replace(bucket, node_size=2),))
-    one, two = (
-        simulate(make_plan(schedule, 4, 1), SLOW).done.tolist()
-        for schedule in (direct, levels)
-    )
-    # The owner gets three messages, and sends three.
-    assert one == [3.75 + 1 + 3.75] * 4
-    # It gets one from its node while another one arrives at its rail, which then sends two rows at once.
-    # It sends two rows to its node, and one along its rail.
-    assert two[:2] == [1.25 + 2.25 + 1 + 2.25 + 1.25] * 2
 
 
 SMALL = Model([(24, 16), (16, 40), (4, 16)] * 4, [(8, 16), (16, 8)], 4)
@@ -139,29 +121,14 @@ def test_report():
     assert (half.flops, half.gpus_per_node) == (Hardware().flops / 2, 4)
 
 
-def test_html_page(tmp_path):
-    path = tmp_path / "step.html"
-    assert cli.main(["scale", "--only", "HSDP 8 x 8", "--html", str(path)]) == 0
-    page = path.read_text()
-    bars = re.findall(r'<rect class="(\w+)" data-rank="(\d+)"', page)
-    kinds = {"gather", "orthogonalize", "scatter", "relay", "sent", "received"}
-    assert kinds <= {kind for kind, _ in bars}
-    # The busiest ranks own a matrix each, and other 32 of 64 none.
-    assert len({rank for _, rank in bars}) == 32
-    assert "GPT-2 124M, HSDP 8 x 8, 64 ranks" in page
-    assert not {'width="-', "http"} & {*re.findall('width="-|http', page)}
-
-
 def test_hardware(capsys):
     """`gpus=4` was an AttributeError."""
     for words, said in (
         ("gpus=4", "has no 'gpus'; it has peak_flops, .*, gpus_per_node"),
-        ("flops=1", "has no 'flops'"),
         ("gpus_per_node=0", "gpus_per_node=0 is not positive"),
         ("inter_bandwidth=nan", "inter_bandwidth=nan is not positive"),
         ("utilization=much", "could not convert"),
         ("page.json", "page.json is neither NAME=VALUE, .* FileNotFoundError"),
-        (str(ROOT / "README.md"), "README.md is neither NAME=VALUE, .* JSONDecode"),
     ):
         assert cli.main(["scale", "--hardware", words]) == 1
         error = capsys.readouterr().err
@@ -181,7 +148,10 @@ def test_the_page_about_your_model_says_what_the_command_prints(
     )
     (tmp_path / "my_model.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    assert cli.main(command.partition("tools.bench ")[2].split()) == 0
+    words = [*command.partition("tools.bench ")[2].split(), "--html", "x.html"]
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 0
+    assert '<rect class="gather"' in (tmp_path / "x.html").read_text()
     assert capsys.readouterr().out.strip() == printed.strip()
     assert len(printed.splitlines()) <= 25
 

@@ -14,7 +14,7 @@ import zipfile
 
 import pytest
 from overlay.conftest import commit_all, fails, git, METADATA, OWN, run, script
-from tools.overlay import cli, env, package
+from tools.overlay import env, package
 from tools.overlay.payload import ROOT
 from tools.overlay.wheel import find_wheel, record_hash
 
@@ -220,14 +220,6 @@ def test_version(face, ours):
         done = face("--version", root=ours)
         assert (done.code, f" {name}," in done.out) == (0, True)
         (ours / OWN).write_text("# edited\n")
-
-
-def test_help_says_what_and_the_codes(face):
-    assert face("--help").code == 0
-    for name in cli.COMMANDS:
-        done = face(name, "--help")
-        assert done.out.startswith(f"usage: setup_overlay.py {name}")
-        assert "3 refused" in done.out
 
 
 def test_old_python_is_told_so(tool, overlay):

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import torch
@@ -113,6 +114,10 @@ class TestMuonRegressions(common_muon.OnCPU):
         )
         for placed in mixed:
             self.assertTrainsAlike(Twins([placed], config, groups=flat))
+        # Functions cannot tell apart the matrices of a stack.
+        stack, batched = Spec((4, 8, 7), mesh_of(4), (S0,)), "allow_batched_matrices"
+        build = partial(Twins, [stack], config, **{batched: True})
+        self.assertRaisesEverywhere(build, ValueError, "holds 1 matrices here")
         twins = Twins(specs(mesh_of(4), [(S0,)], [(4, 8, 7)]), groups=flat)
         # A stack would also have a group for each rank.
         self.assertEqual([*twins.optimizer._engine.groups], [tuple(range(4))])

@@ -416,6 +416,8 @@ class Player:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.step_number = self.count = 0
+        # Steps since one with a gradient.
+        self.idle = 0
         # By number in the plan, and in the optimizer's order, group by group.
         self.held: dict[int, Held] = {}
         self.groups: list[list[Held]] = []
@@ -427,12 +429,13 @@ class Player:
             mock.patch.object(packs, "RELAY_BYTES", limits.pop("RELAY_BYTES", 2**20)),
             mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(limits.pop("node", 4))),
             mock.patch.multiple(buckets, **limits),
-            warnings.catch_warnings(),
         ]
         with contextlib.ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
+            self.said = stack.enter_context(warnings.catch_warnings(record=True))
             warnings.simplefilter("ignore")
+            warnings.filterwarnings("always", module=r"torch\.optim\._muon")
             for event in self.events():
                 problems = self.play(event)
                 if problems:
@@ -461,13 +464,17 @@ class Player:
     def play(self, event) -> list[str]:
         """Problems of an event, on all ranks if there is one on any of them."""
         problems: list[str] = []
+        self.restarts = False
         if self.held:
             try:
                 event()
+                texts = [str(warning.message) for warning in self.said]
+                problems += [text for text in texts if not self.may_warn(text)]
                 for held in self.order():
                     problems += held.problems(self.optimizer, self.single)
             except Exception:
                 problems.append(traceback.format_exc())
+        self.said.clear()
         told = torch.tensor(len(problems))
         dist.all_reduce(told, group=control_group())
         if not told:
@@ -475,6 +482,20 @@ class Player:
         found = list(enumerate(common_muon.everyone(problems, control_group())))
         renew_groups()
         return [f"{event}, rank {r}: {text}" for r, texts in found for text in texts]
+
+    def may_warn(self, text: str) -> bool:
+        """Whether the plan is a reason for a warning of the engine's."""
+        present = [held.matrix for held in self.order()]
+        is_both = self.plan.config.mesh is not None and any(m.mesh for m in present)
+        # The sums over shards of few elements may be equal.
+        has_few = any(m.mesh is None and math.prod(m.shape) < 32 for m in present)
+        reasons = {
+            "starts at zero": self.restarts,
+            "has had a gradient": self.idle >= 3,
+            "placements count": is_both,
+            "hold the same values": has_few,
+        }
+        return any(part in text and reason for part, reason in reasons.items())
 
     def hold(self, matrices) -> list[Held]:
         first, self.count = self.count, self.count + len(matrices)
@@ -562,6 +583,8 @@ class Player:
         kinds = dict(gradients)
         for held in self.order():
             held.set_gradient(self.step_number, kinds.get(held.number, "full"))
+        is_idle = all(held.param.grad is None for held in self.order())
+        self.idle = (self.idle + 1) * is_idle
 
     def step(self, gradients=STEP[1]):
         self.set_gradients(gradients)
@@ -759,6 +782,7 @@ class Player:
             if renamed:
                 names = self.optimizer.param_groups[number]["param_names"]
                 names[at] = f"{names[at]} renamed"
+        self.restarts = bool(self.optimizer.state.get(former)) and not inherits
         if state is not None and inherits:
             self.single.state[held.single] = state
             held.is_new = not held.param.requires_grad
