@@ -228,10 +228,10 @@ class Muon(Optimizer):
     def synchronize(self) -> None:
         """Waits until all ranks have told each other about the last :meth:`step`.
 
-        On accelerators, a step does not wait for the device, so it cannot know whether the ranks differ
-        in their gradients or options. The next :meth:`step`, :meth:`state_dict`, :meth:`add_param_group`
-        or this method raises the error. Call this method after the last step. Without a
-        ``distributed_config`` and on CPUs, it has nothing to do.
+        On accelerators, only the first step waits for the device. A later one cannot know whether the
+        ranks differ in their gradients or options, so the next :meth:`step`, :meth:`state_dict` or
+        :meth:`add_param_group`, or this method, raises the error. Call this method after the last step.
+        Without a ``distributed_config`` and on CPUs, it has nothing to do.
 
         Raises:
             RuntimeError: ranks differed in the last step. Their parameters may have diverged.
@@ -345,7 +345,7 @@ class Muon(Optimizer):
                 "Build a new Muon with distributed_config=... and load this one's state_dict() into it"
             )
         if self._engine is not None:
-            self._engine.begin_step()
+            self._engine.count_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -493,7 +493,7 @@ def _distributed_muon(
     live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
     takes_stacks = any(p.ndim > 2 for p in params)
     engine = Engine(config, live, states, takes_stacks, is_lasting=False)
-    engine.begin_step()
+    engine.count_step()
     engine.step(config, [formulas], states, grads)
     engine.synchronize()
 

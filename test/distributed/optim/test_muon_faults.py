@@ -70,7 +70,7 @@ RELAYED = rf"the (gather|scatter|relay|all-reduce) of .*, with {NAMED}.* failed"
 # "groups" comes last, because ranks count the groups that they made in the names of later ones.
 BUILDING = {
     "reading": Phase(_LocalReader, "add", UNREACHED),
-    "agreement": Phase(agreement, "gather_reports", UNREACHED),
+    "agreement": Phase(agreement, "gather_values", UNREACHED),
     "groups": Phase(process_groups, "spanning_group", UNREACHED),
 }
 STEPPING = {

@@ -61,11 +61,11 @@ def agree(
         with _reaching(ranks, described, error):
             group = groups[ranks] = process_groups.spanning_group(ranks, sharing[ranks])
         own = digest, serials[ranks]
-        answers, error = gather_reports(group, own, error, described)
+        answers, error = gather_values(group, own, error, described)
         digests, counted = zip(*answers)
         # All ranks see the same digests, so all of them or none compare their fields.
         if error is None and len(set(digests)) > 1:
-            everyone, error = gather_reports(group, list(shared), None, described)
+            everyone, error = gather_values(group, list(shared), None, described)
             error = error or common(ValueError(_first_difference(ranks, everyone)))
         # Ranks that built other optimizers before go on with the largest number.
         serials[ranks] = max(counted)
@@ -83,7 +83,7 @@ def common(error: BaseException) -> BaseException:
     return error
 
 
-def gather_reports(
+def gather_values(
     group: ProcessGroup,
     value: Any,
     error: BaseException | None,

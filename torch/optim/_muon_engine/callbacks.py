@@ -177,7 +177,7 @@ class FunctionStep:
             self.layouts[layout.key.index].append(layout)
         self.where = ""
 
-    def begin(self, step: int) -> str:
+    def share_statuses(self, step: int) -> str:
         """Has no side channel, so ranks never differ here."""
         return ""
 

@@ -39,8 +39,8 @@ _FAILED_BEFORE = "another rank failed before this step. "
 
 class Engine:
     """The layouts, owners, schedule and memory for one list of parameters. It reads the functions and flags of
-    ``config`` once. ``former`` is the optimizer's engine before its parameters changed. After the other ranks
-    have learned of it, this rank raises its ``error``, or one of ``former``'s last step that it had not read.
+    ``config`` once. ``former`` is the optimizer's engine before its parameters changed. This rank raises ``error``,
+    or an unread one of ``former``'s last step, after the other ranks have learned of it.
     """
 
     def __init__(
@@ -53,8 +53,7 @@ class Engine:
         former: "Engine | None" = None,
         is_lasting: bool = True,
     ) -> None:
-        self.config = copy.copy(config)
-        self.params = params
+        self.config, self.params = copy.copy(config), params
         self.reader = callbacks.reader_of(config, takes_stacks)
         self.steps = 0
         # Why a step failed half way. After that, the ranks' parameters may not belong together.
@@ -66,26 +65,25 @@ class Engine:
         # Ranks that share matrices -> the serial number of this optimizer among those over these ranks.
         self.serials: dict[Ranks, int] = {}
         self._runner: Pipeline | FunctionStep | None = None
-        # The config's dicts count the first parameters. One that leaves may come back, with its state.
+        # Parameter -> its index in the config's dicts, -1 for a later one. It may leave, and come back.
         self._config_indices: dict[Tensor, int] = {}
-        replaced: list[Replacement] = []
+        replaced = _replaced((former or self).params, params)
         if former is not None:
             error = former.new_failure() or error
             self.reader, self.steps = copy.copy(former.reader), former.steps
             self.failure = former.failure
             # Two sets of slots may not fit.
             former._runner = None
-            replaced = _replaced(former.params, params)
             self._config_indices = kept = dict(former._config_indices)
             kept |= {new.tensor: kept.pop(old.tensor) for old, new, _ in replaced}
         for param in params:
-            index = -1 if former is not None else param.config_index
+            index = param.config_index if former is None else -1
             param.config_index = self._config_indices.setdefault(param.tensor, index)
         # Ranks exchange objects on the current device, which DDP does not ask its users to set.
         indices = [i for p in params if (i := p.tensor.device.index) is not None]
         index = indices[0] if indices and torch.accelerator.is_available() else None
         try:
-            # Indices and loads need values, in a dry run with fake tensors, too.
+            # The assignment computes with tensors, which must be real in a dry run, too.
             with unset_fake_temporarily(), torch.accelerator.device_index(index):
                 self._build(error, former, is_lasting)
             layouts = self.schedule.layouts
@@ -95,7 +93,7 @@ class Engine:
             self._hints = Hints(layouts, self.rank)
             # Parameters on meta will be materialized, which builds another engine.
             is_meta = any(param.tensor.is_meta for param in params)
-            if self.runs_on_engine and self.device.type != "cpu" and not is_meta:
+            if self.uses_pipeline and self.device.type != "cpu" and not is_meta:
                 self._make_runner().connect()
         except Exception as raised:
             for step in (self.steps, self.steps + 1):
@@ -125,12 +123,12 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        reader: Any = self.reader  # Nothing asks an engine without one.
+        reader: Any = self.reader  # Only an engine with a reader is asked.
         params = [param.tensor for param in self.params]
         return device_of(params, chain.from_iterable(reader.sharing.values()))
 
     @property
-    def runs_on_engine(self) -> bool:
+    def uses_pipeline(self) -> bool:
         """Whether both functions that move data are the factory's."""
         return self.reader is not None and not own_functions(self.config)
 
@@ -147,7 +145,7 @@ class Engine:
                 layouts = self.reader.read(tensors, infos, error)
             if error is None:
                 self.config.check()
-                if self.runs_on_engine and is_from_factory(self.config, "assign"):
+                if self.uses_pipeline and is_from_factory(self.config, "assign"):
                     each = self.config.state.get("owners_per_matrix", 1)
                     of_layouts = [self.params[layout.key.index] for layout in layouts]
                     algorithms = [param.formulas.ns_algorithm for param in of_layouts]
@@ -161,7 +159,7 @@ class Engine:
             return
         sharing = self.reader.sharing
         signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in sharing}
-        # All ranks must have replaced the same parameters.
+        # Ranks compare which parameters are new, so that all replace the same ones.
         before = {param.tensor for param in (former or self).params}
         for ranks, signature in _signatures(self, layouts, owners, before):
             signatures[ranks].append(signature)
@@ -173,17 +171,17 @@ class Engine:
             ranks_per_node=per_node,
             slots=slots_for(self.config.prefetch_count),
         )
-        if self.runs_on_engine:
+        if self.uses_pipeline:
             further = self.schedule.further_groups(self.rank)
             for ranks in larger_first(further.keys() - self.groups.keys()):
-                within = [sharing[wide] for wide in sharing if set(ranks) <= set(wide)]
-                groups = chain.from_iterable(within)
-                self.groups[ranks] = spanning_group(ranks, groups, further[ranks])
+                wider = [sharing[every] for every in sharing if {*ranks} <= {*every}]
+                candidates = chain.from_iterable(wider)
+                self.groups[ranks] = spanning_group(ranks, candidates, further[ranks])
 
     def _make_runner(self) -> Any:
         """The pipeline or the step through functions. The first call makes it, and takes its memory."""
         if self._runner is None:
-            self._runner = (Pipeline if self.runs_on_engine else FunctionStep)(self)
+            self._runner = (Pipeline if self.uses_pipeline else FunctionStep)(self)
         return self._runner
 
     def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
@@ -213,7 +211,7 @@ class Engine:
 
     # A compiled step that saw the counter would be compiled again.
     @torch._disable_dynamo
-    def begin_step(self) -> None:
+    def count_step(self) -> None:
         """Counts a step, even one that this rank breaks off."""
         self.steps += 1
 
@@ -237,9 +235,9 @@ class Engine:
         # Whether parameters may have changed on some ranks only.
         is_fatal = False
         try:
-            runner = self._begin(config, formulas, states, grads)
+            runner = self._load(config, formulas, states, grads)
             is_fatal = True
-            text = runner.begin(self.steps)
+            text = runner.share_statuses(self.steps)
             problems = [f"{p.described}: {p.problem}" for p in self.params if p.problem]
             text = "; ".join(problems) or text
             if text and runner.awaits_statuses:
@@ -267,7 +265,7 @@ class Engine:
             for param in self.params:
                 param.end()
 
-    def _begin(
+    def _load(
         self,
         config: DistributedConfig,
         formulas: Sequence[Any],
@@ -284,27 +282,15 @@ class Engine:
             raise ValueError(
                 f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon"
             )
-        for of_group in formulas:
-            of_group.check()
-        for param in self.params:
-            param.check_form(formulas[param.param_group])
-        if any(torch.is_complex(param.tensor) for param in self.params):
-            raise RuntimeError("Muon does not support complex parameters")
-        on_meta = [param.described for param in self.params if param.tensor.is_meta]
-        if on_meta and self.serials and not process_groups.is_dry_run():
-            raise RuntimeError(
-                f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
-                "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
-            )
+        _check_params(self, formulas)
         for param in self.ordered:
             if not param.frozen:
                 grad = param.tensor.grad if grads is None else grads[param.key.index]
                 param.begin(formulas[param.param_group], grad, states[param.tensor])
         self._hints.look(self.params)
         if self._hints.steps == 1:
-            # A rank agreed with this one, and then had the error of a group that this one is not in.
-            reason = self._notes().read()
-            if reason:
+            # After it agreed with this rank, another one may have failed in a group that this one is not in.
+            if reason := self._notes().read():
                 # Through ranks between, a reason may come with this text already.
                 reason = reason.rpartition(_FAILED_BEFORE)[2]
                 raise RuntimeError(f"{_FAILED_BEFORE}{reason}")
@@ -343,8 +329,25 @@ class Engine:
         return error
 
     def synchronize(self) -> None:
+        """Raises the error of the last step, if it is new."""
         if error := self.new_failure():
             raise error
+
+
+def _check_params(engine: Engine, formulas: Sequence[Any]) -> None:
+    """Raises what :meth:`Engine.step` does if the hyperparameters or the parameters cannot be used."""
+    for of_group in formulas:
+        of_group.check()
+    for param in engine.params:
+        param.check_form(formulas[param.param_group])
+    if any(torch.is_complex(param.tensor) for param in engine.params):
+        raise RuntimeError("Muon does not support complex parameters")
+    on_meta = [param.described for param in engine.params if param.tensor.is_meta]
+    if on_meta and engine.serials and not process_groups.is_dry_run():
+        raise RuntimeError(
+            f"these have no data, because they are on the meta device: {listed(on_meta)}. The model was materialized "
+            "after Muon was built, and has other parameters now. Build Muon after model.to_empty(device=...)"
+        )
 
 
 def _assign(engine: Engine, layouts: Sequence[Layout]) -> list[int]:
@@ -353,7 +356,7 @@ def _assign(engine: Engine, layouts: Sequence[Layout]) -> list[int]:
     entries: dict[str, Any] = {callbacks.LAYOUTS: layouts}
     if engine.reader is not None:
         engine.reader.describe_state(config.state)
-        if not engine.runs_on_engine:
+        if not engine.uses_pipeline:
             callbacks.check_stacks(engine.params, layouts)
         if is_from_factory(config, "assign"):
             owners, engine.assignments = callbacks.choose_owners(tensors, layouts)
@@ -382,12 +385,12 @@ def _signatures(
     each = config.state.get("owners_per_matrix", 1)
     for layout, owner in zip(layouts, owners):
         key, param = layout.key, engine.params[layout.key.index]
-        is_near = each != 1 or len(layout.holders) > buckets.MAX_PEERS
+        counts_nodes = each != 1 or len(layout.holders) > buckets.MAX_PEERS
         fields = {
             # No index: ranks that also hold other experts or stages count differently.
             "name": str(key.name) if key.expert is None else f"expert {key.expert}",
             "owners_per_matrix": f"{each}, {key.block[1]} here",
-            "LOCAL_WORLD_SIZE": str(per_node if is_near else ""),
+            "LOCAL_WORLD_SIZE": str(per_node if counts_nodes else ""),
             # Before the shape, which follows from it.
             "split": options[param.param_group]["split"],
             "shape": str(layout.shape),
@@ -445,7 +448,7 @@ def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement
         for a, b in pairs:
             # Freezing a parameter does not make it another kind of tensor.
             old_name, name = a.key.name, b.key.name
-            same = old_name == name and (name or a.origin[1:] != b.origin[1:])
+            same = old_name == name and (name or a.traits[1:] != b.traits[1:])
             fits = bool(same) and a.tensor.shape == b.tensor.shape
             replaced.append((a, b, fits and len(pairs) == len(moved)))
     return replaced

@@ -16,9 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 # Global ranks: of a group of matrices in ascending order, of a process group in its order.
 Ranks = tuple[int, ...]
-# One dict per default group: a new world starts without groups and counts. (In a multi-threaded test,
-# each thread has its own default group.) A group outlives the optimizers that asked for it, because
-# backends free their resources only with the default group.
+# One dict per default group: a new world starts without groups and counts. A group outlives the optimizers
+# that asked for it, because backends free their resources only with the default group.
 _worlds = WeakIdKeyDictionary()
 # Seconds that ranks wait for a reason after a failed collective.
 PATIENCE = 5.0
@@ -119,6 +118,7 @@ class Counters:
 
 
 def counters_of(ranks: Ranks) -> Counters:
+    """The counters that all optimizers over ``ranks`` share. The first call makes them."""
     return _of_world("counters").setdefault(ranks, Counters())
 
 

@@ -51,6 +51,7 @@ class Region(NamedTuple):
         return view if count == 1 else view.unflatten(dim, (count, -1))
 
     def of_matrix(self, matrix: Tensor) -> Tensor:
+        """The view of ``matrix`` that is this rectangle; of three dimensions for several blocks."""
         if matrix.shape != (self.height, self.width):
             rows = slice(self.row, self.row + self.height)
             matrix = matrix[rows, self.column : self.column + self.width]
@@ -178,7 +179,7 @@ class Shards:
         content = repr((self.ranks, self.regions, self.contributions))
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
-    @property
+    @cached_property
     def partial(self) -> bool:
         return len(set(self.contributions)) > 1
 
@@ -199,8 +200,8 @@ class Shards:
         return self._replicas[rank][0]
 
     def source(self, rank: int, owner: int) -> int:
-        """The replica of ``rank``'s shard that exchanges it with ``owner``: the one in the owner's replica."""
-        # The n-th ranks of all replica sets form the n-th replica.
+        """The rank that exchanges ``rank``'s shard with ``owner``: itself, or another replica of the shard."""
+        # The one at the owner's place of its replicas, so that HSDP's shard groups stay together.
         replicas, (_, place) = self.replicas_of(rank), self._replicas[owner]
         return replicas[min(place, len(replicas) - 1)]
 

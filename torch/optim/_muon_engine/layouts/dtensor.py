@@ -104,7 +104,7 @@ class DTensorLayouts:
 
 
 def mesh_ranks(mesh: DeviceMesh) -> Ranks:
-    # In a dry run with fake tensors, too, a mesh has values.
+    """The ranks of ``mesh`` in ascending order; in a dry run with fake tensors, too."""
     with unset_fake_temporarily():
         return tuple(sorted(mesh.mesh.flatten().tolist()))
 
@@ -170,7 +170,7 @@ def is_frozen(param: Tensor) -> bool:
     return isinstance(param, torch.nn.Parameter) and not param.requires_grad
 
 
-def origin_of(param: Tensor) -> tuple:
+def traits_of(param: Tensor) -> tuple:
     """The properties from which the layout of ``param`` is read, for a later comparison."""
     # Only a contiguous parameter can be flattened.
     tensor = param.shape, param.dtype, param.device, param.is_contiguous()
@@ -250,6 +250,7 @@ def _problem_with_move(tensor: DTensor, placements: Sequence[Placement]) -> str:
 
 
 def like_param(param: Tensor, local: Tensor) -> Tensor:
+    """``local`` as a tensor of the kind and placement of ``param``, without communication."""
     if not isinstance(param, DTensor):
         return local
     # DTensor.from_local() would move an offloaded one to the mesh's device.
@@ -259,6 +260,7 @@ def like_param(param: Tensor, local: Tensor) -> Tensor:
 
 
 def placed_like(param: Tensor, buffer: Tensor) -> bool:
+    """Whether the two have one shape and, if they are DTensors, one placement."""
     names = ("shape", "placements", "device_mesh")
     return all(getattr(param, n, None) == getattr(buffer, n, None) for n in names)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..agreement import common, gather_reports
+from ..agreement import common, gather_values
 from ..process_groups import group_ranks, is_dry_run, listed, process_rank, Ranks
 from . import check_cover, Cut, Cuts, Key, Layout, Regions, Shape, Shards
 from .dtensor import is_frozen, local_part
@@ -102,7 +102,7 @@ class LocalPieces:
         )
         for key in order:
             message: Message = parts, digests, self.ep_ranks
-            answers, error = gather_reports(self.group_of[key], message, error, shared)
+            answers, error = gather_values(self.group_of[key], message, error, shared)
             if error is not None:
                 continue
             try:
@@ -128,7 +128,7 @@ class LocalPieces:
             error = problem
         # Ranks of the grid may see different contradictions, or none. All of them must raise.
         for group in (*(self.group_of[key] for key in order), *self.mesh_groups):
-            _, error = gather_reports(group, None, error, shared)
+            _, error = gather_values(group, None, error, shared)
         if error is not None:
             raise error
         # Only the lowest rank warns.

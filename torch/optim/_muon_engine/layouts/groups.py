@@ -172,8 +172,7 @@ class Reader:
         self.check_tp_dim(tensor, index)
         layouts, like = self._by_param.get(index, ([], tensor))
         _, flatten = self.info(index).form
-        # Outside of a step, the shapes of some ranks may have changed. A copy of a flat piece of FSDP1
-        # cannot tell its shape.
+        # Outside of a step, shapes may have changed. A copy of FSDP1's flat piece cannot tell its shape.
         is_copy = tensor.ndim == 1 and not hasattr(tensor, "_fsdp_flattened")
         is_as_read = layouts and (in_step or is_copy)
         if isinstance(tensor, DTensor):

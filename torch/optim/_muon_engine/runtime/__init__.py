@@ -23,9 +23,7 @@ class Status(IntEnum):
 
 
 class Param:
-    """A parameter on this rank. A step sets its gradient and clears it again. ``formulas`` are the MuonFormulas
-    of its group in this step.
-    """
+    """A parameter on this rank, with the gradient and the ``formulas`` (MuonFormulas of its group) of one step."""
 
     def __init__(
         self, index: int, tensor: Tensor, name: str | None, group: int, formulas: Any
@@ -37,7 +35,7 @@ class Param:
         self.param_group = group
         self.formulas = formulas
         # The properties that the layout is read from. Every step compares them.
-        self.origin = dtensor.origin_of(tensor)
+        self.traits = dtensor.traits_of(tensor)
         self.local: Tensor
         self.momentum: Tensor
         # The gradient that the user set, and its local part placed like the parameter.
@@ -56,11 +54,11 @@ class Param:
     @property
     def frozen(self) -> bool:
         """Whether it took no gradients when the engine was built."""
-        return self.origin[0]
+        return self.traits[0]
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is this parameter, and its layout is that of the build."""
-        return self.tensor is tensor and self.origin == dtensor.origin_of(tensor)
+        return self.tensor is tensor and self.traits == dtensor.traits_of(tensor)
 
     def check_form(self, formulas: Any) -> None:
         if self.form != formulas.form:
@@ -91,7 +89,7 @@ class Param:
             vars(self).pop(name, None)
 
     @property
-    def lookahead(self) -> Tensor:
+    def lerp_start(self) -> Tensor:
         """First operand of the Nesterov lerp; without a gradient the momentum, which makes it a no-op."""
         return self.momentum if self.grad is None else self.grad
 

@@ -47,7 +47,7 @@ class Compute:
         return f"{phase} of {listed(described)}" if phase else ""
 
     def _enter(self, phase: str, flight: InFlight) -> AbstractContextManager[Any]:
-        """Names a phase for a profiler and for error messages, which may name fewer matrices later."""
+        """Names a phase for a profiler and for errors. For these, callers may narrow ``_current`` to fewer matrices."""
         self._current = phase, flight.matrices
         return _RecordFunctionFast(f"Muon {phase}, {flight.name}")
 
@@ -76,7 +76,7 @@ class Compute:
         """
         for chunk in self._grouped(targets, lambda entry: id(entry[0].param.formulas)):
             momenta = [region.of_local(m.param.momentum) for m, region, _ in chunk]
-            grads = [region.of_local(m.param.lookahead) for m, region, _ in chunk]
+            grads = [region.of_local(m.param.lerp_start) for m, region, _ in chunk]
             out = None
             if self.device.type == "cpu":
                 out = self.memory.scratch("prepared", momenta[0].shape, momenta[0])

@@ -84,7 +84,7 @@ class Pipeline(Compute):
         if self.device.type != "cpu" and torch.accelerator.is_available():
             torch.accelerator.synchronize(self.device)
 
-    def begin(self, step: int) -> str:
+    def share_statuses(self, step: int) -> str:
         """Starts the side channel of this rank's ``step``-th step.
 
         If it awaits the result, nothing has moved yet. A group passes a mismatch on to larger groups. A rank that
@@ -93,7 +93,7 @@ class Pipeline(Compute):
         """
         self._current = "statuses", [m for s in self.statuses for m in s.matrices]
         text = ""
-        # It may be in a matrix that no other rank has.
+        # The unusable gradient may be of a matrix that no other rank has.
         has_problem = any(param.problem for param in self.params)
         with self._drained():
             for statuses in self.statuses:
@@ -113,8 +113,8 @@ class Pipeline(Compute):
             tasks: dict[Hashable, list[Iterator[None]]] = {}
             for bucket in self.buckets:
                 of_ranks = tasks.setdefault(bucket.ranks, [])
-                relaying = of_ranks[-2] if len(of_ranks) > 1 else iter(())
-                of_ranks.append(self._process(bucket, relaying))
+                two_before = of_ranks[-2] if len(of_ranks) > 1 else iter(())
+                of_ranks.append(self._process(bucket, two_before))
             order = [bucket.ranks for bucket in self.buckets]
             run_in_turn(order, tasks, self.prefetch_count, self.one_at_a_time)
             for statuses in self.statuses:
@@ -126,7 +126,7 @@ class Pipeline(Compute):
         the task of the group's bucket k-2, which has only relays left. It awaits one of them at each turn.
         """
         self.gather(bucket)
-        yield
+        yield  # Pause 1: its gather is in flight.
         self.wait(bucket, "gather")
         for batch in self.batches(bucket):
             # The owners of divided matrices have collectives of their own first, and no relay in between.
@@ -135,12 +135,12 @@ class Pipeline(Compute):
             self.orthogonalize(bucket, batch)
         _exhaust(relaying)
         self.scatter(bucket)
-        yield
+        yield  # Pause 2: its scatter is in flight.
         self.wait(bucket, "scatter")
         self.apply_results(bucket)
         # Relays wait for bucket k+2. Ranks have different relays, and only there do all ranks of a group
         # reach the same place.
-        yield
+        yield  # Pause 3: its results are applied.
         for at, relay in enumerate(bucket.relays):
             for following in bucket.relays[at : at + RELAYS_IN_FLIGHT]:
                 following.start()
@@ -241,17 +241,17 @@ def _interleave(
     same on all of its ranks. So ranks cannot wait for each other in a circle.
     """
     for task in tasks[:ahead]:
-        next(task)
+        next(task)  # To pause 1.
     yield
     for k, task in enumerate(tasks):
-        next(task)
+        next(task)  # To pause 2: it waits for the gather, orthogonalizes, scatters.
         if one_at_a_time:
             _exhaust(task)
         elif k > 0:
-            next(tasks[k - 1], None)
+            next(tasks[k - 1], None)  # To pause 3.
         # It takes the slot of bucket k-1, whose results were applied above.
         if k + ahead < len(tasks):
-            next(tasks[k + ahead])
+            next(tasks[k + ahead])  # To pause 1.
         yield
     for task in tasks[-2:]:
         _exhaust(task)

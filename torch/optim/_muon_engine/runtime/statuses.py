@@ -2,9 +2,10 @@
 
 Gradients never decide which collectives run. At the start of a step, each rank of a group puts what it
 knows about each matrix into one small ``all_reduce(MAX)`` of integers, or two if the matrices are many.
-A CPU waits for the result, and raises before anything moves if the ranks differ. On accelerators, a rank
-acts on its own status, and reads the result when the next step begins. A digest comes together with its
-negative: all ranks have the same digest if and only if the two maxima add up to zero.
+The first step, and each one on a CPU, waits for the result, and raises before anything moves if the ranks
+differ. On accelerators, a later step acts on this rank's own status, and the step after it reads the
+result. A digest comes together with its negative: all ranks have the same digest if and only if the two
+maxima add up to zero.
 """
 
 import zlib
@@ -53,7 +54,7 @@ class Statuses(InFlight):
         device: torch.device,
     ) -> None:
         super().__init__(matrices, ranks)
-        self._group, self._device = group, device
+        self.name, self._group, self._device = "statuses", group, device
         keys = [(m.layout.key, m.layout.shape) for m in matrices]
         # Ranks may name the modules of an expert differently.
         names = [(k.name if k.expert is None else k.expert, s) for k, s in keys]
@@ -71,7 +72,7 @@ class Statuses(InFlight):
         if device.type != "cpu":
             pins = torch.accelerator.is_available()
             self._host = torch.zeros_like(self._table, device="cpu", pin_memory=pins)
-        # Whether nothing has looked at the result in ``_host``.
+        # Whether the result in ``_host`` is unread.
         self._is_new = False
 
     def start(self, step: int, differs: bool = False) -> None:
@@ -83,8 +84,8 @@ class Statuses(InFlight):
         for matrix in self.matrices:
             digest = digests[id(matrix.param.formulas)]
             status = matrix.status
-            some = (status == each for each in range(Status.EMPTY))
-            rows.append((*some, digest, -digest, 0, 0))
+            one_hot = (status == each for each in Status if each != Status.EMPTY)
+            rows.append((*one_hot, digest, -digest, 0, 0))
         self._host[: len(rows)] = torch.tensor(rows, device="cpu")
         self._table.copy_(self._host, non_blocking=True)
         self._add_values()

@@ -20,7 +20,7 @@ from . import Matrix
 
 class Memory:
     """Bytes for packs, and scratch memory. Unless ``keep``, packs take a device's memory in a step only (MPS
-    cannot): entering this object fills their storages, and leaving it empties them, as FSDP2 does. Views stay valid.
+    cannot): entering this object allocates their storages, and leaving it frees them, as FSDP2 does. Views stay valid.
     """
 
     def __init__(self, device: torch.device, keep: bool) -> None:
@@ -68,7 +68,7 @@ class Levels(NamedTuple):
 
 
 class PackedView(NamedTuple):
-    """The view, of shape (height, width), of a region in packed memory, and the rank that holds it."""
+    """A region of a rank, and its view in packed memory, of the shape of :meth:`Region.of_matrix`."""
 
     rank: int
     region: Region
@@ -120,7 +120,7 @@ def naming(collective: str, matrices: Sequence[Matrix], ranks: Ranks) -> Iterato
 class InFlight:
     """The collectives with ``matrices`` among ``ranks`` that have started and were not waited for."""
 
-    name = "statuses"
+    name: str
 
     def __init__(self, matrices: Sequence[Matrix], ranks: Ranks) -> None:
         self.matrices = matrices
@@ -145,8 +145,8 @@ class InFlight:
 
 class LocalBucket(InFlight):
     """A bucket on this rank: its packs bound to a slot, and the collective in flight. A slot has two parts. The
-    packs that a gather sends and that the scatter later receives share ``outer``. Those of the owner are in
-    ``inner``, in the same place if they have the same regions. A single rank has no ``group``. ``levels`` are
+    packs that a gather sends and that the scatter later receives share ``as_holder``. Those of the owner are
+    in ``as_owner``, in the same place if they have the same regions. A single rank has no ``group``. ``levels`` are
     those of the gather and of the scatter, if they take two.
     """
 
@@ -160,15 +160,15 @@ class LocalBucket(InFlight):
         levels: Sequence[Levels],
     ) -> None:
         super().__init__(matrices, bucket.ranks)
-        outer, inner = slot
-        back = 0 if packs.in_place else packs.gather_recv.nbytes
+        as_holder, as_owner = slot
+        start = 0 if packs.in_place else packs.gather_recv.nbytes
         self.name = f"bucket {bucket.index} of {len(bucket.ranks)} ranks"
-        self.gather_send = BoundPack(packs.gather_send, outer)
-        self.gather_recv = BoundPack(packs.gather_recv, inner)
-        self.scatter_send = BoundPack(packs.scatter_send, inner, back)
-        self.scatter_recv = BoundPack(packs.scatter_recv, outer)
-        end = back + packs.scatter_send.nbytes
-        self.own_results = BoundPack(packs.own_results, inner, end)
+        self.gather_send = BoundPack(packs.gather_send, as_holder)
+        self.gather_recv = BoundPack(packs.gather_recv, as_owner)
+        self.scatter_send = BoundPack(packs.scatter_send, as_owner, start)
+        self.scatter_recv = BoundPack(packs.scatter_recv, as_holder)
+        end = start + packs.scatter_send.nbytes
+        self.own_results = BoundPack(packs.own_results, as_owner, end)
         self.relays: list[Any] = []
         self._group = group
         self._levels = levels
@@ -197,10 +197,7 @@ class LocalBucket(InFlight):
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copies to the first tensor of each pair from the second."""
-    # Foreach functions refuse empty lists.
-    if len(pairs) == 1:
-        pairs[0][0].copy_(pairs[0][1])
-    elif pairs:
+    if pairs:  # Foreach functions refuse empty lists.
         targets, sources = zip(*pairs)
         torch._foreach_copy_(targets, sources)
 
@@ -285,7 +282,7 @@ def local_buckets(
     for ranks in dict.fromkeys(bucket.ranks for bucket in packs):
         ring = [bucket for bucket in packs if bucket.ranks == ranks]
         sizes = slot_sizes([packs[b] for b in ring], slot_count)
-        slots = [(memory.empty(outer), memory.empty(inner)) for outer, inner in sizes]
+        slots = [(memory.empty(held), memory.empty(owned)) for held, owned in sizes]
         for bucket, slot in zip(ring, itertools.cycle(slots)):
             own = [matrices[index] for index in bucket.matrices]
             levels: list[Levels] = []

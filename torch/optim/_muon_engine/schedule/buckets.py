@@ -71,8 +71,7 @@ def make_schedule(
         relayed = _is_relayed(shards, BUCKET_BYTES // dtype.itemsize)
         peers = max(map(_destinations, shards)) if relayed else len(ranks) - 1
         size = _node_size(ranks, peers, ranks_per_node)
-        index, matrices = counts[ranks], tuple(cut)
-        buckets.append(Bucket(ranks, index, matrices, dtype, relayed, size))
+        buckets.append(Bucket(ranks, counts[ranks], tuple(cut), dtype, relayed, size))
         counts[ranks] += 1
     return Schedule(tuple(layouts), tuple(owners), tuple(buckets), one_owner_at_a_time)
 
@@ -88,18 +87,18 @@ def _cut(
     work = {m: flops_of(layouts[m]) for queue in queues.values() for m in queue}
     largest = max(layouts[m].numel for m in work)
     # One slot may be larger if the others stay at the limit: small matrices fill the time of a large one.
-    wide, narrow = limit + slots * largest, limit
-    limit = max(limit, min(limit + largest, largest * 3 // 2))
+    wide = limit + slots * largest
+    usual = max(limit, min(limit + largest, largest * 3 // 2))
     longest = max(map(len, queues.values()))
     gathered = max(sum(layouts[m].numel for m in queue) for queue in queues.values())
     busiest = max(sum(work[m] for m in queue) for queue in queues.values())
-    least = -(-gathered // limit)
+    least = -(-gathered // usual)
     wanted = max(least, min(max_buckets, longest))
     more = [wanted + i * -(-wanted // 16) for i in (1, 2)]
     counts = *range(wanted, least - 1, -1), *more
     best: list[list[int]] = []
     shortest = math.inf
-    for (first, rest), count in product(((limit, limit), (wide, narrow)), counts):
+    for (first, rest), count in product(((usual, usual), (wide, limit)), counts):
         if shortest <= MAX_STRETCH * busiest:
             break
         limits = [rest if at % slots else first for at in range(count)]

@@ -69,10 +69,11 @@ class LocalPacks(NamedTuple):
         return self.gather_recv == self.scatter_send
 
     @property
-    def nbytes(self) -> tuple[int, int]:
-        inner = self.scatter_send.nbytes + self.own_results.nbytes
-        inner += 0 if self.in_place else self.gather_recv.nbytes
-        return max(self.gather_send.nbytes, self.scatter_recv.nbytes), inner
+    def slot_bytes(self) -> tuple[int, int]:
+        """The bytes of a slot that this bucket needs, as a holder and as an owner."""
+        as_owner = self.scatter_send.nbytes + self.own_results.nbytes
+        as_owner += 0 if self.in_place else self.gather_recv.nbytes
+        return max(self.gather_send.nbytes, self.scatter_recv.nbytes), as_owner
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ class Schedule:
         )
 
     def owned(self, bucket: Bucket) -> dict[int, list[int]]:
+        """Owner -> its matrices in ``bucket``."""
         by_owner: dict[int, list[int]] = {}
         for matrix in bucket.matrices:
             by_owner.setdefault(self.owners[matrix], []).append(matrix)
@@ -148,10 +150,10 @@ class Schedule:
         (node, rail), owned = bucket.node_and_rail(rank), self.owned(bucket)
         gathers = ([_between(h, o, owned) for o in rail] for h in node)
         scatters = ([_between(h, o, owned) for h in rail] for o in node)
-        gathered = [
-            self._gather(bucket, exchanged).split_sizes for exchanged in gathers
-        ]
-        return gathered, [self._scatter(bucket, ex).split_sizes for ex in scatters]
+        return (
+            [self._gather(bucket, exchanged).split_sizes for exchanged in gathers],
+            [self._scatter(bucket, exchanged).split_sizes for exchanged in scatters],
+        )
 
     def further_groups(self, rank: int) -> dict[Ranks, str]:
         """Further sets of ranks with which ``rank`` has collectives, and what these ranks share."""
@@ -188,11 +190,11 @@ class Schedule:
         return self._pack(exchanged, bucket.gather_dtype, self.is_source)
 
     def _scatter(self, bucket: Bucket, exchanged: Exchanged) -> Pack:
-        def receives(matrix: int, rank: int) -> bool:
+        def gets_directly(matrix: int, rank: int) -> bool:
             is_direct = not bucket.relayed or self.is_source(matrix, rank)
             return is_direct and self.receives(matrix, rank)
 
-        return self._pack(exchanged, NS_DTYPE, receives)
+        return self._pack(exchanged, NS_DTYPE, gets_directly)
 
     def _pack(self, exchanged: Exchanged, dtype: torch.dtype, travels: Travels) -> Pack:
         """One split size per (holder, matrices); ``travels`` says whether a matrix goes from or to a holder."""
@@ -236,10 +238,10 @@ def slots_for(prefetch_count: int) -> int:
 
 
 def slot_sizes(packs: Sequence[LocalPacks], slots: int) -> list[tuple[int, int]]:
-    """Bytes of each slot, as in :attr:`LocalPacks.nbytes`, for the ``packs`` of a group's buckets in turn."""
+    """Bytes of each slot, as in :attr:`LocalPacks.slot_bytes`, for the ``packs`` of a group's buckets in turn."""
     count = min(len(packs), slots)
-    rings = [zip(*(pack.nbytes for pack in packs[at::count])) for at in range(count)]
-    return [(max(outer), max(inner)) for outer, inner in rings]
+    rings = [zip(*(p.slot_bytes for p in packs[at::count])) for at in range(count)]
+    return [(max(as_holder), max(as_owner)) for as_holder, as_owner in rings]
 
 
 def relay_sizes(relays: Iterable[Sequence[Relay]], rank: int) -> tuple[int, int]:
