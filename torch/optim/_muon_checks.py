@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs
 """Checks of what users pass to a Muon: parameters, parameter groups, the config and checkpoints."""
 
 import warnings

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs
 """The hyperparameters of a Muon, and the phases of a step that they define. A single process runs the phases
 in order, and with a ``distributed_config``, the engine runs them between its collectives.
 """

@@ -10,8 +10,8 @@ part of the result::
     rank 1: shard of A, shard of B --+-- gather -->  owns B: assemble, orthogonalize --+-- scatter --> apply
 
 The ranks decide the route of every element once, when they build the optimizer. A step fills memory and
-starts collectives. No gradient changes which of the engine's collectives these are. DTensor's own may bring a
-gradient to the placement of its parameter first.
+starts collectives. Which of the engine's collectives run never depends on a gradient. DTensor's own may bring
+a gradient to the placement of its parameter first.
 
 The vocabulary, in the order of the data:
 
@@ -19,6 +19,8 @@ The vocabulary, in the order of the data:
 - *shard*: all regions of one matrix on one rank. Ranks with equal shards are *replicas*.
 - *layout*: one matrix: its global shape, and the shard of each rank that holds a part of it.
 - *owner*: the rank that orthogonalizes a matrix, out of all its holders.
+- *divided*: a matrix that is cut into *blocks*, each with an owner. These owners are the matrix's *team*.
+- *contribution*: what one rank adds to a matrix that is a sum (Partial).
 - *bucket*: matrices of one group of ranks that are processed together. Its owners work at the same time.
 - *gather* and *scatter*: one packed all-to-all each, to the owners and back.
 - *split sizes*: how many elements go to or come from each rank in an all-to-all. *Pack*: one side of it, with
