@@ -201,10 +201,12 @@ class TestDistributedConfig(MuonTestCase):
         options |= {"foreach": False, "adjust_lr_fn": "match_rms_adamw"}
         each = [{}, {"ns_algorithm": "gram"}, {"ns_algorithm": "symmetric"}]
         each += [{name: value} for name, value in options.items()]
-        groups = [{"params": [i], **own} for i, own in enumerate(each * 2)]
-        shapes = [(4, 9)] * len(groups)
+        count = 2 * len(each)
+        groups = [{"params": [i, count + i], **own} for i, own in enumerate(each * 2)]
+        shapes, given = [(4, 9)] * 2 * count, {"groups": groups, "foreach": True}
         with NewtonSchulzCalls():
-            self.assert_same_training(shapes, Muon, "auto", groups=groups, foreach=True)
+            for dtype in (torch.float32, torch.bfloat16):
+                self.assert_same_training(shapes, Muon, "auto", dtype=dtype, **given)
 
     def test_foreach_with_a_config(self):
         # Four buckets of four matrices.

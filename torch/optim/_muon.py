@@ -70,10 +70,12 @@ class Muon(Optimizer):
     :math:`k` Newton-Schulz iterations in bfloat16. For a matrix of shape :math:`(A, B)`, ``AdjustLR``
     multiplies the learning rate by
 
-    - "original": :math:`\sqrt{\max(1, A / B)}`, as in `Muon: An optimizer for hidden layers`_;
-    - "match_rms_adamw": :math:`0.2 \sqrt{\max(A, B)}`, as in `Muon is Scalable for LLM Training`_, so
-      that you can keep a learning rate and weight decay tuned for AdamW;
-    - "spectral_unclamped": :math:`\sqrt{A / B}`, as in `Deriving Muon`_.
+    - "original": :math:`\sqrt{\max(1, A / B)}`, as in `Muon: An optimizer for hidden layers
+      <https://kellerjordan.github.io/posts/muon/>`_;
+    - "match_rms_adamw": :math:`0.2 \sqrt{\max(A, B)}`, as in `Muon is Scalable for LLM Training
+      <https://arxiv.org/abs/2502.16982>`_, to keep a learning rate and weight decay tuned for AdamW;
+    - "spectral_unclamped": :math:`\sqrt{A / B}`, as in `Deriving Muon
+      <https://jeremybernste.in/writing/deriving-muon>`_.
 
     If FSDP, TP and others leave each rank with only a piece of a matrix, pass a ``distributed_config``
     from :mod:`torch.optim.muon`. Each matrix is then gathered to one owner rank, which orthogonalizes it
@@ -90,7 +92,8 @@ class Muon(Optimizer):
         momentum (float, optional): momentum factor (default: 0.95)
         nesterov (bool, optional): enables Nesterov momentum (default: True)
         ns_coefficients (tuple of three floats, optional): coefficients of the polynomial, or one such
-            tuple per step, as in `The Polar Express`_ (default: (3.4445, -4.775, 2.0315))
+            tuple per step, as in `The Polar Express <https://arxiv.org/abs/2505.16932>`_
+            (default: (3.4445, -4.775, 2.0315))
         eps (float, optional): lower bound of the norm that divides the momentum (default: 1e-07)
         ns_steps (int, optional): number of Newton-Schulz steps, less than 100 (default: 5)
         adjust_lr_fn (str, optional): one of "original", "match_rms_adamw" and "spectral_unclamped";
@@ -126,15 +129,6 @@ class Muon(Optimizer):
         >>> muon = torch.optim.Muon(hidden, lr=0.02)
         >>> loss_fn(model(input), target).backward()
         >>> muon.step()
-
-    .. _Muon\: An optimizer for hidden layers:
-        https://kellerjordan.github.io/posts/muon/
-    .. _Muon is Scalable for LLM Training:
-        https://arxiv.org/abs/2502.16982
-    .. _Deriving Muon:
-        https://jeremybernste.in/writing/deriving-muon
-    .. _The Polar Express:
-        https://arxiv.org/abs/2505.16932
     """
 
     # Attributes of a copy or an old pickle.

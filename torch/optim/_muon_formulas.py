@@ -167,10 +167,12 @@ class MuonFormulas(NamedTuple):
         lr = lr.to(params[0].device) if is_on_device else lr
         decay = 1 - lr * self.weight_decay
         alpha: Any = -_adjust_lr(lr, self.adjust_lr_fn, shape)
-        if len(params) == 1 and not is_on_device:
-            params[0].mul_(decay)
-            if updates is not None:
-                params[0].add_(updates[0], alpha=alpha)
+        if (len(params) == 1 or params[0].is_cpu) and not is_on_device:
+            # Foreach functions of a CPU would round the numbers to a parameter's dtype.
+            for i, param in enumerate(params):
+                param.mul_(decay)
+                if updates is not None:
+                    param.add_(updates[i], alpha=alpha)
             return
         torch._foreach_mul_(params, decay)
         if updates is not None and is_on_device:
@@ -184,7 +186,7 @@ class MuonFormulas(NamedTuple):
 
 def _of_one_dtype(params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
     """``updates`` in the dtype of ``params``. Accelerators add mixed dtypes in one launch per tensor."""
-    if params[0].is_cpu or params[0].dtype == updates[0].dtype:
+    if params[0].dtype == updates[0].dtype:
         return updates
     flat = params[0].new_empty(sum(update.numel() for update in updates))
     parts = flat.split([update.numel() for update in updates])

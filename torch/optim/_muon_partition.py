@@ -1,6 +1,7 @@
 """Which parameters of a model are hidden matrices for Muon, and why the others are not."""
 
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from ._muon_engine.layouts import fsdp1, matrix_shape
-from ._muon_engine.process_groups import process_rank
+from ._muon_engine.process_groups import listed, process_rank
 from ._muon_split import Split
 
 
@@ -31,6 +32,7 @@ _TABLE = r"(^|_)(pos(?!t)|table|tokens?$|latent(s|_quer)|gain|gamma|scale)|norm|
 # Layers that have several matrices in one.
 _FUSED = r"kv|key_value|c_attn|att_proj|gate_up|input_linear|mlp1_weight|w1[23]|\bWi\b|\bin_proj"
 _EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
+_CONVOLUTIONS = nn.modules.conv._ConvNd
 _GATED = nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell
 
 
@@ -48,14 +50,16 @@ def partition(
     excluded = {name for pattern in patterns for name in _matches(pattern, shapes)}
     forms = dict.fromkeys(shapes, (Split(), False))
     for pattern, value in (split or {}).items():
-        for name in _matches(pattern, shapes):
+        for name in _matches(pattern, shapes) - excluded:
             forms[name] = _form(Split.of(value), shapes[name])
     model, groups, others = _Model(module, shapes, takes_stacks), {}, []
+    unused: list[str] = []
     for name, param, inside in tensors:
         reasons = {n: model.why_not(n, forms[n][1]) for n, _ in inside}
         reasons |= dict.fromkeys(reasons.keys() & excluded, "excluded")
         if id(param) in model.tied:
             reasons = dict.fromkeys(reasons, "embedding")
+        unused += [n for n, why in reasons.items() if why and forms[n][0].sizes]
         kinds = {() if why else forms[n] for n, why in reasons.items()}
         if len(kinds) > 1:
             kind_of = {w or _described(n, *forms[n]): n for n, w in reasons.items()}
@@ -65,6 +69,8 @@ def partition(
         for n, shape in inside if verbose and process_rank() == 0 else ():
             why = f"rest: {reasons[n]}" if reasons[n] else _described(n, *forms[n])
             print(f"{n} {tuple(shape)} -> {why}")
+    if unused and process_rank() == 0:
+        warnings.warn(f"the rest ignores the split of {listed(unused)}", stacklevel=3)
     if split is None:
         return [pair for group in groups.values() for pair in group], others
     matrices = [
@@ -105,10 +111,6 @@ def _matches(pattern: str, names: Mapping[str, object]) -> set[str]:
 def unwrapped(name: str) -> str:
     """``name`` without what wrappers of models and layers put into it."""
     return re.sub(_WRAPPERS, "", clean_tensor_name(name))
-
-
-def _is_conv(module: nn.Module | None) -> bool:
-    return isinstance(module, nn.modules.conv._ConvNd)
 
 
 def _is_router(unit: str) -> bool:
@@ -153,7 +155,7 @@ class _Model:
             if isinstance(submodule, nn.ModuleList):
                 experts[len(submodule)].add(name.rpartition(".")[0])
         for p in layers:
-            if len(p.shape) == 3 and not _is_conv(p.module):
+            if len(p.shape) == 3 and not isinstance(p.module, _CONVOLUTIONS):
                 experts[p.shape[0]] |= p.places
         wide = [p for p in matrices if p.shape[0] < p.shape[1]]
         self.routers = {p.unit for p in wide if experts[p.shape[0]] & p.places}
@@ -193,9 +195,9 @@ class _Model:
         leaf = name.split(".")[-1]
         # A module that is not a linear layer may be a table that calls itself a weight.
         if leaf == "weight" and not hasattr(module, "in_features"):
-            is_norm = "Norm" in type(module).__name__
-            leaf = "norm" if is_norm else layer.split(".")[-1]
-        is_stack = self.takes_stacks and len(shape) == 3 and not _is_conv(module)
+            leaf = "norm" if "Norm" in type(module).__name__ else layer.split(".")[-1]
+        is_stack = self.takes_stacks and len(shape) == 3
+        is_stack &= not isinstance(module, _CONVOLUTIONS)
         is_stack &= any(n % shape[0] == 0 or "expert" in layer for n in self.n_experts)
         if len(shape) != 2 and not flatten and not is_stack:
             return f"{len(shape)}D"
