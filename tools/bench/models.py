@@ -5,8 +5,10 @@ Embeddings, output heads, norms and biases are AdamW's.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from torch.optim._muon_split import Split
 
 
 Shape = tuple[int, int]
@@ -20,6 +22,8 @@ class Model(NamedTuple):
         tokens: those of a training step.
         stacked: whether experts are stacks, of which FSDP gives each rank other experts, not other rows.
         names: those of ``shapes``, if known.
+        fused: how to cut the weights of these names.
+        is_split: whether they are cut.
     """
 
     dense: list[Shape]
@@ -29,6 +33,8 @@ class Model(NamedTuple):
     tokens: int = 2**22
     stacked: bool = False
     names: Sequence[str] = ()
+    fused: Mapping[str, Split] = {}
+    is_split: bool = False
 
     @property
     def shapes(self) -> list[Shape]:

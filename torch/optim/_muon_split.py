@@ -45,7 +45,7 @@ class Split(NamedTuple):
         """Why a matrix of ``shape`` cannot be cut; "" if it can. ``stacked`` dimensions come before its own."""
         numbers = *self.sizes, self.repeats
         if any(type(n) is not int or n < 1 for n in numbers) or self.dim not in (0, 1):
-            return f"split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim', but is {self.option}"
+            return f"split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim' (0 or 1), but is {self.option}"
         length = shape[self.dim]
         if self.lines == length:
             return ""

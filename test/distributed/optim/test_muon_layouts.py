@@ -662,7 +662,7 @@ class TestMuonDivided(OnCPU):
             self.assertRegex(text, r"owners_per_matrix has \d for \d+ x \d+")
             config = create_dtensor_config(owners_per_matrix=1 + self.rank % 2)
             build = partial(self.twins, layout, config)
-            text = "owners_per_matrix is 1, 1 here on rank 0"
+            text = "owners_per_matrix is 1 .1 for this one. on rank 0"
             self.assertRaisesEverywhere(build, ValueError, f"ranks disagree.*{text}")
 
 

@@ -1,10 +1,13 @@
 """The models, meshes and numbers of ranks of the table, and the layouts that DTensor would make of them."""
 
+import itertools
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
+from torch.optim._muon_engine.layouts.divide import split_fused
+from torch.optim._muon_split import Split
 from tools.bench.models import Model, MODELS, Shape
 
 
@@ -78,7 +81,10 @@ def layouts_of(model: Model, kind: str, outer: int, inner: int = 1) -> list[Layo
             shards = of_expert(shape, at)
             key = Key(len(found), name=names[len(found)], expert=expert)
             found.append(Layout(key, shape, torch.float32, shards))
-    return found
+    fused = model.fused if model.is_split else {}
+    splits = [fused.get(layout.key.name, Split()) for layout in found]
+    cut_up = [split_fused(l, s) if s.sizes else [l] for l, s in zip(found, splits)]
+    return list(itertools.chain.from_iterable(cut_up))
 
 
 class Case(NamedTuple):

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim._muon_engine.process_groups import listed
+from torch.optim._muon_split import Split
 from torch.optim._newton_schulz import newton_schulz_bytes
-from torch.optim.muon import partition_named_parameters
+from torch.optim.muon import partition_named_parameters, split_of
 from tools.bench.models import Model
 
 from ..engine_view import batch_size
@@ -57,12 +58,12 @@ def read(source: str, active: int | None) -> tuple[Model, str]:
             shapes = {name: tuple(map(int, of)) for name, of in content.items()}
     except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"--model {source} is not {SOURCES}: {error!r}") from error
-    everything = shapes
+    everything, fused = shapes, {}
     if make is not None:
         with torch.device("meta"):
             model = make()
         matrices, _ = partition_named_parameters(model, allow_batched_matrices=True)
-        shapes = {name: param.shape for name, param in matrices}
+        shapes, fused = {name: param.shape for name, param in matrices}, split_of(model)
         everything = {name: param.shape for name, param in model.named_parameters()}
         config = getattr(model, "config", None)
         config = getattr(config, "get_text_config", lambda: config)()
@@ -86,6 +87,9 @@ def read(source: str, active: int | None) -> tuple[Model, str]:
         raise ValueError("--active-experts K: how many experts does a token use?")
     names = [name for name, *_ in found]
     model = Model(dense, expert, experts, active or 0, stacked=stacked, names=names)
+    splits = {n: (Split.of(fused.get(n.partition("[")[0])), s) for n, s, _ in found}
+    fits = {n: split for n, (split, s) in splits.items() if not split.problem_with(s)}
+    model = model._replace(fused=fits)
     both = model.shapes, everything.values()
     ours, total = (sum(map(math.prod, shapes)) / 1e9 for shapes in both)
     notes = f"{len(names):,} matrices with {ours:.3g} of {total:.3g} billion parameters"
@@ -146,7 +150,7 @@ The rest of a training step takes {rest:.3g} s, with {model.tokens / 1e6:.3g} mi
 Muon's share would be 1% with {tokens / 1e6:.3g} million tokens, {tokens / case.world:,.0f} for each rank.
 Memory of this rank: {momentum / 1e9:.2f} GB of momentum; in a step {found["buffers"] / 1e9:.2f} GB of buffers, {space / 1e9:.2f} GB for Newton-Schulz.
 Owners: {len(owned)} of {case.world} ranks, with at most {max(owned.values())} matrices. This one is rank {rank} and owns
-{listed([model.names[m] for m in work], 2)}.
+{listed([schedule.layouts[m].key.short for m in work], 2)}.
 
 What to change (simulated):
 {_changes(found, hardware, prefetch)}
@@ -165,6 +169,9 @@ def _changes(found: dict[str, Any], hardware: Hardware, prefetch: int) -> str:
     words = f"prefetch_count={prefetch + 1}, with one more bucket of memory"
     tried[words] = simulate(found["plan"], hardware, prefetch + 1).seconds
     others = {}
+    if case.model.fused:
+        words = "split_of(model) for fused weights, as training should"
+        others[words] = case._replace(own=case.model._replace(is_split=True))
     if case.model.stacked:
         words = "stacks of experts as Shard(1): shard_placement_fn of fully_shard"
         others[words] = case._replace(own=case.model._replace(stacked=False))

@@ -389,7 +389,7 @@ def _signatures(
         fields = {
             # No index: ranks that also hold other experts or stages count differently.
             "name": str(key.name) if key.expert is None else f"expert {key.expert}",
-            "owners_per_matrix": f"{each}, {key.block[1]} here",
+            "owners_per_matrix": f"{each} ({key.block[1]} for this one)",
             "LOCAL_WORLD_SIZE": str(per_node if counts_nodes else ""),
             # Before the shape, which follows from it.
             "split": options[param.param_group]["split"],

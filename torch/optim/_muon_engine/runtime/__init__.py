@@ -63,7 +63,7 @@ class Param:
     def check_form(self, formulas: Any) -> None:
         if self.form != formulas.form:
             raise ValueError(
-                f"split or flatten of {self.described} was {self.form}, and is now {formulas.form}. Build a new Muon"
+                f"split or flatten of {self.described} was {self.form}, and is now {formulas.form}: set it back, or build a new Muon"
             )
 
     def begin(self, formulas: Any, grad: Tensor | None, state: Any) -> None:
