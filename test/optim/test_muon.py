@@ -186,7 +186,8 @@ class TestStockParity(MuonTestCase):
             self.assert_same_bits(fresh, params)
 
     def test_signatures_begin_alike(self):
-        options = {"distributed_config", "allow_batched_matrices", *NEW_FLAGS}
+        options = {"distributed_config", "allow_batched_matrices", "options"}
+        options |= NEW_FLAGS
         for name in ("Muon", "muon", "_zeropower_via_newtonschulz", "_adjust_lr"):
             mine, other = (
                 [(p.name, p.default, p.kind) for p in signature.parameters.values()]

@@ -121,15 +121,6 @@ def test_report():
     assert (older.flops, older.gpus_per_node) == (312e12 / 4, 4)
 
 
-def test_hardware(capsys):
-    for words, said in (
-        ("gpus=4", "has no 'gpus'; it has peak_flops, .*, gpus_per_node"),
-        ("page.json", "page.json is neither NAME=VALUE, .* FileNotFoundError"),
-    ):
-        assert cli.main(["scale", "--hardware", words]) == 1
-        assert re.match(f"error: .*{said}", capsys.readouterr().err)
-
-
 def test_the_page_about_your_model_says_what_the_command_prints(
     tmp_path, monkeypatch, capsys
 ):
@@ -177,6 +168,7 @@ def test_a_model_of_names_and_shapes(tmp_path, capsys, monkeypatch):
         (["--model", "json:lost"], "json:lost is not .* AttributeError"),
         (["--model", "json"], "json is not .*no function is named after a colon"),
         (["--model", str(ROOT / "README.md")], "README.md is not a JSON of names"),
+        (["--hardware", "gpus=4"], "has no 'gpus'; it has peak_flops, .*, gpus_per"),
     ):
         assert cli.main(["scale", "--model", str(path), *words]) == 1
         assert re.match(f"error: .*{said}", capsys.readouterr().err)

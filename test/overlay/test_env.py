@@ -176,18 +176,6 @@ def test_environment_that_its_user_upgraded(ready, face, installed):
     fails(face("env", "--torch", "2.13.0", root=ready), 3, "has torch 2.14.0 now")
 
 
-def test_dry_run_makes_no_environment(overlay, face):
-    kinds = {
-        "env --torch 2.12": "-2.12.0",
-        "verify": "",
-        "test --frameworks": "-frameworks",
-    }
-    for words, kind in kinds.items():
-        done = face(*words.split(), "--dry-run", root=overlay)
-        assert (done.code, f"making {overlay}/.venv{kind}:" in done.out) == (0, True)
-        assert list(overlay.glob(".venv*")) == []
-
-
 # `--checkout ""` was the current folder, and `--torch=` the default version.
 EMPTY = [
     "env --torch=", "test --python=", "apply --checkout=", "export --checkout=x --out=",

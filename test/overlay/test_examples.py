@@ -113,22 +113,3 @@ def test_comparison(compare_gpt, monkeypatch, capfd, tmp_path):
     assert "train_fsdp2.py on 1 process" in out
     assert "bitwise equal: yes (6 matrices, 2 steps)" in out
     assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_wrong_figures_are_named(compare_gpt):
-    def run(*losses):
-        steps = [{"loss": loss, "seconds": 1} for loss in losses]
-        return {"steps": steps, "held_out": 5.0}
-
-    one, rank = run(5.5, 5.0), {"matrices": 3, "sent": 100, "least": 100}
-    rank["differing"] = []
-    assert compare_gpt.report(one, one, [rank, rank], 2) == []
-    for many, wrong, words in (
-        (one, {"sent": 107}, "rank 1 sends 107 bytes"),
-        (one, {"differing": ["up"]}, "not bitwise equal: up"),
-        (run(5.5, 6.0), {}, "the processes: loss did not fall"),
-        (run(5.5, math.nan), {}, "the processes: loss did not fall"),
-        (run(5.6, 5.0), {}, "the first losses differ"),
-    ):
-        (problem,) = compare_gpt.report(one, many, [rank, rank | wrong], 2)
-        assert words in problem

@@ -397,26 +397,28 @@ def _single_tensor_muon(
     grads: list[Tensor],
     muon_momentum_bufs: list[Tensor],
     *,
-    lr: float | Tensor,
     has_complex: bool,
-    foreach: bool | None = False,
     allow_batched_matrices: bool = False,
     distributed_config: DistributedConfig | None = None,
     **options: Any,
 ) -> None:
-    """Steps the parameters of one group: a matrix at a time, in batches, or by an engine for this call."""
+    """Steps the parameters of one group: a matrix at a time, in batches, or by an engine for this call. The
+    ``options`` are the fields of MuonFormulas.
+    """
     if has_complex:
         raise ValueError("Complex parameters are not supported")
-    group = {**MuonFormulas._field_defaults, **options, "lr": lr, "foreach": foreach}
-    formulas = MuonFormulas.of_group(group)
+    formulas = MuonFormulas.of_group(MuonFormulas(**options)._asdict())
     takes_more = allow_batched_matrices or formulas.flatten
     # FSDP1 flattens parameters, and the engine knows the matrices inside.
     least, tensors = (2, grads) if distributed_config is None else (0, params)
     if any(t.ndim < least or (t.ndim > 2 and not takes_more) for t in tensors):
         raise ValueError("Param gradient must be a 2D matrix")
     if distributed_config is not None:
-        bufs, config = muon_momentum_bufs, distributed_config
-        return _distributed_muon(params, grads, bufs, formulas, config)
+        from torch.optim._muon_engine.engine import step_once
+
+        return step_once(
+            distributed_config, formulas, params, grads, muon_momentum_bufs
+        )
     formulas.check()
     split, _ = formulas.form
     if takes_more or split.sizes:
@@ -466,32 +468,6 @@ def _batches(
     return batches
 
 
-def _distributed_muon(
-    params: list[Tensor],
-    grads: Sequence[Tensor | None],
-    muon_momentum_bufs: list[Tensor],
-    formulas: MuonFormulas,
-    config: DistributedConfig,
-) -> None:
-    """One step of the functional form, with an engine for this call."""
-    from torch.optim._muon_engine.engine import Engine
-    from torch.optim._muon_engine.layouts.dtensor import placed_like
-    from torch.optim._muon_engine.runtime import Param
-
-    if not all(map(placed_like, params, muon_momentum_bufs)):
-        raise ValueError(
-            "muon_momentum_bufs must have the types and placements of params"
-        )
-    bufs = [{"momentum_buffer": buf} for buf in muon_momentum_bufs]
-    states: dict[Tensor, Any] = dict(zip(params, bufs, strict=True))
-    live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
-    takes_stacks = any(p.ndim > 2 for p in params)
-    engine = Engine(config, live, states, takes_stacks, is_lasting=False)
-    engine.count_step()
-    engine.step(config, [formulas], states, grads)
-    engine.synchronize()
-
-
 @_disable_dynamo_if_unsupported(single_tensor_fn=_single_tensor_muon)
 def muon(
     params: list[Tensor],
@@ -508,15 +484,13 @@ def muon(
     eps: float,
     adjust_lr_fn: str | None,
     has_complex: bool,
-    ns_algorithm: str = "quintic",
-    split: Sequence[int] | dict[str, Any] | None = None,
-    flatten: bool = False,
     allow_batched_matrices: bool = False,
     distributed_config: DistributedConfig | None = None,
+    **options: Any,
 ) -> None:
     r"""Functional API that performs Muon algorithm computation.
 
-    See :class:`~torch.optim.Muon` for details.
+    See :class:`~torch.optim.Muon` for details, also of ``ns_algorithm``, ``split`` and ``flatten``.
     """
     if foreach is None and allow_batched_matrices and distributed_config is None:
         # Accelerators iterate a stack at once.
@@ -537,10 +511,8 @@ def muon(
         eps=eps,
         adjust_lr_fn=adjust_lr_fn,
         has_complex=has_complex,
-        ns_algorithm=ns_algorithm,
-        split=split,
-        flatten=flatten,
         foreach=foreach,
         allow_batched_matrices=allow_batched_matrices,
         distributed_config=distributed_config,
+        **options,
     )

@@ -98,7 +98,6 @@ def split_of(module: nn.Module) -> dict[str, Any]:
     for _, _, inside in fsdp1.logical_matrices(module):
         for name, shape in inside:
             parts = unwrapped(name).split(".")
-            # A weight of the module itself, or of a layer in it.
             for depth in (1, 2):
                 owner = modules.get(".".join(parts[:-depth]))
                 split = _split_of(owner, ".".join(parts[-depth:]), shape)

@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """Mistakes around the distributed Muon: which ranks hear of them, how often, and that none waits for ever."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,6 +20,8 @@ from torch.distributed.tensor import distribute_tensor, DTensor, Partial
 from torch.optim import Muon
 from torch.optim._muon import muon as functional_muon
 from torch.optim._muon_engine import hints
+from torch.optim._muon_engine.engine import Engine
+from torch.optim._muon_engine.runtime import transport
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
@@ -542,6 +545,39 @@ class TestMuonMistakes(common_muon.OnCPU):
         twins.params[at] = nn.Parameter(twins.params[at].detach().clone())
         twins.optimizer.param_groups[0]["params"] = list(twins.params)
         self.assertNothingMoves(twins, ValueError, "parameter 0 .*replaced is")
+
+    def test_constructor_on_an_accelerator(self):
+        """Ranks connect there after they have agreed. One had no memory for it, or had parameters elsewhere."""
+
+        def build():
+            config = create_auto_config(ddp_process_group=dist.group.WORLD)
+            Muon([nn.Parameter(torch.ones(4, 4))], distributed_config=config)
+
+        meta = mock.patch.object(Engine, "device", torch.device("meta"))
+        error = torch.OutOfMemoryError("no memory")
+        full = mock.patch.object(transport.Memory, "empty", side_effect=error)
+        nothing = contextlib.nullcontext()
+        with meta, full if self.rank == 1 else nothing:
+            self.assertRaisesEverywhere(build, RuntimeError, "no memory")
+        pattern = "device is cpu on rank 0 and meta on rank 1"
+        with meta if self.rank == 1 else nothing:
+            self.assertRaisesEverywhere(build, ValueError, pattern)
+
+    def test_order_over_two_groups_of_the_same_ranks(self):
+        """Each rank compared its parameters in the group of its own first one."""
+        patience = timedelta(seconds=3)
+        groups = [dist.new_group(range(4), timeout=patience) for _ in range(2)]
+        meshes = [
+            DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
+            for group, name in zip(groups, "ab")
+        ]
+        given = [
+            (f"w{i}", parameter(Spec((8, 8), m, (S0,)))) for i, m in enumerate(meshes)
+        ]
+        given = given if self.rank else given[::-1]
+        build = functools.partial(Muon, given, distributed_config="auto")
+        pattern = "name is w1 on rank 0 and w0 on rank 1"
+        self.assertRaisesEverywhere(build, ValueError, pattern)
 
 
 class TestMuonUnreadErrors(common_muon.OnCPU):

@@ -49,6 +49,7 @@ MIXED = tuple(
 PROGRAMS = {
     "sharded": Program(4, (Held(FOUR, (0,)), Held(FOUR, (1,)))),
     "a sum": Program(4, (Held(FOUR, ("P", 0), sizes=(2, 2)),)),
+    "many": Program(4, (Held(FOUR, (0,), (4, 4), 256),)),
     "stages": Program(
         8, tuple(Held(r, ("R", 0), sizes=(2, 2)) for r in (FOUR, EIGHT[4:]))
     ),
@@ -335,6 +336,22 @@ class TestMuonRules(TestCase):
             self.assertRegex(
                 problems, r"^(the host waits for aten.(_to_)?copy_?.default;)+$"
             )
+
+        contributions = Held(FOUR, ("P", 0), sizes=(2, 2), offloaded=True)
+        step_of(Program(4, (contributions,)), 0, Accelerator(), LAZY)
+
+    def test_two_optimizers_of_which_one_has_many_matrices(self):
+        """Ranks that step them in different orders would meet in reductions of different sizes."""
+        with Rank(PROGRAMS["many"], 0, LAZY) as one, Accelerator() as part:
+            one.build()
+            found = []
+            for _ in range(2):
+                part.begin()
+                one.step()
+                log = [what for what, call in part.log if call.name == "all_reduce"]
+                found.append(log[:4])
+        waits, both = ["launch", "wait"] * 2, ["launch", "launch", "wait", "wait"]
+        self.assertEqual(found, [waits, both])
 
     def test_no_storage_of_mps_is_resized(self):
         memory = Memory(torch.device("mps"), keep=False)

@@ -7,7 +7,7 @@ a digest of its signatures to one all-gather per group, and all ranks come to th
 import ctypes
 import hashlib
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -104,6 +104,14 @@ def gather_values(
         kind, text = reports[0]
         error = common(kind(text))
     return [value for _, value in answers], error
+
+
+def raise_everywhere(error: Any, groups: Iterable[Any], names: Sequence = ()) -> None:
+    """Raises ``error``, or one of another rank of ``groups``. All ranks must make this call in one order."""
+    for group in groups:
+        _, error = gather_values(group, None, error, names)
+    if error is not None:
+        raise error
 
 
 @contextmanager

@@ -184,6 +184,5 @@ def bytes_of(
     passing, arriving = packs.relay_sizes((pack.relays for pack in of_buckets), rank)
     slots = packs.slots_for(ahead)
     memory = sum(out + own for out, own in packs.slot_sizes(of_buckets, slots))
-    # Each prefetched gather and a scatter may be in flight.
     memory += min(slots, len(buckets)) * copied
     return sent, received, memory + passing + packs.RELAYS_IN_FLIGHT * arriving

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import callbacks, process_groups
-from .agreement import agree, Signature
+from .agreement import agree, raise_everywhere, Signature
 from .callbacks import FunctionStep, is_from_factory, own_functions
 from .config import DistributedConfig
 from .hints import Hints
 from .layouts import Layout
-from .layouts.dtensor import device_of, is_dtensor
+from .layouts.dtensor import device_of, is_dtensor, placed_like
 from .layouts.groups import ParamInfo
 from .process_groups import FailureNotes, larger_first, listed, Ranks, spanning_group
 from .runtime import Param, transport
@@ -94,7 +94,7 @@ class Engine:
             # Parameters on meta will be materialized, which builds another engine.
             is_meta = any(param.tensor.is_meta for param in params)
             if self.uses_pipeline and self.device.type != "cpu" and not is_meta:
-                self._make_runner().connect()
+                _connect(self, index)
         except Exception as raised:
             for step in (self.steps, self.steps + 1):
                 self._notes(step).leave(f"{type(raised).__name__}: {raised}")
@@ -138,7 +138,9 @@ class Engine:
         """Reads, assigns, agrees with the other ranks, and makes the schedule."""
         params, tensors = self.params, [param.tensor for param in self.params]
         per_node = process_groups.ranks_per_node()
-        layouts, owners = [], []
+        layouts, owners, signed = [], [], []
+        # Ranks compare which parameters are new, so that all replace the same ones.
+        before = {param.tensor for param in (former or self).params}
         try:
             if self.reader is not None:
                 infos = [ParamInfo(p.config_index, p.key.name, p.form) for p in params]
@@ -151,6 +153,7 @@ class Engine:
                     algorithms = [param.formulas.ns_algorithm for param in of_layouts]
                     layouts = divided(layouts, each, per_node, algorithms)
                 owners = _assign(self, layouts)
+                signed = [*_signatures(self, layouts, owners, before)]
         except Exception as raised:
             error = error or raised
         if self.reader is None:
@@ -159,9 +162,7 @@ class Engine:
             return
         sharing = self.reader.sharing
         signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in sharing}
-        # Ranks compare which parameters are new, so that all replace the same ones.
-        before = {param.tensor for param in (former or self).params}
-        for ranks, signature in _signatures(self, layouts, owners, before):
+        for ranks, signature in signed:
             signatures[ranks].append(signature)
         agree(sharing, signatures, error, is_lasting, self.groups, self.serials)
         self.schedule = buckets.make_schedule(
@@ -205,8 +206,7 @@ class Engine:
         )
         for ranks in larger_first(groups):
             timeout = process_groups.group_timeout(groups[ranks])
-            name = str(self.serials.get(ranks, "new"))
-            process_groups.rendezvous(ranks, timeout, name)
+            process_groups.rendezvous(ranks, timeout, str(self.serials.get(ranks)))
         self._notes().take_back()
 
     # A compiled step that saw the counter would be compiled again.
@@ -292,8 +292,9 @@ class Engine:
             # After it agreed with this rank, another one may have failed in a group that this one is not in.
             if reason := self._notes().read():
                 # Through ranks between, a reason may come with this text already.
-                reason = reason.rpartition(_FAILED_BEFORE)[2]
-                raise RuntimeError(f"{_FAILED_BEFORE}{reason}")
+                raise RuntimeError(
+                    _FAILED_BEFORE + reason.rpartition(_FAILED_BEFORE)[2]
+                )
         return self._make_runner()
 
     def _fail(self, error: BaseException, is_fatal: bool) -> None:
@@ -332,6 +333,41 @@ class Engine:
         """Raises the error of the last step, if it is new."""
         if error := self.new_failure():
             raise error
+
+
+def _connect(engine: Engine, index: int | None) -> None:
+    """Takes the memory of a step, and connects the ranks. If one of them has too little, all raise its error.
+    They exchange it on the device ``index``.
+    """
+    error: BaseException | None = None
+    try:
+        engine._make_runner()
+    except Exception as raised:
+        error = raised
+    groups = map(engine.groups.get, larger_first(engine.serials))
+    with unset_fake_temporarily(), torch.accelerator.device_index(index):
+        raise_everywhere(error, groups)
+    engine._make_runner().connect()
+
+
+def step_once(
+    config: DistributedConfig,
+    formulas: Any,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    bufs: Sequence[Tensor],
+) -> None:
+    """One step of the functional form, with an engine for this call."""
+    if not all(map(placed_like, params, bufs)):
+        raise ValueError("muon_momentum_bufs must have types and placements of params")
+    new = ({"momentum_buffer": buf} for buf in bufs)
+    states: dict[Tensor, Any] = dict(zip(params, new, strict=True))
+    live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
+    takes_stacks = any(p.ndim > 2 for p in params)
+    engine = Engine(config, live, states, takes_stacks, is_lasting=False)
+    engine.count_step()
+    engine.step(config, [formulas], states, grads)
+    engine.synchronize()
 
 
 def _check_params(engine: Engine, formulas: Sequence[Any]) -> None:
@@ -395,6 +431,7 @@ def _signatures(
             "split": options[param.param_group]["split"],
             "shape": str(layout.shape),
             "dtype": str(layout.dtype),
+            "device": engine.device.type if engine.uses_pipeline else "",
             "placement": layout.placement,
             "shards": layout.shards.digest,
             "requires_grad": str(not param.frozen),

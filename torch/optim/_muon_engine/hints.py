@@ -8,7 +8,6 @@ from .process_groups import listed
 from .runtime import Param
 
 
-# Warn after this many steps without any gradient, or without one parameter's.
 STEPS_WITHOUT_ANY = 3
 STEPS_WITHOUT_ONE = 20
 

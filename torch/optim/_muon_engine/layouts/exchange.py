@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..agreement import common, gather_values
+from ..agreement import common, gather_values, raise_everywhere
 from ..process_groups import group_ranks, is_dry_run, listed, process_rank, Ranks
 from . import check_cover, Cut, Cuts, Key, Layout, Regions, Shape, Shards
 from .dtensor import is_frozen, local_part
@@ -127,10 +127,8 @@ class LocalPieces:
         except Exception as problem:
             error = problem
         # Ranks of the grid may see different contradictions, or none. All of them must raise.
-        for group in (*(self.group_of[key] for key in order), *self.mesh_groups):
-            _, error = gather_values(group, None, error, shared)
-        if error is not None:
-            raise error
+        groups = [self.group_of[key] for key in order] + self.mesh_groups
+        raise_everywhere(error, groups, shared)
         # Only the lowest rank warns.
         if all(min(ranks) == process_rank() for _, ranks in order):
             for text, named in self.warnings.items():

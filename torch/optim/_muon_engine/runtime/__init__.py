@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..._muon_split import Split
-from ..layouts import dtensor, Key, Region
+from ..layouts import dtensor, Key
 from ..schedule.packs import Schedule
 
 
@@ -134,6 +134,3 @@ class Matrix:
     def is_orthogonalized(self) -> bool:
         """Whether the owner orthogonalizes it; always if it is divided, because other owners take part."""
         return self.applies or self.products is not None
-
-    def local(self, region: Region) -> Tensor:
-        return region.of_local(self.param.local)

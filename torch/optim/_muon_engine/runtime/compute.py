@@ -160,11 +160,11 @@ class Compute:
         ]
         own = layout.shards.contribution_of(self.rank)
         for region in matrix.sent:
-            prepared = torch.empty_like(matrix.local(region))
+            prepared = torch.empty_like(region.of_local(matrix.param.local))
             self.prepare([(matrix, region, prepared)])
             contributions.append((own, region, prepared))
         for _, region, tensor in sorted(contributions, key=lambda entry: entry[0]):
-            region.of_matrix(total).add_(tensor)
+            region.of_matrix(total).add_(tensor.to(total.device))
         out.copy_(total)
 
     def apply(self, entries: Iterable[RegionTensor]) -> None:
@@ -179,7 +179,7 @@ class Compute:
 
         for chunk in self._grouped(entries, key):
             matrix, _, first = chunk[0]
-            local = [m.local(region) for m, region, _ in chunk]
+            local = [region.of_local(m.param.local) for m, region, _ in chunk]
             updates = None
             if first is not None:
                 updates = [u.to(l.device) for (_, _, u), l in zip(chunk, local)]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..._newton_schulz import _addmm, Products, products_for
+from ..._newton_schulz import _addmm, NS_DTYPE, Products, products_for
 from ..process_groups import group_ranks
 from . import Matrix
 from .transport import naming
@@ -24,8 +24,10 @@ class DividedProducts(Products):
     group have the same Gram matrix, and each makes some rows of a polynomial of it.
     """
 
-    def __init__(self, matrix: Matrix, group: ProcessGroup) -> None:
-        self._matrix, self._group = matrix, group
+    def __init__(
+        self, matrix: Matrix, group: ProcessGroup, device: torch.device
+    ) -> None:
+        self._matrix, self._group, self._device = matrix, group, device
         self.shape = matrix.layout.block_of
         self._ranks = group_ranks(group)
         self._rank, self._count = dist.get_rank(group), dist.get_world_size(group)
@@ -70,6 +72,9 @@ class DividedProducts(Products):
         with naming("Newton-Schulz", [self._matrix], self._ranks):
             collective(*tensors, group=self._group)
 
-    def connect(self, device: torch.device) -> None:
-        self._run(dist.all_reduce, torch.zeros(1, device=device))
-        self._all_gather(torch.zeros(1, device=device))
+    def connect(self) -> None:
+        """Runs each collective in its size, by which NCCL chooses an algorithm, and connects for it."""
+        x = torch.zeros(min(self._matrix.layout.full_shape), 1, device=self._device)
+        gram = self.gram(x.to(NS_DTYPE))
+        self.combine(gram, gram, gram, 1)
+        self.norm(x)

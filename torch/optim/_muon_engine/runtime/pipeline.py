@@ -36,9 +36,8 @@ class Pipeline(Compute):
                 param = engine.params[schedule.layouts[index].key.index]
                 matrix = matrices[index] = Matrix(schedule, index, param, rank)
                 team = groups.get(schedule.team(index))
-                # Only the ranks of a team have its group.
                 if team is not None and matrix.owner == rank:
-                    matrix.products = DividedProducts(matrix, team)
+                    matrix.products = DividedProducts(matrix, team, self.device)
                 by_ranks.setdefault(bucket.ranks, []).append(matrix)
         slots = slots_for(self.prefetch_count)
         buckets = local_buckets(schedule, matrices, rank, groups, memory, slots)
@@ -61,35 +60,21 @@ class Pipeline(Compute):
         they first exchange something. With other collectives in flight, ranks may wait for each other.
         """
         with self._drained(), self.memory:
-            for statuses in self.statuses:
-                statuses.reduce()
-                self._wait_alone(statuses)
-            for bucket in self.buckets:
-                # A debugging backend looks for NaN in what it sends.
-                for pack in (bucket.gather_send, bucket.scatter_send):
-                    pack.flat.zero_()
-                for start in (bucket.start_gather, bucket.start_scatter):
-                    start()
-                    self._wait_alone(bucket)
-                for relay in bucket.relays:
-                    relay.packed.flat.zero_()
-                    relay.start()
-                    self._wait_alone(relay)
-                for products in (m.products for m in bucket.matrices if m.products):
-                    products.connect(self.device)
-                    self._wait_alone(bucket)
-
-    def _wait_alone(self, flight: InFlight) -> None:
-        flight.wait()
-        if self.device.type != "cpu" and torch.accelerator.is_available():
-            torch.accelerator.synchronize(self.device)
+            starts: list[tuple[InFlight, Any]] = [(s, s.reduce) for s in self.statuses]
+            for b in self.buckets:
+                starts += [(b, b.start_gather), (b, b.start_scatter)]
+                starts += [(relay, relay.start) for relay in b.relays]
+                starts += [(b, m.products.connect) for m in b.matrices if m.products]
+            for flight, start in starts:
+                start()
+                flight.wait()
+                if self.device.type != "cpu" and torch.accelerator.is_available():
+                    torch.accelerator.synchronize(self.device)
 
     def share_statuses(self, step: int) -> str:
-        """Starts the side channel of this rank's ``step``-th step.
-
-        If it awaits the result, nothing has moved yet. A group passes a mismatch on to larger groups. A rank that
-        cannot use a gradient tells all of its groups, because each of them must end the step here.
-        Returns how ranks differ; "" if they do not, or if it does not wait.
+        """Starts the side channel of this rank's ``step``-th step, before anything moves. A group passes a mismatch on
+        to larger groups. A rank that cannot use a gradient tells all of its groups, because each of them must end
+        the step here. Returns how ranks differ; "" if they do not, or if it does not wait.
         """
         self._current = "statuses", [m for s in self.statuses for m in s.matrices]
         text = ""
@@ -97,12 +82,12 @@ class Pipeline(Compute):
         has_problem = any(param.problem for param in self.params)
         with self._drained():
             for statuses in self.statuses:
-                statuses.start(step, differs=has_problem or bool(text))
+                statuses.start(step, has_problem or bool(text), self.awaits_statuses)
                 if self.awaits_statuses:
                     # It may launch a collective, so every rank calls it.
-                    differs = statuses.mismatch()
+                    reason = statuses.mismatch()
                     # A larger group's own reason says more.
-                    text = differs if differs and text in ("", OTHER_GROUP) else text
+                    text = reason if reason and text in ("", OTHER_GROUP) else text
         return text
 
     def run(self) -> None:

@@ -1,11 +1,10 @@
 """The side channel: everything else that the ranks of a group tell each other in a step.
 
 Gradients never decide which collectives run. At the start of a step, each rank of a group puts what it
-knows about each matrix into one small ``all_reduce(MAX)`` of integers, or two if the matrices are many.
-The first step, and each one on a CPU, waits for the result, and raises before anything moves if the ranks
-differ. On accelerators, a later step acts on this rank's own status, and the step after it reads the
-result. A digest comes together with its negative: all ranks have the same digest if and only if the two
-maxima add up to zero.
+knows about each matrix into one small ``all_reduce(MAX)`` of integers, or two if the matrices are many. The
+first step, and each one on a CPU, waits for the result, and raises before anything moves if the ranks differ.
+On accelerators, a later step acts on this rank's own status, and the step after it reads the result. A digest
+comes with its negative: it is the same on all ranks if and only if the two maxima add up to zero.
 """
 
 import zlib
@@ -72,11 +71,11 @@ class Statuses(InFlight):
         if device.type != "cpu":
             pins = torch.accelerator.is_available()
             self._host = torch.zeros_like(self._table, device="cpu", pin_memory=pins)
-        # Whether the result in ``_host`` is unread.
-        self._is_new = False
+        # Whether the result in ``_host`` is unread, and lacks the second all-reduce.
+        self._is_new = self._is_partial = False
 
-    def start(self, step: int, differs: bool = False) -> None:
-        """Starts the all-reduce of this rank's ``step``-th step. It ``differs`` if a problem is known elsewhere."""
+    def start(self, step: int, differs: bool, awaits: bool) -> None:
+        """Starts the ``step``-th step's all-reduce. It ``differs`` if a problem is known elsewhere."""
         formulas = {id(m.param.formulas): m.param.formulas for m in self.matrices}
         digests = {key: options.digest for key, options in formulas.items()}
         header = step, -step, self._identity, -self._identity, differs, 0, 0
@@ -90,12 +89,13 @@ class Statuses(InFlight):
         self._table.copy_(self._host, non_blocking=True)
         self._add_values()
         self._is_new = True
+        self._is_partial = awaits and len(self._table) > _ROWS
         self.reduce()
 
     def reduce(self) -> None:
-        """Starts the first all-reduce, on accelerators also the second one."""
+        """Starts the first all-reduce, and also the second one if the step does not await the first."""
         self._reduce(self._table[:_ROWS])
-        if self._device.type != "cpu" and len(self._table) > _ROWS:
+        if len(self._table) > _ROWS and not self._is_partial:
             self._reduce(self._table[_ROWS:])
 
     def _reduce(self, rows: Tensor) -> None:
@@ -129,26 +129,29 @@ class Statuses(InFlight):
             stream = torch.accelerator.current_stream(self._device)
             self._copied = stream.record_event(self._copied)
 
+    def _result(self) -> list[list[int]]:
+        """The rows that were reduced: the header, and one for each matrix. Waits."""
+        self._fetch()
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host[: len(self.matrices) + 1].tolist()
+
     def mismatch(self) -> str:
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits."""
         if not self._is_new or is_dry_run():
             return ""  # Fake tensors have no values.
         self._is_new = False
-        self._fetch()
-        if self._copied is not None:
-            self._copied.synchronize()
-        header, *rows = self._host[: len(self.matrices) + 1].tolist()
+        header, *rows = self._result()
         step, minus_step, identity, minus_identity, is_elsewhere, *_ = header
         text = ""
         if step + minus_step or identity + minus_identity:
             text = _OTHER_OPTIMIZER if identity + minus_identity else _OTHER_STEP
             shared = listed([matrix.layout.describe() for matrix in self.matrices], 4)
             text += f". This rank's optimizer has {shared}"
-        if self._device.type == "cpu" and len(self._host) > _ROWS and not text:
+        if self._is_partial and not text:
             # The second all-reduce comes after this check, or those of two optimizers would pair up.
             self._reduce(self._table[_ROWS:])
-            self.wait()
-            rows = self._host[1 : len(self.matrices) + 1].tolist()
+            rows = self._result()[1:]
         reasons = _OTHER_OPTIONS, _OTHER_VALUES, _UNUSABLE, _SOME_ABSENT
         by_matrix = [
             (options + minus_options, sum(values), unusable, present and absent)
@@ -169,7 +172,7 @@ def _digest_of(matrix: Matrix) -> Tensor:
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = torch.zeros((), dtype=torch.int64, device=matrix.param.local.device)
     for region in matrix.shard:
-        values = matrix.local(region)
+        values = region.of_local(matrix.param.local)
         total += values.view(ints[values.itemsize]).sum(dtype=torch.int64)
     # The golden ratio's bits carry a difference in any bit into the highest ones.
     return ((total * -7046029254386353131) >> 32) & 0xFFFFFFFF

@@ -32,7 +32,8 @@ class Memory:
 
     def empty(self, nbytes: int) -> Tensor:
         """A 1D tensor of ``nbytes`` bytes for packs. Its storage may be empty between steps."""
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        # The ranks connect by sending it, and a debugging backend looks for NaN there.
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         self._storages.append((memory.untyped_storage(), nbytes))
         return memory
 
@@ -275,7 +276,6 @@ def local_buckets(
     ``matrices`` are this rank's, by their index in the schedule.
     """
     packs = {b: schedule.packs(b, rank) for b in schedule.buckets if rank in b.ranks}
-    # All buckets share one stream, whose temporary memory they can use again.
     has_stream = memory.device.type != "cpu" and any(b.node_size > 1 for b in packs)
     stream = torch.Stream(memory.device) if has_stream else None
     local: dict[Bucket, LocalBucket] = {}

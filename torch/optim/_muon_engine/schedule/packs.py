@@ -19,7 +19,6 @@ RELAYS_IN_FLIGHT = 2
 Exchanged = Sequence[tuple[int, Sequence[int]]]
 # Whether the shard of a matrix on a rank is sent.
 Travels = Callable[[int, int], bool]
-SplitSizes = tuple[int, ...]
 
 
 class PackedRegion(NamedTuple):
@@ -36,7 +35,7 @@ class Pack:
     """One side of a gather or scatter on one rank: the split size for each peer, and the packed regions."""
 
     dtype: torch.dtype
-    split_sizes: SplitSizes
+    split_sizes: tuple[int, ...]
     regions: tuple[PackedRegion, ...]
 
     @property
@@ -145,7 +144,7 @@ class Schedule:
 
     def passed_on(
         self, bucket: Bucket, rank: int
-    ) -> tuple[list[SplitSizes], list[SplitSizes]]:
+    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Elements that ``rank`` passes on in a gather and in a scatter, from each of its node to each of its rail."""
         (node, rail), owned = bucket.node_and_rail(rank), self.owned(bucket)
         gathers = ([_between(h, o, owned) for o in rail] for h in node)

@@ -530,7 +530,7 @@ class Accelerator(Recorder):
         self.current = [COMPUTE]
         self.at: int | None = None  # the device that the engine chose
         self.operations: list[Any] = []
-        self._used: set[tuple[Comm, str]] = set()
+        self._used: set[tuple[Comm, str, int]] = set()
         self._pinned: set[int] = set()
         # Bytes of each storage, the stream that it was allocated on, and those that it was recorded on.
         self._sizes: dict[int, int] = {}
@@ -582,7 +582,8 @@ class Accelerator(Recorder):
         self.add(HOST, clock)
 
     def launched(self, call: Call) -> None:
-        key = call.comm, call.name
+        # A backend chooses its algorithm by size, and connects for that.
+        key = call.comm, call.name, call.nbytes
         if call.name == "all_gather" and self.at is None:
             self.problems.append("ranks exchange objects on any device")
         others = [one for one in self.flying if one.comm != call.comm]
