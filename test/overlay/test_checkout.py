@@ -436,14 +436,17 @@ def test_topic_with_a_fix_below_the_overlay(checkout, on, how):
     assert (checkout / C10D).read_text() == fixed
 
 
-def test_part_of_the_stack_on_a_branch(checkout, on):
-    """After `revert` there, the overlay elsewhere was reverted to an older PyTorch."""
+def test_part_of_the_stack_on_a_branch(checkout, on, ours):
+    """`pull` took an earlier form of _muon.py; after `revert`, the overlay elsewhere was reverted to an older PyTorch."""
     branch(checkout, "last-year", {MUON: "# of last year\n"})
     tree = tree_of(checkout, "main")
     git(checkout, "restore", "--source=main", "--", MUON)
     commit_all(checkout)
     on("apply", "--commit")
-    git(checkout, "switch", "-q", "-c", "part", f"HEAD~{len(SUBJECTS) - 1}")
+    for later in range(len(SUBJECTS)):
+        git(checkout, "switch", "-q", "--detach", f"HEAD~{later > 0:d}")
+        assert "nothing to take" in on("pull", root=ours), later
+    git(checkout, "switch", "-q", "-c", "part")
     on("revert")
     git(checkout, "switch", "-q", "last-year")
     on("revert", "--commit")

@@ -71,7 +71,8 @@ class Checkout(Target):
             return sum(t == now[r] != stock[r] for r, t in overlay[1].items())
 
         name, laid = max([(None, {}), *overlays], key=score)
-        every.append(fresh)
+        # A commit in the middle of the stack has an earlier form of a file.
+        every += [fresh, *(of for _, of in patches.commits(source, stock, fresh))]
         overlaid = {
             r: [t for of in every if (t := of.get(r)) is not None] for r in rels
         }
@@ -201,6 +202,11 @@ class Checkout(Target):
             self.tree.record(laid)
 
     def _state(self, plan: Plan, there: bool) -> tuple[str, str]:
+        if self.tree.begun():
+            return (
+                "changed",
+                ". A command was cut off; the next `apply` or `revert` ends it",
+            )
         if there or self.tree.base() == self.tree.resolve("HEAD"):
             return super()._state(plan, there)
         return "reverted", f". This commits that:{self.command('revert', '--commit')}"

@@ -124,7 +124,7 @@ class Worktree:
             if (self.git_dir / name).exists():
                 way = f"  git -C {self.quoted} {command} --"
                 ways = f"finish or drop it:\n{way}continue\n{way}abort"
-                raise Refused(f"a {command} is in progress in {self.root}: {ways}")
+                raise Refused(f"git {command} is in progress in {self.root}: {ways}")
         unmerged = {ln.split("\t")[1] for ln in git.lines(self.root, "ls-files", "-uz")}
         if unmerged:
             add = f"git -C {self.quoted} add -- {shlex.join(sorted(unmerged))}"
@@ -227,7 +227,7 @@ class Worktree:
     def laid(self) -> list[str]:
         """The commits that were applied to this work tree, newest first."""
         log = self.ask("log", "--walk-reflogs", "--format=%H", "-n30", LAID, "--")
-        names = [*self._step()[1:2], self.resolve(LAID), *log.split()]
+        names = [*self.begun()[1:2], self.resolve(LAID), *log.split()]
         return list(dict.fromkeys(filter(None, names)))
 
     def records(self) -> dict[str, str | None]:
@@ -340,7 +340,7 @@ class Worktree:
         if laid != self.resolve(LAID):
             self.update_refs(f"update {LAID} {laid}\n")
 
-    def _step(self) -> list[str]:
+    def begun(self) -> list[str]:
         """The step that was begun, and its parents; empty if it has ended."""
         commits = self.ask("rev-list", "--parents", "-n1", NEXT, "--").split()
         return commits if len(commits) > 2 else []
@@ -350,7 +350,7 @@ class Worktree:
 
         Returns whether there was one. A file or a branch that was changed since is left.
         """
-        if not (commits := self._step()):
+        if not (commits := self.begun()):
             return False
         step, laid, before, *head = commits
         rels, end = self.changed(before, step), f"update {NEXT} {before}\n"
@@ -373,7 +373,7 @@ class Worktree:
         if kept:
             paths = ("--pathspec-from-file=-", "--pathspec-file-nul")
             restore = ("restore", f"--source={before}", "--worktree", *paths)
-            os.link(self.git_dir / "index", self._index)  # git locks that name
+            shutil.copy2(self.git_dir / "index", self._index)  # git locks that name
             git.git(self.root, *restore, data=kept, env=self._env)
             self._index.unlink()
         if [self.resolve("HEAD")] == head:
