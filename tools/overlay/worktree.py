@@ -362,8 +362,8 @@ class Worktree:
         for rel in rels:
             # git was killed while it wrote: that is a beginning of the text.
             text, new = work[rel] or b"", want[rel] or b""
-            begun = new.startswith(text.replace(b"\r", b""))
-            if not begun or work[rel] == was[rel] or staged[rel] == want[rel]:
+            is_beginning = new.startswith(text.replace(b"\r", b""))
+            if not is_beginning or work[rel] == was[rel] or staged[rel] == want[rel]:
                 continue
             if was[rel] is not None:
                 kept += f"{rel}\0".encode()

@@ -70,7 +70,7 @@ def partition(
             why = f"rest: {reasons[n]}" if reasons[n] else _described(n, *forms[n])
             print(f"{n} {tuple(shape)} -> {why}")
     if unused and process_rank() == 0:
-        warnings.warn(f"the rest ignores the split of {listed(unused)}", stacklevel=3)
+        warnings.warn(f"not for Muon, so not split: {listed(unused)}", stacklevel=3)
     if split is None:
         return [pair for group in groups.values() for pair in group], others
     matrices = [

@@ -555,7 +555,7 @@ class TestMuonMistakes(common_muon.OnCPU):
 
         meta = mock.patch.object(Engine, "device", torch.device("meta"))
         error = torch.OutOfMemoryError("no memory")
-        full = mock.patch.object(transport.Memory, "empty", side_effect=error)
+        full = mock.patch.object(transport.Memory, "zeros", side_effect=error)
         nothing = contextlib.nullcontext()
         with meta, full if self.rank == 1 else nothing:
             self.assertRaisesEverywhere(build, RuntimeError, "no memory")

@@ -110,8 +110,11 @@ def raise_everywhere(error: Any, groups: Iterable[Any], names: Sequence = ()) ->
     """Raises ``error``, or one of another rank of ``groups``. All ranks must make this call in one order."""
     for group in groups:
         _, error = gather_values(group, None, error, names)
-    if error is not None:
-        raise error
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error
 
 
 @contextmanager

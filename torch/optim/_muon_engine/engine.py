@@ -336,17 +336,16 @@ class Engine:
 
 
 def _connect(engine: Engine, index: int | None) -> None:
-    """Takes the memory of a step, and connects the ranks. If one of them has too little, all raise its error.
-    They exchange it on the device ``index``.
-    """
-    error: BaseException | None = None
+    """Takes the memory of a step, and connects the ranks. If one of them has too little, all raise its error."""
+    # No frame keeps the error, which refers to the frames and their memory.
+    errors: list[Exception] = []
     try:
         engine._make_runner()
     except Exception as raised:
-        error = raised
+        errors.append(raised)
     groups = map(engine.groups.get, larger_first(engine.serials))
     with unset_fake_temporarily(), torch.accelerator.device_index(index):
-        raise_everywhere(error, groups)
+        raise_everywhere(errors.pop() if errors else None, groups)
     engine._make_runner().connect()
 
 
@@ -411,6 +410,7 @@ def _signatures(
     """The holders of each matrix, and the values that they compare. ``before`` are the parameters before a change."""
     config, per_node = engine.config, process_groups.ranks_per_node()
     of_config = {
+        "device": engine.device.type if engine.uses_pipeline else "",
         "prefetch_count": str(config.prefetch_count),
         "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
         "functions of your own": str(own_functions(config)),
@@ -430,7 +430,6 @@ def _signatures(
             "split": options[param.param_group]["split"],
             "shape": str(layout.shape),
             "dtype": str(layout.dtype),
-            "device": engine.device.type if engine.uses_pipeline else "",
             "placement": layout.placement,
             "shards": layout.shards.digest,
             "requires_grad": str(not param.frozen),

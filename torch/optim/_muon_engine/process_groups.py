@@ -64,8 +64,8 @@ def spanning_group(
     members must call this for their groups in the same order. A new group takes its timeout from
     ``candidates``, the framework's groups for these parameters, and is described by what it has ``shared``.
     """
-    # By name, because ranks may list parameters, and so their groups, in different orders.
-    candidates = sorted(dict.fromkeys(candidates), key=lambda group: group.group_name)
+    # Ranks may list parameters, and so their groups, in different orders. A mesh describes its groups.
+    candidates = sorted({*candidates}, key=lambda g: (g.group_desc, g.group_name))
     backend = dist.get_backend_config(candidates[0] if candidates else None)
     # The default group may have another backend, for other devices.
     is_alike = dist.get_backend_config() == backend

@@ -129,7 +129,6 @@ class LocalPieces:
         # Ranks of the grid may see different contradictions, or none. All of them must raise.
         groups = [self.group_of[key] for key in order] + self.mesh_groups
         raise_everywhere(error, groups, shared)
-        # Only the lowest rank warns.
         if all(min(ranks) == process_rank() for _, ranks in order):
             for text, named in self.warnings.items():
                 warnings.warn(f"{listed(named)}: {text}", stacklevel=2)

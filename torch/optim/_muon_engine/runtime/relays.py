@@ -28,7 +28,7 @@ class LocalRelay(InFlight):
         indices = {entry.matrix for entry in relay.pack.regions}
         matrices = [m for m in bucket.matrices if m.index in indices]
         super().__init__(matrices, relay.replicas)
-        self.name = bucket.name
+        self.name = f"{bucket.name} from rank {relay.source}"
         # No reference to the bucket, which refers to its relays.
         self._origins = bucket.scatter_recv, bucket.own_results
         self.packed = packed
@@ -50,8 +50,7 @@ class LocalRelay(InFlight):
         if not self.works:
             source, group = self._source, self._group
             start = partial(dist.broadcast, src=source, group=group, async_op=True)
-            name = f"relay of {self.name} from rank {source}"
-            self.launch(name, start, self.packed.flat)
+            self.launch(f"relay of {self.name}", start, self.packed.flat)
 
 
 def attach_relays(
@@ -67,8 +66,8 @@ def attach_relays(
     for ranks in dict.fromkeys(bucket.ranks for bucket, _ in buckets):
         pairs = [(b, relays) for b, relays in buckets if b.ranks == ranks]
         sent, received = relay_sizes((relays for _, relays in pairs), rank)
-        outgoing = memory.empty(sent)
-        incoming = [memory.empty(received) for _ in range(RELAYS_IN_FLIGHT)]
+        outgoing = memory.zeros(sent)
+        incoming = [memory.zeros(received) for _ in range(RELAYS_IN_FLIGHT)]
         for bucket, relays in pairs:
             start, ring = 0, itertools.cycle(incoming)
             for relay in relays:

@@ -30,7 +30,7 @@ class Memory:
         # Memory that one matrix after another uses, by purpose, dtype and device.
         self._scratch: dict[Any, Tensor] = {}
 
-    def empty(self, nbytes: int) -> Tensor:
+    def zeros(self, nbytes: int) -> Tensor:
         """A 1D tensor of ``nbytes`` bytes for packs. Its storage may be empty between steps."""
         # The ranks connect by sending it, and a debugging backend looks for NaN there.
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
@@ -282,7 +282,7 @@ def local_buckets(
     for ranks in dict.fromkeys(bucket.ranks for bucket in packs):
         ring = [bucket for bucket in packs if bucket.ranks == ranks]
         sizes = slot_sizes([packs[b] for b in ring], slot_count)
-        slots = [(memory.empty(held), memory.empty(owned)) for held, owned in sizes]
+        slots = [(memory.zeros(held), memory.zeros(owned)) for held, owned in sizes]
         for bucket, slot in zip(ring, itertools.cycle(slots)):
             own = [matrices[index] for index in bucket.matrices]
             levels: list[Levels] = []
