@@ -466,9 +466,10 @@ class TestMuonMistakes(common_muon.OnCPU):
         pattern = "parameter 0.*parameter 1.*all ranks hold the same.*ddp_process_group"
         with self.assertWarnsOnce(pattern):
             Muon(params, distributed_config=config)
-        # Zeros are no sign of replicas, and neither is one shard that differs.
+        # Zeros are no sign of replicas, and neither is one shard that differs, or sums of 12.0, 12.05 and so on.
+        near = torch.full((4, 6), 0.5 + self.rank / 512)
         with self.assertWarnsOnce():
-            for param in (torch.zeros(4, 6), full(int(self.rank == 3), (4, 6))):
+            for param in (torch.zeros(4, 6), full(int(self.rank == 3), (4, 6)), near):
                 Muon([nn.Parameter(param)], distributed_config=config)
 
     def test_gradient_of_another_kind(self):

@@ -16,7 +16,6 @@ from . import check_cover, Cut, Cuts, Key, Layout, Regions, Shape, Shards
 from .dtensor import is_frozen, local_part
 
 
-# The bits of a hash of values.
 _HASH_MASK = 2**31 - 1
 # The order in which cuts are undone. FSDP cuts last, the shard that TP left. DDP and CP replicate.
 KINDS = ("fsdp", "tp", "ddp", "cp")
@@ -87,7 +86,9 @@ class LocalPieces:
         if has_values and any(c.is_sharded or c.kind == "tp" for c in cuts):
             local = local_part(param)
             sums = (r.of_local(local).abs().sum(dtype=torch.float64) for r in regions)
-            self.digests[key] = hash(sum(part.item() for part in sums)) & _HASH_MASK
+            total = sum(part.item() for part in sums)
+            # The low bits of a number's own hash lack most of its fraction.
+            self.digests[key] = hash((total,)) & _HASH_MASK if total else 0
 
     def complete(self, error: BaseException | None = None) -> list[Layout]:
         """The layouts, with the pieces of all ranks put together. Raises the error of any rank of the grid."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import _mesh_resources, DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -460,6 +460,7 @@ class Rank(contextlib.ExitStack):
         program, enter = self.program, self.enter_context
         enter(alone(self.number, program.world))
         enter(mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(program.node)))
+        enter(mock.patch.object(_mesh_resources, "num_devices_per_host", lambda _: 8))
         for name, value in program.limits:
             of = next(m for m in (owners, buckets, packs) if name in vars(m))
             enter(mock.patch.object(of, name, value))
@@ -582,7 +583,6 @@ class Accelerator(Recorder):
         self.add(HOST, clock)
 
     def launched(self, call: Call) -> None:
-        # A backend chooses its algorithm by size, and connects for that.
         key = call.comm, call.name, call.nbytes
         if call.name == "all_gather" and self.at is None:
             self.problems.append("ranks exchange objects on any device")

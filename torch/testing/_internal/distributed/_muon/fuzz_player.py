@@ -416,7 +416,6 @@ class Player:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.step_number = self.count = 0
-        # Steps since one with a gradient.
         self.idle = 0
         # By number in the plan, and in the optimizer's order, group by group.
         self.held: dict[int, Held] = {}
@@ -487,13 +486,10 @@ class Player:
         """Whether the plan is a reason for a warning of the engine's."""
         present = [held.matrix for held in self.order()]
         is_both = self.plan.config.mesh is not None and any(m.mesh for m in present)
-        # The sums over shards of few elements may be equal.
-        has_few = any(m.mesh is None and math.prod(m.shape) < 32 for m in present)
         reasons = {
             "starts at zero": self.restarts,
             "has had a gradient": self.idle >= 3,
             "placements count": is_both,
-            "hold the same values": has_few,
         }
         return any(part in text and reason for part, reason in reasons.items())
 
