@@ -444,7 +444,7 @@ def test_part_of_the_stack_on_a_branch(checkout, on, ours):
     commit_all(checkout)
     on("apply", "--commit")
     for later in range(len(SUBJECTS)):
-        git(checkout, "switch", "-q", "--detach", f"HEAD~{later > 0:d}")
+        git(checkout, "switch", "-q", "--detach", f"HEAD~{min(later, 1)}")
         assert "nothing to take" in on("pull", root=ours), later
     git(checkout, "switch", "-q", "-c", "part")
     on("revert")

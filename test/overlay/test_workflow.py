@@ -1,4 +1,4 @@
-"""Each cell of its matrix is a test."""
+"""Each cell of the workflow's matrix is a test."""
 
 import itertools
 import os

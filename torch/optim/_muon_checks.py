@@ -57,7 +57,7 @@ def problem_with(
     if reader is not None or not (split.sizes or param.ndim > 2):
         return ""
     if type(param) not in (Tensor, torch.nn.Parameter):
-        return f"{described} is a {type(param).__name__}, which only a factory's distributed_config, such as 'auto', can cut into matrices"
+        return f"{described} is a {type(param).__name__}, which only a factory's distributed_config ('auto') can cut into matrices"
     if not split.sizes:
         return ""
     whole = param.flatten(1) if flatten else param

@@ -86,10 +86,14 @@ def read(source: str, active: int | None) -> tuple[Model, str]:
     if experts and not active:
         raise ValueError("--active-experts K: how many experts does a token use?")
     names = [name for name, *_ in found]
-    model = Model(dense, expert, experts, active or 0, stacked=stacked, names=names)
-    splits = {n: (Split.of(fused.get(n.partition("[")[0])), s) for n, s, _ in found}
-    fits = {n: split for n, (split, s) in splits.items() if not split.problem_with(s)}
-    model = model._replace(fused=fits)
+    fits = {}
+    for name, shape, _ in found:
+        split = Split.of(fused.get(name.partition("[")[0]))
+        if not split.problem_with(shape):
+            fits[name] = split
+    model = Model(
+        dense, expert, experts, active or 0, stacked=stacked, names=names, fused=fits
+    )
     both = model.shapes, everything.values()
     ours, total = (sum(map(math.prod, shapes)) / 1e9 for shapes in both)
     notes = f"{len(names):,} matrices with {ours:.3g} of {total:.3g} billion parameters"

@@ -67,7 +67,7 @@ class Engine:
         self._runner: Pipeline | FunctionStep | None = None
         # Parameter -> its index in the config's dicts, -1 for a later one. It may leave, and come back.
         self._config_indices: dict[Tensor, int] = {}
-        replaced = _replaced((former or self).params, params)
+        replaced = _replaced(former.params, params) if former is not None else []
         if former is not None:
             error = former.new_failure() or error
             self.reader, self.steps = copy.copy(former.reader), former.steps
