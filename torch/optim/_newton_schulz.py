@@ -10,7 +10,7 @@ with suggestions by @jxbz, @leloykun and @YouJiacheng.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,20 @@ DEFAULT_NS_STEPS = 5
 # is sent gives the same bits as rounding it after it has arrived.
 NS_DTYPE = torch.bfloat16
 NS_ALGORITHMS = ("quintic", "gram", "symmetric")
-# "gram" applies to matrices whose long side is at least this many times the short side.
-GRAM_RATIO = 1.5
+
+
+class _GramLimits(NamedTuple):
+    """The matrices for which the Gram form is faster than the default's products."""
+
+    # At least this many times the short side.
+    long_by_short: float
+    # At least this many rows or columns.
+    short: int
+
+
+_GRAM_ON_CPUS = _GramLimits(long_by_short=1.5, short=1)
+# Measured on an H100 (docs/data/h100-gpu.md), with plain products.
+_GRAM_ON_ACCELERATORS = _GramLimits(long_by_short=3.5, short=2048)
 # Recompute the Gram matrix before small singular values have grown by more than this. The bfloat16 Gram
 # matrix loses the singular values below its rounding, and more growth destroys nearly low-rank matrices.
 _GRAM_GROWTH = 50
@@ -66,6 +78,14 @@ def check_newton_schulz(ns_coefficients, ns_steps: int, ns_algorithm: str) -> No
             f"ns_coefficients has {len(ns_coefficients)} tuples but ns_steps is {ns_steps}; pass one per step or one for all steps"
         )
     check_ns_algorithm(ns_algorithm)
+
+
+def uses_gram(shape: Sequence[int], ns_algorithm: str, is_cpu: bool) -> bool:
+    """Whether a matrix of ``shape`` takes the Gram form: on request, on devices and for shapes where it pays."""
+    limits = _GRAM_ON_CPUS if is_cpu else _GRAM_ON_ACCELERATORS
+    short, long = sorted(shape)
+    is_faster = short >= limits.short and long >= limits.long_by_short * short
+    return ns_algorithm == "gram" and is_faster
 
 
 def check_ns_algorithm(ns_algorithm: str) -> None:
@@ -142,15 +162,18 @@ def _has_same_bits() -> bool:
 
 
 def products_for(x: Tensor, ns_algorithm: str) -> Products:
-    """Symmetric products on request, and where they are as exact as plain products, and faster."""
+    """Symmetric products on CPUs, on request or where they have the bits of plain products, and are faster."""
     if min(x.shape[-2:]) < _MIN_SYMMETRIC:
         return _PLAIN
     # Blocks are written into a result, which autograd, compilers and wrapper types do not take.
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.requires_grad:
         return _PLAIN
+    if not x.is_cpu:
+        # The host takes longer to launch the products of blocks than an H100 to compute whole products.
+        return _PLAIN
     if ns_algorithm != "quintic":
         return _SYMMETRIC
-    is_measured = x.is_cpu and x.ndim == 2 and x.dtype == NS_DTYPE
+    is_measured = x.ndim == 2 and x.dtype == NS_DTYPE
     # With more threads, the library may cut the sums of small blocks.
     is_exact = is_measured and torch.get_num_threads() <= 2 and _has_same_bits()
     return _SYMMETRIC if is_exact else _PLAIN
@@ -178,19 +201,30 @@ def newton_schulz(
     x = x / products.norm(x).clamp(min=eps)
     per_step = _per_step(ns_coefficients)
     steps: Any = ns_coefficients if per_step else [ns_coefficients] * ns_steps
-    long, short = max(rows, columns), min(rows, columns)
-    if ns_algorithm == "gram" and long >= GRAM_RATIO * short:
+    if uses_gram((rows, columns), ns_algorithm, x.is_cpu):
         for block in _gram_blocks(steps):
             x = _gram_factor(x, block, products) @ x
     else:
         for a, b, c in steps:
             gram = products.gram(x)
-            x = _addmm(x, products.combine(gram, gram, gram, b, c), x, a)
+            x = _addmm(x, _polynomial(gram, b, c, products), x, a)
     return x.mT if tall else x
 
 
+def _polynomial(gram: Tensor, b: float, c: float, products: Products) -> Tensor:
+    """``b * gram + c * gram @ gram``."""
+    if c == 0:
+        # A cubic needs no square. Products with ``alpha=0`` would have the same bits, but take a slow path
+        # on CPUs.
+        return gram * b
+    return products.combine(gram, gram, gram, b, c)
+
+
 def newton_schulz_bytes(
-    shape: Sequence[int], ns_algorithm: str = "quintic", owners: int = 1
+    shape: Sequence[int],
+    ns_algorithm: str = "quintic",
+    owners: int = 1,
+    is_cpu: bool = True,
 ) -> int:
     """The most bytes that exist at once for a matrix: itself, two iterates, Gram matrices. Each of several
     ``owners`` has a block of the matrix, and whole Gram matrices.
@@ -198,7 +232,7 @@ def newton_schulz_bytes(
     short, long = sorted(shape)
     square, block = short * short, short * long // owners
     elements = 3 * block + 2 * square
-    if ns_algorithm == "gram" and long >= GRAM_RATIO * short:
+    if uses_gram(shape, ns_algorithm, is_cpu):
         elements = max(3 * block + square, 2 * block + 5 * square)
     if owners > 1:
         # The sum of Gram matrices is in float32.
@@ -227,7 +261,7 @@ def _gram_factor(x: Tensor, steps: list[Coefficients], products: Products) -> Te
     gram = products.gram(x)
     factor = torch.empty(0)
     for step, (a, b, c) in enumerate(steps, 1):
-        poly = products.combine(gram, gram, gram, b, c)
+        poly = _polynomial(gram, b, c, products)
         if step == 1:
             factor = poly.clone()
             factor.diagonal(dim1=-2, dim2=-1).add_(a)

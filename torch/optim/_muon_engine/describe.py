@@ -91,7 +91,8 @@ def _memory(engine: Any) -> str:
             most = formulas.batch_size(layout.shape, engine.device)
             count = batches[batch] = min(batches[batch] + 1, most)
             algorithm, blocks = formulas.ns_algorithm, layout.key.block[1]
-            nbytes = newton_schulz_bytes(layout.full_shape, algorithm, blocks)
+            is_cpu = engine.device.type == "cpu"
+            nbytes = newton_schulz_bytes(layout.full_shape, algorithm, blocks, is_cpu)
             iterates = max(iterates, count * nbytes)
             wholes = max(wholes, count * layout.numel * NS_DTYPE.itemsize)
             moved.append(count * layout.shards.numel_of(rank))

@@ -9,23 +9,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._newton_schulz import GRAM_RATIO
+from ..._newton_schulz import uses_gram
 from ..layouts import Layout, Ranks, Shape
 from ..layouts.divide import divide
 from ..process_groups import larger_first, listed
 
 
 def newton_schulz_flops(shape: Sequence[int], algorithm: str = "quintic") -> int:
-    """FLOPs of five iterations: three products on the short side. Five eighths of a symmetric
-    product are computed: with "gram", of two of the four long products, and of all square ones.
+    """FLOPs of five iterations on an accelerator. Each iteration of the quintic has two products with the long
+    side and one square product. The Gram form has four and fourteen in all. "symmetric" is the quintic there.
     """
     short, long = sorted(shape)
     wide, square = 2 * short * short * long, 2 * short**3
-    if algorithm == "gram" and long >= GRAM_RATIO * short:
-        return (2 * 13 * wide + 14 * 5 * square) // 8
-    if algorithm == "quintic":
-        return 5 * (2 * wide + square)
-    return 5 * (13 * wide + 5 * square) // 8
+    if uses_gram(shape, algorithm, is_cpu=False):
+        return 4 * wide + 14 * square
+    return 5 * (2 * wide + square)
 
 
 # A matrix with a shorter side is not divided: the collectives of its owners take longer than they save.
