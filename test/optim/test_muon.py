@@ -7,6 +7,7 @@ bit by bit.
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import json
@@ -17,9 +18,16 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.optim import _muon as ours, Muon, muon as public_module
-from torch.optim._newton_schulz import newton_schulz, newton_schulz_bytes
+from torch.optim._newton_schulz import (
+    newton_schulz,
+    newton_schulz_bytes,
+    Products,
+    products_for,
+    SymmetricProducts,
+    uses_gram,
+)
 from torch.optim.muon import create_auto_config, create_dtensor_config
-from torch.testing._internal import common_utils
+from torch.testing._internal import common_optimizers, common_utils
 from torch.testing._internal.common_utils import parametrize, TestCase
 from torch.testing._internal.distributed._muon import common_config
 from torch.testing._internal.distributed._muon.common_config import (
@@ -29,6 +37,7 @@ from torch.testing._internal.distributed._muon.common_config import (
     MuonTestCase,
 )
 from torch.testing._internal.distributed._muon.common_stock import needs_stock, stock
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 MODES = "original", "match_rms_adamw", "spectral_unclamped"
@@ -438,6 +447,180 @@ class TestGramNewtonSchulz(TestCase):
 CONFIGS = [None, create_dtensor_config(), create_auto_config()]
 
 
+class TestUpstreamInputs(TestCase):
+    """The inputs of upstream's own tests of all optimizers."""
+
+    def test_errors(self):
+        inputs = common_optimizers.optim_error_inputs_func_muon("cpu", torch.float32)
+        refused = 0
+        for error_input in inputs:
+            given = error_input.optimizer_error_input
+            construct = functools.partial(Muon, given.params, **given.kwargs)
+            at_construction = common_optimizers.OptimizerErrorEnum.CONSTRUCTION_ERROR
+            with self.subTest(given.desc):
+                if error_input.error_on == at_construction:
+                    call = construct
+                else:
+                    call = construct().step
+                kind, words = error_input.error_type, error_input.error_regex
+                if issubclass(kind, Warning):
+                    assertion = self.assertWarnsRegex(kind, words)
+                else:
+                    assertion = self.assertRaisesRegex(kind, words)
+                with assertion:
+                    call()
+                refused += 1
+        self.assertGreaterEqual(refused, 7)
+
+    @needs_stock
+    def test_options(self):
+        for given in common_optimizers.optim_inputs_func_muon("cpu"):
+            with self.subTest(given.desc):
+                start, *gradients = (make_matrix((6, 4)) for _ in range(3))
+                trained = []
+                for cls in (stock().Muon, Muon):
+                    param = nn.Parameter(start.clone())
+                    optimizer = cls([param], **copy.deepcopy(given.kwargs))
+                    for gradient in gradients:
+                        param.grad = gradient.clone()
+                        optimizer.step()
+                    trained.append(param.detach())
+                self.assertTrue(torch.equal(*trained))
+
+
+class TestCoefficients(TestCase):
+    """The published coefficients in torch.optim.muon, and those of a cubic."""
+
+    PRESETS = {
+        # How far from 1 singular values of at least 0.01 end, in exact arithmetic.
+        "CUBIC": (public_module.CUBIC, 0.4),
+        "DEEPSEEK_V4": (public_module.DEEPSEEK_V4, 0.01),
+        "POLAR_EXPRESS": (public_module.POLAR_EXPRESS, 1e-4),
+    }
+
+    def test_published_coefficients(self):
+        torch.manual_seed(0)
+        u, v = (
+            torch.linalg.qr(torch.randn(n, 20, dtype=torch.float64))[0]
+            for n in (24, 32)
+        )
+        values = torch.logspace(-2, 0, 20, dtype=torch.float64)
+        matrix = u @ torch.diag(values) @ v.T / values.norm()
+        for name, (preset, most) in self.PRESETS.items():
+            with self.subTest(name):
+                self.assertEqual(len(preset["ns_coefficients"]), preset["ns_steps"])
+                found = newton_schulz(matrix, **preset, eps=1e-7)
+                distance = (torch.linalg.svdvals(found)[:20] - 1).abs().max()
+                self.assertLess(distance, most)
+
+    def test_published_coefficients_as_options(self):
+        for name, (preset, _) in self.PRESETS.items():
+            with self.subTest(name):
+                param = nn.Parameter(make_matrix((6, 4)))
+                muon = Muon([{"params": [param], **preset}], lr=0.1)
+                state = json.loads(json.dumps(muon.state_dict()["param_groups"]))
+                self.assertEqual(state[0]["ns_steps"], preset["ns_steps"])
+                param.grad = make_matrix((6, 4))
+                before = param.detach().clone()
+                muon.step()
+                self.assertNotEqual(param.detach(), before)
+
+    def test_cubic(self):
+        """A product with ``alpha=0`` takes many times as long on a CPU. Without it, the bits are the same."""
+        coefficients = [(3.3656576, -3.3420992, 0.0), (2.5744352, -1.4957376, 0.0)]
+        for shape, algorithm in itertools.product(
+            ((8, 12), (12, 8), (3, 8, 12), (600, 700)), ("quintic", "gram", "symmetric")
+        ):
+            if algorithm == "gram" and shape == (600, 700):
+                continue
+            with self.subTest(shape=shape, algorithm=algorithm):
+                x = torch.randn(
+                    shape, generator=torch.Generator().manual_seed(0)
+                ).bfloat16()
+                with ProductCalls() as calls:
+                    found = newton_schulz(x, coefficients, 2, 1e-7, algorithm)
+                self.assertEqual([alpha for alpha in calls.alphas if alpha == 0], [])
+                if algorithm == "quintic" and len(shape) == 2 and shape[0] < 512:
+                    self.assertEqual(calls.count, 2 * len(coefficients))
+                if algorithm == "quintic":
+                    self.assertTrue(
+                        torch.equal(found, self.with_all_products(x, coefficients))
+                    )
+
+    def with_all_products(self, x, coefficients):
+        """As stock computes it."""
+        is_tall = x.size(-2) > x.size(-1)
+        x = x.mT if is_tall else x
+        addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
+        if x.ndim == 2:
+            norm = x.norm()
+        else:
+            norm = torch.stack([matrix.norm() for matrix in x])[:, None, None]
+        x = x / norm.clamp(min=1e-7)
+        for a, b, c in coefficients:
+            gram = x @ x.mT
+            polynomial = addmm(gram, gram, gram, beta=b, alpha=c)
+            x = addmm(x, polynomial, x, beta=a)
+        return x.mT if is_tall else x
+
+
+class ProductCalls(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.alphas = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm"):
+            self.count += 1
+            self.alphas.append((kwargs or {}).get("alpha", 1))
+        return func(*args, **(kwargs or {}))
+
+
+class TestAlgorithmsOnAccelerators(TestCase):
+    """An algorithm that a user asks for is never slower than the default."""
+
+    def test_shapes_that_take_the_gram_form(self):
+        for shape, on_cpu, on_accelerator in (
+            ((64, 64), False, False),
+            ((64, 128), True, False),
+            ((1024, 4096), True, False),
+            ((2048, 4096), True, False),
+            ((2048, 8192), True, True),
+            ((14336, 4096), True, True),
+        ):
+            with self.subTest(shape=shape):
+                for is_cpu, expected in ((True, on_cpu), (False, on_accelerator)):
+                    self.assertEqual(uses_gram(shape, "gram", is_cpu), expected)
+                    self.assertFalse(uses_gram(shape, "quintic", is_cpu))
+
+    def test_products(self):
+        """Blocks of a symmetric product are many launches, which an H100 outruns."""
+        for algorithm in ("quintic", "gram", "symmetric"):
+            there = products_for(torch.empty(2048, 8192, device="meta"), algorithm)
+            self.assertIs(type(there), Products)
+        here = products_for(torch.empty(2048, 8192), "symmetric")
+        self.assertIs(type(here), SymmetricProducts)
+
+    def test_same_operations_as_the_default(self):
+        def operations(shape, algorithm):
+            x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            with ProductCalls() as calls:
+                newton_schulz(x, COEFFICIENTS, 5, 1e-7, algorithm)
+            return calls.count
+
+        for shape in ((64, 64), (512, 2048), (8, 512, 2048), (4096, 4096)):
+            for algorithm in ("gram", "symmetric"):
+                found = operations(shape, algorithm)
+                self.assertEqual(
+                    found, operations(shape, "quintic"), f"{shape} {algorithm}"
+                )
+        self.assertNotEqual(
+            operations((2048, 8192), "gram"), operations((2048, 8192), "quintic")
+        )
+
+
 class TestMuonRefusals(TestCase):
     def test_construction(self):
         for options, words in (
@@ -515,6 +698,21 @@ class TestMuonRefusals(TestCase):
         self.assertEqual(muon.param_groups[0]["lr"], 0.1)
         self.assertFalse(muon.state)
 
+    def test_state_dict_of_another_optimizer(self):
+        """It loaded, and the next step failed with a KeyError."""
+        for cls in (torch.optim.AdamW, torch.optim.SGD):
+            for config in (None, "auto"):
+                param = nn.Parameter(torch.randn(4, 6))
+                muon = Muon([param], lr=0.1, distributed_config=config)
+                loaded = cls([nn.Parameter(torch.randn(4, 6))], lr=0.5).state_dict()
+                with self.assertRaisesRegex(
+                    ValueError, "not of Muon.*lacks.*'ns_steps'"
+                ):
+                    muon.load_state_dict(loaded)
+                self.assertEqual(muon.param_groups[0]["lr"], 0.1)
+                param.grad = torch.randn(4, 6)
+                muon.step()
+
     def test_describe_without_a_config(self):
         muon = Muon([nn.Parameter(torch.randn(4, 6))])
         other = torch.optim.SGD([nn.Parameter(torch.ones(2))])
@@ -541,7 +739,8 @@ class TestPublicNames(TestCase):
             if getattr(value, "__module__", None) == "torch.optim.muon"
         }
         public = {name for name in own if not name.startswith("_")}
-        self.assertEqual(public, set(public_module.__all__))
+        presets = {"CUBIC", "DEEPSEEK_V4", "POLAR_EXPRESS"}
+        self.assertEqual(public | presets, set(public_module.__all__))
         documented = "DistributedConfig detect_tp_dims_from_model split_of"
         documented += " create_auto_config create_dtensor_config"
         documented += " partition_parameters partition_named_parameters"

@@ -147,9 +147,15 @@ class TestDTensorsOnOneRank(MuonTestCase):
             distribute_tensor(torch.randn(4, 6), mesh, placements)
             for placements in (*placed, (whole, whole))
         ]
-        with self.assertWarnsRegex(UserWarning, r"parameters \[5\];"):
-            found = detect_tp_dims_from_model([*params, torch.randn(2, 2)])
-        self.assertEqual(found, {0: 1, 1: 0, 2: 1, 3: 1, 5: 0})
+        plain = torch.randn(2, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # PyTorch's tensor parallelism left the plain one whole.
+            found = detect_tp_dims_from_model([*params, plain])
+        self.assertEqual(found, {0: 1, 1: 0, 2: 1, 3: 1})
+        with self.assertWarnsRegex(UserWarning, r"parameters \[0\];"):
+            found = detect_tp_dims_from_model([plain])
+        self.assertEqual(found, {0: 0})
 
     def test_partition_named_parameters(self):
         model = nn.ModuleDict(

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Muon
 from torch.optim._newton_schulz import (
     _has_same_bits,
@@ -152,6 +153,15 @@ class TestMuonSplit(TestCase):
             (qkv, {"split": {"sizes": (16,), "dim": 2}}, "positive ints.*'dim': 2"),
             (
                 qkv,
+                {"split": {"sizes": (16, 2), "dim": 1.0}},
+                "positive ints.*'dim': 1.0",
+            ),
+            (qkv, {"split": []}, r"positive ints.*\[\]"),
+            (qkv, {"split": ()}, r"positive ints.*\(\)"),
+            (qkv, {"split": {"sizes": (), "repeats": 4}}, "positive ints"),
+            (qkv, {"split": {"repeats": 4}}, "positive ints.*repeats"),
+            (
+                qkv,
                 {"split": {"sizes": (24, 24), "dim": None}},
                 "positive ints.*'dim': None",
             ),
@@ -174,12 +184,49 @@ class TestMuonSplit(TestCase):
         muon = Muon([{"params": [qkv], "split": [16, 32]}], distributed_config="auto")
         qkv.grad = randn(1, 48, 16)
         # A list that changes in place went unnoticed.
+        muon.param_groups[0]["split"] = [16, 32]
         muon.param_groups[0]["split"].reverse()
         with self.assertRaisesRegex(ValueError, r"split .*\(16, 32\).*\(32, 16\)"):
             muon.step()
         self.assertTrue(torch.equal(qkv, randn(0, 48, 16)))
         muon.param_groups[0]["split"] = (16, 32)
         muon.step()
+
+    def test_equal_splits_have_one_spelling(self):
+        """Checkpoints compare spellings, and DCP writes into dicts, which were the user's."""
+        for split, expected in (
+            ([16, 32], (16, 32)),
+            ({"sizes": [16, 32]}, (16, 32)),
+            ({"sizes": (16, 32), "repeats": 1, "dim": 0}, (16, 32)),
+            (
+                {"sizes": [1, 2], "repeats": 16},
+                {"sizes": (1, 2), "repeats": 16, "dim": 0},
+            ),
+        ):
+            given = copy.deepcopy(split)
+            muon = Muon([{"params": [nn.Parameter(randn(0, 48, 16))], "split": split}])
+            stored = muon.param_groups[0]["split"]
+            self.assertEqual(stored, expected)
+            # As JSON gives it back.
+            state = json.loads(json.dumps(muon.state_dict()))
+            muon.load_state_dict(state)
+            self.assertEqual(muon.param_groups[0]["split"], expected)
+            if isinstance(stored, dict):
+                stored["sizes"] = ()
+            self.assertEqual(split, given)
+
+    def test_equal_splits_load_into_each_other(self):
+        saved = {}
+        for split in ((16, 32), {"sizes": [16, 32]}):
+            layer = nn.Linear(16, 48, bias=False)
+            muon = Muon([{"params": layer.parameters(), "split": split}], lr=0.1)
+            layer.weight.grad = randn(1, 48, 16)
+            muon.step()
+            state = get_optimizer_state_dict(layer, muon)
+            if not saved:
+                saved = copy.deepcopy(state)
+            # DCP loads the keys that this state has, and no others.
+            self.assertEqual(state["param_groups"], saved["param_groups"])
 
     def test_memory_order_that_changes(self):
         for config in (None, "auto"):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import _muon_checks as checks
 from ._muon_formulas import _adjust_lr, MuonFormulas  # noqa: F401
+from ._muon_split import Split
 from ._newton_schulz import (
     _zeropower_via_newtonschulz,  # noqa: F401
     Coefficients,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch.optim._muon_engine.config import DistributedConfig
     from torch.optim._muon_engine.engine import Engine
+    from torch.optim._muon_engine.runtime import Param
 
 
 __all__ = ["Muon", "muon"]
@@ -168,6 +170,9 @@ class Muon(Optimizer):
         }
         self._allow_batched_matrices = allow_batched_matrices
         self._distributed_config = checks.checked_config(distributed_config)
+        if self._distributed_config is None:
+            # Before the parameters, as upstream does. With a config, the other ranks must hear of an error first.
+            checks.check_options(defaults)
         super().__init__(params, defaults)
         if self._distributed_config is not None:
             self._engine = _new_engine(self)
@@ -252,6 +257,7 @@ class Muon(Optimizer):
         for group in (self.defaults, *self.param_groups):
             for name, value in MuonFormulas._field_defaults.items():
                 group.setdefault(name, value)
+            group["split"] = Split.of(group["split"]).option
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -261,6 +267,9 @@ class Muon(Optimizer):
         call, because the ranks assign owners again. It raises the errors of the constructor.
         """
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        # Checkpoints compare spellings, and write into dicts, which may be the user's.
+        group["split"] = Split.of(group["split"]).option
         try:
             if self._distributed_config is None:
                 problem = checks.find_problem(self, len(self.param_groups) - 1)
@@ -294,8 +303,13 @@ class Muon(Optimizer):
             state = self.state[p]
             if "momentum_buffer" not in state:
                 like = p if group["flatten"] else p.grad
-                state["momentum_buffer"] = torch.zeros_like(like)
-            muon_momentum_bufs.append(state["momentum_buffer"])
+                zeros = torch.zeros_like(like, dtype=p.grad.dtype)
+                state["momentum_buffer"] = zeros
+            buffer = state["momentum_buffer"]
+            if buffer.dtype != p.grad.dtype:
+                # load_state_dict() casts to the parameter's dtype, and a model may be cast in training.
+                buffer = state["momentum_buffer"] = buffer.to(p.grad.dtype)
+            muon_momentum_bufs.append(buffer)
         return False  # has_complex
 
     @torch._disable_dynamo
@@ -309,6 +323,9 @@ class Muon(Optimizer):
         if self._engine.failure:
             log.warning("%s", self._engine.failure)
         self._engine.synchronize()
+        if not self._engine.matches(self.param_groups):
+            # The next step would give replaced parameters their momentum, which this checkpoint would lack.
+            self._engine.hand_over(_live_params(self), self.state)
         # Optimizer.state_dict knows no index for a parameter that left the groups.
         state, present = self.state, set(self._tensors())
         kept = {p: s for p, s in state.items() if p in present}
@@ -380,16 +397,22 @@ class Muon(Optimizer):
 def _new_engine(muon: Muon) -> Engine:
     """Builds the engine together with the other ranks. Parameters may have changed since the last time."""
     from torch.optim._muon_engine.engine import Engine
-    from torch.optim._muon_engine.runtime import Param
 
     config: Any = muon._distributed_config
-    formulas = [MuonFormulas.of_group(group) for group in muon.param_groups]
-    listed = enumerate(checks.named_params(muon.param_groups))
-    params = [Param(i, p, name, at, formulas[at]) for i, (at, name, p) in listed]
+    params = _live_params(muon)
     takes_stacks = muon._allow_batched_matrices
     # The other ranks wait for this one, so they learn of a problem before it is raised.
     problem = checks.find_problem(muon)
     return Engine(config, params, muon.state, takes_stacks, problem, muon._engine)
+
+
+def _live_params(muon: Muon) -> list[Param]:
+    """The parameters of all groups, as an engine takes them."""
+    from torch.optim._muon_engine.runtime import Param
+
+    formulas = [MuonFormulas.of_group(group) for group in muon.param_groups]
+    named = enumerate(checks.named_params(muon.param_groups))
+    return [Param(i, p, name, at, formulas[at]) for i, (at, name, p) in named]
 
 
 def _single_tensor_muon(

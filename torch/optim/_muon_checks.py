@@ -65,7 +65,7 @@ def problem_with(
     return f"{described} of shape {shape}: {text}" if text else ""
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any]) -> None:
     """Raises ValueError for an invalid option of the constructor or of a parameter group."""
     lr, adjust_lr_fn = options["lr"], options["adjust_lr_fn"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -86,7 +86,7 @@ def find_problem(muon: Any, first_group: int = 0) -> Exception | None:
     config, groups = muon._distributed_config, muon.param_groups
     try:
         for options in (muon.defaults, *groups[first_group:]):
-            _check_options(options)
+            check_options(options)
     except (TypeError, ValueError) as error:
         return error
     reader = None if config is None else config.state.get("reader")
@@ -144,6 +144,11 @@ def check_loaded(groups: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
         if not group.keys() - {"params", "param_names"}:
             # torch.distributed.checkpoint saves no options of a group without parameters.
             group.update({k: v for k, v in current.items() if k != "params"})
+        missing = MuonFormulas.required_options() - group.keys()
+        if missing:
+            raise ValueError(
+                f"this state_dict is not of Muon: a parameter group lacks {sorted(missing)}, and has {sorted(group)}"
+            )
         # A checkpoint of stock Muon does not know them, but they say what the parameters are.
         for option in ("split", "flatten"):
             group.setdefault(option, current[option])

@@ -66,6 +66,11 @@ class MuonFormulas(NamedTuple):
         values["flatten"] = bool(values["flatten"])
         return cls(**{**values, "lr": _to_scalar(values["lr"])})
 
+    @classmethod
+    def required_options(cls) -> set[str]:
+        """The options that every parameter group has, also in checkpoints of the first Muon."""
+        return {*cls._fields} - {*cls._field_defaults}
+
     @property
     def compute_key(self) -> tuple:
         """Matrices with equal keys may share a batch."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Split(NamedTuple):
-    """How a fused weight is cut into matrices; without sizes not at all. Along ``dim``, the lines of the parts
+    """How a fused weight is cut into matrices; without ``sizes`` not at all. Along ``dim``, the lines of the parts
     repeat: ``sizes[0]`` lines of the first part, ``sizes[1]`` of the second and so on, ``repeats`` times. A
     part is all of its lines, joined in order.
     """
@@ -20,21 +20,20 @@ class Split(NamedTuple):
     @classmethod
     def of(cls, option: Any) -> "Split":
         """From an option: None, a sequence of rows, or a dict of "sizes", "repeats" and "dim"."""
-        if isinstance(option, Mapping):
-            # Ranks wait for this one, so problem_with tells what is wrong.
-            sizes: Any = (str(option),)
-            is_known = option.keys() <= set(cls._fields)
-            if is_known and option.get("sizes") is not None:
-                sizes = cls.of(option["sizes"]).sizes
-            return cls(sizes, option.get("repeats", 1), option.get("dim", 0))
         if option is None:
             return cls()
-        # An iterator would be empty the next time, and a set has no order.
-        return cls(tuple(option) if hasattr(option, "__getitem__") else (option,))
+        if not isinstance(option, Mapping):
+            return cls(_sizes_of(option))
+        if not option.keys() <= set(cls._fields) or option.get("sizes") is None:
+            return cls(_malformed(option))
+        sizes = _sizes_of(option["sizes"])
+        return cls(sizes, option.get("repeats", 1), option.get("dim", 0))
 
     @property
-    def option(self) -> tuple[int, ...] | dict[str, Any]:
-        """What :meth:`of` takes: a tuple where that says it all."""
+    def option(self) -> tuple[int, ...] | dict[str, Any] | None:
+        """What :meth:`of` takes, in one spelling for equal splits: a tuple where that says it all."""
+        if not self.sizes:
+            return None
         return self.sizes if self[1:] == (1, 0) else self._asdict()
 
     @property
@@ -44,7 +43,8 @@ class Split(NamedTuple):
     def problem_with(self, shape: Sequence[int], stacked: int = 0) -> str:
         """Why a matrix of ``shape`` cannot be cut; "" if it can. ``stacked`` dimensions come before its own."""
         numbers = *self.sizes, self.repeats
-        if any(type(n) is not int or n < 1 for n in numbers) or self.dim not in (0, 1):
+        are_counts = all(type(n) is int and n > 0 for n in numbers)
+        if not are_counts or type(self.dim) is not int or self.dim not in (0, 1):
             return f"split must be positive ints, or a dict of 'sizes', 'repeats' and 'dim' (0 or 1), but is {self.option}"
         length = shape[self.dim]
         if self.lines == length:
@@ -69,3 +69,15 @@ class Split(NamedTuple):
         """The shape of a part as a matrix."""
         lines = math.prod(shape[:-1] if self.dim == 0 else shape[1:])
         return (lines, shape[-1]) if self.dim == 0 else (shape[0], lines)
+
+
+def _sizes_of(option: Any) -> tuple[Any, ...]:
+    """The sizes in a sequence."""
+    # An iterator would be empty the next time, and a set has no order.
+    sizes = tuple(option) if hasattr(option, "__getitem__") else (option,)
+    return sizes or _malformed(option)
+
+
+def _malformed(option: Any) -> tuple[Any, ...]:
+    """Sizes that :meth:`Split.problem_with` refuses. An error here would leave other ranks waiting for this one."""
+    return (repr(option),)

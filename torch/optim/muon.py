@@ -8,9 +8,9 @@ orthogonalizes it and sends every rank its piece of the update.
 from __future__ import annotations
 
 import warnings
+from types import MappingProxyType
 from typing import Any, Literal, TYPE_CHECKING
 
-from torch import nn, Tensor
 from torch.optim._muon import Muon
 from torch.optim._muon_engine.config import DistributedConfig
 
@@ -18,6 +18,7 @@ from torch.optim._muon_engine.config import DistributedConfig
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from torch import nn, Tensor
     from torch.distributed import ProcessGroup
 
 
@@ -27,7 +28,10 @@ if not hasattr(Muon, "describe"):
     )
 
 __all__ = [
+    "CUBIC",
+    "DEEPSEEK_V4",
     "DistributedConfig",
+    "POLAR_EXPRESS",
     "create_auto_config",
     "create_dtensor_config",
     "detect_tp_dims_from_model",
@@ -35,6 +39,59 @@ __all__ = [
     "partition_parameters",
     "split_of",
 ]
+
+# Published coefficients of Newton-Schulz, with the number of steps that belongs to each: Muon(params, **CUBIC).
+
+# The Polar Express, https://arxiv.org/abs/2505.16932: each step is the best odd quintic for the singular values that
+# the steps before it leave. All but the last step allow for singular values up to 1.01, because bfloat16 rounds.
+_POLAR_EXPRESS_IN_EXACT_ARITHMETIC = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+POLAR_EXPRESS: Mapping[str, Any] = MappingProxyType(
+    {
+        "ns_coefficients": (
+            *(
+                (a / 1.01, b / 1.01**3, c / 1.01**5)
+                for a, b, c in _POLAR_EXPRESS_IN_EXACT_ARITHMETIC
+            ),
+            (1.875, -1.25, 0.375),
+        ),
+        "ns_steps": 8,
+    }
+)
+
+# "cubic5" of How Much Orthogonalization Does Muon Need?, https://arxiv.org/abs/2606.00371, and of NVIDIA's
+# Emerging-Optimizers: ten products with the default number of steps instead of fifteen.
+CUBIC: Mapping[str, Any] = MappingProxyType(
+    {
+        "ns_coefficients": (
+            (3.3656576, -3.3420992, 0.0),
+            (2.5744352, -1.4957376, 0.0),
+            (2.5368962, -1.4312570, 0.0),
+            (2.4418906, -1.2764040, 0.0),
+            (2.2230472, -0.9630650, 0.0),
+        ),
+        "ns_steps": 5,
+    }
+)
+
+# DeepSeek-V4's technical report: eight steps of Keller Jordan's coefficients, and two that bring singular values
+# closer to one.
+DEEPSEEK_V4: Mapping[str, Any] = MappingProxyType(
+    {
+        "ns_coefficients": (
+            *((3.4445, -4.7750, 2.0315),) * 8,
+            *((2.0, -1.5, 0.5),) * 2,
+        ),
+        "ns_steps": 10,
+    }
+)
 
 
 def create_dtensor_config(
@@ -108,8 +165,9 @@ def create_auto_config(
             communicates over it (default: None)
         cp_process_group (ProcessGroup, optional): replicas, by context parallelism (default: None)
         tp_dim_per_param (dict[int, int] or int, optional): parameter index -> the dimension that TP cuts,
-            without the parameters that it does not cut; or an int for all. None looks for a ``tp_dim`` or
-            ``partition_dim`` attribute of each parameter (default: None)
+            without the parameters that it does not cut; or an int for all, but not for plain parameters
+            next to DTensors over this group (or what FSDP1 made of these), which are whole. None looks for
+            a ``tp_dim`` or ``partition_dim`` attribute of each parameter (default: None)
         expert_assignments (dict[int, int], optional): parameter index -> id of its expert. Along the
             other groups, ranks with the same id share the expert. Ranks of one ``ep_process_group``
             never share one (default: None)
@@ -180,7 +238,8 @@ def detect_tp_dims_from_model(
     r"""Finds the dimension along which tensor parallelism cuts each parameter.
 
     A ``tp_dim`` or ``partition_dim`` attribute comes first (-1 means not cut), then a DTensor's innermost
-    shard. Otherwise dimension 0 is a guess, with a warning.
+    shard, or what FSDP1 knows of a DTensor that it flattened. If any parameter is such a DTensor, those
+    that say nothing are whole. Otherwise dimension 0 is a guess, with a warning.
 
     Args:
         module_or_params (nn.Module or iterable of Tensor): the parameters in the optimizer's order, so
@@ -189,11 +248,9 @@ def detect_tp_dims_from_model(
     Returns:
         dict[int, int]: parameter index -> dimension, without parameters that are not cut.
     """
-    from torch.optim._muon_engine.layouts.groups import tp_dim_of
+    from torch.optim._muon_engine.layouts.groups import detected_tp_dims
 
-    if isinstance(module_or_params, nn.Module):
-        module_or_params = module_or_params.parameters()
-    dims = {index: tp_dim_of(param) for index, param in enumerate(module_or_params)}
+    dims = detected_tp_dims(module_or_params)
     guessed = [index for index, dim in dims.items() if dim is None]
     if guessed:
         warnings.warn(

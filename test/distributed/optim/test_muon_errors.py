@@ -22,7 +22,7 @@ from torch.optim._muon import muon as functional_muon
 from torch.optim._muon_engine import hints
 from torch.optim._muon_engine.engine import Engine
 from torch.optim._muon_engine.runtime import transport
-from torch.optim._muon_engine.schedule import buckets
+from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_muon
@@ -41,6 +41,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Twins,
 )
+from torch.testing._internal.distributed._muon.common_rules import Recorder
 from torch.testing._internal.distributed._muon.fuzz_player import OTHER
 
 
@@ -581,6 +582,145 @@ class TestMuonMistakes(common_muon.OnCPU):
         self.assertRaisesEverywhere(build, ValueError, pattern)
 
 
+class TestMuonOverlappingGroups(common_muon.OnCPU):
+    """Groups of ranks that have some, but not all ranks in common. Those that come first in a step must hear of a
+    mismatch in a later one.
+    """
+
+    def twins_over(self, *pairs):
+        """Twins of one matrix for each of ``pairs`` of ranks, and the indices of this rank's matrices among them."""
+        numbers = [n for n, pair in enumerate(pairs) if self.rank in pair]
+        placed = []
+        for pair in pairs:
+            # A wait for another rank must end before the test does.
+            group = dist.new_group(pair, timeout=timedelta(seconds=10))
+            if self.rank in pair:
+                mesh = DeviceMesh.from_group(
+                    group, "cpu", mesh_dim_names=(f"{pair} of {pairs}",)
+                )
+                placed.append(Spec((8, 6), mesh, (S0,)))
+        return Twins(placed, seeds=numbers), numbers
+
+    ROWS_AND_COLUMNS = ((0, 1), (2, 3), (0, 2), (1, 3))
+
+    def test_a_mismatch_reaches_groups_that_came_before(self):
+        """Ranks of a column waited in their gathers for a rank that had left for a mismatch in its row."""
+        for number, culprit in itertools.product(range(4), range(4)):
+            pair = self.ROWS_AND_COLUMNS[number]
+            if culprit not in pair:
+                continue
+            with self.subTest(pair=pair, culprit=culprit):
+                twins, numbers = self.twins_over(*self.ROWS_AND_COLUMNS)
+                twins.step()
+                twins.set_gradients()
+                if self.rank == culprit:
+                    twins.params[numbers.index(number)].grad = None
+                before = snapshot(twins.params)
+                found = everyone(self.outcome(twins.optimizer.step))
+                with self.everywhere(f"{found}"):
+                    for rank, outcome in enumerate(found):
+                        self.assertEqual(outcome[0], "RuntimeError")
+                        told = (
+                            "some have none" if rank in pair else "Their error says how"
+                        )
+                        self.assertRegex(outcome[1], told)
+                    self.assertEqual(snapshot(twins.params), before)
+                # Nothing has moved, so the same step works with all gradients.
+                twins.steps -= 1
+                twins.step()
+                self.assertParity(twins)
+
+    def test_a_rank_that_is_in_one_of_the_groups_only(self):
+        """Rank 1 knows no other group. Rank 0 tells it that theirs overlaps one."""
+        twins, numbers = self.twins_over((0, 1), (0, 2))
+        if numbers:
+            twins.set_gradients()
+            if self.rank == 2:
+                twins.params[0].grad = None
+        step = twins.optimizer.step if numbers else lambda: None
+        found = everyone(self.outcome(step))
+        with self.everywhere(f"{found}"):
+            self.assertIsNone(found[3])
+            patterns = "some have none", "Their error says how", "some have none"
+            for outcome, pattern in zip(found, patterns):
+                self.assertRegex(outcome[1], pattern)
+
+    def test_only_such_groups_have_one_more_collective(self):
+        nested = [Spec((8, 8), mesh_of(4), (S0,)), Spec((8, 8), mesh_of(2), (S0,))]
+        overlapping, _ = self.twins_over(*self.ROWS_AND_COLUMNS)
+        for twins, count in ((Twins(nested), 2), (overlapping, 4)):
+            twins.step()
+            with Recorder() as seen:
+                twins.step()
+            reduced = [call for call in seen.calls if call.name == "all_reduce"]
+            with self.everywhere():
+                self.assertEqual(len(reduced), count)
+                small = [call for call in reduced if call.nbytes == 8]
+                self.assertEqual(len(small), count - 2)
+
+
+class TestMuonFusedGradients(common_muon.OnCPU):
+    """A fused weight has one gradient, whatever its parts."""
+
+    def assertRefusedWithoutGradient(self, spec, split, **options):
+        twins = Twins([spec], groups=[((0,), {"split": split})], **options)
+        twins.step()
+        twins.set_gradients()
+        before = snapshot(twins.params)
+        gradient = twins.params[0].grad
+        if self.rank == 1:
+            twins.params[0].grad = None
+        step = twins.optimizer.step
+        self.assertRaisesEverywhere(
+            step, RuntimeError, "some have none.*more of its parts"
+        )
+        with self.everywhere():
+            self.assertEqual(snapshot(twins.params), before)
+        twins.params[0].grad = gradient
+        twins.single.step()
+        twins.optimizer.step()
+        self.assertParity(twins)
+
+    def test_gradient_that_one_rank_lacks(self):
+        """Each part was whole on one rank, so the parts of the other ranks moved."""
+        for split in ((4, 4, 4, 4), (10, 6), {"sizes": (1, 3), "repeats": 4}):
+            with self.subTest(split=split):
+                self.assertRefusedWithoutGradient(
+                    Spec((16, 8), mesh_of(4), (S0,)), split
+                )
+        columns = {"sizes": (2, 2, 2, 2), "dim": 1}
+        self.assertRefusedWithoutGradient(Spec((16, 8), mesh_of(4), (S1,)), columns)
+
+    def test_divided_matrix(self):
+        """So was each block of a divided matrix."""
+        config = create_dtensor_config(owners_per_matrix=4)
+        with mock.patch.object(schedule_owners, "MIN_DIVIDED", 4):
+            spec = Spec((16, 8), mesh_of(4), (S0,))
+            param = parameter(spec)
+            optimizer = Muon([param], distributed_config=config)
+            param.grad = torch.ones_like(param)
+            if self.rank == 1:
+                param.grad = None
+            before = snapshot([param])
+            step = optimizer.step
+            self.assertRaisesEverywhere(step, RuntimeError, "some have none")
+            with self.everywhere():
+                self.assertEqual(snapshot([param]), before)
+
+    def test_no_rank_has_one(self):
+        spec = Spec((16, 8), mesh_of(4), (S0,))
+        twins = Twins([spec, spec], groups=[((0, 1), {"split": (4, 4, 4, 4)})])
+        self.assertTrainsAlike(twins, 3, missing=lambda step: [step % 2])
+
+    def test_many_parts_have_one_row_of_statuses(self):
+        spec = Spec((2400, 2), mesh_of(4), (S0,))
+        twins = Twins([spec], groups=[((0,), {"split": [2] * 1200})])
+        (statuses,) = twins.optimizer._engine._make_runner().statuses
+        with self.everywhere():
+            # A second all-reduce would follow for more rows than the first one has.
+            self.assertEqual(len(statuses._table), 256)
+
+
 class TestMuonUnreadErrors(common_muon.OnCPU):
     """On accelerators, the host reads a mismatch later than the step. Nothing may lose it until then."""
 
@@ -693,7 +833,7 @@ class TestMuonUnreadErrors(common_muon.OnCPU):
         buffer = common_muon.place(torch.zeros(8, 8), Spec((8, 8), mesh_of(4), (R,)))
         options = {**FUNCTIONAL, "distributed_config": create_dtensor_config()}
         step = functools.partial(functional_muon, [param], [param], [buffer], **options)
-        self.assertRaisesEverywhere(step, ValueError, "placements of params")
+        self.assertRaisesEverywhere(step, ValueError, r"bufs\[0\].*placement")
 
     def test_functional_form_leaves_the_next_optimizers_owners(self):
         options = {**FUNCTIONAL, "distributed_config": create_dtensor_config()}

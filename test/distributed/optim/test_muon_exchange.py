@@ -230,7 +230,7 @@ class TestMuonRelays(OnCPU):
             self.assertRaisesEverywhere(
                 lambda: Twins(specs(mesh_of(8), [(S0,)])),
                 ValueError,
-                "LOCAL_WORLD_SIZE is 4 on rank 0 and 2 on rank 5",
+                "LOCAL_WORLD_SIZE is 4 on rank 0 and 2 on rank 5.*nodes of equal size",
             )
 
     @in_two_levels()

@@ -159,7 +159,6 @@ class TestMuonGroups(GroupParity):
         for placement, pattern, kind, group, dim in (
             (S0, f"dimension 1.*{rows}", "tp", world, 1),
             (S1, f"dimension 0.*{columns}", "tp", world, 0),
-            (S1, f"tp.*{columns}", "tp", world, {}),
             (R, f"dimension -1.* {whole}", "tp", world, -1),
             (S0, rf"tp.*\[{words}\].*{rows}", "tp", half, 0),
             (S0, rf"fsdp.*\[{words}\].*{rows}", "fsdp", half, {}),
@@ -175,7 +174,8 @@ class TestMuonGroups(GroupParity):
             self.assertTrainsAlike(twins, 1, pattern)
         tp = Strategy(mesh_of(4), "tp")
         with self.assertWarnsOnce():
-            for placement, dim in ((S1, -1), (R, {})):
+            # A dict that lacks a DTensor says nothing about it.
+            for placement, dim in ((S1, -1), (R, {}), (S1, {})):
                 placed = specs(mesh_of(4), [(placement,)], [(8, 8)])
                 Twins(placed, tp.config(tp_dim_per_param=dim))
 
@@ -537,7 +537,7 @@ class TestMuonFSDP1(common_muon.OnCPU):
             self.assertRefused(pattern, matrices, module=model)
 
     def test_matrix_that_tensor_parallelism_leaves_out(self):
-        """An int dimension made halves of it, without an error or a warning that named it."""
+        """An int dimension made halves of it. FSDP1 knows which matrices TP cut, and that one is whole."""
         grid = grid_of(2, 2)
         torch.manual_seed(5)
         model = Model()
@@ -546,15 +546,65 @@ class TestMuonFSDP1(common_muon.OnCPU):
         model = wrap(model, False, units=(common_modules.Block,), device_mesh=grid["a"])
         options = {"tp_process_group": grid.get_group("b"), "module": model}
         params, _ = partition_parameters(model)
-        for dims, pattern in ((1, r"blocks.0.b.weight.*tp_dim_per_param"), ({}, None)):
-            with self.assertWarnsOnce(pattern):
+        for dims in (0, {}, None):
+            with self.assertWarnsOnce():
                 config = create_auto_config(**options, tp_dim_per_param=dims)
-                Muon(params, lr=0.1, distributed_config=config)
+                muon = Muon(params, lr=0.1, distributed_config=config)
+            with self.everywhere(f"{dims}"):
+                found = {layout.shape for layout in muon._engine.schedule.layouts}
+                expected = {tuple(weight.shape) for weight in Model().parameters()}
+                self.assertEqual(found, expected)
 
         # FSDP1 knows the ranks of TP.
         muon = Muon(params, distributed_config=create_auto_config(module=model))
         with self.everywhere():
             self.assertRegex(muon.describe(), r"\n4 ranks \(0, 1, 2, 3\)")
+
+    def test_replicas_that_fsdp1_cuts_at_different_places(self):
+        """TP cuts 51 rows into 26 and 25. So the replicas behind them start at different places of the flat parameters."""
+        grid = grid_of(2, 2)
+        wholes = {"cut": full(1, (51, 12)), "left": full(2, (7, 10))}
+        gradients = {"cut": full(3, (51, 12)), "left": full(4, (7, 10))}
+        model = torch.nn.Sequential()
+        for name, whole in wholes.items():
+            layer = torch.nn.Linear(*reversed(whole.shape), bias=False)
+            layer.weight.data = whole.clone()
+            model.add_module(name, layer)
+        parallelize_module(model, grid["b"], {"cut": ColwiseParallel()})
+        model = wrap(model, False, units=None, device_mesh=grid["a"])
+        config = create_auto_config(
+            fsdp_process_group=grid.get_group("a"),
+            tp_process_group=grid.get_group("b"),
+            tp_dim_per_param=0,
+            module=model,
+        )
+        (flat,) = model.parameters()
+        with self.assertWarnsOnce("left.weight.*FSDP1 cuts it at other places"):
+            muon = Muon([flat], lr=0.1, distributed_config=config)
+        singles = {name: torch.nn.Parameter(w.clone()) for name, w in wholes.items()}
+        for name, single in singles.items():
+            single.grad = gradients[name]
+        Muon(singles.values(), lr=0.1).step()
+
+        def regions():
+            for layout in muon._engine.schedule.layouts:
+                name = "cut" if layout.shape == (51, 12) else "left"
+                for region in layout.shards.of(self.rank):
+                    yield name, region
+
+        flat.grad = torch.zeros_like(flat)
+        for name, region in regions():
+            region.of_local(flat.grad).copy_(region.of_matrix(gradients[name]))
+        with NewtonSchulzCalls() as calls:
+            muon.step()
+        problems = []
+        for name, region in regions():
+            mine = region.of_local(flat.detach())
+            if not torch.equal(mine, region.of_matrix(singles[name].detach())):
+                problems.append(f"{name} {region}")
+        self.assertEverywhere(problems)
+        # Each rank of TP has its own copy of the one that is left.
+        self.assertEqual(sum(everyone(len(calls.shapes))), 3)
 
     def assertRefused(self, pattern, params, **options):
         """Muon for ``params`` under create_auto_config with ``options``."""

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Muon
-from torch.optim._muon_engine.layouts.dtensor import place_like
+from torch.optim._muon_engine.layouts.dtensor import fitting_momentum
 from torch.optim._muon_engine.runtime import divided
 from torch.optim._muon_engine.schedule import buckets, owners as schedule_owners
 from torch.optim.muon import (
@@ -164,7 +164,7 @@ class TestMuonPartial(OnCPU):
                 problems.append(f"momentum {i} is {momentum.placements}")
             # Some versions cannot bring a strided shard of a sum to full_tensor().
             config = create_dtensor_config()
-            for buffer in (momentum, place_like(param, total, "whole")):
+            for buffer in (momentum, fitting_momentum(param, total, "whole")):
                 whole = config.gather_fn(buffer, 0, config.state)
                 if terms is contribution and not torch.equal(whole, total):
                     problems.append(f"momentum {i}")

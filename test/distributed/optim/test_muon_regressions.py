@@ -93,13 +93,17 @@ class TestMuonRegressions(common_muon.OnCPU):
             twins = Twins(placed)
             (param,), (single,) = twins.params, twins.singles
             for _ in range(2):
-                param.grad, param.grad_dtype = None, param.dtype
+                for each in (param, single):
+                    each.grad, each.grad_dtype = None, each.dtype
                 twins.set_gradients()
                 term = single.grad * (self.rank == 3)
                 param.grad, param.grad_dtype = None, dtype
                 param.grad = DTensor.from_local(
                     term.to(dtype), param.device_mesh, [Partial()], run_check=False
                 )
+                gradient, single.grad = single.grad, None
+                single.grad_dtype = dtype
+                single.grad = gradient.to(dtype)
                 twins.single.step()
                 twins.optimizer.step()
                 self.assertParity(twins)

@@ -23,6 +23,10 @@ from .process_groups import counters_of, device_of_group, larger_first, listed, 
 # Fields that follow from other fields, of this parameter or of another one.
 DERIVED = ("shards", "owner")
 _SAME_PARAMETERS = "Build Muon from the same parameters on all of them, in one order and with the same options"
+_ONE_NODE_SIZE = (
+    "More than one owner of a matrix, and groups of more than 512 ranks, need nodes of equal size: set LOCAL_WORLD_SIZE "
+    "to one number on all ranks, which divides the number of ranks of every node, or take owners_per_matrix=1"
+)
 _ONE_GRID = "Pass process groups of one grid, as those of a DeviceMesh, and an assign_fn that returns the same on all of them"
 _SAME_TYPE = (AssertionError, IndexError, TypeError, ValueError)
 
@@ -41,11 +45,13 @@ def agree(
     is_lasting: bool,
     groups: dict[Ranks, ProcessGroup | None],
     serials: dict[Ranks, int],
+    overlapping: set[Ranks],
 ) -> None:
     """Makes the process group of all ranks that share matrices, and compares their signatures in it.
     ``sharing`` has the framework's groups among ranks that share matrices. The other ranks raise an ``error``
     of this rank, too. For each key of ``sharing``, ``groups`` gets the group (None for this rank alone), and
-    ``serials`` the number of this optimizer among those over the same ranks.
+    ``serials`` the number of this optimizer among those over the same ranks. ``overlapping`` has those keys
+    that overlap another one of this rank's, and gets those that overlap another one of any rank's.
     """
     # If one group fails, this rank leaves a note for the ranks of all, which the next optimizer must not read.
     for ranks in (ranks for ranks in sharing if len(ranks) > 1):
@@ -60,9 +66,11 @@ def agree(
         digest = hashlib.sha256(repr([s.fields for s in shared]).encode()).hexdigest()
         with _reaching(ranks, described, error):
             group = groups[ranks] = process_groups.spanning_group(ranks, sharing[ranks])
-        own = digest, serials[ranks]
+        own = digest, serials[ranks], ranks in overlapping
         answers, error = gather_values(group, own, error, described)
-        digests, counted = zip(*answers)
+        digests, counted, overlaps = zip(*answers)
+        if any(overlaps):
+            overlapping.add(ranks)
         # All ranks see the same digests, so all of them or none compare their fields.
         if error is None and len(set(digests)) > 1:
             everyone, error = gather_values(group, list(shared), None, described)
@@ -163,9 +171,12 @@ def _first_difference(ranks: Ranks, everyone: Sequence[Sequence[Signature]]) -> 
             for one, another in zip(first, others, strict=False):
                 for (field, value), (_, other) in zip(one.fields, another.fields):
                     if (field in DERIVED) == derived and other != value:
+                        advice = _ONE_GRID if derived else _SAME_PARAMETERS
+                        if field == "LOCAL_WORLD_SIZE":
+                            advice = _ONE_NODE_SIZE
                         return (
                             f"ranks disagree about {one.description}: {field} is {value} on rank {ranks[0]} and {other} on rank "
-                            f"{rank}. {_ONE_GRID if derived else _SAME_PARAMETERS}"
+                            f"{rank}. {advice}"
                         )
             if len(others) != len(first):
                 extra = max(first, others, key=len)[min(len(first), len(others))]

@@ -221,7 +221,7 @@ class FunctionStep:
         """Calls ``gather_fn`` with this rank's piece: zeros without a gradient."""
         # A copy, so that a function that writes to its piece does not change the momentum.
         if param.grad is None:
-            piece = torch.zeros_like(param.local)
+            piece = torch.zeros_like(param.momentum)
         else:
             (piece,) = param.formulas.prepare([param.momentum], [param.grad])
             piece = piece.clone() if piece is param.momentum else piece

@@ -18,9 +18,16 @@ from .callbacks import FunctionStep, is_from_factory, own_functions
 from .config import DistributedConfig
 from .hints import Hints
 from .layouts import Layout
-from .layouts.dtensor import device_of, is_dtensor, placed_like
+from .layouts.dtensor import device_of, fits, is_dtensor
 from .layouts.groups import ParamInfo
-from .process_groups import FailureNotes, larger_first, listed, Ranks, spanning_group
+from .process_groups import (
+    FailureNotes,
+    larger_first,
+    listed,
+    overlapping_groups,
+    Ranks,
+    spanning_group,
+)
 from .runtime import Param, transport
 from .runtime.pipeline import Pipeline
 from .schedule import buckets
@@ -64,6 +71,8 @@ class Engine:
         self.groups: dict[Ranks, dist.ProcessGroup | None] = {}
         # Ranks that share matrices -> the serial number of this optimizer among those over these ranks.
         self.serials: dict[Ranks, int] = {}
+        # Those keys that overlap others, on this rank or on another one of them, without containing these.
+        self.overlapping: set[Ranks] = set()
         self._runner: Pipeline | FunctionStep | None = None
         # Parameter -> its index in the config's dicts, -1 for a later one. It may leave, and come back.
         self._config_indices: dict[Tensor, int] = {}
@@ -87,9 +96,10 @@ class Engine:
             with unset_fake_temporarily(), torch.accelerator.device_index(index):
                 self._build(error, former, is_lasting)
             layouts = self.schedule.layouts
-            is_first = self.rank == min((l.holders[0] for l in layouts), default=0)
             if former is not None:
-                _take_momentum(replaced, params, states, is_first)
+                restarted = _inherit_momentum(replaced, states)
+                restarted += _fit_momentum(params, states)
+                self._warn_about_restarted(restarted)
             self._hints = Hints(layouts, self.rank)
             # Parameters on meta will be materialized, which builds another engine.
             is_meta = any(param.tensor.is_meta for param in params)
@@ -99,7 +109,7 @@ class Engine:
             for step in (self.steps, self.steps + 1):
                 self._notes(step).leave(f"{type(raised).__name__}: {raised}")
             raise
-        if layouts and is_first:
+        if layouts and self._speaks:
             why = "rebuilt for changed parameters" if former else "built"
             n_buckets = len(self.schedule.buckets)
             log.info("Muon %s: %d matrices, %d buckets", why, len(layouts), n_buckets)
@@ -114,6 +124,12 @@ class Engine:
         """The number of all ranks, unless the config's state replaces it."""
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         return self.config.state.get("world_size", world_size)
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank logs and warns for those that share matrices with it."""
+        layouts = self.schedule.layouts
+        return self.rank == min((l.holders[0] for l in layouts), default=0)
 
     @property
     def ordered(self) -> Sequence[Param]:
@@ -164,7 +180,17 @@ class Engine:
         signatures: dict[Ranks, list[Signature]] = {ranks: [] for ranks in sharing}
         for ranks, signature in signed:
             signatures[ranks].append(signature)
-        agree(sharing, signatures, error, is_lasting, self.groups, self.serials)
+        trained = {layout.holders for layout in layouts if not layout.frozen}
+        self.overlapping = overlapping_groups(trained)
+        agree(
+            sharing,
+            signatures,
+            error,
+            is_lasting,
+            self.groups,
+            self.serials,
+            self.overlapping,
+        )
         self.schedule = buckets.make_schedule(
             layouts,
             owners,
@@ -208,6 +234,19 @@ class Engine:
             timeout = process_groups.group_timeout(groups[ranks])
             process_groups.rendezvous(ranks, timeout, str(self.serials.get(ranks)))
         self._notes().take_back()
+
+    def hand_over(self, params: Sequence[Param], states: States) -> None:
+        """Gives momentum to ``params`` that replaced others since the build, for a checkpoint before the next step."""
+        self._warn_about_restarted(
+            _inherit_momentum(_replaced(self.params, params), states)
+        )
+
+    def _warn_about_restarted(self, described: Sequence[str]) -> None:
+        if described and self._speaks:
+            warnings.warn(
+                f"the momentum of these starts at zero, because they took the place of other parameters: {listed(described)}",
+                stacklevel=3,
+            )
 
     # A compiled step that saw the counter would be compiled again.
     @torch._disable_dynamo
@@ -357,8 +396,12 @@ def step_once(
     bufs: Sequence[Tensor],
 ) -> None:
     """One step of the functional form, with an engine for this call."""
-    if not all(map(placed_like, params, bufs)):
-        raise ValueError("muon_momentum_bufs must have types and placements of params")
+    for i, (param, buf) in enumerate(zip(params, bufs, strict=True)):
+        # A step would replace a buffer that does not fit, and the caller would not see its new values.
+        if not fits(param, buf):
+            raise ValueError(
+                f"muon_momentum_bufs[{i}] must have the type, placement, device and grad_dtype of its parameter"
+            )
     new = ({"momentum_buffer": buf} for buf in bufs)
     states: dict[Tensor, Any] = dict(zip(params, new, strict=True))
     live = [Param(i, p, None, 0, formulas) for i, p in enumerate(params)]
@@ -429,7 +472,8 @@ def _signatures(
             # Before the shape, which follows from it.
             "split": options[param.param_group]["split"],
             "shape": str(layout.shape),
-            "dtype": str(layout.dtype),
+            "dtype": str(param.tensor.dtype),
+            "grad_dtype": str(layout.dtype),
             "placement": layout.placement,
             "shards": layout.shards.digest,
             "requires_grad": str(not param.frozen),
@@ -440,11 +484,9 @@ def _signatures(
         yield layout.holders, Signature(layout.describe(), tuple(fields.items()))
 
 
-def _take_momentum(
-    replaced: list[Replacement], params: Sequence[Param], states: States, warns: bool
-) -> None:
-    """Gives momentum to parameters that replace others, and restarts it if it does not fit. The momentum of a
-    parameter that left the groups stays with that parameter.
+def _inherit_momentum(replaced: list[Replacement], states: States) -> list[str]:
+    """Gives momentum to parameters that replace others. Returns those that get none. The momentum of a parameter
+    that left the groups stays with that parameter, too.
     """
     restarted = []
     for old, new, inherits in replaced:
@@ -453,19 +495,19 @@ def _take_momentum(
                 states[new.tensor] = dict(states[old.tensor])
             else:
                 restarted.append(new.described)
+    return restarted
+
+
+def _fit_momentum(params: Sequence[Param], states: States) -> list[str]:
+    """Deletes momentum of another shape. Returns the parameters that had it."""
+    restarted = []
     for param in params:
-        tensor, state = param.tensor, states.get(param.tensor, {})
+        state = states.get(param.tensor, {})
         buffer = state.get("momentum_buffer")
-        if buffer is not None and buffer.shape != tensor.shape:
+        if buffer is not None and buffer.shape != param.tensor.shape:
             restarted.append(param.described)
             del state["momentum_buffer"]
-        elif buffer is not None:
-            state["momentum_buffer"] = buffer.to(tensor.device, tensor.dtype)
-    if restarted and warns:
-        warnings.warn(
-            f"the momentum of these starts at zero, because they took the place of other parameters: {listed(restarted)}",
-            stacklevel=2,
-        )
+    return restarted
 
 
 def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement]:

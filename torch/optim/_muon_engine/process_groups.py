@@ -1,6 +1,7 @@
 """The process group over a matrix's holders, and what ranks tell each other through the store."""
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -43,6 +44,16 @@ def listed(names: Sequence[Any], most: int = 8) -> str:
 def larger_first(groups: Iterable[Ranks]) -> list[Ranks]:
     """The order in which all ranks go through their groups: by size, then by rank."""
     return sorted(groups, key=lambda ranks: (-len(ranks), ranks))
+
+
+def overlapping_groups(groups: Iterable[Ranks]) -> set[Ranks]:
+    """Those of one rank's ``groups`` of which another one has some ranks, but neither has all ranks of the other."""
+    members = {ranks: set(ranks) for ranks in groups}
+    overlapping: set[Ranks] = set()
+    for one, other in itertools.combinations(members, 2):
+        if not (members[one] <= members[other] or members[other] <= members[one]):
+            overlapping |= {one, other}
+    return overlapping
 
 
 def process_rank() -> int:

@@ -51,7 +51,8 @@ class DTensorLayouts:
                 f"{key.describe(tensor.shape)}, placements {tensor.placements} on {mesh}: {problem}"
             ) from None
         placement = f"placements {tuple(map(str, tensor.placements))} on mesh {tuple(mesh.shape)}"
-        shape, dtype = matrix_shape(tensor.shape, flatten), tensor.dtype
+        shape = matrix_shape(tensor.shape, flatten)
+        dtype = gradient_dtype(tensor) or tensor.dtype
         frozen = is_frozen(tensor)
         return [
             Layout(key._replace(sub=sub), shape, dtype, shards, placement, frozen)
@@ -170,10 +171,17 @@ def is_frozen(param: Tensor) -> bool:
     return isinstance(param, torch.nn.Parameter) and not param.requires_grad
 
 
+def gradient_dtype(param: Tensor) -> torch.dtype | None:
+    """The dtype of the gradients of ``param``, and of its momentum; None if they may have any."""
+    # Only leaves have gradients. Functions that are called outside of a step also take other tensors.
+    return param.grad_dtype if param.is_leaf else param.dtype
+
+
 def traits_of(param: Tensor) -> tuple:
     """The properties from which the layout of ``param`` is read, for a later comparison."""
+    dtypes = param.dtype, gradient_dtype(param)
     # Only a contiguous parameter can be flattened.
-    tensor = param.shape, param.dtype, param.device, param.is_contiguous()
+    tensor = param.shape, dtypes, param.device, param.is_contiguous()
     placed: tuple = ()
     if isinstance(param, DTensor):
         local = param._local_tensor
@@ -190,8 +198,8 @@ def tp_mark_of(param: Tensor) -> int | None:
     return None
 
 
-def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
-    """``grad`` on this rank, with the placement and dtype of ``param``. Changing the placement is the
+def local_gradient(param: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """``grad`` on this rank, with the placement of ``param`` and of ``dtype``. Changing the placement is the
     framework's collective, which every rank of the mesh must join. The contributions to a sum may have one
     replicated gradient, that of the sum. The first one takes it.
     """
@@ -205,7 +213,7 @@ def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
                     placements[dim] = Replicate()
                     takes = takes and coordinate[dim] == 0
             grad = grad.redistribute(param.device_mesh, placements)
-    local = local_part(grad).to(param.dtype)
+    local = local_part(grad).to(dtype)
     return local if takes else torch.zeros_like(local)
 
 
@@ -265,8 +273,39 @@ def placed_like(param: Tensor, buffer: Tensor) -> bool:
     return all(getattr(param, n, None) == getattr(buffer, n, None) for n in names)
 
 
-def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
-    """A momentum ``buffer`` of another placement, placed like ``param``. All ranks must make this call."""
+def fits(param: Tensor, buffer: Tensor) -> bool:
+    """Whether ``buffer`` has the shape, placement, dtype and device of a momentum of ``param``."""
+    if not placed_like(param, buffer):
+        return False
+    dtype = gradient_dtype(param) or buffer.dtype
+    return (
+        buffer.dtype == dtype and local_part(buffer).device == local_part(param).device
+    )
+
+
+def fitting_momentum(param: Tensor, buffer: Any, description: str) -> Tensor:
+    """A momentum ``buffer`` that a checkpoint, a framework or an earlier parameter left, as ``param`` needs it. All
+    ranks must make this call, because a change of the placement is a collective.
+    """
+    if not isinstance(buffer, Tensor):
+        raise TypeError(
+            f"the momentum buffer of {description} must be a Tensor but is a {type(buffer).__name__}"
+        )
+    local = local_part(param)
+    if buffer.is_meta and not local.is_meta:
+        raise ValueError(
+            f"the momentum buffer of {description} has no data, because it is on the meta device; delete it or load it"
+        )
+    if not placed_like(param, buffer):
+        buffer = _placed(param, buffer, description)
+    if not fits(param, buffer):
+        dtype = gradient_dtype(param) or buffer.dtype
+        buffer = like_param(param, local_part(buffer).to(local.device, dtype))
+    return buffer
+
+
+def _placed(param: Tensor, buffer: Tensor, description: str) -> Tensor:
+    """A momentum ``buffer`` of another placement, placed like ``param``."""
     if param.shape != buffer.shape:
         raise ValueError(
             f"the momentum buffer of {description} has shape {tuple(buffer.shape)}: load the whole one, or a DTensor of it"
@@ -280,8 +319,10 @@ def place_like(param: Tensor, buffer: Tensor, description: str) -> Tensor:
             raise ValueError(f"the momentum buffer of {description}: {problem}")
         buffer = buffer.redistribute(mesh, placements).to_local()
         if near is not None:
-            # Flattened momentum must not have the strides that a collective leaves.
-            return like_param(param, buffer.contiguous())
+            # Flattened momentum must not have the strides that a collective leaves. A part of a gathered matrix
+            # would keep the whole matrix alive, and cannot be saved.
+            own = buffer.clone(memory_format=torch.contiguous_format)
+            return like_param(param, own)
     if not isinstance(param, DTensor):
         return buffer
     return cut_out(DTensorLayouts().of(Key(0), param), buffer, param)

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.distributed import ProcessGroup
 from ..agreement import common, gather_values, raise_everywhere
 from ..process_groups import group_ranks, is_dry_run, listed, process_rank, Ranks
 from . import check_cover, Cut, Cuts, Key, Layout, Regions, Shape, Shards
-from .dtensor import is_frozen, local_part
+from .dtensor import gradient_dtype, is_frozen, local_part
 
 
 _HASH_MASK = 2**31 - 1
@@ -27,6 +28,12 @@ _EQUAL_SHARDS = {
     "does not, pass a dict tp_dim_per_param that lacks it: {} if the model's placements say which matrices are cut",
 }
 _UNEQUAL_REPLICAS = "the ranks of tp_process_group hold different values, but tp_dim_per_param does not say that TP cuts it"
+
+_CUT_APART = (
+    "the ranks of {}_process_group hold it whole, but FSDP1 cuts it at other places on each of them, because their flat "
+    "parameters have different lengths. So each of them orthogonalizes it again. Equal lengths, a unit of its own or "
+    "fully_shard avoid that"
+)
 
 # How ranks name a matrix that they share: its expert's id, or None, the number of its parameter among those
 # of the expert or of none, and its number in the parameter.
@@ -45,6 +52,19 @@ def in_words(cuts: Cuts, with_ranks: bool = False) -> str:
         for cut in cuts
     ]
     return f"process groups: {', '.join(words)}" if words else "no process groups"
+
+
+class Joined(NamedTuple):
+    """A matrix's pieces on the ranks of a group, put together."""
+
+    name: Name
+    layout: Layout
+    # How this group shares it.
+    cut: Cut
+    # Of the values on each rank that holds a part or a replica.
+    digests: tuple[int, ...]
+    # Whether the ranks hold replicas that are cut into different pieces. Then each keeps its own layout.
+    is_apart: bool
 
 
 class LocalPieces:
@@ -79,7 +99,8 @@ class LocalPieces:
         """Adds a matrix of which this rank has a piece of ``shape``, and stores ``regions`` of the piece."""
         shards = Shards((process_rank(),), (regions,))
         words, frozen = in_words(cuts), is_frozen(param)
-        layout = Layout(key, shape, param.dtype, shards, words, frozen, cuts)
+        dtype = gradient_dtype(param) or param.dtype
+        layout = Layout(key, shape, dtype, shards, words, frozen, cuts)
         self.layouts.append(layout)
         has_values = not param.is_meta and not is_dry_run()
         # Replicas along TP may be shards that the user forgot.
@@ -107,10 +128,10 @@ class LocalPieces:
             if error is not None:
                 continue
             try:
-                joined = _joined(key, parts, answers, described)
-                for name, part, cut, of_ranks in joined:
-                    parts[name] = part
-                    hint = _hint(cut, of_ranks)
+                for joined in _joined(key, parts, answers, described):
+                    name, of_ranks = joined.name, joined.digests
+                    parts[name] = joined.layout
+                    hint = _hint(joined)
                     if hint:
                         self.warnings[hint].append(described[name])
                     # Each rank of another group has as many such parts.
@@ -158,9 +179,10 @@ def _joined(
     parts: Mapping[Name, Layout],
     answers: Sequence[Message],
     described: Mapping[Name, str],
-) -> Iterator[tuple[Name, Layout, Cut, tuple[int, ...]]]:
-    """Names, joined layouts, cuts and value digests of those ``parts`` that a group shares; ValueError if they do not fit."""
-    joined_of: dict[tuple, tuple[Layout, list[int]]] = {}
+) -> Iterator[Joined]:
+    """Those ``parts`` that a group shares, each with the parts of the other ranks. ValueError if they do not fit."""
+    # The joined layout, the places of its ranks in the group, and whether the replicas are cut differently.
+    joined_of: dict[tuple, tuple[Layout, list[int], bool]] = {}
     layouts, digests, ep_ranks = zip(*answers)
     ep_ranks_of = dict(zip(key[1], ep_ranks, strict=True))
     for name, part in parts.items():
@@ -175,16 +197,29 @@ def _joined(
             try:
                 _check_cuts(part.cuts, cut, pieces)
                 members = _members(cut, [*pieces], ep_ranks_of, name[0])
-                joined = _together(part, cut, [pieces[r] for r in members])
+                of_members = [pieces[r] for r in members]
+                joined = _together(part, cut, of_members)
             except ValueError as error:
                 raise common(ValueError(f"{described[name]}: {error}")) from None
-            joined_of[content] = joined, [cut.ranks.index(r) for r in members]
-        joined, places = joined_of[content]
-        yield name, joined, cut, tuple(digests[at][name] for at in places)
+            is_apart = _are_cut_apart(cut, of_members)
+            places = [cut.ranks.index(r) for r in members]
+            joined_of[content] = part if is_apart else joined, places, is_apart
+        joined, places, is_apart = joined_of[content]
+        of_ranks = tuple(digests[at][name] for at in places)
+        yield Joined(name, joined, cut, of_ranks, is_apart)
 
 
-def _hint(cut: Cut, digests: Sequence[int]) -> str:
-    """Why values of these digests are suspicious in a group; "" if they are not."""
+def _are_cut_apart(cut: Cut, parts: Sequence[Layout]) -> bool:
+    """Whether the ranks of a group hold replicas that are not cut into the same pieces."""
+    pieces = {frozenset(part.shards.regions) for part in parts}
+    return not cut.is_sharded and len(pieces) > 1
+
+
+def _hint(joined: Joined) -> str:
+    """What is suspicious about a matrix that a group shares; "" if nothing is."""
+    cut, digests = joined.cut, joined.digests
+    if joined.is_apart:
+        return _CUT_APART.format(cut.kind)
     are_equal = len({*digests}) == 1
     if cut.is_sharded:
         is_suspicious = are_equal and len(digests) > 1 and digests[0]

@@ -65,7 +65,7 @@ def views(module: nn.Module) -> Views:
         groups = {"fsdp": unit._handle.process_group}
         if getattr(unit, "_inter_node_pg", None) is not None:
             groups["ddp"] = unit._inter_node_pg
-        tensors = _tensors(flat, clean_tensor_name(f"{name}." if name else ""))
+        tensors = tensors_of(flat, clean_tensor_name(f"{name}." if name else ""))
         by_param[flat] = tensors, groups
         for tensor, param in zip(tensors, flat._params or ()):
             # An original parameter is the slice itself, not the unit's storage that it is cut from.
@@ -86,7 +86,7 @@ def view_of(
         return flat_views[param]
     is_flat = getattr(param, "_is_flat_param", False)
     if is_flat and given is not None:
-        return _tensors(param), {}
+        return tensors_of(param), {}
     which = "an" if flat_views is None else "another"
     group = "fsdp_process_group=model.process_group, or " * is_flat
     raise ValueError(
@@ -94,7 +94,8 @@ def view_of(
     )
 
 
-def _tensors(flat: Any, prefix: str = "") -> list[FlatTensor]:
+def tensors_of(flat: Any, prefix: str = "") -> list[FlatTensor]:
+    """The original parameters in a flat one, from its own metadata."""
     names, shapes = (prefix + name for name in flat._fqns), map(tuple, flat._shapes)
     tps, shards = flat._param_extensions, flat._shard_param_infos
     return list(map(FlatTensor, names, shapes, tps, flat._contiguities, shards))

@@ -1,7 +1,7 @@
 """The reader: where an optimizer's parameters are, by their placements or over process groups."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -49,6 +49,8 @@ class Reader:
         # Config index -> the dimension that TP cuts; None if the user said nothing.
         self.tp_dims: Mapping[int, int] | None = state.get("tp_dim_per_param")
         self.tp_dim_default: int | None = state.get("tp_dim_default")
+        # Whether the parameters that were read last show which of them PyTorch's tensor parallelism cut.
+        self.shows_tp = False
         self.experts: Mapping[int, int] = state.get("expert_assignments", {})
         # The FSDP1 model. Only it knows what its original parameters are slices of.
         self.module: nn.Module | None = state.get("module")
@@ -67,6 +69,28 @@ class Reader:
         """The dimension along which TP cuts parameter ``index``; None if it does not."""
         dims = self.tp_dims or {}
         return dims.get(self.info(index).config_index, self.tp_dim_default)
+
+    def tp_dim_of_plain(self, index: int) -> int | None:
+        """Like :meth:`tp_dim`, for a parameter without placements. An int is for models in which no parameter has
+        them. PyTorch's tensor parallelism leaves such a parameter whole.
+        """
+        names_it = self.info(index).config_index in (self.tp_dims or {})
+        return None if self.shows_tp and not names_it else self.tp_dim(index)
+
+    def _finds_tp(self, params: Sequence[Tensor], views: fsdp1.Views | None) -> bool:
+        """Whether DTensors or FSDP1's metadata show which parameters tensor parallelism cut."""
+        if "tp" not in self.shared:
+            return False
+        tensors = [tensor for inside, _ in (views or {}).values() for tensor in inside]
+        for param in params:
+            if getattr(param, "_is_flat_param", False):
+                tensors += fsdp1.tensors_of(param)
+        if any(tensor.tp is not None for tensor in tensors):
+            return True
+        ranks = group_ranks(self.shared["tp"])
+        meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
+        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+        return any(group_ranks(group) == ranks for group in groups)
 
     def check_tp_dim(self, tensor: Tensor, index: int) -> None:
         """Raises IndexError if ``tensor`` does not have its TP dimension."""
@@ -106,6 +130,7 @@ class Reader:
         try:
             self.sharing = self.dtensors.sharing(params, self._flat())
             local.add_units()
+            self.shows_tp = self._finds_tp(params, local.views)
             if error is None and is_first:
                 self._check_indices(len(params))
             for index, param in enumerate(params if error is None else ()):
@@ -242,12 +267,13 @@ class _LocalReader(LocalPieces):
         self.reader, self.shared = reader, reader.shared
 
     @cached_property
-    def _views(self) -> fsdp1.Views | None:
+    def views(self) -> fsdp1.Views | None:
+        """What FSDP1 manages of the user's module, if the user gave one."""
         return None if self.reader.module is None else fsdp1.views(self.reader.module)
 
     def add_units(self) -> None:
         """Adds the groups of FSDP1's units, in which this rank must report an error that comes first."""
-        for param, (tensors, groups) in (self._views or {}).items():
+        for param, (tensors, groups) in (self.views or {}).items():
             # A flat parameter has the tensors of its whole unit.
             if not getattr(param, "_is_flat_param", False):
                 continue
@@ -265,7 +291,7 @@ class _LocalReader(LocalPieces):
         key = Key(index, 0, info.name, reader.experts.get(info.config_index))
         self.expert_of[index] = key.expert
         described, (_, flatten) = key.describe(param.shape), info.form
-        view = fsdp1.view_of(param, described, self._views, reader.given["fsdp"])
+        view = fsdp1.view_of(param, described, self.views, reader.given["fsdp"])
         if view is not None:
             tensors, groups = view
             takes_stacks = reader.takes_stacks
@@ -295,16 +321,22 @@ class _LocalReader(LocalPieces):
 
     def _compare_with_groups(self, layout: Layout, tensor: DTensor) -> None:
         """Warns if a group or dimension contradicts the placements."""
-        mesh, config_dim = tensor.device_mesh, self.reader.tp_dim(layout.key.index)
+        mesh, index = tensor.device_mesh, layout.key.index
         verdict = f"The DTensor's placements count: {layout.placement}"
         placed = dict(zip(map(group_ranks, mesh.get_all_groups()), tensor.placements))
-        tp_dim = None if config_dim is None else config_dim % tensor.ndim
         for kind in self.shared.keys() & {"fsdp", "tp"}:
             ranks = group_ranks(self.shared[kind])
+            on_mesh = ranks in placed
             dim = getattr(placed.get(ranks), "dim", None)
-            agrees = dim is not None if kind == "fsdp" else dim == tp_dim
-            if ranks not in placed or not agrees:
-                along = f" along dimension {config_dim}" if kind == "tp" else ""
+            along, agrees = "", dim is not None
+            if kind == "tp":
+                dim_of = self.reader.tp_dim if on_mesh else self.reader.tp_dim_of_plain
+                config_dim = dim_of(index)
+                if config_dim is None:
+                    continue  # The user says nothing about it.
+                along = f" along dimension {config_dim}"
+                agrees = dim == config_dim % tensor.ndim
+            if not on_mesh or not agrees:
                 actual = placed.get(ranks, f"on {mesh}")
                 text = f"{kind}_process_group says that ranks {list(ranks)} cut it{along}, but its placement is {actual}"
                 self.warnings[f"{text}. {verdict}"].append(layout.describe())
@@ -317,10 +349,10 @@ class _LocalReader(LocalPieces):
     def _add_plain(self, key: Key, param: Tensor, flatten: bool) -> None:
         """Adds the matrices in a plain tensor. Raises ValueError if they cannot be told from its cut."""
         groups = dict(self.shared)
-        if self._views:
+        if self.views:
             # FSDP1 did not flatten it, so each rank has it whole. TP may have cut it nevertheless.
-            dim, mark = self.reader.tp_dim(key.index), dtensor.tp_mark_of(param)
-            is_cut = dim is not None or mark is not None
+            dim = self.reader.tp_dim_of_plain(key.index)
+            is_cut = dim is not None or dtensor.tp_mark_of(param) is not None
             groups = {k: g for k, g in groups.items() if k == "tp" and is_cut}
         tp_dim = self._tp_dim(key, param) if "tp" in groups else None
         stacked = 0 if flatten else param.ndim - 2
@@ -344,17 +376,20 @@ class _LocalReader(LocalPieces):
 
     def _tp_dim(self, key: Key, param: Tensor) -> int | None:
         """The dimension along which TP cuts ``param``, from the user or else from the framework's mark."""
-        dim, mark = self.reader.tp_dim(key.index), dtensor.tp_mark_of(param)
+        dim = self.reader.tp_dim_of_plain(key.index)
+        mark = dtensor.tp_mark_of(param)
         if dim is not None:
             return dim % max(2, param.ndim)
         if self.reader.tp_dims is not None or mark == -1:
             return None
-        if mark is None:
-            raise ValueError(
-                f"{key.describe(param.shape)}: tp_process_group needs tp_dim_per_param, a dict of parameter index -> dimension "
-                "that lacks those that are not cut (see detect_tp_dims_from_model), or an int for all"
-            )
-        return mark
+        if mark is not None:
+            return mark
+        if self.reader.shows_tp:
+            return None
+        raise ValueError(
+            f"{key.describe(param.shape)}: tp_process_group needs tp_dim_per_param, a dict of parameter index -> dimension "
+            "that lacks those that are not cut (see detect_tp_dims_from_model), or an int for all"
+        )
 
     def _add_flat(
         self, key: Key, param: Tensor, matrix: fsdp1.FlatMatrix, groups: KindGroups
@@ -398,11 +433,29 @@ def _only_me(group: ProcessGroup, ranks: Sequence[int]) -> bool:
     return not set(group_ranks(group)) & (set(ranks) - {dist.get_rank()})
 
 
-def tp_dim_of(param: Tensor) -> int | None:
-    """The dimension along which TP cuts ``param``; -1, as Megatron marks it, for none; None if nothing says so."""
-    marked = dtensor.tp_mark_of(param)
-    if marked is not None or not isinstance(param, DTensor):
-        return marked
-    # TP is the innermost mesh dimension, because fully_shard puts its own before it.
-    dims = [p.dim for p in reversed(param.placements) if hasattr(p, "dim")]
-    return dims[0] % param.ndim if dims else -1
+def detected_tp_dims(model: nn.Module | Iterable[Tensor]) -> dict[int, int | None]:
+    """For each parameter of ``model``, the dimension along which TP cuts it; -1 for none; None if nothing says so."""
+    views: fsdp1.Views = {}
+    params = model.parameters() if isinstance(model, nn.Module) else model
+    if isinstance(model, nn.Module):
+        views = fsdp1.views(model)
+    dims: dict[int, int | None] = {}
+    has_placements = False
+    for index, param in enumerate(params):
+        tensors, _ = views.get(param, ((), {}))
+        specs = [tensor.tp for tensor in tensors if tensor.tp is not None]
+        if isinstance(param, DTensor):
+            # TP is the innermost mesh dimension, because fully_shard puts its own before it.
+            placements = [*reversed(param.placements)]
+        else:
+            placements = [placement for spec in specs for placement in spec.placements]
+        has_placements = has_placements or bool(placements)
+        dims[index] = dtensor.tp_mark_of(param)
+        if dims[index] is None and placements:
+            cuts = [
+                placement.dim for placement in placements if hasattr(placement, "dim")
+            ]
+            dims[index] = cuts[0] % max(2, param.ndim) if cuts else -1
+    if has_placements:
+        return {index: -1 if dim is None else dim for index, dim in dims.items()}
+    return dims

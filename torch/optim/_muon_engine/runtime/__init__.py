@@ -18,7 +18,7 @@ class Status(IntEnum):
     ABSENT = 1
     # There is a gradient that this holder cannot use.
     UNUSABLE = 2
-    # The holder's shard is empty, so the holder cannot know.
+    # The holder stores no element of the parameter's matrix, so the holder cannot know.
     EMPTY = 3
 
 
@@ -71,11 +71,13 @@ class Param:
         self.formulas = formulas
         buffer = state.get("momentum_buffer")
         if buffer is None:
-            zeros = torch.zeros_like(dtensor.local_part(self.tensor))
+            dtype = dtensor.gradient_dtype(self.tensor)
+            if dtype is None:
+                dtype = self.tensor.dtype if grad is None else grad.dtype
+            zeros = torch.zeros_like(dtensor.local_part(self.tensor), dtype=dtype)
             buffer = dtensor.like_param(self.tensor, zeros)
-        elif not dtensor.placed_like(self.tensor, buffer):
-            # A checkpoint or a changed parameter left it in another placement.
-            buffer = dtensor.place_like(self.tensor, buffer, self.described)
+        else:
+            buffer = dtensor.fitting_momentum(self.tensor, buffer, self.described)
         state["momentum_buffer"] = buffer
         self.local = dtensor.local_part(self.tensor)
         self.momentum = dtensor.local_part(buffer)
@@ -94,9 +96,12 @@ class Param:
         return self.momentum if self.grad is None else self.grad
 
     def place_gradient(self) -> None:
-        """Sets ``grad``: the gradient, placed like the parameter, if need be by a collective of DTensor's."""
+        """Sets ``grad``: the gradient, placed like the parameter, if need be by a collective of DTensor's, and in the
+        dtype of the momentum.
+        """
         if self.user_grad is not None and not self.problem:
-            grad = dtensor.local_gradient(self.tensor, self.user_grad)
+            dtype = self.momentum.dtype
+            grad = dtensor.local_gradient(self.tensor, self.user_grad, dtype)
             self.grad = grad.contiguous() if self.formulas.flatten else grad
 
 
@@ -110,6 +115,9 @@ class Matrix:
         self.param = param
         self.shard = self.layout.shards.of(rank)
         self.is_empty = self.layout.shards.is_empty(rank)
+        # Whether this rank stores an element of the matrix, or of the fused weight that it is a part of, and so
+        # knows whether there is a gradient.
+        self.knows_gradient = not self.is_empty
         # One replica of each shard sends it; one contribution to a sum receives the update.
         self.sent = self.shard if schedule.is_source(index, rank) else ()
         self.receives = schedule.receives(index, rank)
@@ -117,11 +125,17 @@ class Matrix:
         self.products: Any = None
 
     @property
+    def source_of_gradient(self) -> tuple[int, int]:
+        """The parameter and the matrix in it, as it was before it was split or divided: it has one gradient."""
+        (split, _), key = self.param.form, self.layout.key
+        return key.index, key.sub // max(1, len(split.sizes))
+
+    @property
     def status(self) -> Status:
         """The status of the gradient in this step, as this rank sees it."""
         if self.param.problem:
             return Status.UNUSABLE
-        if self.is_empty:
+        if not self.knows_gradient:
             return Status.EMPTY
         return Status.PRESENT if self.param.user_grad is not None else Status.ABSENT
 

@@ -160,7 +160,7 @@ class Compute:
         ]
         own = layout.shards.contribution_of(self.rank)
         for region in matrix.sent:
-            prepared = torch.empty_like(region.of_local(matrix.param.local))
+            prepared = torch.empty_like(region.of_local(matrix.param.momentum))
             self.prepare([(matrix, region, prepared)])
             contributions.append((own, region, prepared))
         for _, region, tensor in sorted(contributions, key=lambda entry: entry[0]):

@@ -39,13 +39,23 @@ class Pipeline(Compute):
                 if team is not None and matrix.owner == rank:
                     matrix.products = DividedProducts(matrix, team, self.device)
                 by_ranks.setdefault(bucket.ranks, []).append(matrix)
+        known = {m.source_of_gradient for m in matrices.values() if not m.is_empty}
+        for matrix in matrices.values():
+            matrix.knows_gradient = matrix.source_of_gradient in known
         slots = slots_for(self.prefetch_count)
         buckets = local_buckets(schedule, matrices, rank, groups, memory, slots)
         attach_relays(buckets, groups, rank, memory)
         self.buckets = [bucket for bucket, _ in buckets]
         # Smaller groups first, so that a mismatch reaches the larger ones that contain them.
         self.statuses = [
-            Statuses(by_ranks[ranks], ranks, group, engine.serials[ranks], self.device)
+            Statuses(
+                by_ranks[ranks],
+                ranks,
+                group,
+                engine.serials[ranks],
+                self.device,
+                overlaps=ranks in engine.overlapping,
+            )
             for ranks in reversed(larger_first(by_ranks))
             if (group := groups[ranks]) is not None
         ]
@@ -61,6 +71,7 @@ class Pipeline(Compute):
         """
         with self._drained(), self.memory:
             starts: list[tuple[InFlight, Any]] = [(s, s.reduce) for s in self.statuses]
+            starts += [(s, s.reduce_flag) for s in self.statuses if s.overlaps]
             for b in self.buckets:
                 starts += [(b, b.start_gather), (b, b.start_scatter)]
                 starts += [(relay, relay.start) for relay in b.relays]
@@ -73,8 +84,10 @@ class Pipeline(Compute):
 
     def share_statuses(self, step: int) -> str:
         """Starts the side channel of this rank's ``step``-th step, before anything moves. A group passes a mismatch on
-        to larger groups. A rank that cannot use a gradient tells all of its groups, because each of them must end
-        the step here. Returns how ranks differ; "" if they do not, or if it does not wait.
+        to larger groups. A group that overlaps others may hear of it in none of them, so ranks that wait for the
+        result pass it on to such groups once more. A rank that cannot use a gradient tells all of its groups,
+        because each of them must end the step here. Returns how ranks differ; "" if they do not, or if it does not
+        wait.
         """
         self._current = "statuses", [m for s in self.statuses for m in s.matrices]
         text = ""
@@ -88,6 +101,11 @@ class Pipeline(Compute):
                     reason = statuses.mismatch()
                     # A larger group's own reason says more.
                     text = reason if reason and text in ("", OTHER_GROUP) else text
+            for statuses in reversed(self.statuses):
+                if statuses.overlaps and self.awaits_statuses:
+                    is_known = has_problem or bool(text)
+                    if statuses.differs_elsewhere(is_known) and not text:
+                        text = OTHER_GROUP
         return text
 
     def run(self) -> None:

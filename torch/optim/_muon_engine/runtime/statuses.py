@@ -42,7 +42,9 @@ OTHER_GROUP = "ranks that share matrices with this one differ in others that thi
 
 
 class Statuses(InFlight):
-    """The side channel of a group of ranks, for the ``matrices`` that it shares, in the order of all ranks."""
+    """The side channel of a group of ranks, for the ``matrices`` that it shares, in the order of all ranks. Matrices
+    that have one gradient have one row. The group ``overlaps`` others without containing them.
+    """
 
     def __init__(
         self,
@@ -51,26 +53,37 @@ class Statuses(InFlight):
         group: ProcessGroup,
         serial: int,
         device: torch.device,
+        overlaps: bool = False,
     ) -> None:
         super().__init__(matrices, ranks)
         self.name, self._group, self._device = "statuses", group, device
+        self.overlaps = overlaps
         keys = [(m.layout.key, m.layout.shape) for m in matrices]
         # Ranks may name the modules of an expert differently.
         names = [(k.name if k.expert is None else k.expert, s) for k, s in keys]
         self._identity = zlib.crc32(repr((serial, names)).encode())
-        # Whole on every rank: the first step that moves them compares their values.
+        by_gradient: dict[tuple[int, int], list[Matrix]] = {}
+        for matrix in matrices:
+            by_gradient.setdefault(matrix.source_of_gradient, []).append(matrix)
+        # The matrices of each row after the header.
+        self._rows = list(by_gradient.values())
+        # Places of the rows that are whole on every rank: the first step that moves them compares their values.
         self._replicated = [
-            m for m in matrices if len(m.layout.shards.replica_sets) == 1
+            at
+            for at, row in enumerate(self._rows, 1)
+            if all(len(matrix.layout.shards.replica_sets) == 1 for matrix in row)
         ]
         # The table that the group reduces; on the host, this rank's rows before that and the result after
         # it. Only copies between a device and pinned memory do not wait.
-        shape = max(_ROWS, 1 + len(matrices)), 7
+        shape = max(_ROWS, 1 + len(self._rows)), 7
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
         self._host = self._table
         self._copied: torch.Event | None = None
         if device.type != "cpu":
             pins = torch.accelerator.is_available()
             self._host = torch.zeros_like(self._table, device="cpu", pin_memory=pins)
+        # Whether ranks differ, for the groups that overlap others.
+        self._flag = torch.zeros(1, dtype=torch.int64, device=device)
         # Whether the result in ``_host`` is unread, and lacks the second all-reduce.
         self._is_new = self._is_partial = False
 
@@ -80,9 +93,9 @@ class Statuses(InFlight):
         digests = {key: options.digest for key, options in formulas.items()}
         header = step, -step, self._identity, -self._identity, differs, 0, 0
         rows: list[tuple[int, ...]] = [header]
-        for matrix in self.matrices:
-            digest = digests[id(matrix.param.formulas)]
-            status = matrix.status
+        for first, *_ in self._rows:
+            digest = digests[id(first.param.formulas)]
+            status = first.status
             one_hot = (status == each for each in Status if each != Status.EMPTY)
             rows.append((*one_hot, digest, -digest, 0, 0))
         self._host[: len(rows)] = torch.tensor(rows, device="cpu")
@@ -103,20 +116,36 @@ class Statuses(InFlight):
         start = partial(dist.all_reduce, op=largest, group=group, async_op=True)
         self.launch("all-reduce of statuses", start, rows)
 
+    def reduce_flag(self) -> None:
+        """Starts the all-reduce of one integer that only groups that overlap others have."""
+        self._reduce(self._flag)
+
+    def differs_elsewhere(self, is_known: bool) -> bool:
+        """Whether a rank of this group knows of a mismatch, as this one does if ``is_known``. Waits."""
+        if is_dry_run():
+            return False
+        self._flag.fill_(is_known)
+        self.reduce_flag()
+        self.wait()
+        return bool(self._flag)
+
     def _add_values(self) -> None:
         """Adds digests of the values of replicated matrices, in the first step that moves them."""
         # A checkpoint makes a step that moves nothing before it loads the values.
-        now = [m for m in self._replicated if m.param.formulas.moves]
-        if now:
-            row_of = {id(m): at for at, m in enumerate(self.matrices, 1)}
-            values = torch.stack([_digest_of(m).to(self._device) for m in now])
-            rows = [row_of[id(m)] for m in now]
-            self._table[rows, 5], self._table[rows, 6] = values, -values
+        places = [at for at in self._replicated if self._moves(at)]
+        if places:
+            digests = [_digest_of(self._rows[at - 1]) for at in places]
+            values = torch.stack([digest.to(self._device) for digest in digests])
+            self._table[places, 5], self._table[places, 6] = values, -values
+
+    def _moves(self, place: int) -> bool:
+        """Whether this step moves the matrices of a row."""
+        return self._rows[place - 1][0].param.formulas.moves
 
     def finish(self) -> None:
         """Ends a step that has moved its matrices."""
         # A step that raised has moved nothing, and the next one compares the values again.
-        self._replicated = [m for m in self._replicated if not m.param.formulas.moves]
+        self._replicated = [at for at in self._replicated if not self._moves(at)]
         self._fetch()
 
     def _fetch(self) -> None:
@@ -130,11 +159,11 @@ class Statuses(InFlight):
             self._copied = stream.record_event(self._copied)
 
     def _result(self) -> list[list[int]]:
-        """The rows that were reduced: the header, and one for each matrix. Waits."""
+        """The rows that were reduced: the header, and one for each gradient. Waits."""
         self._fetch()
         if self._copied is not None:
             self._copied.synchronize()
-        return self._host[: len(self.matrices) + 1].tolist()
+        return self._host[: len(self._rows) + 1].tolist()
 
     def mismatch(self) -> str:
         """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits."""
@@ -153,26 +182,32 @@ class Statuses(InFlight):
             self._reduce(self._table[_ROWS:])
             rows = self._result()[1:]
         reasons = _OTHER_OPTIONS, _OTHER_VALUES, _UNUSABLE, _SOME_ABSENT
-        by_matrix = [
+        by_row = [
             (options + minus_options, sum(values), unusable, present and absent)
             for present, absent, unusable, options, minus_options, *values in rows
         ]
-        for reason, column in zip(reasons, zip(*by_matrix)):
-            different = [m for m, d in zip(self.matrices, column, strict=True) if d]
+        for reason, column in zip(reasons, zip(*by_row)):
+            different = [row for row, d in zip(self._rows, column, strict=True) if d]
             if different and not text:
-                names = listed([matrix.layout.describe() for matrix in different], 4)
-                text = f"{reason}: {names}"
+                text = f"{reason}: {listed(list(map(_described, different)), 4)}"
                 if reason == _OTHER_OPTIONS:
-                    text += f". This rank has {different[0].param.formulas}"
+                    text += f". This rank has {different[0][0].param.formulas}"
         return text or (OTHER_GROUP if is_elsewhere else "")
 
 
-def _digest_of(matrix: Matrix) -> Tensor:
-    """32 bits of a sum over the bits of the matrix's values: a scalar integer on their device."""
+def _described(row: Sequence[Matrix]) -> str:
+    """The matrices of a row, in words."""
+    text = row[0].layout.describe()
+    return text if len(row) == 1 else f"{text} and {len(row) - 1} more of its parts"
+
+
+def _digest_of(row: Sequence[Matrix]) -> Tensor:
+    """32 bits of a sum over the bits of the matrices' values: a scalar integer on their device."""
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    total = torch.zeros((), dtype=torch.int64, device=matrix.param.local.device)
-    for region in matrix.shard:
-        values = region.of_local(matrix.param.local)
+    local = row[0].param.local
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for region in (region for matrix in row for region in matrix.shard):
+        values = region.of_local(local)
         total += values.view(ints[values.itemsize]).sum(dtype=torch.int64)
     # The golden ratio's bits carry a difference in any bit into the highest ones.
     return ((total * -7046029254386353131) >> 32) & 0xFFFFFFFF

@@ -339,7 +339,8 @@ class Twins:
                 # All buffers are made in the first step, so that checkpoints are the same on all ranks.
                 fits = mine is None or not local(mine).any()
             else:
-                fits = mine is not None and placed(mine) == placed(param.data)
+                like = param.data.to(its.dtype)
+                fits = mine is not None and placed(mine) == placed(like)
                 fits = fits and equal(local(mine), piece_of(its, spec))
             if not fits:
                 found.append(f"momentum {name}: {mine}")

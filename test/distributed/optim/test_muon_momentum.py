@@ -1,0 +1,179 @@
+# Owner(s): ["oncall: distributed"]
+"""Momentum buffers: their dtype, and what happens to those that frameworks replace, move or save."""
+
+import copy
+import io
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial
+from torch.optim import Muon
+from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.distributed._muon.common_muon import (
+    full,
+    local,
+    mesh_of,
+    place,
+    R,
+    S0,
+    S1,
+    Spec,
+    specs,
+    Twins,
+)
+
+
+class TestMuonMomentum(common_muon.OnCPU):
+    def step_with_gradients_of(self, twins, dtype):
+        """Both make a step with the same gradients of ``dtype``."""
+        twins.steps += 1
+        for i, spec in enumerate(twins.specs):
+            gradient = full(twins.seeds[i] + 1000 * twins.steps, spec.shape, dtype)
+            twins.singles[i].grad = gradient
+            placed = gradient.clone() if spec.mesh is None else place(gradient, spec)
+            twins.params[i].grad = placed
+        twins.single.step()
+        twins.optimizer.step()
+
+    def test_gradients_of_another_dtype(self):
+        """Momentum has the dtype of the gradients, on one process and on several."""
+        for dtype, gradient_dtype in (
+            (torch.bfloat16, torch.float32),
+            (torch.float16, torch.float32),
+            (torch.float32, torch.bfloat16),
+            (torch.float32, torch.float64),
+        ):
+            for may_have_any in (False, True):
+                placed = specs(
+                    mesh_of(4), [(S0,), (S1,), (R,)], [(8, 8), (7, 5)], dtype
+                )
+                twins = Twins([*placed, Spec((6, 4), None, None, dtype)])
+                for param in (*twins.params, *twins.singles):
+                    param.grad_dtype = None if may_have_any else gradient_dtype
+                for _ in range(3):
+                    self.step_with_gradients_of(twins, gradient_dtype)
+                with self.everywhere(f"{dtype} {gradient_dtype} {may_have_any}"):
+                    for i, param in enumerate(twins.params):
+                        single = twins.singles[i]
+                        mine = twins.optimizer.state[param]["momentum_buffer"]
+                        its = twins.single.state[single]["momentum_buffer"]
+                        self.assertEqual(mine.dtype, gradient_dtype)
+                        expected = common_muon.piece_of(its, twins.specs[i])
+                        self.assertTrue(torch.equal(local(mine), expected))
+                        expected = common_muon.piece_of(single, twins.specs[i]).detach()
+                        # A bfloat16 parameter may differ by the rounding of its last addition.
+                        most = 0 if dtype == torch.float32 else 2.0**-7
+                        found = local(param.detach())
+                        torch.testing.assert_close(
+                            found, expected, rtol=most, atol=most
+                        )
+
+    def test_partial_parameter_with_wider_gradients(self):
+        """Contributions travel in the dtype of the momentum, so the owner adds them in it."""
+        dtype = torch.bfloat16
+        spec = Spec((8, 6), mesh_of(4), (Partial(),), dtype)
+        param = nn.Parameter(place(full(1, spec.shape, dtype), spec))
+        param.grad_dtype = torch.float32
+        muon = Muon([param], distributed_config="auto")
+        (layout,) = muon._engine.schedule.layouts
+        self.assertEqual(layout.dtype, torch.float32)
+        (bucket,) = muon._engine.schedule.buckets
+        self.assertEqual(bucket.gather_dtype, torch.float32)
+
+    def test_ranks_whose_gradients_have_different_dtypes(self):
+        param = nn.Parameter(place(full(1, (8, 8)), Spec((8, 8), mesh_of(4), (S0,))))
+        param.grad_dtype = torch.float64 if self.rank == 2 else torch.float32
+        build = partial(Muon, [("w", param)], distributed_config="auto")
+        self.assertRaisesEverywhere(
+            build, ValueError, "'w'.*grad_dtype is torch.float32"
+        )
+
+    def test_buffer_of_another_dtype(self):
+        """A framework wrote it into the state. It was a raw error of torch, after which Muon refused to go on."""
+        for wide in (torch.float64, torch.bfloat16):
+            twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8), (7, 5)]))
+            twins.step()
+            for optimizer in (twins.optimizer, twins.single):
+                for state in optimizer.state.values():
+                    state["momentum_buffer"] = state["momentum_buffer"].to(wide)
+            self.assertTrainsAlike(twins, 2, f"{wide}")
+
+    def test_buffers_that_are_none(self):
+        for buffer, kind, pattern in (
+            (
+                0.5,
+                TypeError,
+                "momentum buffer of parameter 1.* must be a Tensor but is a float",
+            ),
+            (
+                torch.zeros(8, 8, device="meta"),
+                ValueError,
+                "momentum buffer of parameter 1.*meta",
+            ),
+        ):
+            twins = Twins(specs(mesh_of(4), [(S0,), (R,)], [(8, 8)]))
+            twins.step()
+            state = twins.optimizer.state[twins.params[1]]
+            before, state["momentum_buffer"] = state["momentum_buffer"], buffer
+            starts = [local(param.detach()).clone() for param in twins.params]
+            twins.set_gradients()
+            self.assertRaisesEverywhere(twins.optimizer.step, kind, pattern)
+            with self.everywhere():
+                for param, start in zip(twins.params, starts, strict=True):
+                    self.assertTrue(torch.equal(local(param.detach()), start))
+            # Nothing has moved, so the same step works afterwards.
+            state["momentum_buffer"] = before
+            twins.single.step()
+            twins.optimizer.step()
+            self.assertParity(twins)
+
+    def test_replaced_parameter_in_a_checkpoint(self):
+        """The checkpoint of a step that came before the next one lacked its momentum."""
+        spec = Spec((8, 8), mesh_of(4), (S0,))
+        for named, is_lost in ((True, False), (False, True)):
+            twins = Twins([spec, spec])
+            if named:
+                twins.optimizer = Muon(
+                    [("a", twins.params[0]), ("b", twins.params[1])],
+                    distributed_config="auto",
+                )
+            twins.step()
+            old = twins.params[1]
+            twins.params[1] = nn.Parameter(old.detach().clone())
+            twins.optimizer.param_groups[0]["params"][1] = twins.params[1]
+            with self.assertWarnsOnce("starts at zero" if is_lost else None):
+                saved = copy.deepcopy(twins.optimizer.state_dict())
+            kept = twins.optimizer.state[old]["momentum_buffer"]
+            with self.everywhere(f"named: {named}"):
+                if is_lost:
+                    # Another layer of equal shape, for all that is known.
+                    self.assertNotIn(1, saved["state"])
+                else:
+                    mine = saved["state"][1]["momentum_buffer"]
+                    self.assertTrue(torch.equal(local(mine), local(kept)))
+            if not is_lost:
+                twins.optimizer.load_state_dict(saved)
+                self.assertTrainsAlike(twins, 2)
+
+    def test_momentum_that_changed_its_placement_can_be_saved(self):
+        """It was a view of the whole gathered matrix, which every rank kept. Saving it failed on ranks from 1 on."""
+        twins = Twins([Spec((8, 8), mesh_of(4), (S0,))])
+        twins.step()
+        state = twins.optimizer.state[twins.params[0]]
+        for placement in (S1, R):
+            moved = state["momentum_buffer"].redistribute(mesh_of(4), [placement])
+            state["momentum_buffer"] = moved
+            twins.step()
+            self.assertParity(twins)
+            momentum = state["momentum_buffer"]
+            with self.everywhere(f"{placement}"):
+                stored = momentum.to_local().untyped_storage().nbytes()
+                self.assertEqual(stored, momentum.to_local().nbytes)
+                torch.save(twins.optimizer.state_dict(), io.BytesIO())
+                copy.deepcopy(twins.optimizer.state_dict())
+
+
+if __name__ == "__main__":
+    run_tests()
