@@ -79,7 +79,7 @@ def work(rank: int, world: int, reps: int) -> list[tuple[list[float], float]]:
     return found
 
 
-def _sleep(matrix: Tensor, *how: Any) -> Tensor:
+def _sleep(matrix: Tensor, *how: Any, out: Tensor | None = None) -> Tensor:
     time.sleep(SLEEP)
     return matrix.clone()
 

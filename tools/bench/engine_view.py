@@ -67,7 +67,7 @@ def planning_and_packing(groups: list[dict], config: object) -> list[float]:
     muon = Muon(groups, distributed_config=config)
     muon._engine._make_runner()
     planned = time.thread_time() - began
-    with mock.patch.object(_muon_formulas, "newton_schulz", lambda x, *_: x):
+    with mock.patch.object(_muon_formulas, "newton_schulz", lambda x, *_, **__: x):
         steps = timeit.repeat(muon.step, timer=time.thread_time, number=1)
     return [planned, min(steps)]
 

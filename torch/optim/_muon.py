@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch.optim._muon_engine.config import DistributedConfig
     from torch.optim._muon_engine.engine import Engine
-    from torch.optim._muon_engine.runtime import Param
+    from torch.optim._muon_engine.runtime.params import Param
 
 
 __all__ = ["Muon", "muon"]
@@ -408,7 +408,7 @@ def _new_engine(muon: Muon) -> Engine:
 
 def _live_params(muon: Muon) -> list[Param]:
     """The parameters of all groups, as an engine takes them."""
-    from torch.optim._muon_engine.runtime import Param
+    from torch.optim._muon_engine.runtime.params import Param
 
     formulas = [MuonFormulas.of_group(group) for group in muon.param_groups]
     named = enumerate(checks.named_params(muon.param_groups))

@@ -146,11 +146,19 @@ class MuonFormulas(NamedTuple):
             return [torch.lerp(grads[0], bufs[0], self.momentum, out=out)]
         return torch._foreach_lerp(grads, bufs, self.momentum)
 
-    def orthogonalize(self, prepared: Tensor, products: Any = None) -> Tensor:
-        """Returns the update of a matrix, or of a batch (matrices, rows, columns). ``products`` is that of a divided one."""
+    def orthogonalize(
+        self, prepared: Tensor, products: Any = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Returns the update of a matrix, or of a batch (matrices, rows, columns), which is written to ``out``, if
+        given. That may be ``prepared``. ``products`` are those of a divided matrix.
+        """
         x, steps, algorithm = prepared.to(NS_DTYPE), self.ns_steps, self.ns_algorithm
         coefficients = self.ns_coefficients
-        return newton_schulz(x, coefficients, steps, self.eps, algorithm, products)
+        update = newton_schulz(
+            x, coefficients, steps, self.eps, algorithm, products, out=out
+        )
+        # A tall update is transposed. Transposing it once is faster than transposing each region of it.
+        return update if out is None or update is out else out.copy_(update)
 
     def update_of(self, prepared: Tensor) -> Tensor:
         """Like :meth:`orthogonalize`, for one of :meth:`matrices` and in its shape."""

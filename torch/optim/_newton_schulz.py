@@ -186,11 +186,12 @@ def newton_schulz(
     eps: float,
     ns_algorithm: str = "quintic",
     products: Products | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Orthogonalizes ``x``, of shape (rows, columns) or (matrices, rows, columns), in its own dtype. It does
     not write to ``x``. ``ns_coefficients`` are (a, b, c) of the odd quintic, or one such tuple for each of
     ``ns_steps`` iterations. ``eps`` is a lower bound of the norm that divides ``x``. With ``products`` of all
-    owners of a divided matrix, ``x`` is a block of it.
+    owners of a divided matrix, ``x`` is a block of it. The result may be in ``out``, which may be the memory of ``x``.
     """
     products = products or products_for(x, ns_algorithm)
     rows, columns = products.shape or x.shape[-2:]
@@ -204,10 +205,13 @@ def newton_schulz(
     if uses_gram((rows, columns), ns_algorithm, x.is_cpu):
         for block in _gram_blocks(steps):
             x = _gram_factor(x, block, products) @ x
-    else:
-        for a, b, c in steps:
-            gram = products.gram(x)
-            x = _addmm(x, _polynomial(gram, b, c, products), x, a)
+        return x.mT if tall else x
+    for number, (a, b, c) in enumerate(steps, 1):
+        is_last = number == len(steps) and not tall
+        target = out if is_last else None
+        gram = products.gram(x)
+        # Without a name, the polynomial's memory is free before the next Gram matrix.
+        x = _addmm(x, _polynomial(gram, b, c, products), x, a, out=target)
     return x.mT if tall else x
 
 

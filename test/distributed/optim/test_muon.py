@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate, Shard
 from torch.optim import Muon
 from torch.optim._muon import MuonFormulas
-from torch.optim._muon_engine.runtime.pipeline import Pipeline
+from torch.optim._muon_engine.runtime.compute import MuonCompute
 from torch.optim._muon_engine.schedule import buckets
 from torch.optim.muon import (
     create_auto_config,
@@ -306,19 +306,20 @@ class TestMuonComparison(Tests, OnCPU):
 
     @common_utils.parametrize("change", CHANGES)
     def test_update(self, change):
-        formulas, run, changed = MuonFormulas.orthogonalize, Pipeline.orthogonalize, []
+        formulas, run, changed = MuonFormulas.orthogonalize, MuonCompute.compute, []
 
-        def update(*args):
+        def update(*args, out):
             right = formulas(*args)
-            changed.append(not torch.equal(made := CHANGES[change](right), right))
-            return made
+            made = CHANGES[change](right)
+            changed.append(not torch.equal(made, right))
+            return out.copy_(made)
 
-        def orthogonalize(*args):
+        def compute(*args):
             with mock.patch.object(MuonFormulas, "orthogonalize", update):
                 run(*args)
 
         inexact = mock.patch.object(common_muon, "is_exact", return_value=False)
-        of_engine = mock.patch.object(Pipeline, "orthogonalize", orthogonalize)
+        of_engine = mock.patch.object(MuonCompute, "compute", compute)
         for tests, name in COMPARING:
             changed.clear()
             with inexact, of_engine:

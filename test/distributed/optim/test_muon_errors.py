@@ -715,7 +715,7 @@ class TestMuonFusedGradients(common_muon.OnCPU):
     def test_many_parts_have_one_row_of_statuses(self):
         spec = Spec((2400, 2), mesh_of(4), (S0,))
         twins = Twins([spec], groups=[((0,), {"split": [2] * 1200})])
-        (statuses,) = twins.optimizer._engine._make_runner().statuses
+        (statuses,) = twins.optimizer._engine._make_runner().side_channel.statuses
         with self.everywhere():
             # A second all-reduce would follow for more rows than the first one has.
             self.assertEqual(len(statuses._table), 256)

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.optim._muon_engine.runtime.transport import Memory
+from torch.optim._muon_engine.runtime.memory import Memory
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.testing._internal.distributed._muon.common_muon import local
 from torch.testing._internal.distributed._muon.common_rules import (

@@ -15,7 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Muon
 from torch.optim._muon_engine.layouts import Key, Layout, Region, Shards
 from torch.optim._muon_engine.layouts.divide import divide
-from torch.optim._muon_engine.runtime.pipeline import run_in_turn
+from torch.optim._muon_engine.schedule.order import (
+    Action,
+    local_order,
+    LocalWork,
+    Phase,
+    step_order,
+)
 from torch.optim._muon_engine.schedule import buckets, owners
 from torch.optim._muon_engine.schedule.buckets import BUCKET_BYTES, make_schedule
 from torch.optim._muon_engine.schedule.owners import Class, divided, newton_schulz_flops
@@ -74,12 +80,120 @@ def scheduled(layouts, **options):
     return make_schedule(layouts, owners.assign_owners(layouts), **options)
 
 
-class TestTurns(TestCase):
-    def test_groups_take_turns(self):
-        seen, phases = [], ("gather", "scatter", "apply")
-        tasks = [map(seen.append, [(p, n) for p in phases]) for n in range(4)]
-        run_in_turn("abab", {"a": tasks[::2], "b": tasks[1::2]}, 0)
-        self.assertEqual([n for phase, n in seen if phase == "scatter"], [0, 1, 2, 3])
+class TestOrder(TestCase):
+    """The order of a step, and each rank's part of it."""
+
+    def test_order_of_all_ranks(self):
+        for groups, prefetch_count, one_at_a_time, expected in (
+            ("aaaa", 1, False, "G0 G1 C0 S0 G2 C1 S1 A0 G3 C2 S2 A1 C3 S3 A2 R2 A3 R3"),
+            ("aaa", 0, False, "G0 C0 S0 G1 C1 S1 A0 G2 C2 S2 A1 R1 A2 R2"),
+            ("aa", 0, True, "G0 C0 S0 A0 R0 G1 C1 S1 A1 R1"),
+            ("a", 3, False, "G0 C0 S0 A0 R0"),
+            ("", 1, False, ""),
+            # Groups take turns in the order of buckets, and end in the order of their last ones.
+            (
+                "abab",
+                0,
+                False,
+                "G0 G1 C0 S0 G2 C1 S1 G3 C2 S2 A0 C3 S3 A1 R0 A2 R2 R1 A3 R3",
+            ),
+            ("aba", 1, False, "G0 G2 G1 C0 S0 C1 S1 C2 S2 A0 A1 R1 R0 A2 R2"),
+        ):
+            with self.subTest(groups=groups, prefetch_count=prefetch_count):
+                order = step_order(groups, prefetch_count, one_at_a_time)
+                self.assertEqual(" ".join(map(str, order)), expected)
+
+    def drawn(self, seed):
+        draw = random.Random(seed)
+        letters = "abc"[: draw.randint(1, 3)]
+        groups = [draw.choice(letters) for _ in range(draw.randint(1, 9))]
+        prefetch_count = draw.randint(0, 4)
+        one_at_a_time = prefetch_count == 0 and draw.random() < 0.5
+        work_of = {}
+        for index in range(len(groups)):
+            batches = draw.randint(0, 4)
+            divided, relays = draw.randint(0, batches), draw.randint(0, 5)
+            work_of[index] = LocalWork(index, range(batches), divided, range(relays))
+        return groups, prefetch_count, one_at_a_time, work_of
+
+    def test_order_of_each_rank(self):
+        """What the memory and the collectives of a bucket need, for random plans."""
+        for seed in range(500):
+            groups, prefetch_count, one_at_a_time, work_of = self.drawn(seed)
+            order = step_order(groups, prefetch_count, one_at_a_time)
+            operations = local_order(order, groups, work_of)
+            place_of = {operation: at for at, operation in enumerate(operations)}
+            with self.subTest(seed=seed):
+                self.assertEqual(len(place_of), len(operations))
+                for index, work in work_of.items():
+                    mine = [o for o in operations if o.bucket == index]
+                    found = [o.action for o in mine]
+                    batches = [Action.ORTHOGONALIZE] * len(work.batches)
+                    each = [Action.RELAY, Action.AWAIT_RELAY, Action.APPLY_RELAYED]
+                    once = [Action.GATHER, Action.AWAIT_GATHER, *batches]
+                    once += [Action.SCATTER, Action.AWAIT_SCATTER, Action.APPLY]
+                    self.assertEqual(found[: len(once)], once)
+                    self.assertEqual(
+                        Counter(found[len(once) :]),
+                        Counter(each * len(work.relays)),
+                    )
+                    for relay in work.relays:
+                        started, awaited, applied = (
+                            place_of[action, index, relay] for action in each
+                        )
+                        self.assertTrue(started < awaited < applied)
+                        if relay >= 2:
+                            # It takes the memory of the relay before the last one.
+                            before = place_of[Action.APPLY_RELAYED, index, relay - 2]
+                            self.assertLess(before, started)
+                self.check_slots(groups, prefetch_count, place_of)
+
+    def check_slots(self, groups, prefetch_count, place_of):
+        """A gather takes the memory of a bucket of its group whose results were applied."""
+        of_group = {}
+        for index, group in enumerate(groups):
+            of_group.setdefault(group, []).append(index)
+        for indices in of_group.values():
+            for earlier, later in zip(indices, indices[prefetch_count + 2 :]):
+                applied = place_of[Action.APPLY, earlier, None]
+                self.assertLess(applied, place_of[Action.GATHER, later, None])
+
+    def test_ranks_do_not_wait_in_a_circle(self):
+        """Ranks of two groups come to the collectives that they share in one order."""
+        for seed in range(200):
+            groups, prefetch_count, one_at_a_time, work_of = self.drawn(seed)
+            order = step_order(groups, prefetch_count, one_at_a_time)
+            members = {"a": {"a"}, "b": {"b"}, "both": {"a", "b"}}
+            found = {}
+            for rank, its_groups in members.items():
+                own = {i: w for i, w in work_of.items() if groups[i] in its_groups}
+                operations = local_order(order, groups, own)
+                found[rank] = [
+                    o for o in operations if o.action is not Action.ORTHOGONALIZE
+                ]
+            for rank in ("a", "b"):
+                shared = [o for o in found["both"] if groups[o.bucket] == rank]
+                self.assertEqual(shared, found[rank], f"{seed}")
+
+    def test_relays_take_turns_with_batches(self):
+        order = step_order("aaa", 1)
+        work_of = {
+            0: LocalWork(0, relays=("x", "y", "z")),
+            1: LocalWork(1),
+            2: LocalWork(2, batches=("divided", 0, 1, 2), divided=1),
+        }
+        operations = local_order(order, "aaa", work_of)
+        begin = operations.index((Action.AWAIT_GATHER, 2, None))
+        end = operations.index((Action.SCATTER, 2, None))
+        found = [f"{o.action.name} {o.item}" for o in operations[begin + 1 : end]]
+        expected = (
+            "ORTHOGONALIZE divided, RELAY x, RELAY y, ORTHOGONALIZE 0, AWAIT_RELAY x, APPLY_RELAYED x, "
+            "RELAY z, ORTHOGONALIZE 1, AWAIT_RELAY y, APPLY_RELAYED y, ORTHOGONALIZE 2, AWAIT_RELAY z, "
+            "APPLY_RELAYED z"
+        )
+        self.assertEqual(", ".join(found), expected)
+        phases = {operation.phase for operation in order}
+        self.assertEqual(phases, {*Phase})
 
 
 class TestMuonDivision(TestCase):

@@ -20,9 +20,11 @@ from .config import DistributedConfig
 from .layouts import dtensor, Layout, matrix_shape
 from .layouts.groups import Reader
 from .process_groups import counters_of, process_rank, ranks_per_node
-from .runtime import Param
-from .runtime.compute import accumulate
-from .runtime.pipeline import run_in_turn
+from .runtime.executor import Executor, Progress
+from .runtime.memory import Memory
+from .runtime.params import Param, StepInputs
+from .runtime.transport import InFlight
+from .schedule.order import local_order, LocalWork, step_order
 from .schedule.owners import assign_owners
 
 
@@ -158,6 +160,48 @@ def check_stacks(params: Sequence[Param], layouts: Sequence[Layout]) -> None:
             )
 
 
+class FunctionExchange(InFlight):
+    """The exchange of one parameter by the functions of a ``step``, in place of a packed bucket. It holds this rank's
+    tensors from one operation to the next.
+    """
+
+    def __init__(self, step: "FunctionStep", param: Param) -> None:
+        super().__init__([param], ())
+        self.name = param.described
+        self.param = param
+        self.owner = step.owners.get(param.key.index, step.rank)
+        self._step = step
+        # This rank's piece of the tensor to orthogonalize, and then of the update.
+        self.piece: Any = None
+        # What ``gather_fn`` returned, and the update of this shape.
+        self.whole: Any = None
+        self.update: Tensor | None = None
+
+    def start_gather(self) -> None:
+        self.whole = self._call("gather_fn", self.piece)
+        self.piece = None
+        if self.whole is None and self.owner == self._step.rank:
+            raise RuntimeError(
+                f"gather_fn returned None for {self.param.described} on its owner, which needs the whole matrix"
+            )
+
+    def start_scatter(self) -> None:
+        self.piece = self._call("redistribute_fn", self.update)
+
+    def pack_relays(self) -> None:
+        """Has no relays."""
+
+    def clear(self) -> None:
+        self.piece = self.whole = self.update = None
+
+    def _call(self, function: str, tensor: Tensor | None) -> Any:
+        self._step.progress.enter(function, self.matrices)
+        config, index = self._step.config, self.param.key.index
+        config.state["current_param_idx"] = index
+        config.state["current_owner"] = self.owner
+        return getattr(config, function)(tensor, self.owner, config.state)
+
+
 class FunctionStep:
     """One step that calls ``gather_fn`` and ``redistribute_fn`` of ``config`` for every parameter. Each rank
     makes the same calls: a parameter without a gradient brings a zero piece, and its update is not applied.
@@ -175,92 +219,116 @@ class FunctionStep:
         self.layouts: dict[int, list[Layout]] = defaultdict(list)
         for layout in engine.schedule.layouts:
             self.layouts[layout.key.index].append(layout)
-        self.where = ""
+        self.progress = Progress()
+        self._executor = self._make_executor()
 
-    def share_statuses(self, step: int) -> str:
+    def _make_executor(self) -> Executor:
+        """Each parameter is a bucket. Ranks of a group may also hold other parameters, so each group prefetches its
+        own.
+        """
+        groups: list[Any] = []
+        work_of: dict[int, LocalWork] = {}
+        for param in self.engine.ordered:
+            layouts = self.layouts[param.key.index]
+            if param.frozen or (not layouts and self.engine.reader is not None):
+                continue
+            exchange = FunctionExchange(self, param)
+            work_of[len(groups)] = LocalWork(exchange, batches=[None])
+            groups.append(layouts[0].holders if layouts else None)
+        order = step_order(groups, self.config.prefetch_count)
+        operations = local_order(order, groups, work_of)
+        # The functions have memory of their own.
+        memory = Memory(torch.device("cpu"), keep=True)
+        return Executor(operations, self, memory, self.progress)
+
+    @property
+    def where(self) -> str:
+        """The phase of the step that is running or failed; "" between steps."""
+        return str(self.progress)
+
+    def share_statuses(self, step: int, inputs: StepInputs) -> str:
         """Has no side channel, so ranks never differ here."""
         return ""
 
-    def run(self) -> None:
+    def mismatch(self) -> str:
+        return ""
+
+    def run(self, inputs: StepInputs) -> None:
         """Makes a step. Raises RuntimeError if a function returns something of another shape."""
-        # Ranks of a group may also hold other parameters, so each group prefetches its own.
-        tasks: dict[Any, list[Iterator[None]]] = {}
-        order, reader = [], self.engine.reader
-        for param in self.engine.ordered:
-            self.where = f"placement of the gradient of {param.described}"
-            param.place_gradient()
-            layouts = self.layouts[param.key.index]
-            if not param.frozen and (layouts or reader is None):
-                order.append(layouts[0].holders if layouts else None)
-                tasks.setdefault(order[-1], []).append(self._process(param))
+        reader = self.engine.reader
+        self.progress.enter("placement of gradients")
+        inputs.place_gradients(self.engine.ordered)
         entries = {_STEP: self, "current_owner": None, "current_param_idx": None}
         if reader is not None:
             ranks = {"rank": self.rank, "world_size": self.engine.world_size}
             entries = {**entries, **ranks, _READER: reader}
         with lent(self.config.state, entries):
-            run_in_turn(order, tasks, self.config.prefetch_count)
+            self._executor.run(inputs)
+        self.progress.enter("")
 
-    def _process(self, param: Param) -> Iterator[None]:
-        """Brings one parameter from its gradient to its update, as the pipeline does for a bucket."""
-        self.where = f"accumulate of {param.described}"
-        accumulate([param])
-        whole = self.gather(param)
-        yield
-        piece = self.redistribute(param, self.orthogonalized(param, whole))
-        yield
-        if param.user_grad is not None and not param.problem:
-            self.apply(param, piece, whole)
-
-    def _call(self, function: str, tensor: Tensor | None, param: Param) -> Any:
-        self.where = f"{function} of {param.described}"
-        state, owner = self.config.state, self.owners[param.key.index]
-        state["current_param_idx"], state["current_owner"] = param.key.index, owner
-        return getattr(self.config, function)(tensor, owner, state)
-
-    def gather(self, param: Param) -> Tensor | None:
-        """Calls ``gather_fn`` with this rank's piece: zeros without a gradient."""
-        # A copy, so that a function that writes to its piece does not change the momentum.
-        if param.grad is None:
-            piece = torch.zeros_like(param.momentum)
+    def prepare(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
+        """Accumulates the gradient, and makes this rank's piece: zeros without a gradient."""
+        param, of_param = bucket.param, inputs.of(bucket.param.key.index)
+        self.progress.enter("accumulate", [param])
+        inputs.accumulate(param.group, [param.key.index])
+        momentum, gradient = of_param.momentum, of_param.gradient
+        if gradient is None:
+            piece = torch.zeros_like(momentum)
         else:
-            (piece,) = param.formulas.prepare([param.momentum], [param.grad])
-            piece = piece.clone() if piece is param.momentum else piece
-        piece = dtensor.like_param(param.tensor, piece)
-        whole = self._call("gather_fn", piece, param)
-        if whole is None and self.owners[param.key.index] == self.rank:
-            raise RuntimeError(
-                f"gather_fn returned None for {param.described} on its owner, which needs the whole matrix"
-            )
-        return whole
+            (piece,) = inputs.formulas[param.group].prepare([momentum], [gradient])
+            # A function that writes to its piece must not change the momentum.
+            piece = piece.clone() if piece is momentum else piece
+        bucket.piece = dtensor.like_param(param.tensor, piece)
 
-    def orthogonalized(self, param: Param, whole: Tensor | None) -> Tensor | None:
-        """The update, of the shape of ``whole``, on its owner; elsewhere zeros of this shape, or None."""
+    def compute(
+        self, bucket: FunctionExchange, batch: None, inputs: StepInputs
+    ) -> None:
+        """Makes the update of the gathered shape: on its owner orthogonalized, elsewhere zeros, or None."""
+        whole, param = bucket.whole, bucket.param
         if whole is None:
-            return None
-        self.where = f"orthogonalize of {param.described}"
-        formulas = param.formulas
-        if self.owners[param.key.index] != self.rank:
-            return whole.new_zeros(whole.shape, dtype=NS_DTYPE)
+            return
+        self.progress.enter("orthogonalize", [param])
+        formulas = inputs.formulas[param.group]
+        if bucket.owner != self.rank:
+            bucket.update = whole.new_zeros(whole.shape, dtype=NS_DTYPE)
+            return
         # Some versions gather uneven shards into a view of padded memory.
         whole = dtensor.local_part(whole).contiguous()
         update = torch.empty_like(whole, dtype=NS_DTYPE)
         for matrix, out in zip(formulas.matrices(whole), formulas.matrices(update)):
             out.copy_(formulas.update_of(matrix))
-        return update
+        bucket.update = update
 
-    def redistribute(self, param: Param, update: Tensor | None) -> Tensor:
-        """This rank's piece of the update, of the parameter's local shape."""
-        owner = self.owners[param.key.index]
-        piece = self._call("redistribute_fn", update, param)
+    def clear_absent(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
+        """The update of a parameter without a gradient is not applied, so it needs no zeros."""
+
+    def apply_updates(self, bucket: FunctionExchange, inputs: StepInputs) -> None:
+        """Applies this rank's piece of the update."""
+        param, of_param = bucket.param, inputs.of(bucket.param.key.index)
+        piece = self._checked_piece(bucket, of_param.local)
+        if of_param.user_gradient is not None and not of_param.problem:
+            self.progress.enter("apply", [param])
+            self._apply(bucket, piece, inputs)
+        bucket.clear()
+
+    def apply_relayed(
+        self, bucket: FunctionExchange, relay: Any, inputs: StepInputs
+    ) -> None:
+        """Has no relays."""
+
+    def _checked_piece(self, bucket: FunctionExchange, local: Tensor) -> Tensor:
+        """This rank's piece of the update, of the shape of the parameter's ``local`` part."""
+        piece, update, param = bucket.piece, bucket.update, bucket.param
         # Only once, because reading a value waits for an accelerator.
         is_same = piece is update and self.engine.steps == 1
-        if is_same and update is not None and owner != self.rank and not update.any():
-            warnings.warn(
-                f"redistribute_fn returned the zeros that it was given for {param.described} on rank {self.rank}. Only its "
-                f"owner, rank {owner}, updates it, so replicas diverge: broadcast the update",
-                stacklevel=2,
-            )
-        kind, shape = type(piece).__name__, tuple(param.local.shape)
+        if is_same and update is not None and bucket.owner != self.rank:
+            if not update.any():
+                warnings.warn(
+                    f"redistribute_fn returned the zeros that it was given for {param.described} on rank {self.rank}. Only its "
+                    f"owner, rank {bucket.owner}, updates it, so replicas diverge: broadcast the update",
+                    stacklevel=2,
+                )
+        kind, shape = type(piece).__name__, tuple(local.shape)
         if isinstance(piece, Tensor):
             piece = dtensor.local_part(piece)
             kind = f"shape {tuple(piece.shape)}"
@@ -273,12 +341,13 @@ class FunctionStep:
     def broadcast(self, index: int, update: Tensor | None, shape: torch.Size) -> Tensor:
         """The owner's ``update`` of ``shape`` on every holder, for a factory's ``redistribute_fn``."""
         owner, param = self.owners[index], self.engine.params[index]
+        local = dtensor.local_part(param.tensor)
         if update is None or update.shape != shape:
             if owner == self.rank:
                 given = "None" if update is None else tuple(update.shape)
                 text = f"redistribute_fn was given {given} for {param.described}"
                 raise RuntimeError(f"{text} on its owner")
-            update = param.local.new_empty(shape, dtype=NS_DTYPE)
+            update = local.new_empty(shape, dtype=NS_DTYPE)
         group = self.engine.groups[self.layouts[index][0].holders]
         # A wrapper may have changed the owner's dtype. The other ranks receive this one.
         update = update.to(self.device, NS_DTYPE).contiguous()
@@ -286,31 +355,35 @@ class FunctionStep:
             dist.broadcast(update, owner, group=group)
         return update
 
-    def apply(self, param: Param, update: Tensor, whole: Tensor | None) -> None:
+    def _apply(
+        self, bucket: FunctionExchange, update: Tensor, inputs: StepInputs
+    ) -> None:
         """Applies this rank's piece of the update, of the parameter's local shape."""
-        self.where = f"apply of {param.described}"
-        if not param.local.numel():
+        param = bucket.param
+        local_param = inputs.of(param.key.index).local
+        if not local_param.numel():
             # The learning rate of a matrix without columns cannot be scaled.
             return
-        update = update.to(param.local.device).contiguous()
-        formulas, layouts = param.formulas, self.layouts[param.key.index]
+        update = update.to(local_param.device).contiguous()
+        formulas, layouts = inputs.formulas[param.group], self.layouts[param.key.index]
         for layout in layouts:
             for region in layout.shards.of(self.rank):
-                local, part = region.of_local(param.local), region.of_local(update)
+                local, part = region.of_local(local_param), region.of_local(update)
                 formulas.apply([local], [part], layout.full_shape)
         if not layouts:
             split, flatten = param.form
-            shape = matrix_shape(self._global_shape(param, whole), flatten)
+            shape = matrix_shape(self._global_shape(bucket), flatten)
             cut = formulas.matrices
-            for local, part in zip(cut(param.local), cut(update)):
+            for local, part in zip(cut(local_param), cut(update)):
                 joined = split.joined_shape(local.shape) if split.sizes else shape
                 formulas.apply([local], [part], joined)
 
-    def _global_shape(self, param: Param, whole: Tensor | None) -> Sequence[int]:
+    def _global_shape(self, bucket: FunctionExchange) -> Sequence[int]:
         """The shape that scales the learning rate: not the shard's, if another one is known."""
-        if whole is not None:
-            return whole.shape
-        index, shapes = param.key.index, self.config.state.get("global_shapes", {})
+        if bucket.whole is not None:
+            return bucket.whole.shape
+        param, index = bucket.param, bucket.param.key.index
+        shapes = self.config.state.get("global_shapes", {})
         if index not in shapes and not dtensor.is_dtensor(param.tensor):
             warnings.warn(
                 f"gather_fn returned None for {param.described}, so the shape of the local tensor scales the learning "

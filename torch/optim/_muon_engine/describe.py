@@ -13,6 +13,7 @@ from .layouts import fsdp1, Ranks
 from .process_groups import listed, ranks_per_node
 from .runtime.compute import PREPARED_BYTES
 from .schedule import owners, packs
+from .schedule.order import RELAYS_IN_FLIGHT
 from .schedule.packs import Schedule
 
 
@@ -186,4 +187,4 @@ def bytes_of(
     slots = packs.slots_for(ahead)
     memory = sum(out + own for out, own in packs.slot_sizes(of_buckets, slots))
     memory += min(slots, len(buckets)) * copied
-    return sent, received, memory + passing + packs.RELAYS_IN_FLIGHT * arriving
+    return sent, received, memory + passing + RELAYS_IN_FLIGHT * arriving

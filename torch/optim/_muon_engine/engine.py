@@ -28,8 +28,9 @@ from .process_groups import (
     Ranks,
     spanning_group,
 )
-from .runtime import Param, transport
-from .runtime.pipeline import Pipeline
+from .runtime import transport
+from .runtime.packed import PackedStep
+from .runtime.params import Param, ParamInputs, StepInputs
 from .schedule import buckets
 from .schedule.owners import divided, owners_of
 from .schedule.packs import Schedule, slots_for
@@ -73,7 +74,7 @@ class Engine:
         self.serials: dict[Ranks, int] = {}
         # Those keys that overlap others, on this rank or on another one of them, without containing these.
         self.overlapping: set[Ranks] = set()
-        self._runner: Pipeline | FunctionStep | None = None
+        self._runner: PackedStep | FunctionStep | None = None
         # Parameter -> its index in the config's dicts, -1 for a later one. It may leave, and come back.
         self._config_indices: dict[Tensor, int] = {}
         replaced = _replaced(former.params, params) if former is not None else []
@@ -205,18 +206,34 @@ class Engine:
                 candidates = chain.from_iterable(wider)
                 self.groups[ranks] = spanning_group(ranks, candidates, further[ranks])
 
-    def _make_runner(self) -> Any:
-        """The pipeline or the step through functions. The first call makes it, and takes its memory."""
+    def _make_runner(self) -> PackedStep | FunctionStep:
+        """The step of this engine. The first call makes it, and takes its memory."""
         if self._runner is None:
-            self._runner = (Pipeline if self.uses_pipeline else FunctionStep)(self)
+            self._runner = (
+                self._packed_step() if self.uses_pipeline else FunctionStep(self)
+            )
         return self._runner
+
+    def _packed_step(self) -> PackedStep:
+        return PackedStep(
+            self.schedule,
+            self.params,
+            self.ordered,
+            self.groups,
+            self.serials,
+            self.overlapping,
+            rank=self.rank,
+            device=self.device,
+            prefetch_count=self.config.prefetch_count,
+            keeps_buffers=self.config.state.get("keep_buffers", False),
+        )
 
     def matches(self, param_groups: Sequence[MutableMapping[str, Any]]) -> bool:
         """Whether this engine was built for the parameters of these groups, and they are unchanged."""
         groups = enumerate(param_groups)
         now = [(at, tensor) for at, group in groups for tensor in group["params"]]
         return len(now) == len(self.params) and all(
-            param.param_group == at and param.is_unchanged(tensor)
+            param.group == at and param.is_unchanged(tensor)
             for param, (at, tensor) in zip(self.params, now)
         )
 
@@ -272,47 +289,40 @@ class Engine:
             )
         self.synchronize()
         # Whether parameters may have changed on some ranks only.
-        is_fatal = False
+        may_have_moved = False
         try:
-            runner = self._load(config, formulas, states, grads)
-            is_fatal = True
-            text = runner.share_statuses(self.steps)
-            problems = [f"{p.described}: {p.problem}" for p in self.params if p.problem]
-            text = "; ".join(problems) or text
-            if text and runner.awaits_statuses:
-                is_fatal = False
-                raise RuntimeError(text)
+            inputs = self._inputs(config, formulas, states, grads)
+            runner = self._make_runner()
+            may_have_moved = True
+            difference = runner.share_statuses(self.steps, inputs)
+            problem = "; ".join(inputs.problems) or difference
+            if problem and runner.awaits_statuses:
+                may_have_moved = False
+                raise RuntimeError(problem)
             # Autocast would end the iteration in a dtype that the packs do not have.
             with torch._C._DisableAutocast():
-                runner.run()
-            for param in self.params:
-                if param.user_grad is not None and is_dtensor(param.tensor):
-                    # A DTensor does not see writes to its local tensor.
-                    written = param.tensor, states[param.tensor]["momentum_buffer"]
-                    torch.autograd.graph.increment_version(written)
-            if text:
-                raise RuntimeError(text)
+                runner.run(inputs)
+            _increment_versions(inputs, states)
+            if problem:
+                raise RuntimeError(problem)
         except BaseException as error:
-            self._fail(error, is_fatal)
+            self._fail(error, may_have_moved)
             if not isinstance(error, transport.CollectiveError):
                 raise
             # A launcher may end this process while it asks the others.
             log.error("%s", error)
             reasons = str(error), self._notes().wait_for_reason(error.ranks)
             raise RuntimeError(". ".join(filter(None, reasons))) from error
-        finally:
-            for param in self.params:
-                param.end()
 
-    def _load(
+    def _inputs(
         self,
         config: DistributedConfig,
         formulas: Sequence[Any],
         states: States,
         grads: Sequence[Tensor | None] | None,
-    ) -> Any:
-        """Checks, and sets momentum and gradients. Returns what runs the step. The first step makes every
-        momentum buffer, so that checkpoints are the same on all ranks.
+    ) -> StepInputs:
+        """Checks, and collects momentum and gradients. The first step makes every momentum buffer, so that
+        checkpoints are the same on all ranks.
         """
         config.check()
         before, now = vars(self.config), vars(config)
@@ -322,11 +332,14 @@ class Engine:
                 f"{listed(changed)} of the config changed after this Muon was built. Set them before you build Muon"
             )
         _check_params(self, formulas)
+        params: list[ParamInputs | None] = [None] * len(self.params)
+        # A buffer of another placement takes a collective, so all ranks go through parameters in one order.
         for param in self.ordered:
             if not param.frozen:
-                grad = param.tensor.grad if grads is None else grads[param.key.index]
-                param.begin(formulas[param.param_group], grad, states[param.tensor])
-        self._hints.look(self.params)
+                index = param.key.index
+                grad = param.tensor.grad if grads is None else grads[index]
+                params[index] = ParamInputs(param, grad, states[param.tensor])
+        self._hints.look(params)
         if self._hints.steps == 1:
             # After it agreed with this rank, another one may have failed in a group that this one is not in.
             if reason := self._notes().read():
@@ -334,24 +347,28 @@ class Engine:
                 raise RuntimeError(
                     _FAILED_BEFORE + reason.rpartition(_FAILED_BEFORE)[2]
                 )
-        return self._make_runner()
+        return StepInputs(formulas, params)
 
-    def _fail(self, error: BaseException, is_fatal: bool) -> None:
-        """Records the failure, and leaves a note for the ranks that wait for this one."""
+    def _fail(self, error: BaseException, may_have_moved: bool) -> None:
+        """Records the failure, and leaves a note for the ranks that wait for this one. If parameters may have moved on
+        some ranks only, this optimizer does not go on.
+        """
         where = self._runner.where if self._runner is not None else ""
         failure = f"{type(error).__name__}: {error}"
         is_own = not isinstance(error, transport.CollectiveError)
-        if is_fatal and where and is_own:
+        if may_have_moved and where and is_own:
             failure = f"{type(error).__name__} in {where}: {error}"
             # The type and text stay the same, because the user's code may catch them.
             if hasattr(error, "add_note"):
                 error.add_note(f"Muon, rank {self.rank}, step {self.steps}: {where}")
         if is_own:
             # The ranks that wait for this one are in this step or come to the next one.
-            for step in (self.steps, self.steps + 1) if is_fatal else (self.steps,):
+            for step in (
+                (self.steps, self.steps + 1) if may_have_moved else (self.steps,)
+            ):
                 self._notes(step).leave(failure)
         # A framework of the user's may be able to go on, and so may ranks of which none has moved.
-        if self.reader is not None and is_fatal:
+        if self.reader is not None and may_have_moved:
             self.failure = self.failure or failure
 
     def _notes(self, step: int | None = None) -> FailureNotes:
@@ -359,19 +376,28 @@ class Engine:
 
     def new_failure(self) -> RuntimeError | None:
         """On accelerators: the error of the last step, if it is new. The first call waits for the step's end."""
-        if self.failure or not isinstance(self._runner, Pipeline):
+        if self.failure or self._runner is None:
             return None
-        text = "; ".join(filter(None, [s.mismatch() for s in self._runner.statuses]))
+        text = self._runner.mismatch()
         if not text:
             return None
         error = RuntimeError(text)
-        self._fail(error, is_fatal=True)
+        self._fail(error, may_have_moved=True)
         return error
 
     def synchronize(self) -> None:
         """Raises the error of the last step, if it is new."""
         if error := self.new_failure():
             raise error
+
+
+def _increment_versions(inputs: StepInputs, states: States) -> None:
+    """Tells autograd what a step has written: a DTensor does not see writes to its local tensor."""
+    for of_param in inputs.trained:
+        tensor = of_param.param.tensor
+        if of_param.user_gradient is not None and is_dtensor(tensor):
+            written = tensor, states[tensor]["momentum_buffer"]
+            torch.autograd.graph.increment_version(written)
 
 
 def _connect(engine: Engine, index: int | None) -> None:
@@ -385,7 +411,8 @@ def _connect(engine: Engine, index: int | None) -> None:
     groups = map(engine.groups.get, larger_first(engine.serials))
     with unset_fake_temporarily(), torch.accelerator.device_index(index):
         raise_everywhere(errors.pop() if errors else None, groups)
-    engine._make_runner().connect()
+    runner: Any = engine._make_runner()
+    runner.connect()
 
 
 def step_once(
@@ -416,7 +443,7 @@ def _check_params(engine: Engine, formulas: Sequence[Any]) -> None:
     for of_group in formulas:
         of_group.check()
     for param in engine.params:
-        param.check_form(formulas[param.param_group])
+        param.check_form(formulas[param.group])
     if any(torch.is_complex(param.tensor) for param in engine.params):
         raise RuntimeError("Muon does not support complex parameters")
     on_meta = [param.described for param in engine.params if param.tensor.is_meta]
@@ -458,7 +485,7 @@ def _signatures(
         "async_gpu_parallelism": str(bool(config.async_gpu_parallelism)),
         "functions of your own": str(own_functions(config)),
     }
-    formulas_of = {param.param_group: param.formulas for param in engine.params}
+    formulas_of = {param.group: param.formulas for param in engine.params}
     options = {g: f.signature() | of_config for g, f in formulas_of.items()}
     each = config.state.get("owners_per_matrix", 1)
     for layout, owner in zip(layouts, owners):
@@ -470,7 +497,7 @@ def _signatures(
             "owners_per_matrix": f"{each} ({key.block[1]} for this one)",
             "LOCAL_WORLD_SIZE": str(per_node if counts_nodes else ""),
             # Before the shape, which follows from it.
-            "split": options[param.param_group]["split"],
+            "split": options[param.group]["split"],
             "shape": str(layout.shape),
             "dtype": str(param.tensor.dtype),
             "grad_dtype": str(layout.dtype),
@@ -480,7 +507,7 @@ def _signatures(
             "replaced": str(param.tensor not in before),
             "owner": str(owner),
         }
-        fields |= options[param.param_group]
+        fields |= options[param.group]
         yield layout.holders, Signature(layout.describe(), tuple(fields.items()))
 
 
@@ -518,8 +545,8 @@ def _replaced(former: Sequence[Param], now: Sequence[Param]) -> list[Replacement
     """
     stayed = {param.tensor for param in former} & {param.tensor for param in now}
     replaced = []
-    for group in dict.fromkeys(param.param_group for param in now):
-        old, new = ([p for p in ps if p.param_group == group] for ps in (former, now))
+    for group in dict.fromkeys(param.group for param in now):
+        old, new = ([p for p in ps if p.group == group] for ps in (former, now))
         moved = [(a, b) for a, b in zip(old, new) if a.tensor is not b.tensor]
         pairs = [(a, b) for a, b in moved if not {a.tensor, b.tensor} & stayed]
         for a, b in pairs:

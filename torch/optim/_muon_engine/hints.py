@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from .layouts import Layout
 from .process_groups import listed
-from .runtime import Param
+from .runtime.params import ParamInputs
 
 
 STEPS_WITHOUT_ANY = 3
@@ -33,13 +33,14 @@ class Hints:
             and rank == (layout.holders[0] if len(layout.holders) > 1 else 0)
         }
 
-    def look(self, params: Sequence[Param]) -> None:
-        """Looks at the gradients of one step."""
+    def look(self, inputs: Sequence[ParamInputs | None]) -> None:
+        """Looks at the gradients of one step. There are no ``inputs`` of a frozen parameter."""
         self.steps += 1
-        for index, param in enumerate(params):
-            if param.user_grad is not None or param.frozen:
+        for index, of_param in enumerate(inputs):
+            has_gradient = of_param is not None and of_param.user_gradient is not None
+            if has_gradient or of_param is None:
                 self._without.pop(index, None)
-            self._trains = self._trains or param.user_grad is not None
+            self._trains = self._trains or has_gradient
         if not self._without:
             return
         text = ""

@@ -1,6 +1,6 @@
 """Newton-Schulz of a divided matrix, by all of its owners together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..._newton_schulz import _addmm, NS_DTYPE, Products, products_for
-from ..process_groups import group_ranks
-from . import Matrix
+from ..process_groups import group_ranks, Ranks
+from ..schedule.packs import Schedule
+from .matrices import LocalMatrix
 from .transport import naming
 
 
@@ -25,7 +26,7 @@ class DividedProducts(Products):
     """
 
     def __init__(
-        self, matrix: Matrix, group: ProcessGroup, device: torch.device
+        self, matrix: LocalMatrix, group: ProcessGroup, device: torch.device
     ) -> None:
         self._matrix, self._group, self._device = matrix, group, device
         self.shape = matrix.layout.block_of
@@ -78,3 +79,17 @@ class DividedProducts(Products):
         gram = self.gram(x.to(NS_DTYPE))
         self.combine(gram, gram, gram, 1)
         self.norm(x)
+
+
+def attach_products(
+    matrices: Iterable[LocalMatrix],
+    schedule: Schedule,
+    groups: Mapping[Ranks, ProcessGroup | None],
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Gives this rank's blocks of divided matrices the products that it computes with their other owners."""
+    for matrix in matrices:
+        team = groups.get(schedule.team(matrix.index))
+        if team is not None and matrix.owner == rank:
+            matrix.products = DividedProducts(matrix, team, device)

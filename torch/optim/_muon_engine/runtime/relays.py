@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..process_groups import Ranks
-from ..schedule.packs import Relay, relay_sizes, RELAYS_IN_FLIGHT
-from .transport import BoundPack, copy_all, InFlight, LocalBucket, Memory
+from ..schedule.order import RELAYS_IN_FLIGHT
+from ..schedule.packs import Relay, relay_sizes
+from .memory import Memory
+from .transport import BoundPack, InFlight, LocalBucket
 
 
 class LocalRelay(InFlight):
@@ -29,32 +32,26 @@ class LocalRelay(InFlight):
         matrices = [m for m in bucket.matrices if m.index in indices]
         super().__init__(matrices, relay.replicas)
         self.name = f"{bucket.name} from rank {relay.source}"
-        # No reference to the bucket, which refers to its relays.
-        self._origins = bucket.scatter_recv, bucket.own_results
         self.packed = packed
         self.is_source = relay.source == rank
         self._source, self._group = relay.source, group
-
-    def pack(self) -> None:
-        """On the source: copies the results that it received and those that it computed itself."""
-        results = [
-            (target.view, result.view)
-            for m in self.matrices
-            for origin in self._origins
-            for target, result in zip(self.packed.of(m.index), origin.of(m.index))
-        ]
-        copy_all(results)
+        # On the source: the results, each from where this rank received or computed it.
+        self.copied: list[tuple[Tensor, Tensor]] = []
+        for matrix in matrices if self.is_source else ():
+            targets = packed.of(matrix.index)
+            for origin in (bucket.scatter_recv, bucket.own_results):
+                for target, result in zip(targets, origin.of(matrix.index)):
+                    self.copied.append((target.view, result.view))
 
     def start(self) -> None:
-        """Starts the broadcast, unless it is in flight."""
-        if not self.works:
-            source, group = self._source, self._group
-            start = partial(dist.broadcast, src=source, group=group, async_op=True)
-            self.launch(f"relay of {self.name}", start, self.packed.flat)
+        """Starts the broadcast."""
+        source, group = self._source, self._group
+        start = partial(dist.broadcast, src=source, group=group, async_op=True)
+        self.launch(f"relay of {self.name}", start, self.packed.flat)
 
 
 def attach_relays(
-    buckets: Sequence[tuple[LocalBucket, Sequence[Relay]]],
+    buckets: Sequence[LocalBucket],
     groups: Mapping[Ranks, ProcessGroup | None],
     rank: int,
     memory: Memory,
@@ -63,14 +60,15 @@ def attach_relays(
     results of a bucket, which frees the bucket's slot at once. Results from other sources arrive in a ring,
     whose memory the next but one relay uses again.
     """
-    for ranks in dict.fromkeys(bucket.ranks for bucket, _ in buckets):
-        pairs = [(b, relays) for b, relays in buckets if b.ranks == ranks]
-        sent, received = relay_sizes((relays for _, relays in pairs), rank)
+    for ranks in dict.fromkeys(bucket.ranks for bucket in buckets):
+        of_group = [bucket for bucket in buckets if bucket.ranks == ranks]
+        sizes = relay_sizes((bucket.planned_relays for bucket in of_group), rank)
+        sent, received = sizes
         outgoing = memory.zeros(sent)
         incoming = [memory.zeros(received) for _ in range(RELAYS_IN_FLIGHT)]
-        for bucket, relays in pairs:
+        for bucket in of_group:
             start, ring = 0, itertools.cycle(incoming)
-            for relay in relays:
+            for relay in bucket.planned_relays:
                 if relay.source == rank:
                     packed = BoundPack(relay.pack, outgoing, start)
                     start += relay.pack.nbytes

@@ -8,7 +8,8 @@ comes with its negative: it is the same on all ranks if and only if the two maxi
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from functools import partial
 
 import torch
@@ -16,14 +17,39 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..process_groups import is_dry_run, listed, Ranks
-from . import Matrix, Status
+from ..process_groups import is_dry_run, larger_first, listed, Ranks
+from .matrices import LocalMatrix, Status
+from .params import StepInputs
 from .transport import InFlight
 
 
 # Rows of the first all-reduce: equal for optimizers of all sizes, so that ranks which confuse them get an
 # error instead of another size. Few optimizers need a second one.
 _ROWS = 256
+
+
+class _Header(IntEnum):
+    """The columns of the first row. Two that are negatives of each other add up to zero if all ranks agree."""
+
+    STEP = 0
+    MINUS_STEP = 1
+    OPTIMIZER = 2
+    MINUS_OPTIMIZER = 3
+    # A rank knows of a problem in another group.
+    ELSEWHERE = 4
+
+
+class _Column(IntEnum):
+    """The columns of a gradient's row. The first ones are those of Status."""
+
+    PRESENT = 0
+    ABSENT = 1
+    UNUSABLE = 2
+    OPTIONS = 3
+    MINUS_OPTIONS = 4
+    VALUES = 5
+    MINUS_VALUES = 6
+
 
 _OTHER_STEP = "the ranks are not in the same step(): a closure or a check raised on some of them, and the caller went on"
 _OTHER_OPTIMIZER = "the ranks step different optimizers. Build and step them in the same order; a set has its own on each rank"
@@ -48,7 +74,7 @@ class Statuses(InFlight):
 
     def __init__(
         self,
-        matrices: Sequence[Matrix],
+        matrices: Sequence[LocalMatrix],
         ranks: Ranks,
         group: ProcessGroup,
         serial: int,
@@ -56,26 +82,30 @@ class Statuses(InFlight):
         overlaps: bool = False,
     ) -> None:
         super().__init__(matrices, ranks)
-        self.name, self._group, self._device = "statuses", group, device
+        self.name, self._group, self.device = "statuses", group, device
         self.overlaps = overlaps
-        keys = [(m.layout.key, m.layout.shape) for m in matrices]
-        # Ranks may name the modules of an expert differently.
-        names = [(k.name if k.expert is None else k.expert, s) for k, s in keys]
-        self._identity = zlib.crc32(repr((serial, names)).encode())
-        by_gradient: dict[tuple[int, int], list[Matrix]] = {}
+        by_gradient: dict[tuple[int, int], list[LocalMatrix]] = {}
         for matrix in matrices:
             by_gradient.setdefault(matrix.source_of_gradient, []).append(matrix)
         # The matrices of each row after the header.
         self._rows = list(by_gradient.values())
+        self._rows_of_group = _rows_of_groups(self._rows)
         # Places of the rows that are whole on every rank: the first step that moves them compares their values.
         self._replicated = [
-            at
-            for at, row in enumerate(self._rows, 1)
+            place
+            for place, row in enumerate(self._rows, 1)
             if all(len(matrix.layout.shards.replica_sets) == 1 for matrix in row)
         ]
-        # The table that the group reduces; on the host, this rank's rows before that and the result after
-        # it. Only copies between a device and pinned memory do not wait.
-        shape = max(_ROWS, 1 + len(self._rows)), 7
+        # This rank's rows, of which a step writes those that are different now.
+        shape = max(_ROWS, 1 + len(self._rows)), len(_Column)
+        self._own = torch.zeros(shape, dtype=torch.int64, device="cpu")
+        identity = _identity(serial, matrices)
+        self._own[0, _Header.OPTIMIZER] = identity
+        self._own[0, _Header.MINUS_OPTIMIZER] = -identity
+        self._own[1 : 1 + len(self._rows), _Column.PRESENT] = 1
+        self._written = [Status.PRESENT] * len(self._rows)
+        # The table that the group reduces, and the result on the host. Only copies between a device and pinned
+        # memory do not wait.
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
         self._host = self._table
         self._copied: torch.Event | None = None
@@ -87,23 +117,38 @@ class Statuses(InFlight):
         # Whether the result in ``_host`` is unread, and lacks the second all-reduce.
         self._is_new = self._is_partial = False
 
-    def start(self, step: int, differs: bool, awaits: bool) -> None:
+    def start(self, step: int, inputs: StepInputs, differs: bool, awaits: bool) -> None:
         """Starts the ``step``-th step's all-reduce. It ``differs`` if a problem is known elsewhere."""
-        formulas = {id(m.param.formulas): m.param.formulas for m in self.matrices}
-        digests = {key: options.digest for key, options in formulas.items()}
-        header = step, -step, self._identity, -self._identity, differs, 0, 0
-        rows: list[tuple[int, ...]] = [header]
-        for first, *_ in self._rows:
-            digest = digests[id(first.param.formulas)]
-            status = first.status
-            one_hot = (status == each for each in Status if each != Status.EMPTY)
-            rows.append((*one_hot, digest, -digest, 0, 0))
-        self._host[: len(rows)] = torch.tensor(rows, device="cpu")
-        self._table.copy_(self._host, non_blocking=True)
-        self._add_values()
+        self._own[0, _Header.STEP] = step
+        self._own[0, _Header.MINUS_STEP] = -step
+        self._own[0, _Header.ELSEWHERE] = differs
+        for group, places in self._rows_of_group.items():
+            digest = inputs.formulas[group].digest
+            self._own[places, _Column.OPTIONS] = digest
+            self._own[places, _Column.MINUS_OPTIONS] = -digest
+        self._write_statuses(inputs)
+        if self._host is not self._table:
+            # The last result was read, so this memory is free. A copy from it does not wait.
+            self._host.copy_(self._own)
+            self._table.copy_(self._host, non_blocking=True)
+        else:
+            self._table.copy_(self._own)
+        self._add_values(inputs)
         self._is_new = True
         self._is_partial = awaits and len(self._table) > _ROWS
         self.reduce()
+
+    def _write_statuses(self, inputs: StepInputs) -> None:
+        """Writes the statuses that differ from those of the last step."""
+        places, one_hots = [], []
+        for at, row in enumerate(self._rows):
+            status = row[0].status(inputs)
+            if status != self._written[at]:
+                self._written[at] = status
+                places.append(at + 1)
+                one_hots.append([int(status == each) for each in range(Status.EMPTY)])
+        if places:
+            self._own[places, : Status.EMPTY] = torch.tensor(one_hots, device="cpu")
 
     def reduce(self) -> None:
         """Starts the first all-reduce, and also the second one if the step does not await the first."""
@@ -129,23 +174,26 @@ class Statuses(InFlight):
         self.wait()
         return bool(self._flag)
 
-    def _add_values(self) -> None:
+    def _add_values(self, inputs: StepInputs) -> None:
         """Adds digests of the values of replicated matrices, in the first step that moves them."""
         # A checkpoint makes a step that moves nothing before it loads the values.
-        places = [at for at in self._replicated if self._moves(at)]
+        places = [place for place in self._replicated if self._moves(place, inputs)]
         if places:
-            digests = [_digest_of(self._rows[at - 1]) for at in places]
-            values = torch.stack([digest.to(self._device) for digest in digests])
-            self._table[places, 5], self._table[places, 6] = values, -values
+            digests = [_digest_of(self._rows[place - 1], inputs) for place in places]
+            values = torch.stack([digest.to(self.device) for digest in digests])
+            self._table[places, _Column.VALUES] = values
+            self._table[places, _Column.MINUS_VALUES] = -values
 
-    def _moves(self, place: int) -> bool:
+    def _moves(self, place: int, inputs: StepInputs) -> bool:
         """Whether this step moves the matrices of a row."""
-        return self._rows[place - 1][0].param.formulas.moves
+        return inputs.formulas[self._rows[place - 1][0].group].moves
 
-    def finish(self) -> None:
+    def finish(self, inputs: StepInputs) -> None:
         """Ends a step that has moved its matrices."""
         # A step that raised has moved nothing, and the next one compares the values again.
-        self._replicated = [at for at in self._replicated if not self._moves(at)]
+        self._replicated = [
+            place for place in self._replicated if not self._moves(place, inputs)
+        ]
         self._fetch()
 
     def _fetch(self) -> None:
@@ -155,7 +203,7 @@ class Statuses(InFlight):
         if is_new and self._host is not self._table:
             self._host.copy_(self._table, non_blocking=True)
             # An event alone would record on the current device, which may be another one.
-            stream = torch.accelerator.current_stream(self._device)
+            stream = torch.accelerator.current_stream(self.device)
             self._copied = stream.record_event(self._copied)
 
     def _result(self) -> list[list[int]]:
@@ -165,46 +213,163 @@ class Statuses(InFlight):
             self._copied.synchronize()
         return self._host[: len(self._rows) + 1].tolist()
 
-    def mismatch(self) -> str:
-        """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits."""
+    def mismatch(self, inputs: StepInputs | None = None) -> str:
+        """How the ranks differ in the last step; "" if they do not, or if the answer was given before. Waits. With the
+        ``inputs`` of that step, the text has this rank's options.
+        """
         if not self._is_new or is_dry_run():
             return ""  # Fake tensors have no values.
         self._is_new = False
         header, *rows = self._result()
-        step, minus_step, identity, minus_identity, is_elsewhere, *_ = header
-        text = ""
-        if step + minus_step or identity + minus_identity:
-            text = _OTHER_OPTIMIZER if identity + minus_identity else _OTHER_STEP
-            shared = listed([matrix.layout.describe() for matrix in self.matrices], 4)
-            text += f". This rank's optimizer has {shared}"
+        text = self._other_program(header)
         if self._is_partial and not text:
             # The second all-reduce comes after this check, or those of two optimizers would pair up.
             self._reduce(self._table[_ROWS:])
             rows = self._result()[1:]
-        reasons = _OTHER_OPTIONS, _OTHER_VALUES, _UNUSABLE, _SOME_ABSENT
-        by_row = [
-            (options + minus_options, sum(values), unusable, present and absent)
-            for present, absent, unusable, options, minus_options, *values in rows
-        ]
-        for reason, column in zip(reasons, zip(*by_row)):
-            different = [row for row, d in zip(self._rows, column, strict=True) if d]
-            if different and not text:
+        text = text or self._difference(rows, inputs)
+        return text or (OTHER_GROUP if header[_Header.ELSEWHERE] else "")
+
+    def _other_program(self, header: Sequence[int]) -> str:
+        """Whether the ranks are in different steps, or step different optimizers."""
+        reason = ""
+        if header[_Header.STEP] + header[_Header.MINUS_STEP]:
+            reason = _OTHER_STEP
+        if header[_Header.OPTIMIZER] + header[_Header.MINUS_OPTIMIZER]:
+            reason = _OTHER_OPTIMIZER
+        if not reason:
+            return ""
+        shared = listed([matrix.layout.describe() for matrix in self.matrices], 4)
+        return f"{reason}. This rank's optimizer has {shared}"
+
+    def _difference(
+        self, rows: Sequence[Sequence[int]], inputs: StepInputs | None
+    ) -> str:
+        """The first kind of difference that there is, and the matrices that have it."""
+        tests = {
+            _OTHER_OPTIONS: lambda row: (
+                row[_Column.OPTIONS] + row[_Column.MINUS_OPTIONS]
+            ),
+            _OTHER_VALUES: lambda row: row[_Column.VALUES] + row[_Column.MINUS_VALUES],
+            _UNUSABLE: lambda row: row[_Column.UNUSABLE],
+            _SOME_ABSENT: lambda row: row[_Column.PRESENT] and row[_Column.ABSENT],
+        }
+        for reason, differs in tests.items():
+            different = [
+                matrices
+                for matrices, row in zip(self._rows, rows, strict=True)
+                if differs(row)
+            ]
+            if different:
                 text = f"{reason}: {listed(list(map(_described, different)), 4)}"
-                if reason == _OTHER_OPTIONS:
-                    text += f". This rank has {different[0][0].param.formulas}"
-        return text or (OTHER_GROUP if is_elsewhere else "")
+                if reason == _OTHER_OPTIONS and inputs is not None:
+                    text += f". This rank has {inputs.formulas[different[0][0].group]}"
+                return text
+        return ""
 
 
-def _described(row: Sequence[Matrix]) -> str:
+class SideChannel:
+    """All side channels of this rank, smaller groups first, so that a mismatch reaches the larger ones that contain
+    them.
+    """
+
+    def __init__(self, statuses: Sequence[Statuses], device: torch.device) -> None:
+        self.statuses = statuses
+        self.device = device
+        self.has_run = False
+
+    @property
+    def awaits(self) -> bool:
+        """Whether ranks know how they differ before anything moves: on a CPU, and elsewhere in the first step."""
+        return self.device.type == "cpu" or not self.has_run
+
+    def share(self, step: int, inputs: StepInputs) -> str:
+        """Starts the exchange of this rank's ``step``-th step, before anything moves. A group passes a mismatch on
+        to larger groups. A group that overlaps others may hear of it in none of them, so ranks that wait for the
+        result pass it on to such groups once more. A rank that cannot use a gradient tells all of its groups,
+        because each of them must end the step here. Returns how ranks differ; "" if they do not, or if it does not
+        wait.
+        """
+        text = ""
+        # The unusable gradient may be of a matrix that no other rank has.
+        has_problem = bool(inputs.problems)
+        for statuses in self.statuses:
+            differs = has_problem or bool(text)
+            statuses.start(step, inputs, differs, self.awaits)
+            if self.awaits:
+                # It may launch a collective, so every rank calls it.
+                reason = statuses.mismatch(inputs)
+                # A larger group's own reason says more.
+                if reason and text in ("", OTHER_GROUP):
+                    text = reason
+        if not self.awaits:
+            return text
+        for statuses in reversed(self.statuses):
+            is_known = has_problem or bool(text)
+            if statuses.overlaps and statuses.differs_elsewhere(is_known):
+                text = text or OTHER_GROUP
+        return text
+
+    def finish(self, inputs: StepInputs) -> None:
+        """Ends a step that has moved its matrices."""
+        for statuses in self.statuses:
+            statuses.finish(inputs)
+        self.has_run = True
+
+    def mismatch(self) -> str:
+        """How ranks differed in the last step, if nobody knows yet. Waits."""
+        texts = [statuses.mismatch() for statuses in self.statuses]
+        return "; ".join(filter(None, texts))
+
+
+def side_channel(
+    matrices: Sequence[LocalMatrix],
+    groups: Mapping[Ranks, ProcessGroup | None],
+    serials: Mapping[Ranks, int],
+    overlapping: set[Ranks],
+    device: torch.device,
+) -> SideChannel:
+    """The side channels of the groups that share ``matrices``."""
+    by_ranks: dict[Ranks, list[LocalMatrix]] = {}
+    for matrix in matrices:
+        by_ranks.setdefault(matrix.layout.holders, []).append(matrix)
+    statuses = []
+    for ranks in reversed(larger_first(by_ranks)):
+        group = groups[ranks]
+        if group is not None:
+            overlaps = ranks in overlapping
+            of_ranks = by_ranks[ranks]
+            statuses.append(
+                Statuses(of_ranks, ranks, group, serials[ranks], device, overlaps)
+            )
+    return SideChannel(statuses, device)
+
+
+def _identity(serial: int, matrices: Sequence[LocalMatrix]) -> int:
+    """32 bits of an optimizer's number over these ranks, and of its names and shapes."""
+    keys = [(matrix.layout.key, matrix.layout.shape) for matrix in matrices]
+    # Ranks may name the modules of an expert differently.
+    names = [(k.name if k.expert is None else k.expert, shape) for k, shape in keys]
+    return zlib.crc32(repr((serial, names)).encode())
+
+
+def _rows_of_groups(rows: Sequence[Sequence[LocalMatrix]]) -> dict[int, Tensor]:
+    """Parameter group -> the places of its rows in the table."""
+    places: dict[int, list[int]] = {}
+    for place, row in enumerate(rows, 1):
+        places.setdefault(row[0].group, []).append(place)
+    return {group: torch.tensor(of, device="cpu") for group, of in places.items()}
+
+
+def _described(row: Sequence[LocalMatrix]) -> str:
     """The matrices of a row, in words."""
     text = row[0].layout.describe()
     return text if len(row) == 1 else f"{text} and {len(row) - 1} more of its parts"
 
 
-def _digest_of(row: Sequence[Matrix]) -> Tensor:
+def _digest_of(row: Sequence[LocalMatrix], inputs: StepInputs) -> Tensor:
     """32 bits of a sum over the bits of the matrices' values: a scalar integer on their device."""
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    local = row[0].param.local
+    local = inputs.of(row[0].param_index).local
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for region in (region for matrix in row for region in matrix.shard):
         values = region.of_local(local)

@@ -1,9 +1,8 @@
 """The packed memory of each bucket and the all-to-alls that move it."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,58 +13,9 @@ from torch.distributed import ProcessGroup
 
 from ..layouts import Region
 from ..process_groups import is_dry_run, listed, OWN_ERRORS, Ranks
-from ..schedule.packs import Bucket, LocalPacks, Pack, Relay, Schedule, slot_sizes
-from . import Matrix
-
-
-class Memory:
-    """Bytes for packs, and scratch memory. Unless ``keep``, packs take a device's memory in a step only (MPS
-    cannot): entering this object allocates their storages, and leaving it frees them, as FSDP2 does. Views stay valid.
-    """
-
-    def __init__(self, device: torch.device, keep: bool) -> None:
-        self.device = device
-        self._is_freed = device.type not in ("cpu", "mps") and not keep
-        self._storages: list[tuple[torch.UntypedStorage, int]] = []
-        # Memory that one matrix after another uses, by purpose, dtype and device.
-        self._scratch: dict[Any, Tensor] = {}
-
-    def zeros(self, nbytes: int) -> Tensor:
-        """A 1D tensor of ``nbytes`` bytes for packs. Its storage may be empty between steps."""
-        # The ranks connect by sending it, and a debugging backend looks for NaN there.
-        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        self._storages.append((memory.untyped_storage(), nbytes))
-        return memory
-
-    def scratch(self, purpose: str, shape: Sequence[int], like: Tensor) -> Tensor:
-        """A tensor of ``shape``, valid until the next call with this purpose."""
-        key, numel = (purpose, like.dtype, like.device), math.prod(shape)
-        if key not in self._scratch or numel > len(self._scratch[key]):
-            self._scratch[key] = like.new_empty(numel)
-        return self._scratch[key][:numel].view(shape)
-
-    def __enter__(self) -> None:
-        for storage, nbytes in self._storages:
-            if storage.nbytes() != nbytes:
-                storage.resize_(nbytes)
-
-    def __exit__(self, error: object, *traceback: object) -> None:
-        # A collective that failed may still write.
-        for storage, _ in self._storages if self._is_freed and error is None else ():
-            storage.resize_(0)
-        if self.device.type != "cpu":
-            self._scratch.clear()
-
-
-class Levels(NamedTuple):
-    """The groups and sizes of an all-to-all in two levels. Accelerators run both on ``stream``. ``passed`` has
-    the elements that this rank passes on: a row per rank of the node, a column per rank of the rail.
-    """
-
-    node: ProcessGroup | None
-    rail: ProcessGroup | None
-    passed: Sequence[Sequence[int]]
-    stream: torch.Stream | None
+from ..schedule.packs import Bucket, LocalPacks, Pack, Schedule, slot_sizes
+from .matrices import LocalMatrix
+from .memory import Memory
 
 
 class PackedView(NamedTuple):
@@ -84,14 +34,14 @@ class BoundPack:
         self.flat = memory.narrow(0, start, pack.nbytes).view(pack.dtype)
         self.split_sizes = list(pack.split_sizes)
         self._views: dict[int, list[PackedView]] = {}
-        for matrix, rank, region, offset in pack.regions:
+        for matrix_index, rank, region, offset in pack.regions:
             flat = self.flat.narrow(0, offset, region.numel)
             view = region.in_blocks(flat.view(region.height, region.width))
-            views = self._views.setdefault(matrix, [])
+            views = self._views.setdefault(matrix_index, [])
             views.append(PackedView(rank, region, view))
 
-    def of(self, matrix: int) -> Sequence[PackedView]:
-        return self._views.get(matrix, ())
+    def of(self, matrix_index: int) -> Sequence[PackedView]:
+        return self._views.get(matrix_index, ())
 
 
 class CollectiveError(RuntimeError):
@@ -103,14 +53,16 @@ class CollectiveError(RuntimeError):
 
 
 @contextmanager
-def naming(collective: str, matrices: Sequence[Matrix], ranks: Ranks) -> Iterator[None]:
+def naming(
+    collective: str, matrices: Sequence[LocalMatrix], ranks: Ranks
+) -> Iterator[None]:
     """Adds to a backend's error which collective failed and which matrices it carried."""
     try:
         yield
     except OWN_ERRORS:
         raise  # This rank's note tells the others.
     except RuntimeError as error:
-        carried = listed([matrix.layout.describe() for matrix in matrices])
+        carried = listed([matrix.described for matrix in matrices])
         raise CollectiveError(
             f"the {collective}, with {carried}, among ranks {list(ranks)} failed. One of these ranks ended, failed before it, did "
             f"not call step(), or changed its parameters alone: {error}",
@@ -123,7 +75,7 @@ class InFlight:
 
     name: str
 
-    def __init__(self, matrices: Sequence[Matrix], ranks: Ranks) -> None:
+    def __init__(self, matrices: Sequence[Any], ranks: Ranks) -> None:
         self.matrices = matrices
         self.ranks = ranks
         # The name of each for errors, its handle, and what refers to its memory until it is waited for.
@@ -147,22 +99,21 @@ class InFlight:
 class LocalBucket(InFlight):
     """A bucket on this rank: its packs bound to a slot, and the collective in flight. A slot has two parts. The
     packs that a gather sends and that the scatter later receives share ``as_holder``. Those of the owner are
-    in ``as_owner``, in the same place if they have the same regions. A single rank has no ``group``. ``levels`` are
-    those of the gather and of the scatter, if they take two.
+    in ``as_owner``, in the same place if they have the same regions. A single rank has no ``group``.
     """
 
     def __init__(
         self,
         bucket: Bucket,
-        matrices: Sequence[Matrix],
+        matrices: Sequence[LocalMatrix],
         packs: LocalPacks,
         slot: tuple[Tensor, Tensor],
         group: ProcessGroup | None,
-        levels: Sequence[Levels],
     ) -> None:
         super().__init__(matrices, bucket.ranks)
         as_holder, as_owner = slot
         start = 0 if packs.in_place else packs.gather_recv.nbytes
+        self.bucket = bucket
         self.name = f"bucket {bucket.index} of {len(bucket.ranks)} ranks"
         self.gather_send = BoundPack(packs.gather_send, as_holder)
         self.gather_recv = BoundPack(packs.gather_recv, as_owner)
@@ -170,9 +121,11 @@ class LocalBucket(InFlight):
         self.scatter_recv = BoundPack(packs.scatter_recv, as_holder)
         end = start + packs.scatter_send.nbytes
         self.own_results = BoundPack(packs.own_results, as_owner, end)
+        self.planned_relays = packs.relays
         self.relays: list[Any] = []
+        # Those of the gather and of the scatter, if they take two levels.
+        self.levels: dict[str, Any] = {}
         self._group = group
-        self._levels = levels
 
     def start_gather(self) -> None:
         """Starts to send this rank's shards to the owners, and to receive those of its matrices."""
@@ -183,17 +136,23 @@ class LocalBucket(InFlight):
         self._start("scatter", self.scatter_recv, self.scatter_send)
 
     def _start(self, phase: str, recv: BoundPack, send: BoundPack) -> None:
+        if self._group is None:
+            return
         start = partial(all_to_all, group=self._group)
-        if self._levels:
-            levels = self._levels[phase == "scatter"]
-            start = partial(two_level_all_to_all, levels=levels, temporary=[])
-        if self._group is not None:
-            memory = recv.flat, send.flat, recv.split_sizes, send.split_sizes
-            self.launch(f"{phase} of {self.name}", start, *memory)
+        if phase in self.levels:
+            start = self.levels[phase].starting()
+        memory = recv.flat, send.flat, recv.split_sizes, send.split_sizes
+        self.launch(f"{phase} of {self.name}", start, *memory)
 
-    def results_of(self, matrix: int) -> Sequence[PackedView]:
-        """Where this owner packs each holder's regions of the update of ``matrix``."""
-        return [*self.scatter_send.of(matrix), *self.own_results.of(matrix)]
+    def pack_relays(self) -> None:
+        """Packs the results that this rank relays to its replicas."""
+        for relay in self.relays:
+            copy_all(relay.copied)
+
+    def results_of(self, matrix_index: int) -> Sequence[PackedView]:
+        """Where this owner packs each holder's regions of the update of a matrix."""
+        sent = self.scatter_send.of(matrix_index)
+        return [*sent, *self.own_results.of(matrix_index)]
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -217,80 +176,28 @@ def all_to_all(
     return dist.all_to_all_single(recv, send, **splits, group=group, async_op=True)
 
 
-def two_level_all_to_all(
-    recv: Tensor,
-    send: Tensor,
-    recv_sizes: Sequence[int],
-    send_sizes: Sequence[int],
-    levels: Levels,
-    temporary: list[Tensor],
-) -> dist.Work | None:
-    """Like :func:`all_to_all`, but a rank connects only to the ranks of its node and of its rail. An element first
-    goes to the rank of the sender's node that is on the receiver's rail, for which a CPU waits. ``temporary``
-    gets the memory that must live until the result was waited for.
-    """
-    node, rail, passed, stream = levels
-    width, nodes = len(passed), len(passed[0])
-    if stream is not None:
-        # The second level runs while the compute stream goes on. An error may free the memory early, so
-        # the allocator must know both streams.
-        stream.wait_stream(torch.accelerator.current_stream(recv.device))
-        recv.record_stream(stream)
-        send.record_stream(stream)
-    with stream or nullcontext():
-        chunks = send.split(list(send_sizes))
-        by_rail = [chunks[at::width] for at in range(width)]
-        arriving = send.new_empty(sum(sum(row) for row in passed))
-        leaving = torch.cat([chunk for of_rail in by_rail for chunk in of_rail])
-        first = all_to_all(
-            arriving,
-            leaving,
-            [sum(row) for row in passed],
-            [sum(map(len, of_rail)) for of_rail in by_rail],
-            node,
-        )
-        if first is not None:
-            first.wait()
-        # One chunk per rank of the node and rank of the rail; the second all-to-all sends by rail.
-        rows = arriving.split([size for row in passed for size in row])
-        passing = torch.cat([c for at in range(nodes) for c in rows[at::nodes]])
-        temporary += [arriving, leaving, passing]
-        return all_to_all(
-            recv,
-            passing,
-            [sum(recv_sizes[at * width : (at + 1) * width]) for at in range(nodes)],
-            [sum(column) for column in zip(*passed)],
-            rail,
-        )
-
-
 def local_buckets(
     schedule: Schedule,
-    matrices: Mapping[int, Matrix],
+    matrices: Mapping[int, LocalMatrix],
     rank: int,
     groups: Mapping[Ranks, ProcessGroup | None],
     memory: Memory,
     slot_count: int,
-) -> list[tuple[LocalBucket, tuple[Relay, ...]]]:
-    """This rank's buckets in their global order, over one ring of slots per group; and their relays.
-    ``matrices`` are this rank's, by their index in the schedule.
+) -> dict[int, LocalBucket]:
+    """This rank's buckets by their index in the schedule, over one ring of slots per group. ``matrices`` are this
+    rank's, by their index in the schedule.
     """
-    packs = {b: schedule.packs(b, rank) for b in schedule.buckets if rank in b.ranks}
-    has_stream = memory.device.type != "cpu" and any(b.node_size > 1 for b in packs)
-    stream = torch.Stream(memory.device) if has_stream else None
-    local: dict[Bucket, LocalBucket] = {}
-    for ranks in dict.fromkeys(bucket.ranks for bucket in packs):
-        ring = [bucket for bucket in packs if bucket.ranks == ranks]
-        sizes = slot_sizes([packs[b] for b in ring], slot_count)
+    indices_of: dict[Ranks, list[int]] = {}
+    for index, bucket in enumerate(schedule.buckets):
+        if rank in bucket.ranks:
+            indices_of.setdefault(bucket.ranks, []).append(index)
+    local: dict[int, LocalBucket] = {}
+    for ranks, indices in indices_of.items():
+        packs = [schedule.packs(schedule.buckets[index], rank) for index in indices]
+        sizes = slot_sizes(packs, slot_count)
         slots = [(memory.zeros(held), memory.zeros(owned)) for held, owned in sizes]
-        for bucket, slot in zip(ring, itertools.cycle(slots)):
-            own = [matrices[index] for index in bucket.matrices]
-            levels: list[Levels] = []
-            if bucket.node_size > 1:
-                node, rail = (groups[r] for r in bucket.node_and_rail(rank))
-                passed = schedule.passed_on(bucket, rank)
-                levels = [Levels(node, rail, of_phase, stream) for of_phase in passed]
-            local[bucket] = LocalBucket(
-                bucket, own, packs[bucket], slot, groups[ranks], levels
-            )
-    return [(local[bucket], of_rank.relays) for bucket, of_rank in packs.items()]
+        for index, of_bucket, slot in zip(indices, packs, itertools.cycle(slots)):
+            bucket = schedule.buckets[index]
+            own = [matrices[matrix_index] for matrix_index in bucket.matrices]
+            local[index] = LocalBucket(bucket, own, of_bucket, slot, groups[ranks])
+    return {index: local[index] for index in sorted(local)}

@@ -12,8 +12,6 @@ from ..layouts import Layout, Ranks, Region
 
 # Maximum size of one relay, unless a single shard is larger.
 RELAY_BYTES = 64 * 1024**2
-# Number of broadcasts along replicas whose results have memory at the same time.
-RELAYS_IN_FLIGHT = 2
 
 # Holders, each with the matrices whose shards it exchanges.
 Exchanged = Sequence[tuple[int, Sequence[int]]]

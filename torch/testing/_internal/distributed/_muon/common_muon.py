@@ -221,10 +221,12 @@ def as_on_an_accelerator(optimizer):
     """From now on, ``optimizer`` looks for mismatches where a step on an accelerator does. Steps also accumulate
     the gradients of a bucket together. The buffers are on the CPU.
     """
-    runner = optimizer._engine._make_runner()
-    runner.device = torch.device("cuda")
-    for statuses in runner.statuses:
-        statuses._device = runner.device
+    runner, device = optimizer._engine._make_runner(), torch.device("cuda")
+    runner.side_channel.device = runner.compute.device = device
+    for statuses in runner.side_channel.statuses:
+        statuses.device = device
+    # The next step binds its lists again.
+    runner.compute._compute_keys = {}
 
 
 def everyone(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

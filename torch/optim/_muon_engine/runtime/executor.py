@@ -1,0 +1,135 @@
+"""One step on this rank: a loop over its operations. It knows no Muon."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+
+# The public profiler range costs tens of microseconds even when no profiler runs.
+from torch._C._profiler import _RecordFunctionFast
+
+from ..process_groups import listed
+from ..schedule.order import Action, LocalOperation
+from .memory import Memory
+from .transport import InFlight
+
+
+class Compute(Protocol):
+    """What an optimizer does with a bucket, in the words of upstream's proposal for executors."""
+
+    def prepare(self, bucket: Any, inputs: Any) -> None: ...
+
+    def compute(self, bucket: Any, batch: Any, inputs: Any) -> None: ...
+
+    def clear_absent(self, bucket: Any, inputs: Any) -> None: ...
+
+    def apply_updates(self, bucket: Any, inputs: Any) -> None: ...
+
+    def apply_relayed(self, bucket: Any, relay: Any, inputs: Any) -> None: ...
+
+
+class Progress:
+    """Which phase of a step is running, and for which matrices or parameters."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._subjects: Sequence[Any] = ()
+
+    def enter(self, phase: str, subjects: Sequence[Any] = ()) -> None:
+        self._phase, self._subjects = phase, subjects
+
+    def __str__(self) -> str:
+        """For errors; "" between steps."""
+        described = [subject.described for subject in self._subjects]
+        return f"{self._phase} of {listed(described)}" if self._phase else ""
+
+
+class Executor:
+    """Runs ``operations`` with the functions of ``compute``, over ``memory`` that keeps its addresses.
+
+    ``progress`` is told the phase and the matrices of each operation before it runs.
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[LocalOperation],
+        compute: Compute,
+        memory: Memory,
+        progress: Progress,
+    ) -> None:
+        self.memory = memory
+        self._compute = compute
+        self._progress = progress
+        self._operations = [
+            (o, self._flight_of(o), self._label_of(o)) for o in operations
+        ]
+
+    def run(self, inputs: Any) -> None:
+        """Makes a step."""
+        with self.memory:
+            for operation, flight, label in self._operations:
+                self._progress.enter(operation.action.value, flight.matrices)
+                with _RecordFunctionFast(label):
+                    self._run(operation, inputs)
+
+    def _run(self, operation: LocalOperation, inputs: Any) -> None:
+        action, bucket, item = operation
+        compute = self._compute
+        if action is Action.GATHER:
+            compute.prepare(bucket, inputs)
+            bucket.start_gather()
+        elif action is Action.AWAIT_GATHER or action is Action.AWAIT_SCATTER:
+            bucket.wait()
+        elif action is Action.ORTHOGONALIZE:
+            compute.compute(bucket, item, inputs)
+        elif action is Action.SCATTER:
+            compute.clear_absent(bucket, inputs)
+            bucket.start_scatter()
+        elif action is Action.APPLY:
+            compute.apply_updates(bucket, inputs)
+            bucket.pack_relays()
+        elif action is Action.RELAY:
+            item.start()
+        elif action is Action.AWAIT_RELAY:
+            item.wait()
+        else:
+            compute.apply_relayed(bucket, item, inputs)
+
+    @staticmethod
+    def _flight_of(operation: LocalOperation) -> InFlight:
+        is_relay = isinstance(operation.item, InFlight)
+        return operation.item if is_relay else operation.bucket
+
+    def _label_of(self, operation: LocalOperation) -> str:
+        """The name of an operation for a profiler."""
+        return f"Muon {operation.action.value}, {self._flight_of(operation).name}"
+
+
+@contextmanager
+def drained(flights: Sequence[InFlight]) -> Iterator[None]:
+    """After an error, waits for everything in flight."""
+    try:
+        yield
+    except BaseException:
+        for flight in flights:
+            while flight.works:
+                # The error that led here is the one to report.
+                with suppress(Exception):
+                    flight.wait()
+        raise
+
+
+def connect(
+    starts: Sequence[tuple[InFlight, Callable[[], None]]],
+    memory: Memory,
+) -> None:
+    """Uses every communicator once while no other one is in use. Accelerator backends connect two ranks when
+    they first exchange something. With other collectives in flight, ranks may wait for each other.
+    """
+    with drained([flight for flight, _ in starts]), memory:
+        for flight, start in starts:
+            start()
+            flight.wait()
+            if memory.device.type != "cpu" and torch.accelerator.is_available():
+                torch.accelerator.synchronize(memory.device)

@@ -1,0 +1,108 @@
+"""All-to-alls in two levels: with many peers, an element first goes to a rank of the sender's node."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..process_groups import Ranks
+from ..schedule.packs import Schedule
+from .transport import all_to_all, LocalBucket
+
+
+class Levels(NamedTuple):
+    """The groups and sizes of an all-to-all in two levels. Accelerators run both on ``stream``. ``passed`` has
+    the elements that this rank passes on: a row per rank of the node, a column per rank of the rail.
+    """
+
+    node: ProcessGroup | None
+    rail: ProcessGroup | None
+    passed: Sequence[Sequence[int]]
+    stream: torch.Stream | None
+
+    def starting(self) -> Callable[..., dist.Work | None]:
+        """What starts one such all-to-all, and refers to its temporary memory."""
+        return partial(two_level_all_to_all, levels=self, temporary=[])
+
+
+def attach_levels(
+    buckets: Sequence[LocalBucket],
+    schedule: Schedule,
+    groups: Mapping[Ranks, ProcessGroup | None],
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Lets the exchanges of those ``buckets`` that have too many peers take two levels."""
+    in_levels = [local for local in buckets if local.bucket.node_size > 1]
+    stream = torch.Stream(device) if in_levels and device.type != "cpu" else None
+    for local in in_levels:
+        node, rail = (groups[ranks] for ranks in local.bucket.node_and_rail(rank))
+        gathered, scattered = schedule.passed_on(local.bucket, rank)
+        local.levels = {
+            "gather": Levels(node, rail, gathered, stream),
+            "scatter": Levels(node, rail, scattered, stream),
+        }
+
+
+def two_level_all_to_all(
+    recv: Tensor,
+    send: Tensor,
+    recv_sizes: Sequence[int],
+    send_sizes: Sequence[int],
+    levels: Levels,
+    temporary: list[Tensor],
+) -> dist.Work | None:
+    """Like :func:`all_to_all`, but a rank connects only to the ranks of its node and of its rail. An element first
+    goes to the rank of the sender's node that is on the receiver's rail, for which a CPU waits. ``temporary``
+    gets the memory that must live until the result was waited for.
+    """
+    node, rail, passed, stream = levels
+    width, nodes = len(passed), len(passed[0])
+    if stream is not None:
+        # The second level runs while the compute stream goes on. An error may free the memory early, so
+        # the allocator must know both streams.
+        stream.wait_stream(torch.accelerator.current_stream(recv.device))
+        recv.record_stream(stream)
+        send.record_stream(stream)
+    with stream or nullcontext():
+        # One chunk for each rank, node by node; sent rail by rail.
+        chunks = _transposed(send.split(list(send_sizes)), width)
+        sizes_by_rail = _transposed(send_sizes, width)
+        arriving = send.new_empty(sum(sum(row) for row in passed))
+        leaving = torch.cat(chunks)
+        first = all_to_all(
+            arriving,
+            leaving,
+            [sum(row) for row in passed],
+            [
+                sum(sizes_by_rail[at : at + nodes])
+                for at in range(0, len(chunks), nodes)
+            ],
+            node,
+        )
+        if first is not None:
+            first.wait()
+        # One chunk for each rank of the node and rank of the rail; the second all-to-all sends by rail.
+        sizes = [size for row in passed for size in row]
+        passing = torch.cat(_transposed(arriving.split(sizes), nodes))
+        temporary += [arriving, leaving, passing]
+        return all_to_all(
+            recv,
+            passing,
+            [
+                sum(recv_sizes[at : at + width])
+                for at in range(0, len(recv_sizes), width)
+            ],
+            [sum(column) for column in zip(*passed)],
+            rail,
+        )
+
+
+def _transposed(row_major: Sequence, width: int) -> list:
+    """The elements of a table with rows of ``width``, column by column."""
+    return [element for at in range(width) for element in row_major[at::width]]

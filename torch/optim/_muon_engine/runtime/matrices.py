@@ -1,0 +1,84 @@
+"""The matrices of an optimizer on this rank."""
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Any
+
+from ..schedule.packs import Schedule
+from .params import Param, StepInputs
+
+
+class Status(IntEnum):
+    """The gradient of a matrix, as one of its holders sees it."""
+
+    PRESENT = 0
+    ABSENT = 1
+    # There is a gradient that this holder cannot use.
+    UNUSABLE = 2
+    # The holder stores no element of the parameter's matrix, so the holder cannot know.
+    EMPTY = 3
+
+
+class LocalMatrix:
+    """A matrix on this rank: its layout, its owner, its parameter, and the regions that this rank holds."""
+
+    def __init__(
+        self, schedule: Schedule, matrix_index: int, param: Param, rank: int
+    ) -> None:
+        self.index = matrix_index
+        self.layout = schedule.layouts[matrix_index]
+        self.owner = schedule.owners[matrix_index]
+        self.param_index = param.key.index
+        # The parameter group, whose hyperparameters the matrix has.
+        self.group = param.group
+        # The parameter and the matrix in it as it was before it was split or divided: this one has one gradient.
+        split, _ = param.form
+        parts = max(1, len(split.sizes))
+        self.source_of_gradient = param.key.index, self.layout.key.sub // parts
+        self.shard = self.layout.shards.of(rank)
+        # Whether this rank stores an element of ``source_of_gradient``, and so knows whether there is a gradient.
+        self.knows_gradient = not self.layout.shards.is_empty(rank)
+        # One replica of each shard sends it; one contribution to a sum receives the update.
+        self.sent = self.shard if schedule.is_source(matrix_index, rank) else ()
+        self.receives = schedule.receives(matrix_index, rank)
+        # On the owners of a divided matrix: what they compute together.
+        self.products: Any = None
+
+    @property
+    def described(self) -> str:
+        return self.layout.describe()
+
+    def status(self, inputs: StepInputs) -> Status:
+        """The status of the gradient in this step, as this rank sees it."""
+        of_param = inputs.of(self.param_index)
+        if of_param.problem:
+            return Status.UNUSABLE
+        if not self.knows_gradient:
+            return Status.EMPTY
+        if of_param.user_gradient is None:
+            return Status.ABSENT
+        return Status.PRESENT
+
+    def applies(self, inputs: StepInputs) -> bool:
+        """Whether this rank applies the update. A rank with an empty shard does what the others do."""
+        return self.status(inputs) in (Status.PRESENT, Status.EMPTY)
+
+    def is_orthogonalized(self, inputs: StepInputs) -> bool:
+        """Whether the owner orthogonalizes it; always if it is divided, because other owners take part."""
+        return self.products is not None or self.applies(inputs)
+
+
+def matrices_of(
+    schedule: Schedule, params: Iterable[Param], rank: int
+) -> dict[int, LocalMatrix]:
+    """This rank's matrices in the buckets of ``schedule``, by their index there."""
+    by_index = {param.key.index: param for param in params}
+    matrices: dict[int, LocalMatrix] = {}
+    for bucket in schedule.buckets:
+        for index in bucket.matrices if rank in bucket.ranks else ():
+            param = by_index[schedule.layouts[index].key.index]
+            matrices[index] = LocalMatrix(schedule, index, param, rank)
+    known = {m.source_of_gradient for m in matrices.values() if m.knows_gradient}
+    for matrix in matrices.values():
+        matrix.knows_gradient = matrix.source_of_gradient in known
+    return matrices

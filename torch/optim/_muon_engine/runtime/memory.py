@@ -1,0 +1,54 @@
+"""The memory of a step, which keeps its addresses on CPUs and where the user asks for it."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Memory:
+    """Bytes for packs and for whole matrices. Unless ``keep``, they take a device's memory in a step only (MPS
+    cannot): entering this object allocates their storages, and leaving it frees them, as FSDP2 does. Views stay valid.
+    """
+
+    def __init__(self, device: torch.device, keep: bool) -> None:
+        self.device = device
+        self._is_freed = device.type not in ("cpu", "mps") and not keep
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        # Memory of CPUs that one matrix after another uses, by dtype.
+        self._scratch: dict[Any, Tensor] = {}
+
+    def zeros(self, nbytes: int) -> Tensor:
+        """A 1D tensor of ``nbytes`` bytes. Its storage may be empty between steps."""
+        # The ranks connect by sending it, and a debugging backend looks for NaN there.
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        self._storages.append((memory.untyped_storage(), nbytes))
+        return memory
+
+    def release(self, memory: Tensor) -> None:
+        """Forgets a tensor of :meth:`zeros`."""
+        pointer = memory.untyped_storage()._cdata
+        self._storages = [
+            (storage, nbytes)
+            for storage, nbytes in self._storages
+            if storage._cdata != pointer
+        ]
+
+    def scratch(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A tensor of ``shape`` on a CPU, valid until the next call."""
+        numel = math.prod(shape)
+        if like.dtype not in self._scratch or numel > len(self._scratch[like.dtype]):
+            self._scratch[like.dtype] = like.new_empty(numel)
+        return self._scratch[like.dtype][:numel].view(shape)
+
+    def __enter__(self) -> None:
+        for storage, nbytes in self._storages:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+
+    def __exit__(self, error: object, *traceback: object) -> None:
+        # A collective that failed may still write.
+        for storage, _ in self._storages if self._is_freed and error is None else ():
+            storage.resize_(0)

@@ -1,0 +1,156 @@
+"""The step of an engine that moves shards itself, in packed all-to-alls."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ..process_groups import Ranks
+from ..schedule.order import local_order, LocalWork, Phase, step_order
+from ..schedule.packs import Schedule, slots_for
+from .compute import MuonCompute
+from .executor import connect, drained, Executor, Progress
+from .matrices import matrices_of
+from .memory import Memory
+from .params import Param, StepInputs
+from .statuses import side_channel
+from .transport import InFlight, local_buckets
+
+
+class PackedStep:
+    """Runs the buckets of one rank, step after step, over memory that keeps its addresses.
+
+    ``params`` are in the order of their indices, and ``ordered`` has them in the order of all ranks. ``groups`` has
+    the process group of each set of ranks; None for this rank alone. ``serials`` has the number of this optimizer
+    among those over the same ranks, and ``overlapping`` those ranks that overlap others without containing them.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        params: Sequence[Param],
+        ordered: Sequence[Param],
+        groups: Mapping[Ranks, ProcessGroup | None],
+        serials: Mapping[Ranks, int],
+        overlapping: set[Ranks],
+        *,
+        rank: int,
+        device: torch.device,
+        prefetch_count: int,
+        keeps_buffers: bool,
+    ) -> None:
+        self.device = device
+        self.memory = Memory(device, keeps_buffers)
+        self.progress = Progress()
+        self._ordered = ordered
+        matrices = matrices_of(schedule, params, rank)
+        by_index = local_buckets(
+            schedule, matrices, rank, groups, self.memory, slots_for(prefetch_count)
+        )
+        self.buckets = list(by_index.values())
+        self._attach(schedule, matrices.values(), groups, rank)
+        self.side_channel = side_channel(
+            list(matrices.values()), groups, serials, overlapping, device
+        )
+        # The order of all ranks, and this rank's part of it.
+        self._groups = [bucket.ranks for bucket in schedule.buckets]
+        is_debugging = schedule.one_owner_at_a_time and prefetch_count == 0
+        self._order = step_order(self._groups, prefetch_count, is_debugging)
+        self._by_index = by_index
+        in_order_of_gathers = [
+            by_index[operation.bucket]
+            for operation in self._order
+            if operation.phase is Phase.GATHER and operation.bucket in by_index
+        ]
+        self.compute = MuonCompute(
+            in_order_of_gathers, params, rank, self.memory, self.progress
+        )
+        self._executor: Any = None
+        formulas = {param.group: param.formulas for param in params}
+        self._bind(
+            [formulas.get(group) for group in range(max(formulas, default=-1) + 1)]
+        )
+
+    def _attach(
+        self,
+        schedule: Schedule,
+        matrices: Any,
+        groups: Mapping[Ranks, ProcessGroup | None],
+        rank: int,
+    ) -> None:
+        """Adds what few optimizers need: other exchanges, and products of several owners."""
+        if any(local.bucket.node_size > 1 for local in self.buckets):
+            from .levels import attach_levels
+
+            attach_levels(self.buckets, schedule, groups, rank, self.device)
+        if any(local.planned_relays for local in self.buckets):
+            from .relays import attach_relays
+
+            attach_relays(self.buckets, groups, rank, self.memory)
+        if any(matrix.layout.block_of is not None for matrix in matrices):
+            from .divided import attach_products
+
+            attach_products(matrices, schedule, groups, rank, self.device)
+
+    @property
+    def awaits_statuses(self) -> bool:
+        """Whether ranks know how they differ before anything moves."""
+        return self.side_channel.awaits
+
+    @property
+    def where(self) -> str:
+        """The phase of the step that is running or failed; "" between steps."""
+        return str(self.progress)
+
+    @property
+    def _flights(self) -> list[InFlight]:
+        relays = [relay for bucket in self.buckets for relay in bucket.relays]
+        return [*self.side_channel.statuses, *self.buckets, *relays]
+
+    def share_statuses(self, step: int, inputs: StepInputs) -> str:
+        """Starts the side channel of the ``step``-th step. Returns how ranks differ, if it waits for the result."""
+        matrices = [m for s in self.side_channel.statuses for m in s.matrices]
+        self.progress.enter("statuses", matrices)
+        with drained(self._flights):
+            return self.side_channel.share(step, inputs)
+
+    def run(self, inputs: StepInputs) -> None:
+        """Makes a step in the one order of all ranks. DTensor's collectives for gradients come first."""
+        with drained(self._flights):
+            self._bind(inputs.formulas)
+            inputs.place_gradients(self._ordered)
+            self._executor.run(inputs)
+            self.side_channel.finish(inputs)
+        self.progress.enter("")
+
+    def mismatch(self) -> str:
+        """How ranks differed in the last step, if nobody knows yet. Waits."""
+        return self.side_channel.mismatch()
+
+    def connect(self) -> None:
+        """Uses every communicator once, while no other one is in use."""
+        starts: list[tuple[InFlight, Callable[[], None]]] = []
+        for statuses in self.side_channel.statuses:
+            starts.append((statuses, statuses.reduce))
+            if statuses.overlaps:
+                starts.append((statuses, statuses.reduce_flag))
+        for bucket in self.buckets:
+            starts += [(bucket, bucket.start_gather), (bucket, bucket.start_scatter)]
+            starts += [(relay, relay.start) for relay in bucket.relays]
+            for matrix in bucket.matrices:
+                if matrix.products is not None:
+                    starts.append((bucket, matrix.products.connect))
+        connect(starts, self.memory)
+
+    def _bind(self, formulas: Sequence[Any]) -> None:
+        """Makes this rank's list of operations, if the batches are different from those of the last step."""
+        if not self.compute.bind(formulas) and self._executor is not None:
+            return
+        work_of = {}
+        for index, bucket in self._by_index.items():
+            batches = self.compute.batches(bucket)
+            divided = sum(batch.matrices[0].products is not None for batch in batches)
+            work_of[index] = LocalWork(bucket, batches, divided, bucket.relays)
+        operations = local_order(self._order, self._groups, work_of)
+        self._executor = Executor(operations, self.compute, self.memory, self.progress)

@@ -1,0 +1,148 @@
+"""An optimizer's parameters on this rank, and what a step knows of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._muon_split import Split
+from ..layouts import dtensor, Key
+
+
+class Param:
+    """A parameter on this rank, as it was when the engine was built.
+
+    ``group`` is the index of its parameter group, and ``formulas`` (a MuonFormulas) has the group's options then.
+    """
+
+    def __init__(
+        self, index: int, tensor: Tensor, name: str | None, group: int, formulas: Any
+    ) -> None:
+        self.tensor = tensor
+        self.key = Key(index, 0, name)
+        # Its index when the optimizer got it, which the config's dicts count by.
+        self.config_index = index
+        self.group = group
+        self.formulas = formulas
+        # The properties that the layout is read from. Every step compares them.
+        self.traits = dtensor.traits_of(tensor)
+
+    @property
+    def described(self) -> str:
+        return self.key.describe(self.tensor.shape)
+
+    @property
+    def form(self) -> tuple[Split, bool]:
+        return self.formulas.form
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it took no gradients when the engine was built."""
+        return self.traits[0]
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is this parameter, and its layout is that of the build."""
+        return self.tensor is tensor and self.traits == dtensor.traits_of(tensor)
+
+    def check_form(self, formulas: Any) -> None:
+        if self.form != formulas.form:
+            raise ValueError(
+                f"split or flatten of {self.described} was {self.form}, and is now {formulas.form}: set it back, or build a new Muon"
+            )
+
+
+class ParamInputs:
+    """A parameter's tensors in one step: this rank's parts of the parameter, of its momentum and of its gradient."""
+
+    __slots__ = ("gradient", "local", "momentum", "param", "problem", "user_gradient")
+
+    def __init__(self, param: Param, gradient: Tensor | None, state: Any) -> None:
+        """Makes a missing momentum buffer in ``state``, and replaces one that does not fit."""
+        tensor = param.tensor
+        buffer = state.get("momentum_buffer")
+        if buffer is None:
+            buffer = _new_momentum(tensor, gradient)
+        else:
+            buffer = dtensor.fitting_momentum(tensor, buffer, param.described)
+        state["momentum_buffer"] = buffer
+        self.param = param
+        self.local = dtensor.local_part(tensor)
+        self.momentum = dtensor.local_part(buffer)
+        # As the user set it, and this rank's part of it, placed like the parameter.
+        self.user_gradient = gradient
+        self.gradient: Tensor | None = None
+        # Why the gradient cannot be used.
+        self.problem = ""
+        if gradient is not None:
+            self.problem = dtensor.problem_with(tensor, gradient)
+
+    @property
+    def start_of_lerp(self) -> Tensor:
+        """First operand of the Nesterov lerp; without a gradient the momentum, which makes it a no-op."""
+        return self.momentum if self.gradient is None else self.gradient
+
+    def place_gradient(self, flatten: bool) -> None:
+        """Sets ``gradient``: placed like the parameter, if need be by a collective of DTensor's, and in the dtype of
+        the momentum.
+        """
+        if self.user_gradient is None or self.problem:
+            return
+        dtype = self.momentum.dtype
+        gradient = dtensor.local_gradient(self.param.tensor, self.user_gradient, dtype)
+        self.gradient = gradient.contiguous() if flatten else gradient
+
+
+def _new_momentum(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    dtype = dtensor.gradient_dtype(tensor)
+    if dtype is None:
+        dtype = tensor.dtype if gradient is None else gradient.dtype
+    zeros = torch.zeros_like(dtensor.local_part(tensor), dtype=dtype)
+    return dtensor.like_param(tensor, zeros)
+
+
+class StepInputs:
+    """The values of one step: the hyperparameters of each parameter group, and each parameter's tensors."""
+
+    def __init__(
+        self, formulas: Sequence[Any], params: Sequence[ParamInputs | None]
+    ) -> None:
+        # A MuonFormulas for each parameter group.
+        self.formulas = formulas
+        # By the index of the parameter; None for a frozen one.
+        self._params = params
+        self.trained = [inputs for inputs in params if inputs is not None]
+        self.problems = [
+            f"{inputs.param.described}: {inputs.problem}"
+            for inputs in self.trained
+            if inputs.problem
+        ]
+        # Whether every parameter has a gradient that can be used.
+        self.is_complete = not self.problems and all(
+            inputs.user_gradient is not None for inputs in self.trained
+        )
+
+    def of(self, param_index: int) -> ParamInputs:
+        """The tensors of a parameter that takes gradients."""
+        inputs = self._params[param_index]
+        if inputs is None:
+            raise KeyError(param_index)
+        return inputs
+
+    def place_gradients(self, order: Sequence[Param]) -> None:
+        """Brings gradients to the placements of their parameters. All ranks have one ``order`` of parameters."""
+        for param in order:
+            if not param.frozen:
+                flatten = self.formulas[param.group].flatten
+                self.of(param.key.index).place_gradient(flatten)
+
+    def accumulate(self, group: int, param_indices: Sequence[int]) -> None:
+        """Takes the gradients of parameters of one group into their momentum."""
+        momenta, gradients = [], []
+        for index in param_indices:
+            inputs = self.of(index)
+            if inputs.gradient is not None:
+                momenta.append(inputs.momentum)
+                gradients.append(inputs.gradient)
+        if momenta:
+            self.formulas[group].accumulate(momenta, gradients)
