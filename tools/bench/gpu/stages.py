@@ -342,7 +342,7 @@ def _exchange(rank: int, world: int, job: Any) -> dict[str, tuple[int, float]]:
 
 
 def tests(machine: Machine) -> Found:
-    """The classes for GPUs. Ranks that find too few GPUs share them, over gloo."""
+    """The classes for GPUs."""
     missing = [n for n in ("pytest", "expecttest", "numpy") if find_spec(n) is None]
     if missing:
         raise NotRun(f"{sys.executable} has no {', '.join(missing)}.")
@@ -350,7 +350,7 @@ def tests(machine: Machine) -> Found:
     chosen = [str(path) for path in sorted(paths) if "GPU" in path.read_text()]
     words = ["-rs", "-p", "no:cacheprovider", "-k", "OnGPU or OnOneGPU", *chosen]
     command = [sys.executable, "-m", "pytest", "--durations=5", *words]
-    text = output(command, machine.seconds, MUON_TEST_SHARE_GPU="1")
+    text = output(command, machine.seconds)
     if " passed" not in text:
         raise NotRun(text)
     return Found([text], {"outcome": text.splitlines()[-1].strip("= ")})
