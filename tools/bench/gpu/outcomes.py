@@ -1,0 +1,33 @@
+"""A plugin of pytest that writes the outcome of each test when it ends, so that a run that is cut off loses none.
+
+``MUON_TEST_OUTCOMES`` names the file. Each line has one outcome in JSON. A test that began and did not end has the
+outcome "running" alone.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def _write(test: str, outcome: str, seconds: float = 0.0, text: str = "") -> None:
+    line = {"test": test, "outcome": outcome, "seconds": seconds, "text": text}
+    with Path(os.environ["MUON_TEST_OUTCOMES"]).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _write(nodeid, "running")
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    # The phases before and after a test only tell something if they do not pass.
+    if report.when != "call" and report.passed:
+        return
+    text = ""
+    if report.failed:
+        captured = [f"--- {title} ---\n{words}" for title, words in report.sections]
+        text = "\n".join([report.longreprtext, *captured])
+    elif report.skipped and isinstance(report.longrepr, tuple):
+        _, _, text = report.longrepr
+    _write(report.nodeid, report.outcome, report.duration, text)
