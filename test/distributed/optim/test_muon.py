@@ -37,7 +37,10 @@ from torch.testing._internal.common_distributed import (
     skip_if_lt_x_gpu,
 )
 from torch.testing._internal.distributed._muon import common_modules, common_muon
-from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
+from torch.testing._internal.distributed._muon.common_config import (
+    FUNCTIONAL,
+    NewtonSchulzCalls,
+)
 from torch.testing._internal.distributed._muon.common_modules import (
     data_parallel,
     make_model,
@@ -52,6 +55,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     mesh_of,
     OnCPU,
     OnGPUs,
+    place,
     R,
     S0,
     S1,
@@ -61,6 +65,12 @@ from torch.testing._internal.distributed._muon.common_muon import (
     Twins,
     with_process_group,
 )
+
+
+try:
+    from torch.optim import functional
+except ImportError:
+    functional = None
 
 
 # Even for eight processes, uneven, and fewer rows than processes.
@@ -588,6 +598,34 @@ from torch.testing._internal.distributed._muon import common_muon
 from torch.testing._internal.common_utils import TEST_CUDA
 print(TEST_CUDA)
 """
+
+
+class TestMuonFunctional(Tests, OnCPU):
+    """``torch.optim.functional.muon``, which torch 2.15 made public, is the overlay's."""
+
+    world_size = 2
+
+    @unittest.skipUnless(hasattr(functional, "muon"), "this torch has none")
+    def test_public_function(self):
+        placed = specs(mesh_of(self.world_size), [(S0,), (S1,), (R,)])
+        wholes, lists = {}, {}
+        for number, kind in enumerate(("parameters", "gradients", "momenta")):
+            wholes[kind] = [
+                full(10 * i + number, spec.shape) for i, spec in enumerate(placed)
+            ]
+            lists[kind] = [place(w, spec) for w, spec in zip(wholes[kind], placed)]
+        starts = [whole.clone() for whole in wholes["parameters"]]
+        config = create_dtensor_config()
+        for _ in range(2):
+            functional.muon(*lists.values(), distributed_config=config, **FUNCTIONAL)
+            functional.muon(*wholes.values(), **FUNCTIONAL)
+        with self.everywhere():
+            for kind in wholes:
+                for found, whole, spec in zip(lists[kind], wholes[kind], placed):
+                    piece = common_muon.piece_of(whole, spec)
+                    self.assertTrue(torch.equal(common_muon.local(found), piece), kind)
+            for start, whole in zip(starts, wholes["parameters"]):
+                self.assertFalse(torch.equal(start, whole))
 
 
 class TestMuonProcesses(common_utils.TestCase):
