@@ -1,13 +1,17 @@
-"""A plugin of pytest that writes the outcome of each test when it ends, so that a run that is cut off loses none.
+"""A plugin of pytest that bounds each test, and writes its outcome when it ends. So a run that is cut off loses none.
 
-``MUON_TEST_OUTCOMES`` names the file. Each line has one outcome in JSON. A test that began and did not end has the
-outcome "running" alone.
+``MUON_TEST_SECONDS`` is the limit of a test. ``MUON_TEST_OUTCOMES`` names the file, whose lines have an outcome each, in
+JSON. A test that began and did not end has the outcome "running" alone.
 """
 
 import json
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 def _write(test: str, outcome: str, seconds: float = 0.0, text: str = "") -> None:
@@ -18,6 +22,22 @@ def _write(test: str, outcome: str, seconds: float = 0.0, text: str = "") -> Non
 
 def pytest_runtest_logstart(nodeid: str) -> None:
     _write(nodeid, "running")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    seconds = int(os.environ["MUON_TEST_SECONDS"])
+
+    def end(number: int, frame: Any) -> None:
+        raise TimeoutError(f"{item.nodeid} took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def pytest_runtest_logreport(report: Any) -> None:

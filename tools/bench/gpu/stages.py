@@ -40,6 +40,7 @@ from ..layouts import lay, lay_plain, local_of
 
 ROOT = Path(__file__).parents[3]
 OURS, OTHERS = "ours-1-quintic", ("stock", "adamw", "fused")
+TEST_LIMIT = 90  # seconds of one test
 WARM = 3  # steps: the first makes all state, and libraries choose their kernels
 
 
@@ -401,30 +402,51 @@ class Replay:
             self.step = recorded.replay
 
 
-def _graph(rank: int, world: int, job: step.Job) -> dict[str, Any]:
-    results, found = [], {}
-    for how in ("step", "replay"):
-        laid = lay(job.layout, job.workload, world, job.device)
-        starts = [local_of(param).clone() for param in laid.params]
-        lr = torch.tensor(LR, device=job.device)
-        config = create_dtensor_config(keep_buffers=True)
-        options = {"momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
-        muon = Muon(laid.params, lr=lr, distributed_config=config, **options)
-        with _side_stream(job.device):
-            for _ in range(WARM):
-                muon.step()
-        stepped = Replay(muon, job.device) if how == "replay" else muon
-        found[how] = _host_and_device(stepped, job)
-        results.append([local_of(param).clone() for param in laid.params])
-    found["parameters"] = len(laid.params)
-    found["equal"] = _number_of_equal(*results)
-    found["moved"] = len(starts) - _number_of_equal(starts, results[1])
+class Trained(NamedTuple):
+    """Parameters after steps, or after replays, and what they were before."""
+
+    starts: list[Tensor]
+    ends: list[Tensor]
+    times: tuple[float, float]
+    # With a learning rate of 0, one more step.
+    after_zero_lr: list[Tensor]
+
+
+def _trained(job: step.Job, world: int, how: str) -> Trained:
+    laid = lay(job.layout, job.workload, world, job.device)
+
+    def values() -> list[Tensor]:
+        return [local_of(param).clone() for param in laid.params]
+
+    starts = values()
+    lr = torch.tensor(LR, device=job.device)
+    config = create_dtensor_config(keep_buffers=True)
+    options = {"momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
+    muon = Muon(laid.params, lr=lr, distributed_config=config, **options)
+    with _side_stream(job.device):
+        for _ in range(WARM):
+            muon.step()
+    stepped = Replay(muon, job.device) if how == "replay" else muon
+    times = _host_and_device(stepped, job)
+    ends = values()
     lr.zero_()
     stepped.step()
     fleet.synchronize(job.device)
-    now = [local_of(param) for param in laid.params]
-    found["moved_without_lr"] = len(now) - _number_of_equal(now, results[1])
-    return found
+    return Trained(starts, ends, times, values())
+
+
+def _graph(rank: int, world: int, job: step.Job) -> dict[str, Any]:
+    expected = _trained(job, world, "step")
+    found = _trained(job, world, "replay")
+    count = len(found.starts)
+    return {
+        "parameters": count,
+        "step": expected.times,
+        "replay": found.times,
+        "equal": _number_of_equal(expected.ends, found.ends),
+        "moved": count - _number_of_equal(found.starts, found.ends),
+        "moved_without_lr": count - _number_of_equal(found.ends, found.after_zero_lr),
+    }
 
 
 @contextlib.contextmanager
@@ -551,15 +573,21 @@ def tests(machine: Machine) -> Found:
     return run_tests(machine, ["-k", "OnGPU or OnOneGPU or OnSharedGPU", *chosen])
 
 
-def run_tests(machine: Machine, words: list[str]) -> Found:
+def run_tests(machine: Machine, words: list[str], limit: int = TEST_LIMIT) -> Found:
+    """Runs pytest, and tells each outcome when the test ends.
+
+    Args:
+        limit: the seconds of one test. Those of its ranks are fewer, so that their traces are told.
+    """
     path = machine.folder / "outcomes.jsonl"
     path.unlink(missing_ok=True)
+    variables = {"MUON_TEST_OUTCOMES": str(path), "MUON_TEST_SECONDS": str(limit)}
     command = [sys.executable, "-m", "pytest", "-p", "tools.bench.gpu.outcomes"]
     command += ["-p", "no:cacheprovider", "--tb=short", *words]
     lines: list[dict[str, Any]] = []
     found, code = Found([], {}), None
     with tempfile.TemporaryFile("w+") as file:
-        with started(command, file, MUON_TEST_OUTCOMES=str(path)) as process:
+        with started(command, file, **variables) as process:
             while code is None and machine.seconds > 0:
                 code = process.poll()
                 written = path.read_text().split("\n")[:-1] if path.exists() else []
@@ -582,7 +610,7 @@ def run_tests(machine: Machine, words: list[str]) -> Found:
         raise CutOff(f"The time is over. The end of pytest's output:\n{text[-2000:]}")
     counts = Counter(outcome for outcome, _ in found.values.values())
     if code or counts["failed"]:
-        raise fleet.Failed(f"pytest: exit code {code}\n{text[-2000:]}")
+        raise fleet.Failed(f"{text[-1000:]}\npytest ended with exit code {code}")
     if not counts["passed"]:
         raise NotRun("No test ran.")
     return found
