@@ -21,7 +21,7 @@ LAST = 20  # lines of a traceback or of a program's output
 
 
 class Page:
-    """What the stages have found so far, and its two files."""
+    """The findings of all stages so far, in two files."""
 
     def __init__(self, folder: Path, about: str) -> None:
         self.folder, self.about = folder, about

@@ -451,7 +451,7 @@ def _graph(rank: int, world: int, job: step.Job) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _side_stream(device: str) -> Iterator[None]:
-    """What runs before a recording must not run on the default stream."""
+    """CUDA wants the steps before a recording on another stream than the default one."""
     if device != "cuda":
         yield
         return
