@@ -116,8 +116,8 @@ def pytest_collection_finish():
     torch.set_num_threads(1)
     if sys.platform != "linux":
         return
-    if torch.accelerator.is_available():
-        return  # A server that has used a device bars its forks from the device.
+    # Imports ask for the devices. A server that has asked CUDA, and not NVML, bars its forks from them.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     turns = {}
 
     def started():

@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("torch.optim.muon", reason="the interpreter's torch has no overlay")
 
 import torch
-from tools.bench import cli
+from tools.bench import cli, contestants, engine_view
 from tools.bench.gpu import __main__ as gpu, stages
+from tools.bench.layouts import lay_plain
 
 
 def sleep(rank, world, job):
@@ -33,7 +34,10 @@ def test_every_stage_and_the_constants_of_the_simulator(tmp_path, capsys):
     assert states == {**expected, "tests": "not run"}, page
     for name, state in states.items():
         assert f"\n## {name}: {state}, " in page
-    assert " skipped, " in found["stages"]["tests"]["texts"][0]
+    summary, skipped, reason = found["stages"]["tests"]["texts"]
+    assert summary.endswith(" skipped")
+    assert "skipped (Need at least 1 CUDA device)" in skipped
+    assert reason == "No test ran."
 
     values = {name: stage["values"] for name, stage in found["stages"].items()}
     # Half of three pairs of matrices: momentum in float32; in bfloat16, a rank sends half of that half to
@@ -43,6 +47,14 @@ def test_every_stage_and_the_constants_of_the_simulator(tmp_path, capsys):
     assert of_step["ours-1-quintic"][3] == of_step["stock"][3] == 4 * half
     assert values["exchange"]["those of a step"][0] == 2 * half
     assert values["trace"]["cpu_op"] > 0
+    assert list(values["host"]["tiny"]["FSDP2"]) == list(of_step)
+    recorded = values["graph"]["tiny"]
+    parts = "parameters", "equal", "moved", "moved_without_lr"
+    assert [recorded[part] for part in parts] == [6, 6, 6, 0]
+    # Of float32: reads and writes of a parameter and its momentum, reads of the gradient, and in bfloat16 a write of
+    # the matrix and a read of the update.
+    least = [nbytes for nbytes, _ in values["passes"]["passes"].values()]
+    assert least == [14 * 2 * half, 10 * 2 * half, 24 * 2 * half]
     assert (tmp_path / "trace.json.gz").exists()
 
     what = ["scale", "--only", "GPT-2 124M, FSDP, 8 ranks"]
@@ -54,6 +66,37 @@ def test_every_stage_and_the_constants_of_the_simulator(tmp_path, capsys):
     assert capsys.readouterr().out == here
     assert cli.main(what) == 0
     assert capsys.readouterr().out != here
+
+
+def test_page_of_performance_has_each_stage():
+    page = (stages.ROOT / "docs/performance.md").read_text()
+    for stage in stages.STAGES:
+        assert f"\n| {stage.__name__} | " in page
+    assert sum(stages.STAGES.values()) < 15 * 60
+    assert "at most 15 minutes" in page
+
+
+def test_passes_are_those_of_a_step():
+    """With the identity for Newton-Schulz, they move parameters and momentum as a step does."""
+    laid, other = (lay_plain("tiny") for _ in range(2))
+    for param, start in zip(other.params, laid.params):
+        param.data.copy_(start)
+        param.grad.copy_(start.grad)
+    muons = [contestants.make("ours-1-quintic", each) for each in (laid, other)]
+    for _ in range(2):
+        with engine_view.without_newton_schulz():
+            muons[0].step()
+    with engine_view.without_newton_schulz():
+        muons[1].step()
+    before, after = engine_view.passes(muons[1])
+    before()
+    after()
+    for param, theirs in zip(laid.params, other.params):
+        assert torch.equal(param, theirs)
+        momenta = [
+            muon.state[p]["momentum_buffer"] for muon, p in zip(muons, (param, theirs))
+        ]
+        assert torch.equal(*momenta)
 
 
 def test_a_stage_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch):
@@ -69,11 +112,82 @@ def test_a_stage_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch):
     def runs(machine):
         return stages.Found(["ran"], {})
 
-    plan = {fails: 9, hangs: 1, hangs_outside: 0.5, runs: 9}
+    def tells_first(machine):
+        machine.tell(stages.Found(["known"], {"a": 1}, {"peak_flops": 2.0}))
+        raise RuntimeError("later")
+
+    plan = {tells_first: 9, fails: 9, hangs: 1, hangs_outside: 0.5, runs: 9}
     monkeypatch.setattr(gpu, "STAGES", plan)
     assert gpu.main([str(tmp_path)]) == 1
     found = json.loads((tmp_path / "gpu.json").read_text())["stages"]
-    assert [s["state"] for s in found.values()] == ["failed"] * 3 + ["done"]
+    assert [s["state"] for s in found.values()] == ["failed"] * 4 + ["done"]
+    told = found.pop("tells_first")
+    assert (told["texts"][0], told["values"]) == ("known", {"a": 1})
+    assert told["texts"][1].endswith("RuntimeError: later")
     ends = "RuntimeError: of this stage", "took more than 1 s", "none after 0 s\nbegun"
     for stage, end in zip(found.values(), ends):
         assert stage["texts"][0].endswith(end)
+
+
+def test_a_command_that_is_ended_has_written_what_it_knew(tmp_path, monkeypatch):
+    def is_ended(machine):
+        machine.tell(stages.Found(["known"], {}))
+        # A kill that cannot be handled would leave this.
+        page = json.loads((tmp_path / "gpu.json").read_text())["stages"]["is_ended"]
+        assert (page["state"], page["texts"]) == ("running", ["known"])
+        raise SystemExit(143)
+
+    monkeypatch.setattr(gpu, "STAGES", {is_ended: 9})
+    with pytest.raises(SystemExit):
+        gpu.main([str(tmp_path)])
+    page = (tmp_path / "gpu.md").read_text()
+    assert "## is_ended: cut off, " in page
+    assert "```\nknown\n```" in page
+
+
+TESTS = """
+import time
+
+def test_passes():
+    pass
+
+def test_fails():
+    print("printed")
+    raise RuntimeError("of this test")
+
+def test_takes_long():
+    time.sleep(600)
+
+def test_comes_after():
+    pass
+"""
+
+
+def test_tests_that_are_cut_off_leave_their_outcomes(tmp_path, monkeypatch, capsys):
+    """pytest printed the texts of three failures at its end, which never came."""
+    file = tmp_path / "test_it.py"
+    file.write_text(TESTS)
+
+    def cut(machine):
+        return stages.run_tests(machine, [str(file)])
+
+    def whole(machine):
+        return stages.run_tests(machine, [str(file)], limit=2)
+
+    monkeypatch.setattr(gpu, "STAGES", {cut: 20, whole: 60})
+    assert gpu.main([str(tmp_path)]) == 1
+    printed, _, _ = capsys.readouterr().out.partition("cut: cut off")
+    assert "RuntimeError: of this test" in printed
+    found = json.loads((tmp_path / "gpu.json").read_text())["stages"]
+    assert [stage["state"] for stage in found.values()] == ["cut off", "failed"]
+    words, table, failure, reason = found["cut"]["texts"]
+    assert words == "1 failed, 1 passed, 1 running"
+    assert ("test_takes_long" in table, "test_comes_after" in table) == (True, False)
+    assert "RuntimeError: of this test" in failure
+    assert "printed" in failure
+    assert reason.startswith("The time is over.")
+    words, _, failure, too_long, reason = found["whole"]["texts"]
+    assert words == "2 failed, 2 passed"
+    assert "RuntimeError: of this test" in failure
+    assert "test_takes_long took more than 2 s" in too_long
+    assert reason.endswith("pytest ended with exit code 1")

@@ -1,6 +1,7 @@
 """`rebuild`: a wheel's compiled parts, and upstream's editable build."""
 
 import os
+import shutil
 import sys
 
 import pytest
@@ -140,3 +141,42 @@ def test_source_runs_upstreams_command(there, small_wheel, tool, tmp_path):
     assert record.read_text() == f"{there.root} 0 {command}\n"
     assert not (there.root / "torch/_C.so").exists()
     assert git_status(there.root) == ""
+
+
+def test_dry_run_shows_the_command_and_refuses_no_interpreter(
+    there, small_wheel, tool, tmp_path
+):
+    """It printed no command, and took an interpreter that does not exist."""
+    parts.lend(there.tree, small_wheel)
+    before = snapshot(there.root)
+    python = script(tmp_path / "python", "exit 1\n")
+    words = ("rebuild", "--checkout", there.root, "--mode", "source")
+    shown = tool(*words, "--python", python, "--dry-run").out.splitlines()
+    command = f"{python} -m pip install --no-build-isolation -v -e ."
+    removes = "would remove the compiled parts of another torch"
+    assert shown == [removes, f"would run cd {there.root} && {command}"]
+    for mode in ("source", "wheel"):
+        for dry in ([], ["--dry-run"]):
+            done = tool(*words[:-1], mode, "--python", tmp_path / "missing", *dry)
+            fails(done, 2, f"{tmp_path / 'missing'}: no such interpreter")
+    assert snapshot(there.root) == before
+
+
+def test_both_modes_take_python_on_path(
+    there, small_wheel, tool, tmp_path, monkeypatch
+):
+    folder = tmp_path / "active"
+    script(folder / "python", f'exec "{small_wheel.python}" "$@"\n')
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "git").symlink_to(shutil.which("git"))
+    shown = {}
+    for place in (folder, tmp_path / "empty"):
+        monkeypatch.setenv("PATH", f"{place}:{tools}")
+        for mode in ("source", "wheel"):
+            words = ("rebuild", "--checkout", there.root, "--mode", mode, "--dry-run")
+            shown[place.name, mode] = tool(*words)
+    assert f"{folder}/python -m pip" in shown["active", "source"].out
+    assert f"compiled parts of {small_wheel.words}" in shown["active", "wheel"].out
+    for mode in ("source", "wheel"):
+        fails(shown["empty", mode], 2, "no python on PATH")

@@ -16,7 +16,7 @@ from .layouts import Laid, local_of, Shape
 LR, WEIGHT_DECAY, MOMENTUM = 1e-3, 0.1, 0.95
 OPTIONS = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 IMPLEMENTATIONS = {
-    "ours": "Muon(distributed_config=...); ours-p-a has prefetch_count=p and ns_algorithm=a",
+    "ours": "Muon(distributed_config=...); ours-p-a has prefetch_count=p and ns_algorithm=a, ours-p-a-foreach foreach=True",
     "stock": "the Muon that the overlay replaced, on the same parameters",
     "allgather": "bf16 all-gather of each matrix, Newton-Schulz of all on every rank",
     "adamw": "AdamW(foreach=True)",
@@ -34,12 +34,15 @@ def make(
 ) -> "Optimizer | AllGatherMuon":
     """The optimizer ``name``. ``ours`` has read the layouts already."""
     if name.startswith("ours"):
-        _, prefetch, *algorithm = name.split("-")
+        _, prefetch, *rest = name.split("-")
+        algorithm = rest[0] if rest else "quintic"
+        foreach = True if "foreach" in rest else None
         return Muon(
             laid.params,
             momentum=MOMENTUM,
             distributed_config=laid.make_config(int(prefetch)),
-            ns_algorithm=(algorithm or ["quintic"])[0],
+            ns_algorithm=algorithm,
+            foreach=foreach,
             **OPTIONS,
         )
     if name == "stock":

@@ -3,13 +3,18 @@
 import math
 import time
 import timeit
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.optim import _muon_formulas, _newton_schulz as ns, Muon
 from torch.optim._muon_engine import describe
 from torch.optim._muon_engine.layouts import Region
 from torch.optim._muon_engine.schedule.packs import Schedule
+
+from .layouts import local_of
 
 
 def all_to_alls(optimizer: Muon) -> list[tuple]:
@@ -67,9 +72,51 @@ def planning_and_packing(groups: list[dict], config: object) -> list[float]:
     muon = Muon(groups, distributed_config=config)
     muon._engine._make_runner()
     planned = time.thread_time() - began
-    with mock.patch.object(_muon_formulas, "newton_schulz", lambda x, *_, **__: x):
+    with without_newton_schulz():
         steps = timeit.repeat(muon.step, timer=time.thread_time, number=1)
     return [planned, min(steps)]
+
+
+def without_newton_schulz() -> Any:
+    """A context in which a step has all but the products of Newton-Schulz."""
+    return mock.patch.object(_muon_formulas, "newton_schulz", lambda x, *_, **__: x)
+
+
+def passes(optimizer: Muon) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The passes of a step before and after Newton-Schulz over plain storage, in the batches of a step.
+
+    They have the phases of the formulas, and the copy to and from the batch.
+    """
+    (group,) = optimizer.param_groups
+    formulas = _muon_formulas.MuonFormulas.of_group(group)
+    by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+    for param in group["params"]:
+        by_shape.setdefault(tuple(param.shape), []).append(param)
+    batches = []
+    for shape, params in by_shape.items():
+        size = batch_size(shape)
+        for first in range(0, len(params), size):
+            batch = params[first : first + size]
+            momenta = [optimizer.state[p]["momentum_buffer"] for p in batch]
+            stored = [
+                [local_of(tensor) for tensor in tensors]
+                for tensors in (batch, [p.grad for p in batch], momenta)
+            ]
+            whole = torch.zeros_like(torch.stack(stored[0]), dtype=ns.NS_DTYPE)
+            batches.append((shape, *stored, list(whole.unbind())))
+
+    @torch.no_grad()
+    def before() -> None:
+        for _, _, grads, momenta, wholes in batches:
+            formulas.accumulate(momenta, grads)
+            torch._foreach_copy_(wholes, list(formulas.prepare(momenta, grads)))
+
+    @torch.no_grad()
+    def after() -> None:
+        for shape, params, _, _, wholes in batches:
+            formulas.apply(params, wholes, shape)
+
+    return before, after
 
 
 def described(schedule: Schedule, rank: int, prefetch: int) -> tuple[str, int]:

@@ -23,12 +23,16 @@ from torch.optim.muon import (
 from tools.bench.models import MODELS, Shape
 
 
-MakeConfig = Callable[[int], DistributedConfig]
+MakeConfig = Callable[[int], DistributedConfig | None]
+SMALL_BLOCK: list[Shape] = [(64, 64)] * 4 + [(176, 64), (176, 64), (64, 176)]
 # The shapes are (out, in), as torch.nn.Linear holds its weight.
 WORKLOADS: dict[str, list[Shape]] = {
     "pairs": [(512, 512), (512, 2048)] * 12,
     "gpt2": [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12,
     "llama1b": MODELS["Llama 3.2 1B"].shapes,
+    # A block's attention and feed-forward network. Models of 16 and 80 blocks have as many matrices.
+    "small112": SMALL_BLOCK * 16,
+    "small560": SMALL_BLOCK * 80,
     "fused": [(1536, 1536)] * 8,  # for ``splits``
     "square": [(64, 64)] * 16,  # for ``check``
     "tiny": [(32, 64), (64, 64), (64, 32)] * 2,  # for tests
@@ -57,17 +61,31 @@ def fits(layout: str, world: int) -> bool:
 
 def lay(layout: str, workload: str, world: int, device: str = "cpu") -> Laid:
     """Makes random parameters with random gradients, equal on all replicas."""
-    shapes = WORKLOADS[workload]
-    how = {"bias": False, "device": device}
-    linears = nn.ModuleList(nn.Linear(c, r, **how) for r, c in shapes)
+    linears = _linears(workload, device)
     make_config = _wrap(layout, linears, world, device)
     torch.manual_seed(0 if layout in ("hsdp", "ddp") else dist.get_rank())
+    return Laid(WORKLOADS[workload], _random_parameters(linears), make_config)
+
+
+def lay_plain(workload: str, device: str = "cpu") -> Laid:
+    """Plain parameters of this rank alone, for optimizers without a config."""
+    linears = _linears(workload, device)
+    params = _random_parameters(linears)
+    return Laid(WORKLOADS[workload], params, lambda prefetch: None)
+
+
+def _linears(workload: str, device: str) -> nn.ModuleList:
+    how = {"bias": False, "device": device}
+    return nn.ModuleList(nn.Linear(c, r, **how) for r, c in WORKLOADS[workload])
+
+
+def _random_parameters(linears: nn.ModuleList) -> list[nn.Parameter]:
     params = list(linears.parameters())
     for param in params:
         local_of(param).normal_()
         param.grad = torch.empty_like(param)
         local_of(param.grad).normal_()
-    return Laid(shapes, params, make_config)
+    return params
 
 
 def local_of(tensor: Tensor) -> Tensor:

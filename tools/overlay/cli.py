@@ -3,6 +3,7 @@
 import argparse
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections import Counter
@@ -220,27 +221,38 @@ def _change(args: argparse.Namespace, done: str, nothing: str, **more: bool) -> 
 def _rebuild(args: argparse.Namespace) -> None:
     """Make a checkout importable.
 
-    source: upstream's editable build by --python (default: python on PATH).
-    wheel: the compiled parts of the torch of --python (default: the environment's) of the
-    same version; no compiler is needed, and `revert` removes them.
+    Both modes take the interpreter of --python (default: python on PATH, that of the active environment).
+    source: upstream's editable build, into the environment of the interpreter.
+    wheel: the compiled parts of its torch, which has the checkout's version; no compiler is needed, and
+    `revert` removes them.
     """
     checkout = Checkout(args.checkout or ".")
-    if args.dry_run:
-        print(f"would rebuild {checkout.words} in mode {args.mode}")
-        return
     tree = checkout.tree
-    with checkout.held():
-        if args.mode == "source":
-            parts.remove(tree)
-            python = find_interpreter(args.python or "python")
-            pip = "pip install --no-build-isolation -v -e ."
-            env.run_tool(python, pip.split(), tree.root)
+    if not args.python and not shutil.which("python"):
+        raise WrongTarget(
+            "no python on PATH: activate an environment, or pass --python EXE"
+        )
+    python = find_interpreter(args.python or "python")
+    if args.mode == "source":
+        build = ["pip", "install", "--no-build-isolation", "-v", "-e", "."]
+        if args.dry_run:
+            if parts.are_lent(tree):
+                print("would remove the compiled parts of another torch")
+            command = shlex.join([str(python), "-m", *build])
+            print(f"would run cd {tree.quoted} && {command}")
             return
-        python = args.python or env.existing_python(ROOT)
-        wheel = find_wheel(python, with_path=bool(args.python))
-        here, there = map(str, (checkout.version, wheel.version))
-        if versions.release(there) != versions.release(here):
-            raise WrongTarget(f"{wheel.words} is not of the same version: {here}")
+        with checkout.held():
+            parts.remove(tree)
+            env.run_tool(python, build, tree.root)
+        return
+    wheel = find_wheel(python)
+    here, there = map(str, (checkout.version, wheel.version))
+    if versions.release(there) != versions.release(here):
+        raise WrongTarget(f"{wheel.words} is not of the same version: {here}")
+    if args.dry_run:
+        print(f"would take the compiled parts of {wheel.words} into {checkout.words}")
+        return
+    with checkout.held():
         with wheel.held():
             print(f"import torch gives {parts.lend(tree, wheel)}\nuse it:")
         test = f" {TEST}" * (tree.root / TEST).is_file()

@@ -55,10 +55,14 @@ def lend(tree: Worktree, wheel: Wheel) -> str:
         raise
 
 
+def are_lent(tree: Worktree) -> bool:
+    return (tree.git_dir / RECORD).is_file()
+
+
 def remove(tree: Worktree) -> int:
     """Remove them again; files that were rebuilt since stay."""
     count, record = 0, tree.git_dir / RECORD
-    lent = json.loads(record.read_bytes()) if record.is_file() else {}
+    lent = json.loads(record.read_bytes()) if are_lent(tree) else {}
     for rel, stat in lent.items():
         path = tree.root / rel
         files.scratch(path).unlink(missing_ok=True)

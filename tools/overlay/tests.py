@@ -55,7 +55,7 @@ def run_elsewhere(python: str, words: list[str], root: Path) -> int:
 
     It installs no package, and writes nothing into that torch, which may be read-only, come
     by PYTHONPATH, or belong to running jobs: the words get a folder with that torch as
-    links, and with the overlay's files. Ranks that find too few GPUs share them, over gloo.
+    links, and with the overlay's files.
     """
     target = find_wheel(python)
     if "pytest" in words:
@@ -77,5 +77,4 @@ def run_elsewhere(python: str, words: list[str], root: Path) -> int:
             print(f"warning: {line}", file=sys.stderr)
         paths = plain_environment(with_path=True).get("PYTHONPATH", "")
         path = f"{place}{os.pathsep}{paths}".rstrip(os.pathsep)
-        shared = {"PYTHONPATH": path, "MUON_TEST_SHARE_GPU": "1"}
-        return env.run_in(target.python, words, root, shared)
+        return env.run_in(target.python, words, root, {"PYTHONPATH": path})

@@ -1,11 +1,15 @@
 # Owner(s): ["oncall: distributed"]
 """torch.optim.Muon with a distributed_config: each kind of parallelism against one process.
 
-Each class runs on a CPU over gloo. Its ``...OnGPUs`` class runs the same tests over NCCL.
+Each class runs on a CPU over gloo. Its ``...OnGPUs`` class runs the same tests over NCCL. On a single GPU, NCCL has one
+rank, and four ranks that share the GPU test over gloo what Muon sends.
 """
 
 import os
+import subprocess
+import sys
 import time
+import unittest
 from itertools import product
 from unittest import mock
 
@@ -28,9 +32,15 @@ from torch.optim.muon import (
     detect_tp_dims_from_model,
 )
 from torch.testing._internal import common_utils
-from torch.testing._internal.common_distributed import MultiProcessTestCase
+from torch.testing._internal.common_distributed import (
+    MultiProcessTestCase,
+    skip_if_lt_x_gpu,
+)
 from torch.testing._internal.distributed._muon import common_modules, common_muon
-from torch.testing._internal.distributed._muon.common_config import NewtonSchulzCalls
+from torch.testing._internal.distributed._muon.common_config import (
+    FUNCTIONAL,
+    NewtonSchulzCalls,
+)
 from torch.testing._internal.distributed._muon.common_modules import (
     data_parallel,
     make_model,
@@ -45,6 +55,7 @@ from torch.testing._internal.distributed._muon.common_muon import (
     mesh_of,
     OnCPU,
     OnGPUs,
+    place,
     R,
     S0,
     S1,
@@ -52,7 +63,14 @@ from torch.testing._internal.distributed._muon.common_muon import (
     specs,
     Strategy,
     Twins,
+    with_process_group,
 )
+
+
+try:
+    from torch.optim import functional
+except ImportError:
+    functional = None
 
 
 # Even for eight processes, uneven, and fewer rows than processes.
@@ -138,6 +156,10 @@ class DTensorTests(Tests):
     def test_dtensor_vs_single_device(self):
         self.check_linear(32, 4, 5)
 
+
+class PlacementTests(Tests):
+    """No framework has a collective here."""
+
     def test_dtensor_placements(self):
         for mesh in (mesh_of(self.world_size), grid_of(self.world_size // 2, 2)):
             twins = Twins(specs(mesh, all_placements(mesh)))
@@ -149,6 +171,8 @@ class DTensorTests(Tests):
             # Each matrix once, replicas included.
             self.assertEqual(sum(everyone(len(calls.shapes))), len(twins.params))
 
+
+class RepeatedTests(Tests):
     def test_twelve_steps_twice(self):
         mesh, grid = mesh_of(self.world_size), grid_of(self.world_size // 2, 2)
         placed = specs(mesh, all_placements(mesh), SHAPES[:3])
@@ -188,17 +212,48 @@ class FSDPTests(Tests):
                 run.step()
             self.assertEverywhere(run.alone.problems(), f"use_orig_params={orig}")
 
+
+class FullyShardTests(Tests):
     def test_fully_shard_vs_single_device(self):
         bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        line = mesh_of(self.world_size)
+        line, rows = mesh_of(self.world_size), min(2, self.world_size)
         for mesh, options in (
             (line, {"mp_policy": bfloat16}),
             (line, {"reshard_after_forward": False}),
             (line, {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}),
-            (grid_of(2, self.world_size // 2), {}),
+            (grid_of(rows, self.world_size // rows), {}),
         ):
             model = fully_shard(make_model(), mesh=mesh, **options)
             self.check(model, create_dtensor_config(), data_rank=self.rank)
+
+
+class PieceTests(Tests):
+    """Pieces that are cut by hand, with gradients that are given. No framework has a collective here."""
+
+    def test_process_groups(self):
+        line, grid = grid_of(self.world_size), grid_of(self.world_size // 2, 2)
+        for strategy in (
+            Strategy(line, "fsdp"),
+            Strategy(line, "tp"),
+            Strategy(line, "ddp"),
+            Strategy(grid, "fsdp", "tp"),
+            Strategy(grid, "ddp", "fsdp"),
+        ):
+            self.assertTrainsAlike(strategy.twins(), message=f"{strategy}")
+
+    def test_flat_parameters(self):
+        """FSDP1 without its backward pass."""
+        run = common_modules.Run(orig=False)
+        for step in range(2):
+            for number, unit in enumerate(FSDP.fsdp_modules(run.model)):
+                flat = unit._handle.flat_param
+                rows = enumerate(zip(flat._fqns, flat._shapes, strict=True))
+                seed = 1000 * step + 100 * number
+                wholes = {name: full(seed + i, shape) for i, (name, shape) in rows}
+                common_modules.give_flat_gradients(flat, wholes)
+            run.alone.step()
+            run.optimizer.step()
+            self.assertEverywhere(run.alone.problems(), f"step {step}")
 
 
 class DDPTests(Tests):
@@ -289,12 +344,22 @@ def rounded(update):
 CHANGES = {"zero": torch.zeros_like, "negated": torch.neg, "rounded": rounded}
 CHANGES |= {"swapped": swapped}
 CHANGES |= {"transposed": lambda u: u.mT if u.size(0) == u.size(1) else u}
-# Random rounding is no other in a second training.
+KINDS_OF_TESTS = (
+    DTensorTests,
+    PlacementTests,
+    MeshTests,
+    FSDPTests,
+    FullyShardTests,
+    PieceTests,
+    DDPTests,
+    TPTests,
+    ExpertTests,
+)
 COMPARING = [
     (tests, name)
-    for tests in (DTensorTests, MeshTests, FSDPTests, DDPTests, TPTests, ExpertTests)
+    for tests in KINDS_OF_TESTS
     for name in vars(tests)
-    if name.startswith("test_") and name != "test_twelve_steps_twice"
+    if name.startswith("test_")
 ]
 
 
@@ -329,11 +394,31 @@ class TestMuonComparison(Tests, OnCPU):
                 self.assertEqual(kind, "AssertionError" if is_wrong else "")
 
 
-class TestMuonDTensor(DTensorTests, MeshTests, OnCPU):
+class OneRankTests(Tests):
+    world_size = 1
+
+    def test_every_placement(self):
+        for mesh in (mesh_of(1), grid_of(1, 1)):
+            self.assertTrainsAlike(Twins(specs(mesh, all_placements(mesh))))
+
+    def test_process_group(self):
+        config = create_auto_config(ddp_process_group=dist.group.WORLD)
+        self.check(make_model(), config)
+
+
+class TestMuonOneRank(OneRankTests, DTensorTests, FullyShardTests, OnCPU):
     pass
 
 
-class TestMuonFSDP(FSDPTests, OnCPU):
+class TestMuonDTensor(DTensorTests, PlacementTests, RepeatedTests, MeshTests, OnCPU):
+    pass
+
+
+class TestMuonFSDP(FSDPTests, FullyShardTests, OnCPU):
+    pass
+
+
+class TestMuonPieces(PieceTests, OnCPU):
     pass
 
 
@@ -349,35 +434,247 @@ class TestMuonExpertParallel(ExpertTests, OnCPU):
     pass
 
 
-class TestMuon1DOnGPUs(OnGPUs, DTensorTests, FSDPTests, DDPTests, MultiProcessTestCase):
+class TestMuon1DOnGPUs(
+    OnGPUs,
+    DTensorTests,
+    PlacementTests,
+    RepeatedTests,
+    FSDPTests,
+    FullyShardTests,
+    DDPTests,
+    MultiProcessTestCase,
+):
     world_size = 2
+
+    @skip_if_lt_x_gpu(2)
+    @with_process_group
+    def test_dtensor_shard_correctness(self):
+        super().test_dtensor_shard_correctness()
+
+    @skip_if_lt_x_gpu(2)
+    @with_process_group
+    def test_dtensor_vs_single_device(self):
+        super().test_dtensor_vs_single_device()
+
+    @skip_if_lt_x_gpu(2)
+    @with_process_group
+    def test_dtensor_placements(self):
+        super().test_dtensor_placements()
+
+    @skip_if_lt_x_gpu(2)
+    @with_process_group
+    def test_twelve_steps_twice(self):
+        super().test_twelve_steps_twice()
+
+    @skip_if_lt_x_gpu(2)
+    @with_process_group
+    def test_fsdp_correctness(self):
+        super().test_fsdp_correctness()
+
+    @skip_if_lt_x_gpu(2)
+    @with_process_group
+    def test_fsdp_vs_single_device(self):
+        super().test_fsdp_vs_single_device()
+
+    @skip_if_lt_x_gpu(2)
+    @with_process_group
+    def test_fully_shard_vs_single_device(self):
+        super().test_fully_shard_vs_single_device()
+
+    @skip_if_lt_x_gpu(2)
+    @with_process_group
+    def test_ddp_vs_single_device(self):
+        super().test_ddp_vs_single_device()
 
 
 class TestMuon2DOnGPUs(OnGPUs, MeshTests, TPTests, ExpertTests, MultiProcessTestCase):
-    pass
+    @skip_if_lt_x_gpu(4)
+    @with_process_group
+    def test_dtensor_2d_mesh(self):
+        super().test_dtensor_2d_mesh()
+
+    @skip_if_lt_x_gpu(4)
+    @with_process_group
+    def test_per_parameter_tp_dims(self):
+        super().test_per_parameter_tp_dims()
+
+    @skip_if_lt_x_gpu(4)
+    @with_process_group
+    def test_fsdp_plus_tp(self):
+        super().test_fsdp_plus_tp()
+
+    @skip_if_lt_x_gpu(4)
+    @with_process_group
+    def test_expert_parallel_independence(self):
+        super().test_expert_parallel_independence()
+
+    @skip_if_lt_x_gpu(4)
+    @with_process_group
+    def test_expert_parallel_with_fsdp(self):
+        super().test_expert_parallel_with_fsdp()
 
 
-class TestMuonOnOneGPU(OnGPUs, Tests, MultiProcessTestCase):
-    world_size = 1
+class TestMuonOnOneGPU(
+    OnGPUs, OneRankTests, DTensorTests, FullyShardTests, MultiProcessTestCase
+):
+    """With NCCL, whose collectives the frameworks ask for."""
 
+    @skip_if_lt_x_gpu(1)
+    @with_process_group
     def test_every_placement(self):
-        for mesh in (mesh_of(1), grid_of(1, 1)):
-            self.assertTrainsAlike(Twins(specs(mesh, all_placements(mesh))))
+        super().test_every_placement()
 
-    def test_fully_shard(self):
-        self.check(fully_shard(make_model(), mesh=mesh_of(1)), create_dtensor_config())
-
+    @skip_if_lt_x_gpu(1)
+    @with_process_group
     def test_process_group(self):
-        config = create_auto_config(ddp_process_group=dist.group.WORLD)
-        self.check(make_model(), config)
+        super().test_process_group()
+
+    @skip_if_lt_x_gpu(1)
+    @with_process_group
+    def test_dtensor_shard_correctness(self):
+        super().test_dtensor_shard_correctness()
+
+    @skip_if_lt_x_gpu(1)
+    @with_process_group
+    def test_dtensor_vs_single_device(self):
+        super().test_dtensor_vs_single_device()
+
+    @skip_if_lt_x_gpu(1)
+    @with_process_group
+    def test_fully_shard_vs_single_device(self):
+        super().test_fully_shard_vs_single_device()
+
+
+class TestMuonOnSharedGPU(
+    OnGPUs, PlacementTests, MeshTests, PieceTests, MultiProcessTestCase
+):
+    """Over gloo, which lacks collectives of the frameworks for the tensors of a GPU."""
+
+    backend = "gloo"
+
+    @skip_if_lt_x_gpu(1)
+    @with_process_group
+    def test_dtensor_placements(self):
+        super().test_dtensor_placements()
+
+    @skip_if_lt_x_gpu(1)
+    @with_process_group
+    def test_dtensor_2d_mesh(self):
+        super().test_dtensor_2d_mesh()
+
+    @skip_if_lt_x_gpu(1)
+    @with_process_group
+    def test_process_groups(self):
+        super().test_process_groups()
+
+    @skip_if_lt_x_gpu(1)
+    @with_process_group
+    def test_flat_parameters(self):
+        super().test_flat_parameters()
+
+
+class Stuck(OnGPUs, MultiProcessTestCase):
+    __test__ = False
+    world_size = 2
+    seconds = 1
+
+    def test_sleep(self):
+        time.sleep(600 * self.rank)
+
+
+# As in a process with one GPU and NVML.
+ONE_GPU = """
+import sys
+import torch
+
+def count():
+    sys.exit("CUDA was asked for its devices")
+
+torch.cuda._is_compiled = lambda: True
+# A torch for CPUs lacks them.
+for name in "getDeviceCount", "init", "getCurrentRawStream":
+    setattr(torch._C, f"_cuda_{name}", count)
+torch.cuda._device_count_nvml = lambda: 1
+from torch.testing._internal.distributed._muon import common_muon
+from torch.testing._internal.common_utils import TEST_CUDA
+print(TEST_CUDA)
+"""
+
+
+class TestMuonFunctional(Tests, OnCPU):
+    """``torch.optim.functional.muon``, which torch 2.15 made public, is the overlay's."""
+
+    world_size = 2
+
+    @unittest.skipUnless(hasattr(functional, "muon"), "this torch has none")
+    def test_public_function(self):
+        placed = specs(mesh_of(self.world_size), [(S0,), (S1,), (R,)])
+        wholes, lists = {}, {}
+        for number, kind in enumerate(("parameters", "gradients", "momenta")):
+            wholes[kind] = [
+                full(10 * i + number, spec.shape) for i, spec in enumerate(placed)
+            ]
+            lists[kind] = [place(w, spec) for w, spec in zip(wholes[kind], placed)]
+        starts = [whole.clone() for whole in wholes["parameters"]]
+        config = create_dtensor_config()
+        for _ in range(2):
+            functional.muon(*lists.values(), distributed_config=config, **FUNCTIONAL)
+            functional.muon(*wholes.values(), **FUNCTIONAL)
+        with self.everywhere():
+            for kind in wholes:
+                for found, whole, spec in zip(lists[kind], wholes[kind], placed):
+                    piece = common_muon.piece_of(whole, spec)
+                    self.assertTrue(torch.equal(common_muon.local(found), piece), kind)
+            for start, whole in zip(starts, wholes["parameters"]):
+                self.assertFalse(torch.equal(start, whole))
+
+
+class TestMuonProcesses(common_utils.TestCase):
+    """How the ranks of OnGPUs start and end."""
+
+    def run_python(self, code, **variables):
+        command = [sys.executable, "-c", code]
+        how = {"capture_output": True, "text": True, "timeout": 60}
+        return subprocess.run(command, env={**os.environ, **variables}, **how)
+
+    def test_imports_ask_no_device(self):
+        """A test of four ranks took 10 s, because a server that asks for GPUs cannot be forked."""
+        name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+        done = self.run_python(ONE_GPU, **{name: "1"})
+        self.assertEqual(done.stdout, "True\n", done.stderr)
+        done = self.run_python(ONE_GPU, **{name: "0"})
+        self.assertIn("CUDA was asked", done.stderr)
+
+    def test_start(self):
+        decide, gpus = common_muon.process_type.__wrapped__, torch.cuda.is_available()
+        for may, has_gpus, name in (
+            (True, True, "ForkServerProcess"),
+            (False, True, "SpawnProcess"),
+            (False, False, "ForkServerProcess"),
+        ):
+            forks = mock.patch.object(common_muon, "forks_may_use_gpus", lambda: may)
+            found = mock.patch.object(torch.cuda, "is_available", lambda: has_gpus)
+            with forks, found:
+                self.assertEqual(decide().__name__, name)
+        self.assertTrue(common_muon.forks_may_use_gpus() or not gpus)
+
+    def test_a_test_is_bounded(self):
+        result = unittest.TestResult()
+        with self.assertLogs("torch.testing._internal.common_distributed") as logged:
+            Stuck("test_sleep").run(result)
+        ((_, error),) = result.errors
+        self.assertIn("Process 1 terminated or timed out after", error)
+        self.assertIn("in test_sleep", "\n".join(logged.output))
 
 
 class TestMuonPerformance(OnGPUs, Tests, MultiProcessTestCase):
     """Prefetching pays if transfers take time. On a CPU, the bench measures it over a delayed wire."""
 
-    # Ranks that share one compute sequentially.
-    needed = 4
+    # Weights of 1.5 GB are made twice.
+    seconds = 180
 
+    @skip_if_lt_x_gpu(4)
+    @with_process_group
     def test_prefetch_speedup(self):
         # Without biases, FSDP1 flattens 48 matrices into one parameter.
         shapes = [(128, 2048), *[(2048, 4096), (4096, 2048)] * 23, (2048, 4096)]

@@ -25,7 +25,10 @@ from torch.optim import Muon
 from torch.optim._muon_engine.process_groups import counters_of
 from torch.optim._muon_engine.schedule import owners
 from torch.optim.muon import create_auto_config, create_dtensor_config
-from torch.testing._internal.common_distributed import MultiProcessTestCase
+from torch.testing._internal.common_distributed import (
+    MultiProcessTestCase,
+    skip_if_lt_x_gpu,
+)
 from torch.testing._internal.common_utils import run_tests
 from torch.testing._internal.distributed._muon import common_modules, common_muon
 from torch.testing._internal.distributed._muon.common_muon import (
@@ -336,7 +339,12 @@ class TestMuonLongRuns(LongRuns, common_muon.OnCPU):
 
 
 class TestMuonLongRunsOnGPUs(common_muon.OnGPUs, LongRuns, MultiProcessTestCase):
-    pass
+    seconds = 300
+
+    @skip_if_lt_x_gpu(4)
+    @common_muon.with_process_group
+    def test_fsdp2_tp(self):
+        super().test_fsdp2_tp()
 
 
 # Even, uneven, and with empty pieces on four ranks.

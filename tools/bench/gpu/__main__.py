@@ -1,39 +1,90 @@
-"""Plays all stages, and writes the page after each of them."""
+"""Plays all stages, and writes the page whenever a stage has found something."""
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .stages import Found, Machine, NotRun, STAGES
+from .stages import CutOff, Found, Machine, NotRun, STAGES
 
 
 LAST = 20  # lines of a traceback or of a program's output
 
 
-def play(stage: Any, machine: Machine) -> tuple[str, Found]:
-    """The state of a stage afterwards, and what it found."""
+class Page:
+    """The findings of all stages so far, in two files."""
+
+    def __init__(self, folder: Path, about: str) -> None:
+        self.folder, self.about = folder, about
+        self.stages: dict[str, dict[str, Any]] = {}
+        self.hardware: dict[str, float] = {}
+        self.began = 0.0
+
+    def begin(self, name: str) -> None:
+        self.began = time.monotonic()
+        self.stages[name] = {"state": "running"}
+        self.tell(name, Found([], {}))
+
+    def tell(self, name: str, found: Found) -> None:
+        """Replaces what the stage has told before."""
+        texts, values, hardware = found
+        self.stages[name] |= {"texts": [*texts], "values": values}
+        self.hardware |= hardware
+        self.write(name)
+
+    def end(self, name: str, state: str, *texts: str) -> None:
+        self.stages[name]["state"] = state
+        self.stages[name]["texts"] += texts
+        self.write(name)
+        print(f"{name}: {state}, {self.stages[name]['seconds']:.0f} s", flush=True)
+
+    def write(self, name: str) -> None:
+        self.stages[name]["seconds"] = time.monotonic() - self.began
+        values = {"about": self.about, "stages": self.stages, "hardware": self.hardware}
+        self.replace("gpu.json", json.dumps(values, indent=1) + "\n")
+        self.replace("gpu.md", self.markdown())
+
+    def replace(self, name: str, text: str) -> None:
+        # A kill leaves the former text, not half of this one.
+        scratch = self.folder / f"{name}.new"
+        scratch.write_text(text)
+        os.replace(scratch, self.folder / name)
+
+    def markdown(self) -> str:
+        parts = ["# Muon on this machine", self.about]
+        for name, stage in self.stages.items():
+            parts.append(f"## {name}: {stage['state']}, {stage['seconds']:.0f} s")
+            parts += [f"```\n{text.rstrip()}\n```" for text in stage["texts"]]
+        return "\n\n".join(parts) + "\n"
+
+
+def play(stage: Callable[[Machine], Found], machine: Machine, page: Page) -> None:
+    name = stage.__name__
+    page.begin(name)
+    machine = machine._replace(tell=partial(page.tell, name))
     try:
-        return "done", stage(machine)
+        page.tell(name, stage(machine))
     except NotRun as reason:
-        return "not run", Found([str(reason)], {})
+        page.end(name, "not run", str(reason))
+    except CutOff as reason:
+        page.end(name, "cut off", str(reason))
     except Exception:
         lines = traceback.format_exc().rstrip().splitlines()
-        return "failed", Found(["\n".join(lines[-LAST:])], {})
-
-
-def markdown(about: str, stages: dict[str, dict[str, Any]]) -> str:
-    parts = ["# Muon on this machine", about]
-    for name, stage in stages.items():
-        parts.append(f"## {name}: {stage['state']}, {stage['seconds']:.0f} s")
-        parts += [f"```\n{text.rstrip()}\n```" for text in stage["texts"]]
-    return "\n\n".join(parts) + "\n"
+        page.end(name, "failed", "\n".join(lines[-LAST:]))
+    except BaseException as reason:
+        page.end(name, "cut off", type(reason).__name__)
+        raise
+    else:
+        page.end(name, "done")
 
 
 def main(arguments: list[str]) -> int:
@@ -51,26 +102,17 @@ def main(arguments: list[str]) -> int:
         f"on {gpus} x {device}" if gpus else "without a GPU, at small sizes on a CPU"
     )
     about = f"{where}, torch {torch.__version__}, overlay {args.overlay or 'unknown'}"
-    args.folder.mkdir(parents=True, exist_ok=True)
-    stages: dict[str, dict[str, Any]] = {}
-    hardware: dict[str, float] = {}
+    folder = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    page = Page(folder, about)
     print(about, flush=True)
     for stage, seconds in STAGES.items():
-        name = stage.__name__
-        if name not in args.only:
-            continue
-        began = time.monotonic()
-        machine = Machine(device, gpus, args.folder.resolve(), began + seconds)
-        state, result = play(stage, machine)
-        took = time.monotonic() - began
-        stages[name] = {"state": state, "seconds": took, **result._asdict()}
-        hardware |= stages[name].pop("hardware")
-        print(f"{name}: {state}, {took:.0f} s", flush=True)
-        values = {"about": about, "stages": stages, "hardware": hardware}
-        (args.folder / "gpu.json").write_text(json.dumps(values, indent=1) + "\n")
-        (args.folder / "gpu.md").write_text(markdown(about, stages))
+        if stage.__name__ in args.only:
+            ends = time.monotonic() + seconds
+            play(stage, Machine(device, gpus, folder, ends), page)
     print(args.folder / "gpu.md")
-    return int(any(stage["state"] == "failed" for stage in stages.values()))
+    states = {stage["state"] for stage in page.stages.values()}
+    return int(not states <= {"done", "not run"})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ import contextlib
 import gc
 import gzip
 import json
+import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -16,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,20 +29,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import _newton_schulz as ns, Muon
 from torch.optim._muon_engine.schedule.owners import newton_schulz_flops
+from torch.optim.muon import create_dtensor_config
 from torch.profiler import profile
 from tools.bench.models import MODELS
 
 from .. import contestants, engine_view, fleet, step, table, traffic
-from ..layouts import lay, local_of
+from ..contestants import LR, MOMENTUM, WEIGHT_DECAY
+from ..layouts import lay, lay_plain, local_of
 
 
 ROOT = Path(__file__).parents[3]
 OURS, OTHERS = "ours-1-quintic", ("stock", "adamw", "fused")
+TEST_LIMIT = 90  # seconds of one test
 WARM = 3  # steps: the first makes all state, and libraries choose their kernels
 
 
 class NotRun(Exception):
     """This machine cannot run a stage. The message says why."""
+
+
+class CutOff(Exception):
+    """A stage ran out of time. The page keeps what it told."""
 
 
 class Found(NamedTuple):
@@ -58,6 +67,8 @@ class Machine(NamedTuple):
     gpus: int
     folder: Path
     ends: float  # of time.monotonic()
+    # Puts on the page what a stage has found so far.
+    tell: Callable[[Found], None] = lambda found: None
 
     @property
     def seconds(self) -> float:
@@ -67,28 +78,41 @@ class Machine(NamedTuple):
         workload, reps = ("llama1b", 11) if self.gpus else ("tiny", 3)
         return step.Job(layout, workload, names, reps, self.device)
 
+    @property
+    def workloads(self) -> tuple[str, ...]:
+        """Many small matrices, whose steps wait for the host."""
+        return ("small112", "small560") if self.gpus else ("tiny",)
+
     def run(self, work: Callable, job: Any, world: int | None = None) -> list[Any]:
         world = world or self.gpus or 2
         return fleet.run(work, job, world, self.seconds, self.device)
 
 
-def output(command: list[str], seconds: float, **variables: str) -> str:
+@contextlib.contextmanager
+def started(command: list[str], file: Any, **variables: str) -> Iterator[Any]:
+    """A process that writes into ``file``. In the end, it and those that it started are killed."""
+    how = {"stdout": file, "stderr": file, "start_new_session": True, "cwd": ROOT}
+    process = subprocess.Popen(command, env=os.environ | variables, **how)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def output(command: list[str], seconds: float) -> str:
     """Runs a command, ends all its processes, and returns its output.
 
     Raises:
         fleet.Failed: it failed, or did not end. The message ends with the output.
     """
     with tempfile.TemporaryFile("w+") as file:
-        how = {"stdout": file, "stderr": file, "start_new_session": True, "cwd": ROOT}
-        process = subprocess.Popen(command, env=os.environ | variables, **how)
-        try:
-            code: Any = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = f"none after {seconds:.0f} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with started(command, file) as process:
+            try:
+                code: Any = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                code = f"none after {seconds:.0f} s"
         file.seek(0)
         text = file.read()
     if code:
@@ -118,7 +142,9 @@ def environment(machine: Machine) -> Found:
     if machine.device == "cuda":
         texts.append(f"NCCL {torch.cuda.nccl.version()}")
         with contextlib.suppress(OSError, fleet.Failed):
-            texts.append(output(["nvidia-smi", "topo", "-m"], machine.seconds))
+            links = output(["nvidia-smi", "topo", "-m"], machine.seconds)
+            # Without the codes that underline on a terminal.
+            texts.append(re.sub(r"\x1b\[[0-9;]*m", "", links))
     return Found(texts, {})
 
 
@@ -201,31 +227,76 @@ def _costs(rank: int, world: int, job: step.Job) -> tuple[dict[str, tuple], str]
         gc.collect()
         before = _allocated(job.device)
         optimizer = contestants.make(name, laid)
-        times = []
-        for _ in range(WARM + job.reps):
-            if job.device != "cpu":
-                torch.accelerator.reset_peak_memory_stats()
-            dist.barrier()
-            fleet.synchronize(job.device)
-            began = time.perf_counter()
-            optimizer.step()
-            returned = time.perf_counter()
-            fleet.synchronize(job.device)
-            times.append((returned - began, time.perf_counter() - began))
-        medians = map(statistics.median, zip(*times[WARM:]))
+        host, done = _host_and_device(optimizer, job)
         tensors = (t for of in optimizer.state.values() for t in of.values())
         state = sum(local_of(t).nbytes for t in tensors)
         kept = before + state if job.device != "cpu" else 0
         extra = _allocated(job.device) - kept, _allocated(job.device, "peak") - kept
-        found[name] = (*medians, len(laid.params), state, *extra)
+        found[name] = (host, done, len(laid.params), state, *extra)
         described = described or optimizer.describe()
         del optimizer
     return found, described
 
 
+def _host_and_device(optimizer: Any, job: step.Job) -> tuple[float, float]:
+    """Median seconds until step() returns, and until the device is done. Memory counters begin with the last step."""
+    host, done = [], []
+    for _ in range(WARM + job.reps):
+        if job.device != "cpu":
+            torch.accelerator.reset_peak_memory_stats()
+        dist.barrier()
+        fleet.synchronize(job.device)
+        began = time.perf_counter()
+        optimizer.step()
+        host.append(time.perf_counter() - began)
+        fleet.synchronize(job.device)
+        done.append(time.perf_counter() - began)
+    return statistics.median(host[WARM:]), statistics.median(done[WARM:])
+
+
 def _allocated(device: str, when: str = "current") -> int:
     stats = {} if device == "cpu" else torch.accelerator.memory_stats()
     return stats.get(f"allocated_bytes.all.{when}", 0)
+
+
+def host(machine: Machine) -> Found:
+    """Time of the host with small matrices, for which the device has little work.
+
+    Under FSDP2, the device's part of a step shrinks with the number of ranks, and the host's part does not.
+    """
+    texts, values = [], {}
+    for workload in machine.workloads:
+        job = machine.job()._replace(workload=workload)
+        found = machine.run(_host, job)[0]
+        count = found.pop("matrices")
+        rows = [
+            [f"{name}, {layout}", f"{1e3 * times[0]:.2f}", f"{1e3 * times[1]:.2f}", f"{1e6 * times[0] / count:.0f}"]
+            for layout, of_layout in found.items()
+            for name, times in of_layout.items()
+        ]  # fmt: skip
+        head = [f"{count} matrices, rank 0", "step() returns, ms", "it is done, ms"]
+        texts.append(table.render([*head, "host per matrix, us"], rows))
+        values[workload] = {**found, "matrices": count}
+        machine.tell(Found(texts, values))
+    return Found(texts, values)
+
+
+def _host(rank: int, world: int, job: step.Job) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for layout, names in (
+        ("FSDP2", (OURS, *OTHERS)),
+        ("plain tensors, no config", (OURS, f"{OURS}-foreach", *OTHERS)),
+    ):
+        if layout != "FSDP2":
+            laid = lay_plain(job.workload, job.device)
+        else:
+            laid = lay(job.layout, job.workload, world, job.device)
+        found["matrices"] = len(laid.params)
+        found[layout] = {}
+        for name in names:
+            optimizer = contestants.make(name, laid)
+            found[layout][name] = _host_and_device(optimizer, job)
+    return found
 
 
 def waits(machine: Machine) -> Found:
@@ -289,6 +360,157 @@ def _trace(rank: int, world: int, job: Any) -> None:
         profiled.export_chrome_trace(str(path))
 
 
+def graph(machine: Machine) -> Found:
+    """Replays of a step that a CUDA graph has recorded, against the step itself.
+
+    One rank, with buffers that stay and the learning rate as a tensor: a replay uses the memory of the recording.
+    """
+    texts, values = [], {}
+    if machine.device != "cuda":
+        texts.append("Only CUDA records graphs here. The steps ran instead.")
+    # The host decides about the first, and the device about the last.
+    for workload in dict.fromkeys([machine.workloads[0], machine.job().workload]):
+        job = machine.job()._replace(workload=workload)
+        (found,) = machine.run(_graph, job, 1)
+        head = [f"{workload}, {found['parameters']} matrices"]
+        head += ["step() returns, ms", "it is done, ms"]
+        rows = []
+        for how in ("step", "replay"):
+            rows.append([how, *(f"{1e3 * seconds:.2f}" for seconds in found[how])])
+        texts.append(table.render(head, rows))
+        texts.append(
+            "Of {parameters} parameters, {equal} have the bits of steps without a graph, {moved} have moved, and "
+            "{moved_without_lr} move in a replay with a learning rate of 0.".format(
+                **found
+            )
+        )
+        values[workload] = found
+        machine.tell(Found(texts, values))
+    return Found(texts, values)
+
+
+class Replay:
+    """A step as an optimizer: a recorded one on CUDA, and the step itself on other devices."""
+
+    def __init__(self, muon: Muon, device: str) -> None:
+        self.step: Callable[[], object] = muon.step
+        if device == "cuda":
+            recorded = torch.cuda.CUDAGraph()
+            # Threads of NCCL ask for events meanwhile.
+            with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
+                muon.step()
+            self.step = recorded.replay
+
+
+class Trained(NamedTuple):
+    """Parameters after steps, or after replays, and what they were before."""
+
+    starts: list[Tensor]
+    ends: list[Tensor]
+    times: tuple[float, float]
+    # With a learning rate of 0, one more step.
+    after_zero_lr: list[Tensor]
+
+
+def _trained(job: step.Job, world: int, how: str) -> Trained:
+    laid = lay(job.layout, job.workload, world, job.device)
+
+    def values() -> list[Tensor]:
+        return [local_of(param).clone() for param in laid.params]
+
+    starts = values()
+    lr = torch.tensor(LR, device=job.device)
+    config = create_dtensor_config(keep_buffers=True)
+    options = {"momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
+    muon = Muon(laid.params, lr=lr, distributed_config=config, **options)
+    with _side_stream(job.device):
+        for _ in range(WARM):
+            muon.step()
+    stepped = Replay(muon, job.device) if how == "replay" else muon
+    times = _host_and_device(stepped, job)
+    ends = values()
+    lr.zero_()
+    stepped.step()
+    fleet.synchronize(job.device)
+    return Trained(starts, ends, times, values())
+
+
+def _graph(rank: int, world: int, job: step.Job) -> dict[str, Any]:
+    expected = _trained(job, world, "step")
+    found = _trained(job, world, "replay")
+    count = len(found.starts)
+    return {
+        "parameters": count,
+        "step": expected.times,
+        "replay": found.times,
+        "equal": _number_of_equal(expected.ends, found.ends),
+        "moved": count - _number_of_equal(found.starts, found.ends),
+        "moved_without_lr": count - _number_of_equal(found.ends, found.after_zero_lr),
+    }
+
+
+@contextlib.contextmanager
+def _side_stream(device: str) -> Iterator[None]:
+    """CUDA wants the steps before a recording on another stream than the default one."""
+    if device != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _number_of_equal(tensors: list[Tensor], others: list[Tensor]) -> int:
+    pairs = zip(tensors, others, strict=True)
+    return sum(torch.equal(tensor, other) for tensor, other in pairs)
+
+
+def passes(machine: Machine) -> Found:
+    """The passes over memory of a step, against copies of a large tensor."""
+    job = machine.job(OURS)
+    (found,) = machine.run(_passes, (job, 2**30 if machine.gpus else 2**22), 1)
+    rate = found["bytes per second"]
+    rows = []
+    for name, (nbytes, seconds) in found["passes"].items():
+        limit = nbytes / rate
+        times = f"{1e3 * seconds:.3f}", f"{1e3 * limit:.3f}", f"{seconds / limit:.2f}"
+        rows.append([name, f"{nbytes / 1e9:.3f}", *times])
+    head = [job.workload, "GB", "ms", "limit, ms", "x limit"]
+    text = f"Copies read and write {rate / 1e9:.0f} GB/s."
+    note = "GB: the least that must be read and written. The last row has everything but Newton-Schulz."
+    return Found([text, table.render(head, rows), note], found)
+
+
+def _copy_rate(size: int, device: str) -> float:
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    # It reads and writes each byte.
+    return 2 * size / middle(lambda: target.copy_(source), device)
+
+
+def _passes(rank: int, world: int, job: Any) -> dict[str, Any]:
+    job, size = job
+    rate = _copy_rate(size, job.device)
+    laid = lay(job.layout, job.workload, world, job.device)
+    muon = contestants.make(job.names[0], laid)
+    muon.step()  # makes all state
+    before, after = engine_view.passes(muon)
+    elements = sum(map(math.prod, laid.shapes))
+    # Reads gradients and momentum, writes momentum and a bfloat16 matrix; reads parameters and a bfloat16 update,
+    # writes parameters.
+    least = {"before": 3 * 4 + 2, "after": 2 * 4 + 2}
+    found = {
+        "before": (least["before"] * elements, middle(before, job.device)),
+        "after": (least["after"] * elements, middle(after, job.device)),
+    }
+    with engine_view.without_newton_schulz():
+        seconds = middle(muon.step, job.device)
+    found["step"] = sum(least.values()) * elements, seconds
+    return {"bytes per second": rate, "passes": found}
+
+
 def exchange(machine: Machine) -> Found:
     """In the ring, each rank sends to one neighbour and receives from the other: the link."""
     if machine.gpus == 1:
@@ -342,28 +564,91 @@ def _exchange(rank: int, world: int, job: Any) -> dict[str, tuple[int, float]]:
 
 
 def tests(machine: Machine) -> Found:
-    """The classes for GPUs. Ranks that find too few GPUs share them, over gloo."""
+    """The classes for GPUs. The page has each outcome when the test ends."""
     missing = [n for n in ("pytest", "expecttest", "numpy") if find_spec(n) is None]
     if missing:
         raise NotRun(f"{sys.executable} has no {', '.join(missing)}.")
     paths = [*ROOT.glob("test/optim/*.py"), *ROOT.glob("test/distributed/optim/*.py")]
     chosen = [str(path) for path in sorted(paths) if "GPU" in path.read_text()]
-    words = ["-rs", "-p", "no:cacheprovider", "-k", "OnGPU or OnOneGPU", *chosen]
-    command = [sys.executable, "-m", "pytest", "--durations=5", *words]
-    text = output(command, machine.seconds, MUON_TEST_SHARE_GPU="1")
-    if " passed" not in text:
-        raise NotRun(text)
-    return Found([text], {"outcome": text.splitlines()[-1].strip("= ")})
+    return run_tests(machine, ["-k", "OnGPU or OnOneGPU or OnSharedGPU", *chosen])
+
+
+def run_tests(machine: Machine, words: list[str], limit: int = TEST_LIMIT) -> Found:
+    """Runs pytest, and tells each outcome when the test ends.
+
+    Args:
+        limit: the seconds of one test. Those of its ranks are fewer, so that their traces are told.
+    """
+    path = machine.folder / "outcomes.jsonl"
+    path.unlink(missing_ok=True)
+    variables = {"MUON_TEST_OUTCOMES": str(path), "MUON_TEST_SECONDS": str(limit)}
+    command = [sys.executable, "-m", "pytest", "-p", "tools.bench.gpu.outcomes"]
+    command += ["-p", "no:cacheprovider", "--tb=short", *words]
+    lines: list[dict[str, Any]] = []
+    found, code = Found([], {}), None
+    with tempfile.TemporaryFile("w+") as file:
+        with started(command, file, **variables) as process:
+            while code is None and machine.seconds > 0:
+                code = process.poll()
+                written = path.read_text().split("\n")[:-1] if path.exists() else []
+                new = [json.loads(line) for line in written[len(lines) :]]
+                for line in new:
+                    if line["outcome"] != "running":
+                        print("  {outcome}, {seconds:.1f} s: {test}".format(**line))
+                    if line["outcome"] == "failed":
+                        print(line["text"])
+                if new:
+                    lines += new
+                    found = outcomes(lines)
+                    machine.tell(found)
+                    sys.stdout.flush()
+                time.sleep(0.2)
+        file.seek(0)
+        text = file.read()
+    path.unlink(missing_ok=True)
+    if code is None:
+        raise CutOff(f"The time is over. The end of pytest's output:\n{text[-2000:]}")
+    counts = Counter(outcome for outcome, _ in found.values.values())
+    if code or counts["failed"]:
+        raise fleet.Failed(f"{text[-1000:]}\npytest ended with exit code {code}")
+    if not counts["passed"]:
+        raise NotRun("No test ran.")
+    return found
+
+
+def outcomes(lines: list[dict[str, Any]]) -> Found:
+    """The last outcome of each test in a table, then the texts of failures."""
+    last: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        # A test may pass, and fail when it is taken down.
+        if last.get(line["test"], {}).get("outcome") != "failed":
+            last[line["test"]] = line
+    counts = Counter(line["outcome"] for line in last.values())
+    words = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    rows, texts = [], []
+    for test, line in last.items():
+        short = test.partition("::")[2]
+        rows.append([short, line["outcome"], f"{line['seconds']:.1f}"])
+        if line["outcome"] == "skipped":
+            rows[-1][1] += f" ({line['text'].removeprefix('Skipped: ')})"
+        if line["outcome"] == "failed":
+            texts.append(f"{test}\n{line['text']}")
+    shown = table.render(["", "outcome", "s"], rows)
+    values = {test: (line["outcome"], line["seconds"]) for test, line in last.items()}
+    return Found([words, shown, *texts], values)
 
 
 # Each with its limit in seconds. Together: less than 15 minutes.
 STAGES: dict[Callable[[Machine], Found], float] = {
     environment: 30,
-    newton_schulz: 90,
-    steps: 120,
-    costs: 90,
-    waits: 60,
-    trace: 60,
+    newton_schulz: 80,
+    steps: 110,
+    costs: 70,
+    host: 90,
+    waits: 40,
+    trace: 50,
+    graph: 60,
+    passes: 50,
     exchange: 60,
-    tests: 300,
+    tests: 200,
 }

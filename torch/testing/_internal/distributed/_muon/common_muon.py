@@ -19,6 +19,7 @@ import unittest
 import warnings
 from datetime import timedelta
 from typing import Any, NamedTuple, TYPE_CHECKING
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -52,57 +53,88 @@ def device() -> torch.device:
     return _device
 
 
-class OnGPUs:
-    """To be put before MultiProcessTestCase: a GPU for each rank, over NCCL.
+def tell_bad_fork(sender: Any) -> None:
+    sender.send(torch.cuda._is_in_bad_fork())
 
-    With ``MUON_TEST_SHARE_GPU=1`` in the environment ranks that find too few GPUs share them, over gloo:
-    NCCL has one rank a GPU.
+
+def forks_may_use_gpus() -> bool:
+    """Whether CUDA starts in the forks of a server that has imported this module.
+
+    It refuses if an import has asked it for devices. The server asks NVML instead, which may be missing.
+    """
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=tell_bad_fork, args=(sender,))
+    process.start()
+    is_bad = receiver.recv()
+    process.join()
+    return not is_bad
+
+
+@functools.cache
+def process_type() -> Any:
+    """The class of the processes of OnGPUs.
+
+    A fork of a server that has imported torch starts in a tenth of the time that a spawned process takes. Without
+    GPUs, the processes only say so.
+    """
+    has_server = "forkserver" in torch.multiprocessing.get_all_start_methods()
+    if has_server and (forks_may_use_gpus() or not torch.cuda.is_available()):
+        return torch.multiprocessing.get_context("forkserver").Process
+    return torch.multiprocessing.get_context("spawn").Process
+
+
+def with_process_group(test: Callable) -> Callable:
+    """Gives the rank of a test of OnGPUs its GPU and a process group.
+
+    It goes below ``skip_if_lt_x_gpu``: without GPUs, NCCL does not start.
+    """
+
+    @functools.wraps(test)
+    def wrapper(case: OnGPUs) -> None:
+        case.init_process_group()
+        test(case)
+
+    return wrapper
+
+
+class OnGPUs:
+    """To be put before MultiProcessTestCase: each rank has a GPU, and NCCL connects them.
+
+    With the backend "gloo", ranks share the GPUs that there are. NCCL refuses two ranks on one GPU.
     """
 
     world_size: int
-
-    @property
-    def needed(self) -> int:
-        return 1 if os.environ.get("MUON_TEST_SHARE_GPU") == "1" else self.world_size
+    backend = "nccl"
+    # A test that takes longer is ended and fails, with the traces of its ranks. The other tests run.
+    seconds = 60
 
     def setUp(self) -> None:
-        # Processes that would only say so are not started.
-        if torch.cuda.device_count() < self.needed:
-            self.skipTest(f"Need at least {self.needed} CUDA devices")
         super().setUp()
         self._spawn_processes()
 
-    def join_or_run(self, fn: Callable) -> Any:
-        # Before NCCL starts, which would fail without a GPU.
-        skip = common_distributed.skip_if_lt_x_gpu(self.needed)
-        run = skip(lambda case: case._run_on_gpu(fn))
-        return super().join_or_run(functools.wraps(fn)(functools.partial(run, self)))
+    def _spawn_processes(self) -> None:
+        self._start_processes(process_type())
 
-    def _run_on_gpu(self, fn: Callable) -> None:
+    def _join_processes(self, fn: Callable) -> None:
+        limit = {self._current_test_name(): self.seconds}
+        with mock.patch.dict(common_distributed.TIMEOUT_OVERRIDE, limit):
+            super()._join_processes(fn)
+
+    def init_process_group(self) -> None:
         global _device
-        count = torch.cuda.device_count()
-        _device = torch.device("cuda", self.rank % count)
+        _device = torch.device("cuda", self.rank % torch.cuda.device_count())
         torch.cuda.set_device(_device)
-        each_has_one = count >= self.world_size and dist.is_nccl_available()
         dist.init_process_group(
-            "nccl" if each_has_one else "gloo",
+            self.backend,
             rank=self.rank,
             world_size=self.world_size,
             store=dist.FileStore(self.file_name, self.world_size),
-            timeout=timedelta(seconds=120),
+            # Before the test is ended: the error of a collective says more than a trace.
+            timeout=timedelta(seconds=0.7 * self.seconds),
         )
-        try:
-            fn()
-        except (NotImplementedError, RuntimeError) as error:
-            # A framework may ask gloo for a collective of GPU tensors that it does not have. Those that
-            # Muon itself starts must exist.
-            frames = traceback.extract_tb(error.__traceback__)
-            is_ours = any("/torch/optim/" in frame.filename for frame in frames)
-            words = "(?i)gloo.*(not support|unsupported|not implemented)"
-            is_missing = dist.get_backend() == "gloo" and re.search(words, str(error))
-            if is_ours or not is_missing:
-                raise
-            raise unittest.SkipTest(f"gloo: {error}") from error
 
 
 class Spec(NamedTuple):
