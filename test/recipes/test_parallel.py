@@ -6,9 +6,10 @@ TP cuts first, and FSDP cuts the rows of TP's pieces. Muon never communicates ov
 import re
 import warnings
 
+import torch
 import torch.distributed as dist
 from recipes.common import average, Block, CPU, cut_linears, MLP, MoE, parallelize
-from recipes.common import Recipe, Transformer
+from recipes.common import Recipe, Transformer, WIDTH
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, ShardingStrategy
@@ -304,7 +305,40 @@ class LeftOut:
 
 
 class TestLeftOut(LeftOut, Recipe):
-    pass
+    def test_marks_that_are_missing(self):
+        """EXAMPLES, TP dimensions from the model: the block gives 0 to a parameter without a mark. A matrix
+        that is left out has none and is whole, and a dict counts as it is written. Muon warns."""
+        mesh = init_device_mesh("cpu", (4,))
+        model = parallelize_some(Transformer(), mesh, TP_AND_FSDP)
+        params = list(model.parameters())
+        options = {"tp_process_group": mesh.get_group()}
+        options["tp_dim_per_param"] = dict.fromkeys(range(len(params)), 0)
+        with self.assertWarnsOnce("parameter 1 .*hold the same values"):
+            Muon(params, distributed_config=create_auto_config(**options))
+
+    def test_left_out_of_an_uneven_plan(self):
+        """Ranks of TP have flat parameters of different lengths. FSDP1 cuts their copies of the matrix that
+        is left out at different places. Without TP's group these are not replicas."""
+        mesh, fsdp, tp = self.plane()
+
+        def build():
+            torch.manual_seed(0)
+            layers = nn.Linear(WIDTH, 51, bias=False), nn.Linear(51, WIDTH, bias=False)
+            return nn.Sequential(*layers)
+
+        def parallelized():
+            plan = {"0": parallel.ColwiseParallel(output_layouts=Replicate())}
+            return parallel.parallelize_module(build(), mesh["tp"], plan)
+
+        # Each rank of TP repeats the second matrix.
+        how = {"data": [fsdp], "once": False}
+        model = FSDP(parallelized(), device_mesh=mesh["fsdp"], device_id=CPU)
+        config = create_auto_config(fsdp_process_group=fsdp)
+        pieces = {"fsdp": fsdp, "tp": tp, "tp_dims": {"0": 0}}
+        self.check(build(), model, config, **pieces, **how)
+
+        model = fully_shard(parallelized(), mesh=mesh["fsdp"])
+        self.check(build(), model, create_dtensor_config(), **how)
 
 
 class TestLeftOutOnEight(LeftOut, Recipe):
